@@ -1,0 +1,103 @@
+"""TOML with line numbers: `tomllib` tells what a file says, this room adds where it says so."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+
+__all__ = ["TomlError", "TomlLines", "parse_toml"]
+
+_TOKEN = re.compile(
+    r"""(?P<text>\"{3}(?:[^\\]|\\.)*?\"{3,5}|'{3}.*?'{3,5}|"(?:[^"\\\n]|\\.)*"|'[^'\n]*')
+      |(?P<mark>[\[\]{}=,.\n])|(?P<word>[^\s\[\]{}=,."'\#]+)|\#[^\n]*""",
+    re.VERBOSE | re.DOTALL,
+)
+
+
+class TomlError(ValueError):
+    """Bytes that are no TOML. `line` is the 1-based line of the fault, None where it is not known."""
+
+    def __init__(self, message: str, line: int | None) -> None:
+        self.line = line
+        super().__init__(message)
+
+
+def parse_toml(raw: bytes) -> tuple[dict[str, object], TomlLines]:
+    """Return what a TOML file says, and the lines where it says so.
+
+    Raises:
+        TomlError: The bytes are not UTF-8, not TOML, or nested too deep to read.
+    """
+    try:
+        text = raw.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise TomlError(f"not UTF-8: {error.reason}", raw.count(b"\n", 0, error.start) + 1) from error
+    try:
+        return tomllib.loads(text), TomlLines(text)
+    except (ValueError, RecursionError) as error:
+        found = re.search(r"\(at line (\d+)", str(error))
+        line = int(found[1]) if found else text.count("\n") + 1 if "end of document" in str(error) else None
+        raise TomlError(f"not valid TOML: {error}", line) from error
+
+
+def _key_text(token: str) -> str:
+    return str(tomllib.loads(f"key = {token}")["key"]) if token[0] in "\"'" else token
+
+
+class TomlLines:
+    """The lines of a TOML text that `tomllib` has accepted.
+
+    `keys` maps the path of a key or table to its line, `items` the path of an array to the lines of its strings.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.keys: dict[tuple[str, ...], int] = {}
+        self.items: dict[tuple[str, ...], list[int]] = {}
+        self._table: tuple[str, ...] = ()
+        self._open: list[tuple[str, tuple[str, ...]]] = []
+        self._path: tuple[str, ...] = ()
+        self._key: list[str] = []
+        self._in_key = True
+        line, end = 1, 0
+        for match in _TOKEN.finditer(text):
+            line += text.count("\n", end, match.start())
+            end = match.start()
+            if match.lastgroup is not None:
+                (self._read_key if self._in_key else self._read_value)(match.group(), match.lastgroup, line)
+
+    def of(self, path: tuple[str, ...], item: int | None = None) -> int | None:
+        """Return the line of a key, or of the string number `item` in the array that it holds; None if it has none."""
+        items = self.items.get(path, [])
+        return items[item] if item is not None and item < len(items) else self.keys.get(path)
+
+    def _read_key(self, token: str, kind: str, line: int) -> None:
+        if kind != "mark":
+            self._key.append(_key_text(token))
+        elif token == "=":
+            self._path = self._note(self._open[-1][1] if self._open else self._table, line)
+            self._in_key = False
+        elif token == "]" and self._key:
+            self._table = self._note((), line)
+        elif token == "}":
+            self._open.pop()
+            self._in_key = False
+
+    def _note(self, path: tuple[str, ...], line: int) -> tuple[str, ...]:
+        for part in self._key:
+            path = (*path, part)
+            self.keys.setdefault(path, line)
+        self._key = []
+        return path
+
+    def _read_value(self, token: str, kind: str, line: int) -> None:
+        inside = self._open[-1][0] if self._open else ""
+        if kind == "text":
+            if inside == "[":
+                self.items.setdefault(self._open[-1][1], []).append(line)
+        elif token in ("[", "{"):
+            self._open.append((token, self._open[-1][1] if inside == "[" else self._path))
+            self._in_key = token == "{"
+        elif token in ("]", "}"):
+            self._open.pop()
+        elif (token == "," and inside == "{") or (token == "\n" and not inside):
+            self._in_key = True
