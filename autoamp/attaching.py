@@ -1,0 +1,144 @@
+"""What is put on an optimizer from outside, a ``step`` in place of its own, and names for its parameters.
+
+An optimizer is anything with ``param_groups`` and ``step``, of torch's class or not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from autoamp.errors import UsageError
+
+__all__ = ["AttachedStep", "named_params", "stepped_params"]
+
+
+def stepped_params(optimizer: Any) -> list[torch.Tensor]:
+    """Return the tensors that an optimizer steps, in its order."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def named_params(optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every parameter of an optimizer with the best name to be had. Slow; for error messages.
+
+    The names that the optimizer was given come first, then those in living modules, then the place in ``param_groups``.
+    """
+    in_modules = _names_in_live_modules()
+    for index, group in enumerate(optimizer.param_groups):
+        given = group.get("param_names") or ()
+        for position, param in enumerate(group["params"]):
+            place = f"param_groups[{index}]['params'][{position}] of shape {tuple(param.shape)}"
+            yield (given[position] if position < len(given) else in_modules.get(id(param), place)), param
+
+
+class AttachedStep:
+    """Stands at ``optimizer.step``, as an attribute of the instance, from its making until `detach`.
+
+    It keeps the optimizer no more alive than it was: there is no reference to it but a weak one. A deep copy of the
+    optimizer, or an unpickled one, has the step that was there before. To those who take a bound method apart it looks
+    like one: torch's LR schedulers wrap ``step.__func__``.
+
+    Args:
+        optimizer: Gets the attribute.
+        instead: Called for ``optimizer.step(*args, **kwargs)`` with the original step, ``args`` and ``kwargs``.
+
+    Raises:
+        UsageError: This is no optimizer, or takes no attribute ``step`` of its own.
+    """
+
+    def __init__(
+        self, optimizer: Any, instead: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+    ) -> None:
+        name = type(optimizer).__name__
+        original = getattr(optimizer, "step", None)
+        if not callable(original) or not hasattr(optimizer, "param_groups"):
+            raise UsageError(f"a {name} is no optimizer: it needs param_groups and a method step")
+        in_class = getattr(type(optimizer), "step", None)
+        # First of all, as it copies every attribute of the other step. Wanted is `_wrapped_by_lr_sched`, by which a
+        # scheduler knows that its wrapper is still there; `__wrapped__` would keep the optimizer alive.
+        functools.update_wrapper(self, original)
+        vars(self).pop("__wrapped__", None)
+        with contextlib.suppress(TypeError, ValueError):
+            self.__signature__ = inspect.signature(original)
+        self._instead: Callable[..., Any] | None = instead
+        self._name = name
+        try:
+            self._optimizer = weakref.ref(optimizer)
+            self._own = vars(optimizer).get("step")
+            # A method of the class is looked up for each call: a bound one, if stored, would keep the optimizer alive.
+            self._before = self._own or (None if callable(in_class) else original)
+            optimizer.step = self
+        except (AttributeError, TypeError) as error:
+            raise UsageError(f"{name}.step cannot be replaced ({error}); its class must allow attributes") from error
+
+    def detach(self) -> None:
+        """Put back what was there. Under a wrapper that somebody layered above, pass every call through instead."""
+        self._instead = None
+        optimizer = self._optimizer()
+        if optimizer is None or vars(optimizer).get("step") is not self:
+            return
+        if self._own is not None:
+            optimizer.step = self._own
+        else:
+            del optimizer.step
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Step the optimizer, as ``instead`` sees fit."""
+        if self._instead is None:
+            return self._original(*args, **kwargs)
+        return self._instead(self._original, args, kwargs)
+
+    def _original(self, *args: Any, **kwargs: Any) -> Any:
+        if self._before is not None:
+            return self._before(*args, **kwargs)
+        optimizer = self.__self__
+        return type(optimizer).step(optimizer, *args, **kwargs)
+
+    @property
+    def __self__(self) -> Any:
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise UsageError(f"the {self._name} of this step was deleted; keep a reference to the optimizer")
+        return optimizer
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        @functools.wraps(self)
+        def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            return self(*args, **kwargs)
+
+        return step
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the optimizer is copied without this attribute as yet, so the name finds the method of its class.
+        if self._before is not None:
+            return _same, (self._before,)
+        return getattr, (self.__self__, "step")
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _names_in_live_modules() -> dict[int, str]:
+    """Return the names that living modules give to parameters, from modules that are no other's child."""
+    modules = [found for found in gc.get_objects() if issubclass(type(found), torch.nn.Module)]
+    names: dict[int, str] = {}
+    children: set[int] = set()
+    # A module that is half built answers nothing, and must not hide the error that names are looked for.
+    for module in modules:
+        with contextlib.suppress(Exception):
+            children.update(map(id, module.children()))
+    for module in modules:
+        if id(module) not in children:
+            with contextlib.suppress(Exception):
+                for name, param in module.named_parameters():
+                    names.setdefault(id(param), f"{type(module).__name__}.{name}")
+    return names

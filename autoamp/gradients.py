@@ -1,0 +1,254 @@
+"""Gradients, many at a time: scale, unscale and check for inf and nan, norms.
+
+Everything here goes through torch's multi-tensor functions, one call for all tensors of a device and dtype. Nothing
+waits for a device but `found_any` and `non_finite`, which return Python values.
+
+Which gradients are taken: dense and sparse ones, fp16, bf16, fp32 and fp64, and complex ones as pairs of reals. Integer
+and bool tensors carry no gradient of a loss and are left alone. Any other dtype is an error.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from autoamp.errors import UsageError
+
+__all__ = ["GradientMark", "found_any", "non_finite", "scale_", "total_norm", "unscale_"]
+
+_REAL = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+_COMPRESSED = frozenset((torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc))
+
+
+@torch.no_grad()
+def unscale_(params: Iterable[torch.Tensor], inv_scale: float) -> list[torch.Tensor]:
+    """Multiply every ``param.grad`` by ``inv_scale`` in place and look for inf and nan in the same pass.
+
+    The parameters are taken, not the gradients, as some gradients cannot be written in place or hold one element in
+    parts (see `_writable`): ``param.grad`` is a new tensor then. What comes twice is unscaled once.
+
+    Args:
+        params: Any tensors; those without a gradient are passed over.
+        inv_scale: 1 / scale.
+
+    Returns:
+        One fp32 tensor of shape ``[1]`` for each device: 1.0 if a gradient there held an inf or nan, or holds one now,
+        else 0.0. Nothing was read from the device. An empty list if there was no gradient.
+
+    Raises:
+        UsageError: A gradient of a dtype that cannot be unscaled.
+    """
+    found: dict[torch.device, torch.Tensor] = {}
+    for (device, dtype), values in _grouped(_writable_grads(params)).items():
+        if device not in found:
+            found[device] = torch.zeros(1, dtype=torch.float32, device=device)
+        kernel_factor = inv_scale
+        # The kernel takes an fp32 factor, which is too coarse for fp64, and looks before it multiplies, which misses
+        # what a scale below 1 pushes out of range.
+        if dtype is torch.float64 or inv_scale > 1.0:
+            torch._foreach_mul_(values, inv_scale)
+            kernel_factor = 1.0
+        factor = torch.full((), kernel_factor, dtype=torch.float32, device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_(values, found[device], factor)
+    return list(found.values())
+
+
+@torch.no_grad()
+def scale_(params: Iterable[torch.Tensor], factor: float) -> None:
+    """Multiply every ``param.grad`` by ``factor`` in place; the rules are those of `unscale_`.
+
+    Args:
+        params: Any tensors; those without a gradient are passed over.
+        factor: A finite number. A power of two keeps every bit unless the result leaves the dtype's range.
+
+    Raises:
+        UsageError: A gradient of a dtype that cannot be scaled.
+    """
+    for values in _grouped(_writable_grads(params)).values():
+        torch._foreach_mul_(values, factor)
+
+
+def found_any(found: Sequence[torch.Tensor]) -> list[bool]:
+    """Read found_inf tensors, with one device synchronisation for each device among them.
+
+    Args:
+        found: Tensors of shape ``[1]`` as `unscale_` returns them.
+
+    Returns:
+        For each tensor whether it is not 0.
+    """
+    by_device: dict[torch.device, list[int]] = {}
+    for index, tensor in enumerate(found):
+        by_device.setdefault(tensor.device, []).append(index)
+    flags = [False] * len(found)
+    for indices in by_device.values():
+        for index, value in zip(indices, torch.cat([found[i] for i in indices]).tolist(), strict=True):
+            flags[index] = bool(value)
+    return flags
+
+
+def non_finite(named_grads: Iterable[tuple[str, torch.Tensor]], limit: int = 3) -> list[str]:
+    """Return the names of the first ``limit`` tensors that hold inf or nan.
+
+    This is for error messages: it waits for the device once for each tensor, and stops as soon as it has enough.
+    """
+    names: list[str] = []
+    for name, grad in named_grads:
+        if len(names) >= limit:
+            break
+        if not bool(torch.isfinite(_values(grad)).all()):
+            names.append(name)
+    return names
+
+
+@torch.no_grad()
+def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+    """Return the norm of all elements of all tensors taken as one vector.
+
+    Args:
+        tensors: Floating-point or complex tensors, dense or sparse, of any devices. One that comes twice counts twice.
+        norm_type: The p of the p-norm, above 0; ``inf`` is the largest absolute value.
+
+    Returns:
+        A tensor without dimensions on the first tensor's device, fp32 (fp64 if a tensor is fp64 or complex128). It is
+        computed in that precision, so fp16 tensors do not overflow on the way. Nothing is read from the device.
+
+    Raises:
+        UsageError: ``norm_type`` is not above 0.
+    """
+    norm_type = float(norm_type)
+    if not norm_type > 0.0:
+        raise UsageError(f"norm_type={norm_type!r} must be above 0; choose 2.0, another p, or inf")
+    # An uncoalesced tensor holds an element in parts, whose norm is not that of the sum.
+    values = [_values(t.coalesce() if t.layout is torch.sparse_coo else t) for t in tensors]
+    groups = _grouped_by_kind([t for t in values if t.numel() > 0])
+    norms: list[torch.Tensor] = []
+    for (_, dtype), group in groups.items():
+        double = dtype in (torch.float64, torch.complex128)
+        real = torch.float64 if double else torch.float32
+        compute = real if dtype.is_floating_point else (torch.complex128 if double else torch.complex64)
+        norms.extend(one.to(real) for one in torch._foreach_norm(group, norm_type, dtype=compute))
+    if not norms:
+        return torch.zeros((), dtype=torch.float32, device=values[0].device if values else None)
+    widest = torch.float64 if any(one.dtype is torch.float64 for one in norms) else torch.float32
+    stacked = torch.stack([one.to(device=values[0].device, dtype=widest) for one in norms])
+    norm: torch.Tensor = torch.linalg.vector_norm(stacked, norm_type)
+    return norm
+
+
+class GradientMark:
+    """Remembers gradients by the first of them, to tell later, at no cost, whether they are still the same.
+
+    It keeps no tensor alive.
+
+    Args:
+        params: The parameters whose gradients are meant.
+    """
+
+    def __init__(self, params: Iterable[torch.Tensor]) -> None:
+        param = next((param for param in params if param.grad is not None), None)
+        grad = None if param is None else param.grad
+        self._param = None if param is None else weakref.ref(param)
+        self._grad = None if grad is None else weakref.ref(grad)
+        self._version = _version(grad)
+
+    def replaced(self) -> bool:
+        """Whether the gradient is gone, or another tensor. True also if there was none."""
+        return self._same_grad() is None
+
+    def touched(self) -> bool:
+        """Whether the gradient is gone, another tensor, or was written in place. True also if there was none."""
+        grad = self._same_grad()
+        return grad is None or _version(grad) != self._version
+
+    def _same_grad(self) -> torch.Tensor | None:
+        param = None if self._param is None else self._param()
+        grad = None if param is None else param.grad
+        return grad if grad is not None and self._grad is not None and self._grad() is grad else None
+
+
+def _writable_grads(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the values of all gradients as real dense tensors that can be written in place, each one once."""
+    values: dict[int, torch.Tensor] = {}
+    for param in params:
+        grad = param.grad
+        if grad is None:
+            continue
+        # The usual gradient, decided by four cheap questions.
+        if (
+            grad.layout is torch.strided
+            and grad.dtype in _REAL
+            and grad.is_contiguous()
+            and not (grad.is_inference() and not torch.is_inference_mode_enabled())
+        ):
+            values[id(grad)] = grad
+        elif grad.is_floating_point() or grad.is_complex():
+            writable = _writable(grad)
+            if writable is not grad:
+                param.grad = writable
+            inner = _values(writable)
+            values[id(writable)] = torch.view_as_real(inner) if inner.is_complex() else inner
+    return list(values.values())
+
+
+def _writable(grad: torch.Tensor) -> torch.Tensor:
+    """Return ``grad``, or its copy if a multiplication in place is refused or would be wrong.
+
+    Refused: expanded and inference tensors, and lazily conjugated or negated ones. Wrong: strides by which elements
+    share memory. A sparse fp16 gradient is coalesced too, since a sum of finite halves may be inf and must be seen.
+    """
+    if grad.layout is torch.sparse_coo and grad.dtype is torch.float16 and not grad.is_coalesced():
+        grad = grad.coalesce()
+    values = _values(grad)
+    locked = values.is_inference() and not torch.is_inference_mode_enabled()
+    if locked or values.is_conj() or values.is_neg() or _overlaps_itself(values):
+        # A clone keeps strides that overlap, unless they are 0, and the marks of a lazy conjugation or negation.
+        return _contiguous_clone(grad) if values is grad else grad.clone()
+    return grad
+
+
+def _contiguous_clone(grad: torch.Tensor) -> torch.Tensor:
+    return grad.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements may lie at one address. False is sure, True may be wrong for unusual strides."""
+    reach = 0
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.size(), strict=True) if n > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the dense tensor that holds a tensor's values: itself, or what a sparse one keeps."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values()
+    if tensor.layout in _COMPRESSED:
+        return tensor.values()
+    return tensor
+
+
+def _grouped(values: Iterable[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+    groups = _grouped_by_kind(values)
+    for _, dtype in groups:
+        if dtype not in _REAL:
+            raise UsageError(
+                f"a gradient of {dtype} cannot be scaled; keep the parameters in float16, bfloat16, float32 or float64"
+            )
+    return groups
+
+
+def _grouped_by_kind(tensors: Iterable[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return groups
+
+
+def _version(tensor: torch.Tensor | None) -> int | None:
+    # Inference tensors keep no count.
+    return None if tensor is None or tensor.is_inference() else tensor._version

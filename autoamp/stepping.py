@@ -1,0 +1,400 @@
+"""What ``optimizer.step()`` must do next: step, skip, or ask its closure again at a lower loss scale.
+
+A `StepGuard` stands in front of one optimizer. `scaled_block` is the part of ``scale_loss`` that knows gradients: it
+brings those that are there to the scale of the block, and on the way out unscales and checks them in one pass. What it
+found lies on the device, in a `Verdict`. Nobody waits for it before ``optimizer.step()``, which reads all verdicts
+since the last step at once, tells the loss scalers, and steps or skips.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from autoamp.attaching import AttachedStep, named_params, stepped_params
+from autoamp.errors import NonFiniteGradientsError, UsageError
+from autoamp.gradients import GradientMark, non_finite, scale_, unscale_
+from autoamp.scaling import LossScaler
+from autoamp.verdicts import Verdict, read, settle
+
+__all__ = ["StepGuard", "scaled_block"]
+
+logger = logging.getLogger(__name__)
+
+# From the highest default scale, 2**24, so many halvings lead far below 1, where no scale is to blame any more.
+_MAX_EVALUATIONS = 33
+
+
+class StepGuard:
+    """Stands in front of one optimizer's ``step`` from `install` to `uninstall`.
+
+    The optimizer is anything with ``param_groups`` and ``step``. It holds the guard, and not the guard it. A deep copy
+    of the optimizer, or an unpickled one, is not guarded.
+
+    Args:
+        optimizer: What to guard.
+        casts_off: Makes the context of the real step.
+        casts_on: Makes the context of a closure that is given to ``step``.
+        after_step: Called after every step, taken or skipped, also one that failed, and before each evaluation of a
+            closure that the optimizer asks for in the middle of its step: parameters may have changed.
+        params: Gives the tensors whose ``.grad`` is scaled and unscaled; by default all that the optimizer steps.
+        collect: Called when a block begins and when it ends, and before a step. It moves gradients that the backward
+            pass left elsewhere (on half model params) onto what ``params`` gives; by default there are none.
+        max_consecutive_skips: So many skips in a row are an error.
+
+    Attributes:
+        steps: How many times ``step()`` was called, skips included.
+        skipped_steps: How many of these were skips.
+        consecutive_skips: How many skips came since the last step that was taken.
+        last_step_skipped: Whether the last ``step()`` was a skip.
+        max_consecutive_skips: As given.
+        pending: The verdicts since the last step, in order.
+        grads_scale: The scale that gradients have now: 1.0 outside blocks but for ``delay_unscale``.
+        in_block: Whether a block of this optimizer is open.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        *,
+        casts_off: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+        casts_on: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+        after_step: Callable[[], None] | None = None,
+        params: Callable[[], Sequence[torch.Tensor]] | None = None,
+        collect: Callable[[], None] | None = None,
+        max_consecutive_skips: int = 50,
+    ) -> None:
+        self.name = type(optimizer).__name__
+        self.steps = 0
+        self.skipped_steps = 0
+        self.consecutive_skips = 0
+        self.last_step_skipped = False
+        self.max_consecutive_skips = max_consecutive_skips
+        self.pending: list[Verdict] = []
+        self.grads_scale = 1.0
+        self.in_block = False
+        self._casts_off = casts_off
+        self._casts_on = casts_on
+        self._after_step = after_step or (lambda: None)
+        self._params = params
+        self.collect = collect or (lambda: None)
+        self._delayed: LossScaler | None = None
+        self._mark = GradientMark(())
+        self._blocks = 0
+        self._tries_closures = True
+        self._optimizer = weakref.ref(optimizer)
+        self._attached: weakref.ref[AttachedStep] | None = None
+
+    def install(self) -> None:
+        """Put the guard in front of ``optimizer.step``.
+
+        Raises:
+            UsageError: This is no optimizer, or its step cannot be replaced.
+        """
+        # The optimizer holds the attached step, which holds the guard: no cycle, and all go with the optimizer.
+        self._attached = weakref.ref(AttachedStep(self._optimizer(), self._step))
+
+    def uninstall(self) -> None:
+        """Put back the step that was there; under a wrapper that somebody layered above, let all calls pass.
+
+        Pending verdicts are dropped; gradients that ``delay_unscale`` left scaled get their true values.
+        """
+        attached = None if self._attached is None else self._attached()
+        if attached is not None and self._optimizer() is not None:
+            self.finish_delayed()
+            self.pending = []
+            attached.detach()
+
+    def params(self) -> Sequence[torch.Tensor]:
+        """Return the tensors whose gradients are scaled and unscaled."""
+        return stepped_params(self._optimizer()) if self._params is None else self._params()
+
+    def has_gradients(self) -> bool:
+        """Whether any gradient is there."""
+        return any(param.grad is not None for param in self.params())
+
+    def enter_block(self, scale: float, checks: bool) -> None:
+        """Take note that a block has begun, and brought all gradients to ``scale``."""
+        self.grads_scale = scale
+        self.in_block = True
+        # A closure that scales nothing needs no trial, and some optimizers move the parameters first (SAM).
+        self._tries_closures = checks
+
+    def leave_block(
+        self, grads_scale: float, verdict: Verdict | None = None, delayed: LossScaler | None = None
+    ) -> None:
+        """Take note of how a block ended: the scale it left, what it found, the scaler of a check that is still due."""
+        if verdict is not None:
+            self.pending.append(verdict)
+        self.grads_scale = grads_scale
+        self._delayed = delayed
+        self._mark = GradientMark(self.params())
+        self._blocks += 1
+
+    def forget_abandoned(self) -> None:
+        """Settle verdicts whose gradients were dropped without a step; the scaler learns from them all the same."""
+        if self.pending and self._mark.touched():
+            self._settle()
+        if self._delayed is not None and self._mark.replaced():
+            self._delayed, self.grads_scale = None, 1.0
+
+    def overflowed(self) -> bool:
+        """Tell whether gradients since the last step overflowed; where there are none, whether that step was a skip."""
+        read(self.pending)
+        return any(verdict.overflowed for verdict in self.pending) if self.pending else self.last_step_skipped
+
+    def finish_delayed(self) -> None:
+        """Unscale and check what ``delay_unscale`` left scaled."""
+        scaler, scale = self._delayed, self.grads_scale
+        if scaler is None:
+            return
+        self._delayed, self.grads_scale = None, 1.0
+        if not self._mark.replaced():
+            self.pending.append(Verdict(scaler, scale, unscale_(self.params(), 1.0 / scale)))
+            self._mark = GradientMark(self.params())
+
+    def guarded_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return what an optimizer may call within its step: ``closure``, at lower scales until nothing overflows.
+
+        Raises:
+            NonFiniteGradientsError: When called: no lower scale is to be had, or it does not help.
+        """
+
+        def evaluate() -> Any:
+            self._after_step()
+            loss, blamed = self._evaluate(closure)
+            if blamed is not None:
+                raise NonFiniteGradientsError(
+                    f"gradients overflowed at loss scale {blamed.scale:g} when {self.name} called its closure in the "
+                    "middle of a step, and a lower scale is not to be had or does not help: the parameters are at an "
+                    "intermediate point. Load the last checkpoint; train with a lower static loss scale, bf16 or fp32"
+                )
+            return loss
+
+        return evaluate
+
+    def _step(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.in_block:
+            raise UsageError(
+                f"{self.name}.step() was called inside its scale_loss block, where gradients are still multiplied by "
+                f"{self.grads_scale:g}; move optimizer.step() after the with block"
+            )
+        self.steps += 1
+        self.last_step_skipped = False
+        self.collect()
+        self.finish_delayed()
+        closure = args[0] if args else kwargs.get("closure")
+        try:
+            if callable(closure):
+                return self._step_with_closure(closure, original, args, kwargs)
+            blamed = self._settle()
+            return self._skip(blamed) if blamed is not None else self._take(original, args, kwargs)
+        finally:
+            self._after_step()
+
+    def _settle(self) -> Verdict | None:
+        pending, self.pending = self.pending, []
+        return settle(pending)
+
+    def _take(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.consecutive_skips = 0
+        with self._casts_off():
+            return original(*args, **kwargs)
+
+    def _skip(self, blamed: Verdict) -> None:
+        self.skipped_steps += 1
+        self.consecutive_skips += 1
+        self.last_step_skipped = True
+        optimizer: Any = self._optimizer()
+        # A step was due and came: LR schedulers look at this before they complain about the order of calls.
+        optimizer._opt_called = True
+        if self.skipped_steps & (self.skipped_steps - 1) == 0:
+            logger.warning(
+                "%s: step skipped, gradients overflowed at loss scale %g, the next is %g (skipped %d, in a row %d)",
+                self.name, blamed.scale, blamed.scaler.loss_scale, self.skipped_steps, self.consecutive_skips,
+            )  # fmt: skip
+        if self.consecutive_skips >= self.max_consecutive_skips:
+            named = ((name, param.grad) for name, param in named_params(optimizer))
+            culprits = ", ".join(non_finite((name, grad) for name, grad in named if grad is not None))
+            raise NonFiniteGradientsError(
+                f"{self.consecutive_skips} steps of {self.name} in a row were skipped for inf or nan in the gradients, "
+                f"first in {culprits or 'gradients that are gone by now'}; the loss scale is "
+                f"{blamed.scaler.loss_scale:g}. Look for inf or nan in the data and the loss, for too high a learning "
+                f"rate, for ops that need fp32. max_consecutive_skips={self.max_consecutive_skips} is the limit"
+            )
+
+    def _step_with_closure(
+        self, closure: Callable[[], Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Step an optimizer that evaluates the loss itself, once (SGD) or many times (LBFGS).
+
+        The first evaluation comes before the optimizer is entered, so that it can be repeated at a lower scale, or the
+        step be skipped, with nothing begun. The optimizer's first call gets its loss. Where a backward pass was run
+        before the step, or the closure scales no loss, the first evaluation is left to the optimizer.
+        """
+        next_evaluation = self.guarded_closure(closure)
+        if self.pending:
+            blamed = self._settle()
+            if blamed is not None:
+                return self._skip(blamed)
+        elif self._tries_closures:
+            blocks = self._blocks
+            loss, blamed = self._evaluate(closure)
+            if blamed is not None:
+                self._skip(blamed)
+                return loss
+            self._tries_closures = self._tries_closures and self._blocks > blocks
+            next_evaluation = _first_gives(loss, next_evaluation)
+        if args:
+            return self._take(original, (next_evaluation, *args[1:]), kwargs)
+        return self._take(original, (), {**kwargs, "closure": next_evaluation})
+
+    def _evaluate(self, closure: Callable[[], Any]) -> tuple[Any, Verdict | None]:
+        """Evaluate a closure, at lower scales if it overflows. Returns its loss, and the verdict left to blame."""
+        had_gradients = self.has_gradients()
+        for attempt in range(_MAX_EVALUATIONS):
+            if attempt and not had_gradients:
+                # The closure may leave zero_grad() to the lines before the step: give it what it found at first.
+                for param in self.params():
+                    param.grad = None
+            with self._casts_on(), torch.enable_grad():
+                loss = closure()
+            self.finish_delayed()
+            blamed = self._settle()
+            # A lower scale helps against large gradients, not against a loss that is inf already.
+            if blamed is None or blamed.scaler.loss_scale >= blamed.scale or not _is_finite(loss):
+                break
+        return loss, blamed
+
+
+@contextlib.contextmanager
+def scaled_block(guards: Iterable[StepGuard], scaler: LossScaler, *, delay_unscale: bool = False) -> Iterator[float]:
+    """Run the block in which the gradients of some optimizers are those of a scaled loss.
+
+    Inside, everything in ``.grad`` has the scale of the block: gradients of earlier blocks are multiplied by it first.
+    After it they hold true values again, also after an exception. A scaler that does not check (scale 1.0) costs no
+    pass over the gradients.
+
+    Args:
+        guards: Of the optimizers whose gradients the loss makes; none where only the gradients of inputs are wanted.
+        scaler: Gives the scale, and is told later what became of it.
+        delay_unscale: Leave the gradients scaled, for a later block or the step to unscale and check.
+
+    Yields:
+        The scale: multiply the loss by it.
+
+    Raises:
+        UsageError: One of the optimizers is in a block already.
+    """
+    guards = tuple(dict.fromkeys(guards))
+    scale = _open(guards, scaler)
+    try:
+        yield scale
+    except BaseException:
+        _close_failed(guards, scale)
+        raise
+    else:
+        _close(guards, scaler, scale, delay_unscale)
+    finally:
+        for guard in guards:
+            guard.in_block = False
+
+
+def _open(guards: Sequence[StepGuard], scaler: LossScaler) -> float:
+    """Bring the gradients that are there to the scale of the block, and return the scale."""
+    for guard in guards:
+        if guard.in_block:
+            raise UsageError(f"{guard.name} is in a scale_loss block already; end that block before the next")
+    for guard in guards:
+        guard.collect()
+        guard.forget_abandoned()
+        if not scaler.checks:
+            guard.finish_delayed()
+    # Only now: what was settled may have changed the scale.
+    scale = scaler.loss_scale
+    by_factor: dict[float, list[torch.Tensor]] = {}
+    seen: set[int] = set()
+    for guard in guards:
+        params = [param for param in guard.params() if param.grad is not None and id(param) not in seen]
+        seen.update(map(id, params))
+        by_factor.setdefault(scale / guard.grads_scale, []).extend(params)
+    for factor, params in by_factor.items():
+        if factor != 1.0 and params:
+            scale_(params, factor)
+    for guard in guards:
+        guard.enter_block(scale, scaler.checks)
+    return scale
+
+
+def _close(guards: Sequence[StepGuard], scaler: LossScaler, scale: float, delay_unscale: bool) -> None:
+    """Unscale and check, unless that is delayed, and leave the verdict with every optimizer that has gradients."""
+    for guard in guards:
+        guard.collect()
+    if delay_unscale:
+        for guard in guards:
+            guard.leave_block(scale, delayed=scaler if scaler.checks else None)
+        return
+    present = [guard for guard in guards if guard.has_gradients()]
+    verdict = None
+    if scaler.checks and present:
+        verdict = Verdict(scaler, scale, unscale_(_params_of(present), 1.0 / scale))
+    for guard in guards:
+        guard.leave_block(1.0, verdict if guard in present else None)
+    for guard in guards:
+        if guard not in present:
+            _warn_without_gradients(guard)
+
+
+def _close_failed(guards: Sequence[StepGuard], scale: float) -> None:
+    """Give gradients their true values; what they are worth after an exception is the caller's to know."""
+    for guard in guards:
+        guard.collect()
+    if scale != 1.0:
+        unscale_(_params_of(guards), 1.0 / scale)
+    for guard in guards:
+        guard.leave_block(1.0)
+
+
+def _params_of(guards: Iterable[StepGuard]) -> list[torch.Tensor]:
+    return [param for guard in guards for param in guard.params()]
+
+
+def _warn_without_gradients(guard: StepGuard) -> None:
+    if any(param.requires_grad for param in guard.params()):
+        cause = (
+            "was scaled_loss.backward() not called in the block, or does the optimizer hold other parameters than the "
+            "model that made the loss (it was built for a copy, or before the model was replaced)?"
+        )
+    else:
+        cause = "all of them are frozen (requires_grad=False)"
+    message = f"no parameter of {guard.name} has a gradient after scale_loss: {cause}"
+    warnings.warn(message, UserWarning, stacklevel=_level_of_user())
+
+
+def _level_of_user() -> int:
+    """Return the ``stacklevel`` by which a warning of the calling function points at the user's line."""
+    package = __name__.partition(".")[0]
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (package, "contextlib"):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _first_gives(loss: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
+    evaluated = [loss]
+    return lambda: evaluated.pop() if evaluated else closure()
+
+
+def _is_finite(loss: Any) -> bool:
+    if isinstance(loss, torch.Tensor):
+        return bool(torch.isfinite(loss.detach()).all())
+    return not isinstance(loss, float) or math.isfinite(loss)

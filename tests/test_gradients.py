@@ -1,0 +1,299 @@
+"""Scaling, unscaling and checking many gradients at once, and their norm."""
+
+from __future__ import annotations
+
+import gc
+import math
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from autoamp import gradients
+from autoamp.errors import UsageError
+from autoamp.gradients import GradientMark, found_any, non_finite, scale_, total_norm, unscale_
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+
+
+def with_grad(grad: Tensor) -> Parameter:
+    """Return a parameter whose gradient is exactly ``grad``."""
+    dense = torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
+    param = Parameter(dense.to_sparse_csr() if grad.layout is torch.sparse_csr else dense)
+    param.grad = grad
+    return param
+
+
+def grad_of(param: Tensor) -> Tensor:
+    assert param.grad is not None
+    return param.grad
+
+
+def sparse(values: Tensor, rows: list[int], size: int = 4) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.sparse_coo_tensor(torch.tensor([rows]), values, (size, *values.shape[1:]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_unscale_multiplies_in_place(dtype: torch.dtype, device: str) -> None:
+    grads = [torch.randn(3, 2, device=device).to(dtype), torch.randn(5, device=device).to(dtype)]
+    expected = [grad * 0.125 for grad in grads]
+    params = [with_grad(grad) for grad in grads] + [Parameter(torch.zeros(2))]
+    found = unscale_(params, 0.125)
+    assert all(param.grad is grad for param, grad in zip(params, grads, strict=False))
+    assert all(torch.equal(grad, want) for grad, want in zip(grads, expected, strict=True))
+    assert [(flag.dtype, flag.shape) for flag in found] == [(torch.float32, (1,))]
+    assert found_any(found) == [False]
+    scale_(params, 8.0)
+    assert all(torch.equal(grad, want * 8.0) for grad, want in zip(grads, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_unscale_finds_one_bad_element(dtype: torch.dtype, bad: float, device: str) -> None:
+    grads = [torch.ones(7, device=device).to(dtype), torch.ones(3, device=device)]
+    grads[0][4] = bad
+    assert found_any(unscale_([with_grad(grad) for grad in grads], 0.5)) == [True]
+
+
+def test_mixed_dtypes_are_one_call_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[torch.dtype]] = []
+    kernel = torch._amp_foreach_non_finite_check_and_unscale_
+
+    def counted(tensors: list[Tensor], *rest: Tensor) -> None:
+        calls.append([tensor.dtype for tensor in tensors])
+        kernel(tensors, *rest)
+
+    monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", counted)
+    params = [with_grad(torch.ones(2, dtype=dtype)) for dtype in DTYPES[:3] * 10]
+    found = unscale_(params, 0.5)
+    assert sorted(map(len, calls)) == [10, 10, 10]
+    assert len(found) == 1
+    assert all(grad_of(param).eq(0.5).all() for param in params)
+
+
+def test_no_gradient_gives_no_flag() -> None:
+    assert unscale_([Parameter(torch.zeros(2))], 0.5) == []
+    assert unscale_([], 0.5) == []
+    assert found_any([]) == []
+
+
+def test_what_comes_twice_is_unscaled_once() -> None:
+    shared = with_grad(torch.full((2,), 8.0))
+    twin = with_grad(grad_of(shared))
+    unscale_([shared, shared, twin], 0.5)
+    assert grad_of(shared).tolist() == [4.0, 4.0]
+    scale_([shared, shared, twin], 0.5)
+    assert grad_of(twin).tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.arange(6.0).view(2, 3).t(),
+        lambda: torch.arange(24.0).view(1, 2, 3, 4).contiguous(memory_format=torch.channels_last),
+        lambda: torch.arange(12.0)[::2],
+        lambda: torch.arange(12.0).view(3, 4)[:, 1:3],
+        lambda: torch.ones(1).expand(5),
+        lambda: torch.arange(3.0).view(3, 1).expand(3, 4),
+        lambda: torch.arange(4.0).as_strided((3, 2), (1, 1)),
+        lambda: torch.zeros(0),
+        lambda: torch.tensor(3.0),
+        lambda: torch.arange(3.0).mul(1 + 2j).conj(),
+        lambda: torch.arange(3.0).mul(1 + 2j).conj().imag,
+        lambda: torch.arange(4.0).view(2, 2).to_sparse_csr(),
+        lambda: torch.arange(4.0).view(2, 2).to_sparse(),
+    ],
+    ids=lambda make: f"line{make.__code__.co_firstlineno}",
+)
+def test_any_layout_comes_out_right(make: Callable[[], Tensor]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        param, expected = with_grad(make()), make().to_dense() if make().layout is not torch.strided else make().clone()
+        found = unscale_([param], 0.5)
+        assert torch.equal(grad_of(param).to_dense(), expected * 0.5)
+        scale_([param], 4.0)
+        assert torch.equal(grad_of(param).to_dense(), expected * 2.0)
+        assert found_any(found) == [False]
+
+
+def test_a_view_into_a_flat_buffer_stays_one() -> None:
+    buffer = torch.arange(12.0)
+    param = with_grad(buffer.view(3, 4)[:, 1:3])
+    unscale_([param], 0.5)
+    assert buffer.tolist() == [0, 0.5, 1, 3, 4, 2.5, 3, 7, 8, 4.5, 5, 11]
+
+
+def test_an_expanded_gradient_leaves_its_source_alone() -> None:
+    source = torch.ones(1)
+    param = with_grad(source.expand(3))
+    unscale_([param], 0.5)
+    assert grad_of(param).tolist() == [0.5] * 3
+    assert source.item() == 1.0
+
+
+def test_a_shared_expanded_gradient_is_unscaled_once_for_each() -> None:
+    grad = torch.ones(1).expand(3)
+    params = [with_grad(grad), with_grad(grad)]
+    unscale_(params, 0.5)
+    assert [grad_of(param).tolist() for param in params] == [[0.5] * 3] * 2
+
+
+def test_inference_tensors_are_replaced() -> None:
+    with torch.inference_mode():
+        grads = [torch.ones(2), torch.ones(2, 2).t()[:1]]
+    params = [with_grad(grad) for grad in grads]
+    unscale_(params, 0.5)
+    scale_(params, 4.0)
+    assert all(grad_of(param).eq(2.0).all() for param in params)
+    with torch.inference_mode():
+        scale_(params, 0.5)
+    assert all(grad_of(param).eq(1.0).all() for param in params)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+def test_a_gradient_with_a_graph_is_unscaled() -> None:
+    param = Parameter(torch.ones(2))
+    (param**2).sum().mul(8.0).backward(create_graph=True)
+    assert grad_of(param).requires_grad
+    unscale_([param], 0.125)
+    assert grad_of(param).tolist() == [2.0, 2.0]
+    param.grad = None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_sparse_gradients(dtype: torch.dtype) -> None:
+    embedding = torch.nn.Embedding(6, 3, sparse=True, dtype=dtype)
+    (embedding(torch.tensor([1, 1, 4])) * 8).sum().backward()
+    found = unscale_([embedding.weight], 0.125)
+    grad = grad_of(embedding.weight)
+    assert grad.is_sparse
+    assert grad.to_dense()[:, 0].tolist() == [0, 2, 0, 0, 1, 0]
+    assert found_any(found) == [False]
+    scale_([embedding.weight], 4.0)
+    assert grad_of(embedding.weight).to_dense()[:, 0].tolist() == [0, 8, 0, 0, 4, 0]
+
+
+def test_a_sum_of_sparse_halves_that_overflows_is_found() -> None:
+    param = with_grad(sparse(torch.full((2, 1), 60000.0, dtype=torch.float16), [1, 1]))
+    assert found_any(unscale_([param], 0.5)) == [True]
+    assert found_any(unscale_([with_grad(sparse(torch.full((2, 1), 60000.0), [1, 1]))], 0.5)) == [False]
+
+
+def test_a_scale_below_one_is_checked_after_it() -> None:
+    param = with_grad(torch.full((2,), 40000.0, dtype=torch.float16))
+    assert found_any(unscale_([param], 2.0)) == [True]
+
+
+def test_fp64_keeps_its_digits() -> None:
+    param = with_grad(torch.tensor([3.0], dtype=torch.float64))
+    found = unscale_([param], 1 / 3)
+    assert grad_of(param).item() == 3.0 * (1 / 3)
+    assert found_any(found) == [False]
+    assert found_any(unscale_([with_grad(torch.tensor([math.nan], dtype=torch.float64))], 1 / 3)) == [True]
+
+
+def test_what_cannot_be_scaled_is_named() -> None:
+    param = with_grad(torch.ones(2).to(torch.float8_e4m3fn))
+    with pytest.raises(UsageError, match="float8_e4m3fn"):
+        unscale_([param], 0.5)
+    with pytest.raises(UsageError, match="float8_e4m3fn"):
+        scale_([param], 0.5)
+
+
+def test_integers_are_left_alone() -> None:
+    tensor = torch.ones(2, dtype=torch.int64)
+    tensor.grad = torch.full((2,), 4)
+    assert unscale_([tensor], 0.5) == []
+    assert tensor.grad.tolist() == [4, 4]
+
+
+def test_found_any_reads_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[int] = []
+    tolist = Tensor.tolist
+    monkeypatch.setattr(Tensor, "tolist", lambda self: reads.append(self.numel()) or tolist(self))
+    assert found_any([torch.tensor([value]) for value in (0.0, 1.0, 0.0, 2.0)]) == [False, True, False, True]
+    assert reads == [4]
+
+
+def test_non_finite_names_the_first() -> None:
+    good, bad = torch.ones(2), torch.tensor([1.0, math.nan])
+    named = [("a", good), ("b", bad), ("c", sparse(bad.view(2, 1), [0, 1])), ("d", good), ("e", bad), ("f", bad)]
+    assert non_finite(named) == ["b", "c", "e"]
+    assert non_finite(named, limit=1) == ["b"]
+    assert non_finite([("a", good)]) == []
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.5, math.inf])
+def test_the_norm_is_that_of_one_vector(norm_type: float, device: str) -> None:
+    tensors = [torch.randn(4, 3, device=device), torch.randn(5, device=device), torch.zeros(0, device=device)]
+    expected = torch.linalg.vector_norm(torch.cat([tensor.flatten() for tensor in tensors]), norm_type)
+    norm = total_norm(tensors, norm_type)
+    assert (norm.dtype, norm.shape) == (torch.float32, ())
+    torch.testing.assert_close(norm, expected)
+
+
+def test_the_norm_of_halves_does_not_overflow(half: torch.dtype) -> None:
+    tensors = [torch.full((100,), 30000.0).to(half), torch.full((100,), 30000.0)]
+    expected = torch.linalg.vector_norm(torch.cat([tensor.double() for tensor in tensors]))
+    torch.testing.assert_close(total_norm(tensors).double(), expected, rtol=1e-6, atol=0)
+
+
+def test_the_norm_of_sparse_and_complex_tensors() -> None:
+    assert total_norm([sparse(torch.tensor([[3.0], [1.0], [3.0]]), [1, 1, 2])]).item() == 5.0
+    assert total_norm([torch.tensor([3 + 4j])], math.inf).item() == 5.0
+    assert total_norm([torch.tensor([3.0], dtype=torch.float64), torch.tensor([4.0])]).dtype is torch.float64
+    assert total_norm([]).item() == 0.0
+    assert total_norm([torch.zeros(0)], math.inf).item() == 0.0
+    assert total_norm([torch.tensor([math.nan, 1.0])]).isnan()
+
+
+@pytest.mark.parametrize("norm_type", [0, -1.0, math.nan])
+def test_a_wrong_norm_is_named(norm_type: float) -> None:
+    with pytest.raises(UsageError, match="norm_type="):
+        total_norm([torch.ones(2)], norm_type)
+
+
+CHANGES: dict[str, tuple[Callable[[Parameter, torch.optim.Optimizer], Any], bool, bool]] = {
+    "nothing": (lambda param, optimizer: None, False, False),
+    "backward": (lambda param, optimizer: param.sum().backward(), True, False),
+    "zero": (lambda param, optimizer: optimizer.zero_grad(set_to_none=False), True, False),
+    "none": (lambda param, optimizer: optimizer.zero_grad(), True, True),
+    "other": (lambda param, optimizer: setattr(param, "grad", torch.ones(2)), True, True),
+    "clip": (lambda param, optimizer: torch.nn.utils.clip_grad_norm_([param], 0.1), True, False),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_mark_sees_changes(change: str) -> None:
+    do, touched, replaced = CHANGES[change]
+    param = Parameter(torch.ones(2))
+    param.sum().backward()
+    mark = GradientMark([Parameter(torch.ones(1)), param])
+    do(param, torch.optim.SGD([param]))
+    gc.collect()
+    assert (mark.touched(), mark.replaced()) == (touched, replaced)
+
+
+def test_a_mark_keeps_nothing_alive() -> None:
+    param = Parameter(torch.ones(2))
+    param.sum().backward()
+    mark, grad, reference = GradientMark([param]), weakref.ref(grad_of(param)), weakref.ref(param)
+    del param
+    assert grad() is None
+    assert reference() is None
+    assert mark.replaced()
+    assert GradientMark([]).replaced()
+
+
+def test_a_mark_takes_inference_tensors() -> None:
+    with torch.inference_mode():
+        param = with_grad(torch.ones(2))
+    assert not GradientMark([param]).touched()
+    assert gradients.GradientMark([Parameter(torch.ones(1))]).touched()

@@ -1,0 +1,852 @@
+"""Blocks of a scaled loss, and what the step of a guarded optimizer does after them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import logging
+import math
+import pickle
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Linear, Parameter
+
+from autoamp import stepping, verdicts
+from autoamp.errors import AutoampError, NonFiniteGradientsError, UsageError
+from autoamp.scaling import DynamicLossScaler, LossScaler, StaticLossScaler
+from autoamp.stepping import StepGuard, scaled_block
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+def guard_of(optimizer: Any, **kwargs: Any) -> StepGuard:
+    guard = StepGuard(optimizer, **kwargs)
+    guard.install()
+    return guard
+
+
+@contextlib.contextmanager
+def scale_loss(loss: Tensor, guards: Any, scaler: LossScaler, delay_unscale: bool = False) -> Iterator[Tensor]:
+    guards = [guards] if isinstance(guards, StepGuard) else guards
+    with scaled_block(guards, scaler, delay_unscale=delay_unscale) as scale:
+        yield loss.float() * scale
+
+
+class Setup:
+    """One parameter of two elements, an optimizer, its guard and a dynamic scaler of scale 1024."""
+
+    def __init__(self, optimizer: Callable[..., Any] = torch.optim.SGD, dtype: torch.dtype = torch.float32) -> None:
+        self.param = Parameter(torch.ones(2, dtype=dtype))
+        self.optimizer = optimizer([self.param], lr=0.5)
+        self.guard = guard_of(self.optimizer)
+        self.scaler = DynamicLossScaler(1024.0)
+
+    def backward(self, factor: float = 1.0, **kwargs: Any) -> None:
+        """Run a block whose loss gives every element the gradient ``factor``."""
+        with scale_loss((self.param.float() * factor).sum(), self.guard, self.scaler, **kwargs) as scaled:
+            scaled.backward()
+
+    @property
+    def grad(self) -> list[float]:
+        assert self.param.grad is not None
+        values: list[float] = self.param.grad.tolist()
+        return values
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Every reading of found_inf tensors, each of which is one synchronisation on a device."""
+    calls: list[int] = []
+    read = verdicts.found_any
+    monkeypatch.setattr(verdicts, "found_any", lambda found: calls.append(len(found)) or read(found))
+    return calls
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every pass over gradients."""
+    calls: list[str] = []
+    for name in ("unscale_", "scale_"):
+        real = getattr(stepping, name)
+        monkeypatch.setattr(stepping, name, lambda *args, real=real, name=name: calls.append(name) or real(*args))
+    return calls
+
+
+# -- one block, one step --
+
+
+def test_a_clean_step(half: torch.dtype) -> None:
+    for dtype in (torch.float32, half):
+        setup = Setup(dtype=dtype)
+        setup.backward(0.25)
+        assert setup.grad == [0.25, 0.25]
+        setup.optimizer.step()
+        assert setup.param.tolist() == [0.875, 0.875]
+        assert (setup.guard.steps, setup.guard.skipped_steps, setup.guard.last_step_skipped) == (1, 0, False)
+        assert setup.scaler.unskipped == 1
+
+
+def test_inside_the_block_gradients_have_the_scale() -> None:
+    setup = Setup()
+    with scale_loss(setup.param.sum(), setup.guard, setup.scaler) as scaled:
+        assert scaled.item() == 2048.0
+        scaled.backward()
+        assert setup.grad == [1024.0, 1024.0]
+        assert setup.guard.grads_scale == 1024.0
+    assert setup.grad == [1.0, 1.0]
+    assert setup.guard.grads_scale == 1.0
+
+
+OPTIMIZERS: list[Callable[..., Any]] = [
+    lambda params, lr: torch.optim.SGD(params, lr, momentum=0.9),
+    torch.optim.Adam,
+    lambda params, lr: torch.optim.AdamW(params, lr, foreach=False),
+]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=["sgd", "adam", "adamw"])
+def test_a_skip_leaves_everything_as_it_was(optimizer: Callable[..., Any]) -> None:
+    setup = Setup(optimizer)
+    hooks: list[str] = []
+    setup.optimizer.register_step_pre_hook(lambda *_: hooks.append("pre"))
+    setup.optimizer.register_step_post_hook(lambda *_: hooks.append("post"))
+    setup.backward()
+    setup.optimizer.step()
+    weights, state = setup.param.detach().clone(), copy.deepcopy(setup.optimizer.state_dict())
+    hooks.clear()
+    setup.backward(math.inf)
+    assert setup.optimizer.step() is None
+    assert torch.equal(setup.param, weights)
+    after = setup.optimizer.state_dict()
+    assert after["param_groups"] == state["param_groups"]
+    assert after["state"].keys() == state["state"].keys()
+    for index, entry in state["state"].items():
+        for name, value in entry.items():
+            assert torch.equal(after["state"][index][name], value)
+    assert hooks == []
+    assert (setup.guard.skipped_steps, setup.guard.consecutive_skips, setup.guard.last_step_skipped) == (1, 1, True)
+    assert (setup.scaler.loss_scale, setup.scaler.unskipped) == (512.0, 0)
+    setup.optimizer.zero_grad()
+    setup.backward()
+    setup.optimizer.step()
+    assert hooks == ["pre", "post"]
+    assert (setup.guard.skipped_steps, setup.guard.consecutive_skips, setup.guard.last_step_skipped) == (1, 0, False)
+    assert setup.guard.steps == 3
+
+
+def test_halves_that_overflow_by_the_scale_alone_train_on() -> None:
+    setup = Setup(dtype=torch.float16)
+    setup.scaler = DynamicLossScaler(2.0**20)
+    for _ in range(5):
+        setup.optimizer.zero_grad()
+        setup.backward(0.125)
+        setup.optimizer.step()
+    # 0.125 * 2**20 and * 2**19 are beyond fp16, 0.125 * 2**18 is 32768.
+    assert setup.guard.skipped_steps == 2
+    assert setup.scaler.loss_scale == 2.0**18
+    assert setup.param.tolist() == [1.0 - 3 * 0.0625] * 2
+
+
+def test_a_static_scale_skips_too() -> None:
+    setup = Setup()
+    setup.scaler = StaticLossScaler(128.0)  # type: ignore[assignment]
+    setup.backward(math.nan)
+    setup.optimizer.step()
+    assert setup.param.tolist() == [1.0, 1.0]
+    assert setup.scaler.loss_scale == 128.0
+
+
+def test_the_outcome_can_be_asked_for_before_the_step(reads: list[int]) -> None:
+    setup = Setup()
+    assert not setup.guard.overflowed()
+    setup.backward()
+    assert not setup.guard.overflowed()
+    setup.backward(math.inf)
+    assert setup.guard.overflowed()
+    assert (setup.scaler.loss_scale, setup.scaler.unskipped) == (1024.0, 0)
+    setup.optimizer.step()
+    assert reads == [1, 1]
+    assert setup.guard.overflowed()
+    assert setup.scaler.loss_scale == 512.0
+
+
+def test_one_reading_a_step(reads: list[int], passes: list[str]) -> None:
+    setup = Setup()
+    for _ in range(3):
+        setup.optimizer.zero_grad()
+        setup.backward()
+        assert passes == ["unscale_"]
+        assert reads == []
+        setup.optimizer.step()
+        assert reads == [1]
+        reads.clear()
+        passes.clear()
+
+
+def test_without_checks_there_is_no_pass(reads: list[int], passes: list[str]) -> None:
+    setup = Setup()
+    setup.scaler = StaticLossScaler(1.0)  # type: ignore[assignment]
+    for _ in range(2):
+        setup.backward()
+        setup.optimizer.step()
+    assert passes == []
+    assert reads == []
+    assert setup.param.tolist() == [1.0 - 0.5 - 1.0] * 2
+
+
+def test_a_step_without_a_block_passes_through(reads: list[int]) -> None:
+    setup = Setup()
+    setup.param.grad = torch.full((2,), math.inf)
+    setup.optimizer.step()
+    assert setup.param.tolist() == [-math.inf, -math.inf]
+    assert reads == []
+
+
+def test_a_step_inside_the_block_is_refused() -> None:
+    setup = Setup()
+    with scale_loss(setup.param.sum(), setup.guard, setup.scaler) as scaled:
+        scaled.backward()
+        with pytest.raises(UsageError, match=r"1024; move optimizer\.step\(\) after the with block"):
+            setup.optimizer.step()
+    assert setup.guard.steps == 0
+    setup.optimizer.step()
+    assert setup.param.tolist() == [0.5, 0.5]
+
+
+def test_blocks_of_one_optimizer_do_not_nest() -> None:
+    setup = Setup()
+    with scale_loss(setup.param.sum(), setup.guard, setup.scaler) as scaled:
+        scaled.backward()
+        with pytest.raises(UsageError, match="SGD is in a scale_loss block"):
+            setup.backward()
+        assert setup.grad == [1024.0, 1024.0]
+    assert setup.grad == [1.0, 1.0]
+
+
+def test_no_optimizer_at_all() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with scale_loss((x * 3).sum(), [], DynamicLossScaler(4.0)) as scaled:
+        (grad,) = torch.autograd.grad(scaled, x)
+    assert grad.tolist() == [12.0, 12.0]
+
+
+def test_sparse_gradients_are_unscaled_and_checked(half: torch.dtype) -> None:
+    embedding = torch.nn.Embedding(5, 2, sparse=True)
+    embedding.to(half)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
+    guard, scaler = guard_of(optimizer), DynamicLossScaler(256.0)
+    before = embedding.weight.detach().clone()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for factor in (1.0, math.inf):
+            optimizer.zero_grad()
+            with scale_loss(embedding(torch.tensor([1, 1, 3])).sum() * factor, guard, scaler) as scaled:
+                scaled.backward()
+            optimizer.step()
+    expected = before.clone()
+    expected[1] -= 2.0
+    expected[3] -= 1.0
+    assert torch.equal(embedding.weight, expected)
+    assert guard.skipped_steps == 1
+
+
+class Plain:
+    """An optimizer of no class of torch."""
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self.param_groups: list[dict[str, Any]] = [{"params": list(params)}]
+
+    def step(self) -> str:
+        for param in self.param_groups[0]["params"]:
+            param.data -= param.grad
+        return "stepped"
+
+
+def test_any_optimizer_will_do() -> None:
+    param = Parameter(torch.ones(2))
+    optimizer, scaler = Plain([param]), DynamicLossScaler(4.0)
+    guard = guard_of(optimizer)
+    for factor, expected in ((0.5, "stepped"), (math.inf, None)):
+        param.grad = None
+        with scale_loss((param * factor).sum(), guard, scaler) as scaled:
+            scaled.backward()
+        assert optimizer.step() == expected
+    assert param.tolist() == [0.5, 0.5]
+
+
+# -- several blocks a step --
+
+
+def trained(steps: int, scaled: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(Linear(3, 5), torch.nn.Tanh(), Linear(5, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    guard, scaler = guard_of(optimizer), DynamicLossScaler(2.0**16, growth_interval=2)
+    batches = torch.randn(steps, 4, 8, 3)
+    for micro_batches in batches:
+        optimizer.zero_grad()
+        for batch in micro_batches:
+            loss = (model(batch) - batch.sum(1, keepdim=True)).square().mean() / 4
+            if scaled:
+                with scale_loss(loss, guard, scaler) as scaled_loss:
+                    scaled_loss.backward()
+            else:
+                loss.backward()
+        optimizer.step()
+    assert not scaled or scaler.loss_scale == 2.0 ** min(24, 16 + steps // 2)
+    return [param.detach() for param in model.parameters()]
+
+
+def test_micro_batches_train_bitwise_as_without_a_scale() -> None:
+    assert all(map(torch.equal, trained(6, scaled=True), trained(6, scaled=False)))
+
+
+def test_micro_batches_are_one_step_for_the_scaler(reads: list[int]) -> None:
+    setup = Setup()
+    for _ in range(4):
+        setup.backward(0.25)
+    assert reads == []
+    setup.optimizer.step()
+    assert reads == [4]
+    assert setup.scaler.unskipped == 1
+    assert setup.param.tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("bad", range(3))
+def test_any_micro_batch_can_overflow(bad: int) -> None:
+    setup = Setup()
+    for index in range(3):
+        setup.backward(math.inf if index == bad else 1.0)
+    setup.optimizer.step()
+    assert setup.param.tolist() == [1.0, 1.0]
+    assert (setup.scaler.loss_scale, setup.scaler.unskipped) == (512.0, 0)
+    assert setup.guard.skipped_steps == 1
+
+
+def test_micro_batches_of_several_scales_and_scalers() -> None:
+    setup = Setup()
+    other = StaticLossScaler(8.0)
+    setup.backward(1.0)
+    with scale_loss((setup.param * 2.0).sum(), setup.guard, other) as scaled:
+        assert setup.grad == [8.0, 8.0]
+        scaled.backward()
+    setup.param.grad = setup.param.grad  # Reading and setting is no change.
+    assert setup.grad == [3.0, 3.0]
+    setup.optimizer.step()
+    assert setup.param.tolist() == [-0.5, -0.5]
+    assert (setup.scaler.unskipped, other.unskipped) == (1, 1)
+
+
+def test_gradients_from_outside_join_in() -> None:
+    setup = Setup()
+    (setup.param * 3.0).sum().backward()
+    setup.backward(1.0)
+    assert setup.grad == [4.0, 4.0]
+
+
+DROPS: list[Callable[[Setup], Any]] = [
+    lambda setup: setup.optimizer.zero_grad(),
+    lambda setup: setup.optimizer.zero_grad(set_to_none=False),
+    lambda setup: setattr(setup.param, "grad", torch.zeros(2)),
+]
+
+
+@pytest.mark.parametrize("drop", DROPS, ids=["none", "zero", "replace"])
+@pytest.mark.parametrize("factor", [1.0, math.inf])
+def test_an_abandoned_window_is_settled_and_not_skipped(drop: Callable[[Setup], Any], factor: float) -> None:
+    setup = Setup()
+    setup.backward(factor)
+    drop(setup)
+    with scale_loss(setup.param.sum(), setup.guard, setup.scaler) as scaled:
+        # The scale is that of after the settling.
+        assert scaled.item() == (2048.0 if factor == 1.0 else 1024.0)
+        scaled.backward()
+    setup.optimizer.step()
+    assert setup.param.tolist() == [0.5, 0.5]
+    assert setup.guard.skipped_steps == 0
+    assert setup.scaler.unskipped == (2 if factor == 1.0 else 1)
+
+
+# -- delay_unscale --
+
+
+def test_delayed_gradients_keep_their_scale(passes: list[str]) -> None:
+    setup = Setup()
+    setup.backward(1.0, delay_unscale=True)
+    assert setup.grad == [1024.0, 1024.0]
+    assert passes == []
+    setup.backward(2.0, delay_unscale=True)
+    assert setup.grad == [3072.0, 3072.0]
+    setup.backward(4.0)
+    assert passes == ["unscale_"]
+    assert setup.grad == [7.0, 7.0]
+    setup.optimizer.step()
+    assert setup.param.tolist() == [-2.5, -2.5]
+    assert setup.scaler.unskipped == 1
+
+
+def test_delayed_gradients_change_to_the_next_scale() -> None:
+    setup = Setup()
+    setup.backward(1.0, delay_unscale=True)
+    with scale_loss((setup.param * 2.0).sum(), setup.guard, StaticLossScaler(16.0)) as scaled:
+        assert setup.grad == [16.0, 16.0]
+        scaled.backward()
+    assert setup.grad == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("factor", [1.0, math.inf])
+def test_a_step_after_a_delayed_block_unscales_and_checks(factor: float) -> None:
+    setup = Setup()
+    setup.backward(factor, delay_unscale=True)
+    setup.optimizer.step()
+    assert setup.param.tolist() == ([0.5, 0.5] if factor == 1.0 else [1.0, 1.0])
+    assert setup.scaler.loss_scale == (1024.0 if factor == 1.0 else 512.0)
+    assert setup.guard.grads_scale == 1.0
+
+
+@pytest.mark.parametrize("factor", [1.0, math.inf])
+def test_a_block_without_checks_finishes_what_was_delayed(factor: float) -> None:
+    setup = Setup()
+    setup.backward(factor, delay_unscale=True)
+    with scale_loss(setup.param.sum(), setup.guard, StaticLossScaler(1.0)) as scaled:
+        scaled.backward()
+    setup.optimizer.step()
+    assert setup.param.tolist() == ([0.0, 0.0] if factor == 1.0 else [1.0, 1.0])
+
+
+def test_delayed_gradients_that_were_dropped_leave_no_scale() -> None:
+    setup = Setup()
+    setup.backward(1.0, delay_unscale=True)
+    setup.optimizer.zero_grad()
+    setup.param.sum().backward()
+    setup.optimizer.step()
+    assert setup.param.tolist() == [0.5, 0.5]
+    setup.backward(1.0, delay_unscale=True)
+    setup.param.grad = torch.ones(2)
+    with scale_loss(setup.param.sum(), setup.guard, setup.scaler):
+        assert setup.grad == [1024.0, 1024.0]
+
+
+# -- exceptions --
+
+
+@pytest.mark.parametrize("delay", [False, True])
+def test_after_an_exception_gradients_hold_true_values(delay: bool) -> None:
+    setup = Setup()
+    setup.backward(1.0)
+
+    def interrupted() -> None:
+        with scale_loss((setup.param * 2.0).sum(), setup.guard, setup.scaler, delay_unscale=delay) as scaled:
+            scaled.backward()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert setup.grad == [3.0, 3.0]
+    assert (setup.guard.grads_scale, setup.guard.in_block) == (1.0, False)
+    assert len(setup.guard.pending) == 1
+    setup.optimizer.step()
+    assert setup.scaler.unskipped == 1
+
+
+def test_after_an_exception_in_the_first_block_nothing_is_pending() -> None:
+    setup = Setup()
+    with pytest.raises(ZeroDivisionError), scale_loss(setup.param.sum(), setup.guard, setup.scaler):
+        raise ZeroDivisionError
+    assert setup.guard.pending == []
+    setup.backward()
+    setup.optimizer.step()
+    assert setup.param.tolist() == [0.5, 0.5]
+
+
+# -- several optimizers --
+
+
+class Pair:
+    """Two optimizers, with a parameter of their own each and one in common."""
+
+    def __init__(self) -> None:
+        self.params = [Parameter(torch.ones(1)) for _ in range(3)]
+        first, second, common = self.params
+        self.optimizers = [torch.optim.SGD([first, common], lr=0.5), torch.optim.SGD([second, common], lr=0.5)]
+        self.guards = [guard_of(optimizer) for optimizer in self.optimizers]
+        self.scaler = DynamicLossScaler(1024.0)
+
+    def backward(self, guards: Sequence[StepGuard], factors: Sequence[float], **kwargs: Any) -> None:
+        loss = sum(param.sum() * factor for param, factor in zip(self.params, factors, strict=True))
+        assert isinstance(loss, Tensor)
+        with scale_loss(loss, guards, self.scaler, **kwargs) as scaled:
+            scaled.backward()
+
+    @property
+    def grads(self) -> list[float]:
+        return [param.grad.item() for param in self.params if param.grad is not None]
+
+
+def test_a_parameter_in_common_is_unscaled_once() -> None:
+    pair = Pair()
+    pair.backward(pair.guards, [1.0, 2.0, 3.0])
+    assert pair.grads == [1.0, 2.0, 3.0]
+    pair.backward(pair.guards, [1.0, 2.0, 3.0])
+    assert pair.grads == [2.0, 4.0, 6.0]
+
+
+def test_a_parameter_in_common_changes_its_scale_once() -> None:
+    pair = Pair()
+    pair.backward(pair.guards[:1], [1.0, 0.0, 3.0], delay_unscale=True)
+    pair.params[1].grad = None
+    pair.backward(pair.guards, [1.0, 2.0, 3.0])
+    assert pair.grads == [2.0, 2.0, 6.0]
+
+
+def test_optimizers_of_one_block_are_skipped_together(reads: list[int]) -> None:
+    pair = Pair()
+    pair.backward(pair.guards, [math.inf, 1.0, 1.0])
+    for optimizer in pair.optimizers:
+        optimizer.step()
+    assert [param.item() for param in pair.params] == [1.0, 1.0, 1.0]
+    assert [guard.skipped_steps for guard in pair.guards] == [1, 1]
+    assert pair.scaler.loss_scale == 512.0
+    assert reads == [1]
+
+
+def test_optimizers_of_two_blocks_are_skipped_apart() -> None:
+    pair = Pair()
+    first, second, _ = pair.params
+    with scale_loss(first * math.inf, pair.guards[0], pair.scaler) as scaled:
+        scaled.backward()
+    with scale_loss(second * 1.0, pair.guards[1], pair.scaler) as scaled:
+        scaled.backward()
+    for optimizer in pair.optimizers:
+        optimizer.step()
+    assert (first.item(), second.item()) == (1.0, 0.5)
+    assert [guard.skipped_steps for guard in pair.guards] == [1, 0]
+
+
+def test_a_shared_window_counts_once() -> None:
+    pair = Pair()
+    for _ in range(3):
+        pair.backward(pair.guards, [1.0, 1.0, 1.0])
+    for optimizer in pair.optimizers:
+        optimizer.step()
+    assert pair.scaler.unskipped == 1
+
+
+def test_one_guard_given_twice_is_one() -> None:
+    pair = Pair()
+    pair.backward([pair.guards[0], pair.guards[0]], [1.0, 1.0, 1.0])
+    assert len(pair.guards[0].pending) == 1
+
+
+# -- no gradients --
+
+
+def test_a_loss_of_other_parameters_warns() -> None:
+    setup = Setup()
+    with (
+        pytest.warns(UserWarning, match=r"no parameter of SGD has a gradient.*scaled_loss\.backward") as caught,
+        scaled_block([setup.guard], setup.scaler) as scale,
+    ):
+        (torch.ones(1, requires_grad=True) * scale).backward()
+    assert caught[0].filename == __file__
+    assert setup.guard.pending == []
+    setup.optimizer.step()
+    assert setup.scaler.unskipped == 0
+
+
+def test_frozen_parameters_warn_with_the_cause() -> None:
+    setup = Setup()
+    setup.param.requires_grad_(False)
+    setup.scaler = StaticLossScaler(1.0)  # type: ignore[assignment]
+    with pytest.warns(UserWarning, match="frozen"), scaled_block([setup.guard], setup.scaler):
+        pass
+
+
+def test_one_of_two_without_gradients_is_named_and_not_skipped() -> None:
+    setup, other = Setup(), Setup(torch.optim.Adam)
+    with (
+        pytest.warns(UserWarning, match="no parameter of Adam"),
+        scale_loss(setup.param.sum() * math.inf, [setup.guard, other.guard], setup.scaler) as scaled,
+    ):
+        scaled.backward()
+    setup.optimizer.step()
+    other.optimizer.step()
+    assert (setup.guard.skipped_steps, other.guard.skipped_steps) == (1, 0)
+
+
+def test_a_delayed_block_may_leave_no_gradients() -> None:
+    setup = Setup()
+    with scaled_block([setup.guard], setup.scaler, delay_unscale=True):
+        pass
+    setup.optimizer.step()
+    assert setup.scaler.unskipped == 0
+
+
+# -- LR schedulers --
+
+
+@pytest.mark.parametrize("factor", [1.0, math.inf], ids=["stepped", "skipped"])
+@pytest.mark.parametrize("order", ["before", "after", "both", "twice guarded"])
+def test_no_scheduler_warns(order: str, factor: float) -> None:
+    param = Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=0.5)
+    schedulers = []
+    if order in ("before", "both"):
+        schedulers.append(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+    if order == "twice guarded":
+        guard_of(optimizer).uninstall()
+    guard, scaler = guard_of(optimizer), DynamicLossScaler(4.0)
+    if order != "before":
+        schedulers.append(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+    for step_factor in (factor, 1.0):
+        optimizer.zero_grad()
+        with scale_loss((param * step_factor).sum(), guard, scaler) as scaled:
+            scaled.backward()
+        optimizer.step()
+        for scheduler in schedulers:
+            scheduler.step()
+    assert guard.skipped_steps == (factor != 1.0)
+    assert optimizer.param_groups[0]["lr"] == 0.5 ** (1 + 2 * len(schedulers))
+
+
+def test_under_a_scheduler_an_uninstalled_guard_lets_calls_pass() -> None:
+    setup = Setup()
+    torch.optim.lr_scheduler.ExponentialLR(setup.optimizer, 0.5)
+    wrapper = setup.optimizer.step
+    setup.backward(math.inf)
+    setup.guard.uninstall()
+    assert setup.optimizer.step is wrapper
+    setup.param.grad = torch.ones(2)
+    setup.optimizer.step()
+    assert setup.param.tolist() == [0.5, 0.5]
+
+
+# -- install, uninstall, lifetime --
+
+
+def test_uninstall_restores_and_unscales() -> None:
+    setup = Setup()
+    assert "step" in vars(setup.optimizer)
+    setup.backward(1.0, delay_unscale=True)
+    setup.guard.uninstall()
+    setup.guard.uninstall()
+    assert "step" not in vars(setup.optimizer)
+    assert setup.grad == [1.0, 1.0]
+    assert setup.guard.pending == []
+
+
+def test_cycles_leave_nothing_behind() -> None:
+    setup = Setup()
+    setup.guard.uninstall()
+    before = dict(vars(setup.optimizer))
+    for _ in range(50):
+        guard_of(setup.optimizer).uninstall()
+    assert vars(setup.optimizer) == before
+
+
+def test_a_guard_goes_with_its_optimizer() -> None:
+    setup = Setup()
+    setup.backward()
+    setup.optimizer.step()
+    setup.backward()
+    gc.collect()
+    gc.disable()
+    try:
+        optimizer, guard = weakref.ref(setup.optimizer), weakref.ref(setup.guard)
+        param = weakref.ref(setup.param)
+        del setup
+        assert (optimizer(), guard(), param()) == (None, None, None)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+def test_a_copy_is_not_guarded(make: Callable[[Any], Any]) -> None:
+    setup = Setup()
+    setup.backward(math.inf)
+    clone = make(setup.optimizer)
+    assert "step" not in vars(clone)
+    clone.param_groups[0]["params"][0].grad = torch.ones(2)
+    clone.step()
+    assert setup.guard.steps == 0
+    assert setup.param.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("thing", [object(), Linear(1, 1)])
+def test_only_optimizers_are_guarded(thing: Any) -> None:
+    with pytest.raises((UsageError, TypeError)):
+        guard_of(thing)
+
+
+# -- skips in a row --
+
+
+def test_skips_are_logged_at_powers_of_two(caplog: pytest.LogCaptureFixture) -> None:
+    setup = Setup()
+    with caplog.at_level(logging.WARNING, "autoamp.stepping"):
+        for _ in range(9):
+            setup.optimizer.zero_grad()
+            setup.backward(math.inf)
+            setup.optimizer.step()
+    assert len(caplog.records) == 4
+    assert "loss scale 1024, the next is 512 (skipped 1, in a row 1)" in caplog.text
+    assert "skipped 8, in a row 8" in caplog.text
+
+
+class Net(torch.nn.Module):
+    """A layer that gets inf and one that does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.good = Linear(2, 2, bias=False)
+        self.bad = Linear(2, 2, bias=False)
+
+
+def test_too_many_skips_name_the_parameters() -> None:
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    guard, scaler = guard_of(optimizer, max_consecutive_skips=3), DynamicLossScaler(1024.0)
+
+    def step(factor: float) -> None:
+        optimizer.zero_grad()
+        with scale_loss(net.good.weight.sum() + net.bad.weight.sum() * factor, guard, scaler) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+    for factor in (math.nan, math.nan, 1.0, math.nan, math.nan):
+        step(factor)
+    with pytest.raises(NonFiniteGradientsError, match=r"3 steps of SGD .* first in Net\.bad\.weight;"):
+        step(math.nan)
+    assert (guard.skipped_steps, guard.consecutive_skips) == (5, 3)
+
+
+def test_the_default_is_fifty_skips() -> None:
+    setup = Setup()
+    for _ in range(49):
+        setup.optimizer.zero_grad()
+        setup.backward(math.inf)
+        setup.optimizer.step()
+    setup.backward(math.inf)
+    with pytest.raises(NonFiniteGradientsError, match=r"param_groups\[0\]\['params'\]\[0\] of shape \(2,\)"):
+        setup.optimizer.step()
+
+
+# -- contexts and callbacks --
+
+
+class Switch:
+    """Records whether casts are on."""
+
+    def __init__(self) -> None:
+        self.on = True
+
+    @contextlib.contextmanager
+    def to(self, on: bool) -> Iterator[None]:
+        before, self.on = self.on, on
+        try:
+            yield
+        finally:
+            self.on = before
+
+
+class Watched(torch.optim.SGD):
+    """Tells whether casts are on while it steps."""
+
+    def __init__(self, params: Any, switch: Switch, lr: float = 0.5) -> None:
+        super().__init__(params, lr)
+        self.switch = switch
+        self.seen: list[bool] = []
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self.seen.append(self.switch.on)
+        losses = [float(closure()) for _ in range(2)] if closure else None
+        super().step()
+        self.seen.append(self.switch.on)
+        return losses
+
+
+def test_the_step_runs_with_casts_off_and_a_closure_with_casts_on() -> None:
+    switch, param, after, inside = Switch(), Parameter(torch.ones(2)), [], []
+    optimizer, scaler = Watched([param], switch), DynamicLossScaler(4.0)
+    guard = guard_of(
+        optimizer,
+        casts_off=lambda: switch.to(False),
+        casts_on=lambda: switch.to(True),
+        after_step=lambda: after.append(switch.on),
+    )
+
+    def closure() -> Tensor:
+        inside.append((switch.on, torch.is_grad_enabled()))
+        optimizer.zero_grad()
+        with scale_loss(param.sum(), guard, scaler) as scaled:
+            scaled.backward()
+        return param.sum()
+
+    closure()
+    optimizer.step()
+    assert (optimizer.seen, after) == ([False, False], [True])
+    inside.clear()
+    assert optimizer.step(closure) == [1.0, 1.0]
+    assert inside == [(True, True)] * 2
+    assert optimizer.seen == [False] * 4
+    assert after == [True, False, True]
+    with switch.to(False):
+        optimizer.step(closure=closure)
+    assert inside == [(True, True)] * 4
+
+
+def test_after_step_is_called_after_skips_and_errors() -> None:
+    calls: list[int] = []
+    param = Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=0.5)
+    guard = guard_of(optimizer, after_step=lambda: calls.append(guard.skipped_steps), max_consecutive_skips=2)
+    for _ in range(2):
+        with scale_loss(param.sum() * math.inf, guard, DynamicLossScaler()) as scaled:
+            scaled.backward()
+        with contextlib.suppress(NonFiniteGradientsError):
+            optimizer.step()
+    assert calls == [1, 2]
+    optimizer.register_step_pre_hook(lambda *_: 1 / 0)  # type: ignore[arg-type]
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    assert calls == [1, 2, 2]
+
+
+def test_gradients_may_be_collected_from_elsewhere() -> None:
+    weight, master = Parameter(torch.ones(2, dtype=torch.float16)), Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([master], lr=1.0)
+
+    def collect() -> None:
+        if weight.grad is not None:
+            grad, weight.grad = weight.grad.float(), None
+            master.grad = grad if master.grad is None else master.grad + grad
+
+    guard = guard_of(optimizer, collect=collect, params=lambda: [master])
+    # Too small for an fp16 gradient, unless the scale is taken off in fp32.
+    for _ in range(2):
+        with scale_loss(weight.float().sum() * 2.0**-30, guard, DynamicLossScaler(2.0**16)) as scaled:
+            scaled.backward()
+    assert master.grad is not None
+    assert master.grad.tolist() == [2.0**-29] * 2
+
+    def failing() -> None:
+        with scale_loss(weight.float().sum() * 2.0**-29, guard, DynamicLossScaler(2.0**16)) as scaled:
+            scaled.backward()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        failing()
+    assert master.grad.tolist() == [2.0**-28] * 2
+
+
+def test_errors_are_of_the_family() -> None:
+    assert issubclass(NonFiniteGradientsError, AutoampError)
+    assert issubclass(UsageError, AutoampError)
