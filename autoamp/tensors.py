@@ -1,0 +1,95 @@
+"""Predicates on dtypes and tensors, and a walk over nested arguments. Knows nothing of policies or handles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "CASTABLE_LAYOUTS",
+    "HALF_DTYPES",
+    "PLAIN_TYPES",
+    "default_device_type",
+    "default_half_dtype",
+    "iter_tensors",
+    "map_tensors",
+]
+
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+"""The dtypes a `fp16` policy may cast to."""
+
+CASTABLE_LAYOUTS = frozenset({torch.strided, torch.jagged})
+"""Layouts that are cast. Ops on sparse tensors are left alone, since few of their kernels exist in half precision."""
+
+PLAIN_TYPES = frozenset({int, float, bool, str, complex, type(None), torch.Size, torch.dtype, torch.device})
+"""Types that hold no tensor: most of a call's arguments, told apart by one look-up."""
+
+
+def default_device_type() -> str:
+    """Return the type of the current accelerator, ``"cpu"`` where there is none."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or not torch.accelerator.is_available():
+        return "cpu"
+    return accelerator.type
+
+
+def default_half_dtype(device_type: str) -> torch.dtype:
+    """Return the half dtype that torch itself uses on ``device_type``: fp16 on CUDA, bf16 on a CPU."""
+    return torch.get_autocast_dtype(device_type)
+
+
+def map_tensors(value: Any, convert: Callable[[Tensor], Any], other: Callable[[Any], Any] | None = None) -> Any:
+    """Apply ``convert`` to every tensor in nested tuples, named tuples, lists and dicts, and ``other`` to other leaves.
+
+    Containers are never written to. One in which nothing changed is returned as it is; another is built anew, of the
+    same type where that type can be built from its items, so that no caller sees its own argument change.
+    """
+    if isinstance(value, Tensor):
+        return convert(value)
+    if isinstance(value, (list, tuple)):
+        items = [item if type(item) in PLAIN_TYPES else map_tensors(item, convert) for item in value]
+        return value if all(map(is_, items, value)) else _rebuilt_sequence(value, items)
+    if isinstance(value, dict):
+        mapped = {key: map_tensors(item, convert, other) for key, item in value.items()}
+        if all(mapped[key] is item for key, item in value.items()):
+            return value
+        return mapped if type(value) is dict else _rebuilt_dict(value, mapped)
+    return value if other is None else other(value)
+
+
+def iter_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield every tensor in nested tuples, lists and dicts, depth first."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from iter_tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from iter_tensors(item)
+
+
+def _rebuilt_sequence(value: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
+    kind = type(value)
+    if kind is list:
+        return items
+    if kind is tuple:
+        return tuple(items)
+    if isinstance(value, tuple) and hasattr(kind, "_fields"):
+        return kind(*items)
+    # torch.return_types and other tuple subclasses take one iterable; what takes none becomes a plain list or tuple.
+    try:
+        return kind(items)
+    except TypeError:
+        return items if isinstance(value, list) else tuple(items)
+
+
+def _rebuilt_dict(value: dict[Any, Any], mapped: dict[Any, Any]) -> Any:
+    # A copy keeps what a subclass adds (a default factory, an order, attributes).
+    rebuilt = value.copy()
+    rebuilt.update(mapped)
+    return rebuilt

@@ -1,0 +1,101 @@
+"""Fixtures for every test: one thread, torch proved pristine afterwards, and the devices that are there."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+# Importing Dynamo replaces `torch.manual_seed`; the originals are counted after that.
+import torch._dynamo
+
+import autoamp
+from autoamp import runtime
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+HALVES = [torch.float16, torch.bfloat16]
+
+# Everything that autoamp may write to. Object ids do: the originals are builtins and functions of torch, which stay.
+WATCHED: tuple[Any, ...] = (
+    torch,
+    torch.Tensor,
+    torch.nn.functional,
+    torch.functional,
+    torch.linalg,
+    torch.special,
+    torch.fft,
+    torch._VF,
+    torch.nn.Module,
+    torch.nn.RNNBase,
+    torch.nn.modules.activation,
+    torch.nn.modules.transformer,
+)
+
+
+def fingerprint() -> dict[tuple[int, str], int]:
+    """Identify every attribute of torch that a patch could touch."""
+    return {
+        (id(owner), name): id(value)
+        for owner in WATCHED
+        for name, value in vars(owner).items()
+        # Python's own note on a class of which something was pickled.
+        if name != "__slotnames__"
+    }
+
+
+_PRISTINE = fingerprint()
+
+
+def assert_pristine() -> None:
+    """Fail when an attribute of torch was added, removed or is another object than at the start."""
+    now = fingerprint()
+    names = {id(owner): getattr(owner, "__name__", repr(owner)) for owner in WATCHED}
+    changed = [
+        f"{names[owner]}.{name}"
+        for owner, name in sorted(now.keys() | _PRISTINE.keys())
+        # torch imports some of its own modules lazily, which adds to `torch` and takes nothing away.
+        if now.get((owner, name)) != _PRISTINE.get((owner, name))
+        and not ((owner, name) not in _PRISTINE and isinstance(getattr(torch, name, None), type(torch)))
+    ]
+    assert not changed, f"torch is not what it was: {changed}"
+
+
+@pytest.fixture(autouse=True)
+def pristine_torch() -> Iterator[None]:
+    """Deactivate what a test left active, forget what it registered, and prove that torch is as it was."""
+    torch.manual_seed(0)
+    before = dict(runtime._runtime.registry._rules)
+    yield
+    handle = autoamp.current_handle()
+    if handle is not None:
+        handle.deactivate()
+    runtime._runtime.registry._rules = before
+    assert_pristine()
+    assert not torch.is_inference_mode_enabled()
+    assert torch.is_grad_enabled()
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    """Each device type that this machine has."""
+    return str(request.param)
+
+
+@pytest.fixture(params=HALVES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def half(request: pytest.FixtureRequest) -> torch.dtype:
+    """Each half dtype."""
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def collected() -> Any:
+    """Return a function that collects garbage, for tests that count what is alive."""
+
+    def collect() -> None:
+        for _ in range(3):
+            gc.collect()
+
+    return collect
