@@ -1,0 +1,196 @@
+"""Installing: a table's targets, the recurrent layers and the module call, patched together or not at all."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch._jit_internal import boolean_dispatched
+from torch.jit._builtins import _find_builtin, _get_builtin_table
+
+from autoamp.casting import Casts
+from autoamp.errors import ListFileError, PatchError
+from autoamp.model_casting import CastModels
+from autoamp.modules import ModulePrecisions, build_module_call
+from autoamp.patching import PatchSet, mark, name_by, original_of
+from autoamp.policies import build
+from autoamp.rnn import build_check_input
+from autoamp.rules import CastPolicy, CastRule
+from autoamp.targets import Expansion, Target, locate, owns_its_names
+
+__all__ = ["Installation"]
+
+# Dynamo knows ops by identity, and skips a Module.__call__ that it takes for torch's own, and casts by module with it.
+_TAKES_FROM_TORCH = ("torch._dynamo.utils", "torch._dynamo.variables.tensor", "torch._dynamo.variables.torch")
+
+
+class Installation:
+    """The patches of one handle, from the first to the last."""
+
+    def __init__(
+        self, casts: Casts, precisions: ModulePrecisions, models: CastModels, *, allow_banned: bool, rebind: bool
+    ) -> None:
+        self._casts = casts
+        self._precisions = precisions
+        self._models = models
+        self._allow_banned = allow_banned
+        self._rebind = rebind
+        self._patches = PatchSet()
+        # One replacement for each original, policy and in-place form, so that aliases stay the same object.
+        self._built: dict[tuple[int, CastPolicy, int], tuple[Target, Any]] = {}
+        self._scripted: list[int] = []
+
+    @property
+    def late_bound(self) -> tuple[str, ...]:
+        """The names in other modules that were taken before the patches came, and were rebound."""
+        return self._patches.late_bound
+
+    def install(self, expansion: Expansion, registered: tuple[Target, ...]) -> None:
+        """Patch everything. Where one patch fails all are taken back, and the error goes on."""
+        try:
+            with self._patches.all_or_nothing():
+                self._patch_modules()
+                self._patch(_by_place(*expansion.targets, *registered))
+                for rule in expansion.deferred:
+                    self._defer(rule)
+                self._teach_dynamo()
+        except BaseException:
+            self.remove()
+            raise
+
+    def add(self, target: Target) -> None:
+        """Patch one more target."""
+        with self._patches.all_or_nothing():
+            self._patch([target])
+
+    def remove(self) -> tuple[str, ...]:
+        """Restore everything and return the names that others patched on top."""
+        foreign = self._patches.restore()
+        table = _get_builtin_table()
+        for key in self._scripted:
+            table.pop(key, None)
+        self._scripted.clear()
+        self._built.clear()
+        _forget_tables_of_torch()
+        return foreign
+
+    def _patch(self, targets: Iterable[Target]) -> None:
+        pairs = []
+        for target in targets:
+            if target.rule.policy is not CastPolicy.NONE:
+                replacement = self._replacement(target)
+                self._patches.replace(target.parent, target.attribute, replacement)
+                pairs.append((target, replacement))
+        if self._rebind:
+            wanted = {id(target.original): (target.original, replacement) for target, replacement in pairs}
+            self._patches.rebind(wanted, owns_its_names)
+        for target, replacement in pairs:
+            name_by(replacement, target.module, target.qualname)
+
+    def _replacement(self, target: Target) -> Any:
+        rule = target.rule
+        key = (id(target.original), rule.policy, id(target.functional))
+        if key not in self._built:
+            replacement = build(
+                target.original, rule.policy, self._casts,
+                module=target.module, qualname=target.qualname, functional=target.functional,
+                remedy=rule.remedy, allow_banned=self._allow_banned,
+            )  # fmt: skip
+            # Kept with its target, so that the ids in the key stay taken.
+            self._built[key] = (target, mark(replacement, target.original))
+            self._let_torchscript_know(target.original, replacement)
+        return self._built[key][1]
+
+    def _patch_modules(self) -> None:
+        builders: list[tuple[type, str, Callable[[Any], Any]]] = [
+            (torch.nn.RNNBase, "check_input", lambda original: build_check_input(original, self._casts)),
+            (torch.nn.Module, "__call__", self._module_call),
+            *((torch.nn.Module, name, builder) for name, builder in self._models.builders()),
+        ]
+        for owner, name, builder in builders:
+            self._patches.replace(owner, name, builder(original_of(inspect.getattr_static(owner, name))))
+
+    def _module_call(self, original: Any) -> Any:
+        return self._models.around(build_module_call(original, self._casts, self._precisions), original)
+
+    def _let_torchscript_know(self, original: Any, replacement: Any) -> None:
+        # The compiler of torch.jit.script cannot compile a variadic closure. It knows builtins, and functions that are
+        # two in one, by identity; of others it asks what to compile in their place.
+        name = _find_builtin(original)
+        if name is not None:
+            _get_builtin_table()[id(replacement)] = name
+            self._scripted.append(id(replacement))
+        elif isinstance(original, types.FunctionType):
+            replacement.__prepare_scriptable__ = lambda: original
+            if original in boolean_dispatched:
+                boolean_dispatched[replacement] = boolean_dispatched[original]
+
+    def _teach_dynamo(self) -> None:
+        """Let what Dynamo takes from torch's namespace be the originals, whenever it is imported."""
+        for module_name in _TAKES_FROM_TORCH:
+            self._patches.when_imported(module_name, _hold_originals)
+        trace_rules = sys.modules.get("torch._dynamo.trace_rules")
+        if trace_rules is None:
+            self._patches.when_imported("torch._dynamo.trace_rules", self._load_originals)
+        else:
+            self._load_originals(trace_rules)
+
+    def _load_originals(self, trace_rules: Any) -> None:
+        load_object = trace_rules.load_object
+        self._patches.replace(trace_rules, "load_object", lambda name: original_of(load_object(name)))
+
+    def _defer(self, rule: CastRule) -> None:
+        """Patch a target once its module is imported: any of the packages on the way may be the one."""
+        waiting = [rule]
+
+        def imported(_: types.ModuleType) -> None:
+            if not waiting:
+                return
+            try:
+                found = locate(rule)
+                if found is None:
+                    return
+                waiting.clear()
+                for target in found:
+                    self.add(target)
+            except (ListFileError, PatchError) as error:
+                # The import of somebody's package must not fail for a typo in a list.
+                waiting.clear()
+                warnings.warn(f"a rule has no effect: {error}", stacklevel=2)
+
+        parts = rule.target.split(".")
+        for end in range(1, len(parts)):
+            self._patches.when_imported(".".join(parts[:end]), imported)
+
+
+def _by_place(*targets: Target) -> list[Target]:
+    """One target for each attribute, the last: a registration stands above the lists."""
+    return list({(id(target.parent), target.attribute): target for target in targets}.values())
+
+
+def _hold_originals(module: types.ModuleType) -> None:
+    """Let the names and tables that a module has just made of patched names hold the originals."""
+    for name, value in list(vars(module).items()):
+        held: Any
+        if type(value) is dict and not name.startswith("__"):
+            held = {original_of(key): original_of(item) for key, item in value.items()}
+        elif type(value) is frozenset:
+            held = frozenset(map(original_of, value))
+        else:
+            held = original_of(value)
+        if held is not value and held != value:
+            setattr(module, name, held)
+
+
+def _forget_tables_of_torch() -> None:
+    """Drop what torch and Dynamo looked up in torch's namespace while it was patched; they look it up anew."""
+    for module_name in ("torch.overrides", "torch._dynamo.trace_rules", "torch._dynamo.variables.torch"):
+        for value in list(vars(sys.modules.get(module_name, types.ModuleType(""))).values()):
+            if isinstance(value, functools._lru_cache_wrapper):
+                value.cache_clear()

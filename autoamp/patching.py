@@ -1,0 +1,339 @@
+"""Patches: replace attributes in order, restore them in reverse order. Knows nothing of casts.
+
+The only importer of wrapt, which resolves a dotted path to the place to write, writes there, and tells when a module
+is imported. What is written is a plain function and not a wrapt proxy: `torch.compile` takes a proxy over a builtin for
+the builtin, and drops its casts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib.machinery import PathFinder
+from typing import Any
+
+import wrapt
+
+from autoamp.errors import PatchError
+
+__all__ = ["Patch", "PatchSet", "check_writable", "dress", "mark", "name_by", "original_of", "resolve"]
+
+log = logging.getLogger(__name__)
+
+_ABSENT: Any = object()
+_MARK = "__autoamp_original__"
+_MARKED_TYPES = (types.FunctionType, staticmethod, classmethod)
+# Patches are written to what the whole process shares, so they are written by one thread at a time.
+_writing = threading.RLock()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Patch:
+    """One attribute of one object and what it was before.
+
+    Attributes:
+        parent: The module, class or object that is written to.
+        attribute: The attribute's name.
+        replacement: What is put there.
+        previous: What ``vars(parent)`` is to hold afterwards, or a sentinel where the attribute is inherited.
+    """
+
+    parent: Any
+    attribute: str
+    replacement: Any
+    previous: Any
+
+    @classmethod
+    def of(cls, parent: Any, attribute: str, replacement: Any) -> Patch:
+        """Describe a patch without applying it. PatchError where the parent has no attributes of its own."""
+        try:
+            held = vars(parent).get(attribute, _ABSENT)
+        except TypeError as error:
+            raise PatchError(f"{_name(parent, attribute)} cannot be replaced: {error}") from error
+        previous = _alive(held)
+        # What outlived its set, under a patch of somebody else, may have stood in for an inherited attribute.
+        if previous is not held and _inherited(parent, attribute) is previous:
+            previous = _ABSENT
+        return cls(parent, attribute, replacement, previous)
+
+    @property
+    def name(self) -> str:
+        """The dotted name of the patched attribute."""
+        return _name(self.parent, self.attribute)
+
+    def apply(self) -> None:
+        """Write the replacement. PatchError where the attribute cannot be written."""
+        try:
+            wrapt.apply_patch(self.parent, self.attribute, self.replacement)
+        except (AttributeError, TypeError) as error:
+            raise PatchError(f"{self.name} cannot be replaced: {error}") from error
+
+    def restore(self) -> bool:
+        """Put back what was there. Return False, and change nothing, where somebody patched above this patch."""
+        if vars(self.parent).get(self.attribute, _ABSENT) is not self.replacement:
+            return False
+        if self.previous is _ABSENT:
+            # Writing an inherited attribute back would leave a shadow of it on the subclass.
+            delattr(self.parent, self.attribute)
+        else:
+            setattr(self.parent, self.attribute, self.previous)
+        return True
+
+
+def _name(parent: Any, attribute: str) -> str:
+    return f"{getattr(parent, '__name__', type(parent).__name__)}.{attribute}"
+
+
+def _inherited(parent: Any, attribute: str) -> Any:
+    """What lookup finds above the parent's own attributes."""
+    mro = parent.__mro__[1:] if isinstance(parent, type) else type(parent).__mro__
+    return next((vars(base)[attribute] for base in mro if attribute in vars(base)), _ABSENT)
+
+
+def check_writable(parent: Any, attribute: str) -> None:
+    """Raise PatchError where an attribute cannot be replaced. Tries it with what is there already."""
+    with _writing:
+        patch = Patch.of(parent, attribute, None)
+        held = vars(parent).get(attribute, _ABSENT)
+        if held is _ABSENT:
+            held = _inherited(parent, attribute) if isinstance(parent, type) else getattr(parent, attribute)
+        patch = replace(patch, replacement=held)
+        patch.apply()
+        if patch.previous is _ABSENT:
+            patch.restore()
+
+
+class PatchSet:
+    """Patches applied together and restored together, in reverse order."""
+
+    def __init__(self) -> None:
+        self._patches: list[Patch] = []
+        self.late_bound: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self._patches)
+
+    def __iter__(self) -> Iterator[Patch]:
+        return iter(self._patches)
+
+    def replace(self, parent: Any, attribute: str, replacement: Any) -> None:
+        """Apply one patch and remember it. PatchError where the attribute cannot be written."""
+        patch = Patch.of(parent, attribute, replacement)
+        patch.apply()
+        self._patches.append(patch)
+        found = _mark_of(replacement)
+        if found is not None:
+            found.alive = True
+
+    @contextlib.contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """Keep other threads from patching for a block, and take its patches back where it fails."""
+        with _writing:
+            count, late_bound = len(self._patches), self.late_bound
+            try:
+                yield
+            except BaseException:
+                self._take_back(count)
+                self.late_bound = late_bound
+                raise
+
+    def rebind(self, replacements: Mapping[int, tuple[Any, Any]], skip: Callable[[str], bool]) -> None:
+        """Rebind names that other modules took by ``from ... import ...`` before the patches came.
+
+        Args:
+            replacements: ``id(original) -> (original, replacement)``.
+            skip: Given a module's name, tells whether that module is to be left alone.
+        """
+        found = []
+        for name, module, attribute, value in _module_globals(replacements, skip):
+            self.replace(module, attribute, replacements[id(value)][1])
+            found.append(f"{name}.{attribute}")
+        self.late_bound += tuple(found)
+
+    def restore(self) -> tuple[str, ...]:
+        """Restore everything in reverse order.
+
+        Returns:
+            The names that somebody else patched on top of ours. They are left as they are; what they wrap is a
+            replacement of ours, which passes calls through once its handle is not active.
+        """
+        with _writing:
+            _watcher.forget(self)
+            marked = {id(patch.replacement): (patch.replacement, _mark_of(patch.replacement)) for patch in self}
+            foreign = self._take_back(0)
+            # A module imported while the patches stood has taken replacements under names of its own.
+            for _, module, attribute, value in _module_globals(marked, lambda _: False):
+                setattr(module, attribute, original_of(value))
+            for _, found in marked.values():
+                if found is not None:
+                    found.alive = False
+            self.late_bound = ()
+        if foreign:
+            log.warning("patched by others on top of autoamp, left as they are: %s", ", ".join(foreign))
+        return foreign
+
+    def _take_back(self, count: int) -> tuple[str, ...]:
+        """Restore all patches but the first ``count``; return the names that could not be."""
+        foreign = []
+        while len(self._patches) > count:
+            patch = self._patches.pop()
+            if not patch.restore():
+                foreign.append(patch.name)
+        return tuple(dict.fromkeys(foreign))
+
+    def when_imported(self, module_name: str, callback: Callable[[types.ModuleType], None]) -> None:
+        """Call ``callback(module)`` once ``module_name`` is imported, unless this set is restored before.
+
+        For a module that is imported already nothing is called.
+        """
+        _watcher.listen(module_name, self, callback)
+
+
+class _ImportWatcher:
+    """Owns the process's import hooks: wrapt's cannot be taken back, so one at a time is registered for a module."""
+
+    def __init__(self) -> None:
+        self._armed: set[str] = set()
+        self._listeners: dict[str, dict[PatchSet, list[Callable[[types.ModuleType], None]]]] = {}
+
+    def listen(self, module_name: str, owner: PatchSet, callback: Callable[[types.ModuleType], None]) -> None:
+        with _writing:
+            if module_name in sys.modules:
+                return
+            self._listeners.setdefault(module_name, {}).setdefault(owner, []).append(callback)
+            if module_name not in self._armed:
+                self._armed.add(module_name)
+                wrapt.register_post_import_hook(functools.partial(self._imported, module_name), module_name)
+
+    def forget(self, owner: PatchSet) -> None:
+        for module_name, listeners in list(self._listeners.items()):
+            listeners.pop(owner, None)
+            if not listeners:
+                del self._listeners[module_name]
+
+    def _imported(self, module_name: str, module: types.ModuleType) -> None:
+        with _writing:
+            self._armed.discard(module_name)
+            for callbacks in self._listeners.pop(module_name, {}).values():
+                for callback in callbacks:
+                    callback(module)
+
+
+_watcher = _ImportWatcher()
+
+
+def resolve(dotted: str) -> tuple[Any, str, Any] | None:
+    """Find a dotted name among the modules that are imported already. Imports nothing.
+
+    Returns:
+        ``(parent, attribute, original)``, or None while the name's module is not imported.
+
+    Raises:
+        PatchError: The module is imported and has no such attribute.
+    """
+    parts = dotted.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        module = sys.modules.get(".".join(parts[:end]))
+        if module is not None:
+            break
+    else:
+        return None
+    # Asked first, since a module that loads its submodules lazily would import one to answer for the attribute.
+    if parts[end] not in getattr(module, "__dict__", {}) and _has_submodule(module, parts[end]):
+        return None
+    try:
+        parent, attribute, original = wrapt.resolve_path(module, ".".join(parts[end:]))
+    except AttributeError as error:
+        raise PatchError(f"{dotted!r} is not there: {error}") from error
+    return parent, attribute, original_of(original)
+
+
+def _has_submodule(module: Any, name: str) -> bool:
+    """Tell whether a package has a submodule, without importing it, and without waiting for who imports it just now."""
+    path = getattr(module, "__path__", None)
+    return path is not None and PathFinder.find_spec(f"{module.__name__}.{name}", path) is not None
+
+
+@dataclass(slots=True)
+class _Mark:
+    """What a replacement stands for, and whether its patch set still stands.
+
+    It names its bearer, since `functools.wraps` copies a function's attributes.
+    """
+
+    original: Any
+    bearer: int
+    alive: bool = False
+
+
+def mark(replacement: Any, original: Any) -> Any:
+    """Let `original_of` know what a function, staticmethod or classmethod stands for, and return it."""
+    setattr(replacement, _MARK, _Mark(original, id(replacement)))
+    return replacement
+
+
+def original_of(value: Any) -> Any:
+    """Return what a replacement of ours stands for, and anything else as it is."""
+    while (found := _mark_of(value)) is not None:
+        value = found.original
+    return value
+
+
+def _alive(value: Any) -> Any:
+    """Return what is below the replacements of sets that were restored."""
+    while (found := _mark_of(value)) is not None and not found.alive:
+        value = found.original
+    return value
+
+
+def _mark_of(value: Any) -> _Mark | None:
+    found = vars(value).get(_MARK) if type(value) in _MARKED_TYPES else None
+    return found if found is not None and found.bearer == id(value) else None
+
+
+def dress(replacement: types.FunctionType, original: Any, module: str, qualname: str) -> Any:
+    """Give a replacement the original's name, docstring and signature, and remember the original.
+
+    Args:
+        replacement: A function made for this one purpose.
+        original: What it stands for.
+        module: The module by which a replacement of a builtin is to be pickled while it is in place.
+        qualname: Its name in that module.
+    """
+    functools.update_wrapper(replacement, original, assigned=("__doc__", "__name__"), updated=())
+    if isinstance(original, types.FunctionType):
+        module, qualname = original.__module__, original.__qualname__
+    replacement.__module__, replacement.__qualname__ = module, qualname
+    return mark(replacement, original)
+
+
+def name_by(replacement: Any, module: str, qualname: str) -> None:
+    """Let a replacement be pickled by a place where it stands, unless it stands where its original was defined."""
+    if isinstance(replacement, types.FunctionType):
+        found: Any = sys.modules.get(replacement.__module__)
+        for part in replacement.__qualname__.split("."):
+            found = getattr(found, part, None)
+        if found is not replacement:
+            replacement.__module__, replacement.__qualname__ = module, qualname
+
+
+def _module_globals(
+    wanted: Mapping[int, Any], skip: Callable[[str], bool]
+) -> list[tuple[str, types.ModuleType, str, Any]]:
+    """Find the module globals that are one of the objects ``wanted`` (by id)."""
+    found = []
+    for name, module in list(sys.modules.items()):
+        # Some programs keep other things than modules in sys.modules; their attributes may be computed.
+        if not isinstance(module, types.ModuleType) or skip(name):
+            continue
+        held = vars(module).copy()
+        # Most modules hold none: told in one sweep, since a large program has hundreds of thousands of globals.
+        if not wanted.keys().isdisjoint(map(id, held.values())):
+            found += [(name, module, attribute, value) for attribute, value in held.items() if id(value) in wanted]
+    return found

@@ -1,0 +1,300 @@
+"""The process's one handle: `init()`, `region()`, and the functions that act on whichever handle is active."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from autoamp.casting import Casts
+from autoamp.errors import UsageError
+from autoamp.functions import Registry
+from autoamp.handle import Handle, NoOpHandle, Settings
+from autoamp.rules import CastPolicy
+
+__all__ = [
+    "Region",
+    "current_handle",
+    "disable_casts",
+    "float_function",
+    "half_function",
+    "init",
+    "promote_function",
+    "put_handle",
+    "region",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+]
+
+
+class _Runtime:
+    """Owns the active handle, since torch's namespace is one to a process, and the registrations.
+
+    ``init`` sets the base handle. Each open region stands above it, with the handle that serves it: the base, or one of
+    its own in whose favour the handle below is suspended.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.registry = Registry(self.casts)
+        self._handle: Handle | None = None
+        self._base: Handle | None = None
+        self._open: list[tuple[Handle, int]] = []
+        self._suspended: set[Handle] = set()
+
+    @property
+    def handle(self) -> Handle | None:
+        handle = self._handle
+        return handle if handle is not None and handle.is_active() else None
+
+    @property
+    def base(self) -> Handle | None:
+        handle = self._base
+        return handle if handle is not None and handle.is_active() else None
+
+    def casts(self) -> Casts | None:
+        handle = self._handle
+        return handle.casts if handle is not None and handle.is_active() and handle.casts.local.on else None
+
+    def put_base(self, handle: Handle | None) -> None:
+        """Make ``handle`` what is active outside of regions, and end the one before. On an error nothing changes."""
+        with self.lock:
+            if any(serving is not self._base for serving, _ in self._open):
+                raise UsageError("torch cannot be patched anew while a region is open; leave the region's block first")
+            before = self.handle
+            self._switch(handle)
+            self._base = handle
+            if before is not None:
+                self._suspended.discard(before)
+                before.deactivate()
+
+    def enter(self, settings: Settings | None, own: Callable[[], Handle]) -> Handle:
+        """Open a region and return the handle that serves it: the active one where its settings do, else ``own()``."""
+        thread = threading.get_ident()
+        with self.lock:
+            handle = self.handle
+            if handle is None or (settings is not None and handle.settings != settings):
+                if any(other != thread for _, other in self._open):
+                    raise UsageError(
+                        "a region with other settings is open in another thread, and torch can be patched in one way "
+                        "at a time; use the same settings in both, or one region after the other"
+                    )
+                handle = own()
+                self._switch(handle)
+            self._open.append((handle, thread))
+            return handle
+
+    def leave(self, handle: Handle) -> None:
+        """Close this thread's latest region of ``handle``; the last one to leave brings back what was there before."""
+        with self.lock:
+            at = max(i for i, entry in enumerate(self._open) if entry == (handle, threading.get_ident()))
+            del self._open[at]
+            below = self._open[-1][0] if self._open else self._base
+            if handle is self._handle and handle is not below:
+                # One that its owner deactivated is not ours to bring back.
+                self._switch(below if below in self._suspended else None)
+                self._suspended.discard(handle)
+
+    def _switch(self, handle: Handle | None) -> None:
+        """Suspend the active handle and activate another. On an error nothing changes."""
+        before = self.handle
+        if before is not None:
+            before.suspend()
+        try:
+            if handle is not None:
+                self.registry.prepare(handle.casts)
+                handle.activate(self.registry.targets())
+        except BaseException:
+            if before is not None:
+                before.activate(self.registry.targets())
+            raise
+        self._handle = handle
+        if before is not None:
+            self._suspended.add(before)
+        if handle is not None:
+            self._suspended.discard(handle)
+
+    def register(self, module: Any, name: str, policy: CastPolicy) -> None:
+        with self.lock:
+            target = self.registry.add(module, name, policy)
+            if self.handle is not None:
+                self.handle.patch(target)
+
+
+_runtime = _Runtime()
+
+
+def init(
+    enabled: bool = True,
+    loss_scale: Any = None,
+    enable_caching: bool = True,
+    verbose: bool = False,
+    allow_banned: bool = True,
+    *,
+    lists: Any = None,
+    device_type: str | None = None,
+    dtype: torch.dtype | None = None,
+    rebind: bool = True,
+) -> Handle | NoOpHandle:
+    """Patch torch by the cast lists and return the handle that scales losses.
+
+    A second call with the same arguments returns the same handle; with others the new handle replaces the old one. A
+    call that fails leaves torch, and the handle before, as they were.
+
+    Args:
+        enabled: False takes an earlier call's patches away and returns a handle that does nothing.
+        loss_scale: None is dynamic for fp16 and 1.0 for bf16. A number is static; ``"dynamic"`` or a `LossScaler`.
+        enable_caching: Whether a parameter's cast is kept while the outermost module call runs.
+        verbose: Log what is patched.
+        allow_banned: Whether a banned function runs in fp32 with a warning, or raises.
+        lists: A list set's name, a path, a mapping, or a sequence of these, on top of the project's own lists.
+        device_type: Only tensors of this device type are cast. None is the current accelerator's, else ``"cpu"``.
+        dtype: ``torch.float16`` or ``torch.bfloat16``. None is torch's own choice for the device type.
+        rebind: Whether names that other modules took before (``from torch import matmul``) are rebound too.
+
+    Raises:
+        ListFileError: A list cannot be used.
+        UsageError: An argument is wrong, or a region with a handle of its own is open.
+        ValueError: The loss scale is no scale.
+    """
+    if not enabled:
+        _runtime.put_base(None)
+        return NoOpHandle()
+    if verbose:
+        _show_log()
+    settings = _settings(loss_scale, enable_caching, verbose, allow_banned, lists, device_type, dtype, rebind)
+    with _runtime.lock:
+        active = _runtime.base
+        if active is not None and active.settings == settings:
+            return active
+        handle = Handle(settings)
+        _runtime.put_base(handle)
+        return handle
+
+
+def put_handle(handle: Handle | None) -> None:
+    """Make ``handle`` the active one in place of the one before; None only takes that one back."""
+    _runtime.put_base(handle)
+
+
+def current_handle() -> Handle | None:
+    """Return the active handle, None where torch is not patched."""
+    return _runtime.handle
+
+
+class Region:
+    """Patches for a block alone, on the thread that enters it. Made by `region()`; it can be entered again."""
+
+    def __init__(self, enabled: bool, settings: Settings | None) -> None:
+        self._enabled = enabled
+        self._settings = settings
+        self._handle: Handle | None = None
+        self._entered = _Entered()
+
+    def __enter__(self) -> Handle | NoOpHandle:
+        with contextlib.ExitStack() as stack:
+            handle = self._enter(stack)
+            self._entered.stacks.append(stack.pop_all())
+        return handle
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._entered.stacks.pop().__exit__(*exc_info)
+
+    def _enter(self, stack: contextlib.ExitStack) -> Handle | NoOpHandle:
+        if not self._enabled:
+            stack.enter_context(disable_casts())
+            return _runtime.handle or NoOpHandle()
+        handle = _runtime.enter(self._settings, self._own_handle)
+        stack.callback(_runtime.leave, handle)
+        stack.enter_context(handle.casts.enabled())
+        return handle
+
+    def _own_handle(self) -> Handle:
+        # Kept from entry to entry, and with it the loss scale.
+        if self._handle is None:
+            self._handle = Handle(self._settings or _settings(), on=False)
+        return self._handle
+
+
+class _Entered(threading.local):
+    """The blocks of a region that a thread is in: one region may serve several threads."""
+
+    def __init__(self) -> None:
+        self.stacks: list[contextlib.ExitStack] = []
+
+
+def region(enabled: bool = True, loss_scale: Any = None, **settings: Any) -> Region:
+    """Patch torch for a block alone: ``with autoamp.region(dtype=torch.bfloat16) as handle``.
+
+    Args:
+        enabled: False turns the active handle's casts off for the block.
+        loss_scale: As for `init`.
+        **settings: The other arguments of `init`. Without any, a handle that is active already serves.
+
+    Only the thread that enters the block casts. The patches come and go with the block, which takes some ten
+    milliseconds each time: around a whole training loop that is nothing, around each of its steps prefer `init`.
+    """
+    given = bool(settings) or loss_scale is not None
+    return Region(enabled, _settings(loss_scale=loss_scale, **settings) if given else None)
+
+
+def _settings(
+    loss_scale: Any = None,
+    enable_caching: bool = True,
+    verbose: bool = False,
+    allow_banned: bool = True,
+    lists: Any = None,
+    device_type: str | None = None,
+    dtype: torch.dtype | None = None,
+    rebind: bool = True,
+) -> Settings:
+    return Settings.of(loss_scale, enable_caching, verbose, allow_banned, lists, device_type, dtype, rebind)
+
+
+def disable_casts() -> contextlib.AbstractContextManager[None]:
+    """Turn casts off for a block, on this thread. Without an active handle it does nothing."""
+    handle = _runtime.handle
+    return handle.disable_casts() if handle is not None else contextlib.nullcontext()
+
+
+def half_function(function: Any) -> Any:
+    """Decorate a function: its floating arguments are cast to the half dtype, and what it calls follows the lists."""
+    return _runtime.registry.decorate(function, CastPolicy.FP16)
+
+
+def float_function(function: Any) -> Any:
+    """Decorate a function: its floating arguments are cast to fp32, and nothing is cast within."""
+    return _runtime.registry.decorate(function, CastPolicy.FP32)
+
+
+def promote_function(function: Any) -> Any:
+    """Decorate a function: its floating arguments are cast to the widest dtype among them."""
+    return _runtime.registry.decorate(function, CastPolicy.PROMOTE)
+
+
+def register_half_function(module: Any, name: str) -> None:
+    """Put ``module.name`` under the `fp16` policy, now and at each later `init`. ValueError: no such name."""
+    _runtime.register(module, name, CastPolicy.FP16)
+
+
+def register_float_function(module: Any, name: str) -> None:
+    """Put ``module.name`` under the `fp32` policy, now and at each later `init`. ValueError: no such name."""
+    _runtime.register(module, name, CastPolicy.FP32)
+
+
+def register_promote_function(module: Any, name: str) -> None:
+    """Put ``module.name`` under the `promote` policy, now and at each later `init`. ValueError: no such name."""
+    _runtime.register(module, name, CastPolicy.PROMOTE)
+
+
+def _show_log() -> None:
+    """Let ``verbose=True`` be seen in a program that has not set up logging."""
+    logger = logging.getLogger("autoamp")
+    if not logger.hasHandlers():
+        logger.addHandler(logging.StreamHandler())
+    logger.setLevel(logging.INFO)
