@@ -336,7 +336,7 @@ def test_sets_are_found_in_a_checkout_and_when_installed(tmp_path: Path, lists_a
     )
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
     run = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True
+        [sys.executable, "-S", "-c", code], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True
     )
     assert run.stdout.split("\n")[0] == "('default', 'mine') lists/default.toml:2 1"
 
@@ -356,7 +356,7 @@ def test_reading_a_list_imports_nothing_that_it_names(tmp_path: Path) -> None:
     stub.joinpath("__init__.py").write_text(f"__path__ = [{str(Path(rules.__file__).parent)!r}]", encoding="utf-8")
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(stub.parent), str(tmp_path)])}
     run = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True
+        [sys.executable, "-S", "-c", code], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True
     )
     assert run.stdout == "[] 1 False\n"
 
@@ -900,6 +900,7 @@ def test_lines_after_values_that_mislead_a_reader() -> None:
     text = 'x = """["""""\ny = \'\'\'[\'\'\'\'\nz = "\\"["\nw = 1'
     assert tomllib.loads(text) == {"x": '[""', "y": "['", "z": '"[', "w": 1}
     assert TomlLines(text).keys == {("x",): 1, ("y",): 2, ("z",): 3, ("w",): 4}
+    assert TomlLines('x = ["""["""", "]",\n"["]').items == {("x",): [1, 1, 2]}
 
 
 @settings(max_examples=150, deadline=None)
