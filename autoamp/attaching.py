@@ -1,4 +1,4 @@
-"""What is put on an optimizer from outside, a ``step`` in place of its own, and names for its parameters.
+"""What is put on an optimizer from outside, methods in place of its own, and names for its parameters.
 
 An optimizer is anything with ``param_groups`` and ``step``, of torch's class or not.
 """
@@ -17,7 +17,7 @@ import torch
 
 from autoamp.errors import UsageError
 
-__all__ = ["AttachedStep", "named_params", "stepped_params"]
+__all__ = ["AttachedMethod", "AttachedStep", "named_params", "stepped_params"]
 
 
 def stepped_params(optimizer: Any) -> list[torch.Tensor]:
@@ -38,30 +38,34 @@ def named_params(optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield (given[position] if position < len(given) else in_modules.get(id(param), place)), param
 
 
-class AttachedStep:
-    """Stands at ``optimizer.step``, as an attribute of the instance, from its making until `detach`.
+class AttachedMethod:
+    """Stands at a method of an optimizer, as an attribute of the instance, from its making until `detach`.
 
     It keeps the optimizer no more alive than it was: there is no reference to it but a weak one. A deep copy of the
-    optimizer, or an unpickled one, has the step that was there before. To those who take a bound method apart it looks
-    like one: torch's LR schedulers wrap ``step.__func__``.
+    optimizer, or an unpickled one, has the method that was there before. To those who take a bound method apart it
+    looks like one: torch's LR schedulers wrap ``step.__func__``.
 
     Args:
         optimizer: Gets the attribute.
-        instead: Called for ``optimizer.step(*args, **kwargs)`` with the original step, ``args`` and ``kwargs``.
+        method: Its name.
+        instead: Called for ``optimizer.method(*args, **kwargs)`` with the original, ``args`` and ``kwargs``.
 
     Raises:
-        UsageError: This is no optimizer, or takes no attribute ``step`` of its own.
+        UsageError: This is no optimizer, or takes no such attribute of its own.
     """
 
     def __init__(
-        self, optimizer: Any, instead: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+        self,
+        optimizer: Any,
+        method: str,
+        instead: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any],
     ) -> None:
         name = type(optimizer).__name__
-        original = getattr(optimizer, "step", None)
+        original = getattr(optimizer, method, None)
         if not callable(original) or not hasattr(optimizer, "param_groups"):
-            raise UsageError(f"a {name} is no optimizer: it needs param_groups and a method step")
-        in_class = getattr(type(optimizer), "step", None)
-        # First of all, as it copies every attribute of the other step. Wanted is `_wrapped_by_lr_sched`, by which a
+            raise UsageError(f"a {name} is no optimizer: it needs param_groups and a method {method}")
+        in_class = getattr(type(optimizer), method, None)
+        # First of all, as it copies every attribute of the other method. Wanted is `_wrapped_by_lr_sched`, by which a
         # scheduler knows that its wrapper is still there; `__wrapped__` would keep the optimizer alive.
         functools.update_wrapper(self, original)
         vars(self).pop("__wrapped__", None)
@@ -69,28 +73,31 @@ class AttachedStep:
             self.__signature__ = inspect.signature(original)
         self._instead: Callable[..., Any] | None = instead
         self._name = name
+        self._method = method
         try:
             self._optimizer = weakref.ref(optimizer)
-            self._own = vars(optimizer).get("step")
+            self._own = vars(optimizer).get(method)
             # A method of the class is looked up for each call: a bound one, if stored, would keep the optimizer alive.
             self._before = self._own or (None if callable(in_class) else original)
-            optimizer.step = self
+            setattr(optimizer, method, self)
         except (AttributeError, TypeError) as error:
-            raise UsageError(f"{name}.step cannot be replaced ({error}); its class must allow attributes") from error
+            raise UsageError(
+                f"{name}.{method} cannot be replaced ({error}); its class must allow attributes"
+            ) from error
 
     def detach(self) -> None:
         """Put back what was there. Under a wrapper that somebody layered above, pass every call through instead."""
         self._instead = None
         optimizer = self._optimizer()
-        if optimizer is None or vars(optimizer).get("step") is not self:
+        if optimizer is None or vars(optimizer).get(self._method) is not self:
             return
         if self._own is not None:
-            optimizer.step = self._own
+            setattr(optimizer, self._method, self._own)
         else:
-            del optimizer.step
+            delattr(optimizer, self._method)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Step the optimizer, as ``instead`` sees fit."""
+        """Call the method, as ``instead`` sees fit."""
         if self._instead is None:
             return self._original(*args, **kwargs)
         return self._instead(self._original, args, kwargs)
@@ -99,28 +106,37 @@ class AttachedStep:
         if self._before is not None:
             return self._before(*args, **kwargs)
         optimizer = self.__self__
-        return type(optimizer).step(optimizer, *args, **kwargs)
+        return getattr(type(optimizer), self._method)(optimizer, *args, **kwargs)
 
     @property
     def __self__(self) -> Any:
         optimizer = self._optimizer()
         if optimizer is None:
-            raise UsageError(f"the {self._name} of this step was deleted; keep a reference to the optimizer")
+            raise UsageError(f"the {self._name} of this {self._method} was deleted; keep a reference to the optimizer")
         return optimizer
 
     @property
     def __func__(self) -> Callable[..., Any]:
         @functools.wraps(self)
-        def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        def method(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             return self(*args, **kwargs)
 
-        return step
+        return method
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy of the optimizer is copied without this attribute as yet, so the name finds the method of its class.
         if self._before is not None:
             return _same, (self._before,)
-        return getattr, (self.__self__, "step")
+        return getattr, (self.__self__, self._method)
+
+
+class AttachedStep(AttachedMethod):
+    """`AttachedMethod` at ``optimizer.step``."""
+
+    def __init__(
+        self, optimizer: Any, instead: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+    ) -> None:
+        super().__init__(optimizer, "step", instead)
 
 
 def _same(value: Any) -> Any:

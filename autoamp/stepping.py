@@ -47,8 +47,9 @@ class StepGuard:
         after_step: Called after every step, taken or skipped, also one that failed, and before each evaluation of a
             closure that the optimizer asks for in the middle of its step: parameters may have changed.
         params: Gives the tensors whose ``.grad`` is scaled and unscaled; by default all that the optimizer steps.
-        collect: Called when a block begins and when it ends, and before a step. It moves gradients that the backward
-            pass left elsewhere (on half model params) onto what ``params`` gives; by default there are none.
+        collect: Called when a block begins and when it ends, after a closure, and before a step. It moves gradients
+            that the backward pass left elsewhere (on half model params) onto what ``params`` gives; by default there
+            are none.
         max_consecutive_skips: So many skips in a row are an error.
 
     Attributes:
@@ -268,6 +269,7 @@ class StepGuard:
                     param.grad = None
             with self._casts_on(), torch.enable_grad():
                 loss = closure()
+            self.collect()
             self.finish_delayed()
             blamed = self._settle()
             # A lower scale helps against large gradients, not against a loss that is inf already.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
-from operator import is_
 from typing import Any
 
 import torch
@@ -48,17 +48,33 @@ def map_tensors(value: Any, convert: Callable[[Tensor], Any], other: Callable[[A
     Containers are never written to. One in which nothing changed is returned as it is; another is built anew, of the
     same type where that type can be built from its items, so that no caller sees its own argument change.
     """
+    return _mapped(value, convert, other)[0]
+
+
+def _mapped(value: Any, convert: Callable[[Tensor], Any], other: Callable[[Any], Any] | None) -> tuple[Any, bool]:
+    """Return the mapped value and whether it changed. Dynamo compares tensors by identity, and no containers."""
     if isinstance(value, Tensor):
-        return convert(value)
+        new = convert(value)
+        return new, new is not value
     if isinstance(value, (list, tuple)):
-        items = [item if type(item) in PLAIN_TYPES else map_tensors(item, convert) for item in value]
-        return value if all(map(is_, items, value)) else _rebuilt_sequence(value, items)
+        items, any_changed = [], False
+        for item in value:
+            new, changed = (item, False) if type(item) in PLAIN_TYPES else _mapped(item, convert, other)
+            items.append(new)
+            any_changed |= changed
+        return (_rebuilt_sequence(value, items), True) if any_changed else (value, False)
     if isinstance(value, dict):
-        mapped = {key: map_tensors(item, convert, other) for key, item in value.items()}
-        if all(mapped[key] is item for key, item in value.items()):
-            return value
-        return mapped if type(value) is dict else _rebuilt_dict(value, mapped)
-    return value if other is None else other(value)
+        mapped, any_changed = {}, False
+        for key, item in value.items():
+            mapped[key], changed = _mapped(item, convert, other)
+            any_changed |= changed
+        if not any_changed:
+            return value, False
+        return mapped if type(value) is dict else _rebuilt_dict(value, mapped), True
+    if other is None:
+        return value, False
+    new = other(value)
+    return new, new is not value
 
 
 def iter_tensors(value: Any) -> Iterator[Tensor]:
@@ -89,7 +105,8 @@ def _rebuilt_sequence(value: list[Any] | tuple[Any, ...], items: list[Any]) -> A
 
 
 def _rebuilt_dict(value: dict[Any, Any], mapped: dict[Any, Any]) -> Any:
-    # A copy keeps what a subclass adds (a default factory, an order, attributes).
-    rebuilt = value.copy()
-    rebuilt.update(mapped)
+    # A copy keeps what a subclass adds (a default factory, an order, attributes). Some subclasses refuse `update`.
+    rebuilt = copy.copy(value)
+    for key, item in mapped.items():
+        rebuilt[key] = item
     return rebuilt

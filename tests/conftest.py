@@ -15,6 +15,9 @@ import torch._dynamo
 import autoamp
 from autoamp import runtime
 
+# What its first compilation of a module would replace.
+torch._dynamo.mutation_guard.install_generation_tagging_init()
+
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -35,14 +38,17 @@ WATCHED: tuple[Any, ...] = (
 )
 
 
+# Notes that Python leaves on a class whose instance was pickled, and on a module that warned.
+PYTHONS_OWN = {"__slotnames__", "__warningregistry__"}
+
+
 def fingerprint() -> dict[tuple[int, str], int]:
     """Identify every attribute of torch that a patch could touch."""
     return {
         (id(owner), name): id(value)
         for owner in WATCHED
         for name, value in vars(owner).items()
-        # Python's own note on a class of which something was pickled.
-        if name != "__slotnames__"
+        if name not in PYTHONS_OWN
     }
 
 

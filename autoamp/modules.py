@@ -1,0 +1,230 @@
+"""What the runtime does around a module's call: keep parameter casts for the outermost one, and precision by module.
+
+Both live in one replacement of `torch.nn.Module.__call__`. What is recomputed in backward runs as it did in forward.
+Nothing is hung on a module but strings that mark it, so a model deep-copies and pickles as it would without.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import types
+import uuid
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from autoamp.casting import Casts
+from autoamp.errors import PatchError, UsageError
+from autoamp.patching import dress, resolve
+from autoamp.rules import ModulePrecision, ModuleRule
+from autoamp.tensors import CASTABLE_LAYOUTS, map_tensors
+
+__all__ = ["ModulePrecisions", "Override", "build_module_call", "build_recompute"]
+
+_MARKS = "_autoamp_precision"
+_GLOB = frozenset("*?[")
+
+
+class Override:
+    """Modules that run in a precision of their own until ``undo()``, or until the end of a ``with`` block."""
+
+    def __init__(self, precisions: ModulePrecisions, entries: list[tuple[Module, ModulePrecision | None]]) -> None:
+        self._precisions = precisions
+        self._marked: list[tuple[weakref.ref[Module], str]] = []
+        for module, precision in entries:
+            token = precisions._issue(precision)
+            self._marked.append((weakref.ref(module), token))
+            vars(module)[_MARKS] = (*vars(module).get(_MARKS, ()), token)
+
+    def undo(self) -> None:
+        """Give every module back what it had, in whatever order overrides are undone. Calling it twice does no harm."""
+        while self._marked:
+            reference, token = self._marked.pop()
+            self._precisions._withdraw(token)
+            module = reference()
+            if module is None:
+                continue
+            rest = tuple(mark for mark in vars(module).get(_MARKS, ()) if mark != token)
+            if rest:
+                vars(module)[_MARKS] = rest
+            else:
+                vars(module).pop(_MARKS, None)
+        self._precisions._overrides.discard(self)
+
+    def __enter__(self) -> Override:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.undo()
+
+
+class ModulePrecisions:
+    """Which modules run in a precision of their own: by class from the list, by instance through `Override`."""
+
+    def __init__(self, rules: Iterable[ModuleRule]) -> None:
+        self._rules = tuple(rules)
+        self._class_rules = tuple(
+            rule for rule in self._rules if "." in rule.pattern and not _GLOB.intersection(rule.pattern)
+        )
+        self._by_class: weakref.WeakKeyDictionary[type, ModulePrecision | None] = weakref.WeakKeyDictionary()
+        self._live: dict[str, ModulePrecision | None] = {}
+        self._overrides: set[Override] = set()
+        self.any = bool(self._class_rules)
+
+    def of(self, module: Module) -> ModulePrecision | None:
+        """Return the precision a module was given, None where it runs as the list says."""
+        for token in reversed(module.__dict__.get(_MARKS, ())):
+            if token in self._live:
+                return self._live[token]
+        return self._of_class(type(module)) if self._class_rules else None
+
+    def override(self, module: Module, precision: str) -> Override:
+        """Give one module, with all it calls, a precision."""
+        return self._kept(Override(self, [(module, _precision(precision))]))
+
+    def override_paths(self, model: Module) -> Override:
+        """Give the submodules of ``model`` what the list's path patterns say, the later pattern over the earlier."""
+        names = dict(model.named_modules())
+        chosen: dict[str, ModulePrecision | None] = {}
+        for rule in self._rules:
+            matched = fnmatch.filter(names, rule.pattern)
+            chosen.update(dict.fromkeys(matched, _listed(rule)))
+            if not matched and not self._names_a_class(rule, names.values()):
+                near = difflib.get_close_matches(rule.pattern, names, n=3)
+                warnings.warn(
+                    f"{rule.origin}: {rule.pattern!r} matches no module of {type(model).__name__}"
+                    + (f"; did you mean {' or '.join(map(repr, near))}?" if near else ""),
+                    stacklevel=3,
+                )
+        return self._kept(Override(self, [(names[name], precision) for name, precision in chosen.items()]))
+
+    def undo_all(self) -> None:
+        """Undo every override that still stands."""
+        for override in list(self._overrides):
+            override.undo()
+
+    def _kept(self, override: Override) -> Override:
+        self._overrides.add(override)
+        return override
+
+    def _issue(self, precision: ModulePrecision | None) -> str:
+        # A copy of a marked module carries the mark; a random token never means anything to another process or handle.
+        token = uuid.uuid4().hex
+        self._live[token] = precision
+        self.any = True
+        return token
+
+    def _withdraw(self, token: str) -> None:
+        self._live.pop(token, None)
+        self.any = bool(self._class_rules or self._live)
+
+    def _names_a_class(self, rule: ModuleRule, modules: Iterable[Module]) -> bool:
+        if rule not in self._class_rules:
+            return False
+        return any(_is_named(type(module), rule.pattern) for module in modules) or _class_at(rule.pattern) is not None
+
+    def _of_class(self, cls: type) -> ModulePrecision | None:
+        try:
+            return self._by_class[cls]
+        except KeyError:
+            pass
+        found = None
+        for rule in self._class_rules:
+            if _is_named(cls, rule.pattern):
+                found = _listed(rule)
+        self._by_class[cls] = found
+        return found
+
+
+def _listed(rule: ModuleRule) -> ModulePrecision | None:
+    # In a list "none" takes an earlier entry away: the module runs as the rest of the list says.
+    return None if rule.precision is ModulePrecision.NONE else rule.precision
+
+
+def _precision(value: str) -> ModulePrecision:
+    try:
+        return ModulePrecision(value)
+    except ValueError:
+        raise UsageError(f"precision={value!r} is unknown; choose 'fp32', 'fp16' or 'none'") from None
+
+
+def _class_at(dotted: str) -> type | None:
+    try:
+        found = resolve(dotted)
+    except PatchError:
+        return None
+    return found[2] if found is not None and isinstance(found[2], type) else None
+
+
+def _is_named(cls: type, dotted: str) -> bool:
+    """Tell whether a class, or one it derives from, goes by a dotted name: its own, or one it is exported by."""
+    exported = _class_at(dotted)
+    return any(base is exported or f"{base.__module__}.{base.__qualname__}" == dotted for base in cls.__mro__)
+
+
+def build_module_call(original: types.FunctionType, casts: Casts, precisions: ModulePrecisions) -> Any:
+    """Build the replacement of ``torch.nn.Module.__call__``."""
+    local, cache = casts.local, casts.cache
+    compiling = torch.compiler.is_dynamo_compiling
+
+    def scoped(self: Module, *args: Any, **kwargs: Any) -> Any:
+        if local.entries is not None or not cache.enabled or compiling():
+            return original(self, *args, **kwargs)
+        # Written out, since a context manager would cost more than the rest of a small call.
+        local.entries = {}
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            local.entries = None
+
+    def call(self: Module, *args: Any, **kwargs: Any) -> Any:
+        if precisions.any and not local.forced_off:
+            precision = precisions.of(self)
+            if precision is not None:
+                within = precision is ModulePrecision.FP16
+                goes_on_in_fp32 = within and not local.on
+                args, kwargs = _inputs(precision, casts, (args, kwargs))
+                with casts.switched(within):
+                    output = scoped(self, *args, **kwargs)
+                # Code around that casts nothing, such as an fp32 module's, could not use a half result.
+                return _cast_nested(output, casts.to_fp32) if goes_on_in_fp32 else output
+        if local.entries is not None:
+            return original(self, *args, **kwargs)
+        return scoped(self, *args, **kwargs)
+
+    return dress(call, original, original.__module__, original.__qualname__)  # type: ignore[arg-type]
+
+
+def build_recompute(original: Any, casts: Casts, position: int) -> Any:
+    """Build the replacement of a function of `torch.utils.checkpoint` that keeps another to call it again in backward.
+
+    By then the module around it has returned, and with it the precision that it ran in; on CUDA the thread differs too.
+
+    Args:
+        original: A function or a staticmethod.
+        casts: Whose switches the kept function is to find as they are now.
+        position: The kept function's place among the arguments.
+    """
+    if isinstance(original, staticmethod):
+        return staticmethod(build_recompute(original.__func__, casts, position))
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        kept = casts.remembered(args[position])
+        return original(*args[:position], kept, *args[position + 1 :], **kwargs)
+
+    return dress(replacement, original, original.__module__, original.__qualname__)  # type: ignore[arg-type]
+
+
+def _inputs(precision: ModulePrecision, casts: Casts, inputs: Any) -> Any:
+    if precision is ModulePrecision.NONE:
+        return inputs
+    return _cast_nested(inputs, casts.to_fp32 if precision is ModulePrecision.FP32 else casts.to_half)
+
+
+def _cast_nested(value: Any, cast: Callable[[Any], Any]) -> Any:
+    return map_tensors(value, lambda tensor: cast(tensor) if tensor.layout in CASTABLE_LAYOUTS else tensor)

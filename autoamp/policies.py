@@ -1,0 +1,221 @@
+"""Policies: one wrapper builder for each `CastPolicy`.
+
+A replacement is a closure: it looks at its thread's state, casts what must be cast into new containers and calls the
+original once. It never writes to an argument, but for ``out=`` and the self of an in-place form.
+"""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoamp.casting import Casts, SparseArgument, put_back
+from autoamp.errors import BannedFunctionError
+from autoamp.patching import dress
+from autoamp.rules import CastPolicy
+from autoamp.tensors import HALF_DTYPES, PLAIN_TYPES, iter_tensors, map_tensors
+
+__all__ = ["build"]
+
+_BUILTINS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+
+
+def build(
+    original: Any,
+    policy: CastPolicy,
+    casts: Casts,
+    *,
+    module: str,
+    qualname: str,
+    functional: Any = None,
+    remedy: str = "",
+    allow_banned: bool = True,
+) -> Any:
+    """Build the replacement of ``original`` under a policy.
+
+    Args:
+        original: A function, builtin, method descriptor, staticmethod or classmethod.
+        policy: Any policy but ``none``.
+        casts: The state that the replacement reads.
+        module: The module by which a builtin's replacement is pickled.
+        qualname: Its name there.
+        functional: For an in-place form the out-of-place function it computes with.
+        remedy: What a banned function's message tells the caller to do.
+        allow_banned: Whether a banned function runs in fp32 with a warning, or raises.
+    """
+    if isinstance(original, (staticmethod, classmethod)):
+        inner = build(
+            original.__func__, policy, casts,
+            module=module, qualname=qualname, remedy=remedy, allow_banned=allow_banned,
+        )  # fmt: skip
+        return type(original)(inner)
+    if policy is CastPolicy.BANNED:
+        in_fp32 = _by_policy(original, CastPolicy.FP32, casts, functional)
+        replacement = _banned(original, in_fp32, casts, f"{module}.{qualname}", remedy, allow_banned)
+    else:
+        replacement = _by_policy(original, policy, casts, functional)
+    return dress(replacement, original, module, qualname)
+
+
+def _by_policy(original: Any, policy: CastPolicy, casts: Casts, functional: Any) -> types.FunctionType:
+    if policy is CastPolicy.PROMOTE:
+        return _inplace(original, functional, casts.promote, casts) if functional else _promoting(original, casts)
+    cast = casts.to_half if policy is CastPolicy.FP16 else casts.to_fp32
+    if functional is not None:
+        return _inplace(original, functional, _each(cast), casts)
+    if policy is CastPolicy.FP32 and not isinstance(original, _BUILTINS):
+        # fp32 is a promise on the whole of a composite function, whatever its body calls.
+        original = _with_casts_off(original, casts)
+    return _casting(original, cast, casts)
+
+
+def _with_casts_off(original: Any, casts: Casts) -> types.FunctionType:
+    local = casts.local
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # `casts.switched(False)` written out: this is the hot path of softmax and the losses.
+        own = vars(local)
+        before = own.get("on")
+        own["on"] = False
+        try:
+            return original(*args, **kwargs)
+        finally:
+            put_back(own, "on", before)
+
+    return run  # type: ignore[return-value]
+
+
+def _casting(original: Any, cast: Callable[[Any], Any], casts: Casts) -> types.FunctionType:
+    """Every argument cast to one dtype. The hot path of most models: flat on purpose."""
+    local, plain = casts.local, PLAIN_TYPES
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        if not local.on:
+            return original(*args, **kwargs)
+        try:
+            new = [arg if type(arg) in plain else cast(arg) for arg in args]
+            if not kwargs:
+                new_kwargs = kwargs
+            elif kwargs.get("out") is not None:
+                return _into_out(original, _each(cast), casts, args, kwargs)
+            else:
+                new_kwargs = {key: cast(value) for key, value in kwargs.items()}
+        except SparseArgument:
+            return original(*args, **kwargs)
+        return original(*new, **new_kwargs)
+
+    return replacement  # type: ignore[return-value]
+
+
+def _each(cast: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Lift a caster of one argument to ``(args, kwargs)``. The very argument comes back where nothing changed."""
+
+    def cast_all(call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        args, kwargs = call
+        return tuple([cast(arg) for arg in args]), {key: cast(value) for key, value in kwargs.items()}
+
+    return cast_all
+
+
+def _promoting(original: Any, casts: Casts) -> types.FunctionType:
+    """Arguments of different floating dtypes go to the widest."""
+    promote, local = casts.promote, casts.local
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        if not local.on:
+            return original(*args, **kwargs)
+        try:
+            if kwargs.get("out") is not None:
+                return _into_out(original, promote, casts, args, kwargs)
+            args, kwargs = promote((args, kwargs))
+        except SparseArgument:
+            pass
+        return original(*args, **kwargs)
+
+    return replacement  # type: ignore[return-value]
+
+
+def _inplace(original: Any, functional: Any, cast_all: Callable[[Any], Any], casts: Casts) -> types.FunctionType:
+    """An in-place form: self keeps its dtype, and the value is computed as the list says."""
+    local, copy_ = casts.local, Tensor.copy_
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        if not args and "input" in kwargs:
+            args = (kwargs.pop("input"),)
+        if not local.on or not args:
+            return original(*args, **kwargs)
+        try:
+            new, new_kwargs = cast_all((args, kwargs))
+        except SparseArgument:
+            return original(*args, **kwargs)
+        if new[0] is args[0]:
+            return original(*new, **new_kwargs)
+        return copy_(args[0], functional(*new, **new_kwargs))
+
+    return replacement  # type: ignore[return-value]
+
+
+def _banned(
+    original: Any, in_fp32: Any, casts: Casts, name: str, remedy: str, allow_banned: bool
+) -> types.FunctionType:
+    """A function whose result in half precision cannot be trusted."""
+    local = casts.local
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        if not local.on or not any(
+            tensor.dtype in HALF_DTYPES and casts.eligible(tensor) for tensor in iter_tensors((args, kwargs))
+        ):
+            return original(*args, **kwargs)
+        if not allow_banned:
+            raise BannedFunctionError(
+                f"{name} is banned in half precision: {remedy}; or init(allow_banned=True), which runs it in fp32"
+            )
+        if name not in casts.warned:
+            casts.warned.add(name)
+            warnings.warn(f"{name} is unsafe in half precision and runs in fp32: {remedy}", stacklevel=2)
+        return in_fp32(*args, **kwargs)
+
+    return replacement  # type: ignore[return-value]
+
+
+def _into_out(
+    original: Any, cast_all: Callable[[Any], Any], casts: Casts, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """A call with ``out=``: computed as the list says, then written into ``out`` in its own dtype."""
+    inputs = {key: value for key, value in kwargs.items() if key != "out"}
+    tensors = list(iter_tensors((args, kwargs)))
+    # torch refuses out= where a gradient is required; its own error says so best.
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return original(*args, **kwargs)
+    new, new_inputs = cast_all((args, inputs))
+    pairs = zip(iter_tensors((new, new_inputs)), iter_tensors((args, inputs)), strict=True)
+    if (
+        all(cast is given for cast, given in pairs)
+        and len({tensor.dtype for tensor in tensors if casts.eligible(tensor)}) < 2
+    ):
+        return original(*args, **kwargs)
+    result = original(*new, **new_inputs)
+    outs, values = list(iter_tensors(kwargs["out"])), list(iter_tensors(result))
+    if len(outs) != len(values) or not all(map(_can_hold, outs, values)):
+        return original(*args, **kwargs)
+    for out, value in zip(outs, values, strict=True):
+        if out.shape != value.shape:
+            out.resize_(value.shape)
+        out.copy_(value)
+    # Of the result's own kind, as torch returns it: a named tuple where there are several.
+    written = iter(outs)
+    return map_tensors(result, lambda _: next(written))
+
+
+def _can_hold(out: Tensor, value: Tensor) -> bool:
+    return out.device == value.device and _kind(value.dtype) <= _kind(out.dtype)
+
+
+def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
+    # Orders bool, integer, float, complex as torch.can_cast does, which a compiler does not trace.
+    return dtype.is_complex, dtype.is_floating_point, dtype is not torch.bool

@@ -1,0 +1,34 @@
+"""Recurrent layers.
+
+`nn.RNN`, `nn.LSTM`, `nn.GRU` and their cells call `torch._VF`, which the table covers: input, state and weights are
+cast together. What is left is a check: `nn.RNNBase.check_input` refuses an input whose dtype is not the weights'.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoamp.casting import Casts
+from autoamp.patching import dress
+
+__all__ = ["build_check_input"]
+
+
+def build_check_input(original: Any, casts: Casts) -> Any:
+    """Build the replacement of ``nn.RNNBase.check_input``: every check of the original's but the one on dtypes.
+
+    The layer's input may be in half precision beside fp32 weights, and the other way round, since both will be cast.
+    """
+    local = casts.local
+
+    def check_input(self: Any, input: Tensor, batch_sizes: Tensor | None) -> None:
+        weight = self._flat_weights[0]
+        if local.on and input.dtype != weight.dtype and casts.eligible(input) and casts.eligible(weight):
+            # The original reads dtype and shape alone; a meta tensor has both and costs nothing.
+            input = torch.empty(input.shape, dtype=weight.dtype, device="meta")
+        return original(self, input, batch_sizes)  # type: ignore[no-any-return]
+
+    return dress(check_input, original, original.__module__, original.__qualname__)  # type: ignore[arg-type]

@@ -1,0 +1,394 @@
+"""Parity with torch's own autocast: its test lists for CUDA, run on CPU tensors in fp16 under the default list set."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import autoamp
+
+HALF, FP32 = torch.float16, torch.float32
+
+LIST_DTYPES = {
+    "torch_fp16": HALF,
+    "nn_fp16": HALF,
+    "linalg_fp16": HALF,
+    "methods_fp16": HALF,
+    "torch_fp32": FP32,
+    "nn_fp32": FP32,
+    "methods_fp32": FP32,
+    "torch_need_autocast_promote": FP32,
+}
+
+SPELLINGS: dict[str, Any] = {
+    "torch": torch,
+    "F": F,
+    "linalg": torch.linalg,
+    "special": torch.special,
+    "Tensor": Tensor,
+    "_VF": torch._VF,
+}
+
+# What plain torch cannot run with the list's arguments on CPU tensors, so that there is nothing to compare with.
+CANNOT_RUN = {
+    "torch_fp16-10-torch.cudnn_convolution": "needs cuDNN",
+    "torch_fp16-10-_VF.cudnn_convolution": "needs cuDNN",
+    "torch_fp16-11-torch.cudnn_convolution_transpose": "needs cuDNN",
+    "torch_fp16-11-_VF.cudnn_convolution_transpose": "needs cuDNN",
+    "torch_fp16-17-torch.einsum": "the list's equation does not fit its operands; test_einsum has one that does",
+    "torch_fp32-23-linalg.norm": "takes ord=, not p=",
+    "torch_fp32-24-linalg.norm": "takes ord=, not p=",
+    "torch_fp32-30-F.margin_ranking_loss": "wants a target of the inputs' rank",
+}
+
+
+def torch_lists() -> types.ModuleType:
+    """Load torch's lists without the test helpers they import, which change global flags and need more packages."""
+    helpers = types.ModuleType("torch.testing._internal.common_utils")
+    vars(helpers).update(TEST_WITH_ROCM=False, TestCase=object)
+    name = "torch.testing._internal.autocast_test_lists"
+    spec = importlib.util.find_spec(name)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with mock.patch.dict(sys.modules, {helpers.__name__: helpers}):
+        spec.loader.exec_module(module)
+    return module
+
+
+LISTS = torch_lists()
+with torch.random.fork_rng():
+    torch.manual_seed(0)
+    CUDA = LISTS.AutocastTestLists("cpu")
+    CPU = LISTS.AutocastCPUTestLists("cpu")
+
+# Python reaches these only by another name.
+PUBLIC_NAMES = {"nll_loss2d": "nll_loss", "linalg_vecdot": "vecdot", "linalg_multi_dot": "multi_dot"}
+
+
+def spelled(op: str) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Every place at which Python sees an op."""
+    name = PUBLIC_NAMES.get(op, op)
+    for spelling, owner in SPELLINGS.items():
+        # Where torch wraps an op of torch._VF in Python, with another signature, nobody else calls the op below.
+        wrapped = owner is torch._VF and isinstance(getattr(torch, name, None), types.FunctionType)
+        if hasattr(owner, name) and not wrapped:
+            yield spelling, lambda *args, owner=owner, **kwargs: getattr(owner, name)(*args, **kwargs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One entry of a list under one spelling."""
+
+    name: str
+    op: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def run(self, dtype: torch.dtype | None = None) -> Any:
+        """Call it, on args cast by hand where a dtype is given."""
+        return self.function(*(self.args if dtype is None else cast(self.args, dtype)), **self.kwargs)
+
+
+def cases(name: str) -> list[Case]:
+    found = []
+    for index, (op, args, *rest) in enumerate(getattr(CUDA, name)):
+        kwargs = rest[0] if rest and isinstance(rest[0], dict) else {}
+        before = len(found)
+        found += [
+            Case(f"{name}-{index}-{spelling}.{op}", op, function, args, kwargs) for spelling, function in spelled(op)
+        ]
+        assert len(found) > before, f"{op} has no spelling that Python sees"
+    return found
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, (list, tuple)):
+        return type(value)(cast(item, dtype) for item in value)
+    return value
+
+
+def same(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor):
+        return first.dtype == second.dtype and torch.equal(first.nan_to_num(), second.nan_to_num())
+    if isinstance(first, tuple):
+        return len(first) == len(second) and all(map(same, first, second))
+    return bool(first == second)
+
+
+def dtypes(value: Any) -> set[torch.dtype]:
+    return {value.dtype} if isinstance(value, Tensor) else {item.dtype for item in value}
+
+
+def init(**settings: Any) -> autoamp.Handle:
+    handle = autoamp.init(device_type="cpu", dtype=HALF, lists="default", **settings)
+    assert isinstance(handle, autoamp.Handle)
+    return handle
+
+
+def differences(cases: list[Case], expected: list[Any], dtype: torch.dtype) -> list[str]:
+    """Run the cases under autoamp and name those that differ in dtype or in a bit."""
+    init()
+    outputs = [case.run() for case in cases]
+    return [
+        f"{case.name}: {dtypes(output)}"
+        for case, output, reference in zip(cases, outputs, expected, strict=True)
+        if dtypes(output) != {dtype} or not same(output, reference)
+    ]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", LIST_DTYPES)
+def test_dtype_and_value_equal_args_cast_by_hand(name: str) -> None:
+    dtype = LIST_DTYPES[name]
+    runnable = [case for case in cases(name) if case.name not in CANNOT_RUN]
+    assert not differences(runnable, [case.run(dtype) for case in runnable], dtype)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_cannot_run_cannot() -> None:
+    entries = {case.name: (case, dtype) for name, dtype in LIST_DTYPES.items() for case in cases(name)}
+    for name in CANNOT_RUN:
+        case, dtype = entries[name]
+        with pytest.raises((RuntimeError, TypeError)):
+            case.run(dtype)
+
+
+def cpu_ops(*lists: str) -> set[str]:
+    return {entry[0] for name in lists for entry in getattr(CPU, name)}
+
+
+SAME_ON_CPU = {
+    HALF: cpu_ops("torch_16", "nn_16"),
+    FP32: cpu_ops("torch_fp32", "nn_fp32", "torch_need_autocast_promote"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", [HALF, FP32])
+def test_equals_cpu_autocast_where_it_has_the_same_policy(dtype: torch.dtype) -> None:
+    shared = [
+        case
+        for name, its_dtype in LIST_DTYPES.items()
+        for case in cases(name)
+        if its_dtype == dtype and case.op in SAME_ON_CPU[dtype] and case.name not in CANNOT_RUN
+    ]
+    some = {HALF: {"conv2d", "linear", "matmul", "baddbmm", "prelu"}, FP32: {"mse_loss", "nll_loss", "l1_loss"}}
+    assert some[dtype] <= {case.op for case in shared}
+    with torch.autocast("cpu", dtype=HALF):
+        expected = [case.run() for case in shared]
+    assert not differences(shared, expected, dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "owner"), [("torch_expect_builtin_promote", torch), ("methods_expect_builtin_promote", Tensor)]
+)
+def test_what_promotes_by_itself_still_does(name: str, owner: Any) -> None:
+    # Python 3 has no __div__.
+    entries = [entry for entry in getattr(CUDA, name) if entry[0] != "__div__"]
+    assert len(entries) > 7
+    control = [getattr(owner, op)(*args) for op, args, _ in entries]
+
+    init()
+
+    for (op, args, dtype), reference in zip(entries, control, strict=True):
+        output = getattr(owner, op)(*args)
+        assert same(output, reference), op
+        # `equal` answers with a bool.
+        assert isinstance(output, bool) or output.dtype == dtype, op
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_einsum(as_list: bool) -> None:
+    a, b = torch.randn(4, 5), torch.randn(5, 3)
+    operands: Any = ([a, b],) if as_list else (a, b)
+    control = torch.einsum("ij,jk->ik", a.half(), b.half())
+    with torch.autocast("cpu", dtype=HALF):
+        assert same(control, torch.einsum("ij,jk->ik", a, b))
+
+    init()
+
+    assert same(torch.einsum("ij,jk->ik", *operands), control)
+    assert same(torch.functional.einsum("ij,jk->ik", *operands), control)
+
+
+def test_banned_raises_where_it_is_not_allowed() -> None:
+    ((op, args, _),) = CUDA.banned
+    init(allow_banned=False)
+    with pytest.raises(autoamp.BannedFunctionError, match="use binary_cross_entropy_with_logits"):
+        getattr(F, op)(*cast(args, HALF))
+
+
+def test_banned_runs_in_fp32_where_it_is_allowed() -> None:
+    ((op, args, _),) = CUDA.banned
+    halves = cast(args, HALF)
+    control = getattr(F, op)(*cast(halves, FP32))
+    init()
+    with pytest.warns(UserWarning, match=op):
+        output = getattr(F, op)(*halves)
+    assert same(output, control)
+
+
+def test_linalg_runs_in_fp32() -> None:
+    matrix = (torch.eye(4) + 0.1 * torch.ones(4, 4)).half()
+    ops = ("svdvals", "inv", "det", "cholesky", "eigvalsh", "matrix_norm", "vector_norm", "cond")
+    control = {op: getattr(torch.linalg, op)(matrix.float()) for op in ops}
+
+    init()
+
+    for op in ops:
+        output = getattr(torch.linalg, op)(matrix)
+        assert output.dtype == FP32, op
+        assert same(output, control[op]), op
+
+
+@pytest.mark.parametrize("op", ["matmul", "mm", "bmm", "linear", "conv2d", "baddbmm"])
+def test_gradients_equal_cpu_autocast(op: str) -> None:
+    shapes = {
+        "matmul": [(4, 8), (8, 3)],
+        "mm": [(4, 8), (8, 3)],
+        "bmm": [(2, 4, 8), (2, 8, 3)],
+        "linear": [(4, 8), (3, 8), (3,)],
+        "conv2d": [(2, 3, 8, 8), (4, 3, 3, 3), (4,)],
+        "baddbmm": [(2, 4, 3), (2, 4, 8), (2, 8, 3)],
+    }[op]
+    args = [torch.randn(shape) for shape in shapes]
+
+    def gradients() -> list[Tensor]:
+        leaves = [arg.clone().requires_grad_() for arg in args]
+        owner = F if op == "linear" else torch
+        getattr(owner, op)(*leaves).float().square().sum().backward()
+        return [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+    with torch.autocast("cpu", dtype=HALF):
+        expected = gradients()
+    init()
+    found = gradients()
+
+    assert len(found) == len(args)
+    for gradient, reference in zip(found, expected, strict=True):
+        assert gradient.dtype == FP32
+        assert torch.equal(gradient, reference)
+
+
+# -- attention, whose layers have fast paths that no op list sees --
+
+CLOSE = {"rtol": 3e-2, "atol": 3e-2}
+BOOL_MASK = torch.tensor([[False, False, False, True], [False, False, True, True]])
+FLOAT_MASK = torch.zeros(2, 4).masked_fill(BOOL_MASK, -torch.inf)
+CAUSAL = torch.triu(torch.full((4, 4), -torch.inf), diagonal=1)
+EVALUATIONS = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
+MASKS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "padding": {"src_key_padding_mask": BOOL_MASK},
+    "float padding": {"src_key_padding_mask": FLOAT_MASK},
+    "causal": {"mask": CAUSAL},
+    "causal and padding": {"mask": CAUSAL, "src_key_padding_mask": FLOAT_MASK},
+    "bool causal": {"mask": CAUSAL.isinf()},
+}
+
+
+def unpadded(output: Tensor, mask: dict[str, Any]) -> Tensor:
+    return output[~BOOL_MASK] if "src_key_padding_mask" in mask else output
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning", "ignore:.*mismatched:UserWarning")
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("source", [FP32, HALF], ids=str)
+def test_transformer_encoder(half: torch.dtype, mask: dict[str, Any], source: torch.dtype) -> None:
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 2).train()
+    x = torch.randn(2, 4, 8)
+    with torch.no_grad():
+        reference = unpadded(model(x, **mask), mask)
+    x = x if source == FP32 else x.to(half)
+
+    autoamp.init(device_type="cpu", dtype=half, lists="default")
+    output = unpadded(model(x, **mask), mask)
+    torch.testing.assert_close(output.float(), reference, **CLOSE)
+    output.float().square().sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.dtype == FP32 for parameter in model.parameters())
+    model.eval()
+    for mode in EVALUATIONS.values():
+        with mode():
+            torch.testing.assert_close(unpadded(model(x, **mask), mask).float(), reference, **CLOSE)
+    torch.testing.assert_close(unpadded(model(x, **mask), mask).float(), reference, **CLOSE)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_transformer_encoder_layer(half: torch.dtype, norm_first: bool, activation: str) -> None:
+    model = torch.nn.TransformerEncoderLayer(8, 2, 16, 0.0, activation, batch_first=True, norm_first=norm_first)
+    x = torch.randn(2, 4, 8)
+    reference = model(x)
+
+    handle = autoamp.init(device_type="cpu", dtype=half, lists="default")
+    model(x).float().sum().backward()
+    model.eval()
+    for mode in EVALUATIONS.values():
+        with mode():
+            torch.testing.assert_close(model(x).float(), reference, **CLOSE)
+            with handle.inference(model):
+                torch.testing.assert_close(model(x).float(), reference, **CLOSE)
+    with handle.override(model, "fp32"), torch.no_grad():
+        output = model(x.to(half))
+        assert output.dtype == FP32
+
+
+@pytest.mark.filterwarnings("ignore:.*mismatched:UserWarning")
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize(
+    "mask",
+    [{}, {"key_padding_mask": BOOL_MASK}, {"key_padding_mask": FLOAT_MASK, "attn_mask": CAUSAL}],
+    ids=["none", "bool", "float"],
+)
+def test_multi_head_attention(half: torch.dtype, training: bool, need_weights: bool, mask: dict[str, Any]) -> None:
+    x, memory = torch.randn(2, 4, 8), torch.randn(2, 4, 6)
+    for model, keys in (
+        (torch.nn.MultiheadAttention(8, 2, batch_first=True), x),
+        (torch.nn.MultiheadAttention(8, 2, batch_first=True, kdim=6, vdim=6, add_bias_kv=True), memory),
+    ):
+        model.train(training)
+        call = {"query": x, "key": keys, "value": keys, "need_weights": need_weights, **mask}
+        with torch.no_grad():
+            reference = model(**call)
+
+        autoamp.init(device_type="cpu", dtype=half, lists="default")
+        for mode in (*EVALUATIONS.values(), torch.enable_grad):
+            with mode():
+                output = model(**call)
+            torch.testing.assert_close(output[0].float(), reference[0], **CLOSE)
+            if need_weights:
+                torch.testing.assert_close(output[1].float(), reference[1], **CLOSE)
+        output[0].float().sum().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        autoamp.current_handle().deactivate()  # type: ignore[union-attr]
+
+
+def test_whole_transformer(half: torch.dtype) -> None:
+    model = torch.nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True)
+    source, target = torch.randn(2, 4, 8), torch.randn(2, 4, 8)
+    reference = model(source, target, tgt_mask=CAUSAL, tgt_is_causal=True)
+
+    autoamp.init(device_type="cpu", dtype=half, lists="default")
+    output = model(source, target, tgt_mask=CAUSAL, tgt_is_causal=True)
+    torch.testing.assert_close(output.float(), reference, **CLOSE)
+    output.float().sum().backward()
+    model.eval()
+    with torch.no_grad():
+        output = model(source, target, tgt_mask=CAUSAL, tgt_is_causal=True)
+    torch.testing.assert_close(output.float(), reference, **CLOSE)

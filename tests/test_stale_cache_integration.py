@@ -1,0 +1,754 @@
+"""The cache of parameter casts: no output ever comes from a stale weight, and within a module call casts are shared."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+import autoamp
+
+HALF = torch.float16
+LISTS = {
+    "extends": [],
+    "fp16": ["linear", "matmul", "lstm", "conv2d"],
+    "fp32": ["softmax", "layer_norm", "cross_entropy"],
+}
+
+
+def start(**settings: Any) -> autoamp.Handle:
+    handle = autoamp.init(device_type="cpu", dtype=HALF, lists=LISTS, **settings)
+    assert isinstance(handle, autoamp.Handle)
+    return handle
+
+
+@pytest.fixture
+def handle() -> autoamp.Handle:
+    return start()
+
+
+class Counter:
+    """Counts casts of parameters to half, by what reaches `Tensor.half`."""
+
+    def __init__(self, casts: Any) -> None:
+        self.of: dict[int, int] = {}
+        original = casts.cache.cast
+
+        def cast(parameter: Parameter, convert: Callable[[Tensor], Tensor]) -> Tensor:
+            def counted(tensor: Tensor) -> Tensor:
+                self.of[id(parameter)] = self.of.get(id(parameter), 0) + 1
+                return convert(tensor)
+
+            return original(parameter, counted)  # type: ignore[no-any-return]
+
+        casts.cache.cast = cast
+
+    def __getitem__(self, parameter: Parameter) -> int:
+        return self.of.get(id(parameter), 0)
+
+
+def expected(x: Tensor, weight: Tensor) -> Tensor:
+    """What F.linear must give for the weight's value of now."""
+    return (x.half() @ weight.detach().half().t()).float()
+
+
+# -- every way to write to a weight --
+
+
+def copied(weight: Parameter, value: Tensor) -> None:
+    with torch.no_grad():
+        weight.copy_(value)
+
+
+def assigned_to_data(weight: Parameter, value: Tensor) -> None:
+    weight.data = value.clone()
+
+
+def written_through_data(weight: Parameter, value: Tensor) -> None:
+    weight.data.copy_(value)
+
+
+def filled_through_data(weight: Parameter, value: Tensor) -> None:
+    weight.data.mul_(0).add_(value)
+
+
+def written_through_detach(weight: Parameter, value: Tensor) -> None:
+    weight.detach().copy_(value)
+
+
+def written_through_numpy(weight: Parameter, value: Tensor) -> None:
+    weight.detach().numpy()[...] = value.numpy()
+
+
+def written_through_storage(weight: Parameter, value: Tensor) -> None:
+    weight.untyped_storage().copy_(value.clone().untyped_storage())
+
+
+def swapped_twice(weight: Parameter, value: Tensor) -> None:
+    # The second tensor may well lie where the first weight lay.
+    weight.data = torch.zeros_like(value)
+    weight.data = value.clone()
+
+
+def stepped(weight: Parameter, value: Tensor) -> None:
+    before = weight.detach().clone()
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    weight.grad = before - value
+    optimizer.step()
+
+
+def stepped_fused(weight: Parameter, value: Tensor) -> None:
+    optimizer = torch.optim.SGD([weight], lr=1.0, foreach=True)
+    weight.grad = weight.detach().clone() - value
+    optimizer.step()
+
+
+def updated_as_ema(weight: Parameter, value: Tensor) -> None:
+    weight.data = weight.data * 0.5 + (value - weight.data * 0.5)
+
+
+WRITES = [
+    copied,
+    assigned_to_data,
+    written_through_data,
+    filled_through_data,
+    written_through_detach,
+    written_through_numpy,
+    written_through_storage,
+    swapped_twice,
+    stepped,
+    stepped_fused,
+    updated_as_ema,
+]
+
+MODES: dict[str, Callable[[], Any]] = {
+    "grad": contextlib.nullcontext,
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+}
+
+
+@pytest.mark.parametrize("after", MODES)
+@pytest.mark.parametrize("before", MODES)
+@pytest.mark.parametrize("bare", [False, True], ids=["module", "function"])
+def test_each_next_output_is_right_after_any_write(handle: autoamp.Handle, before: str, after: str, bare: bool) -> None:
+    x = torch.randn(3, 4)
+    for write in WRITES:
+        layer = nn.Linear(4, 4, bias=False)
+
+        def call(layer: nn.Linear = layer) -> Tensor:
+            return F.linear(x, layer.weight) if bare else layer(x)
+
+        for _ in range(2):
+            with MODES[before]():
+                assert torch.equal(call().float(), expected(x, layer.weight)), write.__name__
+            write(layer.weight, torch.randn(4, 4))
+            with MODES[after]():
+                output = call()
+            assert output.dtype == HALF
+            assert output.requires_grad == (after == "grad")
+            assert torch.equal(output.detach().float(), expected(x, layer.weight)), write.__name__
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_load_state_dict(handle: autoamp.Handle, mode: str) -> None:
+    x = torch.randn(3, 4)
+    for assign in (False, True):
+        layer, other = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        with MODES[mode]():
+            layer(x)
+            layer.load_state_dict(copy.deepcopy(other.state_dict()), assign=assign)
+            assert torch.equal(layer(x).float(), expected(x, other.weight))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_flat_buffer_that_parameters_are_views_of(handle: autoamp.Handle, mode: str) -> None:
+    flat = torch.randn(32)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    for index, parameter in enumerate(model.parameters()):
+        parameter.data = flat[index * 16 : index * 16 + 16].view(4, 4)
+    x = torch.randn(3, 4)
+    for _ in range(3):
+        with MODES[mode]():
+            output = model(x)
+            hidden = expected(x, flat[:16].view(4, 4))
+            assert torch.equal(output.float(), expected(hidden, flat[16:].view(4, 4)))
+        flat.normal_()
+
+
+def test_requires_grad_switched(handle: autoamp.Handle) -> None:
+    layer = nn.Linear(4, 4)
+    x = torch.randn(3, 4)
+    layer.requires_grad_(False)
+    assert not layer(x).requires_grad
+    layer.requires_grad_(True)
+    layer(x).float().sum().backward()
+    assert layer.weight.grad is not None
+    layer.requires_grad_(False)
+    assert not layer(x).requires_grad
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+def test_evaluation_then_training(handle: autoamp.Handle, mode: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    x = torch.randn(3, 4)
+    with MODES[mode]():
+        evaluated = model(x)
+    trained = model(x)
+    trained.float().sum().backward()
+    assert torch.equal(evaluated, trained.detach())
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+class Switching(nn.Module):
+    """Uses one weight in several grad modes within one call."""
+
+    def __init__(self, modes: list[str]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4, bias=False)
+        self.modes = modes
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = torch.zeros(3, 4)
+        for mode in self.modes:
+            with MODES[mode]():
+                y = self.layer(x)
+            total = total + (y.clone() if mode == "inference_mode" else y)
+        return total
+
+
+@pytest.mark.parametrize(
+    "modes",
+    [
+        ["no_grad", "grad"],
+        ["grad", "no_grad"],
+        ["grad", "no_grad", "grad"],
+        ["inference_mode", "grad"],
+        ["inference_mode", "no_grad", "grad"],
+        ["no_grad", "inference_mode", "grad"],
+    ],
+    ids="-".join,
+)
+def test_grad_modes_within_one_call(handle: autoamp.Handle, modes: list[str]) -> None:
+    model = Switching(modes)
+    x = torch.randn(3, 4)
+    model(x).sum().backward()
+    # d/dw of sum(x w^T) is the column sums of x, once for each use that records.
+    once = x.half().sum(0).float().expand(4, 4)
+    torch.testing.assert_close(model.layer.weight.grad, once * modes.count("grad"), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_frozen_weights_first_used_in_inference_mode(handle: autoamp.Handle, pinned: bool) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4).requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.inference_mode():
+                self.layer(x)
+            # A cast made in inference mode must not be saved for backward.
+            return self.layer(x)
+
+    model = Model()
+    x = torch.randn(3, 4, requires_grad=True)
+    with handle.inference(model) if pinned else contextlib.nullcontext():
+        model(x).float().sum().backward()
+    assert x.grad is not None
+
+
+def test_deepcopy_is_independent(handle: autoamp.Handle) -> None:
+    layer = nn.Linear(4, 4, bias=False)
+    x = torch.randn(3, 4)
+    layer(x)
+    clone = copy.deepcopy(layer)
+    clone.weight.data.normal_()
+    assert torch.equal(clone(x).float(), expected(x, clone.weight))
+    assert torch.equal(layer(x).float(), expected(x, layer.weight))
+
+
+class WithinOneCall(nn.Module):
+    """Uses a weight, lets somebody write to it, and uses it again."""
+
+    def __init__(self, write: Callable[[Parameter, Tensor], None]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4, bias=False)
+        self.write = write
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        first = self.layer(x)
+        self.write(self.layer.weight, torch.randn(4, 4))
+        return first, self.layer(x)
+
+
+@pytest.mark.parametrize("write", [copied, assigned_to_data, swapped_twice, stepped, stepped_fused, updated_as_ema])
+@pytest.mark.parametrize("mode", ["grad", "no_grad"])
+def test_writes_within_one_call(handle: autoamp.Handle, write: Any, mode: str) -> None:
+    model = WithinOneCall(write)
+    x = torch.randn(3, 4)
+    for _ in range(5):
+        with MODES[mode]():
+            _, second = model(x)
+        assert torch.equal(second.detach().float(), expected(x, model.layer.weight))
+
+
+class LegacyOptimizer(torch.optim.Optimizer):
+    """Writes through `.data`, as optimizers written before torch 0.4 do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data.add_(parameter.grad.data, alpha=-0.1)
+
+
+class TrainsItself(nn.Module):
+    """Its forward runs a whole training step, backward pass and optimizer included."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4, bias=False)
+        self.optimizer = optimizer(self.layer.parameters())
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            self.layer(x).float().square().sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return self.layer(x)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [lambda p: torch.optim.SGD(p, lr=0.1), LegacyOptimizer, torch.optim.Adam],
+    ids=["sgd", "legacy", "adam"],
+)
+def test_forward_that_runs_an_optimizer_step(handle: autoamp.Handle, optimizer: Any) -> None:
+    model = TrainsItself(optimizer)
+    x = torch.randn(3, 4)
+    for _ in range(3):
+        before = model.layer.weight.detach().clone()
+        output = model(x)
+        assert not torch.equal(before, model.layer.weight)
+        assert torch.equal(output.detach().float(), expected(x, model.layer.weight))
+
+
+def test_scale_loss_within_a_forward_drops_the_casts(handle: autoamp.Handle) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> int:
+            loss = self.layer(x).float().sum()
+            assert len(handle.cache) == 2
+            with handle.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            return len(handle.cache)
+
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert model(torch.randn(3, 4)) == 0
+
+
+# -- that the cache does work --
+
+
+class Repeats(nn.Module):
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.times = times
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = torch.zeros(())
+        for _ in range(self.times):
+            total = total + self.layer(x).float().sum()
+        return total
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_weight_used_often_in_one_call_is_cast_once(handle: autoamp.Handle, mode: str) -> None:
+    model = Repeats(5)
+    counter = Counter(handle.casts)
+    with MODES[mode]():
+        for calls in (1, 2):
+            model(torch.randn(3, 4))
+            assert counter[model.layer.weight] == counter[model.layer.bias] == calls
+
+
+def test_without_caching_each_use_casts() -> None:
+    handle = start(enable_caching=False)
+    model = Repeats(5)
+    counter = Counter(handle.casts)
+    model(torch.randn(3, 4))
+    assert counter[model.layer.weight] == 5
+    assert len(handle.cache) == 0
+
+
+def test_gradients_add_up_over_a_shared_cast() -> None:
+    x = torch.randn(3, 4)
+    model = Repeats(4)
+    gradients = []
+    for enable_caching in (True, False):
+        start(enable_caching=enable_caching)
+        model.zero_grad()
+        model(x).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for cached, uncached in zip(*gradients, strict=True):
+        assert cached.dtype == torch.float32
+        torch.testing.assert_close(cached, uncached, rtol=2e-3, atol=2e-3)
+
+
+def test_weights_in_a_list_are_cached_too(handle: autoamp.Handle) -> None:
+    class Steps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            state = None
+            for step in x:
+                out, state = self.lstm(step[None], state)
+            return out
+
+    model = Steps()
+    counter = Counter(handle.casts)
+    model(torch.randn(5, 2, 4))
+    assert [counter[parameter] for parameter in model.parameters()] == [1, 1, 1, 1]
+
+
+def test_nothing_is_kept_after_a_call(handle: autoamp.Handle) -> None:
+    model = Repeats(2)
+    inside = []
+    model.layer.register_forward_hook(lambda *_: inside.append(len(handle.cache)))
+    model(torch.randn(3, 4))
+    assert inside == [2, 2]
+    assert len(handle.cache) == 0
+
+
+def test_nothing_is_kept_after_an_exception(handle: autoamp.Handle) -> None:
+    class Fails(Repeats):
+        def forward(self, x: Tensor) -> Tensor:
+            super().forward(x)
+            assert len(handle.cache) == 2
+            raise KeyError("gone wrong")
+
+    model = Fails(1)
+    for _ in range(2):
+        with pytest.raises(KeyError, match="gone wrong"):
+            model(torch.randn(3, 4))
+        assert len(handle.cache) == 0
+
+
+def test_bare_calls_keep_nothing(handle: autoamp.Handle) -> None:
+    F.linear(torch.randn(3, 4), Parameter(torch.randn(4, 4)))
+    assert len(handle.cache) == 0
+
+
+def test_casts_and_weights_are_freed(handle: autoamp.Handle, collected: Any) -> None:
+    model = Repeats(2)
+    casts: list[weakref.ref[Tensor]] = []
+
+    def look(*_: Any) -> None:
+        casts.extend(weakref.ref(entry.cast) for entry in handle.casts.local.entries.values())
+
+    model.layer.register_forward_hook(look)
+    with torch.no_grad():
+        model(torch.randn(3, 4))
+    collected()
+    assert casts
+    assert all(reference() is None for reference in casts)
+    weight = weakref.ref(model.layer.weight)
+    del model
+    collected()
+    assert weight() is None
+
+
+def test_threads_do_not_share_casts(handle: autoamp.Handle) -> None:
+    model = Repeats(3)
+    counter = Counter(handle.casts)
+    barrier = threading.Barrier(2)
+    finished = []
+
+    def meet(*_: Any) -> None:
+        barrier.wait(timeout=30)
+
+    def run() -> None:
+        model(torch.randn(3, 4))
+        finished.append(len(handle.cache))
+
+    model.layer.register_forward_pre_hook(meet)
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert finished == [0, 0]
+    assert counter[model.layer.weight] == 2
+
+
+def test_tied_weights_are_cast_once(handle: autoamp.Handle) -> None:
+    first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    second.weight = first.weight
+    counter = Counter(handle.casts)
+    nn.Sequential(first, second)(torch.randn(3, 4))
+    assert counter[first.weight] == 1
+
+
+def test_autocast_region_within_a_call_gets_the_weight_itself(handle: autoamp.Handle) -> None:
+    seen = []
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.layer(x)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                seen.append(handle.casts.to_half(self.layer.weight))
+                return self.layer(x)
+
+    model = Model()
+    assert model(torch.randn(3, 4)).dtype == torch.bfloat16
+    assert seen[0] is model.layer.weight
+
+
+def test_functional_transforms_within_a_call() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            slope = torch.func.grad(lambda a: self.layer(a).float().square().sum())(x)
+            each = torch.vmap(self.layer)(x)
+            return self.layer(x).float() + slope + each.float() + self.layer(slope).float()
+
+    x = torch.randn(3, 4)
+    model = Model()
+    results = []
+    for enable_caching in (False, True):
+        start(enable_caching=enable_caching)
+        model.zero_grad()
+        output = model(x)
+        output.sum().backward()
+        results.append((output, model.layer.weight.grad, model.layer.bias.grad))
+    for cached, uncached in zip(*results, strict=True):
+        torch.testing.assert_close(cached, uncached, rtol=1e-2, atol=1e-2)
+
+
+def test_checkpointed_module(handle: autoamp.Handle) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, use_reentrant: bool) -> Tensor:
+            x = self.layer(x)
+            return checkpoint(self.layer, x, use_reentrant=use_reentrant)
+
+    model = Model()
+    x = torch.randn(3, 4)
+    gradients = []
+    reference = model.layer(model.layer(x))
+    reference.float().sum().backward()
+    gradients.append(model.layer.weight.grad)
+    for use_reentrant in (False, True):
+        model.zero_grad()
+        model(x, use_reentrant).float().sum().backward()
+        gradients.append(model.layer.weight.grad)
+    for gradient in gradients[1:]:
+        torch.testing.assert_close(gradient, gradients[0], rtol=2e-3, atol=2e-3)
+
+
+# -- inference(model): the explicit promise --
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+def test_inference_casts_once_over_many_calls(handle: autoamp.Handle, mode: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    counter = Counter(handle.casts)
+    x = torch.randn(3, 4)
+    with handle.inference(model) as same, MODES[mode]():
+        assert same is model
+        outputs = [model(x) for _ in range(4)]
+        F.linear(x, model[0].weight)
+        assert len(handle.cache) == 4
+    assert [counter[parameter] for parameter in model.parameters()] == [1, 1, 1, 1]
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+    assert len(handle.cache) == 0
+
+
+@pytest.mark.parametrize("first", ["no_grad", "inference_mode"])
+def test_inference_serves_both_modes(handle: autoamp.Handle, first: str) -> None:
+    model = nn.Linear(4, 4)
+    x = torch.randn(3, 4)
+    counter = Counter(handle.casts)
+    with handle.inference(model):
+        with MODES[first]():
+            model(x)
+        with torch.no_grad():
+            model(x)
+            with torch.inference_mode():
+                model(x)
+        # With gradients the weights are asked anew: a kept cast would cut the graph.
+        model(x).float().sum().backward()
+    assert model.weight.grad is not None
+    assert counter[model.weight] == 2
+
+
+def test_weights_written_after_inference_are_seen(handle: autoamp.Handle) -> None:
+    layer = nn.Linear(4, 4, bias=False)
+    x = torch.randn(3, 4)
+    for _ in range(2):
+        with handle.inference(layer), torch.no_grad():
+            assert torch.equal(layer(x).float(), expected(x, layer.weight))
+        layer.weight.data.normal_()
+        with torch.no_grad():
+            assert torch.equal(layer(x).float(), expected(x, layer.weight))
+
+
+def test_nested_inference(handle: autoamp.Handle) -> None:
+    inner = nn.Linear(4, 4)
+    model = nn.Sequential(inner, nn.Linear(4, 4))
+    counter = Counter(handle.casts)
+    x = torch.randn(3, 4)
+    with torch.no_grad(), handle.inference(inner):
+        with handle.inference(model):
+            model(x)
+            assert len(handle.cache) == 4
+        assert len(handle.cache) == 2
+        model(x)
+    assert [counter[parameter] for parameter in model.parameters()] == [1, 1, 2, 2]
+    assert len(handle.cache) == 0
+
+
+def test_blocks_that_end_in_another_order(handle: autoamp.Handle) -> None:
+    model = nn.Linear(4, 4)
+    counter = Counter(handle.casts)
+    x = torch.randn(3, 4)
+    first, second = handle.inference(model), handle.inference(model)
+    with torch.no_grad():
+        first.__enter__()
+        second.__enter__()
+        model(x)
+        first.__exit__(None, None, None)
+        model(x)
+        assert counter[model.weight] == 1
+        second.__exit__(None, None, None)
+        assert len(handle.cache) == 0
+        model(x)
+    assert counter[model.weight] == 2
+
+
+def test_model_deep_copied_within_inference(handle: autoamp.Handle) -> None:
+    layer = nn.Linear(4, 4, bias=False)
+    x = torch.randn(3, 4)
+    with handle.inference(layer), torch.no_grad():
+        layer(x)
+        clone = copy.deepcopy(layer)
+        clone.weight.data.normal_()
+        assert torch.equal(clone(x).float(), expected(x, clone.weight))
+        clone.weight.data.normal_()
+        assert torch.equal(clone(x).float(), expected(x, clone.weight))
+
+
+def test_inference_ends_with_an_exception(handle: autoamp.Handle) -> None:
+    model = nn.Linear(4, 4)
+
+    def fail() -> None:
+        with torch.no_grad(), handle.inference(model):
+            model(torch.randn(3, 4))
+            assert len(handle.cache) == 2
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert len(handle.cache) == 0
+
+
+def test_inference_frees_its_casts(handle: autoamp.Handle, collected: Any) -> None:
+    model = nn.Linear(4, 4)
+    with handle.inference(model), torch.no_grad():
+        model(torch.randn(3, 4))
+        kept = [weakref.ref(handle.casts.to_half(parameter)) for parameter in model.parameters()]
+        collected()
+        assert all(reference() is not None for reference in kept)
+    collected()
+    assert all(reference() is None for reference in kept)
+
+
+def test_inference_within_an_autocast_region_keeps_no_uncast_weight(handle: autoamp.Handle) -> None:
+    layer = nn.Linear(4, 4)
+    x = torch.randn(3, 4)
+    with handle.inference(layer), torch.no_grad():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert layer(x).dtype == torch.bfloat16
+        assert layer(x).dtype == HALF
+
+
+def test_inference_from_many_threads(handle: autoamp.Handle) -> None:
+    layer = nn.Linear(4, 4, bias=False)
+    x = torch.randn(3, 4)
+    reference = expected(x, layer.weight)
+    wrong: list[Any] = []
+
+    def serve() -> None:
+        try:
+            for _ in range(50):
+                with handle.inference(layer), torch.no_grad():
+                    if not torch.equal(layer(x).float(), reference):
+                        wrong.append("value")
+        except Exception as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=serve) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert len(handle.cache) == 0
+
+
+# -- training as a whole --
+
+
+def training(model: nn.Module, handle: Any, steps: int) -> Iterator[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, target = torch.randn(8, 4), torch.randint(0, 3, (8,))
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), target)
+        yield float(loss.detach())
+        with handle.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+
+def test_training_with_and_without_the_cache_gives_the_same_losses() -> None:
+    model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
+    losses = []
+    for enable_caching in (True, False):
+        handle = start(enable_caching=enable_caching, loss_scale=128.0)
+        torch.manual_seed(1)
+        losses.append(list(training(copy.deepcopy(model), handle, 10)))
+    assert losses[0] == losses[1]
+    assert losses[0][-1] < losses[0][0]

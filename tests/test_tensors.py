@@ -1,0 +1,212 @@
+"""Walking nested arguments, and the defaults of device and dtype."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, UserList, defaultdict, namedtuple
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
+
+from autoamp.tensors import (
+    HALF_DTYPES,
+    PLAIN_TYPES,
+    default_device_type,
+    default_half_dtype,
+    iter_tensors,
+    map_tensors,
+)
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool, torch.complex64]
+
+leaves = st.one_of(
+    st.none(),
+    st.integers(-3, 3),
+    st.floats(allow_nan=False, width=16),
+    st.booleans(),
+    st.text(max_size=3),
+    st.sampled_from([torch.Size([2, 3]), torch.float32, torch.device("cpu"), slice(1, 2)]),
+    st.sampled_from(DTYPES).map(lambda dtype: torch.ones(2, dtype=dtype)),
+)
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+def nests(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    items = st.lists(inner, max_size=3)
+    return st.one_of(
+        items,
+        items.map(tuple),
+        st.dictionaries(st.text(max_size=2), inner, max_size=3),
+        st.dictionaries(st.text(max_size=2), inner, max_size=3).map(OrderedDict),
+        st.tuples(inner, inner).map(lambda pair: Point(*pair)),
+    )
+
+
+nested = st.recursive(leaves, nests, max_leaves=10)
+
+
+def shape(value: Any) -> Any:
+    """What a nest is made of, with the identity of every leaf."""
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        return type(value), [shape(item) for item in value]
+    if isinstance(value, dict):
+        return type(value), {key: shape(item) for key, item in value.items()}
+    return id(value)
+
+
+@settings(deadline=None, max_examples=200)
+@given(nested)
+def test_map_never_mutates_and_converts_every_tensor(value: Any) -> None:
+    before = shape(value)
+    mapped = map_tensors(value, lambda tensor: tensor.to(torch.complex128))
+    assert shape(value) == before
+    assert [tensor.dtype for tensor in iter_tensors(mapped)] == [torch.complex128] * len(list(iter_tensors(value)))
+    assert type(mapped) is type(value)
+
+
+@settings(deadline=None, max_examples=100)
+@given(nested)
+def test_map_returns_the_very_argument_where_nothing_changes(value: Any) -> None:
+    assert map_tensors(value, lambda tensor: tensor) is value
+
+
+@settings(deadline=None, max_examples=100)
+@given(nested)
+def test_iter_finds_what_map_converts(value: Any) -> None:
+    seen: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        seen.append(tensor)
+        return tensor
+
+    map_tensors(value, note)
+    assert list(map(id, seen)) == list(map(id, iter_tensors(value)))
+
+
+def test_only_what_changed_is_built_anew() -> None:
+    kept, changed = [torch.ones(1)], [torch.ones(1), 3]
+    value = (kept, {"a": changed}, kept)
+    target = changed[0]
+    mapped = map_tensors(value, lambda tensor: tensor * 2 if tensor is target else tensor)
+    assert mapped is not value
+    assert mapped[0] is kept
+    assert mapped[2] is kept
+    assert mapped[1]["a"] is not changed
+    assert mapped[1]["a"][1] == 3
+    assert value[1]["a"] is changed
+
+
+def test_named_tuples_and_return_types_keep_their_type() -> None:
+    found = map_tensors(torch.max(torch.ones(2, 2), dim=0), lambda tensor: tensor.to(torch.float64))
+    assert type(found) is torch.return_types.max
+    assert found.values.dtype == torch.float64
+    Pair = namedtuple("Pair", "a b")
+    mapped = map_tensors(Pair(torch.ones(1), 2), Tensor.half)
+    assert type(mapped) is Pair
+    assert mapped.a.dtype == torch.float16
+    assert mapped.b == 2
+
+
+def test_packed_sequences_keep_their_type() -> None:
+    packed = pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+    mapped = map_tensors(packed, lambda tensor: tensor.half() if tensor.is_floating_point() else tensor)
+    assert type(mapped) is type(packed)
+    assert mapped.data.dtype == torch.float16
+    assert mapped.batch_sizes is packed.batch_sizes
+
+
+def test_dict_subclasses_keep_what_they_add() -> None:
+    value: Any = defaultdict(list, a=torch.ones(1))
+    mapped = map_tensors(value, Tensor.half)
+    assert type(mapped) is defaultdict
+    assert mapped["new"] == []
+    assert value["a"].dtype == torch.float32
+    assert "new" not in value
+
+
+class NeedsTwo(list):  # type: ignore[type-arg]
+    def __init__(self, items: Any, name: str) -> None:
+        super().__init__(items)
+        self.name = name
+
+
+class NeedsTwoTuple(tuple):  # type: ignore[type-arg]
+    def __new__(cls, items: Any, name: str) -> NeedsTwoTuple:
+        return super().__new__(cls, items)
+
+
+@pytest.mark.parametrize(("kind", "plain"), [(NeedsTwo, list), (NeedsTwoTuple, tuple)])
+def test_a_sequence_that_cannot_be_rebuilt_becomes_a_plain_one(kind: Any, plain: type) -> None:
+    value = kind([torch.ones(1)], "name")
+    mapped = map_tensors(value, Tensor.half)
+    assert type(mapped) is plain
+    assert mapped[0].dtype == torch.float16
+    assert map_tensors(value, lambda tensor: tensor) is value
+
+
+def test_other_objects_are_not_opened() -> None:
+    value = UserList([torch.ones(1)])
+    assert map_tensors(value, Tensor.half) is value
+    assert list(iter_tensors(value)) == []
+
+
+def test_subclasses_of_tensor_are_tensors() -> None:
+    parameter = torch.nn.Parameter(torch.ones(1))
+    assert list(iter_tensors([parameter])) == [parameter]
+    assert map_tensors([parameter], Tensor.half)[0].dtype == torch.float16
+
+
+def test_plain_types_hold_no_tensor() -> None:
+    for value in (1, 1.0, True, "a", 1j, None, torch.Size([1]), torch.float16, torch.device("cpu")):
+        assert type(value) in PLAIN_TYPES
+        assert map_tensors(value, Tensor.half) is value
+    assert not PLAIN_TYPES & {list, tuple, dict, Tensor, torch.nn.Parameter}
+
+
+def test_other_leaves_are_converted_on_request() -> None:
+    class Batch:
+        pass
+
+    first, second = Batch(), Batch()
+    mapped = map_tensors({"a": [first, 1, torch.ones(1)]}, Tensor.half, lambda leaf: second if leaf is first else leaf)
+    assert mapped["a"][0] is second
+    assert mapped["a"][1] == 1
+    assert mapped["a"][2].dtype == torch.float16
+    value = [first, (1, "a")]
+    assert map_tensors(value, Tensor.half, lambda leaf: leaf) is value
+
+
+def test_deep_nesting() -> None:
+    value: Any = torch.ones(1)
+    for _ in range(50):
+        value = [value]
+    reference = copy.deepcopy(value)
+    (tensor,) = iter_tensors(map_tensors(value, Tensor.half))
+    assert tensor.dtype == torch.float16
+    (untouched,) = iter_tensors(value)
+    assert torch.equal(untouched, next(iter_tensors(reference)))
+
+
+def test_default_device_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert default_device_type() == "cuda"
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert default_device_type() == "cpu"
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+    assert default_device_type() == "cpu"
+
+
+def test_default_half_dtype_is_torch_s_own() -> None:
+    assert default_half_dtype("cpu") is torch.bfloat16
+    assert default_half_dtype("cuda") is torch.float16
+    assert set(HALF_DTYPES) == {torch.float16, torch.bfloat16}
