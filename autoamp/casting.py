@@ -144,7 +144,11 @@ class Casts:
         self.device_type = device_type
         # A class of its own, so that its class attributes are this handle's defaults in every thread.
         self.local: _ThreadState = type("_ThreadState", (_ThreadState,), {})()
+        # Not empty while some thread may cast otherwise than most. Where it is empty no replacement need ask which thread
+        # it is in; and compiled code, which cannot watch a thread's state, watches this.
+        self.blocks: list[None] = [None]
         self._on = on
+        self._open = False
         self.cache = CastCache(self.local, enable_caching)
         self.warned: set[str] = set()
         self.to_half = self._caster(dtype, Tensor.half if dtype is torch.float16 else Tensor.bfloat16, cached=True)
@@ -152,12 +156,18 @@ class Casts:
 
     def open(self) -> None:
         """Let the replacements cast, in the threads that are on by default."""
+        if self._on and not self._open:
+            self.blocks.pop()
+        self._open = True
         type(self.local).on = self._on
         # A block that turns casts on, such as a module's precision, must not do so in a thread that is off by default.
         type(self.local).forced_off = not self._on
 
     def shut(self) -> None:
         """Make every replacement pass calls through, in all threads."""
+        if self._on and self._open:
+            self.blocks.append(None)
+        self._open = False
         type(self.local).on = False
         type(self.local).forced_off = True
         self.cache.clear()
@@ -168,11 +178,13 @@ class Casts:
         local = self.local
         own = vars(local)
         before = own.get("on")
+        self.blocks.append(None)
         local.on = on and not local.forced_off
         try:
             yield
         finally:
             put_back(own, "on", before)
+            self.blocks.pop()
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
@@ -200,18 +212,20 @@ class Casts:
 
     def remembered(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function so that it runs as this thread casts now, whenever and in whichever thread it is called."""
-        local = self.local
+        local, blocks = self.local, self.blocks
         on, forced_off = local.on, local.forced_off
 
         def run(*args: Any, **kwargs: Any) -> Any:
             own = vars(local)
             before = own.get("on"), own.get("forced_off")
+            blocks.append(None)
             own["on"], own["forced_off"] = on, forced_off
             try:
                 return function(*args, **kwargs)
             finally:
                 put_back(own, "on", before[0])
                 put_back(own, "forced_off", before[1])
+                blocks.pop()
 
         return run
 

@@ -1,4 +1,4 @@
-"""The exception family. Every error of this package is an `AutoampError` and also the built-in kind a caller would expect."""
+"""The exception family. Every error of this package is an `AutoampError`, and of the built-in kind a caller expects."""
 
 from __future__ import annotations
 

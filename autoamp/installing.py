@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch._jit_internal import boolean_dispatched
 from torch.jit._builtins import _find_builtin, _get_builtin_table
 
 from autoamp.casting import Casts
 from autoamp.errors import ListFileError, PatchError
 from autoamp.model_casting import CastModels
-from autoamp.modules import ModulePrecisions, build_module_call
+from autoamp.modules import ModulePrecisions, build_module_call, build_recompute
 from autoamp.patching import PatchSet, mark, name_by, original_of
 from autoamp.policies import build
 from autoamp.rnn import build_check_input
@@ -108,8 +109,11 @@ class Installation:
         return self._built[key][1]
 
     def _patch_modules(self) -> None:
-        builders: list[tuple[type, str, Callable[[Any], Any]]] = [
-            (torch.nn.RNNBase, "check_input", lambda original: build_check_input(original, self._casts)),
+        casts, checkpoint = self._casts, torch.utils.checkpoint
+        builders: list[tuple[Any, str, Callable[[Any], Any]]] = [
+            (torch.nn.RNNBase, "check_input", lambda original: build_check_input(original, casts)),
+            (checkpoint, "_checkpoint_without_reentrant_generator", lambda f: build_recompute(f, casts, 0)),
+            (checkpoint.CheckpointFunction, "forward", lambda f: build_recompute(f, casts, 1)),
             (torch.nn.Module, "__call__", self._module_call),
             *((torch.nn.Module, name, builder) for name, builder in self._models.builders()),
         ]

@@ -75,27 +75,29 @@ def _by_policy(original: Any, policy: CastPolicy, casts: Casts, functional: Any)
 
 
 def _with_casts_off(original: Any, casts: Casts) -> types.FunctionType:
-    local = casts.local
+    local, blocks = casts.local, casts.blocks
 
     def run(*args: Any, **kwargs: Any) -> Any:
         # `casts.switched(False)` written out: this is the hot path of softmax and the losses.
         own = vars(local)
         before = own.get("on")
+        blocks.append(None)
         own["on"] = False
         try:
             return original(*args, **kwargs)
         finally:
             put_back(own, "on", before)
+            blocks.pop()
 
     return run  # type: ignore[return-value]
 
 
 def _casting(original: Any, cast: Callable[[Any], Any], casts: Casts) -> types.FunctionType:
     """Every argument cast to one dtype. The hot path of most models: flat on purpose."""
-    local, plain = casts.local, PLAIN_TYPES
+    local, blocks, plain = casts.local, casts.blocks, PLAIN_TYPES
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        if not local.on:
+        if blocks and not local.on:
             return original(*args, **kwargs)
         try:
             new = [arg if type(arg) in plain else cast(arg) for arg in args]
@@ -124,10 +126,10 @@ def _each(cast: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def _promoting(original: Any, casts: Casts) -> types.FunctionType:
     """Arguments of different floating dtypes go to the widest."""
-    promote, local = casts.promote, casts.local
+    promote, local, blocks = casts.promote, casts.local, casts.blocks
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        if not local.on:
+        if blocks and not local.on:
             return original(*args, **kwargs)
         try:
             if kwargs.get("out") is not None:
@@ -142,12 +144,12 @@ def _promoting(original: Any, casts: Casts) -> types.FunctionType:
 
 def _inplace(original: Any, functional: Any, cast_all: Callable[[Any], Any], casts: Casts) -> types.FunctionType:
     """An in-place form: self keeps its dtype, and the value is computed as the list says."""
-    local, copy_ = casts.local, Tensor.copy_
+    local, blocks, copy_ = casts.local, casts.blocks, Tensor.copy_
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
         if not args and "input" in kwargs:
             args = (kwargs.pop("input"),)
-        if not local.on or not args:
+        if (blocks and not local.on) or not args:
             return original(*args, **kwargs)
         try:
             new, new_kwargs = cast_all((args, kwargs))
@@ -164,10 +166,10 @@ def _banned(
     original: Any, in_fp32: Any, casts: Casts, name: str, remedy: str, allow_banned: bool
 ) -> types.FunctionType:
     """A function whose result in half precision cannot be trusted."""
-    local = casts.local
+    local, blocks = casts.local, casts.blocks
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        if not local.on or not any(
+        if (blocks and not local.on) or not any(
             tensor.dtype in HALF_DTYPES and casts.eligible(tensor) for tensor in iter_tensors((args, kwargs))
         ):
             return original(*args, **kwargs)

@@ -182,7 +182,11 @@ def _spellings(rule: CastRule) -> Iterator[Target]:
             in_python = isinstance(_callable_at(torch, name), types.FunctionType)
             if original is None or (namespace is torch._VF and in_python):
                 continue
-            yield Target(namespace, name, original, rule, _functional(namespace, name))
+            functional = _functional(namespace, name)
+            if functional is None and name == names[1]:
+                # Nothing to derive it from: `normal_` fills, and no `Tensor.normal` computes what it fills with.
+                continue
+            yield Target(namespace, name, original, rule, functional)
             yield from _definition(original, name, rule)
 
 

@@ -11,6 +11,7 @@ import torch
 
 # Importing Dynamo replaces `torch.manual_seed`; the originals are counted after that.
 import torch._dynamo
+import torch.utils.checkpoint
 
 import autoamp
 from autoamp import runtime
@@ -35,6 +36,8 @@ WATCHED: tuple[Any, ...] = (
     torch.nn.RNNBase,
     torch.nn.modules.activation,
     torch.nn.modules.transformer,
+    torch.utils.checkpoint,
+    torch.utils.checkpoint.CheckpointFunction,
 )
 
 

@@ -641,3 +641,38 @@ def test_a_call_in_progress_ends_well_when_its_handle_is_deactivated() -> None:
             return F.linear(x, x)
 
     assert Deactivates()(ones()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_recomputes_in_the_precision_of_its_forward(use_reentrant: bool) -> None:
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16)
+    layer = torch.nn.Linear(4, 4)
+    x = torch.randn(2, 4, requires_grad=True)
+    seen = []
+
+    def block(value: torch.Tensor) -> torch.Tensor:
+        hidden = layer(value)
+        seen.append(hidden.dtype)
+        return layer(hidden)
+
+    with handle.disable_casts():
+        out = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=use_reentrant)
+    out.sum().backward()
+    assert seen == [torch.float32, torch.float32]
+    assert layer.weight.grad is not None
+    seen.clear()
+    torch.utils.checkpoint.checkpoint(block, x, use_reentrant=use_reentrant).float().sum().backward()
+    assert seen == [torch.float16, torch.float16]
+
+
+def test_compiled_code_sees_a_block_without_casts() -> None:
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16)
+    compiled = torch.compile(lambda a: torch.nn.functional.linear(a, a), backend="eager", fullgraph=True)
+    x = torch.randn(4, 4)
+    assert compiled(x).dtype is torch.float16
+    with handle.disable_casts():
+        assert compiled(x).dtype is torch.float32
+    assert compiled(x).dtype is torch.float16
+    handle.deactivate()
+    assert compiled(x).dtype is torch.float32
+    torch._dynamo.reset()

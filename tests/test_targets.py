@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import autoamp
 from autoamp.errors import ListFileError
 from autoamp.rules import CastPolicy, CastRule, CastTable, Origin, load_table
 from autoamp.targets import Target, expand, known_ops, locate, owns_its_names, target_at
@@ -264,3 +265,10 @@ def test_a_dotted_name_of_a_module_that_is_not_imported_waits_and_imports_nothin
 )
 def test_torch_keeps_its_own_names_but_for_layers_and_distributions(module_name: str, owns: bool) -> None:
     assert owns_its_names(module_name) is owns
+
+
+def test_an_in_place_form_without_a_twin_is_not_derived() -> None:
+    autoamp.init(lists={"extends": [], "fp32": ["normal"]}, device_type="cpu", dtype=torch.float16)
+    values = torch.zeros(64).half()
+    assert values.normal_() is values
+    assert values.abs().sum() > 0
