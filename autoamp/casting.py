@@ -144,8 +144,8 @@ class Casts:
         self.device_type = device_type
         # A class of its own, so that its class attributes are this handle's defaults in every thread.
         self.local: _ThreadState = type("_ThreadState", (_ThreadState,), {})()
-        # Not empty while some thread may cast otherwise than most. Where it is empty no replacement need ask which thread
-        # it is in; and compiled code, which cannot watch a thread's state, watches this.
+        # Not empty while some thread may cast otherwise than most. Where it is empty no replacement need ask which
+        # thread it is in; and compiled code, which cannot watch a thread's state, watches this.
         self.blocks: list[None] = [None]
         self._on = on
         self._open = False
@@ -251,13 +251,14 @@ class Casts:
         self, target: torch.dtype, convert: Callable[[Tensor], Tensor], *, cached: bool
     ) -> Callable[[Any], Any]:
         sources = _FLOATS - {target}
-        device_type, cache, autocast_rules = self.device_type, self.cache, self.autocast_rules
+        cache, autocast_rules, on_device = self.cache, self.autocast_rules, _on_device(self.device_type)
         compiling, any_autocast = torch.compiler.is_dynamo_compiling, torch._C._is_any_autocast_enabled
+        strided, plain = torch.strided, PLAIN_TYPES
 
         def cast_tensor(tensor: Tensor) -> Tensor:
-            if tensor.dtype not in sources or tensor.device.type != device_type or autocast_rules():
+            if tensor.dtype not in sources or not on_device(tensor) or (any_autocast() and autocast_rules()):
                 return tensor
-            if tensor.layout not in CASTABLE_LAYOUTS:
+            if tensor.layout is not strided and tensor.layout not in CASTABLE_LAYOUTS:
                 raise SparseArgument
             return convert(tensor)
 
@@ -268,6 +269,8 @@ class Casts:
             kind = type(value)
             if kind is Tensor:
                 return value if value.dtype is target else cast_tensor(value)
+            if kind in plain:
+                return value
             if kind is Parameter:
                 if value.dtype is target:
                     return value
@@ -275,9 +278,18 @@ class Casts:
                 if cached and not compiling() and not any_autocast():
                     return cache.cast(value, cast_tensor)
                 return cast_tensor(value)
-            return value if kind in PLAIN_TYPES else map_tensors(value, cast_nested)
+            return map_tensors(value, cast_nested)
 
         return cast
+
+
+def _on_device(device_type: str) -> Callable[[Tensor], bool]:
+    """Return a test of a tensor's device type: where torch has an attribute for it, that costs a third."""
+    if device_type == "cuda":
+        return lambda tensor: tensor.is_cuda
+    if device_type == "cpu":
+        return lambda tensor: tensor.is_cpu
+    return lambda tensor: tensor.device.type == device_type
 
 
 def put_back(own: dict[str, Any], name: str, before: Any) -> None:

@@ -18,7 +18,7 @@ from autoamp.casting import Casts, SparseArgument, put_back
 from autoamp.errors import BannedFunctionError
 from autoamp.patching import dress
 from autoamp.rules import CastPolicy
-from autoamp.tensors import HALF_DTYPES, PLAIN_TYPES, iter_tensors, map_tensors
+from autoamp.tensors import HALF_DTYPES, iter_tensors, map_tensors
 
 __all__ = ["build"]
 
@@ -94,13 +94,13 @@ def _with_casts_off(original: Any, casts: Casts) -> types.FunctionType:
 
 def _casting(original: Any, cast: Callable[[Any], Any], casts: Casts) -> types.FunctionType:
     """Every argument cast to one dtype. The hot path of most models: flat on purpose."""
-    local, blocks, plain = casts.local, casts.blocks, PLAIN_TYPES
+    local, blocks = casts.local, casts.blocks
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
         if blocks and not local.on:
             return original(*args, **kwargs)
         try:
-            new = [arg if type(arg) in plain else cast(arg) for arg in args]
+            new = [*map(cast, args)]
             if not kwargs:
                 new_kwargs = kwargs
             elif kwargs.get("out") is not None:
