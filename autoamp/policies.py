@@ -18,7 +18,7 @@ from autoamp.casting import Casts, SparseArgument, put_back
 from autoamp.errors import BannedFunctionError
 from autoamp.patching import dress
 from autoamp.rules import CastPolicy
-from autoamp.tensors import HALF_DTYPES, iter_tensors, map_tensors
+from autoamp.tensors import HALF_DTYPES, PLAIN_TYPES, iter_tensors, map_tensors
 
 __all__ = ["build"]
 
@@ -94,19 +94,30 @@ def _with_casts_off(original: Any, casts: Casts) -> types.FunctionType:
 
 def _casting(original: Any, cast: Callable[[Any], Any], casts: Casts) -> types.FunctionType:
     """Every argument cast to one dtype. The hot path of most models: flat on purpose."""
-    local, blocks = casts.local, casts.blocks
+    local, blocks, plain = casts.local, casts.blocks, PLAIN_TYPES
+    target = casts.dtype if cast is casts.to_half else torch.float32
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
         if blocks and not local.on:
             return original(*args, **kwargs)
+        # Most calls have nothing to cast: a loop that only looks saves a call for each argument, and a new tuple.
+        for arg in args:
+            kind = type(arg)
+            if kind is Tensor:
+                if arg.dtype is not target:
+                    break
+            elif kind not in plain:
+                break
+        else:
+            if not kwargs:
+                return original(*args)
         try:
             new = [*map(cast, args)]
             if not kwargs:
-                new_kwargs = kwargs
-            elif kwargs.get("out") is not None:
+                return original(*new)
+            if kwargs.get("out") is not None:
                 return _into_out(original, _each(cast), casts, args, kwargs)
-            else:
-                new_kwargs = {key: cast(value) for key, value in kwargs.items()}
+            new_kwargs = {key: cast(value) for key, value in kwargs.items()}
         except SparseArgument:
             return original(*args, **kwargs)
         return original(*new, **new_kwargs)

@@ -95,6 +95,8 @@ class _Runtime:
             at = max(i for i, entry in enumerate(self._open) if entry == (handle, threading.get_ident()))
             del self._open[at]
             below = self._open[-1][0] if self._open else self._base
+            if below is not None and below.ended:
+                below = None
             if handle is self._handle and handle is not below:
                 # One that its owner deactivated is not ours to bring back.
                 self._switch(below if below in self._suspended else None)

@@ -273,7 +273,8 @@ def _read_state(state_dict: Any, key: str) -> tuple[float, int]:
     if unknown:
         raise CheckpointError(f"{key!r} has the unknown entry {unknown[0]!r}; nothing was loaded")
     scale, unskipped = state_dict["loss_scale"], state_dict["unskipped"]
-    if not _is_number(scale) or not _SMALLEST <= float(scale) <= _LARGEST:
+    # Compared as it is: a whole number may be too large for a float.
+    if not _is_number(scale) or not _SMALLEST <= scale <= _LARGEST:
         raise CheckpointError(
             f"{key!r}: 'loss_scale' is {scale!r}, not a finite number from 2**-126 to 2**126; nothing was loaded"
         )

@@ -26,7 +26,7 @@ from autoamp.gradients import GradientMark, non_finite, scale_, unscale_
 from autoamp.scaling import LossScaler
 from autoamp.verdicts import Verdict, read, settle
 
-__all__ = ["StepGuard", "scaled_block"]
+__all__ = ["StepGuard", "level_of_user", "scaled_block"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +47,8 @@ class StepGuard:
         after_step: Called after every step, taken or skipped, also one that failed, and before each evaluation of a
             closure that the optimizer asks for in the middle of its step: parameters may have changed.
         params: Gives the tensors whose ``.grad`` is scaled and unscaled; by default all that the optimizer steps.
-        collect: Called when a block begins and when it ends, after a closure, and before a step. It moves gradients
-            that the backward pass left elsewhere (on half model params) onto what ``params`` gives; by default there
-            are none.
+        collect: Called when a block begins and ends, after a closure and before a step. It moves gradients that the
+            backward pass left elsewhere (on half model params) onto what ``params`` gives; by default there are none.
         max_consecutive_skips: So many skips in a row are an error.
 
     Attributes:
@@ -125,8 +124,7 @@ class StepGuard:
 
     def enter_block(self, scale: float, checks: bool) -> None:
         """Take note that a block has begun, and brought all gradients to ``scale``."""
-        self.grads_scale = scale
-        self.in_block = True
+        self.grads_scale, self.in_block = scale, True
         # A closure that scales nothing needs no trial, and some optimizers move the parameters first (SAM).
         self._tries_closures = checks
 
@@ -379,10 +377,10 @@ def _warn_without_gradients(guard: StepGuard) -> None:
     else:
         cause = "all of them are frozen (requires_grad=False)"
     message = f"no parameter of {guard.name} has a gradient after scale_loss: {cause}"
-    warnings.warn(message, UserWarning, stacklevel=_level_of_user())
+    warnings.warn(message, UserWarning, stacklevel=level_of_user())
 
 
-def _level_of_user() -> int:
+def level_of_user() -> int:
     """Return the ``stacklevel`` by which a warning of the calling function points at the user's line."""
     package = __name__.partition(".")[0]
     level, frame = 1, sys._getframe(1)

@@ -528,3 +528,12 @@ def test_nothing_warns() -> None:
         autoamp.init(device_type="cpu", dtype=HALF).deactivate()
         with region():
             pass
+
+
+def test_a_handle_that_is_deactivated_within_a_region_stays_so() -> None:
+    outer = autoamp.init(device_type="cpu", dtype=torch.float16)
+    with autoamp.region(device_type="cpu", dtype=torch.bfloat16):
+        outer.deactivate()
+    assert not outer.is_active()
+    assert autoamp.current_handle() is None
+    assert F.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32

@@ -213,3 +213,8 @@ def test_a_bad_checkpoint_changes_nothing(scaler: LossScaler, state: Any, named:
     assert scaler.state_dict() == before
     scaler.check_state_dict(GOOD, "loss_scaler7")
     assert scaler.state_dict() == before
+
+
+def test_a_scale_beyond_any_float_is_a_checkpoint_error() -> None:
+    with pytest.raises(CheckpointError, match="loss_scale"):
+        DynamicLossScaler().load_state_dict({"loss_scale": 10**400, "unskipped": 0})

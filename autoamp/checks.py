@@ -1,0 +1,90 @@
+"""Warnings where training would go on and silently go wrong."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.modules.batchnorm import _NormBase
+
+from autoamp.tensors import HALF_DTYPES
+
+__all__ = ["check_half_model", "check_half_norms", "check_optimizer", "smallest_positive"]
+
+
+def smallest_positive(dtype: torch.dtype) -> float:
+    """Return the smallest number above 0 that ``dtype`` holds, subnormal ones included.
+
+    2**(emin - precision): 2**-24 in fp16 and 2**-133 in bf16, by IEEE 754 and its bfloat16 variant.
+    """
+    info = torch.finfo(dtype)
+    return float(info.smallest_normal * info.eps)
+
+
+def check_optimizer(optimizer: Any, *, stacklevel: int = 3) -> None:
+    """Warn of an ``eps`` that is 0, and of a learning rate too small to move weights, in the parameters' half dtype.
+
+    Only for optimizers that step half parameters themselves: fp32 masters have neither problem.
+    """
+    for index, group in enumerate(optimizer.param_groups):
+        halves = [parameter for parameter in group["params"] if parameter.dtype in HALF_DTYPES]
+        if not halves:
+            continue
+        where = f"{type(optimizer).__name__}.param_groups[{index}]"
+        dtype = halves[0].dtype
+        eps = group.get("eps")
+        if isinstance(eps, float) and eps > 0 and float(torch.tensor(eps, dtype=dtype)) == 0.0:
+            warnings.warn(
+                f"{where}: eps={eps:g} is 0 in {dtype}, so a division by it gives inf; the smallest that survives "
+                f"is {smallest_positive(dtype):.3g}. Set eps to that or more, or step fp32 master weights "
+                "(opt_level='O2')",
+                stacklevel=stacklevel,
+            )
+        if _moves_nothing(group.get("lr"), halves, dtype):
+            warnings.warn(
+                f"{where}: lr={float(group['lr']):g} is less than half the distance between neighbouring {dtype} "
+                "numbers at the size of most weights, so steps of that size are rounded away. Raise the learning rate, "
+                "or step fp32 master weights (opt_level='O2')",
+                stacklevel=stacklevel,
+            )
+
+
+def _moves_nothing(lr: Any, halves: Iterable[Tensor], dtype: torch.dtype) -> bool:
+    """Tell whether a step of size ``lr``, as adaptive optimizers take it, leaves the median weight where it is."""
+    if not isinstance(lr, (int, float)) or lr <= 0:
+        return False
+    largest = max(halves, key=Tensor.numel)
+    median = float(largest.detach().float().abs().median()) if largest.numel() else 0.0
+    return float(lr) < median * torch.finfo(dtype).eps / 4
+
+
+def check_half_norms(models: Iterable[Module], *, stacklevel: int = 3) -> None:
+    """Warn of norms with running statistics that are in half precision."""
+    for model in models:
+        for name, module in model.named_modules():
+            buffer = getattr(module, "running_var", None)
+            if isinstance(module, _NormBase) and isinstance(buffer, Tensor) and buffer.dtype in HALF_DTYPES:
+                warnings.warn(
+                    f"{type(module).__name__} {name!r} keeps its running statistics in {buffer.dtype}, where the "
+                    "running variance overflows or stops moving; pass keep_batchnorm_fp32=True",
+                    stacklevel=stacklevel,
+                )
+                return
+
+
+def check_half_model(models: Iterable[Module], level: str, *, stacklevel: int = 3) -> None:
+    """Warn of parameters that are in half precision before `initialize` has cast anything."""
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if parameter.dtype in HALF_DTYPES:
+                warnings.warn(
+                    f"parameter {name!r} of {type(model).__name__} is in {parameter.dtype} already: its fp32 values "
+                    f"are lost, and opt_level={level!r} steps it in half precision. Give initialize() the model in "
+                    "fp32, without .half() or .bfloat16()",
+                    stacklevel=stacklevel,
+                )
+                return

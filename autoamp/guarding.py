@@ -1,0 +1,281 @@
+"""The optimizers of a handle: their guards and master weights, the losses' scalers, and the skips of them all."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from autoamp.attaching import AttachedStep
+from autoamp.casting import Casts
+from autoamp.checks import check_optimizer
+from autoamp.errors import CheckpointError, UsageError
+from autoamp.masters import MasterWeights
+from autoamp.scaling import LossScaler
+from autoamp.stepping import StepGuard, level_of_user, scaled_block
+
+__all__ = ["GuardedOptimizers", "refuse_own_scaler"]
+
+
+class GuardedOptimizers:
+    """Guards optimizers as scaled losses come by.
+
+    Args:
+        casts: Turned off while an optimizer steps.
+        scalers: One for each ``loss_id``.
+
+    Attributes:
+        scalers: As given, and those of wrapped optimizers.
+        skipped_steps: How many steps were skipped, of all optimizers together.
+        last_step_skipped: Whether the last step of any optimizer was a skip.
+        max_consecutive_skips: So many skips of one optimizer in a row are an error.
+    """
+
+    def __init__(self, casts: Casts, scalers: Sequence[LossScaler]) -> None:
+        self.scalers = list(scalers)
+        self.skipped_steps = 0
+        self.last_step_skipped = False
+        self.max_consecutive_skips = 50
+        self._casts = casts
+        self._guards: weakref.WeakKeyDictionary[Any, StepGuard] = weakref.WeakKeyDictionary()
+        self._counted: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._masters: weakref.WeakKeyDictionary[Any, MasterWeights] = weakref.WeakKeyDictionary()
+        self._wrapped: weakref.WeakKeyDictionary[Any, _OwnScalers] = weakref.WeakKeyDictionary()
+
+    def scaler(self, loss_id: int) -> LossScaler:
+        """Return the scaler of a loss. UsageError: there is none of that number."""
+        if not 0 <= loss_id < len(self.scalers):
+            known = " or ".join(map(str, range(len(self.scalers))))
+            raise UsageError(f"loss_id={loss_id} has no scaler; choose {known}")
+        return self.scalers[loss_id]
+
+    @contextlib.contextmanager
+    def scaled(self, loss: Any, optimizers: Any, scaler: LossScaler, delay_unscale: bool) -> Iterator[Tensor]:
+        """Yield ``loss.float() * scale``; see `autoamp.handle.Handle.scale_loss`."""
+        if not isinstance(loss, Tensor):
+            kind = type(loss).__name__
+            raise UsageError(f"scale_loss() takes a floating tensor, not a {kind}; pass the loss, not loss.item()")
+        if not loss.is_floating_point():
+            raise UsageError(f"scale_loss() takes a floating tensor, and this loss is {loss.dtype}; check what made it")
+        listed = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+        guards = [self.guard(optimizer) for optimizer in listed]
+        try:
+            with scaled_block(guards, scaler, delay_unscale=delay_unscale) as scale:
+                for optimizer in listed:
+                    if optimizer in self._masters:
+                        self._masters[optimizer].narrow_gradients()
+                yield loss.float() * scale if scale != 1.0 else loss.float()
+        finally:
+            self._casts.cache.clear()
+
+    def guard(self, optimizer: Any, *, check: bool = True) -> StepGuard:
+        """Return the optimizer's guard, a new one the first time. UsageError: this is no optimizer to guard.
+
+        Args:
+            optimizer: Anything with ``param_groups`` and ``step``.
+            check: Whether to warn, the first time, of settings that half parameters without masters cannot take.
+        """
+        try:
+            guard = self._guards.get(optimizer)
+        except TypeError:
+            # What no weak reference can be made to: None, a dict, a set.
+            raise UsageError(_not_an_optimizer(optimizer)) from None
+        if guard is None:
+            if not hasattr(optimizer, "param_groups") or not callable(getattr(optimizer, "step", None)):
+                raise UsageError(_not_an_optimizer(optimizer))
+            refuse_own_scaler(optimizer)
+            masters = self._masters.get(optimizer)
+            guard = StepGuard(
+                optimizer,
+                casts_off=lambda: self._stepping(masters),
+                casts_on=lambda: self._casts.switched(True),
+                after_step=functools.partial(self._stepped, weakref.ref(optimizer), masters),
+                collect=None if masters is None else masters.share_gradients,
+            )
+            guard.install()
+            self._guards[optimizer] = guard
+            if check and masters is None:
+                check_optimizer(optimizer, stacklevel=level_of_user() + 1)
+        guard.max_consecutive_skips = self.max_consecutive_skips
+        return guard
+
+    def guard_closure(
+        self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Guard a first step whose closure scales the loss: a hook that torch runs before any optimizer's step.
+
+        Such a step has begun when the first ``scale_loss`` comes by, too late to put a guard in front of it.
+        """
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if optimizer in self._guards or not callable(closure) or _is_guarded(optimizer):
+            return None
+        guarded = self.guard(optimizer).guarded_closure(closure)
+        return ((args[0], guarded, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": guarded})
+
+    def keep_masters(self, optimizer: Any, originals: Mapping[int, Tensor] | None = None) -> MasterWeights:
+        """Let an optimizer step fp32 masters of its half parameters from now on."""
+        masters = self._masters.get(optimizer)
+        if masters is None:
+            masters = self._masters[optimizer] = MasterWeights(optimizer, originals)
+            self.guard(optimizer)
+        return masters
+
+    def collect(self, optimizer: Any) -> None:
+        """Let the masters of an optimizer have the gradients of half parameters now, not only when its block ends."""
+        masters = self._masters.get(optimizer)
+        if masters is not None:
+            masters.share_gradients()
+
+    def wrap(self, optimizer: Any, scalers: Sequence[LossScaler], check: Callable[[], None]) -> Any:
+        """Give an optimizer a ``scale_loss`` with scalers of its own; see `autoamp.handle.Handle.wrap_optimizer`.
+
+        Args:
+            optimizer: Wrapped for the first time, or again with other scalers.
+            scalers: One for each loss. A scaler that serves another loss already is copied.
+            check: Called before each ``scale_loss``; raises where there is nothing to scale.
+        """
+        guard = self.guard(optimizer)
+        before = self._wrapped.get(optimizer)
+        kept = [scaler for scaler in self.scalers if before is None or scaler not in before.scalers]
+        taken = kept if self._wrapped else []
+        own = _OwnScalers(_distinct(scalers, taken), guard)
+        self.scalers = [*taken, *own.scalers]
+        self._wrapped[optimizer] = own
+        reference = weakref.ref(optimizer)
+
+        def scale_loss(loss: Tensor, *, delay_unscale: bool = False) -> contextlib.AbstractContextManager[Tensor]:
+            check()
+            return self.scaled(loss, reference(), own.next(), delay_unscale)
+
+        optimizer.scale_loss = scale_loss
+        return optimizer
+
+    @property
+    def wrapped(self) -> bool:
+        """Whether an optimizer has scalers of its own."""
+        return bool(self._wrapped)
+
+    def release(self) -> None:
+        """Give every optimizer its step and its parameters back."""
+        for guard in list(self._guards.values()):
+            guard.uninstall()
+        self._guards.clear()
+        self._counted.clear()
+        for optimizer in list(self._wrapped):
+            vars(optimizer).pop("scale_loss", None)
+        self._wrapped.clear()
+        for masters in list(self._masters.values()):
+            masters.dissolve()
+        self._masters.clear()
+
+    @contextlib.contextmanager
+    def _stepping(self, masters: MasterWeights | None) -> Iterator[None]:
+        if masters is not None:
+            masters.follow()
+        with self._casts.switched(False):
+            yield
+
+    def _stepped(self, reference: weakref.ref[Any], masters: MasterWeights | None) -> None:
+        """Take note of a step, taken or skipped. Called too before a closure is evaluated within one."""
+        self._casts.cache.clear()
+        optimizer = reference()
+        guard = self._guards.get(optimizer)
+        if guard is None:
+            return
+        self.last_step_skipped = guard.last_step_skipped
+        self.skipped_steps += guard.skipped_steps - self._counted.get(optimizer, 0)
+        self._counted[optimizer] = guard.skipped_steps
+        if masters is not None and not guard.last_step_skipped:
+            masters.copy_down()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scalers' state and the number of skips."""
+        state: dict[str, Any] = {f"loss_scaler{i}": scaler.state_dict() for i, scaler in enumerate(self.scalers)}
+        return {**state, "skipped_steps": self.skipped_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned; all of it, or nothing.
+
+        Raises:
+            CheckpointError: A key is missing, unknown or of the wrong kind. The message names it.
+        """
+        if not isinstance(state, Mapping):
+            raise CheckpointError(
+                f"the state is a {type(state).__name__}; pass what state_dict() returned; nothing was loaded"
+            )
+        names = [f"loss_scaler{i}" for i in range(len(self.scalers))]
+        for name in names:
+            if name not in state:
+                raise CheckpointError(
+                    f"key {name!r} is missing; this run has the loss scalers {', '.join(names)}; nothing was loaded"
+                )
+        unknown = sorted(str(key) for key in state if key not in {*names, "skipped_steps"})
+        if unknown:
+            raise CheckpointError(
+                f"key {unknown[0]!r} is unknown; this run has {', '.join(names)} and skipped_steps; nothing was loaded"
+            )
+        # Apex's checkpoints hold no count.
+        skipped = state.get("skipped_steps", 0)
+        if not isinstance(skipped, int) or isinstance(skipped, bool) or skipped < 0:
+            raise CheckpointError(f"key 'skipped_steps': {skipped!r} is no count of steps; nothing was loaded")
+        for name, scaler in zip(names, self.scalers, strict=True):
+            scaler.check_state_dict(state[name], name)
+        for name, scaler in zip(names, self.scalers, strict=True):
+            scaler.load_state_dict(state[name])
+        self.skipped_steps = skipped
+        for guard in self._guards.values():
+            # The skips in a row were those of the run that is left behind.
+            guard.consecutive_skips = 0
+
+
+def _is_guarded(optimizer: Any) -> bool:
+    """Tell whether an optimizer has a guard that is none of ours: an `FP16_Optimizer`, or the one inside of it."""
+    return _scales_itself(optimizer) or isinstance(vars(optimizer).get("step"), AttachedStep)
+
+
+class _OwnScalers:
+    """The scalers of one wrapped optimizer: the first loss of a step takes the first, and so on."""
+
+    def __init__(self, scalers: Sequence[LossScaler], guard: StepGuard) -> None:
+        self.scalers = scalers
+        self._guard = guard
+        self._steps = guard.steps
+        self._calls = 0
+
+    def next(self) -> LossScaler:
+        if self._steps != self._guard.steps:
+            self._steps, self._calls = self._guard.steps, 0
+        scaler = self.scalers[self._calls % len(self.scalers)]
+        self._calls += 1
+        return scaler
+
+
+def _distinct(scalers: Sequence[LossScaler], taken: Sequence[LossScaler]) -> list[LossScaler]:
+    """Return the scalers, a copy of what serves another loss already: no loss may move the scale of another."""
+    distinct: list[LossScaler] = []
+    for scaler in scalers:
+        distinct.append(copy.copy(scaler) if scaler in taken or scaler in distinct else scaler)
+    return distinct
+
+
+def refuse_own_scaler(optimizer: Any) -> None:
+    """Raise UsageError for an `FP16_Optimizer`, whose loss would be scaled twice."""
+    if _scales_itself(optimizer):
+        raise UsageError(
+            f"this {type(optimizer).__name__} scales its loss itself: call optimizer.backward(loss), or give the "
+            "optimizer that it was made from"
+        )
+
+
+def _scales_itself(optimizer: Any) -> bool:
+    return isinstance(getattr(optimizer, "_guard", None), StepGuard)
+
+
+def _not_an_optimizer(value: Any) -> str:
+    name = "None" if value is None else f"a {type(value).__name__}"
+    return f"{name} is no optimizer: it has no param_groups and step(); pass an optimizer, or a list or tuple of them"

@@ -1,0 +1,374 @@
+"""The handle: `init()` composes the rooms below into patched torch, loss scaling and guarded optimizer steps."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from autoamp.casting import CastCache, Casts
+from autoamp.errors import UsageError
+from autoamp.guarding import GuardedOptimizers
+from autoamp.installing import Installation
+from autoamp.model_casting import CastModels, Treatment
+from autoamp.modules import ModulePrecisions, Override
+from autoamp.rules import CastRule, CastTable, load_table
+from autoamp.scaling import LossScaler, make_scaler
+from autoamp.targets import Target, expand
+from autoamp.tensors import HALF_DTYPES, default_device_type, default_half_dtype
+
+__all__ = [
+    "Handle",
+    "NoOpHandle",
+    "Settings",
+]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of ``init`` after defaults are filled in. Equal settings mean the same handle."""
+
+    loss_scale: Any
+    enable_caching: bool
+    verbose: bool
+    allow_banned: bool
+    device_type: str
+    dtype: torch.dtype
+    rebind: bool
+    table: CastTable
+    opt_level: str | None = None
+
+    @classmethod
+    def of(
+        cls, loss_scale: Any, enable_caching: bool, verbose: bool, allow_banned: bool,
+        lists: Any, device_type: str | None, dtype: torch.dtype | None, rebind: bool,
+    ) -> Settings:  # fmt: skip
+        """Fill in the defaults and read the lists. Every wrong argument is told before anything is patched."""
+        device_type = default_device_type() if device_type is None else str(torch.device(device_type).type)
+        dtype = default_half_dtype(device_type) if dtype is None else dtype
+        if dtype not in HALF_DTYPES:
+            raise UsageError(f"dtype={dtype} is no half precision; choose torch.float16 or torch.bfloat16")
+        table = load_table(lists, base="bf16" if dtype is torch.bfloat16 else "default")
+        make_scaler(loss_scale, dtype)
+        return cls(loss_scale, enable_caching, verbose, allow_banned, device_type, dtype, rebind, table)
+
+
+class NoOpHandle:
+    """What ``init(enabled=False)`` returns: the surface of `Handle`, with nothing behind it."""
+
+    loss_scale = 1.0
+    skipped_steps = 0
+    last_step_skipped = False
+    max_consecutive_skips = 50
+    late_bound: tuple[str, ...] = ()
+    skipped_rules: tuple[CastRule, ...] = ()
+
+    def __init__(self) -> None:
+        self._casts = Casts(torch.float16, "cpu", enable_caching=False, on=False)
+
+    @property
+    def cache(self) -> CastCache:
+        """A cache that stays empty."""
+        return self._casts.cache
+
+    def scale_loss(
+        self, loss: Any, optimizers: Any, loss_id: int = 0, *, delay_unscale: bool = False
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Return a context manager over ``loss`` as it is."""
+        return contextlib.nullcontext(loss)
+
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
+        """Give the optimizer a ``scale_loss`` that yields the loss as it is, and return it."""
+        optimizer.scale_loss = _unscaled
+        return optimizer
+
+    @contextlib.contextmanager
+    def disable_casts(self) -> Iterator[None]:
+        """Do nothing for a block."""
+        yield
+
+    @contextlib.contextmanager
+    def inference(self, model: Module) -> Iterator[Module]:
+        """Do nothing for a block."""
+        yield model
+
+    def override(self, module: Module, precision: str | None = None) -> contextlib.AbstractContextManager[Any]:
+        """Do nothing, and hand out what undoes nothing."""
+        return contextlib.nullcontext()
+
+    def is_active(self) -> bool:
+        """Return False: no patch is in place."""
+        return False
+
+    def deactivate(self) -> tuple[str, ...]:
+        """Do nothing."""
+        return ()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return an empty state."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Ignore the state: a run without scaling has no use for it."""
+
+
+class Handle:
+    """Patched torch, and the loss scaling that goes with it. Made by `autoamp.init()`; there is one at a time.
+
+    Attributes:
+        casts: The casting state.
+        precisions: Which modules run in a precision of their own.
+        models: The models that it holds in half precision.
+        optimizers: The optimizers that it guards, and the loss scalers.
+        skipped_rules: Rules of shipped list sets on ops that this torch lacks.
+        ended: Whether ``deactivate`` was called; a handle that was only suspended may come back.
+    """
+
+    def __init__(self, settings: Settings, *, on: bool = True, scalers: Sequence[LossScaler] | None = None) -> None:
+        self.settings = settings
+        self.casts = Casts(settings.dtype, settings.device_type, enable_caching=settings.enable_caching, on=on)
+        self.precisions = ModulePrecisions(settings.table.modules)
+        self.models = CastModels(self.casts)
+        self.optimizers = GuardedOptimizers(self.casts, scalers or [make_scaler(settings.loss_scale, settings.dtype)])
+        self.skipped_rules: tuple[CastRule, ...] = ()
+        self._installation: Installation | None = None
+        self._step_hooks: list[Any] = []
+        self.ended = False
+
+    # -- lifecycle --
+
+    def is_active(self) -> bool:
+        """Tell whether this handle's patches are in place."""
+        return self._installation is not None
+
+    def activate(self, registered: tuple[Target, ...] = ()) -> None:
+        """Put the patches in place. Where one fails torch is left as it was. Called by ``init`` and ``region``."""
+        expansion = expand(self.settings.table)
+        installation = Installation(
+            self.casts,
+            self.precisions,
+            self.models,
+            allow_banned=self.settings.allow_banned,
+            rebind=self.settings.rebind,
+        )
+        self.casts.open()
+        try:
+            installation.install(expansion, registered)
+        except BaseException:
+            self.casts.shut()
+            raise
+        self._installation = installation
+        self.ended = False
+        self.skipped_rules = expansion.skipped
+        self._step_hooks = [
+            register_optimizer_step_pre_hook(self.optimizers.guard_closure),
+            register_optimizer_step_post_hook(lambda *_: self.casts.cache.clear()),
+        ]
+        log.log(
+            logging.INFO if self.settings.verbose else logging.DEBUG,
+            "casting to %s on %s: %d targets patched, %d names rebound, %d rules skipped",
+            self.settings.dtype, self.settings.device_type, len(expansion.targets), len(self.late_bound),
+            len(self.skipped_rules),
+        )  # fmt: skip
+
+    def suspend(self) -> tuple[str, ...]:
+        """Restore torch and keep the rest, so that ``activate`` can go on where this handle stopped."""
+        if self._installation is None:
+            return ()
+        installation, self._installation = self._installation, None
+        self.casts.shut()
+        for hook in self._step_hooks:
+            hook.remove()
+        return installation.remove()
+
+    def deactivate(self) -> tuple[str, ...]:
+        """Restore torch, the optimizers and the modules. Every patched attribute is again the object it was.
+
+        Returns:
+            The names that somebody else patched on top, which are left as they are.
+        """
+        foreign = self.suspend()
+        self.ended = True
+        self.precisions.undo_all()
+        self.optimizers.release()
+        self.models.restore()
+        return foreign
+
+    def patch(self, target: Target) -> None:
+        """Patch one more target while active."""
+        if self._installation is not None:
+            self._installation.add(target)
+
+    @property
+    def late_bound(self) -> tuple[str, ...]:
+        """Names that other modules had taken from torch before ``init()``, and that were rebound."""
+        return self._installation.late_bound if self._installation is not None else ()
+
+    @property
+    def cache(self) -> CastCache:
+        """The cache of parameter casts."""
+        return self.casts.cache
+
+    # -- casts --
+
+    def disable_casts(self) -> contextlib.AbstractContextManager[None]:
+        """Turn casts off for a block, on this thread."""
+        return self.casts.disabled()
+
+    @contextlib.contextmanager
+    def inference(self, model: Module) -> Iterator[Module]:
+        """Promise that the weights of ``model`` stay as they are, and keep them in half precision for the block.
+
+        Where gradients are not recorded each parameter is cast once, at its first use. A weight that is written to
+        within the block, against the promise, goes unseen. Costs half of the fp32 weights in memory.
+        """
+        if not isinstance(model, Module):
+            raise UsageError(f"inference() takes a torch.nn.Module, not {_kind(model)}")
+        with self.casts.cache.pin(list(model.parameters())):
+            yield model
+
+    def override(self, module: Module, precision: str | None = None) -> Override:
+        """Run a module in a precision of its own, forward and backward, with all it calls.
+
+        Args:
+            module: The module. Without ``precision`` the model under which the list's path patterns are looked up.
+            precision: ``"fp32"``: floating inputs go to fp32 and nothing is cast within. ``"fp16"``: inputs go to the
+                half dtype and the lists hold within, also inside of an ``"fp32"`` module. ``"none"``: nothing is cast.
+
+        Returns:
+            An object with ``undo()``, which is also a context manager.
+        """
+        if not isinstance(module, Module):
+            raise UsageError(f"override() takes a torch.nn.Module, not {_kind(module)}")
+        if precision is None:
+            return self.precisions.override_paths(module)
+        return self.precisions.override(module, precision)
+
+    # -- models and optimizers in half precision --
+
+    def hold(
+        self, model: Module, treatment: Treatment, *, dtype: torch.dtype | None = None, keep_norms: bool = False
+    ) -> None:
+        """Cast a model in place, and what goes into it and comes out of it at each call.
+
+        `initialize` calls this before the handle is activated, which puts the patches for it in place.
+        """
+        if dtype is not None:
+            self.models.cast(model, dtype, keep_norms=keep_norms)
+        self.models.treat(model, treatment)
+
+    def keep_masters(self, optimizer: Any) -> None:
+        """Let an optimizer step fp32 masters of its half parameters. `initialize` calls this."""
+        self.optimizers.keep_masters(optimizer, self.models.originals)
+
+    def step_halves(self, optimizer: Any) -> None:
+        """Let an optimizer step half parameters themselves. `initialize` calls this."""
+        self.models.step_halves(optimizer)
+        self.optimizers.guard(optimizer, check=False)
+
+    # -- loss scaling --
+
+    @property
+    def loss_scale(self) -> float:
+        """The current scale of the first loss."""
+        return self.optimizers.scalers[0].loss_scale
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many optimizer steps were skipped because gradients overflowed."""
+        return self.optimizers.skipped_steps
+
+    @property
+    def last_step_skipped(self) -> bool:
+        """Whether the last optimizer step was skipped."""
+        return self.optimizers.last_step_skipped
+
+    @property
+    def max_consecutive_skips(self) -> int:
+        """After so many skipped steps of one optimizer in a row `NonFiniteGradientsError` is raised; 50 by default."""
+        return self.optimizers.max_consecutive_skips
+
+    @max_consecutive_skips.setter
+    def max_consecutive_skips(self, count: int) -> None:
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise UsageError(f"max_consecutive_skips={count!r} is no number of steps; choose 1 or more")
+        self.optimizers.max_consecutive_skips = count
+
+    def scale_loss(
+        self, loss: Tensor, optimizers: Any, loss_id: int = 0, *, delay_unscale: bool = False
+    ) -> contextlib.AbstractContextManager[Tensor]:
+        """Scale a loss for its backward pass; at the end of the block unscale the gradients and check them.
+
+        Gradients of earlier blocks may be there: they are added to. Whether the gradients overflowed is known to
+        ``optimizer.step()``, which then skips.
+
+        Args:
+            loss: A floating tensor, as a rule a scalar.
+            optimizers: The optimizer whose gradients the loss contributes to, several of them, or ``[]``. Those of one
+                call are skipped together.
+            loss_id: Which scaler to use.
+            delay_unscale: Leave the gradients scaled until a later call without it, or until the step.
+
+        Returns:
+            A context manager over ``loss.float() * scale``.
+
+        Raises:
+            UsageError: The handle is not active, or ``wrap_optimizer`` was used.
+        """
+        self._check_active()
+        if self.optimizers.wrapped:
+            raise UsageError("after wrap_optimizer() use `with optimizer.scale_loss(loss)`, not handle.scale_loss")
+        return self.optimizers.scaled(loss, optimizers, self.optimizers.scaler(loss_id), delay_unscale)
+
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
+        """Give an optimizer a ``scale_loss(loss)`` of its own, with a scaler for each of ``num_loss`` losses.
+
+        Between two steps the first call scales the first loss, the second call the second, and so on.
+
+        Returns:
+            The optimizer itself.
+
+        Raises:
+            UsageError: The handle is not active, ``num_loss`` is no number of losses, or this is no optimizer.
+        """
+        self._check_active()
+        if not isinstance(num_loss, int) or isinstance(num_loss, bool) or num_loss < 1:
+            raise UsageError(f"num_loss={num_loss!r} is no number of losses; choose 1 or more")
+        scalers = [make_scaler(self.settings.loss_scale, self.settings.dtype) for _ in range(num_loss)]
+        return self.optimizers.wrap(optimizer, scalers, self._check_active)
+
+    def _check_active(self) -> None:
+        if not self.is_active():
+            raise UsageError("this handle is not active; call autoamp.init() and use the handle that it returns")
+
+    # -- checkpoints --
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scalers' state: ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``, and skips."""
+        return self.optimizers.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what ``state_dict`` returned; all of it, or nothing.
+
+        Raises:
+            CheckpointError: A key is missing, unknown or of the wrong kind. The message names it.
+        """
+        self.optimizers.load_state_dict(state)
+
+
+@contextlib.contextmanager
+def _unscaled(loss: Any, *, delay_unscale: bool = False) -> Iterator[Any]:
+    yield loss
+
+
+def _kind(value: Any) -> str:
+    return f"a {type(value).__name__}" if value is not None else "None"

@@ -1,0 +1,1 @@
+"""What a patched call costs against torch.autocast. Reported, never asserted: `python -m tests.benchmarks`."""

@@ -1,0 +1,109 @@
+"""Prints what each call costs, plain, under torch.autocast and under autoamp: ``python -m tests.benchmarks``.
+
+Each way has a process of its own, and these take turns in each round, so that a slow moment of the machine hits all of
+them. Now and then fresh ones take their place, since the layout of memory makes a difference too. A ratio is that of
+the medians over all rounds; its spread is the middle half of the ratios of single rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import autoamp
+from tests.benchmarks.cases import DEVICE
+from tests.benchmarks.workers import NAMES, WAYS, asked, cycling, started, timing
+
+Timings = dict[str, dict[str, list[float]]]
+
+
+def main() -> None:
+    """Measure, print and, if asked for, write the results."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=8, help="rounds with the same processes, 2 or more")
+    parser.add_argument("--processes", type=int, default=4, help="how many times fresh processes are started")
+    parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="float16")
+    parser.add_argument("--json", type=Path, help="write the results, with versions, to this file")
+    chosen = parser.parse_args()
+    console = Console()
+    timings, once = measure(chosen.dtype, chosen.rounds, chosen.processes, console)
+    console.print(table_of_calls(timings, chosen.dtype), table_of_what_is_done_once(once))
+    if chosen.json is not None:
+        chosen.json.write_text(json.dumps(report(timings, once, chosen.dtype), indent=2) + "\n")
+
+
+def measure(dtype: str, rounds: int, processes: int, console: Console) -> tuple[Timings, dict[str, list[float]]]:
+    """Return the seconds of a call by case and way, and those of ``init()`` and ``deactivate()``; a value a round."""
+    timings: Timings = {name: {way: [] for way in WAYS} for name in NAMES}
+    once: dict[str, list[float]] = {"init(), the first": [], "init()": [], "deactivate()": []}
+    for number in track(range(rounds * processes), description="Measuring", console=console):
+        if number % rounds == 0:
+            connections = {way: started(timing, way, dtype) for way in WAYS}
+            cycles = started(cycling, dtype)
+        for name in NAMES:
+            for way in WAYS:
+                timings[name][way].append(asked(connections[way], name))
+        init, deactivate = asked(cycles, "cycle")
+        once["init(), the first" if number % rounds == 0 else "init()"].append(init)
+        once["deactivate()"].append(deactivate)
+    return timings, once
+
+
+def ratio(ways: dict[str, list[float]]) -> tuple[float, float, float]:
+    """Return the ratio of autoamp's median over autocast's, and the quartiles of the ratios by round."""
+    low, _, high = statistics.quantiles(
+        [one / other for one, other in zip(ways["autoamp"], ways["autocast"], strict=True)], n=4
+    )
+    return statistics.median(ways["autoamp"]) / statistics.median(ways["autocast"]), low, high
+
+
+def table_of_calls(timings: Timings, dtype: str) -> Table:
+    """Return a table of the medians, in microseconds."""
+    table = Table(title=f"One call, {dtype} on {DEVICE}, one thread, microseconds")
+    table.add_column("call")
+    for heading in (*WAYS, "ratio", "middle half"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, ways in timings.items():
+        medians = [f"{statistics.median(ways[way]) * 1e6:.2f}" for way in WAYS]
+        over, low, high = ratio(ways)
+        table.add_row(name, *medians, f"{over:.2f}", f"{low:.2f}-{high:.2f}")
+    return table
+
+
+def table_of_what_is_done_once(once: dict[str, list[float]]) -> Table:
+    """Return a table of ``init()`` and ``deactivate()``, in milliseconds."""
+    table = Table("", "median", "lowest", title="Once, milliseconds")
+    for name, seconds in once.items():
+        table.add_row(name, f"{statistics.median(seconds) * 1e3:.1f}", f"{min(seconds) * 1e3:.1f}")
+    return table
+
+
+def report(timings: Timings, once: dict[str, list[float]], dtype: str) -> dict[str, Any]:
+    """Return all timings, in seconds, with what they were measured on."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "autoamp": autoamp.__version__,
+        "device": f"{DEVICE} ({platform.machine()}), 1 thread",
+        "dtype": dtype,
+        "calls": timings,
+        "ratios": {
+            name: dict(zip(("ratio", "low", "high"), ratio(ways), strict=True)) for name, ways in timings.items()
+        },
+        "once": once,
+    }
+
+
+if __name__ == "__main__":
+    main()

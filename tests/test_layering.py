@@ -1,0 +1,166 @@
+"""Rooms and floors: who may import whom, and the rules that a room of the package keeps."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "autoamp"
+MAX_LINES = 400
+
+# A room imports only from floors strictly below its own. The fractions order the rooms within a floor of the design.
+FLOORS: dict[float, tuple[str, ...]] = {
+    0: ("errors", "tensors", "toml_lines"),
+    1: ("attaching", "checks", "gradients", "patching", "rules", "scaling"),
+    2.0: ("casting", "masters", "targets", "verdicts"),
+    2.1: ("model_casting", "modules", "policies", "rnn", "stepping"),
+    2.2: ("functions", "guarding", "installing"),
+    3.0: ("handle",),
+    3.1: ("runtime",),
+    4.0: ("fp16_optimizer", "levels", "normalization", "optimizers", "parallel"),
+    4.1: ("fp16_utils",),
+    5: ("diagnostics",),
+    6: ("compat",),
+    7.0: ("cli",),
+    7.1: ("__init__", "__main__"),
+}
+FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
+
+# What is imported by one room alone, so that there is one place to look when it changes.
+SOLE_IMPORTERS = {"wrapt": "patching", "autoamp_kernels": "gradients"}
+
+# These hold exports and a call of main(); what they export has its tests where it is made.
+ROOMS_WITHOUT_TESTS = {"__init__", "__main__"}
+
+
+def room_of(path: Path) -> str:
+    """Return the room that a file of the package belongs to: its own name, or that of its subpackage."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+ROOMS = sorted({room_of(path) for path in FILES})
+
+
+def imported_modules(tree: ast.AST, package: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and the full dotted name of everything that is imported, at the top of the module or within.
+
+    ``from a.b import c`` yields ``a.b.c``: whether ``c`` is a module is for the caller to tell.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, base] if base else above)
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+def imported_room(name: str) -> str | None:
+    """Return the room that a dotted name is imported from, or None where it is none of the package's code."""
+    first, _, rest = name.partition(".")
+    room = rest.partition(".")[0]
+    if first != "autoamp" or room == "lists":
+        return None
+    return room if room in FLOOR_OF or (PACKAGE / f"{room}.py").exists() or (PACKAGE / room).is_dir() else "__init__"
+
+
+def violations(room: str, source: str, package: str = "autoamp") -> list[str]:
+    """Return what a source text of a room does against the rules, a line for each."""
+    if room not in FLOOR_OF:
+        return [f"{room} is on no floor; add it to FLOORS in {Path(__file__).name}"]
+    found = []
+    tree = ast.parse(source)
+    for line, name in imported_modules(tree, package):
+        other = imported_room(name)
+        if other is not None and other != room and not FLOOR_OF.get(other, float("inf")) < FLOOR_OF[room]:
+            found.append(f"{room}:{line} imports {other}, which is not on a floor below")
+        keeper = SOLE_IMPORTERS.get(name.partition(".")[0], room)
+        if keeper != room:
+            found.append(f"{room}:{line} imports {name}, which {keeper} alone may")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
+            found.append(f"{room}:{node.lineno} prints; use a logger")
+    if len(source.splitlines()) > MAX_LINES:
+        found.append(f"{room} has {len(source.splitlines())} lines; {MAX_LINES} are allowed")
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_file_keeps_the_rules(path: Path) -> None:
+    package = ".".join(path.relative_to(ROOT).parts[:-1])
+    assert violations(room_of(path), path.read_text(encoding="utf-8"), package) == []
+
+
+@pytest.mark.parametrize("room", [room for room in ROOMS if room not in ROOMS_WITHOUT_TESTS])
+def test_room_has_its_test_file(room: str) -> None:
+    assert (ROOT / "tests" / f"test_{room}.py").is_file()
+
+
+def test_the_rooms_were_found() -> None:
+    assert {"errors", "rules", "patching", "casting", "handle", "__init__"} <= set(ROOMS)
+
+
+def test_each_room_is_on_one_floor() -> None:
+    assert len(FLOOR_OF) == sum(len(rooms) for rooms in FLOORS.values())
+
+
+# -- the checker itself --
+
+
+@pytest.mark.parametrize(
+    ("room", "source"),
+    [
+        ("errors", "from autoamp.tensors import iter_tensors"),  # same floor
+        ("casting", "from autoamp.policies import build"),  # a later part of the same floor
+        ("rules", "import autoamp.handle"),
+        ("rules", "import autoamp"),
+        ("rules", "from autoamp import init"),
+        ("rules", "from autoamp import handle as anything"),
+        ("rules", "from . import handle"),
+        ("rules", "from .handle import Handle"),
+        ("rules", "def late():\n    from autoamp.handle import Handle\n    return Handle"),
+        ("rules", "if TYPE_CHECKING:\n    from autoamp.handle import Handle"),
+        ("handle", "from autoamp.diagnostics.report import Report"),
+        ("casting", "import wrapt"),
+        ("casting", "from wrapt import FunctionWrapper"),
+        ("handle", "import autoamp_kernels.foreach"),
+        ("errors", "print('hello')"),
+        ("errors", "def talk():\n    print()"),
+        ("errors", "x = 1\n" * (MAX_LINES + 1)),
+        ("no_such_room", ""),
+    ],
+)
+def test_checker_catches(room: str, source: str) -> None:
+    assert len(violations(room, source)) == 1
+
+
+@pytest.mark.parametrize("source", ["from ..handle import Handle", "from .. import handle"])
+def test_checker_resolves_relative_imports_of_a_subpackage(source: str) -> None:
+    assert violations("optimizers", source, "autoamp.optimizers") == []
+    assert violations("optimizers", source.replace("handle", "diagnostics"), "autoamp.optimizers") != []
+
+
+@pytest.mark.parametrize(
+    ("room", "source"),
+    [
+        ("patching", "import wrapt"),
+        ("gradients", "import autoamp_kernels"),
+        ("rules", "import importlib.resources\nfrom autoamp.errors import ListFileError"),
+        ("rules", "import autoamp.lists"),
+        ("rnn", "from autoamp.casting import Casts"),
+        ("handle", "from autoamp import errors, scaling"),
+        ("__init__", "from autoamp.handle import Handle"),
+        ("compat", "from autoamp.compat.apex import amp"),
+        ("errors", "import logging\nlogging.getLogger('autoamp').info('print(1)')"),
+        ("errors", "x = 1\n" * MAX_LINES),
+    ],
+)
+def test_checker_lets_pass(room: str, source: str) -> None:
+    assert violations(room, source) == []
