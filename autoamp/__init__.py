@@ -1,0 +1,70 @@
+"""Mixed precision for PyTorch: patches torch by declarative cast lists, scales losses, guards optimizer steps.
+
+The lists decide which ops run in half precision, which in fp32 and which promote their arguments::
+
+    handle = autoamp.init()
+    with handle.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+"""
+
+from autoamp.errors import (
+    AutoampError,
+    BannedFunctionError,
+    CheckpointError,
+    ListFileError,
+    NonFiniteGradientsError,
+    PatchError,
+    UsageError,
+)
+from autoamp.fp16_optimizer import FP16_Optimizer
+from autoamp.handle import Handle, NoOpHandle
+from autoamp.levels import initialize, load_state_dict, master_params, scale_loss, state_dict
+from autoamp.runtime import (
+    Region,
+    current_handle,
+    disable_casts,
+    float_function,
+    half_function,
+    init,
+    promote_function,
+    region,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
+from autoamp.scaling import DynamicLossScaler, LossScaler, StaticLossScaler
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AutoampError",
+    "BannedFunctionError",
+    "CheckpointError",
+    "DynamicLossScaler",
+    "FP16_Optimizer",
+    "Handle",
+    "ListFileError",
+    "LossScaler",
+    "NoOpHandle",
+    "NonFiniteGradientsError",
+    "PatchError",
+    "Region",
+    "StaticLossScaler",
+    "UsageError",
+    "current_handle",
+    "disable_casts",
+    "float_function",
+    "half_function",
+    "init",
+    "initialize",
+    "load_state_dict",
+    "master_params",
+    "promote_function",
+    "region",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+    "scale_loss",
+    "state_dict",
+]

@@ -1,0 +1,333 @@
+"""Opt levels: `initialize()` turns "O0" to "O3" into patches, cast models, master weights and loss scalers."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import warnings
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from autoamp.checks import check_half_model, check_half_norms, check_optimizer
+from autoamp.errors import UsageError
+from autoamp.guarding import refuse_own_scaler
+from autoamp.handle import Handle, Settings
+from autoamp.model_casting import Treatment
+from autoamp.rules import CastTable
+from autoamp.runtime import current_handle, put_handle
+from autoamp.scaling import LossScaler, make_scaler
+from autoamp.targets import expand
+from autoamp.tensors import HALF_DTYPES
+
+__all__ = ["LEVELS", "OptLevel", "initialize", "load_state_dict", "master_params", "scale_loss", "state_dict"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class OptLevel:
+    """What an opt level stands for. Every property can be overridden in the call of `initialize`.
+
+    Attributes:
+        name: ``"O0"`` to ``"O3"``.
+        cast_model_type: The dtype that models are cast to: ``torch.float32``, a half dtype, ``"half"`` for the half
+            dtype in use, or None to leave them.
+        patch_torch_functions: Whether torch is patched by the cast lists.
+        keep_batchnorm_fp32: Whether norms with running statistics stay in fp32 where the model is cast.
+        master_weights: Whether optimizers step fp32 copies of half parameters.
+        loss_scale: ``"dynamic"``, a number, or None for what `init` takes: dynamic for fp16, 1.0 for bf16.
+    """
+
+    name: str
+    cast_model_type: torch.dtype | str | None
+    patch_torch_functions: bool
+    keep_batchnorm_fp32: bool
+    master_weights: bool
+    loss_scale: Any
+
+
+LEVELS = {
+    "O0": OptLevel("O0", torch.float32, False, False, False, 1.0),
+    "O1": OptLevel("O1", None, True, False, False, None),
+    "O2": OptLevel("O2", "half", False, True, True, None),
+    "O3": OptLevel("O3", "half", False, False, False, 1.0),
+}
+
+
+def initialize(
+    models: Any,
+    optimizers: Any = None,
+    enabled: bool | str = True,
+    opt_level: str = "O1",
+    cast_model_type: torch.dtype | None = None,
+    patch_torch_functions: bool | str | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | str | None = None,
+    loss_scale: Any = None,
+    cast_model_outputs: torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+    *,
+    scope: str = "global",
+    dtype: torch.dtype | None = None,
+    device_type: str | None = None,
+    lists: Any = None,
+) -> Any:
+    """Set models and optimizers up for mixed precision at an opt level.
+
+    A call replaces whatever was set up before: patches are taken back, models that were cast are in fp32 again.
+
+    Args:
+        models: A module or a list of modules, in fp32, not yet wrapped in DataParallel or DistributedDataParallel.
+        optimizers: An optimizer, a list of them, or None for inference.
+        enabled: False returns the arguments as they are; ``scale_loss`` yields the loss as it is.
+        opt_level: ``"O0"``: fp32. ``"O1"``: torch is patched by the cast lists. ``"O2"``: models in half precision,
+            norms and master weights in fp32. ``"O3"``: models in half precision.
+        cast_model_type: Overrides the level's; None leaves it.
+        patch_torch_functions: Overrides the level's.
+        keep_batchnorm_fp32: Overrides the level's; it says nothing where the model is not cast.
+        master_weights: Overrides the level's.
+        loss_scale: Overrides the level's: a number or ``"dynamic"``.
+        cast_model_outputs: What floating outputs of the models are cast to. None is fp32 where inputs are cast.
+        num_losses: How many scalers there are, chosen by ``scale_loss(..., loss_id=)``.
+        verbosity: 0 logs nothing, 1 logs the level and its properties to the logger ``autoamp``.
+        min_loss_scale: The lowest dynamic scale; None for no other bound than fp32's.
+        max_loss_scale: The highest dynamic scale.
+        scope: ``"global"``, or ``"models"``: casts of O1 act within the calls of these models alone, and their floating
+            outputs are cast to fp32.
+        dtype: The half dtype; None is torch's own choice for the device type.
+        device_type: As for `init`.
+        lists: As for `init`.
+
+    Returns:
+        ``models``, or ``(models, optimizers)`` if optimizers were given, as they were given: the same objects.
+
+    Raises:
+        UsageError: An argument is wrong. Nothing was changed, and what was set up before is still active.
+        ListFileError: So is a list.
+        ValueError: So is the loss scale.
+    """
+    model_list, optimizer_list = _models(models), _optimizers(optimizers)
+    result = models if optimizers is None else (models, optimizers)
+    # Published programs pass "O1" in the place of `enabled`, where it means True and the level is the default.
+    if enabled != "O1" and not _flag("enabled", enabled):
+        put_handle(None)
+        _switch.on = False
+        return result
+    level = _properties(
+        opt_level,
+        cast_model_type=cast_model_type,
+        patch_torch_functions=_flag("patch_torch_functions", patch_torch_functions),
+        keep_batchnorm_fp32=_flag("keep_batchnorm_fp32", keep_batchnorm_fp32),
+        master_weights=_flag("master_weights", master_weights),
+        loss_scale=loss_scale,
+    )
+    if scope not in ("global", "models"):
+        raise UsageError(f"scope={scope!r} is unknown; choose 'global' or 'models'")
+    if cast_model_outputs not in (None, torch.float32, torch.float64, *HALF_DTYPES):
+        raise UsageError(f"cast_model_outputs={cast_model_outputs!r} is no floating dtype; choose torch.float32")
+    half = level.cast_model_type if level.cast_model_type in HALF_DTYPES else dtype
+    settings = Settings.of(level.loss_scale, True, verbosity > 1, True, lists, device_type, half, True)
+    table = settings.table if level.patch_torch_functions else CastTable(modules=settings.table.modules)
+    expand(table)
+    settings = replace(settings, table=table, opt_level=opt_level)
+    scalers = _scalers(level, settings.dtype, num_losses, min_loss_scale, max_loss_scale)
+    # Every argument was looked at: from here on the handle before is gone.
+    put_handle(None)
+    handle = Handle(settings, on=level.patch_torch_functions and scope == "global", scalers=scalers)
+    try:
+        _hold_models(handle, level, model_list, cast_model_outputs, scope)
+        put_handle(handle)
+        for model in model_list:
+            handle.override(model)
+        for optimizer in optimizer_list:
+            keep = handle.keep_masters if level.master_weights else handle.step_halves
+            keep(optimizer)
+    except BaseException:
+        handle.deactivate()
+        raise
+    handle.models.originals.clear()
+    _switch.on = True
+    _warn(level, model_list, optimizer_list, keep_batchnorm_fp32)
+    if verbosity:
+        log.info("%s, half dtype %s, %s losses, scope %s", level, settings.dtype, num_losses, scope)
+    return result
+
+
+def _warn(level: OptLevel, models: Sequence[Module], optimizers: Sequence[Any], keep_norms: Any) -> None:
+    if level.cast_model_type is None:
+        check_half_model(models, level.name, stacklevel=4)
+    if level.cast_model_type in (None, torch.float32) and keep_norms is not None:
+        warnings.warn(
+            f"keep_batchnorm_fp32={keep_norms!r} says nothing at opt_level={level.name!r}, which leaves models in "
+            "fp32; it is ignored",
+            stacklevel=3,
+        )
+    check_half_norms(models, stacklevel=4)
+    for optimizer in optimizers:
+        check_optimizer(optimizer, stacklevel=4)
+
+
+def _hold_models(
+    handle: Handle, level: OptLevel, models: Sequence[Module], outputs: torch.dtype | None, scope: str
+) -> None:
+    half = handle.settings.dtype
+    casts = level.patch_torch_functions and scope == "models"
+    treatment = Treatment(outputs=outputs or (torch.float32 if casts else None), casts=casts)
+    for model in models:
+        if level.cast_model_type in ("half", half):
+            inward = Treatment(inputs=half, outputs=outputs or torch.float32)
+            handle.hold(model, inward, dtype=half, keep_norms=level.keep_batchnorm_fp32)
+        elif level.cast_model_type is torch.float32:
+            handle.hold(model, treatment, dtype=torch.float32)
+        elif treatment != Treatment():
+            handle.hold(model, treatment)
+
+
+def _properties(opt_level: str, **overrides: Any) -> OptLevel:
+    if opt_level not in tuple(LEVELS):
+        raise UsageError(f"opt_level={opt_level!r} is unknown; choose 'O0', 'O1', 'O2' or 'O3'")
+    level = replace(LEVELS[opt_level], **{name: value for name, value in overrides.items() if value is not None})
+    kind = level.cast_model_type
+    if kind not in (None, "half", torch.float32, *HALF_DTYPES):
+        raise UsageError(f"cast_model_type={kind!r}; choose torch.float16, torch.bfloat16, torch.float32 or None")
+    if level.patch_torch_functions and kind not in (None, torch.float32):
+        raise UsageError(
+            f"patch_torch_functions=True casts fp32 parameters as they are used, and cast_model_type={kind!r} leaves "
+            "none; choose one of the two"
+        )
+    return level
+
+
+def _flag(name: str, value: Any) -> bool | None:
+    """Return a switch as a bool or None. Command lines give it as a string."""
+    known = {None: None, True: True, False: False, "True": True, "False": False, "None": None, "": None}
+    if isinstance(value, Hashable) and value in known:
+        return known[value]
+    raise UsageError(f"{name}={value!r} is no bool; choose True, False or None")
+
+
+def _scalers(
+    level: OptLevel, dtype: torch.dtype, num_losses: int, lowest: float | None, highest: float
+) -> list[LossScaler]:
+    if not isinstance(num_losses, int) or isinstance(num_losses, bool) or num_losses < 1:
+        raise UsageError(f"num_losses={num_losses!r} is no number of losses; choose 1 or more")
+    first = make_scaler(level.loss_scale, dtype, min_loss_scale=lowest, max_loss_scale=highest)
+    # No loss may move the scale of another.
+    return [first, *(copy.copy(first) for _ in range(num_losses - 1))]
+
+
+def _models(models: Any) -> list[Module]:
+    found = list(models) if isinstance(models, (list, tuple)) else [models]
+    for model in found:
+        if isinstance(model, (DataParallel, DistributedDataParallel)):
+            raise UsageError(
+                f"a model is wrapped in {type(model).__name__} already; call initialize() first and wrap what "
+                "it returns"
+            )
+        if not isinstance(model, Module):
+            raise UsageError(f"models takes a torch.nn.Module or a list of them, not {type(model).__name__}")
+    return found
+
+
+def _optimizers(optimizers: Any) -> list[Any]:
+    if optimizers is None:
+        return []
+    found = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+    for optimizer in found:
+        if not hasattr(optimizer, "param_groups") or not callable(getattr(optimizer, "step", None)):
+            raise UsageError(
+                f"optimizers takes an optimizer or a list of them, not {type(optimizer).__name__}: it needs "
+                "`param_groups` and `step()`"
+            )
+        refuse_own_scaler(optimizer)
+    return found
+
+
+class _Switch:
+    """Whether the last `initialize` was called with ``enabled=True``. Without one a missing handle is an error."""
+
+    on = True
+
+
+_switch = _Switch()
+
+
+def scale_loss(
+    loss: Tensor,
+    optimizers: Any,
+    loss_id: int = 0,
+    model: Module | None = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> contextlib.AbstractContextManager[Tensor]:
+    """Scale a loss for its backward pass, by the handle that `initialize` or `init` set up; see `Handle.scale_loss`.
+
+    Args:
+        loss: A floating tensor, as a rule a scalar.
+        optimizers: An optimizer, a list of them, or ``[]``.
+        loss_id: Which scaler to use, from 0 to ``num_losses - 1``.
+        model: Not needed; taken for the sake of legacy calls.
+        delay_unscale: Leave the gradients scaled until a later call without it.
+        delay_overflow_check: Not needed: gradients are checked when they are unscaled.
+
+    Raises:
+        UsageError: Neither `initialize` nor `init` was called.
+    """
+    handle = current_handle()
+    if handle is None and not _switch.on:
+        return contextlib.nullcontext(loss)
+    return _needed(handle, "scale_loss").scale_loss(loss, optimizers, loss_id, delay_unscale=delay_unscale)
+
+
+def state_dict() -> dict[str, Any]:
+    """Return the loss scalers' state and the number of skipped steps; ``{}`` after ``initialize(enabled=False)``.
+
+    Raises:
+        UsageError: Neither `initialize` nor `init` was called.
+    """
+    handle = current_handle()
+    if handle is None and not _switch.on:
+        return {}
+    return _needed(handle, "state_dict").state_dict()
+
+
+def load_state_dict(state: Mapping[str, Any]) -> None:
+    """Load what `state_dict` returned, before or after models and optimizers are loaded; all of it, or nothing.
+
+    Raises:
+        CheckpointError: A key is missing, unknown or of the wrong kind. The message names it.
+        UsageError: Neither `initialize` nor `init` was called.
+    """
+    handle = current_handle()
+    if handle is None and not _switch.on:
+        return
+    _needed(handle, "load_state_dict").load_state_dict(state)
+
+
+def _needed(handle: Handle | None, name: str) -> Handle:
+    if handle is None:
+        raise UsageError(f"{name}() needs a handle; call autoamp.initialize(model, optimizer) or autoamp.init() first")
+    return handle
+
+
+def master_params(optimizer: Any) -> Iterator[Tensor]:
+    """Yield what the optimizer steps: the fp32 masters of half parameters, and the other parameters themselves.
+
+    The gradients of these are the ones to clip: ``clip_grad_norm_(master_params(optimizer), max_norm)``. Inside of a
+    `scale_loss` block they have the scale of the block.
+    """
+    handle = current_handle()
+    if handle is not None:
+        handle.optimizers.collect(optimizer)
+    for group in optimizer.param_groups:
+        yield from group["params"]

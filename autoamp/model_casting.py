@@ -1,0 +1,292 @@
+"""Models in half precision (O2, O3): their parameters and buffers are cast in place, and can be cast back.
+
+What goes into such a model and what comes out of it is cast by a patched module call, and a model carries nothing but a
+string that marks it: a deep copy is a model of its own. Its ``state_dict()`` is fp32, from the masters where there are
+some, and what is loaded reaches the masters unrounded. Buffers keep their fp32 values beside the rounded ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import threading
+import uuid
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.weak import WeakIdKeyDictionary
+
+from autoamp.casting import Casts
+from autoamp.masters import fit_state, master_of, release_master
+from autoamp.patching import dress
+from autoamp.tensors import CASTABLE_LAYOUTS, HALF_DTYPES, map_tensors
+
+__all__ = ["CastModels", "Treatment", "cast_structure"]
+
+_MARK = "_autoamp_model"
+_FLOATS = frozenset({*HALF_DTYPES, torch.float32})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Treatment:
+    """What the call of a model does to its floating inputs and outputs.
+
+    Attributes:
+        inputs: The dtype that inputs are cast to; None leaves them.
+        outputs: The dtype that outputs are cast to; None leaves them.
+        casts: Whether the casts of the lists, off elsewhere, are on within.
+    """
+
+    inputs: torch.dtype | None = None
+    outputs: torch.dtype | None = None
+    casts: bool = False
+
+
+class CastModels:
+    """The models of a handle that are in half precision, or whose inputs and outputs are cast.
+
+    Attributes:
+        originals: By ``id(parameter)`` the fp32 values that parameters had before, from which masters are made. Cleared
+            once the optimizers have theirs.
+    """
+
+    def __init__(self, casts: Casts) -> None:
+        self.originals: dict[int, Tensor] = {}
+        self._casts = casts
+        self._models: weakref.WeakKeyDictionary[Module, torch.dtype | None] = weakref.WeakKeyDictionary()
+        self._treatments: dict[str, Treatment] = {}
+        self._wide_buffers: Any = WeakIdKeyDictionary()
+        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @torch.no_grad()
+    def cast(self, model: Module, dtype: torch.dtype, *, keep_norms: bool = False) -> None:
+        """Cast a model's floating parameters and buffers in place: parameters stay the same objects.
+
+        Args:
+            model: Any module. Parameters and buffers that occur more than once stay shared. fp64 is left alone.
+            dtype: fp32 or a half dtype.
+            keep_norms: Whether batch and instance norms keep their parameters and running statistics as they are.
+        """
+        buffers: dict[int, Tensor] = {}
+        for module in model.modules():
+            if keep_norms and isinstance(module, _NormBase):
+                continue
+            for parameter in module._parameters.values():
+                if parameter is not None and parameter.dtype in _FLOATS and parameter.dtype is not dtype:
+                    self._cast_parameter(parameter, dtype)
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.dtype in _FLOATS and buffer.dtype is not dtype:
+                    if id(buffer) not in buffers:
+                        buffers[id(buffer)] = self._cast_buffer(buffer, dtype)
+                    module._buffers[name] = buffers[id(buffer)]
+            if isinstance(module, torch.nn.RNNBase):
+                # cuDNN wants its weights in one piece; a cast has scattered them.
+                module.flatten_parameters()
+        self._models[model] = dtype
+
+    def _cast_parameter(self, parameter: Tensor, dtype: torch.dtype) -> None:
+        grad, parameter.grad = parameter.grad, None
+        if dtype is torch.float32:
+            # An optimizer that was dropped left its masters. Before there are any, the values are as they were.
+            wide = release_master(parameter)
+            wide = self.originals.get(id(parameter)) if wide is None else wide
+            parameter.data = parameter.data.float() if wide is None else wide.detach()
+        else:
+            if parameter.dtype is torch.float32:
+                self.originals[id(parameter)] = parameter.data
+            parameter.data = parameter.data.to(dtype)
+        if grad is not None:
+            parameter.grad = grad.to(dtype)
+
+    def _cast_buffer(self, buffer: Tensor, dtype: torch.dtype) -> Tensor:
+        if dtype is torch.float32:
+            wide = self._wide_buffer(buffer)
+            return buffer.float() if wide is None else wide
+        half = buffer.to(dtype)
+        if buffer.dtype is torch.float32:
+            self._wide_buffers[half] = buffer
+        return half
+
+    def _wide_buffer(self, buffer: Tensor) -> Tensor | None:
+        """Return the fp32 values of a half buffer, None if it was written to since."""
+        wide: Tensor | None = self._wide_buffers.get(buffer)
+        return wide if wide is not None and torch.equal(wide.to(buffer.dtype), buffer) else None
+
+    def step_halves(self, optimizer: Any) -> None:
+        """Let an optimizer's state be of the dtype of the parameters, now and when these are cast back."""
+        fit_state(optimizer)
+        self._optimizers.add(optimizer)
+
+    def treat(self, model: Module, treatment: Treatment) -> None:
+        """Cast what goes into and comes out of a model, at each of its calls and at those of its copies."""
+        self._models.setdefault(model, None)
+        # A copy carries the mark; a random one means nothing to another process or handle.
+        token = uuid.uuid4().hex
+        self._treatments[token] = treatment
+        vars(model)[_MARK] = token
+
+    def builders(self) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
+        """The methods of `torch.nn.Module` to patch beside its call, each with the builder of its replacement."""
+        if not self._models:
+            return ()
+        return ("state_dict", self._build_state_dict), ("load_state_dict", self._build_load_state_dict)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Cast every model that is in half precision back to fp32, after optimizers have given their masters back."""
+        for model, dtype in list(self._models.items()):
+            vars(model).pop(_MARK, None)
+            if dtype in HALF_DTYPES:
+                self.cast(model, torch.float32)
+        for optimizer in self._optimizers:
+            fit_state(optimizer)
+        self._models.clear()
+        self._optimizers.clear()
+        self._treatments.clear()
+        self.originals.clear()
+
+    def _holds(self, module: Module) -> bool:
+        """Tell whether a module is or has a model in half precision, or a copy of one, or is a part of such a model."""
+        for part in module.modules():
+            treatment = self._treatments.get(part.__dict__.get(_MARK, ""))
+            if treatment is not None and treatment.inputs is not None:
+                return True
+        halves = [model for model, dtype in self._models.items() if dtype in HALF_DTYPES]
+        return any(module is part for model in halves for part in model.modules())
+
+    def around(self, call: Any, original: Any) -> Any:
+        """Build the module call that treats these models around another replacement of the original."""
+        if not self._models:
+            return call
+        treatments, casts = self._treatments, self._casts
+
+        def treated(self: Module, *args: Any, **kwargs: Any) -> Any:
+            treatment = treatments.get(self.__dict__.get(_MARK, ""))
+            if treatment is None:
+                return call(self, *args, **kwargs)
+            if treatment.inputs is not None:
+                args, kwargs = cast_structure((args, kwargs), treatment.inputs)
+            with _casting(casts) if treatment.casts else contextlib.nullcontext():
+                outputs = call(self, *args, **kwargs)
+            return outputs if treatment.outputs is None else cast_structure(outputs, treatment.outputs)
+
+        return dress(treated, original, original.__module__, original.__qualname__)  # type: ignore[arg-type]
+
+    def _build_state_dict(self, original: Any) -> Any:
+        models, depth = self, _Depth()
+
+        def state_dict(self: Module, *args: Any, **kwargs: Any) -> Any:
+            # torch calls this anew for each child; the outermost call does the work, once.
+            if depth.value or not models._holds(self):
+                return original(self, *args, **kwargs)
+            depth.value = 1
+            try:
+                destination, prefix, keep_vars = _state_arguments(*args, **kwargs)
+                others = set(destination or ())
+                state = original(self, *args, **kwargs)
+            finally:
+                depth.value = 0
+            wide = {prefix + name: values for name, _, values in models._wide_values(self)}
+            for key in state.keys() - others:
+                state[key] = _widened(state[key], wide.get(key), keep_vars)
+            return state
+
+        return dress(state_dict, original, original.__module__, original.__qualname__)  # type: ignore[arg-type]
+
+    def _build_load_state_dict(self, original: Any) -> Any:
+        models = self
+
+        def load_state_dict(self: Module, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+            result = original(self, state_dict, *args, **kwargs)
+            if models._holds(self):
+                models._load_wide(self, state_dict)
+            return result
+
+        return dress(load_state_dict, original, original.__module__, original.__qualname__)  # type: ignore[arg-type]
+
+    def _wide_values(self, module: Module) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield the name of each parameter and buffer that has fp32 values beside the half ones, both of them."""
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            master = master_of(parameter)
+            if master is not None:
+                yield name, parameter, master
+        for name, buffer in module.named_buffers(remove_duplicate=False):
+            wide = self._wide_buffer(buffer)
+            if wide is not None:
+                yield name, buffer, wide
+
+    @torch.no_grad()
+    def _load_wide(self, module: Module, state_dict: Mapping[str, Any]) -> None:
+        """Bring a checkpoint's fp32 values, of which the half ones were just loaded, to masters and wide buffers."""
+        for buffer in module.buffers():
+            if buffer in self._wide_buffers:
+                self._wide_buffers[buffer] = buffer.float()
+        for name, half, wide in self._wide_values(module):
+            value = state_dict.get(name)
+            # A hook of the module may have loaded something else than what stands under this name.
+            if isinstance(value, Tensor) and value.shape == half.shape:
+                value = value.to(device=half.device)
+                if torch.equal(value.to(half.dtype), half):
+                    wide.copy_(value)
+
+
+def cast_structure(value: Any, dtype: torch.dtype) -> Any:
+    """Cast the floating tensors in a nest of containers, dataclasses and objects with a ``to`` method.
+
+    fp64, complex, integer and sparse tensors are left alone. Nothing is written to: what changes is built anew.
+    """
+
+    def convert(tensor: Tensor) -> Tensor:
+        castable = tensor.dtype in _FLOATS and tensor.layout in CASTABLE_LAYOUTS
+        return tensor.to(dtype) if castable else tensor
+
+    def other(leaf: Any) -> Any:
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            return _cast_dataclass(leaf, dtype)
+        if callable(getattr(leaf, "to", None)) and not isinstance(leaf, (type, Module)):
+            return leaf.to(dtype)
+        return leaf
+
+    return map_tensors(value, convert, other)
+
+
+def _cast_dataclass(value: Any, dtype: torch.dtype) -> Any:
+    changed = {}
+    for field in dataclasses.fields(value):
+        old = getattr(value, field.name)
+        new = cast_structure(old, dtype)
+        if new is not old:
+            changed[field.name] = new
+    if not changed:
+        return value
+    # A copy, not `replace`: that one runs __init__, which may do more than take fields.
+    rebuilt = copy.copy(value)
+    for name, new in changed.items():
+        object.__setattr__(rebuilt, name, new)
+    return rebuilt
+
+
+class _Depth(threading.local):
+    value = 0
+
+
+def _casting(casts: Casts) -> contextlib.AbstractContextManager[None]:
+    """Turn casts on for a block, unless a ``disable_casts`` is around it."""
+    return contextlib.nullcontext() if vars(casts.local).get("forced_off") else casts.enabled()
+
+
+def _state_arguments(destination: Any = None, prefix: str = "", keep_vars: bool = False) -> tuple[Any, str, bool]:
+    return destination, prefix, keep_vars
+
+
+def _widened(value: Any, wide: Tensor | None, keep_vars: bool) -> Any:
+    """Return an entry of a state dict in fp32: its wide values where there are some."""
+    if wide is not None:
+        return wide if keep_vars else wide.detach()
+    return value.float() if isinstance(value, Tensor) and value.dtype in HALF_DTYPES else value
