@@ -33,6 +33,7 @@ class GuardedOptimizers:
         scalers: As given, and those of wrapped optimizers.
         skipped_steps: How many steps were skipped, of all optimizers together.
         last_step_skipped: Whether the last step of any optimizer was a skip.
+        masters_for_all: Whether every optimizer that is guarded from now on gets masters for its half parameters.
         max_consecutive_skips: So many skips of one optimizer in a row are an error.
     """
 
@@ -40,6 +41,7 @@ class GuardedOptimizers:
         self.scalers = list(scalers)
         self.skipped_steps = 0
         self.last_step_skipped = False
+        self.masters_for_all = False
         self.max_consecutive_skips = 50
         self._casts = casts
         self._guards: weakref.WeakKeyDictionary[Any, StepGuard] = weakref.WeakKeyDictionary()
@@ -90,6 +92,8 @@ class GuardedOptimizers:
                 raise UsageError(_not_an_optimizer(optimizer))
             refuse_own_scaler(optimizer)
             masters = self._masters.get(optimizer)
+            if masters is None and self.masters_for_all:
+                masters = self._masters[optimizer] = MasterWeights(optimizer)
             guard = StepGuard(
                 optimizer,
                 casts_off=lambda: self._stepping(masters),

@@ -157,19 +157,27 @@ def initialize(
         raise
     handle.models.originals.clear()
     _switch.on = True
-    _warn(level, model_list, optimizer_list, keep_batchnorm_fp32)
+    # An optimizer that is built after this call gets its masters at its first scale_loss.
+    handle.optimizers.masters_for_all = level.master_weights
+    _warn(level, model_list, optimizer_list, keep_batchnorm_fp32, table)
     if verbosity:
         log.info("%s, half dtype %s, %s losses, scope %s", level, settings.dtype, num_losses, scope)
     return result
 
 
-def _warn(level: OptLevel, models: Sequence[Module], optimizers: Sequence[Any], keep_norms: Any) -> None:
+def _warn(level: OptLevel, models: Sequence[Module], optimizers: Sequence[Any], keep_norms: Any, table: CastTable) -> None:
     if level.cast_model_type is None:
         check_half_model(models, level.name, stacklevel=4)
     if level.cast_model_type in (None, torch.float32) and keep_norms is not None:
         warnings.warn(
             f"keep_batchnorm_fp32={keep_norms!r} says nothing at opt_level={level.name!r}, which leaves models in "
             "fp32; it is ignored",
+            stacklevel=3,
+        )
+    if table.modules and level.cast_model_type in ("half", *HALF_DTYPES):
+        warnings.warn(
+            f"{table.modules[0].origin}: [modules] says nothing at opt_level={level.name!r}, which casts whole models; "
+            "use opt_level='O1' for precision by module",
             stacklevel=3,
         )
     check_half_norms(models, stacklevel=4)

@@ -559,3 +559,19 @@ def test_verbosity(caplog: pytest.LogCaptureFixture) -> None:
         initialize(network(), opt_level="O2", verbosity=1)
     assert "'O2'" in caplog.text
     assert "torch.float16" in caplog.text
+
+
+def test_an_optimizer_built_after_initialize_steps_masters_too() -> None:
+    model = network()
+    initialize(model, opt_level="O2")
+    optimizer = sgd(model)
+    with autoamp.scale_loss(model(batch()[0]).sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert {parameter.dtype for parameter in autoamp.master_params(optimizer)} == {torch.float32}
+
+
+def test_precision_by_module_says_nothing_where_models_are_cast() -> None:
+    lists = {"modules": {"0": "fp32"}}
+    with pytest.warns(UserWarning, match=r"\[modules\] says nothing at opt_level='O2'"):
+        autoamp.initialize(network(), opt_level="O2", lists=lists, device_type="cpu", verbosity=0)

@@ -41,7 +41,6 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-
 class Curve:
     """A least-squares problem whose scaled gradients overflow above ``limit``, as they would in fp16."""
 
