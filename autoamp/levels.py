@@ -165,7 +165,9 @@ def initialize(
     return result
 
 
-def _warn(level: OptLevel, models: Sequence[Module], optimizers: Sequence[Any], keep_norms: Any, table: CastTable) -> None:
+def _warn(
+    level: OptLevel, models: Sequence[Module], optimizers: Sequence[Any], keep_norms: Any, table: CastTable
+) -> None:
     if level.cast_model_type is None:
         check_half_model(models, level.name, stacklevel=4)
     if level.cast_model_type in (None, torch.float32) and keep_norms is not None:
