@@ -31,26 +31,29 @@ def check_optimizer(optimizer: Any, *, stacklevel: int = 3) -> None:
     Only for optimizers that step half parameters themselves: fp32 masters have neither problem.
     """
     for index, group in enumerate(optimizer.param_groups):
-        halves = [parameter for parameter in group["params"] if parameter.dtype in HALF_DTYPES]
-        if not halves:
-            continue
         where = f"{type(optimizer).__name__}.param_groups[{index}]"
-        dtype = halves[0].dtype
-        eps = group.get("eps")
-        if isinstance(eps, float) and eps > 0 and float(torch.tensor(eps, dtype=dtype)) == 0.0:
-            warnings.warn(
-                f"{where}: eps={eps:g} is 0 in {dtype}, so a division by it gives inf; the smallest that survives "
-                f"is {smallest_positive(dtype):.3g}. Set eps to that or more, or step fp32 master weights "
-                "(opt_level='O2')",
-                stacklevel=stacklevel,
-            )
-        if _moves_nothing(group.get("lr"), halves, dtype):
-            warnings.warn(
-                f"{where}: lr={float(group['lr']):g} is less than half the distance between neighbouring {dtype} "
-                "numbers at the size of most weights, so steps of that size are rounded away. Raise the learning rate, "
-                "or step fp32 master weights (opt_level='O2')",
-                stacklevel=stacklevel,
-            )
+        for dtype in HALF_DTYPES:
+            halves = [parameter for parameter in group["params"] if parameter.dtype is dtype]
+            if halves:
+                _check_group(group, where, halves, dtype, stacklevel=stacklevel + 1)
+
+
+def _check_group(group: Any, where: str, halves: list[Tensor], dtype: torch.dtype, *, stacklevel: int) -> None:
+    eps = group.get("eps")
+    if isinstance(eps, float) and eps > 0 and float(torch.tensor(eps, dtype=dtype)) == 0.0:
+        warnings.warn(
+            f"{where}: eps={eps:g} is 0 in {dtype}, so a division by it gives inf; the smallest that survives "
+            f"is {smallest_positive(dtype):.3g}. Set eps to that or more, or step fp32 master weights "
+            "(opt_level='O2')",
+            stacklevel=stacklevel,
+        )
+    if _moves_nothing(group.get("lr"), halves, dtype):
+        warnings.warn(
+            f"{where}: lr={float(group['lr']):g} is less than half the distance between neighbouring {dtype} "
+            "numbers at the size of most weights, so steps of that size are rounded away. Raise the learning rate, "
+            "or step fp32 master weights (opt_level='O2')",
+            stacklevel=stacklevel,
+        )
 
 
 def _moves_nothing(lr: Any, halves: Iterable[Tensor], dtype: torch.dtype) -> bool:

@@ -117,7 +117,10 @@ class MasterWeights:
                 # In a backward pass outside of any block this is the last moment to tell old gradients from new ones.
                 self._hooks[id(half)] = half.register_hook(_dropping(half, master))
             _drop_old(half, master)
-            if half.grad is not None and half.grad.dtype in HALF_DTYPES:
+            if half.grad is None and master.grad is not None and not hasattr(master.grad, _SHARED):
+                # Somebody gave the master a gradient of his own.
+                _share(half, master, master.grad)
+            elif half.grad is not None and half.grad.dtype in HALF_DTYPES:
                 fresh.append((half, master))
             elif half.grad is not master.grad:
                 _share(half, master, half.grad)

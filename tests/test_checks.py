@@ -166,3 +166,9 @@ def test_a_loss_that_no_parameter_contributed_to(level: str) -> None:
 
     model.requires_grad_(False)
     assert "all of them are frozen (requires_grad=False)" in messages(run)[0]
+
+
+def test_each_half_dtype_of_a_group_is_looked_at() -> None:
+    first, second = (torch.nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.bfloat16, torch.float16))
+    with pytest.warns(UserWarning, match="eps=1e-08 is 0 in torch.float16"):
+        check_optimizer(torch.optim.Adam([first, second], lr=0.1))

@@ -266,6 +266,24 @@ def test_gradients_given_by_hand() -> None:
         torch.testing.assert_close(m.detach(), old - 0.1 * grad.float())
 
 
+def test_gradients_given_to_masters_by_hand() -> None:
+    model = network()
+    optimizer = sgd(model.parameters(), momentum=0)
+    o2(model, optimizer)
+    for _ in range(2):
+        optimizer.zero_grad()
+        before = [m.detach().clone() for m in masters(optimizer)]
+        for m in masters(optimizer):
+            m.grad = torch.ones_like(m)
+        optimizer.step()
+        for m, old in zip(masters(optimizer), before, strict=True):
+            torch.testing.assert_close(m.detach(), old - 0.1)
+    model.zero_grad()
+    before = [m.detach().clone() for m in masters(optimizer)]
+    optimizer.step()
+    assert all(torch.equal(m, old) for m, old in zip(masters(optimizer), before, strict=True))
+
+
 # -- groups --
 
 
