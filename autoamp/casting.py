@@ -63,7 +63,8 @@ class CastCache:
 
     A cast is stale as soon as its parameter changes. Identity, version and address tell of most changes; nothing tells
     of a write through ``.data``, numpy or a flat buffer. Such writes happen between module calls, so no cast outlives
-    the outermost one, with or without gradients. ``pin`` is the explicit promise that the weights stay.
+    the outermost one, with or without gradients. A module that writes so between two uses of one weight within its own
+    call needs ``init(enable_caching=False)``. ``pin`` is the explicit promise that the weights stay.
     """
 
     def __init__(self, local: _ThreadState, enabled: bool = True) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import warnings
 import weakref
@@ -59,6 +60,10 @@ class Registry:
             return type(function)(self.decorate(function.__func__, policy))
         if not callable(function):
             raise TypeError(f"{function!r} is not callable; a {policy.value} decorator takes a function")
+        if isinstance(function, type):
+            raise TypeError(f"{function.__name__} is a class; decorate its method, such as forward")
+        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+            raise TypeError(f"{function!r} runs after the call has returned; decorate the functions that it calls")
         decorated, active_casts = _Decorated(function, policy), self._active_casts
         with self._lock:
             self._decorated.add(decorated)

@@ -9,6 +9,7 @@ and bool tensors carry no gradient of a loss and are left alone. Any other dtype
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable, Sequence
 
@@ -139,34 +140,33 @@ def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch
 
 
 class GradientMark:
-    """Remembers gradients by the first of them, to tell later, at no cost, whether they are still the same.
-
-    It keeps no tensor alive.
+    """Remembers gradients, to tell later whether they are still the same. It keeps no tensor alive.
 
     Args:
         params: The parameters whose gradients are meant.
+        every: Whether to remember all of them. Otherwise the first stands for all, which costs next to nothing.
     """
 
-    def __init__(self, params: Iterable[torch.Tensor]) -> None:
-        param = next((param for param in params if param.grad is not None), None)
-        grad = None if param is None else param.grad
-        self._param = None if param is None else weakref.ref(param)
-        self._grad = None if grad is None else weakref.ref(grad)
-        self._version = _version(grad)
+    def __init__(self, params: Iterable[torch.Tensor], *, every: bool = False) -> None:
+        found = ((param, param.grad) for param in params)
+        present = ((param, grad) for param, grad in found if grad is not None)
+        kept = list(present) if every else list(itertools.islice(present, 1))
+        self._kept = [(weakref.ref(param), weakref.ref(grad)) for param, grad in kept]
+        self._version = _version(kept[0][1]) if kept else None
 
     def replaced(self) -> bool:
-        """Whether the gradient is gone, or another tensor. True also if there was none."""
-        return self._same_grad() is None
+        """Whether each remembered gradient is gone, or another tensor. True also if there was none."""
+        return all(_same_grad(param, grad) is None for param, grad in self._kept)
 
     def touched(self) -> bool:
-        """Whether the gradient is gone, another tensor, or was written in place. True also if there was none."""
-        grad = self._same_grad()
+        """Whether the first gradient is gone, another tensor, or was written in place. True also if there was none."""
+        grad = _same_grad(*self._kept[0]) if self._kept else None
         return grad is None or _version(grad) != self._version
 
-    def _same_grad(self) -> torch.Tensor | None:
-        param = None if self._param is None else self._param()
-        grad = None if param is None else param.grad
-        return grad if grad is not None and self._grad is not None and self._grad() is grad else None
+
+def _same_grad(param: weakref.ref[torch.Tensor], grad: weakref.ref[torch.Tensor]) -> torch.Tensor | None:
+    owner, now = param(), grad()
+    return now if owner is not None and now is not None and owner.grad is now else None
 
 
 def _writable_grads(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -53,7 +53,12 @@ class Settings:
         lists: Any, device_type: str | None, dtype: torch.dtype | None, rebind: bool,
     ) -> Settings:  # fmt: skip
         """Fill in the defaults and read the lists. Every wrong argument is told before anything is patched."""
-        device_type = default_device_type() if device_type is None else str(torch.device(device_type).type)
+        try:
+            device_type = default_device_type() if device_type is None else str(torch.device(device_type).type)
+        except (RuntimeError, TypeError):
+            raise UsageError(
+                f"device_type={device_type!r} is unknown to torch; choose 'cuda', 'cpu', 'xpu' or 'mps', say"
+            ) from None
         dtype = default_half_dtype(device_type) if dtype is None else dtype
         if dtype not in HALF_DTYPES:
             raise UsageError(f"dtype={dtype} is no half precision; choose torch.float16 or torch.bfloat16")
@@ -101,9 +106,9 @@ class NoOpHandle:
         """Do nothing for a block."""
         yield model
 
-    def override(self, module: Module, precision: str | None = None) -> contextlib.AbstractContextManager[Any]:
+    def override(self, module: Module, precision: str | None = None) -> Override:
         """Do nothing, and hand out what undoes nothing."""
-        return contextlib.nullcontext()
+        return ModulePrecisions(()).override_paths(module)
 
     def is_active(self) -> bool:
         """Return False: no patch is in place."""

@@ -299,4 +299,5 @@ def _show_log() -> None:
     logger = logging.getLogger("autoamp")
     if not logger.hasHandlers():
         logger.addHandler(logging.StreamHandler())
-    logger.setLevel(logging.INFO)
+    if logger.getEffectiveLevel() > logging.INFO:
+        logger.setLevel(logging.INFO)

@@ -136,7 +136,7 @@ class StepGuard:
             self.pending.append(verdict)
         self.grads_scale = grads_scale
         self._delayed = delayed
-        self._mark = GradientMark(self.params())
+        self._mark = GradientMark(self.params(), every=delayed is not None)
         self._blocks += 1
 
     def forget_abandoned(self) -> None:
@@ -300,7 +300,7 @@ def scaled_block(guards: Iterable[StepGuard], scaler: LossScaler, *, delay_unsca
     try:
         yield scale
     except BaseException:
-        _close_failed(guards, scale)
+        _close_failed(guards, scaler, scale)
         raise
     else:
         _close(guards, scaler, scale, delay_unscale)
@@ -354,14 +354,14 @@ def _close(guards: Sequence[StepGuard], scaler: LossScaler, scale: float, delay_
             _warn_without_gradients(guard)
 
 
-def _close_failed(guards: Sequence[StepGuard], scale: float) -> None:
-    """Give gradients their true values; what they are worth after an exception is the caller's to know."""
+def _close_failed(guards: Sequence[StepGuard], scaler: LossScaler, scale: float) -> None:
+    """Give gradients their true values. Who catches the exception and steps all the same is kept from inf and nan."""
     for guard in guards:
         guard.collect()
-    if scale != 1.0:
-        unscale_(_params_of(guards), 1.0 / scale)
+    present = [guard for guard in guards if guard.has_gradients()]
+    verdict = Verdict(scaler, scale, unscale_(_params_of(present), 1.0 / scale)) if scale != 1.0 and present else None
     for guard in guards:
-        guard.leave_block(1.0)
+        guard.leave_block(1.0, verdict if guard in present else None)
 
 
 def _params_of(guards: Iterable[StepGuard]) -> list[torch.Tensor]:

@@ -349,3 +349,13 @@ def test_registering_needs_no_handle_and_patches_nothing(library: types.ModuleTy
         autoamp.register_half_function(library, "nms")
     assert library.nms is nms
     assert autoamp.current_handle() is None
+
+
+def test_what_cannot_be_decorated_says_what_to_decorate() -> None:
+    def generator() -> Iterator[int]:
+        yield 1
+
+    with pytest.raises(TypeError, match="runs after the call has returned"):
+        autoamp.float_function(generator)
+    with pytest.raises(TypeError, match="Linear is a class; decorate its method"):
+        autoamp.half_function(torch.nn.Linear)

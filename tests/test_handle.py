@@ -721,3 +721,14 @@ def test_a_scaler_of_ones_own(training: Training) -> None:
     handle = init(loss_scale=Custom(4.0))
     steps(handle, training, 1.0, 1.0)
     assert handle.loss_scale == 6.0
+
+
+@pytest.mark.parametrize("device_type", ["gpu", 3.5])
+def test_an_unknown_device_type_says_so(device_type: Any) -> None:
+    with pytest.raises(UsageError, match=r"device_type=.* is unknown to torch; choose 'cuda', 'cpu'"):
+        autoamp.init(device_type=device_type)
+
+
+def test_an_override_of_nothing_can_be_undone() -> None:
+    handle = autoamp.init(enabled=False)
+    handle.override(torch.nn.Linear(2, 2), "fp32").undo()

@@ -451,7 +451,7 @@ def test_after_an_exception_gradients_hold_true_values(delay: bool) -> None:
         interrupted()
     assert setup.grad == [3.0, 3.0]
     assert (setup.guard.grads_scale, setup.guard.in_block) == (1.0, False)
-    assert len(setup.guard.pending) == 1
+    assert len(setup.guard.pending) == 2
     setup.optimizer.step()
     assert setup.scaler.unskipped == 1
 
@@ -850,3 +850,31 @@ def test_gradients_may_be_collected_from_elsewhere() -> None:
 def test_errors_are_of_the_family() -> None:
     assert issubclass(NonFiniteGradientsError, AutoampError)
     assert issubclass(UsageError, AutoampError)
+
+
+def test_an_overflow_before_an_exception_still_skips() -> None:
+    setup = Setup()
+    before = setup.param.tolist()
+
+    def interrupted() -> None:
+        with scale_loss(setup.param.sum(), setup.guard, setup.scaler) as scaled:
+            (scaled * math.inf).backward()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        interrupted()
+    setup.optimizer.step()
+    assert setup.guard.last_step_skipped
+    assert setup.param.tolist() == before
+
+
+def test_delayed_gradients_of_which_one_was_dropped_are_unscaled() -> None:
+    first, second = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([first, second], lr=1.0)
+    guard = StepGuard(optimizer)
+    guard.install()
+    with scaled_block([guard], StaticLossScaler(128.0), delay_unscale=True) as scale:
+        ((first + second).sum() * scale).backward()
+    first.grad = None
+    optimizer.step()
+    assert (first.item(), second.item()) == (0.0, -1.0)
