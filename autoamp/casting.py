@@ -187,26 +187,21 @@ class Casts:
             put_back(own, "on", before)
             self.blocks.pop()
 
-    @contextlib.contextmanager
-    def disabled(self) -> Iterator[None]:
+    def disabled(self) -> contextlib.AbstractContextManager[None]:
         """Turn this thread's casts off for a block, whatever is within."""
-        own = vars(self.local)
-        before = own.get("forced_off")
-        self.local.forced_off = True
-        try:
-            with self.switched(False):
-                yield
-        finally:
-            put_back(own, "forced_off", before)
+        return self._forced(off=True)
+
+    def enabled(self) -> contextlib.AbstractContextManager[None]:
+        """Turn this thread's casts on for a block, also within a ``disable_casts``."""
+        return self._forced(off=False)
 
     @contextlib.contextmanager
-    def enabled(self) -> Iterator[None]:
-        """Turn this thread's casts on for a block, also within a ``disable_casts``."""
+    def _forced(self, off: bool) -> Iterator[None]:
         own = vars(self.local)
         before = own.get("forced_off")
-        self.local.forced_off = False
+        self.local.forced_off = off
         try:
-            with self.switched(True):
+            with self.switched(not off):
                 yield
         finally:
             put_back(own, "forced_off", before)

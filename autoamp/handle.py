@@ -49,8 +49,8 @@ class Settings:
 
     @classmethod
     def of(
-        cls, loss_scale: Any, enable_caching: bool, verbose: bool, allow_banned: bool,
-        lists: Any, device_type: str | None, dtype: torch.dtype | None, rebind: bool,
+        cls, loss_scale: Any = None, enable_caching: bool = True, verbose: bool = False, allow_banned: bool = True,
+        lists: Any = None, device_type: str | None = None, dtype: torch.dtype | None = None, rebind: bool = True,
     ) -> Settings:  # fmt: skip
         """Fill in the defaults and read the lists. Every wrong argument is told before anything is patched."""
         try:

@@ -169,7 +169,7 @@ def init(
         return NoOpHandle()
     if verbose:
         _show_log()
-    settings = _settings(loss_scale, enable_caching, verbose, allow_banned, lists, device_type, dtype, rebind)
+    settings = Settings.of(loss_scale, enable_caching, verbose, allow_banned, lists, device_type, dtype, rebind)
     with _runtime.lock:
         active = _runtime.base
         if active is not None and active.settings == settings:
@@ -219,7 +219,7 @@ class Region:
     def _own_handle(self) -> Handle:
         # Kept from entry to entry, and with it the loss scale.
         if self._handle is None:
-            self._handle = Handle(self._settings or _settings(), on=False)
+            self._handle = Handle(self._settings or Settings.of(), on=False)
         return self._handle
 
 
@@ -242,20 +242,7 @@ def region(enabled: bool = True, loss_scale: Any = None, **settings: Any) -> Reg
     milliseconds each time: around a whole training loop that is nothing, around each of its steps prefer `init`.
     """
     given = bool(settings) or loss_scale is not None
-    return Region(enabled, _settings(loss_scale=loss_scale, **settings) if given else None)
-
-
-def _settings(
-    loss_scale: Any = None,
-    enable_caching: bool = True,
-    verbose: bool = False,
-    allow_banned: bool = True,
-    lists: Any = None,
-    device_type: str | None = None,
-    dtype: torch.dtype | None = None,
-    rebind: bool = True,
-) -> Settings:
-    return Settings.of(loss_scale, enable_caching, verbose, allow_banned, lists, device_type, dtype, rebind)
+    return Region(enabled, Settings.of(loss_scale=loss_scale, **settings) if given else None)
 
 
 def disable_casts() -> contextlib.AbstractContextManager[None]:
