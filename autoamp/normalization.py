@@ -1,0 +1,186 @@
+"""Layer and RMS norms with the signatures of `apex.normalization`, on torch's own functions.
+
+All compute in fp32. The plain ones return the dtype of their input, the mixed ones that of their weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autoamp.errors import UsageError
+
+__all__ = [
+    "FusedLayerNorm",
+    "FusedRMSNorm",
+    "MixedFusedLayerNorm",
+    "MixedFusedRMSNorm",
+    "fused_layer_norm",
+    "fused_layer_norm_affine",
+    "fused_rms_norm",
+    "fused_rms_norm_affine",
+    "manual_rms_norm",
+    "mixed_dtype_fused_layer_norm_affine",
+    "mixed_dtype_fused_rms_norm_affine",
+]
+
+Shape = int | Sequence[int]
+
+
+class FusedLayerNorm(torch.nn.LayerNorm):
+    """`torch.nn.LayerNorm` that takes half input beside fp32 weights.
+
+    Args:
+        normalized_shape: The last dimensions, over which is normalised.
+        eps: Added to the variance.
+        elementwise_affine: Whether there are a weight and a bias, of ``normalized_shape``.
+        memory_efficient: Taken for the sake of callers; torch saves the input and two numbers a row in any case.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: Any,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+        **factory: Any,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, **factory)
+        self.memory_efficient = memory_efficient
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the normalised input, shape ``(*, *normalized_shape)``, in its own dtype."""
+        return _layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps, input.dtype)
+
+
+class MixedFusedLayerNorm(FusedLayerNorm):
+    """`FusedLayerNorm` whose output has the dtype of its weights."""
+
+    def __init__(
+        self, normalized_shape: Any, eps: float = 1e-5, *, memory_efficient: bool = False, **factory: Any
+    ) -> None:
+        _check_affine(type(self).__name__, factory.pop("elementwise_affine", True))
+        super().__init__(normalized_shape, eps, True, memory_efficient, **factory)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the normalised input, shape ``(*, *normalized_shape)``, in the weights' dtype."""
+        return _layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps, self.weight.dtype)
+
+
+class FusedRMSNorm(torch.nn.RMSNorm):
+    """`torch.nn.RMSNorm` that takes half input beside fp32 weights. Arguments as for `FusedLayerNorm`."""
+
+    def __init__(
+        self,
+        normalized_shape: Any,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+        **factory: Any,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, **factory)
+        self.memory_efficient = memory_efficient
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the normalised input, shape ``(*, *normalized_shape)``, in its own dtype."""
+        return _rms_norm(input, self.normalized_shape, self.weight, self.eps, input.dtype)
+
+
+class MixedFusedRMSNorm(FusedRMSNorm):
+    """`FusedRMSNorm` whose output has the dtype of its weights."""
+
+    def __init__(
+        self, normalized_shape: Any, eps: float = 1e-5, *, memory_efficient: bool = False, **factory: Any
+    ) -> None:
+        _check_affine(type(self).__name__, factory.pop("elementwise_affine", True))
+        super().__init__(normalized_shape, eps, True, memory_efficient, **factory)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the normalised input, shape ``(*, *normalized_shape)``, in the weights' dtype."""
+        return _rms_norm(input, self.normalized_shape, self.weight, self.eps, self.weight.dtype)
+
+
+def fused_layer_norm(
+    input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
+    """Normalise over the last dimensions, without weights, in the dtype of ``input``."""
+    return _layer_norm(input, normalized_shape, None, None, eps, input.dtype)
+
+
+def fused_layer_norm_affine(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """Normalise over the last dimensions, then multiply and add, in the dtype of ``input``."""
+    return _layer_norm(input, normalized_shape, weight, bias, eps, input.dtype)
+
+
+def mixed_dtype_fused_layer_norm_affine(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """`fused_layer_norm_affine` in the dtype of ``weight``."""
+    return _layer_norm(input, normalized_shape, weight, bias, eps, weight.dtype)
+
+
+def fused_rms_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False) -> Tensor:
+    """Divide by the root of the mean square over the last dimensions, in the dtype of ``input``."""
+    return _rms_norm(input, normalized_shape, None, eps, input.dtype)
+
+
+def fused_rms_norm_affine(
+    input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
+    """`fused_rms_norm`, then multiply by ``weight``, in the dtype of ``input``."""
+    return _rms_norm(input, normalized_shape, weight, eps, input.dtype)
+
+
+def mixed_dtype_fused_rms_norm_affine(
+    input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
+    """`fused_rms_norm_affine` in the dtype of ``weight``."""
+    return _rms_norm(input, normalized_shape, weight, eps, weight.dtype)
+
+
+def manual_rms_norm(input: Tensor, normalized_shape: Shape, weight: Tensor | None, eps: float) -> Tensor:
+    """Divide by the root of the mean square, computed in fp32; then multiply by ``weight``, if any, in its dtype."""
+    return _rms_norm(input, normalized_shape, weight, eps, input.dtype if weight is None else weight.dtype)
+
+
+def _check_affine(name: str, affine: bool) -> None:
+    if not affine:
+        raise UsageError(
+            f"{name} got elementwise_affine=False, but its output has its weights' dtype; use the plain norm"
+        )
+
+
+def _layer_norm(
+    input: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
+) -> Tensor:
+    input, weight, bias = _wide(input), _wide(weight), _wide(bias)
+    return F.layer_norm(input, _dimensions(shape), weight, bias, eps).to(dtype)
+
+
+def _rms_norm(input: Tensor, shape: Shape, weight: Tensor | None, eps: float | None, dtype: torch.dtype) -> Tensor:
+    return F.rms_norm(_wide(input), _dimensions(shape), _wide(weight), eps).to(dtype)
+
+
+def _wide(tensor: Any) -> Any:
+    """Return a tensor in fp32, or in fp64 if it is in that."""
+    return tensor if tensor is None or tensor.dtype is torch.float64 else tensor.float()
+
+
+def _dimensions(shape: Shape) -> list[int]:
+    return [shape] if isinstance(shape, int) else list(shape)

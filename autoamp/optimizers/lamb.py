@@ -1,0 +1,104 @@
+"""LAMB: You et al. 2020 (arXiv:1904.00962), with the clipping by the global norm that BERT training uses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoamp.optimizers.groups import FusedOptimizer, require, write_back
+
+__all__ = ["FusedLAMB"]
+
+
+class FusedLAMB(FusedOptimizer):
+    """LAMB by multi-tensor functions and in fp32.
+
+    Args:
+        params: Parameters or groups of them.
+        lr: The learning rate.
+        bias_correction: Whether the averages are divided by ``1 - beta ** step``.
+        betas: Decay of the averages of the gradient and of its square.
+        eps: Added to the root of the second average.
+        weight_decay: The factor of the decay.
+        amsgrad: Not supported.
+        adam_w_mode: Whether the decay is decoupled, or added to the gradient.
+        grad_averaging: Whether the gradient enters the first average with ``1 - beta1``, or with 1.
+        set_grad_none: Whether ``zero_grad`` sets gradients to None.
+        max_grad_norm: Gradients of all groups together are scaled down to this norm; 0 for no clipping.
+        use_nvlamb: Whether parameters without weight decay get a trust ratio too.
+
+    Raises:
+        UsageError: ``amsgrad=True``.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        set_grad_none: bool = True,
+        max_grad_norm: float = 1.0,
+        use_nvlamb: bool = False,
+    ) -> None:
+        require(not amsgrad, "FusedLAMB: amsgrad=True is not supported; leave it False")
+        defaults = {
+            "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging, "max_grad_norm": max_grad_norm,
+        }  # fmt: skip
+        super().__init__(params, defaults, set_grad_none=set_grad_none)
+        self.adam_w_mode = bool(adam_w_mode)
+        self.use_nvlamb = use_nvlamb
+
+    def _step(self) -> None:
+        taken = [self._tensors(group, "exp_avg", "exp_avg_sq") for group in self.param_groups]
+        norms = [torch.linalg.vector_norm(grad) for _, grads, _, _ in taken for grad in grads]
+        if not norms:
+            return
+        total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+        for group, (params, grads, firsts, seconds) in zip(self.param_groups, taken, strict=True):
+            group["step"] = group.get("step", 0) + 1
+            if params:
+                limit = group["max_grad_norm"]
+                factor = torch.clamp(limit / total, max=1.0) if limit else torch.ones_like(total)
+                self._step_group(group, params, [grad * factor.to(grad) for grad in grads], firsts, seconds)
+
+    def _step_group(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], firsts: list[Tensor],
+        seconds: list[Tensor],
+    ) -> None:  # fmt: skip
+        (beta1, beta2), decay = group["betas"], group["weight_decay"]
+        values = [param.to(grad.dtype, copy=True) for param, grad in zip(params, grads, strict=True)]
+        if decay and not self.adam_w_mode:
+            grads = list(torch._foreach_add(grads, values, alpha=decay))
+        torch._foreach_mul_(firsts, beta1)
+        torch._foreach_add_(firsts, grads, alpha=1.0 - beta1 if group["grad_averaging"] else 1.0)
+        torch._foreach_mul_(seconds, beta2)
+        torch._foreach_addcmul_(seconds, grads, grads, 1.0 - beta2)
+        first_bias, second_bias = 1.0, 1.0
+        if group["bias_correction"]:
+            first_bias, second_bias = 1.0 - beta1 ** group["step"], 1.0 - beta2 ** group["step"]
+        roots = torch._foreach_sqrt(seconds)
+        torch._foreach_div_(roots, second_bias**0.5)
+        torch._foreach_add_(roots, group["eps"])
+        updates = list(torch._foreach_div(firsts, first_bias))
+        torch._foreach_div_(updates, roots)
+        if decay and self.adam_w_mode:
+            torch._foreach_add_(updates, values, alpha=decay)
+        if decay or self.use_nvlamb:
+            torch._foreach_mul_(updates, _trust_ratios(values, updates))
+        torch._foreach_add_(values, updates, alpha=-group["lr"])
+        write_back(params, values)
+
+
+def _trust_ratios(values: list[Tensor], updates: list[Tensor]) -> list[Tensor]:
+    """Return |w| / |update| for each parameter, 1 where either is 0."""
+    pairs = zip(torch._foreach_norm(values), torch._foreach_norm(updates), strict=True)
+    return [torch.where((value > 0) & (update > 0), value / update, torch.ones_like(value)) for value, update in pairs]

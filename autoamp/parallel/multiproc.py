@@ -1,0 +1,45 @@
+"""Starts a script once for each GPU, as ``python -m apex.parallel.multiproc script.py arguments`` did."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from autoamp.errors import UsageError
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a script in one process for each GPU, in one at least, and wait for all of them.
+
+    Each gets ``--world-size N --rank I`` behind its own arguments, and ``WORLD_SIZE``, ``RANK`` and ``LOCAL_RANK`` in
+    its environment. ``--world-size N`` among the arguments chooses the number.
+
+    Args:
+        arguments: The script and its arguments; None for those of the command line.
+
+    Returns:
+        The exit status of the first process that failed, 0 where none did.
+
+    Raises:
+        UsageError: There is no script.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given:
+        raise UsageError("no script was given; call it as: python -m apex.parallel.multiproc script.py arguments")
+    if "--world-size" not in given:
+        given += ["--world-size", str(max(1, torch.cuda.device_count()))]
+    world = int(given[given.index("--world-size") + 1])
+    children = [_start(given, rank, world) for rank in range(world)]
+    return next((status for status in [child.wait() for child in children] if status), 0)
+
+
+def _start(arguments: Sequence[str], rank: int, world: int) -> subprocess.Popen[bytes]:
+    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    return subprocess.Popen([sys.executable, *arguments, "--rank", str(rank)], env={**shared, **os.environ, **own})
