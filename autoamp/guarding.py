@@ -129,6 +129,10 @@ class GuardedOptimizers:
             self.guard(optimizer)
         return masters
 
+    def masters_of(self, optimizer: Any) -> MasterWeights | None:
+        """Return an optimizer's masters, None where it has none."""
+        return self._masters.get(optimizer)
+
     def collect(self, optimizer: Any) -> None:
         """Let the masters of an optimizer have the gradients of half parameters now, not only when its block ends."""
         masters = self._masters.get(optimizer)

@@ -1,0 +1,8 @@
+"""The tree's `apex.amp._initialize`."""
+
+from __future__ import annotations
+
+from autoamp.compat.amp import initialize as _initialize
+from autoamp.compat.missing import missing_names
+
+__getattr__ = missing_names(__name__)

@@ -1,0 +1,31 @@
+"""The tree's `apex.amp.amp`: the old API. ``_DECORATOR_HANDLE`` is the handle that is active when it is read."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+from autoamp.compat.amp import init
+from autoamp.compat.missing import missing_names
+from autoamp.compat.state import AmpHandle, amp_handle
+from autoamp.runtime import (
+    float_function,
+    half_function,
+    promote_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
+
+
+class _Module(types.ModuleType):
+    @property
+    def _DECORATOR_HANDLE(self) -> AmpHandle | None:
+        return amp_handle()
+
+
+_this: Any = sys.modules[__name__]
+_this.__class__ = _Module
+
+__getattr__ = missing_names(__name__)

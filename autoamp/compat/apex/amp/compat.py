@@ -1,0 +1,9 @@
+"""The tree's `apex.amp.compat`."""
+
+from __future__ import annotations
+
+from autoamp.compat.missing import missing_names
+from autoamp.compat.utils import filter_attrs, scalar_python_val, tensor_is_float_tensor, tensor_is_variable
+from autoamp.compat.utils import is_tensor as variable_is_tensor
+
+__getattr__ = missing_names(__name__)

@@ -1,0 +1,15 @@
+"""The tree's `apex.fp16_utils.fp16_optimizer`."""
+
+from __future__ import annotations
+
+from autoamp.compat.missing import missing_names
+from autoamp.fp16_utils import (
+    DynamicLossScaler,
+    FP16_Optimizer,
+    LossScaler,
+    clip_grad_norm,
+    master_params_to_model_params,
+    model_grads_to_master_grads,
+)
+
+__getattr__ = missing_names(__name__)

@@ -1,0 +1,20 @@
+"""The tree's `apex.normalization.fused_layer_norm`."""
+
+from __future__ import annotations
+
+from autoamp.compat.missing import missing_names
+from autoamp.normalization import (
+    FusedLayerNorm,
+    FusedRMSNorm,
+    MixedFusedLayerNorm,
+    MixedFusedRMSNorm,
+    fused_layer_norm,
+    fused_layer_norm_affine,
+    fused_rms_norm,
+    fused_rms_norm_affine,
+    manual_rms_norm,
+    mixed_dtype_fused_layer_norm_affine,
+    mixed_dtype_fused_rms_norm_affine,
+)
+
+__getattr__ = missing_names(__name__)

@@ -1,0 +1,8 @@
+"""The tree's `apex.parallel.LARC`."""
+
+from __future__ import annotations
+
+from autoamp.compat.missing import missing_names
+from autoamp.parallel.larc import LARC
+
+__getattr__ = missing_names(__name__)

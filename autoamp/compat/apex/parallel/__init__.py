@@ -1,0 +1,21 @@
+"""The tree's `apex.parallel`."""
+
+from __future__ import annotations
+
+from autoamp.compat.missing import missing_names
+from autoamp.parallel import (
+    DistributedDataParallel,
+    Reducer,
+    SyncBatchNorm,
+    convert_syncbn_model,
+    create_syncbn_process_group,
+)
+from autoamp.parallel.larc import LARC as _LARC
+
+from . import LARC as _module_of_larc
+from . import distributed, optimized_sync_batchnorm, sync_batchnorm
+
+# The class, as Apex had it; the module of the same name is imported by its full path.
+LARC = _LARC
+
+__getattr__ = missing_names(__name__)

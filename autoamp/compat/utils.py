@@ -1,0 +1,155 @@
+"""Small functions of `apex.amp.utils`, `.compat`, `.opt` and `.rnn_compat` that code imports."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoamp.errors import UsageError
+from autoamp.tensors import map_tensors
+
+__all__ = [
+    "OptimWrapper",
+    "casted_args",
+    "filter_attrs",
+    "has_func",
+    "has_old_rnns",
+    "is_cuda_enabled",
+    "is_floating_point",
+    "is_fp_tensor",
+    "is_nested",
+    "is_tensor",
+    "iter_params",
+    "maybe_float",
+    "maybe_half",
+    "scalar_python_val",
+    "set_func",
+    "tensor_is_float_tensor",
+    "tensor_is_variable",
+    "type_string",
+]
+
+
+def is_tensor(value: Any) -> bool:
+    """Tell whether a value is a tensor."""
+    return isinstance(value, Tensor)
+
+
+def tensor_is_variable() -> bool:
+    """Return True: tensors and variables are one since torch 0.4."""
+    return True
+
+
+def tensor_is_float_tensor() -> bool:
+    """Return False: ``torch.Tensor`` is the base of all tensors and no name of the fp32 kind."""
+    return False
+
+
+def is_floating_point(value: Any) -> bool:
+    """Tell whether a value is a floating tensor, or a type of one."""
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def is_fp_tensor(value: Any) -> bool:
+    """Tell whether a value is a floating tensor, or a sequence of nothing else."""
+    return all(map(is_fp_tensor, value)) if is_nested(value) else is_floating_point(value)
+
+
+def is_nested(value: Any) -> bool:
+    """Tell whether a value is a tuple or a list."""
+    return isinstance(value, (tuple, list))
+
+
+def is_cuda_enabled() -> bool:
+    """Tell whether this torch was built with CUDA."""
+    return torch.version.cuda is not None
+
+
+def has_old_rnns() -> bool:
+    """Return False: the recurrent layers before torch 1.0 are gone."""
+    return False
+
+
+def type_string(value: Any) -> str:
+    """Return the last part of a tensor's type: ``"HalfTensor"``."""
+    return str(value.type()).rpartition(".")[2]
+
+
+def maybe_half(value: Any, name: str = "", verbose: bool = False) -> Any:
+    """Return a tensor, or each tensor of a nest, in fp16 where it is a floating one off the CPU."""
+    return map_tensors(value, lambda tensor: tensor.half() if tensor.is_cuda and tensor.is_floating_point() else tensor)
+
+
+def maybe_float(value: Any, name: str = "", verbose: bool = False) -> Any:
+    """Return a tensor, or each tensor of a nest, in fp32 where it is a floating one off the CPU."""
+    return map_tensors(
+        value, lambda tensor: tensor.float() if tensor.is_cuda and tensor.is_floating_point() else tensor
+    )
+
+
+def casted_args(cast_fn: Callable[[Any], Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """Return ``args`` with the floating tensors cast, and cast those of ``kwargs`` in place, as Apex did."""
+    for key, value in kwargs.items():
+        kwargs[key] = cast_fn(value) if is_fp_tensor(value) else value
+    return [cast_fn(value) if is_fp_tensor(value) else value for value in args]
+
+
+def iter_params(param_groups: Sequence[dict[str, Any]]) -> Iterator[Tensor]:
+    """Yield every parameter of an optimizer's groups."""
+    for group in param_groups:
+        yield from group["params"]
+
+
+def has_func(module: Any, name: str) -> bool:
+    """Tell whether a module, class or dict has a name."""
+    return name in module if isinstance(module, dict) else hasattr(module, name)
+
+
+def set_func(module: Any, name: str, function: Any) -> None:
+    """Write a name into a module, class or dict."""
+    if isinstance(module, dict):
+        module[name] = function
+    else:
+        setattr(module, name, function)
+
+
+def filter_attrs(module: Any, names: Sequence[str]) -> list[str]:
+    """Return those of ``names`` that a module has."""
+    return [name for name in names if hasattr(module, name)]
+
+
+def scalar_python_val(value: Any) -> Any:
+    """Return a one-element tensor as a Python number, and a number as it is."""
+    return value.item() if hasattr(value, "item") else value
+
+
+class OptimWrapper:
+    """An optimizer with a ``scale_loss`` of its own, what ``handle.wrap_optimizer`` returned in Apex.
+
+    Args:
+        optimizer: Any optimizer.
+        amp_handle: The handle of ``amp.init``.
+        num_loss: How many losses there are between two steps.
+    """
+
+    def __init__(self, optimizer: Any, amp_handle: Any, num_loss: int = 1) -> None:
+        self._optimizer = amp_handle.wrap_optimizer(optimizer, num_loss)
+
+    def scale_loss(self, loss: Tensor) -> contextlib.AbstractContextManager[Tensor]:
+        """Scale a loss for its backward pass; the first call of a step is the first loss, and so on."""
+        return self._optimizer.scale_loss(loss)  # type: ignore[no-any-return]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_optimizer":
+            raise AttributeError(name)
+        return getattr(self._optimizer, name)
+
+    def step(self, closure: Any = None) -> Any:
+        """Step the optimizer. UsageError: a closure, whose losses would take scalers in no known order."""
+        if closure is not None:
+            raise UsageError("a wrapped optimizer takes no closure; use handle.scale_loss within the closure instead")
+        return self._optimizer.step()
