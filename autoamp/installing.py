@@ -15,10 +15,11 @@ import torch.utils.checkpoint
 from torch._jit_internal import boolean_dispatched
 from torch.jit._builtins import _find_builtin, _get_builtin_table
 
+from autoamp.autocast_regions import DisabledRegions
 from autoamp.casting import Casts
 from autoamp.errors import ListFileError, PatchError
 from autoamp.model_casting import CastModels
-from autoamp.modules import ModulePrecisions, build_module_call, build_recompute
+from autoamp.modules import ModulePrecisions, build_module_call, build_parallel_apply, build_recompute
 from autoamp.patching import PatchSet, mark, name_by, original_of
 from autoamp.policies import build
 from autoamp.rnn import build_check_input
@@ -110,7 +111,10 @@ class Installation:
 
     def _patch_modules(self) -> None:
         casts, checkpoint = self._casts, torch.utils.checkpoint
+        regions = DisabledRegions(casts)
         builders: list[tuple[Any, str, Callable[[Any], Any]]] = [
+            (torch.autocast, "__enter__", regions.build_enter),
+            (torch.autocast, "__exit__", regions.build_exit),
             (torch.nn.RNNBase, "check_input", lambda original: build_check_input(original, casts)),
             (checkpoint, "_checkpoint_without_reentrant_generator", lambda f: build_recompute(f, casts, 0)),
             (checkpoint.CheckpointFunction, "forward", lambda f: build_recompute(f, casts, 1)),
@@ -119,6 +123,11 @@ class Installation:
         ]
         for owner, name, builder in builders:
             self._patches.replace(owner, name, builder(original_of(inspect.getattr_static(owner, name))))
+        # A function that lies in three modules of torch, two of which it hides by its name.
+        original = original_of(torch.nn.parallel.parallel_apply)
+        replacement = build_parallel_apply(original, casts)
+        for module_name in ("torch.nn.parallel", "torch.nn.parallel.data_parallel", "torch.nn.parallel.parallel_apply"):
+            self._patches.replace(sys.modules[module_name], "parallel_apply", replacement)
 
     def _module_call(self, original: Any) -> Any:
         return self._models.around(build_module_call(original, self._casts, self._precisions), original)
