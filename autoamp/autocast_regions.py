@@ -22,6 +22,9 @@ __all__ = ["DisabledRegions"]
 _IN_THE_PROGRAMS_NAME = frozenset({"decorate_autocast", "__enter__"})
 
 
+_OURS = __name__.partition(".")[0] + "."
+
+
 class DisabledRegions:
     """Turns one handle's casts off within the disabled autocast regions of its device type, in their thread."""
 
@@ -56,6 +59,11 @@ class DisabledRegions:
         return dress(leave, original, original.__module__, original.__qualname__)  # type: ignore[arg-type]
 
 
-def _is_the_programs(caller: types.FrameType) -> bool:
-    module = caller.f_globals.get("__name__") or ""
-    return not (module == "torch" or module.startswith("torch.")) or caller.f_code.co_name in _IN_THE_PROGRAMS_NAME
+def _is_the_programs(frame: types.FrameType | None) -> bool:
+    """Tell whether the program enters a region. What stands between it and torch are replacements of ours."""
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_OURS):
+        frame = frame.f_back
+    if frame is None:
+        return True
+    module = frame.f_globals.get("__name__") or ""
+    return not (module == "torch" or module.startswith("torch.")) or frame.f_code.co_name in _IN_THE_PROGRAMS_NAME

@@ -20,6 +20,7 @@ FLOORS: dict[float, tuple[str, ...]] = {
     2.1: ("autocast_regions", "model_casting", "modules", "policies", "rnn", "stepping"),
     2.2: ("backward_passes", "functions", "guarding", "installing"),
     2.3: ("auto_scaling",),
+    3.0: ("handle", "no_op"),
     3.1: ("runtime",),
     4.0: ("fp16_optimizer", "levels", "normalization", "optimizers", "parallel"),
     4.1: ("fp16_utils",),
