@@ -13,7 +13,8 @@ import torch
 from autoamp.casting import Casts
 from autoamp.errors import UsageError
 from autoamp.functions import Registry
-from autoamp.handle import Handle, NoOpHandle, Settings
+from autoamp.handle import Handle, Settings
+from autoamp.no_op import NoOpHandle
 from autoamp.rules import CastPolicy
 
 __all__ = [

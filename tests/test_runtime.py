@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp.errors import ListFileError, UsageError
-from autoamp.handle import Handle, NoOpHandle
+from autoamp.handle import Handle
+from autoamp.no_op import NoOpHandle
 from autoamp.patching import original_of
 from autoamp.scaling import StaticLossScaler
 
