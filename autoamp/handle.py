@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from autoamp.auto_scaling import AutoScale
 from autoamp.casting import CastCache, Casts
+from autoamp.counting import Counts
 from autoamp.errors import UsageError
 from autoamp.guarding import GuardedOptimizers
 from autoamp.installing import Installation
@@ -85,7 +86,9 @@ class Handle:
         self.skipped_rules: tuple[CastRule, ...] = ()
         self._installation: Installation | None = None
         self._step_hooks: list[Any] = []
+        self._registered: list[Target] = []
         self._auto_scale: AutoScale | None = None
+        self._counts: Counts | None = None
         self.ended = False
 
     # -- lifecycle --
@@ -103,6 +106,7 @@ class Handle:
             self.models,
             allow_banned=self.settings.allow_banned,
             rebind=self.settings.rebind,
+            counts=self._counts,
         )
         self.casts.open()
         try:
@@ -111,6 +115,7 @@ class Handle:
             self.casts.shut()
             raise
         self._installation = installation
+        self._registered = list(registered)
         self.ended = False
         self.skipped_rules = expansion.skipped
         self._step_hooks = [
@@ -147,6 +152,8 @@ class Handle:
         if self._auto_scale is not None:
             self._auto_scale.stop()
         foreign = self.suspend()
+        if self._counts is not None:
+            self._counts.stop()
         self.ended = True
         self.precisions.undo_all()
         self.optimizers.release()
@@ -157,11 +164,36 @@ class Handle:
         """Patch one more target while active."""
         if self._installation is not None:
             self._installation.add(target)
+            self._registered.append(target)
 
     @property
     def late_bound(self) -> tuple[str, ...]:
         """Names that other modules had taken from torch before ``init()``, and that were rebound."""
         return self._installation.late_bound if self._installation is not None else ()
+
+    def count(self) -> Counts:
+        """Count the calls of listed functions and what is cast for them, from now on. Costs microseconds a call.
+
+        Returns:
+            The numbers, which ends the counting: ``stop()``, or the end of a ``with`` block. `deactivate` does too.
+
+        Raises:
+            UsageError: The handle is not active.
+        """
+        self._check_active()
+        if self._counts is None:
+            self._counts = Counts(self._count_no_more)
+            self._install_anew()
+        return self._counts
+
+    def _count_no_more(self) -> None:
+        self._counts = None
+        self._install_anew()
+
+    def _install_anew(self) -> None:
+        if self.is_active():
+            self.suspend()
+            self.activate(tuple(self._registered))
 
     @property
     def cache(self) -> CastCache:

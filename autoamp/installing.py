@@ -17,6 +17,7 @@ from torch.jit._builtins import _find_builtin, _get_builtin_table
 
 from autoamp.autocast_regions import DisabledRegions
 from autoamp.casting import Casts
+from autoamp.counting import Counts, counted
 from autoamp.errors import ListFileError, PatchError
 from autoamp.model_casting import CastModels
 from autoamp.modules import ModulePrecisions, build_module_call, build_parallel_apply, build_recompute
@@ -36,13 +37,21 @@ class Installation:
     """The patches of one handle, from the first to the last."""
 
     def __init__(
-        self, casts: Casts, precisions: ModulePrecisions, models: CastModels, *, allow_banned: bool, rebind: bool
+        self,
+        casts: Casts,
+        precisions: ModulePrecisions,
+        models: CastModels,
+        *,
+        allow_banned: bool,
+        rebind: bool,
+        counts: Counts | None = None,
     ) -> None:
         self._casts = casts
         self._precisions = precisions
         self._models = models
         self._allow_banned = allow_banned
         self._rebind = rebind
+        self._counts = counts
         self._patches = PatchSet()
         # One replacement for each original, policy and in-place form, so that aliases stay the same object.
         self._built: dict[tuple[int, CastPolicy, int], tuple[Target, Any]] = {}
@@ -104,6 +113,9 @@ class Installation:
                 module=target.module, qualname=target.qualname, functional=target.functional,
                 remedy=rule.remedy, allow_banned=self._allow_banned,
             )  # fmt: skip
+            if self._counts is not None:
+                name = f"{target.module}.{target.qualname}"
+                replacement = counted(replacement, name, rule.policy, self._casts, self._counts)
             # Kept with its target, so that the ids in the key stay taken.
             self._built[key] = (target, mark(replacement, target.original))
             self._let_torchscript_know(target.original, replacement)

@@ -11,6 +11,7 @@ from torch.nn import Module
 
 from autoamp.auto_scaling import AutoScale
 from autoamp.casting import CastCache, Casts
+from autoamp.counting import Counts
 from autoamp.guarding import GuardedOptimizers
 from autoamp.modules import ModulePrecisions, Override
 from autoamp.rules import CastRule
@@ -52,6 +53,10 @@ class NoOpHandle:
         """Return what scales nothing."""
         scaler = StaticLossScaler(1.0)
         return AutoScale(GuardedOptimizers(self._casts, [scaler]), scaler)
+
+    def count(self) -> Counts:
+        """Return counts that stay at 0."""
+        return Counts()
 
     @contextlib.contextmanager
     def disable_casts(self) -> Iterator[None]:
