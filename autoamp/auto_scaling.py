@@ -8,6 +8,7 @@ is in ``.grad`` of the tensors that it reaches has the scale; after it all have 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
 import inspect
@@ -35,6 +36,7 @@ from autoamp.guarding import GuardedOptimizers
 from autoamp.patching import PatchSet, dress, original_of
 from autoamp.scaling import LossScaler, open_blocks
 from autoamp.stepping import StepGuard
+from autoamp.tensors import iter_tensors
 
 __all__ = ["AutoScale"]
 
@@ -94,10 +96,10 @@ class AutoScale:
         patched: list[tuple[Any, str, Callable[[Any], Any]]] = [
             (torch.autograd, "backward", self._around_backward),
             (Tensor, "retain_grad", self._around_retain_grad),
-            (Tensor, "register_hook", lambda f: _around_register(f, self._hook)),
-            (Tensor, "register_post_accumulate_grad_hook", lambda f: _around_register(f, self._post_accumulate_hook)),
-            (Module, "register_full_backward_hook", lambda f: _around_register(f, self._module_hook)),
-            (Module, "register_full_backward_pre_hook", lambda f: _around_register(f, self._module_hook)),
+            (Tensor, "register_hook", self._around_register(_GradientHook)),
+            (Tensor, "register_post_accumulate_grad_hook", self._around_register(_PostAccumulateHook)),
+            (Module, "register_full_backward_hook", self._around_register(_GradientHook)),
+            (Module, "register_full_backward_pre_hook", self._around_register(_GradientHook)),
             (Optimizer, "__init__", lambda f: self._afterwards(f, self._meet)),
             (Optimizer, "__setstate__", lambda f: self._afterwards(f, self._meet)),
             (torch.amp.GradScaler, "__init__", lambda f: self._afterwards(f, self._notice_scaler)),
@@ -182,10 +184,7 @@ class AutoScale:
             given = listed(grad_tensors if grad_variables is None else grad_variables)
             run = functools.partial(original, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
             if torch._C._current_graph_task_id() != -1:
-                # A pass within a pass, such as a checkpoint's: what it is given has the scale already.
-                if self._open:
-                    self._open[-1].take(*reached_by(roots, inputs))
-                run(tensors, grad_tensors, grad_variables=grad_variables)
+                self._join(run, roots, given, inputs)
                 return
             owners = self._owners()
             reached = None if create_graph or not self._is_ours(roots, given) else reached_by(roots, inputs)
@@ -196,6 +195,19 @@ class AutoScale:
                 run(roots, scaled_gradients(roots, given, scale))
 
         return backward
+
+    def _join(self, run: Callable[[Any, Any], None], roots: list[Any], given: list[Any], inputs: Any) -> None:
+        """Run a pass within a pass, such as a checkpoint's: given gradients have the scale, an implied 1 has not."""
+        running = self._running()
+        if running is None or (given and len(given) != len(roots)):
+            run(roots, given or None)
+            return
+        running.take(*reached_by(roots, inputs))
+        gradients = []
+        for root, gradient in zip(roots, given or [None] * len(roots), strict=True):
+            implied = gradient is None and can_begin_at(root, None)
+            gradients.append(scaled_gradients([root], [], running.scale)[0] if implied else gradient)
+        run(roots, gradients)
 
     def _is_ours(self, roots: Sequence[Any], given: Sequence[Any]) -> bool:
         """Tell whether a pass is ours to scale. One that is wrong is not: torch has its own errors for it."""
@@ -240,53 +252,80 @@ class AutoScale:
 
         return retain_grad
 
-    def _scale_now(self) -> float:
-        return self._open[-1].scale if self._open else 1.0
+    def _around_register(self, kind: type[_Hook]) -> Callable[[Any], Any]:
+        def around(original: Any) -> Any:
+            def register(self_: Any, hook: Any, *args: Any, **kwargs: Any) -> Any:
+                # A tensor subclass comes by twice, on its way through __torch_function__.
+                if callable(hook) and not isinstance(hook, _Hook) and not torch.compiler.is_compiling():
+                    hook = kind(hook, self._running)
+                return original(self_, hook, *args, **kwargs)
 
-    def _hook(self, hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        @functools.wraps(hook)
-        def seen_unscaled(gradient: Tensor) -> Any:
-            scale = self._scale_now()
-            if scale == 1.0:
-                return hook(gradient)
-            result = hook(gradient / scale)
-            return None if result is None else result * scale
+            return register
 
-        return seen_unscaled
+        return around
 
-    def _module_hook(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(hook)
-        def seen_unscaled(module: Module, *gradients: Any) -> Any:
-            scale = self._scale_now()
-            if scale == 1.0:
-                return hook(module, *gradients)
-            result = hook(module, *(_each(lambda gradient: gradient / scale, given) for given in gradients))
-            return _each(lambda gradient: gradient * scale, result)
+    def _running(self) -> ScaledPass | None:
+        return self._open[-1] if self._open else None
 
-        return seen_unscaled
 
-    def _post_accumulate_hook(self, hook: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-        @functools.wraps(hook)
-        def seen_unscaled(param: Tensor) -> None:
-            if self._open:
-                # The hook may step an optimizer and clear the gradient.
-                self._open[-1].finish_early(param)
-            hook(param)
+class _Hook:
+    """A hook of the program that is to see true gradients. It is copied and pickled as the hook itself."""
 
-        return seen_unscaled
+    def __init__(self, hook: Callable[..., Any], running: Callable[[], ScaledPass | None]) -> None:
+        self.hook = hook
+        self._running = running
+        functools.update_wrapper(self, hook, updated=())
+
+    def __call__(self, *args: Any) -> Any:
+        running = self._running()
+        return self.hook(*args) if running is None else self.within(running, *args)
+
+    def within(self, running: ScaledPass, *args: Any) -> Any:
+        """Call the hook while a scaled pass runs."""
+        raise NotImplementedError
+
+    def __deepcopy__(self, memo: Any) -> _Hook:
+        return type(self)(copy.deepcopy(self.hook, memo), self._running)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _same, (self.hook,)
+
+
+class _GradientHook(_Hook):
+    """Gets gradients as arguments, and may return others for them."""
+
+    def within(self, running: ScaledPass, *args: Any) -> Any:
+        scale = running.scale
+        true = [_each(lambda gradient: gradient / scale, given) for given in args]
+        versions = [tensor._version for tensor in _tensors(true)]
+        result = self.hook(*true)
+        if result is None and [tensor._version for tensor in _tensors(true)] != versions:
+            # It wrote to what it was given.
+            result = true[-1]
+        return _each(lambda gradient: gradient * scale, result)
+
+
+class _PostAccumulateHook(_Hook):
+    """Gets a tensor whose ``.grad`` is complete."""
+
+    def within(self, running: ScaledPass, *args: Any) -> Any:
+        # It may well step the optimizer: this gradient is done, and its verdict is due now.
+        running.finish_early(args[0])
+        return self.hook(*args)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [value for value in iter_tensors(values) if not value.is_inference()]
 
 
 def _each(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(_each(function, item) for item in value)
     return function(value) if isinstance(value, Tensor) else value
-
-
-def _around_register(original: Any, wrapped: Callable[[Any], Any]) -> Any:
-    def register(self: Any, hook: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(self, wrapped(hook) if callable(hook) else hook, *args, **kwargs)
-
-    return register
 
 
 def _is_torchs(module_name: str) -> bool:

@@ -36,7 +36,8 @@ class ScaledPass:
         self._retained = retained
         self._scale: float | None = None
         self._taken: dict[int, Tensor] = {}
-        # Half gradients that were there would leave the range: new ones are added to them afterwards.
+        # What was there and cannot be scaled: half gradients would leave the range, and those with a graph are parts of
+        # another. New ones are added to them afterwards.
         self._kept: dict[int, Tensor] = {}
 
     @property
@@ -58,7 +59,7 @@ class ScaledPass:
             self._scale = min(self._scaler.loss_scale, self._largest_scale)
         self._taken.update({id(tensor): tensor for tensor in new})
         for tensor in new:
-            if tensor.grad is not None and tensor.dtype in HALF_DTYPES:
+            if tensor.grad is not None and (tensor.dtype in HALF_DTYPES or tensor.grad.requires_grad):
                 self._kept[id(tensor)], tensor.grad = tensor.grad, None
         scale_(new, self.scale)
 

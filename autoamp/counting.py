@@ -21,14 +21,15 @@ from autoamp.casting import Casts
 from autoamp.rules import CastPolicy
 from autoamp.tensors import CASTABLE_LAYOUTS, iter_tensors
 
-__all__ = ["Counts", "counted"]
+__all__ = ["Counts", "counted", "sum_of"]
 
 
 class Counts:
     """The calls since ``handle.count()``; also a context manager, which stops at its end.
 
-    Functions under no rule are not counted, nor is what torch.compile compiles. A composite function is counted, and so
-    are those that it calls. The numbers stay after `stop`.
+    Not counted are functions under no rule, what torch.compile compiles, and calls where casts are off: in
+    ``optimizer.step()``, within a composite function that runs in fp32, in `disable_casts`. The numbers stay after
+    `stop`.
 
     Args:
         on_stop: Called once by `stop`.
@@ -106,10 +107,10 @@ def counted(replacement: Any, name: str, policy: CastPolicy, casts: Casts, count
     """
     if isinstance(replacement, (staticmethod, classmethod)):
         return type(replacement)(counted(replacement.__func__, name, policy, casts, counts))
-    compiling = torch.compiler.is_compiling
+    compiling, local, blocks = torch.compiler.is_compiling, casts.local, casts.blocks
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not compiling() and counts.active:
+        if not compiling() and counts.active and not (blocks and not local.on):
             _count(args, kwargs, name, policy, casts, counts)
         return replacement(*args, **kwargs)
 
@@ -117,6 +118,16 @@ def counted(replacement: Any, name: str, policy: CastPolicy, casts: Casts, count
     functools.update_wrapper(run, replacement, updated=())
     run.__wrapped__ = getattr(replacement, "__wrapped__", replacement)  # type: ignore[attr-defined]
     return run
+
+
+def sum_of(several: Iterable[Counts]) -> Counts:
+    """Return counts that hold the numbers of several, and are not active."""
+    total = Counts()
+    for counts in several:
+        with counts._lock:
+            total._ops.update(counts._ops)
+            total._casts.update(counts._casts)
+    return total
 
 
 def _count(
@@ -135,8 +146,6 @@ def _count(
 
 def _target(tensors: list[Tensor], policy: CastPolicy, casts: Casts) -> torch.dtype | None:
     """Return what a policy casts these arguments to, None where it leaves them."""
-    if casts.blocks and not casts.local.on:
-        return None
     # One sparse argument, and the whole call goes through as it came.
     if policy is not CastPolicy.PROMOTE and any(tensor.layout not in CASTABLE_LAYOUTS for tensor in tensors):
         return None

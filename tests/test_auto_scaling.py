@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -294,7 +295,37 @@ def has_learning_rates_and_param_groups() -> Any:
     return [*model.parameters(), *late.parameters()]
 
 
+class Kind(Tensor):
+    """A subclass, whose methods go through __torch_function__."""
+
+
+def has_hooks_of_every_kind() -> Any:
+    model, optimizer, x = make()
+    seen: list[Any] = []
+    hidden = model[0](x).as_subclass(Kind)
+    hidden.register_hook(lambda gradient: seen.append(gradient.as_subclass(Tensor).clone()))
+    model[2].weight.register_hook(lambda gradient: (gradient.mul_(2), None)[1])
+
+    def runs_another_pass(gradient: Tensor) -> None:
+        with torch.enable_grad():
+            (model[0].bias.sum() * 3).backward()
+
+    model[2].bias.register_hook(runs_another_pass)
+    model[2](hidden.as_subclass(Tensor)).square().mean().backward()
+    optimizer.step()
+    return seen, gradients(model), list(model.parameters())
+
+
+def has_gradients_with_a_graph() -> Any:
+    model, optimizer, x = make()
+    model(x).square().sum().backward(create_graph=True)
+    sum(parameter.grad.square().sum() for parameter in model.parameters()).backward()
+    optimizer.step()
+    return list(model.parameters())
+
+
 PROGRAMS = [
+    has_hooks_of_every_kind, has_gradients_with_a_graph,
     trains, accumulates, clips, has_closures, has_two_optimizers, has_several_losses, limits_the_inputs,
     wants_gradients_of_inputs, checkpoints, has_hooks, steps_in_backward, shares_parameters, has_sparse_gradients,
     has_double_backward, catches_exceptions, has_learning_rates_and_param_groups,
@@ -457,10 +488,10 @@ def test_an_optimizer_of_the_user_s(handle: autoamp.Handle, scaling: AutoScale) 
 
 def test_passes_without_an_optimizer_are_left_alone(handle: autoamp.Handle, scaling: AutoScale) -> None:
     x = torch.ones(2, requires_grad=True)
-    seen: list[float] = []
-    x.register_hook(lambda gradient: seen.append(scaling._scale_now()))
+    seen: list[Any] = []
+    x.register_hook(lambda gradient: seen.append(scaling._running()))
     x.sum().backward()
-    assert seen == [1.0]
+    assert seen == [None]
     assert torch.equal(torch.autograd.grad(x.sum(), x)[0], torch.ones(2))
 
 
@@ -650,3 +681,18 @@ def test_accuracy_is_that_of_fp32() -> None:
     handle = autoamp.init(device_type="cpu", dtype=torch.float16)
     handle.auto_scale()
     assert train() == pytest.approx(fp32, rel=0.05)
+
+
+def noted(module: nn.Module, into: Any, out: Any) -> None:
+    """A hook that pickles by its name."""
+
+
+def test_modules_with_hooks_are_copied_and_pickled(scaling: AutoScale) -> None:
+    layer = nn.Linear(2, 2)
+    layer.register_full_backward_hook(noted)
+    loaded = pickle.loads(pickle.dumps(layer))
+    assert list(loaded._backward_hooks.values()) == [noted]
+    copied = copy.deepcopy(layer)
+    optimizer = torch.optim.SGD(copied.parameters(), lr=0.1)
+    copied(torch.ones(1, 2)).sum().backward()
+    optimizer.step()

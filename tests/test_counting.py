@@ -47,8 +47,8 @@ def test_calls_by_function_and_dtype_and_their_casts(handle: autoamp.Handle, x: 
     }
     # Weight, bias and input, three times.
     assert counts.casts == {("float32", "float16"): 9, ("float16", "float32"): 3}
-    # F.softmax is a Python function, which calls Tensor.softmax.
-    assert counts.by_dtype() == {"float16": 3, "float32": 5}
+    # F.softmax is a Python function, which calls Tensor.softmax; that is one.
+    assert counts.by_dtype() == {"float16": 3, "float32": 4}
     assert json.loads(json.dumps(counts.as_dict()))["casts"] == {"float16->float32": 3, "float32->float16": 9}
 
 
@@ -69,7 +69,7 @@ def test_what_is_not_cast_is_counted_as_it_is(handle: autoamp.Handle, x: torch.T
         F.linear(x.double(), x.double())
         F.linear(x.half(), x.half())
         F.embedding(torch.tensor([0]), x)
-    assert counts.ops == {"torch.nn.functional.linear": {"float16": 1, "float32": 1, "float64": 1}}
+    assert counts.ops == {"torch.nn.functional.linear": {"float16": 1, "float64": 1}}
     assert counts.casts == {}
 
 
