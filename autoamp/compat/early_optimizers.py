@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp import fp16_optimizer, optimizers
+from autoamp.compat.early_checkpoints import flat_of, native_state
 from autoamp.compat.early_scalers import PokedDynamicScaler, PokedStaticScaler
 from autoamp.errors import UsageError
 from autoamp.scaling import DynamicLossScaler
@@ -241,3 +242,35 @@ class FP16_Optimizer(fp16_optimizer.FP16_Optimizer):  # noqa: N801
         """The parameters that are in fp32 in the model too, a list for each group."""
         masters = {id(master) for _, master in self._masters.pairs}
         return [[p for p in group["params"] if id(p) not in masters] for group in self.param_groups]
+
+    @property
+    def fp32_groups(self) -> list[list[Tensor]]:
+        """``fp32_from_fp16_groups``, as `apex.contrib.optimizers` called it."""
+        return self._masters_by_group()
+
+    @property
+    def fp32_groups_flat(self) -> list[Tensor]:
+        """The masters of each group in one buffer, shape ``(n,)``, of which they are parts from now on.
+
+        Raises:
+            UsageError: The masters of a group are on several devices.
+        """
+        return [flat_of("fp32_groups_flat", group) for group in self.fp32_groups]
+
+    @property
+    def fp16_groups_flat(self) -> list[Tensor]:
+        """The half parameters of each group in one buffer, shape ``(n,)``, of which they are parts from now on.
+
+        Raises:
+            UsageError: A group has both half dtypes, or several devices.
+        """
+        return [flat_of("fp16_groups_flat", group) for group in self.fp16_groups]
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what ``state_dict`` returned, or a checkpoint of early 2019: all of it, or nothing.
+
+        Raises:
+            CheckpointError: A key is missing or does not fit. The message names it.
+        """
+        known = isinstance(state_dict, Mapping)
+        super().load_state_dict(native_state(state_dict, self.fp32_groups) if known else state_dict)
