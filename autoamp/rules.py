@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib.resources
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -36,6 +36,7 @@ __all__ = [
     "check_bare_names",
     "load_table",
     "shipped_sets",
+    "shipped_table",
 ]
 
 SCHEMA = 1
@@ -326,8 +327,23 @@ def load_table(
     layers.add(() if lists is None else lists, Origin("lists=", None, False), here)
     if not layers.base_chosen:
         layers.add_base(base, Origin("base=", None, False), here, ())
+    return _merged((*layers.bases.values(), *layers.own))
+
+
+def shipped_table(name: str) -> CastTable:
+    """Return one shipped set with what it extends, and nothing of any project.
+
+    Raises:
+        ListFileError: There is no such set.
+    """
+    layers = _Layers()
+    layers.add_base(name, Origin("shipped_table", None, False), Path.cwd(), ())
+    return _merged(layers.bases.values())
+
+
+def _merged(layers: Iterable[CastTable]) -> CastTable:
     table = CastTable()
-    for layer in (*layers.bases.values(), *layers.own):
+    for layer in layers:
         table = table.overlaid(layer)
     return table
 
