@@ -17,6 +17,7 @@ FLOORS: dict[float, tuple[str, ...]] = {
     0: ("errors", "table", "tensors", "toml_lines"),
     1: ("attaching", "checks", "gradients", "patching", "rules", "scaling"),
     2.0: ("casting", "masters", "targets", "verdicts"),
+    2.05: ("written",),
     2.1: ("drift", "model_casting", "modules", "policies", "rnn", "stepping"),
     2.2: ("functions", "guarding", "installing"),
     3.0: ("handle",),
