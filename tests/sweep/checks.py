@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
 
 import autoamp
 from autoamp.rules import CastPolicy
@@ -59,6 +60,7 @@ class Before:
     by_hand: Outcome
     exact: Outcome
     comparable: bool
+    out: dict[str, tuple[bool, bool]]
 
 
 def before(
@@ -73,7 +75,78 @@ def before(
     if plain.error is not None:
         autocast = run(function, call, part, around=torch.autocast("cpu", dtype=half))
     exact = run(function, cast.cast(lambda _: FP64), part, grad=grad)
-    return Before(call, policy, plain, autocast, by_hand, exact, comparable(op.name))
+    out = {} if not op.supports_out or variant.name != "function" else _takes_out(function, call, cast, plain, by_hand)
+    return Before(call, policy, plain, autocast, by_hand, exact, comparable(op.name), out)
+
+
+OUT_DTYPES = ("of the result", "of plain torch", "fp32")
+
+
+def _buffers(kind: str, plain: Outcome, by_hand: Outcome) -> Any:
+    """Buffers for `out=` of one kind of dtype, in the form of the result; None where there are none."""
+    held = plain if kind == "of plain torch" else by_hand
+    if held.error is not None or not held.tensors or len(held.tensors) != len(tree_flatten(held.result)[0]):
+        return None
+    buffers = [
+        torch.empty(tensor.shape, dtype=FP32 if kind == "fp32" and tensor.dtype in FLOATS else tensor.dtype)
+        for tensor in held.tensors
+    ]
+    return buffers[0] if isinstance(held.result, Tensor) else tuple(buffers)
+
+
+def _with_out(function: Callable[..., Any], call: Call, buffers: Any) -> tuple[Outcome, list[Tensor]]:
+    held: list[Tensor] = []
+
+    def write(*args: Any, **kwargs: Any) -> Any:
+        held.extend(tree_flatten(tree_map(torch.clone, buffers))[0])
+        out = held[0] if isinstance(buffers, Tensor) else tuple(held)
+        return function(*args, **kwargs, out=out)
+
+    return run(write, call), held
+
+
+def _takes_out(
+    function: Callable[..., Any], call: Call, cast: Call, plain: Outcome, by_hand: Outcome
+) -> dict[str, tuple[bool, bool]]:
+    """For each kind of `out=` buffers, whether torch writes to them, and whether what it writes is its result.
+
+    It is not for a few ops, and where the comparable part of a result is less than the result.
+    """
+    found = {}
+    for kind in OUT_DTYPES:
+        buffers = _buffers(kind, plain, by_hand)
+        if buffers is not None:
+            works = _with_out(function, call, buffers)[0].error is None
+            got, held = _with_out(function, cast, buffers)
+            found[kind] = works, got.error is not None or _error(held, by_hand.tensors, _out_unit(held, by_hand)) <= 16
+    return found
+
+
+def _out_unit(held: list[Tensor], result: Outcome) -> float:
+    return max(UNITS.get(tensor.dtype, 0.0) for tensor in (*held, *result.tensors)) or UNITS[FP32]
+
+
+def _out(known: Before, variant: Variant) -> Iterator[str]:
+    """`out=` is written to in its own dtype, with what the op returns without it."""
+    for kind, (works, is_result) in known.out.items():
+        buffers = _buffers(kind, known.plain, known.by_hand)
+        got, held = _with_out(variant.function, known.call, buffers)
+        if got.error is not None:
+            if works:
+                yield f"out= {kind} raised {got.error!r:.100}"
+            continue
+        wanted = tree_flatten(buffers)[0]
+        if [tensor.dtype for tensor in held] != [tensor.dtype for tensor in wanted]:
+            yield f"out= {kind} has another dtype"
+        if any(returned is not out for returned, out in zip(got.tensors, held, strict=False)):
+            yield f"out= {kind} is not what was returned"
+        if known.comparable and is_result:
+            unit = _out_unit(held, known.by_hand)
+            error = _error(
+                held, known.by_hand.tensors, max(unit, _coarsest(known.call)) if known.policy is None else unit
+            )
+            if error > 16:
+                yield f"out= {kind} differs from the result by {error:.0f} units"
 
 
 def faults(known: Before, variant: Variant, half: torch.dtype, part: Callable[[Any], Any]) -> tuple[list[str], float]:
@@ -89,6 +162,7 @@ def faults(known: Before, variant: Variant, half: torch.dtype, part: Callable[[A
         found.append(f"backward raised {got.backward_error!r:.120}")
     if known.plain.error is None or known.by_hand.error is None:
         found += _written(known, variant, got)
+    found += _out(known, variant)
     if known.exact.error is None and known.comparable:
         unit = _unit(known, variant, got, half)
         error = _error(got.tensors, known.exact.tensors, unit)
@@ -165,7 +239,7 @@ def _unit(known: Before, variant: Variant, got: Outcome, half: torch.dtype) -> f
     dtypes = {tensor.dtype for tensor in got.tensors if tensor.dtype in FLOATS} or {FP32}
     if known.policy is None:
         dtypes |= {known.call.leaves[index].dtype for index in known.call.floating}
-    if known.policy is CastPolicy.FP16 or (known.policy is None and not variant.strict):
+    if known.policy is CastPolicy.FP16 or not variant.strict:
         dtypes.add(half)
     return max(UNITS[dtype] for dtype in dtypes)
 
