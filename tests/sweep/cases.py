@@ -181,7 +181,7 @@ def run(
 ) -> Outcome:
     """Call an op on copies of its arguments, from one seed; backward too where asked and possible."""
     call, (args, kwargs) = call.fresh(grad=grad)
-    torch.manual_seed(1)
+    torch.default_generator.manual_seed(1)
     with warnings.catch_warnings(), around or contextlib.nullcontext():
         warnings.simplefilter("ignore")
         try:
