@@ -217,12 +217,12 @@ def outcome(function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any
             return error
 
 
-def same(first: Any, second: Any) -> bool:
+def same(first: Any, second: Any, *, values: bool) -> bool:
     if not isinstance(first, Tensor):
         return type(first) is type(second)
     if first.dtype != second.dtype or first.shape != second.shape or first.device != second.device:
         return False
-    if first.is_meta:
+    if first.is_meta or not values:
         return True
     pair = [item.detach().to_dense().to(torch.complex128).nan_to_num() for item in (first, second)]
     return torch.equal(*pair)
@@ -248,7 +248,9 @@ def test_a_call_equals_the_one_cast_by_hand(name: str, half: torch.dtype, plain:
         assert type(got) in (type(wanted), type(control))
         assert str(got) in (str(wanted), str(control))
     else:
-        assert same(got, wanted), f"{got} where {wanted} is right"
+        # Some kernels do not notice a meta tensor beside one with numbers, and read what is not there.
+        values = not any(item.is_meta for item in tensors(args))
+        assert same(got, wanted, values=values), f"{got} where {wanted} is right"
 
 
 @pytest.mark.parametrize("name", OPS)
