@@ -18,8 +18,9 @@ from autoamp.errors import (
     UsageError,
 )
 from autoamp.fp16_optimizer import FP16_Optimizer
-from autoamp.handle import Handle, NoOpHandle
+from autoamp.handle import Handle
 from autoamp.levels import initialize, load_state_dict, master_params, scale_loss, state_dict
+from autoamp.no_op import NoOpHandle
 from autoamp.runtime import (
     Region,
     current_handle,

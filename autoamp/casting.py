@@ -33,6 +33,8 @@ class _ThreadState(threading.local):
     on = True
     forced_off = False
     entries: dict[int, _Entry] | None = None
+    # The disabled torch.autocast regions around, each with the block that turns casts off for it.
+    regions: tuple[tuple[Any, contextlib.AbstractContextManager[None]], ...] = ()
 
 
 class _Entry(NamedTuple):

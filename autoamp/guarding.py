@@ -31,6 +31,7 @@ class GuardedOptimizers:
 
     Attributes:
         scalers: As given, and those of wrapped optimizers.
+        steps: How many steps of optimizers there were, skips included.
         skipped_steps: How many steps were skipped, of all optimizers together.
         last_step_skipped: Whether the last step of any optimizer was a skip.
         masters_for_all: Whether every optimizer that is guarded from now on gets masters for its half parameters.
@@ -39,13 +40,14 @@ class GuardedOptimizers:
 
     def __init__(self, casts: Casts, scalers: Sequence[LossScaler]) -> None:
         self.scalers = list(scalers)
+        self.steps = 0
         self.skipped_steps = 0
         self.last_step_skipped = False
         self.masters_for_all = False
         self.max_consecutive_skips = 50
         self._casts = casts
         self._guards: weakref.WeakKeyDictionary[Any, StepGuard] = weakref.WeakKeyDictionary()
-        self._counted: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._counted: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._masters: weakref.WeakKeyDictionary[Any, MasterWeights] = weakref.WeakKeyDictionary()
         self._wrapped: weakref.WeakKeyDictionary[Any, _OwnScalers] = weakref.WeakKeyDictionary()
 
@@ -114,7 +116,16 @@ class GuardedOptimizers:
         """Guard a first step whose closure scales the loss: a hook that torch runs before any optimizer's step.
 
         Such a step has begun when the first ``scale_loss`` comes by, too late to put a guard in front of it.
+
+        Raises:
+            UsageError: The step goes past its guard, with gradients that were never judged.
         """
+        guard = self._guards.get(optimizer)
+        if guard is not None and guard.pending:
+            raise UsageError(
+                f"this step of {guard.name} goes past optimizer.step, so an overflow of its gradients is not seen; "
+                "call optimizer.step(), not the class's function or a method bound before the first scale_loss"
+            )
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if optimizer in self._guards or not callable(closure) or _is_guarded(optimizer):
             return None
@@ -164,6 +175,11 @@ class GuardedOptimizers:
         return optimizer
 
     @property
+    def has_masters(self) -> bool:
+        """Whether an optimizer steps master weights, or will."""
+        return self.masters_for_all or bool(self._masters)
+
+    @property
     def wrapped(self) -> bool:
         """Whether an optimizer has scalers of its own."""
         return bool(self._wrapped)
@@ -196,8 +212,10 @@ class GuardedOptimizers:
         if guard is None:
             return
         self.last_step_skipped = guard.last_step_skipped
-        self.skipped_steps += guard.skipped_steps - self._counted.get(optimizer, 0)
-        self._counted[optimizer] = guard.skipped_steps
+        steps, skipped = self._counted.get(optimizer, (0, 0))
+        self.steps += guard.steps - steps
+        self.skipped_steps += guard.skipped_steps - skipped
+        self._counted[optimizer] = guard.steps, guard.skipped_steps
         if masters is not None and not guard.last_step_skipped:
             masters.copy_down()
 

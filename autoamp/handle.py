@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from autoamp.auto_scaling import AutoScale
 from autoamp.casting import CastCache, Casts
+from autoamp.counting import Counts
 from autoamp.errors import UsageError
 from autoamp.guarding import GuardedOptimizers
 from autoamp.installing import Installation
@@ -24,11 +26,7 @@ from autoamp.scaling import LossScaler, make_scaler
 from autoamp.targets import Target, expand
 from autoamp.tensors import HALF_DTYPES, default_device_type, default_half_dtype
 
-__all__ = [
-    "Handle",
-    "NoOpHandle",
-    "Settings",
-]
+__all__ = ["Handle", "Settings"]
 
 log = logging.getLogger(__name__)
 
@@ -67,65 +65,6 @@ class Settings:
         return cls(loss_scale, enable_caching, verbose, allow_banned, device_type, dtype, rebind, table)
 
 
-class NoOpHandle:
-    """What ``init(enabled=False)`` returns: the surface of `Handle`, with nothing behind it."""
-
-    loss_scale = 1.0
-    skipped_steps = 0
-    last_step_skipped = False
-    max_consecutive_skips = 50
-    late_bound: tuple[str, ...] = ()
-    skipped_rules: tuple[CastRule, ...] = ()
-
-    def __init__(self) -> None:
-        self._casts = Casts(torch.float16, "cpu", enable_caching=False, on=False)
-
-    @property
-    def cache(self) -> CastCache:
-        """A cache that stays empty."""
-        return self._casts.cache
-
-    def scale_loss(
-        self, loss: Any, optimizers: Any, loss_id: int = 0, *, delay_unscale: bool = False
-    ) -> contextlib.AbstractContextManager[Any]:
-        """Return a context manager over ``loss`` as it is."""
-        return contextlib.nullcontext(loss)
-
-    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
-        """Give the optimizer a ``scale_loss`` that yields the loss as it is, and return it."""
-        optimizer.scale_loss = _unscaled
-        return optimizer
-
-    @contextlib.contextmanager
-    def disable_casts(self) -> Iterator[None]:
-        """Do nothing for a block."""
-        yield
-
-    @contextlib.contextmanager
-    def inference(self, model: Module) -> Iterator[Module]:
-        """Do nothing for a block."""
-        yield model
-
-    def override(self, module: Module, precision: str | None = None) -> Override:
-        """Do nothing, and hand out what undoes nothing."""
-        return ModulePrecisions(()).override_paths(module)
-
-    def is_active(self) -> bool:
-        """Return False: no patch is in place."""
-        return False
-
-    def deactivate(self) -> tuple[str, ...]:
-        """Do nothing."""
-        return ()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return an empty state."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Ignore the state: a run without scaling has no use for it."""
-
-
 class Handle:
     """Patched torch, and the loss scaling that goes with it. Made by `autoamp.init()`; there is one at a time.
 
@@ -147,6 +86,9 @@ class Handle:
         self.skipped_rules: tuple[CastRule, ...] = ()
         self._installation: Installation | None = None
         self._step_hooks: list[Any] = []
+        self._registered: list[Target] = []
+        self._auto_scale: AutoScale | None = None
+        self._counts: Counts | None = None
         self.ended = False
 
     # -- lifecycle --
@@ -164,6 +106,7 @@ class Handle:
             self.models,
             allow_banned=self.settings.allow_banned,
             rebind=self.settings.rebind,
+            counts=self._counts,
         )
         self.casts.open()
         try:
@@ -172,12 +115,15 @@ class Handle:
             self.casts.shut()
             raise
         self._installation = installation
+        self._registered = list(registered)
         self.ended = False
         self.skipped_rules = expansion.skipped
         self._step_hooks = [
             register_optimizer_step_pre_hook(self.optimizers.guard_closure),
             register_optimizer_step_post_hook(lambda *_: self.casts.cache.clear()),
         ]
+        if self._auto_scale is not None:
+            self._auto_scale.resume()
         log.log(
             logging.INFO if self.settings.verbose else logging.DEBUG,
             "casting to %s on %s: %d targets patched, %d names rebound, %d rules skipped",
@@ -190,6 +136,8 @@ class Handle:
         if self._installation is None:
             return ()
         installation, self._installation = self._installation, None
+        if self._auto_scale is not None:
+            self._auto_scale.pause()
         self.casts.shut()
         for hook in self._step_hooks:
             hook.remove()
@@ -201,7 +149,11 @@ class Handle:
         Returns:
             The names that somebody else patched on top, which are left as they are.
         """
+        if self._auto_scale is not None:
+            self._auto_scale.stop()
         foreign = self.suspend()
+        if self._counts is not None:
+            self._counts.stop()
         self.ended = True
         self.precisions.undo_all()
         self.optimizers.release()
@@ -212,11 +164,36 @@ class Handle:
         """Patch one more target while active."""
         if self._installation is not None:
             self._installation.add(target)
+            self._registered.append(target)
 
     @property
     def late_bound(self) -> tuple[str, ...]:
         """Names that other modules had taken from torch before ``init()``, and that were rebound."""
         return self._installation.late_bound if self._installation is not None else ()
+
+    def count(self) -> Counts:
+        """Count the calls of listed functions and what is cast for them, from now on. Costs microseconds a call.
+
+        Returns:
+            The numbers, which ends the counting: ``stop()``, or the end of a ``with`` block. `deactivate` does too.
+
+        Raises:
+            UsageError: The handle is not active.
+        """
+        self._check_active()
+        if self._counts is None:
+            self._counts = Counts(self._count_no_more)
+            self._install_anew()
+        return self._counts
+
+    def _count_no_more(self) -> None:
+        self._counts = None
+        self._install_anew()
+
+    def _install_anew(self) -> None:
+        if self.is_active():
+            self.suspend()
+            self.activate(tuple(self._registered))
 
     @property
     def cache(self) -> CastCache:
@@ -351,6 +328,23 @@ class Handle:
         scalers = [make_scaler(self.settings.loss_scale, self.settings.dtype) for _ in range(num_loss)]
         return self.optimizers.wrap(optimizer, scalers, self._check_active)
 
+    def auto_scale(self) -> AutoScale:
+        """Scale every ``loss.backward()`` of the program from now on, and skip the steps that overflow.
+
+        For code that knows nothing of loss scaling: gradients have true values wherever it can see them. It serves
+        every `torch.optim.Optimizer` of the process, those that are there and those to come.
+
+        Returns:
+            What ends it: ``stop()``, or the end of a ``with`` block. `deactivate` does too.
+
+        Raises:
+            UsageError: The handle is not active, or its optimizers step master weights.
+        """
+        self._check_active()
+        if self._auto_scale is None or not self._auto_scale.active:
+            self._auto_scale = AutoScale(self.optimizers, self.optimizers.scaler(0)).start()
+        return self._auto_scale
+
     def _check_active(self) -> None:
         if not self.is_active():
             raise UsageError("this handle is not active; call autoamp.init() and use the handle that it returns")
@@ -368,11 +362,6 @@ class Handle:
             CheckpointError: A key is missing, unknown or of the wrong kind. The message names it.
         """
         self.optimizers.load_state_dict(state)
-
-
-@contextlib.contextmanager
-def _unscaled(loss: Any, *, delay_unscale: bool = False) -> Iterator[Any]:
-    yield loss
 
 
 def _kind(value: Any) -> str:

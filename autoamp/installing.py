@@ -15,10 +15,12 @@ import torch.utils.checkpoint
 from torch._jit_internal import boolean_dispatched
 from torch.jit._builtins import _find_builtin, _get_builtin_table
 
+from autoamp.autocast_regions import DisabledRegions
 from autoamp.casting import Casts
+from autoamp.counting import Counts, counted
 from autoamp.errors import ListFileError, PatchError
 from autoamp.model_casting import CastModels
-from autoamp.modules import ModulePrecisions, build_module_call, build_recompute
+from autoamp.modules import ModulePrecisions, build_module_call, build_parallel_apply, build_recompute
 from autoamp.patching import PatchSet, mark, name_by, original_of
 from autoamp.policies import build
 from autoamp.rnn import build_check_input
@@ -35,13 +37,21 @@ class Installation:
     """The patches of one handle, from the first to the last."""
 
     def __init__(
-        self, casts: Casts, precisions: ModulePrecisions, models: CastModels, *, allow_banned: bool, rebind: bool
+        self,
+        casts: Casts,
+        precisions: ModulePrecisions,
+        models: CastModels,
+        *,
+        allow_banned: bool,
+        rebind: bool,
+        counts: Counts | None = None,
     ) -> None:
         self._casts = casts
         self._precisions = precisions
         self._models = models
         self._allow_banned = allow_banned
         self._rebind = rebind
+        self._counts = counts
         self._patches = PatchSet()
         # One replacement for each original, policy and in-place form, so that aliases stay the same object.
         self._built: dict[tuple[int, CastPolicy, int], tuple[Target, Any]] = {}
@@ -103,6 +113,9 @@ class Installation:
                 module=target.module, qualname=target.qualname, functional=target.functional,
                 remedy=rule.remedy, allow_banned=self._allow_banned,
             )  # fmt: skip
+            if self._counts is not None:
+                name = f"{target.module}.{target.qualname}"
+                replacement = counted(replacement, name, rule.policy, self._casts, self._counts)
             # Kept with its target, so that the ids in the key stay taken.
             self._built[key] = (target, mark(replacement, target.original))
             self._let_torchscript_know(target.original, replacement)
@@ -110,7 +123,10 @@ class Installation:
 
     def _patch_modules(self) -> None:
         casts, checkpoint = self._casts, torch.utils.checkpoint
+        regions = DisabledRegions(casts)
         builders: list[tuple[Any, str, Callable[[Any], Any]]] = [
+            (torch.autocast, "__enter__", regions.build_enter),
+            (torch.autocast, "__exit__", regions.build_exit),
             (torch.nn.RNNBase, "check_input", lambda original: build_check_input(original, casts)),
             (checkpoint, "_checkpoint_without_reentrant_generator", lambda f: build_recompute(f, casts, 0)),
             (checkpoint.CheckpointFunction, "forward", lambda f: build_recompute(f, casts, 1)),
@@ -119,6 +135,11 @@ class Installation:
         ]
         for owner, name, builder in builders:
             self._patches.replace(owner, name, builder(original_of(inspect.getattr_static(owner, name))))
+        # A function that lies in three modules of torch, two of which it hides by its name.
+        original = original_of(torch.nn.parallel.parallel_apply)
+        replacement = build_parallel_apply(original, casts)
+        for module_name in ("torch.nn.parallel", "torch.nn.parallel.data_parallel", "torch.nn.parallel.parallel_apply"):
+            self._patches.replace(sys.modules[module_name], "parallel_apply", replacement)
 
     def _module_call(self, original: Any) -> Any:
         return self._models.around(build_module_call(original, self._casts, self._precisions), original)

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import logging
 import warnings
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from autoamp.model_casting import Treatment
 from autoamp.rules import CastTable
 from autoamp.runtime import current_handle, put_handle
 from autoamp.scaling import LossScaler, make_scaler
+from autoamp.stepping import level_of_user
 from autoamp.targets import expand
 from autoamp.tensors import HALF_DTYPES
 
@@ -64,12 +65,12 @@ LEVELS = {
 def initialize(
     models: Any,
     optimizers: Any = None,
-    enabled: bool | str = True,
+    enabled: bool | None = True,
     opt_level: str = "O1",
     cast_model_type: torch.dtype | None = None,
-    patch_torch_functions: bool | str | None = None,
-    keep_batchnorm_fp32: bool | str | None = None,
-    master_weights: bool | str | None = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | None = None,
+    master_weights: bool | None = None,
     loss_scale: Any = None,
     cast_model_outputs: torch.dtype | None = None,
     num_losses: int = 1,
@@ -118,8 +119,7 @@ def initialize(
     """
     model_list, optimizer_list = _models(models), _optimizers(optimizers)
     result = models if optimizers is None else (models, optimizers)
-    # Published programs pass "O1" in the place of `enabled`, where it means True and the level is the default.
-    if enabled != "O1" and not _flag("enabled", enabled):
+    if not _flag("enabled", enabled):
         put_handle(None)
         _switch.on = False
         return result
@@ -129,7 +129,7 @@ def initialize(
         patch_torch_functions=_flag("patch_torch_functions", patch_torch_functions),
         keep_batchnorm_fp32=_flag("keep_batchnorm_fp32", keep_batchnorm_fp32),
         master_weights=_flag("master_weights", master_weights),
-        loss_scale=loss_scale,
+        loss_scale=_scale(loss_scale),
     )
     if scope not in ("global", "models"):
         raise UsageError(f"scope={scope!r} is unknown; choose 'global' or 'models'")
@@ -168,23 +168,24 @@ def initialize(
 def _warn(
     level: OptLevel, models: Sequence[Module], optimizers: Sequence[Any], keep_norms: Any, table: CastTable
 ) -> None:
+    at = level_of_user()
     if level.cast_model_type is None:
-        check_half_model(models, level.name, stacklevel=4)
+        check_half_model(models, level.name, stacklevel=at + 1)
     if level.cast_model_type in (None, torch.float32) and keep_norms is not None:
         warnings.warn(
             f"keep_batchnorm_fp32={keep_norms!r} says nothing at opt_level={level.name!r}, which leaves models in "
             "fp32; it is ignored",
-            stacklevel=3,
+            stacklevel=at,
         )
     if table.modules and level.cast_model_type in ("half", *HALF_DTYPES):
         warnings.warn(
             f"{table.modules[0].origin}: [modules] says nothing at opt_level={level.name!r}, which casts whole models; "
             "use opt_level='O1' for precision by module",
-            stacklevel=3,
+            stacklevel=at,
         )
-    check_half_norms(models, stacklevel=4)
+    check_half_norms(models, stacklevel=at + 1)
     for optimizer in optimizers:
-        check_optimizer(optimizer, stacklevel=4)
+        check_optimizer(optimizer, stacklevel=at + 1)
 
 
 def _hold_models(
@@ -219,11 +220,17 @@ def _properties(opt_level: str, **overrides: Any) -> OptLevel:
 
 
 def _flag(name: str, value: Any) -> bool | None:
-    """Return a switch as a bool or None. Command lines give it as a string."""
-    known = {None: None, True: True, False: False, "True": True, "False": False, "None": None, "": None}
-    if isinstance(value, Hashable) and value in known:
-        return known[value]
-    raise UsageError(f"{name}={value!r} is no bool; choose True, False or None")
+    """Return a switch that is a bool or None."""
+    if value is None or isinstance(value, bool):
+        return value
+    remedy = f"pass opt_level={value!r} by its name" if name == "enabled" and value in tuple(LEVELS) else ""
+    raise UsageError(f"{name}={value!r} is no bool; {remedy or 'choose True, False or None'}")
+
+
+def _scale(value: Any) -> Any:
+    if isinstance(value, str) and value != "dynamic":
+        raise UsageError(f"loss_scale={value!r} is a string; choose 'dynamic' or a number, such as 128.0")
+    return value
 
 
 def _scalers(

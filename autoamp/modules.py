@@ -1,6 +1,7 @@
 """What the runtime does around a module's call: keep parameter casts for the outermost one, and precision by module.
 
-Both live in one replacement of `torch.nn.Module.__call__`. What is recomputed in backward runs as it did in forward.
+Both live in one replacement of `torch.nn.Module.__call__`. What is recomputed in backward runs as it did in forward,
+and what `torch.nn.DataParallel` runs in threads of its own as its caller does.
 Nothing is hung on a module but strings that mark it, so a model deep-copies and pickles as it would without.
 """
 
@@ -12,7 +13,7 @@ import types
 import uuid
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from autoamp.patching import dress, resolve
 from autoamp.rules import ModulePrecision, ModuleRule
 from autoamp.tensors import CASTABLE_LAYOUTS, map_tensors
 
-__all__ = ["ModulePrecisions", "Override", "build_module_call", "build_recompute"]
+__all__ = ["ModulePrecisions", "Override", "build_module_call", "build_parallel_apply", "build_recompute"]
 
 _MARKS = "_autoamp_precision"
 _GLOB = frozenset("*?[")
@@ -218,6 +219,15 @@ def build_recompute(original: Any, casts: Casts, position: int) -> Any:
         return original(*args[:position], kept, *args[position + 1 :], **kwargs)
 
     return dress(replacement, original, original.__module__, original.__qualname__)  # type: ignore[arg-type]
+
+
+def build_parallel_apply(original: Any, casts: Casts) -> Any:
+    """Build the replacement of ``torch.nn.parallel.parallel_apply``: its threads cast as the one that calls it."""
+
+    def parallel_apply(modules: Sequence[Module], *args: Any, **kwargs: Any) -> Any:
+        return original([casts.remembered(module) for module in modules], *args, **kwargs)
+
+    return dress(parallel_apply, original, original.__module__, original.__qualname__)  # type: ignore[arg-type]
 
 
 def _inputs(precision: ModulePrecision, casts: Casts, inputs: Any) -> Any:

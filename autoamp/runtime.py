@@ -13,7 +13,8 @@ import torch
 from autoamp.casting import Casts
 from autoamp.errors import UsageError
 from autoamp.functions import Registry
-from autoamp.handle import Handle, NoOpHandle, Settings
+from autoamp.handle import Handle, Settings
+from autoamp.no_op import NoOpHandle
 from autoamp.rules import CastPolicy
 
 __all__ = [
@@ -46,6 +47,7 @@ class _Runtime:
         self._base: Handle | None = None
         self._open: list[tuple[Handle, int]] = []
         self._suspended: set[Handle] = set()
+        self.listeners: list[Callable[[Handle], None]] = []
 
     @property
     def handle(self) -> Handle | None:
@@ -72,6 +74,9 @@ class _Runtime:
             if before is not None:
                 self._suspended.discard(before)
                 before.deactivate()
+            if handle is not None:
+                for listener in list(self.listeners):
+                    listener(handle)
 
     def enter(self, settings: Settings | None, own: Callable[[], Handle]) -> Handle:
         """Open a region and return the handle that serves it: the active one where its settings do, else ``own()``."""
@@ -182,6 +187,12 @@ def init(
 def put_handle(handle: Handle | None) -> None:
     """Make ``handle`` the active one in place of the one before; None only takes that one back."""
     _runtime.put_base(handle)
+
+
+def when_put(callback: Callable[[Handle], None]) -> Callable[[], None]:
+    """Call ``callback(handle)`` whenever ``init`` or ``initialize`` makes a handle active; return what ends that."""
+    _runtime.listeners.append(callback)
+    return lambda: _runtime.listeners.remove(callback)
 
 
 def current_handle() -> Handle | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import math
 import numbers
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
@@ -21,11 +22,20 @@ import torch
 
 from autoamp.errors import AutoampError, CheckpointError
 
-__all__ = ["DynamicLossScaler", "LossScaleError", "LossScaler", "StaticLossScaler", "make_scaler"]
+__all__ = ["DynamicLossScaler", "LossScaleError", "LossScaler", "StaticLossScaler", "make_scaler", "open_blocks"]
 
 # Between these two the scale and its reciprocal are both normal fp32 numbers. A subnormal one may be flushed to 0.
 _SMALLEST = 2.0**-126
 _LARGEST = 2.0**126
+
+
+class _OpenBlocks(threading.local):
+    """How many blocks a thread is in within which the program scales its loss."""
+
+    count = 0
+
+
+open_blocks = _OpenBlocks()
 
 
 class LossScaleError(AutoampError, ValueError):

@@ -23,7 +23,7 @@ import torch
 from autoamp.attaching import AttachedStep, named_params, stepped_params
 from autoamp.errors import NonFiniteGradientsError, UsageError
 from autoamp.gradients import GradientMark, non_finite, scale_, unscale_
-from autoamp.scaling import LossScaler
+from autoamp.scaling import LossScaler, open_blocks
 from autoamp.verdicts import Verdict, read, settle
 
 __all__ = ["StepGuard", "level_of_user", "scaled_block"]
@@ -58,9 +58,8 @@ class StepGuard:
         last_step_skipped: Whether the last ``step()`` was a skip.
         max_consecutive_skips: As given.
         pending: The verdicts since the last step, in order.
-        grads_scale: The scale that gradients have now: 1.0 outside blocks but for ``delay_unscale``.
-        in_block: Whether a block of this optimizer is open.
-    """
+        grads_scale: The scale of gradients now: 1.0 outside blocks but for ``delay_unscale``.
+        in_block: Whether a block of this optimizer is open."""
 
     def __init__(
         self,
@@ -297,6 +296,7 @@ def scaled_block(guards: Iterable[StepGuard], scaler: LossScaler, *, delay_unsca
     """
     guards = tuple(dict.fromkeys(guards))
     scale = _open(guards, scaler)
+    open_blocks.count += 1
     try:
         yield scale
     except BaseException:
@@ -305,6 +305,7 @@ def scaled_block(guards: Iterable[StepGuard], scaler: LossScaler, *, delay_unsca
     else:
         _close(guards, scaler, scale, delay_unscale)
     finally:
+        open_blocks.count -= 1
         for guard in guards:
             guard.in_block = False
 
@@ -376,8 +377,7 @@ def _warn_without_gradients(guard: StepGuard) -> None:
         )
     else:
         cause = "all of them are frozen (requires_grad=False)"
-    message = f"no parameter of {guard.name} has a gradient after scale_loss: {cause}"
-    warnings.warn(message, UserWarning, stacklevel=level_of_user())
+    warnings.warn(f"no parameter of {guard.name} has a gradient after scale_loss: {cause}", stacklevel=level_of_user())
 
 
 def level_of_user() -> int:
@@ -390,11 +390,11 @@ def level_of_user() -> int:
 
 
 def _first_gives(loss: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
-    evaluated = [loss]
-    return lambda: evaluated.pop() if evaluated else closure()
+    given = [loss]
+    return lambda: given.pop() if given else closure()
 
 
 def _is_finite(loss: Any) -> bool:
     if isinstance(loss, torch.Tensor):
-        return bool(torch.isfinite(loss.detach()).all())
+        return bool(loss.detach().isfinite().all())
     return not isinstance(loss, float) or math.isfinite(loss)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ WATCHED: tuple[Any, ...] = (
     torch.nn.modules.transformer,
     torch.utils.checkpoint,
     torch.utils.checkpoint.CheckpointFunction,
+    torch.autocast,
+    *(sys.modules[f"torch.nn.parallel{name}"] for name in ("", ".data_parallel", ".parallel_apply")),
 )
 
 

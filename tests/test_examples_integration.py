@@ -112,6 +112,22 @@ def test_digits_counts_each_saved_storage_once(digits: ModuleType) -> None:
     assert counter.total == (2 * 4 + 2 * 8) * 4
 
 
+@needs_example_packages
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [((), ""), (("-m", "autoamp", "run", "--device-type", "cpu"), "autoamp: bfloat16 on cpu (O1); ")],
+    ids=["plain", "autoamp"],
+)
+def test_plain_digits_is_as_accurate_in_mixed_precision(command: tuple[str, ...], said: str) -> None:
+    done = run(*command, str(ROOT / "examples" / "plain_digits.py"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    accuracy = re.fullmatch(r"accuracy on 400 held-out images: ([0-9.]+) %", done.stdout.splitlines()[-1])
+    assert accuracy is not None
+    assert float(accuracy[1]) > 97
+    assert done.stderr.startswith(said)
+    assert done.stderr.count("\n") == len(command[:1])
+
+
 def blocks(path: Path, language: str) -> list[str]:
     """Return the fenced blocks of a page in one language."""
     return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp.errors import AutoampError, CheckpointError, UsageError
-from autoamp.handle import Handle, NoOpHandle
+from autoamp.handle import Handle
 from autoamp.installing import Installation
 from autoamp.model_casting import Treatment
+from autoamp.no_op import NoOpHandle
 from autoamp.scaling import DynamicLossScaler, LossScaler, StaticLossScaler
 
 # `torch.optim.optimizer` is not to be had as an attribute.

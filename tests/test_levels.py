@@ -136,10 +136,10 @@ def test_returns_mirror_the_arguments() -> None:
 # -- overrides --
 
 
-@pytest.mark.parametrize("keep", [True, "True", False, "False"])
-def test_keep_batchnorm_fp32_overrides(keep: Any) -> None:
-    model = initialize(network(), opt_level="O3" if keep in (True, "True") else "O2", keep_batchnorm_fp32=keep)
-    expected = torch.float32 if keep in (True, "True") else torch.float16
+@pytest.mark.parametrize("keep", [True, False])
+def test_keep_batchnorm_fp32_overrides(keep: bool) -> None:
+    model = initialize(network(), opt_level="O3" if keep else "O2", keep_batchnorm_fp32=keep)
+    expected = torch.float32 if keep else torch.float16
     assert model[1].weight.dtype is expected
     assert model[1].running_var.dtype is expected
     assert model[0].weight.dtype is torch.float16
@@ -173,7 +173,7 @@ def test_patch_torch_functions_overrides() -> None:
 
 @pytest.mark.parametrize(
     ("level", "given", "scale"),
-    [("O0", None, 1.0), ("O3", None, 1.0), ("O1", None, 2.0**16), ("O2", 128, 128.0), ("O3", "64.0", 64.0)],
+    [("O0", None, 1.0), ("O3", None, 1.0), ("O1", None, 2.0**16), ("O2", 128, 128.0), ("O3", 64.0, 64.0)],
 )
 def test_loss_scale_overrides(level: str, given: Any, scale: float) -> None:
     model = network()
@@ -267,7 +267,7 @@ def test_disabled_is_a_no_op() -> None:
     step, zero_grad = optimizer.step, optimizer.zero_grad
     call, before = nn.Module.__call__, values(model)
     assert initialize(model, optimizer, enabled=False, opt_level="O2") == (model, optimizer)
-    assert initialize(model, enabled="False") is model
+    assert initialize(model, enabled=None) is model
     assert nn.Module.__call__ is call
     assert (optimizer.step, optimizer.zero_grad) == (step, zero_grad)
     assert same(values(model), before)
@@ -289,13 +289,10 @@ def test_disabled_ends_what_was_set_up_before() -> None:
     assert autoamp.current_handle() is None
 
 
-def test_a_level_in_the_place_of_enabled() -> None:
-    model = network()
-    optimizer = sgd(model)
-    autoamp.initialize(model, optimizer, "O1", dtype=torch.float16, device_type="cpu", lists=LISTS)
-    assert autoamp.current_handle().settings.opt_level == "O1"  # type: ignore[union-attr]
-    with pytest.raises(UsageError, match="enabled='O2' is no bool"):
-        initialize(model, optimizer, enabled="O2")
+@pytest.mark.parametrize("level", ALL_LEVELS)
+def test_a_level_in_the_place_of_enabled_is_told_where_it_belongs(level: str) -> None:
+    with pytest.raises(UsageError, match=f"enabled='{level}' is no bool; pass opt_level='{level}' by its name"):
+        initialize(network(), enabled=level)
 
 
 # -- order of calls --
@@ -477,7 +474,9 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "cast_model_type": (None, {"cast_model_type": torch.int8}, "cast_model_type=torch.int8"),
     "dtype": (None, {"dtype": torch.float64}, "dtype=torch.float64 is no half precision"),
     "losses": (None, {"num_losses": 0}, "num_losses=0 is no number of losses; choose 1 or more"),
-    "scale": (None, {"loss_scale": "huge"}, "loss_scale='huge' is unknown; choose 'dynamic'"),
+    "scale": (None, {"loss_scale": -1.0}, r"loss_scale=-1.0 is no usable scale"),
+    "scale as a string": (None, {"loss_scale": "128.0"}, "loss_scale='128.0' is a string; choose 'dynamic' or a num"),
+    "flag as a string": (None, {"keep_batchnorm_fp32": "True"}, "keep_batchnorm_fp32='True' is no bool"),
     "bounds": (None, {"min_loss_scale": 8.0, "max_loss_scale": 4.0}, "min_loss_scale=8.0 is above max_loss_scale"),
     "flag": (None, {"master_weights": "maybe"}, "master_weights='maybe' is no bool; choose True, False or None"),
     "outputs": (None, {"cast_model_outputs": "fp32"}, "cast_model_outputs='fp32' is no floating dtype"),
@@ -518,6 +517,14 @@ def test_wrapped_models_are_refused(kind: type) -> None:
     nn.Module.__init__(wrapped)
     with pytest.raises(RuntimeError, match=f"wrapped in {kind.__name__} already; call initialize"):
         initialize([nn.Linear(1, 1), wrapped])
+
+
+def test_warnings_point_at_the_line_of_the_caller() -> None:
+    with pytest.warns(UserWarning, match="says nothing at opt_level='O1'") as caught:
+        autoamp.initialize(network(), keep_batchnorm_fp32=True, device_type="cpu", lists=LISTS, verbosity=0)
+    with pytest.warns(UserWarning, match="its fp32 values are lost") as more:
+        autoamp.initialize(network().half(), device_type="cpu", lists=LISTS, verbosity=0)
+    assert {warning.filename for warning in [*caught, *more]} == {__file__}
 
 
 def test_an_optimizer_that_takes_no_guard_undoes_all() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import inspect
@@ -657,3 +658,28 @@ def test_checkpointed_override(handle: autoamp.Handle) -> None:
         checkpoint(model, x, use_reentrant=False).sum().backward()
         assert model.seen == [FP32, FP32]
     assert x.grad is not None
+
+
+def test_threads_of_data_parallel_cast_as_the_thread_that_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What parallel_apply asks of an accelerator, answered by the CPU.
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.accelerator, "device_index", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+    model, inputs, half = nn.Linear(3, 3), [(torch.randn(2, 3),)] * 2, torch.bfloat16
+
+    def dtypes(function: Any) -> set[torch.dtype]:
+        return {output.dtype for output in function([model, model], inputs)}
+
+    names = ("torch.nn.parallel", "torch.nn.parallel.data_parallel", "torch.nn.parallel.parallel_apply")
+    with autoamp.region(device_type="cpu", dtype=half):
+        for name in names:
+            assert dtypes(sys.modules[name].parallel_apply) == {half}
+    handle = autoamp.init(device_type="cpu", dtype=half)
+    assert dtypes(torch.nn.parallel.parallel_apply) == {half}
+    with handle.disable_casts():
+        assert dtypes(torch.nn.parallel.parallel_apply) == {torch.float32}
+    with torch.autocast("cpu", enabled=False):
+        assert dtypes(torch.nn.parallel.parallel_apply) == {torch.float32}
+    handle.deactivate()
+    assert dtypes(torch.nn.parallel.parallel_apply) == {torch.float32}

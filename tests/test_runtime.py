@@ -15,8 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoamp
+from autoamp import runtime
 from autoamp.errors import ListFileError, UsageError
-from autoamp.handle import Handle, NoOpHandle
+from autoamp.handle import Handle
+from autoamp.no_op import NoOpHandle
 from autoamp.patching import original_of
 from autoamp.scaling import StaticLossScaler
 
@@ -537,3 +539,17 @@ def test_a_handle_that_is_deactivated_within_a_region_stays_so() -> None:
     assert not outer.is_active()
     assert autoamp.current_handle() is None
     assert F.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
+
+
+def test_who_wants_to_know_hears_of_each_new_handle() -> None:
+    heard: list[Handle] = []
+    forget = runtime.when_put(heard.append)
+    one = autoamp.init(device_type="cpu", dtype=torch.float16)
+    autoamp.init(device_type="cpu", dtype=torch.float16)
+    with autoamp.region(device_type="cpu", dtype=torch.bfloat16):
+        pass
+    autoamp.initialize(torch.nn.Linear(2, 2), opt_level="O1", verbosity=0)
+    assert heard == [one, autoamp.current_handle()]
+    forget()
+    autoamp.init(device_type="cpu", dtype=torch.float16)
+    assert len(heard) == 2

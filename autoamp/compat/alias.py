@@ -29,7 +29,7 @@ __all__ = ["APEX_VERSION", "Options", "install_as_apex", "is_installed", "option
 APEX_VERSION = "0.1"
 
 _HERE = Path(__file__).parent
-_FILES = {"apex": _HERE / "apex" / "__init__.py"}
+_FILES = {"apex": _HERE / "apex" / "__init__.py", "amp_C": _HERE / "amp_C.py", "apex_C": _HERE / "apex_C.py"}
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class _ApexFinder:
         self, context: importlib.metadata.DistributionFinder.Context | None = None
     ) -> Iterator[importlib.metadata.Distribution]:
         """Answer ``importlib.metadata.version("apex")``."""
-        if context is None or context.name in (None, "apex"):
+        if context is None or context.name is None or context.name.lower() == "apex":
             yield _ApexDistribution()
 
     def invalidate_caches(self) -> None:
@@ -94,7 +94,8 @@ class _ApexDistribution(importlib.metadata.Distribution):
             return (
                 f"Metadata-Version: 2.1\nName: apex\nVersion: {APEX_VERSION}\nSummary: autoamp, by the name of apex\n"
             )
-        return None
+        # By this libraries learn which distribution a module comes from.
+        return "\n".join(_FILES) if filename == "top_level.txt" else None
 
     def locate_file(self, path: str | os.PathLike[str]) -> Any:
         return _HERE / path

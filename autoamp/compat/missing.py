@@ -9,9 +9,52 @@ from typing import Any
 
 __all__ = ["REMEDIES", "missing_names", "remedy_for"]
 
+_PAGE = "see the migration page, docs/migration.md, for what torch has in its place"
+
+_ATTENTION = "use torch.nn.functional.scaled_dot_product_attention or torch.nn.MultiheadAttention"
+_PARALLEL = "use Megatron Core, or torch.distributed.tensor.parallel and torch.distributed.pipelining"
+_SHARDED = "use torch.distributed.optim.ZeroRedundancyOptimizer, or torch.distributed.fsdp.fully_shard"
+_NO_BUCKETS = "DistributedDataParallel has no such part here; use torch.nn.parallel.DistributedDataParallel"
+
 # By the longest dotted name that matches; the last word on everything is the entry "apex".
 REMEDIES = {
-    "apex": "see the migration page, docs/migration.md, for what torch has in its place",
+    "amp_C": "use the torch._foreach functions, or the fused optimizers of torch.optim",
+    "apex": _PAGE,
+    "apex.RNN": "use torch.nn.LSTM, torch.nn.GRU or torch.nn.RNN",
+    "apex._autocast_utils": "use torch.amp.autocast",
+    "apex.amp._initialize": "call apex.amp.initialize, which does the whole of it",
+    "apex.amp._process_optimizer": "call apex.amp.initialize, which prepares the optimizers; "
+    "apex.amp.master_params gives what they step",
+    "apex.amp.rnn_compat": "recurrent layers follow the lists by themselves; nothing need be called",
+    "apex.amp.scaler": "use apex.amp.scaler.LossScaler, or autoamp.DynamicLossScaler",
+    "apex.amp.utils": "casts of parameters are cached by the handle; nothing need be called",
+    "apex.amp.wrap": "register the function: apex.amp.register_half_function(module, name), register_float_function or "
+    "register_promote_function; a list set bans functions",
+    "apex.contrib.bottleneck": "use torchvision.models.resnet.Bottleneck, under torch.compile",
+    "apex.contrib.clip_grad": "use torch.nn.utils.clip_grad_norm_",
+    "apex.contrib.conv_bias_relu": "use torch.nn.functional.conv2d and relu, under torch.compile",
+    "apex.contrib.cudnn_gbn": "use apex.parallel.SyncBatchNorm",
+    "apex.contrib.fmha": _ATTENTION,
+    "apex.contrib.focal_loss": "use torchvision.ops.sigmoid_focal_loss",
+    "apex.contrib.group_norm": "use torch.nn.GroupNorm",
+    "apex.contrib.groupbn": "use apex.parallel.SyncBatchNorm, or torch.nn.BatchNorm2d in channels_last",
+    "apex.contrib.index_mul_2d": "write in1[index] * in2, under torch.compile",
+    "apex.contrib.layer_norm": "use torch.nn.LayerNorm",
+    "apex.contrib.multihead_attn": _ATTENTION,
+    "apex.contrib.openfold_triton": "use torch.nn.LayerNorm and torch.nn.functional.scaled_dot_product_attention",
+    "apex.contrib.optimizers": _SHARDED,
+    "apex.contrib.peer_memory": "use torch.distributed",
+    "apex.contrib.sparsity": "use torch.sparse.to_sparse_semi_structured",
+    "apex.contrib.transducer": "use torchaudio.transforms.RNNTLoss",
+    "apex.contrib.xentropy": "use torch.nn.functional.cross_entropy(label_smoothing=...)",
+    "apex.fp16_utils": "use apex.fp16_utils.FP16_Optimizer, or apex.amp.initialize(opt_level='O2')",
+    "apex.normalization": "use torch.nn.LayerNorm or torch.nn.RMSNorm",
+    "apex.optimizers": "use torch.optim with fused=True, such as torch.optim.AdamW(params, fused=True)",
+    "apex.optimizers.FusedAdamSWA": "use torch.optim.AdamW(fused=True) with torch.optim.swa_utils.AveragedModel",
+    "apex.parallel": _NO_BUCKETS,
+    "apex.pyprof": "use torch.profiler, with torch.cuda.nvtx for ranges",
+    "apex.transformer": _PARALLEL,
+    "apex_C": "use torch._utils._flatten_dense_tensors and _unflatten_dense_tensors",
 }
 
 
@@ -19,7 +62,8 @@ def remedy_for(name: str) -> str:
     """Return what to use in place of a dotted name of Apex."""
     while name not in REMEDIES and "." in name:
         name = name.rpartition(".")[0]
-    return REMEDIES.get(name, REMEDIES["apex"])
+    remedy = REMEDIES.get(name, _PAGE)
+    return remedy if remedy is _PAGE else f"{remedy}; docs/migration.md has more"
 
 
 def missing_names(module: str) -> Callable[[str], Any]:

@@ -58,8 +58,13 @@ class LossScaler(ScalerView):
     def _has_overflow(self) -> bool:
         return self._overflowed
 
+    @_has_overflow.setter
+    def _has_overflow(self, overflow: bool) -> None:
+        self._overflowed = bool(overflow)
+
     def clear_overflow_state(self) -> None:
         """Forget what earlier calls of ``unscale`` found."""
+        super().clear_overflow_state()
         self._overflowed = False
 
     @torch.no_grad()
@@ -84,14 +89,37 @@ class LossScaler(ScalerView):
         if scale_override is not None:
             scale = scale_override[0] if isinstance(scale_override, tuple) else scale_override
         pairs = [(m, o) for m, o in zip(model_grads, master_grads, strict=True) if m is not None and o is not None]
-        if not pairs:
-            return
-        values = torch._foreach_mul([m.float() for m, _ in pairs], 1.0 / scale)
-        torch._foreach_copy_([o for _, o in pairs], values)
-        norms = torch._foreach_norm(values, float("inf"))
-        self._overflowed |= not all(bool(torch.isfinite(norm)) for norm in norms)
+        self._write([o for _, o in pairs], torch._foreach_mul([m.float() for m, _ in pairs], 1.0 / scale))
+
+    @torch.no_grad()
+    def unscale_with_stashed(
+        self,
+        model_grads: Sequence[Tensor],
+        stashed_master_grads: Sequence[Tensor],
+        master_grads: Sequence[Tensor],
+        scale_override: Any = None,
+    ) -> None:
+        """Write ``model_grads * out / grads + stashed_master_grads * out / stashed`` into ``master_grads``.
+
+        Args:
+            model_grads: New gradients, scaled by this scaler.
+            stashed_master_grads: Those of earlier backward passes.
+            master_grads: Where the sums go.
+            scale_override: The scales ``(grads, stashed, out)``; by default this scaler's, 1 and 1.
+        """
+        of_grads, of_stashed, out = scale_override or (self.loss_scale(), 1.0, 1.0)
+        values = torch._foreach_mul([grad.float() for grad in model_grads], out / of_grads)
+        torch._foreach_add_(values, [grad.float() for grad in stashed_master_grads], alpha=out / of_stashed)
+        self._write(master_grads, values)
+
+    def _write(self, master_grads: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        if values:
+            torch._foreach_copy_(list(master_grads), list(values))
+            norms = torch._foreach_norm(list(values), float("inf"))
+            self._overflowed |= not all(bool(torch.isfinite(norm)) for norm in norms)
 
     def update_scale(self) -> bool:
         """Move the scale by what was found, and return whether the step is to be skipped."""
-        self._scaler.update(self._overflowed)
-        return self._overflowed and self.dynamic
+        overflow = self._overflowed or (self._buffer is not None and bool(self._buffer.any()))
+        self._scaler.update(overflow)
+        return overflow and self.dynamic

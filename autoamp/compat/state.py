@@ -13,41 +13,27 @@ import torch
 from torch import Tensor
 
 from autoamp.casting import CastCache
-from autoamp.handle import Handle, NoOpHandle
-from autoamp.levels import LEVELS
+from autoamp.compat.properties import Properties
+from autoamp.handle import Handle
+from autoamp.masters import MasterWeights
+from autoamp.no_op import NoOpHandle as NativeNoOpHandle
 from autoamp.runtime import current_handle
 from autoamp.scaling import DynamicLossScaler, LossScaler
-from autoamp.tensors import HALF_DTYPES
+from autoamp.verdicts import Verdict, read
 
-__all__ = ["AmpHandle", "AmpStash", "AmpState", "Properties", "ScalerView", "amp_handle", "amp_state"]
-
-
-class Properties:
-    """What an opt level came to, by the names of Apex."""
-
-    def __init__(self, level: str = "O1", half: torch.dtype = torch.float16) -> None:
-        properties = LEVELS[level]
-        cast = half if properties.cast_model_type == "half" else properties.cast_model_type
-        self.enabled = True
-        self.opt_level = level
-        self.cast_model_type = cast
-        self.patch_torch_functions = properties.patch_torch_functions
-        self.keep_batchnorm_fp32 = properties.keep_batchnorm_fp32 if cast in HALF_DTYPES else None
-        self.master_weights = properties.master_weights
-        self.loss_scale = "dynamic" if properties.loss_scale is None else properties.loss_scale
-        self.cast_model_outputs: torch.dtype | None = None
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The properties as a dict, as Apex kept them."""
-        return dict(vars(self))
+__all__ = ["AmpHandle", "AmpStash", "AmpState", "NoOpHandle", "ScalerView", "amp_handle", "amp_state"]
 
 
 class ScalerView:
-    """One loss scaler, by the names of Apex. Writing ``_loss_scale`` takes effect."""
+    """One loss scaler, by the names of Apex. Writing ``_loss_scale`` takes effect.
+
+    Args:
+        scaler: The native scaler.
+    """
 
     def __init__(self, scaler: LossScaler) -> None:
         self._scaler = scaler
+        self._buffer: Tensor | None = None
 
     def loss_scale(self) -> float:
         """Return the scale for the next loss."""
@@ -64,6 +50,10 @@ class ScalerView:
 
     @_loss_scale.setter
     def _loss_scale(self, scale: float) -> None:
+        if isinstance(self._scaler, DynamicLossScaler):
+            # Apex took any scale that was written; the bounds held for its own moves.
+            self._scaler.max_loss_scale = max(self._scaler.max_loss_scale, float(scale))
+            self._scaler.min_loss_scale = min(self._scaler.min_loss_scale, float(scale))
         self._load(float(scale), self._scaler.unskipped)
 
     @property
@@ -84,18 +74,78 @@ class ScalerView:
             self._scaler.growth_interval = int(steps)
 
     @property
+    def _max_loss_scale(self) -> float | None:
+        return getattr(self._scaler, "max_loss_scale", None)
+
+    @_max_loss_scale.setter
+    def _max_loss_scale(self, scale: float) -> None:
+        if isinstance(self._scaler, DynamicLossScaler):
+            self._scaler.max_loss_scale = float(scale)
+
+    @property
+    def _min_loss_scale(self) -> float | None:
+        return getattr(self._scaler, "min_loss_scale", None)
+
+    @_min_loss_scale.setter
+    def _min_loss_scale(self, scale: float) -> None:
+        if isinstance(self._scaler, DynamicLossScaler):
+            self._scaler.min_loss_scale = float(scale)
+
+    @property
+    def _overflow_buf(self) -> Tensor:
+        if self._buffer is None:
+            handle = current_handle()
+            device = "cpu" if handle is None else handle.settings.device_type
+            self._buffer = torch.zeros(1, dtype=torch.int, device=device)
+        return self._buffer
+
+    @_overflow_buf.setter
+    def _overflow_buf(self, buffer: Tensor) -> None:
+        self._buffer = buffer
+
+    @property
     def _has_overflow(self) -> bool:
-        handle = current_handle()
+        handle, pending = current_handle(), self._pending()
+        if pending:
+            return any(verdict.overflowed for verdict in pending)
         return handle is not None and handle.last_step_skipped
 
+    def clear_overflow_state(self) -> None:
+        """Forget an overflow that was put into ``_overflow_buf``."""
+        if self._buffer is not None:
+            self._buffer.zero_()
+
     def update_scale(self) -> bool:
-        """Tell whether the last step was skipped. The scale itself moves at ``optimizer.step()``."""
-        return self._has_overflow
+        """Move the scale by what this step's gradients were found to be, and tell whether the step is to be skipped.
+
+        For programs that check gradients themselves, between `scale_loss` and ``optimizer.step()``: an overflow that
+        they put into ``_overflow_buf`` counts too. Elsewhere the scale moves at the step, and need not be asked to.
+        """
+        pending = [verdict for verdict in self._pending() if not verdict.counted]
+        noted = self._buffer is not None and bool(self._buffer.any())
+        if not pending and not noted:
+            return self._has_overflow
+        overflow = noted or any(verdict.overflowed for verdict in pending)
+        self._scaler.update(overflow)
+        for verdict in pending:
+            # The step does not tell the scaler again.
+            verdict.counted = True
+        return overflow
+
+    def _pending(self) -> list[Verdict]:
+        """Return what was found in gradients of this scaler since the last step, read off the device."""
+        handle = current_handle()
+        guards = [] if handle is None else list(handle.optimizers._guards.values())
+        pending = [verdict for guard in guards for verdict in guard.pending if verdict.scaler is self._scaler]
+        read(pending)
+        return pending
 
     def _load(self, scale: float, unskipped: int) -> None:
         self._scaler.load_state_dict({"loss_scale": scale, "unskipped": unskipped})
 
     def __getattr__(self, name: str) -> Any:
+        if name in ("_scaler", "_buffer"):
+            raise AttributeError(name)
         # `min_loss_scale`, `max_loss_scale` and what else the scaler has of its own.
         return getattr(self._scaler, name)
 
@@ -104,12 +154,25 @@ class AmpState:
     """The object ``amp._amp_state``."""
 
     def __init__(self) -> None:
-        self.opt_properties: Any = None
         self.verbosity = 1
         self.hard_override = False
         self.allow_incoming_model_not_fp32 = False
         self.min_loss_scale: float | None = None
         self.max_loss_scale = 2.0**24
+        self._views: list[ScalerView] = []
+        self._initialized: tuple[weakref.ref[Handle] | None, Properties] = (None, Properties())
+
+    def put(self, properties: Properties) -> None:
+        """Take the properties of the handle that ``initialize`` has just set up."""
+        handle = current_handle()
+        self._initialized = None if handle is None else weakref.ref(handle), properties
+
+    @property
+    def opt_properties(self) -> Properties:
+        """What ``initialize`` came to. ``enabled`` is False before it, and after ``initialize(enabled=False)``."""
+        reference, properties = self._initialized
+        handle = current_handle()
+        return properties if handle is not None and reference is not None and reference() is handle else Properties()
 
     @property
     def handle(self) -> AmpHandle | None:
@@ -118,30 +181,52 @@ class AmpState:
 
     @property
     def loss_scalers(self) -> list[ScalerView]:
-        """A view of each loss's scaler; empty before ``initialize``."""
+        """A view of each loss's scaler, the same as long as the scaler is; empty before ``initialize``."""
         handle = current_handle()
-        return [ScalerView(scaler) for scaler in handle.optimizers.scalers] if handle is not None else []
+        scalers = handle.optimizers.scalers if handle is not None else []
+        known = {id(view._scaler): view for view in self._views}
+        self._views = [known.get(id(scaler)) or ScalerView(scaler) for scaler in scalers]
+        return self._views
 
 
 amp_state = AmpState()
 
 
 class AmpStash:
-    """The object ``optimizer._amp_stash``: which parameters have masters."""
+    """The object ``optimizer._amp_stash``: which parameters have masters. Other names may be written to it.
 
-    lazy_init_called = True
+    Args:
+        optimizer: Referred to weakly. Without one there are no parameters.
+    """
 
     def __init__(self, optimizer: Any = None) -> None:
         self._optimizer = (lambda: None) if optimizer is None else weakref.ref(optimizer)
+        self.lazy_init_called = True
+        self.params_have_scaled_gradients = False
+
+    def attach(self, optimizer: Any) -> None:
+        """Give the optimizer this stash and the methods that Apex gave it."""
+        optimizer._amp_stash = self
+        optimizer._amp_lazy_init = optimizer._lazy_init_maybe_master_weights = _nothing_left_to_do
+        optimizer._master_params_to_model_params = self.copy_down
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy belongs to a copy of the optimizer, which has no masters.
         return AmpStash, ()
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        handle, optimizer = current_handle(), self._optimizer()
-        masters = handle.optimizers.masters_of(optimizer) if handle is not None and optimizer is not None else None
+        masters = self._masters()
         return [] if masters is None else masters.pairs
+
+    def _masters(self) -> MasterWeights | None:
+        handle, optimizer = current_handle(), self._optimizer()
+        return handle.optimizers.masters_of(optimizer) if handle is not None and optimizer is not None else None
+
+    def copy_down(self) -> None:
+        """Write the masters into the half parameters, which each step does by itself."""
+        masters = self._masters()
+        if masters is not None:
+            masters.copy_down()
 
     @property
     def all_fp16_params(self) -> list[Tensor]:
@@ -156,10 +241,33 @@ class AmpStash:
     @property
     def all_fp32_from_fp32_params(self) -> list[Tensor]:
         """Parameters that are stepped themselves."""
-        optimizer = self._optimizer()
+        return [param for group in self.fp32_from_fp32_groups for param in group]
+
+    @property
+    def fp16_groups(self) -> list[list[Tensor]]:
+        """Half parameters, by group of the optimizer."""
+        halves = {id(master): half for half, master in self._pairs()}
+        return [[halves[id(param)] for param in group if id(param) in halves] for group in self._groups()]
+
+    @property
+    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
+        """Their masters, by group."""
         masters = {id(master) for _, master in self._pairs()}
-        groups = optimizer.param_groups if optimizer is not None else []
-        return [param for group in groups for param in group["params"] if id(param) not in masters]
+        return [[param for param in group if id(param) in masters] for group in self._groups()]
+
+    @property
+    def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
+        """Parameters that are stepped themselves, by group."""
+        masters = {id(master) for _, master in self._pairs()}
+        return [[param for param in group if id(param) not in masters] for group in self._groups()]
+
+    def _groups(self) -> list[list[Tensor]]:
+        optimizer = self._optimizer()
+        return [group["params"] for group in optimizer.param_groups] if optimizer is not None else []
+
+
+def _nothing_left_to_do() -> None:
+    """Masters are made by ``initialize`` itself."""
 
 
 class AmpHandle:
@@ -170,7 +278,7 @@ class AmpHandle:
         verbose: As given to ``amp.init``.
     """
 
-    def __init__(self, handle: Handle | NoOpHandle, verbose: bool = False) -> None:
+    def __init__(self, handle: Handle | NativeNoOpHandle, verbose: bool = False) -> None:
         self._handle = handle
         self.verbose = verbose
 
@@ -213,6 +321,13 @@ class AmpHandle:
         if name == "_handle":
             raise AttributeError(name)
         return getattr(self._handle, name)
+
+
+class NoOpHandle(AmpHandle):
+    """The handle of ``init(enabled=False)``: the surface of the other, with nothing behind it."""
+
+    def __init__(self) -> None:
+        super().__init__(NativeNoOpHandle())
 
 
 def amp_handle() -> AmpHandle | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,8 +15,11 @@ from autoamp.tensors import map_tensors
 
 __all__ = [
     "OptimWrapper",
+    "as_inplace",
     "casted_args",
+    "collect_fp_tensor_types",
     "filter_attrs",
+    "get_cuda_version",
     "has_func",
     "has_old_rnns",
     "is_cuda_enabled",
@@ -31,6 +35,7 @@ __all__ = [
     "tensor_is_float_tensor",
     "tensor_is_variable",
     "type_string",
+    "verbosify",
 ]
 
 
@@ -67,6 +72,32 @@ def is_nested(value: Any) -> bool:
 def is_cuda_enabled() -> bool:
     """Tell whether this torch was built with CUDA."""
     return torch.version.cuda is not None
+
+
+def get_cuda_version() -> tuple[int, ...]:
+    """Return the version of CUDA that this torch was built with, ``(12, 8)``; empty where it was built without."""
+    return tuple(int(part) for part in (torch.version.cuda or "").split(".") if part)
+
+
+def collect_fp_tensor_types(args: Any, kwargs: dict[str, Any]) -> list[str]:
+    """Return the types of the floating tensors in nested arguments: ``["FloatTensor", "HalfTensor"]``."""
+    found: set[str] = set()
+    map_tensors((list(args), kwargs), lambda tensor: found.add(type_string(tensor)) if is_fp_tensor(tensor) else None)
+    return sorted(found)
+
+
+def as_inplace(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of ``x`` and what follows that writes ``function``'s result into ``x`` and returns ``x``."""
+
+    def inplace(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return x.copy_(function(x, *args, **kwargs))
+
+    return inplace
+
+
+def verbosify(cast_fn: Callable[..., Any], fn_name: str, verbose: bool) -> Callable[..., Any]:
+    """Return ``cast_fn`` with the name of what it casts for; casts themselves are reported by the handle."""
+    return functools.partial(cast_fn, name=fn_name, verbose=verbose) if verbose else cast_fn
 
 
 def has_old_rnns() -> bool:

@@ -13,8 +13,8 @@ from autoamp.compat import install_as_apex, uninstall
 
 @pytest.fixture
 def apex() -> Iterator[Any]:
-    """Install the alias, import `apex`, and take both back."""
-    install_as_apex()
+    """Install the alias for tensors of the CPU, import `apex`, and take both back."""
+    install_as_apex(device_type="cpu")
     import apex
 
     yield apex

@@ -71,7 +71,7 @@ def test_missing_names_are_import_errors_with_a_remedy(apex: Any, statement: str
 
 
 def test_missing_attribute_is_an_attribute_error(apex: Any) -> None:
-    with pytest.raises(AttributeError, match="migration page"):
+    with pytest.raises(AttributeError, match=r"Megatron.*migration"):
         _ = apex.transformer
 
 

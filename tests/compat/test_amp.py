@@ -75,7 +75,7 @@ def test_scale_loss_before_initialize_is_a_runtime_error(apex: Any) -> None:
 
 
 def test_alias_takes_the_apex_lists_and_the_dtype_asked_for(apex: Any) -> None:
-    install_as_apex(dtype=torch.bfloat16)
+    install_as_apex(dtype=torch.bfloat16, device_type="cpu")
     apex.amp.init()
     half = F.linear(torch.ones(2, 2), torch.ones(2, 2))
     assert half.dtype is torch.bfloat16
@@ -111,7 +111,7 @@ def test_old_handle(apex: Any) -> None:
 
 
 def test_decorator_handle_is_that_of_autoamp_too(apex: Any) -> None:
-    handle = autoamp.init(dtype=HALF)
+    handle = autoamp.init(dtype=HALF, device_type="cpu")
     assert apex.amp.amp._DECORATOR_HANDLE.cache is handle.cache
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from autoamp.compat.amp import init, initialize, scale_loss
+from autoamp.compat.amp import init, initialize, load_state_dict, scale_loss, state_dict
 from autoamp.compat.missing import missing_names
 from autoamp.compat.state import amp_state
-from autoamp.levels import load_state_dict, master_params, state_dict
+from autoamp.levels import master_params
 from autoamp.runtime import (
     disable_casts,
     float_function,
@@ -17,7 +17,20 @@ from autoamp.runtime import (
 )
 
 from . import _amp_state as _module_of_the_state
-from . import amp, compat, frontend, handle, lists, opt, rnn_compat, scaler, utils, wrap
+from . import (
+    _initialize,
+    _process_optimizer,
+    amp,
+    compat,
+    frontend,
+    handle,
+    lists,
+    opt,
+    rnn_compat,
+    scaler,
+    utils,
+    wrap,
+)
 
 # The object, as Apex had it; the module of the same name is imported by its full path.
 _amp_state = amp_state

@@ -24,6 +24,13 @@ class _Module(types.ModuleType):
     def _DECORATOR_HANDLE(self) -> AmpHandle | None:
         return amp_handle()
 
+    @_DECORATOR_HANDLE.setter
+    def _DECORATOR_HANDLE(self, handle: AmpHandle | None) -> None:
+        """Code that sets this to None wants no amp any more; any other handle is active by itself."""
+        active = amp_handle()
+        if handle is None and active is not None:
+            active._deactivate()
+
 
 _this: Any = sys.modules[__name__]
 _this.__class__ = _Module

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from autoamp.compat.missing import missing_names
 from autoamp.compat.utils import (
+    as_inplace,
     casted_args,
+    collect_fp_tensor_types,
+    get_cuda_version,
     has_func,
     is_cuda_enabled,
     is_floating_point,
@@ -15,6 +18,7 @@ from autoamp.compat.utils import (
     maybe_half,
     set_func,
     type_string,
+    verbosify,
 )
 
 __getattr__ = missing_names(__name__)

@@ -1,7 +1,10 @@
-"""The tree's `apex.amp.wrap`: its functions wrote into torch's namespace; registered functions do that now."""
+"""The tree's `apex.amp.wrap`: its functions wrote into torch's namespace; they register functions now."""
 
 from __future__ import annotations
 
+from autoamp.compat import utils
 from autoamp.compat.missing import missing_names
+from autoamp.compat.wrapping import cached_cast, make_cast_wrapper, make_promote_wrapper, promote, sequence_promote
+from autoamp.runtime import disable_casts
 
 __getattr__ = missing_names(__name__)

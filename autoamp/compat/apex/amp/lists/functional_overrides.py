@@ -8,10 +8,13 @@ from autoamp.compat.listed import names_of
 from autoamp.compat.missing import missing_names
 
 MODULE = torch.nn.functional
-FP16_FUNCS = names_of(MODULE, "fp16")
-FP32_FUNCS = names_of(MODULE, "fp32")
-CASTS = names_of(MODULE, "promote")
+names = names_of(MODULE)
+
+# Copies: what a program adds or removes takes effect at its next `amp.init` or `amp.initialize`.
+FP16_FUNCS = list(names["fp16"])
+FP32_FUNCS = list(names["fp32"])
+CASTS = list(names["promote"])
 SEQUENCE_CASTS: list[str] = []
-BANNED_FUNCS = names_of(MODULE, "banned")
+BANNED_FUNCS = list(names["banned"])
 
 __getattr__ = missing_names(__name__)

@@ -1,0 +1,46 @@
+"""The tree's `amp_C`."""
+
+from __future__ import annotations
+
+from autoamp.compat.missing import missing_names
+from autoamp.compat.multi_tensor import (
+    multi_tensor_axpby,
+    multi_tensor_l2norm,
+    multi_tensor_l2norm_mp,
+    multi_tensor_l2norm_scale,
+    multi_tensor_scale,
+    multi_tensor_unscale_l2norm,
+)
+from autoamp.compat.multi_tensor_optimizers import (
+    multi_tensor_adagrad,
+    multi_tensor_adam,
+    multi_tensor_lamb,
+    multi_tensor_lamb_stage1,
+    multi_tensor_lamb_stage2,
+    multi_tensor_novograd,
+    multi_tensor_sgd,
+)
+
+__all__ = [
+    "multi_tensor_adagrad",
+    "multi_tensor_adam",
+    "multi_tensor_axpby",
+    "multi_tensor_l2norm",
+    "multi_tensor_l2norm_mp",
+    "multi_tensor_l2norm_scale",
+    "multi_tensor_lamb",
+    "multi_tensor_lamb_stage1",
+    "multi_tensor_lamb_stage1_cuda",
+    "multi_tensor_lamb_stage2",
+    "multi_tensor_lamb_stage2_cuda",
+    "multi_tensor_novograd",
+    "multi_tensor_scale",
+    "multi_tensor_sgd",
+    "multi_tensor_unscale_l2norm",
+]
+
+# Both spellings were in use.
+multi_tensor_lamb_stage1_cuda = multi_tensor_lamb_stage1
+multi_tensor_lamb_stage2_cuda = multi_tensor_lamb_stage2
+
+__getattr__ = missing_names(__name__)

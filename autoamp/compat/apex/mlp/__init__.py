@@ -1,0 +1,10 @@
+"""The tree's `apex.mlp`."""
+
+from __future__ import annotations
+
+from autoamp.compat.missing import missing_names
+from autoamp.compat.mlp import MLP
+
+from . import mlp
+
+__getattr__ = missing_names(__name__)

@@ -1,0 +1,8 @@
+"""The tree's `apex.multi_tensor_apply.multi_tensor_apply`."""
+
+from __future__ import annotations
+
+from autoamp.compat.missing import missing_names
+from autoamp.compat.multi_tensor import MultiTensorApply
+
+__getattr__ = missing_names(__name__)

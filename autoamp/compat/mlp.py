@@ -1,0 +1,174 @@
+"""Perceptrons and dense layers with the signatures of `apex.mlp` and `apex.fused_dense`, on torch's own functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from autoamp.errors import UsageError
+
+__all__ = [
+    "MLP",
+    "FusedDense",
+    "FusedDenseGeluDense",
+    "dense_no_bias_function",
+    "fused_dense_function",
+    "fused_dense_gelu_dense_function",
+    "mlp_function",
+]
+
+# In the order of the numbers by which `mlp_function` knows them.
+_ACTIVATIONS = ("none", "relu", "sigmoid")
+
+
+class MLP(Module):
+    """Linear layers, each with its bias and the activation, the last one too.
+
+    The parameters are ``weight_0``, ``bias_0``, ``weight_1``, ...; weight ``i`` has the shape
+    ``(mlp_sizes[i + 1], mlp_sizes[i])``.
+
+    Args:
+        mlp_sizes: The number of features of the input and of each layer's output.
+        bias: Whether there are biases.
+        activation: ``"none"``, ``"relu"`` or ``"sigmoid"``.
+        relu: The older form: True is ``activation="relu"``, False ``"none"``. A bool as the third argument is this.
+
+    Raises:
+        UsageError: Another activation, or fewer than two sizes.
+    """
+
+    def __init__(
+        self, mlp_sizes: Sequence[int], bias: bool = True, activation: str | bool = "relu", *, relu: bool | None = None
+    ) -> None:
+        super().__init__()
+        older = activation if isinstance(activation, bool) else relu
+        name = activation if older is None else ("relu" if older else "none")
+        if name not in _ACTIVATIONS:
+            raise UsageError(f"MLP: activation={activation!r} is unknown; choose 'none', 'relu' or 'sigmoid'")
+        if len(mlp_sizes) < 2:
+            raise UsageError(f"MLP: mlp_sizes={mlp_sizes!r} makes no layer; give the input's size and each layer's")
+        self.mlp_sizes = list(mlp_sizes)
+        self.num_layers = len(self.mlp_sizes) - 1
+        self.bias = int(bias)
+        self.activation = _ACTIVATIONS.index(str(name))
+        for place, (inputs, outputs) in enumerate(zip(self.mlp_sizes, self.mlp_sizes[1:], strict=False)):
+            self.register_parameter(f"weight_{place}", Parameter(torch.empty(outputs, inputs)))
+            if bias:
+                self.register_parameter(f"bias_{place}", Parameter(torch.empty(outputs)))
+        self.reset_parameters()
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The weights, in order."""
+        return [getattr(self, f"weight_{place}") for place in range(self.num_layers)]
+
+    @property
+    def biases(self) -> list[Tensor]:
+        """The biases, in order; none with ``bias=False``."""
+        return [getattr(self, f"bias_{place}") for place in range(self.num_layers)] if self.bias else []
+
+    def reset_parameters(self) -> None:
+        """Draw the weights from N(0, 2 / (inputs + outputs)) and the biases from N(0, 1 / outputs)."""
+        for weight in self.weights:
+            torch.nn.init.normal_(weight, 0.0, math.sqrt(2.0 / sum(weight.shape)))
+        for bias in self.biases:
+            torch.nn.init.normal_(bias, 0.0, math.sqrt(1.0 / bias.numel()))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the last layer's output, shape ``(*, mlp_sizes[-1])``, for input of ``(*, mlp_sizes[0])``."""
+        return mlp_function(self.bias, self.activation, input, *self.weights, *self.biases)
+
+    def extra_repr(self) -> str:
+        """Say what the constructor was given."""
+        return f"mlp_sizes={self.mlp_sizes}, bias={self.bias}, activation={_ACTIVATIONS[self.activation]!r}"
+
+
+def mlp_function(bias: int, activation: int, input: Tensor, *parameters: Tensor) -> Tensor:
+    """Compute an MLP.
+
+    Args:
+        bias: Whether there are biases among the parameters.
+        activation: What follows each layer: 0 for nothing, 1 for ReLU, 2 for the sigmoid.
+        input: Shape ``(*, n)``.
+        *parameters: All weights, then all biases.
+
+    Raises:
+        UsageError: An unknown activation, or biases that do not match the weights in number.
+    """
+    if activation not in range(len(_ACTIVATIONS)):
+        raise UsageError(f"mlp_function: activation={activation!r}; choose 0 for none, 1 for relu or 2 for sigmoid")
+    if bias and len(parameters) % 2:
+        raise UsageError(f"mlp_function: bias={bias!r} needs as many biases as weights, not {len(parameters)} in all")
+    weights = parameters[: len(parameters) // 2] if bias else parameters
+    biases: Sequence[Tensor | None] = parameters[len(weights) :] if bias else [None] * len(weights)
+    follow: Callable[[Tensor], Tensor] = (_as_it_is, torch.relu, torch.sigmoid)[activation]
+    output = input
+    for weight, offset in zip(weights, biases, strict=True):
+        output = follow(F.linear(output, weight, offset))
+    return output
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class FusedDense(torch.nn.Linear):
+    """`torch.nn.Linear`. Arguments ``(in_features, out_features, bias=True)``."""
+
+
+class FusedDenseGeluDense(Module):
+    """A linear layer, GELU (the exact one, by erf) and a linear layer.
+
+    Args:
+        in_features: The features of the input.
+        intermediate_features: The features between the two layers.
+        out_features: The features of the output.
+        bias: Must be True.
+
+    Raises:
+        UsageError: ``bias=False``.
+    """
+
+    def __init__(self, in_features: int, intermediate_features: int, out_features: int, bias: bool = True) -> None:
+        super().__init__()
+        if not bias:
+            raise UsageError(
+                "FusedDenseGeluDense: bias=False is not supported; leave it True, or use nn.Linear and nn.GELU"
+            )
+        self.in_features = in_features
+        self.intermediate_features = intermediate_features
+        self.out_features = out_features
+        first = torch.nn.Linear(in_features, intermediate_features)
+        second = torch.nn.Linear(intermediate_features, out_features)
+        self.weight1, self.bias1 = first.weight, first.bias
+        self.weight2, self.bias2 = second.weight, second.bias
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the output, shape ``(*, out_features)``, for input of ``(*, in_features)``."""
+        return fused_dense_gelu_dense_function(input, self.weight1, self.bias1, self.weight2, self.bias2)
+
+    def extra_repr(self) -> str:
+        """Say what the constructor was given."""
+        return f"{self.in_features}, {self.intermediate_features}, {self.out_features}"
+
+
+def fused_dense_function(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Return ``input @ weight.T + bias``; shapes ``(*, n)``, ``(m, n)``, ``(m,)``."""
+    return F.linear(input, weight, bias)
+
+
+def dense_no_bias_function(input: Tensor, weight: Tensor) -> Tensor:
+    """Return ``input @ weight.T``; shapes ``(*, n)`` and ``(m, n)``."""
+    return F.linear(input, weight)
+
+
+def fused_dense_gelu_dense_function(
+    input: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor
+) -> Tensor:
+    """Return a linear layer of GELU, by erf, of a linear layer; shapes as in `FusedDenseGeluDense`."""
+    return F.linear(F.gelu(F.linear(input, weight1, bias1)), weight2, bias2)

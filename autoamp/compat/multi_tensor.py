@@ -1,0 +1,223 @@
+"""The multi-tensor functions of `amp_C`, and what applies them, on torch's ``_foreach`` functions.
+
+Every function takes ``(chunk_size, noop_flag, tensor_lists, ...)``. ``chunk_size`` has no effect: torch chooses one.
+``noop_flag`` is a tensor of one element; a non-finite result sets it to 1, without a wait for the device. A tensor list
+holds tensors of any floating dtypes, mixed as may be; all is computed in fp32, or in fp64 for fp64 tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoamp.errors import UsageError
+
+__all__ = [
+    "MultiTensorApply",
+    "checked",
+    "multi_tensor_applier",
+    "multi_tensor_axpby",
+    "multi_tensor_l2norm",
+    "multi_tensor_l2norm_mp",
+    "multi_tensor_l2norm_scale",
+    "multi_tensor_scale",
+    "multi_tensor_unscale_l2norm",
+    "store",
+    "wide",
+]
+
+TensorLists = Sequence[Sequence[Tensor]]
+
+
+class MultiTensorApply:
+    """Calls a multi-tensor function with a chunk size.
+
+    Args:
+        chunk_size: Passed on; it has no effect here.
+
+    Attributes:
+        available: Always True.
+        import_err: Always None: nothing has to be built.
+    """
+
+    available = True
+    import_err: Exception | None = None
+
+    def __init__(self, chunk_size: int) -> None:
+        self.chunk_size = chunk_size
+
+    def check_avail(self) -> None:
+        """Do nothing: the functions are always there."""
+
+    def __call__(self, op: Callable[..., Any], noop_flag_buffer: Tensor, tensor_lists: TensorLists, *args: Any) -> Any:
+        """Return ``op(chunk_size, noop_flag_buffer, tensor_lists, *args)``."""
+        return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)
+
+
+multi_tensor_applier = MultiTensorApply(2048 * 32)
+
+
+@torch.no_grad()
+def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, scale: float) -> None:
+    """Write ``input * scale`` to the outputs; ``tensor_lists`` is ``[inputs, outputs]``, which may be the same tensors.
+
+    Values that are inf or nan, or become so in the output's dtype, are written too, and set ``noop_flag``.
+
+    Raises:
+        UsageError: The lists do not fit. Nothing was written.
+    """
+    inputs, outputs = checked("multi_tensor_scale", tensor_lists, "inputs", "outputs")
+    if inputs:
+        torch._foreach_copy_(outputs, torch._foreach_mul(wide(inputs), scale))
+        _flag(noop_flag, outputs)
+
+
+@torch.no_grad()
+def multi_tensor_axpby(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, a: float, b: float, arg_to_check: int = -1
+) -> None:
+    """Write ``a * x + b * y`` to the outputs; ``tensor_lists`` is ``[x, y, outputs]``.
+
+    Args:
+        chunk_size: No effect.
+        noop_flag: One element, set to 1 where ``arg_to_check`` finds inf or nan.
+        tensor_lists: Three lists. The outputs may be tensors of ``x`` or ``y``.
+        a: The factor of ``x``.
+        b: The factor of ``y``.
+        arg_to_check: Where to look for inf and nan: 0 in ``x``, 1 in ``y``, -1 in both.
+
+    Raises:
+        UsageError: The lists do not fit, or ``arg_to_check`` is another number. Nothing was written.
+    """
+    xs, ys, outputs = checked("multi_tensor_axpby", tensor_lists, "x", "y", "outputs")
+    if arg_to_check not in (-1, 0, 1):
+        raise UsageError(f"multi_tensor_axpby: arg_to_check={arg_to_check!r}; choose 0 for x, 1 for y or -1 for both")
+    if outputs:
+        # Looked at first, since outputs may be the same tensors.
+        _flag(noop_flag, {-1: [*xs, *ys], 0: xs, 1: ys}[arg_to_check])
+        sums = torch._foreach_add(torch._foreach_mul(wide(xs), a), torch._foreach_mul(wide(ys), b))
+        torch._foreach_copy_(outputs, sums)
+
+
+@torch.no_grad()
+def multi_tensor_l2norm(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, per_tensor: bool | None = False
+) -> tuple[Tensor, Tensor]:
+    """Return the 2-norm of all tensors of ``[tensors]`` taken as one vector, and that of each.
+
+    Returns:
+        Two tensors: the total of shape ``(1,)``; with ``per_tensor`` one norm a tensor, shape ``(n,)``, else an empty
+        tensor. They are fp32, or fp64 where a tensor is. A total that is not finite sets ``noop_flag``.
+
+    Raises:
+        UsageError: There is not exactly one list.
+    """
+    (tensors,) = checked("multi_tensor_l2norm", tensor_lists, "tensors")
+    return _norms(noop_flag, tensors, per_tensor)
+
+
+# Apex had a second one for lists of mixed dtypes, which the first one takes as well here.
+multi_tensor_l2norm_mp = multi_tensor_l2norm
+
+
+@torch.no_grad()
+def multi_tensor_l2norm_scale(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, scale: float, per_tensor: bool | None = False
+) -> tuple[Tensor, Tensor]:
+    """Write ``input * scale`` to the outputs of ``[inputs, outputs]`` and return the norms of what was written.
+
+    The norms are those of the products before they are rounded to the outputs' dtype; they have the shapes that
+    `multi_tensor_l2norm` gives. A total that is not finite sets ``noop_flag``.
+
+    Raises:
+        UsageError: The lists do not fit. Nothing was written.
+    """
+    inputs, outputs = checked("multi_tensor_l2norm_scale", tensor_lists, "inputs", "outputs")
+    products = list(torch._foreach_mul(wide(inputs), scale)) if inputs else []
+    if products:
+        torch._foreach_copy_(outputs, products)
+    return _norms(noop_flag, products, per_tensor)
+
+
+@torch.no_grad()
+def multi_tensor_unscale_l2norm(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    inv_scale: Tensor | float,
+    per_tensor: bool | None = False,
+) -> tuple[Tensor, Tensor]:
+    """Return the norms of ``[tensors]`` times ``inv_scale``, a number or a tensor of one element; none is written.
+
+    The result is that of `multi_tensor_l2norm`.
+
+    Raises:
+        UsageError: There is not exactly one list.
+    """
+    (tensors,) = checked("multi_tensor_unscale_l2norm", tensor_lists, "tensors")
+    factor = inv_scale.reshape(()).float() if isinstance(inv_scale, Tensor) else inv_scale
+    products = list(torch._foreach_mul(wide(tensors), factor)) if tensors else []
+    return _norms(noop_flag, products, per_tensor)
+
+
+def checked(op: str, tensor_lists: TensorLists, *names: str) -> list[list[Tensor]]:
+    """Return tensor lists as Python lists.
+
+    Args:
+        op: The name of the function, for the message.
+        tensor_lists: What it was given.
+        names: What each of its lists is.
+
+    Raises:
+        UsageError: The number of lists is not that of ``names``, or lengths or shapes differ between them.
+    """
+    lists = [list(tensors) for tensors in tensor_lists]
+    wanted = f"{op} takes {len(names)} tensor lists, [{', '.join(names)}]"
+    if len(lists) != len(names):
+        raise UsageError(f"{wanted}; there are {len(lists)}")
+    if len({len(tensors) for tensors in lists}) != 1:
+        raise UsageError(f"{wanted}, of one length; theirs are {[len(tensors) for tensors in lists]}")
+    for place, tensors in enumerate(zip(*lists, strict=True)):
+        if len({tensor.shape for tensor in tensors}) != 1:
+            shapes = [tuple(tensor.shape) for tensor in tensors]
+            raise UsageError(f"{wanted}, of the same shapes; those at place {place} are {shapes}")
+    return lists
+
+
+def wide(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors in fp32, those of fp64 in fp64: themselves where they are so already."""
+    return [tensor if tensor.dtype is torch.float64 else tensor.to(torch.float32) for tensor in tensors]
+
+
+def store(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy values to tensors of any dtype, but where they are the same tensors."""
+    pairs = [pair for pair in zip(tensors, values, strict=True) if pair[0] is not pair[1]]
+    if pairs:
+        torch._foreach_copy_([pair[0] for pair in pairs], [pair[1] for pair in pairs])
+
+
+def _norms(noop_flag: Tensor, tensors: list[Tensor], per_tensor: bool | None) -> tuple[Tensor, Tensor]:
+    if not tensors:
+        return noop_flag.new_zeros(1, dtype=torch.float32), noop_flag.new_empty(0, dtype=torch.float32)
+    if any(tensor.dtype is torch.float64 for tensor in tensors):
+        each = torch.stack([norm.double() for norm in torch._foreach_norm(wide(tensors), 2)])
+    else:
+        each = torch.stack(list(torch._foreach_norm(tensors, 2, dtype=torch.float32)))
+    total = torch.linalg.vector_norm(each).reshape(1)
+    _raise_flag(noop_flag, ~torch.isfinite(total))
+    return total, each if per_tensor else each.new_empty(0)
+
+
+def _flag(noop_flag: Tensor, tensors: list[Tensor]) -> None:
+    # An empty tensor has no largest value.
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    if filled:
+        largest = [norm.to(noop_flag.device, torch.float64) for norm in torch._foreach_norm(filled, float("inf"))]
+        _raise_flag(noop_flag, ~torch.isfinite(torch.stack(largest)).all())
+
+
+def _raise_flag(noop_flag: Tensor, bad: Tensor) -> None:
+    noop_flag.masked_fill_(bad.to(noop_flag.device).reshape(()), 1)

@@ -1,0 +1,373 @@
+"""The optimizer steps of `amp_C`: one call updates lists of gradients, parameters and state in place.
+
+Each takes ``(chunk_size, noop_flag, tensor_lists, ...)`` as the functions of `autoamp.compat.multi_tensor` do, computes
+in fp32, or fp64 for fp64 tensors, and does nothing where ``noop_flag`` is set; that flag is read once a call, which
+waits for the device. Gradients stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from autoamp.compat.multi_tensor import TensorLists, checked, store, wide
+from autoamp.errors import UsageError
+
+__all__ = [
+    "multi_tensor_adagrad",
+    "multi_tensor_adam",
+    "multi_tensor_lamb",
+    "multi_tensor_lamb_stage1",
+    "multi_tensor_lamb_stage2",
+    "multi_tensor_novograd",
+    "multi_tensor_sgd",
+]
+
+
+@torch.no_grad()
+def multi_tensor_sgd(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, wd: float, momentum: float, dampening: float,
+    lr: float, nesterov: bool, first_run: bool, wd_after_momentum: bool, scale: float = 1.0,
+) -> None:  # fmt: skip
+    """Take a step of SGD with momentum: Sutskever et al. 2013, in the form of `torch.optim.SGD`.
+
+    Args:
+        chunk_size: No effect.
+        noop_flag: One element; nothing is done where it is set.
+        tensor_lists: ``[grads, params, momentums]``, or with a fourth list of copies of the parameters in any dtype.
+        wd: Weight decay, added to the gradient before or after the momentum, as ``wd_after_momentum`` says.
+        momentum: 0 for none; the momentums are not touched then.
+        dampening: The gradient enters the momentum with ``1 - dampening``.
+        lr: The learning rate.
+        nesterov: Whether to use Nesterov's momentum.
+        first_run: Whether the momentums are not filled yet; they become the gradients.
+        wd_after_momentum: See ``wd``.
+        scale: The gradients are multiplied by it.
+
+    Raises:
+        UsageError: The lists do not fit. Nothing was written.
+    """
+    names = ("grads", "params", "momentums", "copies")
+    lists = checked("multi_tensor_sgd", tensor_lists, *names[: 4 if len(tensor_lists) == 4 else 3])
+    grads, params, momentums = (wide(tensors) for tensors in lists[:3])
+    if _nothing_to_do(noop_flag, grads):
+        return
+    updates = list(torch._foreach_mul(grads, scale))
+    if wd and not wd_after_momentum:
+        torch._foreach_add_(updates, params, alpha=wd)
+    if momentum:
+        if first_run:
+            torch._foreach_copy_(momentums, updates)
+        else:
+            torch._foreach_mul_(momentums, momentum)
+            torch._foreach_add_(momentums, updates, alpha=1.0 - dampening)
+        if nesterov:
+            torch._foreach_add_(updates, momentums, alpha=momentum)
+        else:
+            torch._foreach_copy_(updates, momentums)
+        store(lists[2], momentums)
+    if wd and wd_after_momentum:
+        torch._foreach_add_(updates, params, alpha=wd)
+    torch._foreach_add_(params, updates, alpha=-lr)
+    store(lists[1], params)
+    if len(lists) == 4:
+        store(lists[3], params)
+
+
+@torch.no_grad()
+def multi_tensor_adam(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, lr: float, beta1: float, beta2: float,
+    epsilon: float, step: int, mode: int, bias_correction: int, weight_decay: float,
+) -> None:  # fmt: skip
+    """Take a step of Adam (Kingma, Ba 2015, arXiv:1412.6980) or AdamW (Loshchilov, Hutter 2019, arXiv:1711.05101).
+
+    Args:
+        chunk_size: No effect.
+        noop_flag: One element; nothing is done where it is set.
+        tensor_lists: ``[grads, params, exp_avgs, exp_avg_sqs]``.
+        lr: The learning rate.
+        beta1: Decay of the average of the gradient.
+        beta2: Decay of the average of its square.
+        epsilon: Added to the root.
+        step: The number of this step, from 1.
+        mode: 0 adds the decay to the gradient, 1 is AdamW.
+        bias_correction: Whether the averages are divided by ``1 - beta ** step``.
+        weight_decay: The factor of the decay.
+
+    Raises:
+        UsageError: The lists do not fit, or the mode is unknown. Nothing was written.
+    """
+    lists = checked("multi_tensor_adam", tensor_lists, "grads", "params", "exp_avgs", "exp_avg_sqs")
+    _check_mode("multi_tensor_adam", mode)
+    grads, params, firsts, seconds = (wide(tensors) for tensors in lists)
+    if _nothing_to_do(noop_flag, grads):
+        return
+    if weight_decay and mode == 0:
+        grads = list(torch._foreach_add(grads, params, alpha=weight_decay))
+    _average(grads, firsts, seconds, beta1, 1.0 - beta1, beta2)
+    updates = _adam_updates(firsts, seconds, *_corrections(beta1, beta2, step, bias_correction), epsilon)
+    if weight_decay and mode == 1:
+        torch._foreach_add_(updates, params, alpha=weight_decay)
+    torch._foreach_add_(params, updates, alpha=-lr)
+    for tensors, values in zip(lists[1:], (params, firsts, seconds), strict=True):
+        store(tensors, values)
+
+
+@torch.no_grad()
+def multi_tensor_adagrad(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, lr: float, epsilon: float, mode: int,
+    weight_decay: float,
+) -> None:  # fmt: skip
+    """Take a step of Adagrad: Duchi et al. 2011. ``tensor_lists`` is ``[grads, params, sums]``.
+
+    ``mode`` 0 adds the decay to the gradient; 1 decouples it, as AdamW does.
+
+    Raises:
+        UsageError: The lists do not fit, or the mode is unknown. Nothing was written.
+    """
+    lists = checked("multi_tensor_adagrad", tensor_lists, "grads", "params", "sums")
+    _check_mode("multi_tensor_adagrad", mode)
+    grads, params, sums = (wide(tensors) for tensors in lists)
+    if _nothing_to_do(noop_flag, grads):
+        return
+    if weight_decay and mode == 0:
+        grads = list(torch._foreach_add(grads, params, alpha=weight_decay))
+    torch._foreach_addcmul_(sums, grads, grads, 1.0)
+    roots = torch._foreach_sqrt(sums)
+    torch._foreach_add_(roots, epsilon)
+    updates = list(torch._foreach_div(grads, roots))
+    if weight_decay and mode == 1:
+        torch._foreach_add_(updates, params, alpha=weight_decay)
+    torch._foreach_add_(params, updates, alpha=-lr)
+    store(lists[1], params)
+    store(lists[2], sums)
+
+
+@torch.no_grad()
+def multi_tensor_novograd(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, grad_norms: Tensor, lr: float, beta1: float,
+    beta2: float, epsilon: float, step: int, bias_correction: int, weight_decay: float, grad_averaging: int,
+    mode: int, norm_type: int,
+) -> None:  # fmt: skip
+    """Take a step of NovoGrad: Ginsburg et al. 2019 (arXiv:1905.11286). One second moment for each tensor.
+
+    Args:
+        chunk_size: No effect.
+        noop_flag: One element; nothing is done where it is set.
+        tensor_lists: ``[grads, params, exp_avgs]``.
+        grad_norms: Shape ``(n,)``: the average of each gradient's norm. Updated in place.
+        lr: The learning rate.
+        beta1: Decay of the average of the normalised gradient.
+        beta2: Decay of the average of the norm.
+        epsilon: Added to the norm.
+        step: The number of this step, from 1.
+        bias_correction: Whether the averages are divided by ``1 - beta1 ** step`` and ``sqrt(1 - beta2 ** step)``.
+        weight_decay: The factor of the decay.
+        grad_averaging: Whether the gradient enters its average with ``1 - beta1``, or with 1.
+        mode: 0 normalises the gradient and adds the decay before the average, 1 after it.
+        norm_type: 2 averages squares of 2-norms, 0 averages largest absolute values.
+
+    Raises:
+        UsageError: The lists do not fit, or the mode or the norm is unknown. Nothing was written.
+    """
+    lists = checked("multi_tensor_novograd", tensor_lists, "grads", "params", "exp_avgs")
+    _check_mode("multi_tensor_novograd", mode)
+    if norm_type not in (0, 2):
+        raise UsageError(f"multi_tensor_novograd: norm_type={norm_type!r} is unknown; choose 2, or 0 for inf")
+    grads, params, firsts = (wide(tensors) for tensors in lists)
+    if _nothing_to_do(noop_flag, grads):
+        return
+    _blend_norms(grad_norms, grads, beta2, norm_type)
+    first_bias, second_bias = _corrections(beta1, beta2, step, bias_correction)
+    unbiased = (grad_norms / second_bias**0.5 + epsilon).unbind()
+    scales = [norm.to(grad) for norm, grad in zip(unbiased, grads, strict=True)]
+    if mode == 0:
+        grads = list(torch._foreach_div(grads, scales))
+        torch._foreach_add_(grads, params, alpha=weight_decay)
+    torch._foreach_mul_(firsts, beta1)
+    torch._foreach_add_(firsts, grads, alpha=1.0 - beta1 if grad_averaging else 1.0)
+    updates = list(torch._foreach_div(firsts, first_bias))
+    if mode == 1:
+        torch._foreach_div_(updates, scales)
+        torch._foreach_add_(updates, params, alpha=weight_decay)
+    torch._foreach_add_(params, updates, alpha=-lr)
+    store(lists[1], params)
+    store(lists[2], firsts)
+
+
+@torch.no_grad()
+def multi_tensor_lamb(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, lr: float, beta1: float, beta2: float,
+    epsilon: float, step: int, bias_correction: int, weight_decay: float, grad_averaging: int, mode: int,
+    global_grad_norm: Tensor | float, max_grad_norm: float, use_nvlamb: bool | None = False,
+) -> None:  # fmt: skip
+    """Take a step of LAMB: You et al. 2020 (arXiv:1904.00962), with gradients clipped by their global norm.
+
+    Args:
+        chunk_size: No effect.
+        noop_flag: One element; nothing is done where it is set.
+        tensor_lists: ``[grads, params, exp_avgs, exp_avg_sqs]``.
+        lr: The learning rate.
+        beta1: Decay of the average of the gradient.
+        beta2: Decay of the average of its square.
+        epsilon: Added to the root.
+        step: The number of this step, from 1.
+        bias_correction: Whether the averages are divided by ``1 - beta ** step``.
+        weight_decay: The factor of the decay.
+        grad_averaging: Whether the gradient enters its average with ``1 - beta1``, or with 1.
+        mode: 0 adds the decay to the gradient, 1 to the update.
+        global_grad_norm: The norm of all gradients, a number or a tensor of one element.
+        max_grad_norm: Gradients are scaled down to this norm; 0 or less for no clipping.
+        use_nvlamb: Whether there is a trust ratio without weight decay too.
+
+    Raises:
+        UsageError: The lists do not fit, or the mode is unknown. Nothing was written.
+    """
+    lists = checked("multi_tensor_lamb", tensor_lists, "grads", "params", "exp_avgs", "exp_avg_sqs")
+    _check_mode("multi_tensor_lamb", mode)
+    grads, params, firsts, seconds = (wide(tensors) for tensors in lists)
+    if _nothing_to_do(noop_flag, grads):
+        return
+    grads = _clipped(grads, global_grad_norm, max_grad_norm)
+    if weight_decay and mode == 0:
+        torch._foreach_add_(grads, params, alpha=weight_decay)
+    _average(grads, firsts, seconds, beta1, 1.0 - beta1 if grad_averaging else 1.0, beta2)
+    updates = _adam_updates(firsts, seconds, *_corrections(beta1, beta2, step, bias_correction), epsilon)
+    if weight_decay and mode == 1:
+        torch._foreach_add_(updates, params, alpha=weight_decay)
+    if weight_decay or use_nvlamb:
+        _trust(updates, torch._foreach_norm(params, 2), torch._foreach_norm(updates, 2))
+    torch._foreach_add_(params, updates, alpha=-lr)
+    for tensors, values in zip(lists[1:], (params, firsts, seconds), strict=True):
+        store(tensors, values)
+
+
+@torch.no_grad()
+def multi_tensor_lamb_stage1(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, per_tensor_decay: Tensor, step: int,
+    beta1: float, beta2: float, epsilon: float, global_grad_norm: Tensor | float, max_global_grad_norm: float,
+) -> None:  # fmt: skip
+    """Compute LAMB's updates (arXiv:1904.00962) before their trust ratios.
+
+    Args:
+        chunk_size: No effect.
+        noop_flag: One element; nothing is done where it is set.
+        tensor_lists: ``[grads, params, exp_avgs, exp_avg_sqs, updates]``; the last is written.
+        per_tensor_decay: Shape ``(n,)``: the weight decay of each parameter.
+        step: The number of steps before this one: from 0.
+        beta1: Decay of the average of the gradient.
+        beta2: Decay of the average of its square.
+        epsilon: Added to the root.
+        global_grad_norm: The norm of all gradients, a number or a tensor of one element.
+        max_global_grad_norm: Gradients are scaled down to this norm; 0 or less for no clipping.
+
+    Raises:
+        UsageError: The lists do not fit. Nothing was written.
+    """
+    names = ("grads", "params", "exp_avgs", "exp_avg_sqs", "updates")
+    lists = checked("multi_tensor_lamb_stage1", tensor_lists, *names)
+    grads, params, firsts, seconds, _ = (wide(tensors) for tensors in lists)
+    if _nothing_to_do(noop_flag, grads):
+        return
+    grads = _clipped(grads, global_grad_norm, max_global_grad_norm)
+    _average(grads, firsts, seconds, beta1, 1.0 - beta1, beta2)
+    updates = _adam_updates(firsts, seconds, *_corrections(beta1, beta2, step + 1, True), epsilon)
+    decays = [decay.to(param) for decay, param in zip(per_tensor_decay.unbind(), params, strict=True)]
+    torch._foreach_add_(updates, torch._foreach_mul(params, decays))
+    for tensors, values in zip(lists[2:], (firsts, seconds, updates), strict=True):
+        store(tensors, values)
+
+
+@torch.no_grad()
+def multi_tensor_lamb_stage2(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, per_tensor_param_norm: Tensor,
+    per_tensor_update_norm: Tensor, lr: float, weight_decay: float | None = None, use_nvlamb: bool | None = False,
+) -> None:  # fmt: skip
+    """Add LAMB's updates to the parameters, by ``-lr * |param| / |update|``; ``tensor_lists`` is ``[params, updates]``.
+
+    Args:
+        chunk_size: No effect.
+        noop_flag: One element; nothing is done where it is set.
+        tensor_lists: Two lists; the parameters are written.
+        per_tensor_param_norm: Shape ``(n,)``. A norm of 0 makes the ratio 1.
+        per_tensor_update_norm: Shape ``(n,)``, likewise.
+        lr: The learning rate.
+        weight_decay: 0 makes the ratio 1, unless ``use_nvlamb``. None, as in the older form without it, does not.
+        use_nvlamb: See ``weight_decay``.
+
+    Raises:
+        UsageError: The lists do not fit. Nothing was written.
+    """
+    lists = checked("multi_tensor_lamb_stage2", tensor_lists, "params", "updates")
+    params, updates = (wide(tensors) for tensors in lists)
+    if _nothing_to_do(noop_flag, params):
+        return
+    updates = list(torch._foreach_mul(updates, lr))
+    if weight_decay is None or weight_decay or use_nvlamb:
+        _trust(updates, per_tensor_param_norm.unbind(), per_tensor_update_norm.unbind())
+    torch._foreach_sub_(params, updates)
+    store(lists[0], params)
+
+
+def _nothing_to_do(noop_flag: Tensor, tensors: list[Tensor]) -> bool:
+    return not tensors or bool(noop_flag.any())
+
+
+def _check_mode(op: str, mode: int) -> None:
+    if mode not in (0, 1):
+        raise UsageError(f"{op}: mode={mode!r} is unknown; choose 0 or 1")
+
+
+def _corrections(beta1: float, beta2: float, step: int, wanted: int) -> tuple[float, float]:
+    return (1.0 - beta1**step, 1.0 - beta2**step) if wanted else (1.0, 1.0)
+
+
+def _average(
+    grads: list[Tensor], firsts: list[Tensor], seconds: list[Tensor], beta1: float, weight: float, beta2: float
+) -> None:
+    torch._foreach_mul_(firsts, beta1)
+    torch._foreach_add_(firsts, grads, alpha=weight)
+    torch._foreach_mul_(seconds, beta2)
+    torch._foreach_addcmul_(seconds, grads, grads, 1.0 - beta2)
+
+
+def _adam_updates(
+    firsts: list[Tensor], seconds: list[Tensor], first_bias: float, second_bias: float, epsilon: float
+) -> list[Tensor]:
+    roots = torch._foreach_sqrt(seconds)
+    torch._foreach_div_(roots, second_bias**0.5)
+    torch._foreach_add_(roots, epsilon)
+    updates = list(torch._foreach_div(firsts, first_bias))
+    torch._foreach_div_(updates, roots)
+    return updates
+
+
+def _clipped(grads: list[Tensor], norm: Tensor | float, limit: float) -> list[Tensor]:
+    """Return new tensors, scaled down to a norm."""
+    if limit <= 0:
+        return [grad.clone() for grad in grads]
+    excess = torch.as_tensor(norm, dtype=torch.float32).reshape(()) / limit
+    # Not a clamp: a norm of nan leaves the gradients as they are.
+    factor = torch.where(excess > 1.0, excess, 1.0)
+    return list(torch._foreach_div(grads, [factor.to(grad) for grad in grads]))
+
+
+def _blend_norms(norms: Tensor, grads: list[Tensor], beta2: float, norm_type: int) -> None:
+    """Let each gradient's norm enter its average, in place."""
+    # An empty tensor has no largest value, but a 2-norm, which is 0.
+    kinds = [2.0 if norm_type == 2 or grad.numel() == 0 else float("inf") for grad in grads]
+    found = [torch._foreach_norm([grad], kind)[0] for grad, kind in zip(grads, kinds, strict=True)]
+    new = torch.stack([norm.to(norms) for norm in found])
+    blended = (beta2 * norms**2 + (1.0 - beta2) * new**2).sqrt() if norm_type == 2 else norms.lerp(new, 1.0 - beta2)
+    norms.copy_(blended)
+
+
+def _trust(updates: list[Tensor], param_norms: Sequence[Tensor], update_norms: Sequence[Tensor]) -> None:
+    """Multiply each update by ``|param| / |update|``, in place; by 1 where either is 0."""
+    ratios = []
+    for update, param_norm, update_norm in zip(updates, param_norms, update_norms, strict=True):
+        both = (param_norm != 0) & (update_norm != 0)
+        ratios.append(torch.where(both, param_norm / update_norm, 1.0).to(update))
+    torch._foreach_mul_(updates, ratios)

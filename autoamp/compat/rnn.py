@@ -1,0 +1,376 @@
+"""Recurrent networks with the names and the state dict of `apex.RNN`.
+
+A network keeps its hidden state from one call to the next. Between two steps of training call ``detach_hidden()``, to
+go on from it, or ``reset_hidden(batch_size)``, to begin from zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from autoamp.errors import UsageError
+
+__all__ = [
+    "GRU",
+    "LSTM",
+    "RNNCell",
+    "ReLU",
+    "Tanh",
+    "bidirectionalRNN",
+    "mLSTM",
+    "stackedRNN",
+]
+
+
+class RNNCell(Module):
+    """One layer: the weights, the hidden state, and what happens at one time step.
+
+    The weights are ``w_ih`` of shape ``(gates * hidden_size, input_size)``, ``w_hh`` of ``(gates * hidden_size,
+    output_size)``, ``b_ih`` and ``b_hh`` of ``(gates * hidden_size,)``, and ``w_ho`` of ``(output_size, hidden_size)``
+    where these two sizes differ.
+
+    Args:
+        input_size: Features of the input.
+        hidden_size: Features of the hidden state.
+        bias: Whether there are biases.
+        output_size: Features of the output, to which the hidden state is projected; None is ``hidden_size``.
+
+    Attributes:
+        hidden: The tensors of the hidden state, shape ``(batch, features)``, or None before the first call.
+    """
+
+    gates = 1
+    n_hidden_states = 1
+
+    def __init__(self, input_size: int, hidden_size: int, bias: bool = True, output_size: int | None = None) -> None:
+        super().__init__()
+        self.input_size = input_size
+        self.hidden_size = hidden_size
+        self.output_size = hidden_size if output_size is None else output_size
+        self.bias = bias
+        self.hidden: tuple[Tensor, ...] | None = None
+        rows = self.gates * hidden_size
+        self.w_ih = Parameter(torch.empty(rows, input_size))
+        self.w_hh = Parameter(torch.empty(rows, self.output_size))
+        self.w_ho = Parameter(torch.empty(self.output_size, hidden_size)) if self.output_size != hidden_size else None
+        self.b_ih = Parameter(torch.empty(rows)) if bias else None
+        self.b_hh = Parameter(torch.empty(rows)) if bias else None
+        self.reset_parameters()
+
+    def new_like(self, input_size: int) -> RNNCell:
+        """Return a cell of the same kind and sizes, but that of the input."""
+        return type(self)(input_size, self.hidden_size, self.bias, self.output_size)
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters from U(-1 / sqrt(hidden_size), 1 / sqrt(hidden_size))."""
+        bound = 1.0 / math.sqrt(self.hidden_size)
+        for parameter in self.parameters():
+            torch.nn.init.uniform_(parameter, -bound, bound)
+
+    def init_hidden(self, bsz: int) -> None:
+        """Begin from zeros unless there is a hidden state for this batch size, on the weights' device."""
+        # A weight that is computed by a hook, as weight norm's, may be older than the parameters.
+        like, now = next(self.parameters()).detach(), self.hidden
+        if now is None or now[0].shape[0] != bsz or now[0].device != like.device:
+            sizes = (self.output_size, self.hidden_size)[: self.n_hidden_states]
+            self.hidden = tuple(like.new_zeros(bsz, size) for size in sizes)
+
+    def reset_hidden(self, bsz: int) -> None:
+        """Begin from zeros."""
+        self.hidden = None
+        self.init_hidden(bsz)
+
+    def detach_hidden(self) -> None:
+        """Go on from the hidden state without its history.
+
+        Raises:
+            UsageError: There is none.
+        """
+        if self.hidden is None:
+            raise UsageError("detach_hidden() before there is a hidden state; call the network, or reset_hidden(batch)")
+        self.hidden = tuple(state.detach() for state in self.hidden)
+
+    def forward(self, input: Tensor, reverse: bool = False) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
+        """Run over a sequence.
+
+        Args:
+            input: Shape ``(time, batch, input_size)``.
+            reverse: Whether to go from the last time step to the first.
+
+        Returns:
+            The outputs, shape ``(time, batch, output_size)``, and the hidden state after each time step. Both are in
+            the order of time.
+        """
+        self.init_hidden(input.shape[1])
+        # The input's part of the gates needs no recurrence: one product for all time steps.
+        projected = self.project(input)
+        places = range(input.shape[0])
+        assert self.hidden is not None
+        # The model may have been cast since.
+        hidden = (self.hidden[0].to(projected[0].dtype), *self.hidden[1:])
+        states = []
+        for place in reversed(places) if reverse else places:
+            first, *rest = self.advance(tuple(part[place] for part in projected), hidden)
+            hidden = (first if self.w_ho is None else F.linear(first, self.w_ho), *rest)
+            states.append(hidden)
+        self.hidden = hidden
+        if reverse:
+            states.reverse()
+        return torch.stack([state[0] for state in states]), states
+
+    def project(self, input: Tensor) -> tuple[Tensor, ...]:
+        """Return what is computed from the input alone, for all time steps."""
+        return (F.linear(input, self.w_ih, self.b_ih),)
+
+    def advance(self, projected: tuple[Tensor, ...], hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the next hidden state, the output first, from one time step's projected input."""
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The hidden state has a history, which can be neither copied nor pickled.
+        return {**self.__dict__, "hidden": None}
+
+    def extra_repr(self) -> str:
+        """Say what the constructor was given."""
+        return f"{self.input_size}, {self.hidden_size}, bias={self.bias}, output_size={self.output_size}"
+
+
+class ReLUCell(RNNCell):
+    """``h' = relu(W_ih x + b_ih + W_hh h + b_hh)``."""
+
+    def advance(self, projected: tuple[Tensor, ...], hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """See `RNNCell.advance`."""
+        return (torch.relu(projected[0] + F.linear(hidden[0], self.w_hh, self.b_hh)),)
+
+
+class TanhCell(RNNCell):
+    """Elman 1990: ``h' = tanh(W_ih x + b_ih + W_hh h + b_hh)``."""
+
+    def advance(self, projected: tuple[Tensor, ...], hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """See `RNNCell.advance`."""
+        return (torch.tanh(projected[0] + F.linear(hidden[0], self.w_hh, self.b_hh)),)
+
+
+class GRUCell(RNNCell):
+    """Cho et al. 2014 (arXiv:1406.1078), in the form of `torch.nn.GRU`.
+
+    Raises:
+        UsageError: ``output_size`` differs from ``hidden_size``.
+    """
+
+    gates = 3
+
+    def __init__(self, input_size: int, hidden_size: int, bias: bool = True, output_size: int | None = None) -> None:
+        if output_size not in (None, hidden_size):
+            raise UsageError(
+                f"GRU: output_size={output_size} differs from hidden_size={hidden_size}, but the new state blends in "
+                "the old one, which must have as many features; leave output_size out"
+            )
+        super().__init__(input_size, hidden_size, bias, output_size)
+
+    def advance(self, projected: tuple[Tensor, ...], hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """See `RNNCell.advance`."""
+        input_reset, input_update, input_new = projected[0].chunk(3, -1)
+        reset, update, new = F.linear(hidden[0], self.w_hh, self.b_hh).chunk(3, -1)
+        candidate = torch.tanh(input_new + torch.sigmoid(input_reset + reset) * new)
+        return (candidate + torch.sigmoid(input_update + update) * (hidden[0] - candidate),)
+
+
+class LSTMCell(RNNCell):
+    """Hochreiter and Schmidhuber 1997, in the form of `torch.nn.LSTM`; ``output_size`` as its ``proj_size``."""
+
+    gates = 4
+    n_hidden_states = 2
+
+    def advance(self, projected: tuple[Tensor, ...], hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """See `RNNCell.advance`."""
+        return _lstm(projected[0] + F.linear(hidden[0], self.w_hh, self.b_hh), hidden[1])
+
+
+class mLSTMCell(LSTMCell):  # noqa: N801
+    """The multiplicative LSTM: Krause et al. 2016 (arXiv:1609.07959).
+
+    ``m = (W_mih x) * (W_mhh h)`` stands for ``h`` in the gates. ``w_mih`` has the shape ``(output_size, input_size)``,
+    ``w_mhh`` ``(output_size, output_size)``.
+    """
+
+    def __init__(self, input_size: int, hidden_size: int, bias: bool = True, output_size: int | None = None) -> None:
+        super().__init__(input_size, hidden_size, bias, output_size)
+        self.w_mih = Parameter(torch.empty(self.output_size, input_size))
+        self.w_mhh = Parameter(torch.empty(self.output_size, self.output_size))
+        self.reset_parameters()
+
+    def project(self, input: Tensor) -> tuple[Tensor, ...]:
+        """See `RNNCell.project`."""
+        return (*super().project(input), F.linear(input, self.w_mih))
+
+    def advance(self, projected: tuple[Tensor, ...], hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """See `RNNCell.advance`."""
+        product = projected[1] * F.linear(hidden[0], self.w_mhh)
+        return _lstm(projected[0] + F.linear(product, self.w_hh, self.b_hh), hidden[1])
+
+
+def _lstm(gates: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the next hidden state, in the gates' dtype, and the next cell state, in the wider one of the two."""
+    enter, forget, new, leave = gates.chunk(4, -1)
+    following = torch.sigmoid(forget) * cell + torch.sigmoid(enter) * torch.tanh(new)
+    return (torch.sigmoid(leave) * torch.tanh(following)).to(gates.dtype), following
+
+
+class stackedRNN(Module):  # noqa: N801
+    """Layers of one kind of cell, each on the output of the one before. The cells are ``rnns.0``, ``rnns.1``, ...
+
+    Args:
+        inputRNN: The first layer; the others are like it.
+        num_layers: How many layers.
+        dropout: The probability of a zero between two layers, in training.
+        batch_first: Whether input and output have the batch before the time.
+    """
+
+    def __init__(
+        self, inputRNN: RNNCell, num_layers: int = 1, dropout: float = 0.0, batch_first: bool = False  # noqa: N803
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.nLayers = num_layers
+        self.dropout = dropout
+        self.batch_first = batch_first
+        others = [inputRNN.new_like(inputRNN.output_size) for _ in range(num_layers - 1)]
+        self.rnns = torch.nn.ModuleList([inputRNN, *others])
+
+    def forward(
+        self, input: Tensor, collect_hidden: bool = False, reverse: bool = False
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Run over a sequence.
+
+        Args:
+            input: Shape ``(time, batch, input_size)``, or with ``batch_first`` ``(batch, time, input_size)``.
+            collect_hidden: Whether to return the hidden state of all time steps.
+            reverse: Whether to go from the last time step to the first.
+
+        Returns:
+            The last layer's output, shaped as the input, and the hidden state: one tensor, or two for an LSTM, of shape
+            ``(layers, batch, features)`` after the last step; with ``collect_hidden`` ``(time, layers, ...)``.
+
+        Raises:
+            UsageError: The input has not three dimensions, or no time step.
+        """
+        if input.dim() != 3 or 0 in input.shape:
+            raise UsageError(f"input of shape {tuple(input.shape)}; it must be (time, batch, features), none of them 0")
+        output = input.transpose(0, 1) if self.batch_first else input
+        layers = []
+        for place, rnn in enumerate(self.rnns):
+            if place and self.dropout:
+                output = F.dropout(output, self.dropout, self.training)
+            output, states = rnn(output, reverse)
+            layers.append(states if collect_hidden else [states[0 if reverse else -1]])
+        # By kind of state and time step; the layers are stacked.
+        kinds = range(len(layers[0][0]))
+        times = range(len(layers[0]))
+        found = [[torch.stack([layer[time][kind] for layer in layers]) for time in times] for kind in kinds]
+        hidden = tuple(torch.stack(steps) if collect_hidden else steps[0] for steps in found)
+        return output.transpose(0, 1) if self.batch_first else output, hidden
+
+    def init_hidden(self, bsz: int) -> None:
+        """Begin from zeros where there is no hidden state for this batch size."""
+        for rnn in self._cells():
+            rnn.init_hidden(bsz)
+
+    def reset_hidden(self, bsz: int) -> None:
+        """Begin from zeros."""
+        for rnn in self._cells():
+            rnn.reset_hidden(bsz)
+
+    def detach_hidden(self) -> None:
+        """Go on from the hidden state without its history.
+
+        Raises:
+            UsageError: There is none.
+        """
+        for rnn in self._cells():
+            rnn.detach_hidden()
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew."""
+        for rnn in self._cells():
+            rnn.reset_parameters()
+
+    def _cells(self) -> list[RNNCell]:
+        return [rnn for rnn in self.rnns if isinstance(rnn, RNNCell)]
+
+
+class bidirectionalRNN(Module):  # noqa: N801
+    """Two stacks, ``fwd`` and ``bckwrd``, that run over the sequence in both directions; their features are joined.
+
+    Arguments as for `stackedRNN`.
+    """
+
+    def __init__(
+        self, inputRNN: RNNCell, num_layers: int = 1, dropout: float = 0.0, batch_first: bool = False  # noqa: N803
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.dropout = dropout
+        self.fwd = stackedRNN(inputRNN, num_layers, dropout, batch_first)
+        self.bckwrd = stackedRNN(inputRNN.new_like(inputRNN.input_size), num_layers, dropout, batch_first)
+
+    def forward(self, input: Tensor, collect_hidden: bool = False) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Run over a sequence; see `stackedRNN.forward`. The last dimension is twice as long here."""
+        output, hidden = self.fwd(input, collect_hidden)
+        back_output, back_hidden = self.bckwrd(input, collect_hidden, reverse=True)
+        joined = tuple(torch.cat(pair, -1) for pair in zip(hidden, back_hidden, strict=True))
+        return torch.cat([output, back_output], -1), joined
+
+    def init_hidden(self, bsz: int) -> None:
+        """Begin from zeros where there is no hidden state for this batch size."""
+        self.fwd.init_hidden(bsz)
+        self.bckwrd.init_hidden(bsz)
+
+    def reset_hidden(self, bsz: int) -> None:
+        """Begin from zeros."""
+        self.fwd.reset_hidden(bsz)
+        self.bckwrd.reset_hidden(bsz)
+
+    def detach_hidden(self) -> None:
+        """Go on from the hidden state without its history.
+
+        Raises:
+            UsageError: There is none.
+        """
+        self.fwd.detach_hidden()
+        self.bckwrd.detach_hidden()
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew."""
+        self.fwd.reset_parameters()
+        self.bckwrd.reset_parameters()
+
+
+def _maker(cell: type[RNNCell], name: str) -> Any:
+    def make(
+        input_size: int,
+        hidden_size: int,
+        num_layers: int,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        output_size: int | None = None,
+    ) -> stackedRNN | bidirectionalRNN:
+        network = bidirectionalRNN if bidirectional else stackedRNN
+        return network(cell(input_size, hidden_size, bias, output_size), num_layers, dropout, batch_first)
+
+    make.__name__ = make.__qualname__ = name
+    make.__doc__ = f"""Return layers of `{cell.__name__}`; see `stackedRNN`, or `bidirectionalRNN`, for how they run."""
+    return make
+
+
+LSTM = _maker(LSTMCell, "LSTM")
+GRU = _maker(GRUCell, "GRU")
+ReLU = _maker(ReLUCell, "ReLU")
+Tanh = _maker(TanhCell, "Tanh")
+mLSTM = _maker(mLSTMCell, "mLSTM")  # noqa: N816

@@ -1,0 +1,167 @@
+"""Running a script or module as ``__main__``, in a process that was set up first, and in the processes that it spawns.
+
+The program finds what it would find under plain Python: its own ``sys.argv`` and ``sys.path[0]``, exit code, traceback
+and signals. A child that multiprocessing spawns or that comes from a fork server is set up before it imports the
+program; a forked one has everything already.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import io
+import json
+import multiprocessing.spawn
+import os
+import runpy
+import sys
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autoamp.errors import UsageError
+
+__all__ = ["CHILD_VARIABLE", "Program", "names_of_main", "prepared"]
+
+# Holds, for children, what the parent was told: JSON of the options and of how their ``__main__`` is found.
+CHILD_VARIABLE = "AUTOAMP_RUN"
+
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is run.
+
+    Attributes:
+        name: The path of a script, or the dotted name of a module.
+        args: The program's own arguments.
+        is_module: Whether ``name`` is that of a module, as after ``python -m``.
+    """
+
+    name: str
+    args: Sequence[str] = ()
+    is_module: bool = False
+
+
+def prepared(program: Program, options: Mapping[str, Any]) -> Callable[[], None]:
+    """Make this process look as under plain Python, and return what runs the program as ``__main__``.
+
+    What the program raises, SystemExit included, comes out of the call.
+
+    Args:
+        program: What to run.
+        options: Given to children through the environment; plain values of JSON.
+
+    Raises:
+        UsageError: There is no such script or module.
+    """
+    main = types.ModuleType("__main__")
+    if sys.version_info < (3, 14):
+        main.__annotations__ = {}
+    code = _module_code(program.name, main) if program.is_module else _script_code(program.name, main)
+
+    def run() -> None:
+        sys.argv = [str(main.__file__) if program.is_module else program.name, *program.args]
+        if not sys.flags.safe_path and not program.is_module:
+            sys.path[0] = str(Path(program.name).resolve().parent)
+        _tell_children(program, options)
+        sys.modules["__main__"] = main
+        try:
+            exec(code, vars(main))
+        except BaseException:
+            _begin_tracebacks_at(vars(main))
+            raise
+
+    return run
+
+
+def _script_code(path: str, main: types.ModuleType) -> types.CodeType:
+    # Python makes the path of a script absolute, but in sys.argv.
+    file = os.path.abspath(path)
+    try:
+        with io.open_code(file) as stream:
+            source = stream.read()
+    except OSError as error:
+        remedy = "give the path of a script, or -m and the name of a module"
+        raise UsageError(f"can't open file {path!r}: {error.strerror}; {remedy}") from None
+    main.__file__ = file
+    main.__loader__ = importlib.machinery.SourceFileLoader("__main__", file)
+    # As Python has it for a script: None, by which multiprocessing knows to look at the file.
+    main.__spec__ = None
+    vars(main)["__builtins__"] = sys.modules["builtins"]
+    code: types.CodeType = compile(source, file, "exec", dont_inherit=True)
+    return code
+
+
+def _module_code(name: str, main: types.ModuleType) -> types.CodeType:
+    if not sys.flags.safe_path:
+        # Before the module is looked for, as python -m does.
+        sys.path[0] = os.getcwd()
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except ModuleNotFoundError:
+        spec = None
+    loader: Any = None if spec is None else spec.loader
+    code: types.CodeType | None = None if loader is None else loader.get_code(spec.name if spec is not None else name)
+    if spec is None or code is None:
+        raise UsageError(f"no module named {name!r} can be run; give a module, or a package with a __main__")
+    main.__file__ = spec.origin
+    main.__loader__ = loader
+    main.__package__ = spec.parent
+    main.__spec__ = spec
+    vars(main)["__builtins__"] = sys.modules["builtins"]
+    return code
+
+
+def _begin_tracebacks_at(names: dict[str, Any]) -> None:
+    """Let the traceback begin where the program does. The exception itself goes on, and with it Python's exit code."""
+    show = sys.excepthook
+
+    def excepthook(kind: Any, error: Any, traceback: Any) -> None:
+        inner = traceback
+        while inner is not None and inner.tb_frame.f_globals is not names:
+            inner = inner.tb_next
+        # Python's own hook shows what the exception holds.
+        show(kind, error.with_traceback(inner or traceback), inner or traceback)
+
+    sys.excepthook = excepthook
+
+
+def _tell_children(program: Program, options: Mapping[str, Any]) -> None:
+    """Let multiprocessing start its children with our file as their main module; see `names_of_main`."""
+    os.environ[CHILD_VARIABLE] = json.dumps(
+        {
+            "options": dict(options),
+            "name": program.name if program.is_module else os.path.abspath(program.name),
+            "is_module": program.is_module,
+        }
+    )
+    original: Callable[..., dict[str, Any]] = multiprocessing.spawn.get_preparation_data
+
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        data = original(name)
+        if data.pop("init_main_from_name", None) or data.get("init_main_from_path"):
+            data["init_main_from_path"] = _HERE + "child_main.py"
+        return data
+
+    multiprocessing.spawn.get_preparation_data = get_preparation_data
+
+
+def names_of_main(set_up: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:
+    """In a child: set the process up, import the program as ``__mp_main__`` and return its names.
+
+    Args:
+        set_up: Called with the options before anything of the program is imported.
+    """
+    told = json.loads(os.environ[CHILD_VARIABLE])
+    set_up(told["options"])
+    # Grandchildren want the same.
+    _tell_children(Program(told["name"], is_module=told["is_module"]), told["options"])
+    if told["is_module"]:
+        return runpy.run_module(told["name"], run_name="__mp_main__", alter_sys=True)
+    return runpy.run_path(told["name"], run_name="__mp_main__")

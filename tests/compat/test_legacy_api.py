@@ -1,0 +1,1109 @@
+"""The legacy surface, line by line: what published code calls, and what it must get."""
+
+from __future__ import annotations
+
+import abc
+import copy
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import pickle
+import subprocess
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import autoamp
+from autoamp.compat import install_as_apex, uninstall
+from autoamp.compat.missing import REMEDIES
+
+HALF = torch.float16
+LEVELS = ["O0", "O1", "O2", "O3"]
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def data() -> torch.Tensor:
+    return torch.randn(12, 8, generator=torch.Generator().manual_seed(0))
+
+
+def half_product() -> torch.Tensor:
+    """Run an op of the fp16 list on fp32 tensors: its dtype tells whether torch is patched."""
+    return torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+
+
+def find(dotted: str) -> Any:
+    """Return what a dotted name stands for: by import as far as there are modules, by attribute then."""
+    module, _, name = dotted.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def step(amp: Any, model: nn.Module, optimizer: Any) -> float:
+    loss = model(data()).float().square().mean()
+    optimizer.zero_grad()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+# -- signatures --
+
+
+def _signatures() -> dict[str, Any]:
+    """Return, by dotted name, a function with the signature of the page."""
+    b, e = (0.9, 0.999), 1e-8
+    return {
+        "apex.amp.initialize": lambda models, optimizers=None, enabled=True, opt_level="O1", cast_model_type=None,
+        patch_torch_functions=None, keep_batchnorm_fp32=None, master_weights=None, loss_scale=None,
+        cast_model_outputs=None, num_losses=1, verbosity=1, min_loss_scale=None, max_loss_scale=2.0**24: 0,
+        "apex.amp.scale_loss": lambda loss, optimizers, loss_id=0, model=None, delay_unscale=False,
+        delay_overflow_check=False: 0,
+        "apex.amp.init": lambda enabled=True, loss_scale="dynamic", enable_caching=True, verbose=False,
+        allow_banned=False: 0,
+        "apex.amp.handle.AmpHandle.wrap_optimizer": lambda self, optimizer, num_loss=1: 0,
+        "apex.amp.scaler.LossScaler": lambda loss_scale, init_scale=2.0**16, scale_factor=2.0, scale_window=2000,
+        min_loss_scale=None, max_loss_scale=2.0**24: 0,
+        "apex.fp16_utils.FP16_Optimizer": lambda init_optimizer, static_loss_scale=1.0, dynamic_loss_scale=False,
+        dynamic_loss_args=None, verbose=True: 0,
+        "apex.fp16_utils.FP16_Optimizer.backward": lambda self, loss, update_master_grads=True, retain_graph=False: 0,
+        "apex.fp16_utils.FP16_Optimizer.step": lambda self, closure=None: 0,
+        "apex.fp16_utils.FP16_Optimizer.clip_master_grads": lambda self, max_norm, norm_type=2: 0,
+        "apex.fp16_utils.prep_param_lists": lambda model, flat_master=False: 0,
+        "apex.fp16_utils.DynamicLossScaler": lambda init_scale=2**32, scale_factor=2.0, scale_window=1000: 0,
+        "apex.optimizers.FusedSGD": lambda params, lr, momentum=0, dampening=0, weight_decay=0, nesterov=False,
+        wd_after_momentum=False, materialize_master_grads=True, set_grad_none=False: 0,
+        "apex.optimizers.FusedLAMB": lambda params, lr=1e-3, bias_correction=True, betas=b, eps=1e-6, weight_decay=0.01,
+        amsgrad=False, adam_w_mode=True, grad_averaging=True, set_grad_none=True, max_grad_norm=1.0,
+        use_nvlamb=False: 0,
+        "apex.parallel.DistributedDataParallel": lambda module, message_size=10000000, delay_allreduce=False,
+        shared_param=None, allreduce_trigger_params=None, retain_allreduce_buffers=False,
+        allreduce_always_fp32=False, num_allreduce_streams=1, allreduce_communicators=None, gradient_average=True,
+        gradient_predivide_factor=1.0: 0,
+        "apex.parallel.SyncBatchNorm": lambda num_features, eps=1e-5, momentum=0.1, affine=True,
+        track_running_stats=True, process_group=None, channel_last=False, fuse_relu=False: 0,
+        "apex.parallel.convert_syncbn_model": lambda module, process_group=None, channel_last=False: 0,
+        "apex.parallel.LARC": lambda optimizer, trust_coefficient=0.02, clip=True, eps=e: 0,
+        "apex.normalization.FusedLayerNorm": lambda normalized_shape, eps=1e-5, elementwise_affine=True,
+        memory_efficient=False: 0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _signatures())
+def test_signature(apex: Any, name: str) -> None:
+    parts = name.split(".")
+    owner = find(".".join(parts[:-1])) if parts[-2][0].isupper() else None
+    ours = inspect.signature(getattr(owner, parts[-1]) if owner is not None else find(name))
+    expected = inspect.signature(_signatures()[name])
+    got = list(ours.parameters.values())[: len(expected.parameters)]
+    assert [p.name for p in got] == list(expected.parameters)
+    assert [p.default for p in got] == [p.default for p in expected.parameters.values()]
+
+
+# -- apex.amp.initialize --
+
+
+def test_initialize_returns_what_it_was_given_in_its_shape(apex: Any) -> None:
+    first, second = net(), net()
+    one, two = sgd(first), sgd(second)
+    assert apex.amp.initialize(first, verbosity=0) is first
+    assert apex.amp.initialize(models=first, optimizers=None, verbosity=0) is first
+    models, optimizers = apex.amp.initialize([first, second], [one, two], verbosity=0)
+    assert (type(models), models, type(optimizers), optimizers) == (list, [first, second], list, [one, two])
+    (model, ema), optimizer = apex.amp.initialize([first, second], one, verbosity=0)
+    assert (model, ema, optimizer) == (first, second, one)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"loss_scale": "1.0"}, {"loss_scale": "dynamic"}, {"loss_scale": 128}, {"loss_scale": "None"},
+        {"keep_batchnorm_fp32": "True"}, {"keep_batchnorm_fp32": "False"}, {"keep_batchnorm_fp32": ""},
+        {"master_weights": "False"}, {"enabled": "True"}, {"verbosity": False}, {"verbosity": "0"},
+        {"min_loss_scale": "1.0", "max_loss_scale": "65536"}, {"num_losses": "2"}, {"cast_model_type": False},
+        {"cast_model_type": "torch.float16"}, {"patch_torch_functions": "False"},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:BatchNorm1d")
+def test_strings_and_numbers_of_command_lines(apex: Any, given: dict[str, Any]) -> None:
+    model = net()
+    model, optimizer = apex.amp.initialize(model, sgd(model), opt_level="O2", **given)
+    kept = given.get("keep_batchnorm_fp32") != "False"
+    assert model[1].weight.dtype is (torch.float32 if kept else HALF)
+    scales = {"1.0": 1.0, 128: 128.0}
+    assert apex.amp.state_dict()["loss_scaler0"]["loss_scale"] == scales.get(given.get("loss_scale"), 2.0**16)
+    assert len(apex.amp._amp_state.loss_scalers) == (2 if "num_losses" in given else 1)
+    step(apex.amp, model, optimizer)
+
+
+@pytest.mark.parametrize("given", [{"enabled": "maybe"}, {"loss_scale": "much"}, {"keep_batchnorm_fp32": "yes"}])
+def test_other_strings_are_errors(apex: Any, given: dict[str, Any]) -> None:
+    with pytest.raises(RuntimeError, match=next(iter(given))):
+        apex.amp.initialize(net(), opt_level="O2", **given)
+    assert autoamp.current_handle() is None
+
+
+def test_level_in_the_place_of_enabled(apex: Any) -> None:
+    model = net()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        apex.amp.initialize(model, sgd(model), "O1", verbosity=0)
+    assert apex.amp._amp_state.opt_properties.opt_level == "O1"
+    assert half_product().dtype is HALF
+    # Apex took any string for True, and the level is then the default.
+    with pytest.warns(UserWarning, match="pass opt_level='O2' by its name") as caught:
+        apex.amp.initialize(model, sgd(model), "O2", verbosity=0)
+    assert caught[0].filename == __file__
+    assert apex.amp._amp_state.opt_properties.opt_level == "O1"
+
+
+def test_any_call_after_a_first_one_initialises_again(apex: Any) -> None:
+    model = net()
+    optimizer = sgd(model)
+    for level in ["O1", "O2", "O0", "O3", "O2", "O1"]:
+        model, optimizer = apex.amp.initialize(model, optimizer, opt_level=level, keep_batchnorm_fp32=None, verbosity=0)
+        assert next(model.parameters()).dtype is (HALF if level in ("O2", "O3") else torch.float32)
+        assert half_product().dtype is (HALF if level == "O1" else torch.float32)
+        step(apex.amp, model, optimizer)
+    fresh = net()
+    fresh, optimizer = apex.amp.initialize(fresh, sgd(fresh), opt_level="O2", verbosity=0)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    step(apex.amp, fresh, optimizer)
+
+
+# -- opt levels --
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("cast_model_type", [torch.float32, None, HALF, HALF]), ("patch_torch_functions", [False, True, False, False]),
+        ("keep_batchnorm_fp32", [None, None, True, False]), ("master_weights", [False, None, True, False]),
+        ("loss_scale", [1.0, "dynamic", "dynamic", 1.0]),
+    ],
+)  # fmt: skip
+def test_properties_of_the_levels(apex: Any, name: str, row: list[Any]) -> None:
+    from apex.amp import frontend
+
+    made = [frontend.opt_levels[level](frontend.Properties()) for level in LEVELS]
+    assert [properties.options[name] for properties in made] == row
+    assert [getattr(properties, name) for properties in made] == row
+    assert [type(frontend.opt_levels[level]) for level in LEVELS] == [getattr(frontend, level) for level in LEVELS]
+
+
+def test_properties_of_a_call_are_read_back(apex: Any) -> None:
+    state = apex.amp._amp_state
+    assert not state.opt_properties.enabled
+    model = net()
+    apex.amp.initialize(model, sgd(model), opt_level="O3", keep_batchnorm_fp32="True", loss_scale="128.0", verbosity=2)
+    properties = state.opt_properties
+    assert properties.enabled
+    assert properties.opt_level == "O3"
+    assert properties.keep_batchnorm_fp32 is True
+    assert properties.loss_scale == 128.0
+    assert properties.cast_model_type is HALF
+    assert state.verbosity == 2
+    apex.amp.initialize(model, enabled=False)
+    assert not state.opt_properties.enabled
+    with pytest.raises(AttributeError, match="no attribute 'nope'"):
+        _ = properties.nope
+    with pytest.raises(ValueError, match="no option 'nope'"):
+        properties._update_options_dict({"nope": 1})
+
+
+class Batch:
+    """A batch of a program's own, with a ``to``."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+
+    def to(self, *args: Any, **kwargs: Any) -> Batch:
+        return Batch(self.values.to(*args, **kwargs))
+
+
+class Nested(nn.Module):
+    """Takes and returns containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 2)
+
+    def forward(self, inputs: dict[str, Any], batch: Batch) -> dict[str, Any]:
+        self.seen = {inputs["x"][0].dtype, batch.values.dtype}
+        return {"out": [self.linear(inputs["x"][0]), inputs["n"]]}
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("outputs", [None, HALF])
+def test_o2_and_o3_cast_inputs_outputs_and_state(apex: Any, level: str, outputs: torch.dtype | None) -> None:
+    model = apex.amp.initialize(Nested(), opt_level=level, cast_model_outputs=outputs, verbosity=0)
+    result = model({"x": (data(),), "n": torch.arange(3)}, Batch(data()))
+    assert model.seen == {HALF}
+    assert model.linear.weight.dtype is HALF
+    assert result["out"][0].dtype is (outputs or torch.float32)
+    assert result["out"][1].dtype is torch.int64
+    assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("keep", [True, False, "True", "False"])
+def test_keep_batchnorm_fp32_under_o1_is_ignored_with_a_warning(apex: Any, keep: Any) -> None:
+    with pytest.warns(UserWarning, match="says nothing at opt_level='O1'") as caught:
+        apex.amp.initialize(net(), opt_level="O1", keep_batchnorm_fp32=keep)
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("kind", ["apex", "torch", "dp"])
+def test_wrapped_models_are_a_runtime_error(apex: Any, kind: str, group: None) -> None:
+    from apex.parallel import DistributedDataParallel
+
+    wrap = {"apex": DistributedDataParallel, "torch": nn.parallel.DistributedDataParallel, "dp": nn.DataParallel}[kind]
+    with pytest.raises(RuntimeError, match=r"is wrapped in [\w.]+ already; call initialize"):
+        apex.amp.initialize([net(), wrap(net())], opt_level="O2")
+
+
+@pytest.mark.parametrize("level", ["01", "O4", "o1", 1])
+def test_unknown_level_lists_the_levels(apex: Any, level: Any) -> None:
+    with pytest.raises(RuntimeError, match="'O0', 'O1', 'O2' or 'O3'"):
+        apex.amp.initialize(net(), opt_level=level)
+
+
+def test_level_of_the_alias_where_none_is_named(apex: Any) -> None:
+    install_as_apex(opt_level="O2", device_type="cpu")
+    assert apex.amp.initialize(net(), verbosity=0)[0].weight.dtype is HALF
+    # A library that passes on a signature's defaults names none either.
+    default = inspect.signature(apex.amp.initialize).parameters["opt_level"].default
+    assert apex.amp.initialize(net(), opt_level=default, verbosity=0)[0].weight.dtype is HALF
+    assert apex.amp.initialize(net(), opt_level="O1", verbosity=0)[0].weight.dtype is torch.float32
+
+
+# -- scale_loss, master_params, state --
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("form", ["one", "list", "tuple"])
+def test_scale_loss(apex: Any, level: str, form: str) -> None:
+    model = net()
+    model, optimizer = apex.amp.initialize(model, sgd(model), opt_level=level, loss_scale=64.0, verbosity=0)
+    loss = model(data()).square().mean()
+    optimizers = {"one": optimizer, "list": [optimizer], "tuple": (optimizer,)}[form]
+    with apex.amp.scale_loss(loss, optimizers, loss_id=0, model=model) as scaled_loss:
+        assert scaled_loss.dtype is torch.float32
+        assert scaled_loss.item() == pytest.approx(loss.item() * 64.0)
+        scaled_loss.backward()
+        inside = torch.nn.utils.clip_grad_norm_(apex.amp.master_params(optimizer), 1e9)
+    outside = torch.nn.utils.clip_grad_norm_(apex.amp.master_params(optimizer), 1e9)
+    assert inside.item() == pytest.approx(outside.item() * 64.0, rel=1e-3)
+
+
+def test_scale_loss_for_gradients_of_inputs_alone(apex: Any) -> None:
+    model = apex.amp.initialize(nn.Linear(8, 1), opt_level="O1", loss_scale=16.0, verbosity=0)
+    x = data().requires_grad_()
+    with apex.amp.scale_loss(model(x).sum(), []) as scaled_loss:
+        (grad,) = torch.autograd.grad(scaled_loss, x, create_graph=True)
+    assert grad.requires_grad
+    torch.testing.assert_close(grad[0], 16.0 * model.weight[0], rtol=1e-2, atol=1e-2)
+
+
+def test_several_backward_passes_and_delay_unscale(apex: Any) -> None:
+    model = nn.Linear(3, 1)
+    model, optimizer = apex.amp.initialize(model, sgd(model), opt_level="O1", loss_scale=8.0, verbosity=0)
+    ones = torch.ones(1, 3)
+
+    def backward(**options: Any) -> torch.Tensor:
+        with apex.amp.scale_loss(model(ones).sum(), optimizer, **options) as scaled_loss:
+            scaled_loss.backward()
+        return model.weight.grad.clone()  # type: ignore[union-attr]
+
+    assert torch.equal(backward(delay_unscale=True), 8.0 * ones)
+    assert torch.equal(backward(delay_unscale=True), 16.0 * ones)
+    assert torch.equal(backward(), 3.0 * ones)
+    assert torch.equal(backward(delay_overflow_check=True), 4.0 * ones)
+
+
+@pytest.mark.parametrize("call", ["scale_loss", "state_dict", "load_state_dict"])
+def test_before_initialize_a_runtime_error_says_what_to_call(apex: Any, call: str) -> None:
+    def run() -> None:
+        if call == "scale_loss":
+            with apex.amp.scale_loss(torch.ones(()), sgd(net())):
+                pass
+        else:
+            getattr(apex.amp, call)(*([{}] if call == "load_state_dict" else []))
+
+    with pytest.raises(RuntimeError, match="initialize"):
+        run()
+
+
+def test_master_params_is_a_generator_of_what_is_stepped(apex: Any) -> None:
+    model = net()
+    optimizer = sgd(model)
+    assert [id(p) for p in apex.amp.master_params(optimizer)] == [id(p) for p in model.parameters()]
+    apex.amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    assert isinstance(apex.amp.master_params(optimizer), Iterator)
+    assert {p.dtype for p in apex.amp.master_params(optimizer)} == {torch.float32}
+    assert [id(p) for p in apex.amp.master_params(optimizer)] == [id(p) for p in optimizer.param_groups[0]["params"]]
+
+
+def test_state_dict_has_apex_keys_alone(apex: Any) -> None:
+    model = net()
+    model, optimizer = apex.amp.initialize(model, sgd(model), num_losses=2, verbosity=0)
+    step(apex.amp, model, optimizer)
+    state = apex.amp.state_dict()
+    assert list(state) == ["loss_scaler0", "loss_scaler1"]
+    assert all(set(entry) == {"loss_scale", "unskipped"} for entry in state.values())
+    assert state["loss_scaler0"]["loss_scale"] in (2.0**15, 2.0**16)
+    state["loss_scaler1"]["loss_scale"] = 32.0
+    holder: Any = types.SimpleNamespace(amp=apex.amp)  # the module, passed about
+    holder.amp.load_state_dict(holder.amp.state_dict())
+    holder.amp.load_state_dict(state)
+    assert holder.amp.state_dict()["loss_scaler1"] == {"loss_scale": 32.0, "unskipped": 0}
+    assert apex.amp.state_dict({"epoch": 3})["epoch"] == 3
+
+
+def test_state_of_another_number_of_losses(apex: Any) -> None:
+    apex.amp.initialize(net(), num_losses=3, loss_scale="dynamic", verbosity=0)
+    three = apex.amp.state_dict()
+    three["loss_scaler0"]["loss_scale"] = 4.0
+    apex.amp.initialize(net(), num_losses=2, loss_scale="dynamic", verbosity=0)
+    with pytest.warns(UserWarning, match="3 loss scalers and this run 2"):
+        apex.amp.load_state_dict(three)
+    assert apex.amp.state_dict()["loss_scaler0"]["loss_scale"] == 4.0
+    with pytest.raises(ValueError, match="optimizer"):
+        apex.amp.load_state_dict({**apex.amp.state_dict(), "optimizer": {}})
+    with pytest.raises(ValueError, match="loss_scaler0"):
+        apex.amp.load_state_dict({"optimizer": {}})
+
+
+# -- the old API --
+
+
+def test_init_and_its_handle(apex: Any) -> None:
+    handle = apex.amp.init()
+    assert isinstance(handle, apex.amp.handle.AmpHandle)
+    assert handle.is_active()
+    assert handle.has_cache
+    assert handle.verbose is False
+    model = net()
+    optimizer = sgd(model)
+    assert step(handle, model, optimizer) > step(handle, model, optimizer) or step(handle, model, optimizer) > 0
+    weight = next(model.parameters())
+    handle.remove_cache(weight)
+    handle._clear_cache()
+    assert len(handle.cache) == 0
+    with handle._disable_casts():
+        assert half_product().dtype is torch.float32
+    assert half_product().dtype is HALF
+    handle._deactivate()
+    assert not handle.is_active()
+    assert half_product().dtype is torch.float32
+
+
+def test_init_takes_a_bool_by_position(apex: Any) -> None:
+    handle = apex.amp.init(False)
+    assert isinstance(handle, apex.amp.handle.NoOpHandle)
+    assert not handle.is_active()
+    assert not handle.has_cache
+    assert not handle.verbose
+    model = net()
+    optimizer = handle.wrap_optimizer(sgd(model), num_loss=2)
+    loss = model(data()).mean()
+    with optimizer.scale_loss(loss) as same:
+        assert same is loss
+    with handle.scale_loss(loss, optimizer) as same:
+        assert same is loss
+    with handle._disable_casts():
+        handle._clear_cache()
+    handle._deactivate()
+    assert apex.amp.init(True).is_active()
+
+
+def test_wrapped_optimizer(apex: Any) -> None:
+    handle = apex.amp.init(loss_scale="dynamic")
+    model = net()
+    plain = sgd(model)
+    optimizer = handle.wrap_optimizer(plain, num_loss=2)
+    with pytest.raises(RuntimeError, match=r"optimizer\.scale_loss"), handle.scale_loss(torch.ones(()), optimizer):
+        pass
+    for factor in (1.0, float("inf")):
+        with optimizer.scale_loss(model(data()).float().mean() * factor) as scaled_loss:
+            scaled_loss.backward()
+    optimizer.step()
+    scalers = apex.amp._amp_state.loss_scalers
+    assert [scaler.loss_scale() for scaler in scalers] == [2.0**16, 2.0**15]
+    optimizer.zero_grad()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.param_groups[0]["params"][0] is plain.param_groups[0]["params"][0]
+
+
+def test_decorator_handle(apex: Any) -> None:
+    from apex.amp import amp
+
+    assert amp._DECORATOR_HANDLE is None
+    handle = amp.init()
+    assert amp._DECORATOR_HANDLE.cache is handle.cache
+    from apex.amp.amp import _DECORATOR_HANDLE
+
+    assert _DECORATOR_HANDLE.is_active()
+    amp._DECORATOR_HANDLE = None
+    assert not handle.is_active()
+
+
+# -- functions --
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before init", "after init"])
+def test_decorators(apex: Any, late: bool) -> None:
+    amp = apex.amp
+    if late:
+        amp.init()
+
+    class Base(abc.ABC, nn.Module):
+        @amp.float_function
+        @abc.abstractmethod
+        def forward(self, x: torch.Tensor) -> Any: ...
+
+    class Layer(Base):
+        @amp.float_function
+        def forward(self, x: torch.Tensor) -> Any:
+            return x.dtype
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        @amp.half_function
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad * 2
+
+    kernel = types.SimpleNamespace(nms=lambda boxes: boxes.dtype)
+    nms = amp.float_function(kernel.nms)
+    bound = amp.half_function(types.MethodType(lambda self, x: x.dtype, object()))
+    widest = amp.promote_function(lambda x, y: (x.dtype, y.dtype))
+    if not late:
+        amp.init()
+    half, full = torch.ones(2).half(), torch.ones(2)
+    assert Layer()(half) is torch.float32
+    assert nms(half) is torch.float32
+    assert bound(full) is HALF
+    assert Double.apply(full).dtype is HALF
+    assert widest(half, full) == (torch.float32, torch.float32)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("way", ["init", "initialize"])
+def test_registrations(apex: Any, late: bool, way: str) -> None:
+    amp = apex.amp
+
+    def start() -> None:
+        amp.init() if way == "init" else amp.initialize(net(), opt_level="O1", verbosity=0)
+
+    own = types.ModuleType("own")
+    own.widest = lambda x, y: (x.dtype, y.dtype)  # type: ignore[attr-defined]
+    if late:
+        start()
+    amp.register_half_function(torch, "sigmoid")
+    amp.register_float_function(torch, "einsum")
+    amp.register_half_function(nn.functional, "embedding")
+    amp.register_half_function(nn, "MaxPool2d")
+    amp.register_promote_function(own, "widest")
+    with pytest.raises(ValueError, match="nope"):
+        amp.register_half_function(torch, "nope")
+    if not late:
+        start()
+    assert torch.sigmoid(torch.ones(1)).dtype is HALF
+    assert torch.einsum("ij->i", torch.ones(2, 2).half()).dtype is torch.float32
+    assert F.embedding(torch.zeros(1, dtype=torch.long), torch.ones(2, 2)).dtype is HALF
+    assert nn.MaxPool2d(2)(torch.ones(1, 1, 2, 2)).dtype is HALF
+    assert own.widest(torch.ones(1).half(), torch.ones(1)) == (torch.float32, torch.float32)
+
+
+def test_disable_casts(apex: Any) -> None:
+    with apex.amp.disable_casts():
+        assert half_product().dtype is torch.float32
+    apex.amp.init()
+
+    def fail() -> None:
+        with apex.amp.disable_casts():
+            assert half_product().dtype is torch.float32
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert half_product().dtype is HALF
+
+
+# -- internals --
+
+
+def test_state_is_object_and_module(apex: Any) -> None:
+    import apex.amp._amp_state as by_name
+    from apex.amp._amp_state import AmpState, _amp_state, maybe_print, warn_or_err
+
+    assert apex.amp._amp_state is _amp_state
+    # `import a.b as c` takes the attribute, as it did with Apex; the module has an entry of its own.
+    assert by_name is _amp_state
+    assert sys.modules["apex.amp._amp_state"]._amp_state is _amp_state
+    maybe_print("said nowhere", True)
+    with pytest.raises(RuntimeError, match="wrong"):
+        warn_or_err("wrong")
+    fresh = AmpState()
+    assert (fresh.verbosity, fresh.allow_incoming_model_not_fp32) == (1, False)
+    assert (fresh.min_loss_scale, fresh.max_loss_scale, fresh.loss_scalers) == (None, 2.0**24, [])
+    apex.amp.initialize(net(), opt_level="O2", min_loss_scale=2.0, max_loss_scale=2.0**20, verbosity=0)
+    assert (_amp_state.min_loss_scale, _amp_state.max_loss_scale) == (2.0, 2.0**20)
+    assert _amp_state.handle.is_active()
+
+
+def test_incoming_half_model_is_allowed_when_asked(apex: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.warns(UserWarning, match="its fp32 values are lost"):
+        apex.amp.initialize(nn.Linear(2, 2).half(), verbosity=0)
+    monkeypatch.setattr(apex.amp._amp_state, "allow_incoming_model_not_fp32", True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        apex.amp.initialize(nn.Linear(2, 2).half(), verbosity=0)
+
+
+@pytest.mark.parametrize("scale", [2**20, 2.0**30])
+def test_poked_scale_takes_effect(apex: Any, scale: float) -> None:
+    model = nn.Linear(8, 1)
+    model, optimizer = apex.amp.initialize(model, sgd(model), opt_level="O2", verbosity=0)
+    scaler = apex.amp._amp_state.loss_scalers[0]
+    scaler._loss_scale = scale
+    assert scaler.loss_scale() == scaler._loss_scale == scale
+    with apex.amp.scale_loss(model(data()).sum() * torch.inf, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    assert scaler._has_overflow
+    optimizer.step()
+    assert scaler._has_overflow
+    assert (scaler.loss_scale(), scaler._unskipped, scaler.dynamic) == (scale / 2, 0, True)
+    scaler._unskipped, scaler._scale_seq_len = 7, 8
+    assert apex.amp.state_dict()["loss_scaler0"]["unskipped"] == 7
+    optimizer.zero_grad()
+    with apex.amp.scale_loss(model(data()).sum() * 1e-6, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert scaler.loss_scale() == scale
+    assert apex.amp._amp_state.loss_scalers[0] is scaler
+
+
+@pytest.mark.parametrize("cause", ["own gradients", "another process", "none"])
+def test_scaler_that_is_asked_between_block_and_step(apex: Any, cause: str) -> None:
+    """BERT scripts check a flat buffer of all processes, and step or not by what ``update_scale`` says."""
+    model = nn.Linear(8, 1)
+    model, optimizer = apex.amp.initialize(model, sgd(model), opt_level="O2", verbosity=0)
+    state = apex.amp._amp_state
+    for _ in range(3):
+        scale = state.loss_scalers[0].loss_scale()
+        factor = torch.inf if cause == "own gradients" else 1e-3
+        with apex.amp.scale_loss(model(data()).sum() * factor, optimizer, delay_overflow_check=True) as scaled_loss:
+            scaled_loss.backward()
+        buffer = torch.full((1,), int(cause == "another process"), dtype=torch.int)
+        old, state.loss_scalers[0]._overflow_buf = state.loss_scalers[0]._overflow_buf, buffer
+        had_overflow = state.loss_scalers[0].update_scale()
+        state.loss_scalers[0]._overflow_buf = old
+        assert had_overflow is (cause != "none")
+        assert state.loss_scalers[0].loss_scale() == (scale if cause == "none" else scale / 2)
+        if not had_overflow:
+            optimizer.step()
+        for param in optimizer._amp_stash.all_fp32_from_fp16_params:
+            param.grad = None
+        model.zero_grad()
+    # The scaler heard of each step once.
+    assert state.loss_scalers[0]._unskipped == (3 if cause == "none" else 0)
+
+
+def test_scaler_by_hand(apex: Any) -> None:
+    scaler = apex.amp.scaler.LossScaler("dynamic", init_scale=8.0, scale_window=2, max_loss_scale=16.0)
+    masters = [torch.zeros(2)]
+    scaler.unscale([torch.full((2,), 16.0)], masters)
+    scaler.unscale_with_stashed([torch.full((2,), 16.0)], masters, masters)
+    assert masters[0].tolist() == [4.0, 4.0]
+    assert [scaler.update_scale() for _ in range(4)] == [False] * 4
+    assert scaler.loss_scale() == 16.0
+    scaler._has_overflow = True
+    assert scaler.update_scale()
+    assert scaler.loss_scale() == 8.0
+    scaler.clear_overflow_state()
+    assert not scaler._has_overflow
+    static = apex.amp.scaler.LossScaler(128)
+    assert (static.loss_scale(), static.dynamic) == (128.0, False)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_stash(apex: Any, level: str) -> None:
+    model = net()
+    model, optimizer = apex.amp.initialize(model, sgd(model), opt_level=level, verbosity=0)
+    stash = optimizer._amp_stash
+    assert stash.lazy_init_called
+    stash.lazy_init_called = True
+    optimizer._amp_lazy_init()
+    optimizer._lazy_init_maybe_master_weights()
+    params = list(model.parameters())
+    halves = [p for p in params if p.dtype is HALF]
+    assert [id(p) for p in stash.all_fp16_params] == [id(p) for p in halves]
+    assert len(halves) == (4 if level == "O2" else 0)
+    masters = stash.all_fp32_from_fp16_params
+    assert [p.shape for p in masters] == [p.shape for p in halves]
+    assert {p.dtype for p in masters} <= {torch.float32}
+    own = [p for p in params if p.dtype is torch.float32]
+    assert [id(p) for p in stash.all_fp32_from_fp32_params] == [id(p) for p in own]
+    assert [[id(p) for p in group] for group in stash.fp16_groups] == [[id(p) for p in halves]]
+    assert [[id(p) for p in group] for group in stash.fp32_from_fp16_groups] == [[id(p) for p in masters]]
+    assert [len(group) for group in stash.fp32_from_fp32_groups] == [len(own)]
+    with torch.no_grad():
+        for master in masters:
+            master.fill_(0.5)
+    optimizer._master_params_to_model_params()
+    assert all(bool((half == 0.5).all()) for half in halves)
+    assert pickle.loads(pickle.dumps(optimizer)).state_dict()["param_groups"][0]["lr"] == 0.1
+    assert getattr(copy.deepcopy(optimizer), "_amp_stash", None) is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "scaler.LossScaler", "handle.scale_loss", "handle.disable_casts", "handle.AmpHandle", "handle.NoOpHandle",
+        "frontend.Properties", "frontend.opt_levels", "frontend.O0", "frontend.O1", "frontend.O2", "frontend.O3",
+        "frontend.initialize", "frontend.state_dict", "frontend.load_state_dict", "opt.OptimWrapper",
+        "wrap.cached_cast", "wrap.promote", "wrap.make_cast_wrapper", "utils.maybe_half", "utils.maybe_float",
+        "utils.is_fp_tensor", "utils.type_string", "utils.casted_args", "utils.is_nested", "compat.filter_attrs",
+        "compat.scalar_python_val", "rnn_compat.has_old_rnns", "lists.functional_overrides", "lists.torch_overrides",
+        "lists.tensor_overrides", "amp.init", "amp.half_function", "amp.register_float_function",
+        "_process_optimizer.AmpOptimizerState", "_amp_state.AmpState", "_amp_state.master_params",
+    ],
+)  # fmt: skip
+def test_submodules_have_the_names_that_code_imports(apex: Any, name: str) -> None:
+    assert find(f"apex.amp.{name}") is not None
+
+
+def test_wrap(apex: Any) -> None:
+    from apex.amp import utils, wrap
+
+    handle = apex.amp.init()
+    own = types.ModuleType("own")
+    own.one = own.two = lambda x: x.dtype  # type: ignore[attr-defined]
+    own.widest = lambda x, y: x.dtype  # type: ignore[attr-defined]
+    wrap.cached_cast(own, "one", utils.maybe_half, handle)
+    wrap.cached_cast(own, "two", utils.maybe_float, handle, verbose=True)
+    wrap.cached_cast(own, "nope", utils.maybe_float, handle)
+    wrap.promote(own, "widest", handle)
+    half, full = torch.ones(1).half(), torch.ones(1)
+    assert (own.one(full), own.two(half), own.widest(half, full)) == (HALF, torch.float32, torch.float32)
+    with pytest.raises(RuntimeError, match="maybe_half or maybe_float"):
+        wrap.cached_cast(own, "one", torch.Tensor.double, handle)
+    to_double = wrap.make_cast_wrapper(lambda x: x.dtype, torch.Tensor.double, handle)
+    assert to_double(full) is torch.float64
+    handle._deactivate()
+    assert to_double(full) is torch.float32
+
+
+@pytest.mark.parametrize("way", ["init", "initialize"])
+def test_lists_that_a_program_changes_take_effect(apex: Any, way: str) -> None:
+    from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
+
+    functional_overrides.FP16_FUNCS.append("softmax")
+    functional_overrides.FP32_FUNCS.remove("softmax")
+    functional_overrides.FP32_FUNCS.append("relu")
+    functional_overrides.FP16_FUNCS.append("no_such_function")
+    torch_overrides.FP32_FUNCS.remove("exp")
+    tensor_overrides.FP32_FUNCS.append("mul")
+    apex.amp.init() if way == "init" else apex.amp.initialize(net(), opt_level="O1", verbosity=0)
+    half, full = torch.ones(2).half(), torch.ones(2)
+    assert F.softmax(full, 0).dtype is HALF
+    assert F.relu(half).dtype is torch.float32
+    assert torch.exp(half).dtype is HALF
+    assert half.exp().dtype is torch.float32
+    assert half.mul(2).dtype is torch.float32
+    assert half_product().dtype is HALF
+
+
+def test_optim_wrapper(apex: Any) -> None:
+    handle = apex.amp.init()
+    model = net()
+    optimizer = apex.amp.opt.OptimWrapper(sgd(model), handle, 2)
+    for _ in range(2):
+        with optimizer.scale_loss(model(data()).square().mean()) as scaled_loss:
+            scaled_loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert len(optimizer.param_groups) == 1
+    assert len(apex.amp._amp_state.loss_scalers) == 2
+    with pytest.raises(RuntimeError, match="closure"):
+        optimizer.step(lambda: 0)
+
+
+# -- apex.fp16_utils --
+
+FP16_NAMES = [
+    "FP16_Optimizer", "network_to_half", "BN_convert_float", "convert_module", "convert_network", "FP16Model", "tofp16",
+    "prep_param_lists", "model_grads_to_master_grads", "master_params_to_model_params", "to_python_float",
+    "LossScaler", "DynamicLossScaler", "clip_grad_norm",
+]  # fmt: skip
+
+
+def test_fp16_utils_by_star(apex: Any) -> None:
+    names: dict[str, Any] = {}
+    exec("from apex.fp16_utils import *", names)
+    assert set(FP16_NAMES) <= set(names)
+    assert all(names[name] is getattr(autoamp.fp16_utils, name) for name in FP16_NAMES)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["built before half", "built after half"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"static_loss_scale": None}, {"static_loss_scale": 128.0}, {"dynamic_loss_scale": True, "verbose": False},
+        {"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": 2**16}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_fp16_optimizer(apex: Any, first: bool, given: dict[str, Any]) -> None:
+    from apex.fp16_utils import FP16_Optimizer
+
+    model = nn.Linear(8, 1)
+    inner = sgd(model)
+    if first:
+        optimizer = FP16_Optimizer(inner, **given)
+        model.half()
+    else:
+        model.half()
+        optimizer = FP16_Optimizer(sgd(model), **given)
+    assert isinstance(optimizer, FP16_Optimizer)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 100)
+    losses = []
+    for turn in range(12):
+        optimizer.zero_grad(set_grads_to_None=True)
+        loss = (model(data().half()).float() - 1).square().mean()
+        optimizer.backward(loss, update_master_grads=turn % 2 == 0, retain_graph=turn == 0)
+        if turn % 2:
+            optimizer.update_master_grads()
+        assert optimizer.clip_master_grads(max_norm=10.0, norm_type=2) >= -1
+        assert optimizer.overflow or optimizer.inspect_master_grad_data() is not None
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert model.weight.dtype is HALF
+    assert optimizer.loss_scale > 0
+    assert optimizer.state is optimizer.optimizer.state
+    assert optimizer.param_groups is optimizer.optimizer.param_groups
+    state = optimizer.state_dict()
+    assert set(state) == {
+        "loss_scaler", "dynamic_loss_scale", "overflow", "first_closure_call_this_step", "optimizer_state_dict",
+        "fp32_from_fp16",
+    }  # fmt: skip
+    optimizer.load_state_dict(state)
+
+
+def test_fp16_optimizer_with_lbfgs(apex: Any) -> None:
+    model = nn.Linear(8, 1).half()
+    optimizer = apex.fp16_utils.FP16_Optimizer(torch.optim.LBFGS(model.parameters()), dynamic_loss_scale=True)
+    losses = []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (model(data().half()).float() - 1).square().mean()
+        optimizer.backward(loss)
+        losses.append(loss.item())
+        return loss
+
+    optimizer.step(closure)
+    assert losses[-1] < losses[0] / 10
+
+
+# -- apex.optimizers --
+
+
+@pytest.mark.parametrize(
+    "name", ["FusedAdam", "FusedSGD", "FusedLAMB", "FusedNovoGrad", "FusedAdagrad", "FusedMixedPrecisionLamb"]
+)
+def test_fused_optimizer_trains(apex: Any, name: str) -> None:
+    model = nn.Linear(8, 1)
+    optimizer = getattr(apex.optimizers, name)(model.parameters(), lr=0.02)
+    losses = []
+    for _ in range(40):
+        optimizer.zero_grad()
+        loss = (model(data()) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("given", [{"dynamic_loss_scale": True}, {"static_loss_scale": 128}], ids=str)
+def test_optimizers_of_early_2019(apex: Any, given: dict[str, Any]) -> None:
+    from apex.optimizers import FP16_Optimizer, FusedAdam
+
+    model = nn.Linear(8, 1).half()
+    groups = [{"params": [model.weight], "weight_decay": 0.01}, {"params": [model.bias], "weight_decay": 0.0}]
+    optimizer = FP16_Optimizer(FusedAdam(groups, lr=0.05, bias_correction=False, max_grad_norm=1.0), **given)
+    losses = []
+    for _ in range(30):
+        loss = (model(data().half()).float() - 1).square().mean()
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+def test_fused_adam_takes_scaled_gradients(apex: Any) -> None:
+    param = nn.Parameter(torch.ones(4))
+    optimizer = apex.optimizers.FusedAdam([param], lr=0.1, eps_inside_sqrt=True, max_grad_norm=0.0)
+    half = torch.ones(4).half()
+    optimizer.step(grads=[torch.full((4,), 8.0)], output_params=[half], scale=8.0)
+    assert torch.allclose(param, torch.full((4,), 0.9), atol=1e-3)
+    assert torch.equal(half, param.detach().half())
+
+
+# -- apex.parallel, apex.normalization, the rest --
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_ddp(apex: Any, group: None) -> None:
+    from apex.parallel import DistributedDataParallel, Reducer
+
+    model = net()
+    model, optimizer = apex.amp.initialize(model, sgd(model), opt_level="O2", verbosity=0)
+    wrapped = DistributedDataParallel(model, delay_allreduce=True, message_size=1000, allreduce_always_fp32=True)
+    assert wrapped.module is model
+    first = step(apex.amp, wrapped, optimizer)
+    wrapped.disable_allreduce()
+    for _ in range(5):
+        last = step(apex.amp, wrapped, optimizer)
+    wrapped.enable_allreduce()
+    assert last < first
+    Reducer(net()).reduce()
+    tensors = [torch.ones(2)]
+    Reducer(tensors).reduce()
+    apex.parallel.distributed.flat_dist_call(tensors, dist.all_reduce)
+    assert tensors[0].tolist() == [1.0, 1.0]
+    assert apex.parallel.create_syncbn_process_group(1) is not None
+    assert callable(find("apex.parallel.multiproc.main"))
+
+
+def test_syncbn_without_a_group(apex: Any) -> None:
+    plain = net()
+    converted = apex.parallel.convert_syncbn_model(copy.deepcopy(plain), process_group=None, channel_last=False)
+    assert isinstance(converted[1], apex.parallel.SyncBatchNorm)
+    torch.testing.assert_close(converted(data()), plain(data()))
+
+
+def test_larc_is_handed_to_initialize(apex: Any) -> None:
+    from apex.parallel.LARC import LARC
+
+    assert LARC is apex.parallel.LARC
+    model = net()
+    model, optimizer = apex.amp.initialize(model, LARC(sgd(model), trust_coefficient=0.1), opt_level="O2", verbosity=0)
+    losses = [step(apex.amp, model, optimizer) for _ in range(10)]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("name", ["FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm", "MixedFusedRMSNorm"])
+def test_norms(apex: Any, name: str) -> None:
+    norm = getattr(apex.normalization, name)(8, eps=1e-6)
+    plain = (nn.LayerNorm if "Layer" in name else nn.RMSNorm)(8, eps=1e-6)
+    torch.testing.assert_close(norm(data()), plain(data()))
+    assert list(norm.state_dict()) == list(plain.state_dict())
+    from apex.normalization.fused_layer_norm import fused_layer_norm, fused_rms_norm
+
+    function = fused_layer_norm if "Layer" in name else fused_rms_norm
+    torch.testing.assert_close(function(data(), (8,), 1e-6), plain(data()))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "multi_tensor_apply.multi_tensor_applier", "mlp.MLP", "fused_dense.FusedDense", "RNN.LSTM", "RNN.GRU",
+        "RNN.mLSTM", "contrib.xentropy.SoftmaxCrossEntropyLoss", "contrib.optimizers.FP16_Optimizer",
+        "reparameterization.apply_weight_norm", "parallel.create_syncbn_process_group",
+        "normalization.fused_layer_norm.FusedLayerNorm", "optimizers.fused_adam.FusedAdam",
+    ],
+)  # fmt: skip
+def test_names_of_older_code(apex: Any, name: str) -> None:
+    assert callable(find(f"apex.{name}"))
+
+
+def test_multi_tensor_functions(apex: Any) -> None:
+    import amp_C
+    import apex_C
+    from apex.multi_tensor_apply import multi_tensor_applier
+
+    assert multi_tensor_applier.available
+    assert not hasattr(multi_tensor_applier, "import_err") or multi_tensor_applier.import_err is None
+    buffer = torch.zeros(1, dtype=torch.int)
+    source, target = [torch.ones(3), torch.ones(2, 2)], [torch.zeros(3), torch.zeros(2, 2)]
+    amp_C.multi_tensor_scale(65536, buffer, [source, target], 0.5)
+    assert target[0].tolist() == [0.5] * 3
+    multi_tensor_applier(amp_C.multi_tensor_scale, buffer, [source, target], 2.0)
+    assert target[1].flatten().tolist() == [2.0] * 4
+    norm, _ = multi_tensor_applier(amp_C.multi_tensor_l2norm, buffer, [source], False)
+    assert norm.item() == pytest.approx(7**0.5)
+    amp_C.multi_tensor_axpby(65536, buffer, [source, source, target], 2.0, 3.0, -1)
+    assert target[0].tolist() == [5.0] * 3
+    assert buffer.item() == 0
+    amp_C.multi_tensor_scale(65536, buffer, [[torch.tensor([torch.inf])], [torch.zeros(1)]], 1.0)
+    assert buffer.item() == 1
+    flat = apex_C.flatten(source)
+    assert flat.shape == (7,)
+    assert [view.shape for view in apex_C.unflatten(flat, source)] == [tensor.shape for tensor in source]
+    assert callable(amp_C.multi_tensor_adam)
+
+
+# -- being apex --
+
+
+def test_specs_while_installed_and_not_otherwise(apex: Any) -> None:
+    names = ["apex", "apex.amp", "apex.normalization", "apex.amp._amp_state", "amp_C", "apex_C"]
+    assert all(importlib.util.find_spec(name) is not None for name in names)
+    assert all(module.__spec__ is not None for name, module in sys.modules.items() if name.startswith("apex"))
+    uninstall()
+    assert importlib.util.find_spec("apex") is None
+    assert importlib.util.find_spec("amp_C") is None
+    with pytest.raises(ModuleNotFoundError):
+        importlib.util.find_spec("apex.amp")
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("apex")
+
+
+def test_probes_of_libraries(apex: Any) -> None:
+    from apex import amp
+
+    assert importlib.metadata.version("apex") == importlib.metadata.version("Apex") == apex.__version__
+    assert {"apex", "amp_C", "apex_C"} <= set(importlib.metadata.packages_distributions())
+    assert {"state_dict", "load_state_dict", "initialize", "scale_loss", "master_params"} <= set(vars(amp))
+    assert hasattr(apex, "amp")
+    # timm's ApexScaler and catalyst, in so many words.
+    assert "state_dict" in amp.__dict__
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(amp.initialize).parameters.items()
+        if parameter.default is not inspect.Parameter.empty
+    }
+    model = net()
+    defaults["optimizers"] = sgd(model)
+    model, optimizer = amp.initialize(model, **{**defaults, "verbosity": 0})
+    step(amp, model, optimizer)
+
+
+def test_scheduler_from_before_initialize(apex: Any) -> None:
+    model = net()
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
+    model, optimizer = apex.amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            step(apex.amp, model, optimizer)
+            scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 8)
+
+
+def test_one_state_for_all_spellings(apex: Any) -> None:
+    assert importlib.import_module("apex.amp") is apex.amp
+    assert sys.modules["apex.amp"].__name__ == "apex.amp"
+    assert find("apex.amp.frontend.initialize") is apex.amp.initialize
+    assert find("apex.amp.handle.scale_loss") is apex.amp.scale_loss
+
+
+@pytest.mark.parametrize(
+    ("statement", "remedy"),
+    [
+        ("from apex.optimizers import FusedNope", "torch.optim"), ("import apex.transformer", "Megatron"),
+        ("from apex.contrib.sparsity import ASP", "semi_structured"), ("from apex import pyprof", "torch.profiler"),
+        ("from apex.contrib.multihead_attn import SelfMultiheadAttn", "scaled_dot_product_attention"),
+        ("from apex.amp.wrap import err_if_any_half", "register_half_function"), ("from amp_C import nope", "_foreach"),
+        ("import apex.contrib.groupbn", "SyncBatchNorm"), ("from apex.parallel import nope", "DistributedDataParallel"),
+        ("from apex.amp import nope", "docs/migration.md"),
+    ],
+)  # fmt: skip
+def test_missing_names_are_import_errors_with_the_remedy(apex: Any, statement: str, remedy: str) -> None:
+    with pytest.raises(ImportError, match="autoamp") as caught:
+        exec(statement)
+    assert remedy in str(caught.value)
+    assert "docs/migration.md" in str(caught.value)
+
+
+def test_no_remedy_is_for_a_name_that_is_there(apex: Any) -> None:
+    """Those of a package are for the names below it that are missing."""
+    for name in REMEDIES:
+        parent, _, last = name.rpartition(".")
+        if last.startswith("Fused"):
+            with pytest.raises(ImportError):
+                exec(f"from {parent} import {last}")
+
+
+def test_missing_attributes_are_attribute_errors(apex: Any) -> None:
+    for module in (apex, apex.amp, apex.optimizers, apex.parallel, apex.amp.handle):
+        assert not hasattr(module, "no_such_name")
+        assert getattr(module, "no_such_name", 3) == 3
+
+
+def test_alias_takes_the_list_set_apex(apex: Any) -> None:
+    apex.amp.init()
+    handle = autoamp.current_handle()
+    assert handle is not None
+    assert any("apex.toml" in str(rule.origin) for rule in handle.settings.table.rules)
+    # `Tensor.cpu` is in that set alone.
+    assert half_product().cpu().dtype is torch.float32
+
+
+def test_cpu_program_in_a_fresh_process(tmp_path: Path) -> None:
+    """A deep copy, a pickle and a spawned child find the classes by names that outlive the alias."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch, pickle, apex\nfrom apex.optimizers import FusedAdam\n"
+        "from apex.normalization import FusedLayerNorm\n"
+        "norm = pickle.loads(pickle.dumps(FusedLayerNorm(4)))\n"
+        "opt = pickle.loads(pickle.dumps(FusedAdam(norm.parameters())))\n"
+        "print(type(norm).__module__.partition('.')[0], type(opt).__module__.partition('.')[0])\n"
+    )
+    root = str(Path(autoamp.__file__).parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys, runpy; sys.path.insert(0, sys.argv[2]); import autoamp.compat as c; "
+         "c.install_as_apex(); runpy.run_path(sys.argv[1], run_name='__main__')", str(script), root],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.stdout.split() == ["autoamp", "autoamp"], done.stderr
+
+
+def test_native_names(apex: Any) -> None:
+    """What the page marks N is in the package too, with the same names and argument order."""
+    for name in ["initialize", "scale_loss", "init"]:
+        native = inspect.signature(getattr(autoamp, name)).parameters
+        positional = [p.name for p in native.values() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        assert positional == list(inspect.signature(getattr(apex.amp, name)).parameters)
+    for name in ["master_params", "disable_casts", "half_function", "float_function", "promote_function"]:
+        assert getattr(apex.amp, name) is getattr(autoamp, name)
+    for name in ["register_half_function", "register_float_function", "register_promote_function"]:
+        assert getattr(apex.amp, name) is getattr(autoamp, name)
+    assert callable(autoamp.state_dict)
+    assert callable(autoamp.load_state_dict)
+    assert functools.reduce(getattr, ["parallel", "LARC"], importlib.import_module("autoamp.parallel") and autoamp)

@@ -1,0 +1,94 @@
+"""Runs command lines of autoamp as programs of their own, for the tests of several rooms.
+
+Importing torch takes seconds, so one process imports it and forks for each command line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Forks for each line of arguments, and tells how the fork ended. What a child raises unwinds to the top of the
+# interpreter, as it would have.
+DRIVER = """
+import json, os, sys, tempfile
+import torch
+from autoamp.cli import main
+
+# The first optimizer of a process imports torch's compiler, which takes as long as torch.
+torch.optim.SGD([torch.ones(1)], lr=1.0)
+
+def run(argv):
+    out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(out.fileno(), 1), os.dup2(err.fileno(), 2)
+        sys.argv = ["autoamp", *argv]
+        return None
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    texts = []
+    for file in (out, err):
+        file.seek(0)
+        texts.append(file.read().decode())
+    return [status, *texts]
+
+ended = []
+for argv in json.loads(sys.argv[1]):
+    result = run(argv)
+    if result is None:
+        ended = None
+        break
+    ended.append(result)
+if ended is None:
+    sys.exit(main())
+print(json.dumps(ended))
+"""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def environment() -> dict[str, str]:
+    """The tree is on the path, and nothing of this process's settings reaches the programs."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("AUTOAMP", "PYTHON"))}
+    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def plainly(folder: Path, *argv: str) -> Ended:
+    """Run a program with plain Python."""
+    done = subprocess.run(
+        [sys.executable, *argv], cwd=folder, env=environment(), capture_output=True, text=True, timeout=120
+    )
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+def written(folder: Path, texts: Mapping[str, str]) -> Path:
+    """Write files into a folder, and return it."""
+    for name, text in texts.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return folder
+
+
+def launched(folder: Path, runs: Mapping[str, Sequence[str]], **variables: str) -> dict[str, Ended]:
+    """Run each command line of autoamp in ``folder``, and return how each ended."""
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER, json.dumps(list(runs.values()))],
+        cwd=folder, env={**environment(), **variables}, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return {name: Ended(*result) for name, result in zip(runs, json.loads(done.stdout), strict=True)}

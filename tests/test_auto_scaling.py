@@ -1,0 +1,698 @@
+"""Scaling for programs that know nothing of it: true gradients wherever they look, and no step that overflowed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import autoamp
+from autoamp.auto_scaling import AutoScale
+
+# No op is cast, so gradients must be bitwise those of plain torch.
+NO_CASTS: dict[str, Any] = {"device_type": "cpu", "dtype": torch.float16, "lists": {"extends": []}}
+
+
+@pytest.fixture
+def handle() -> autoamp.Handle:
+    return autoamp.init(**NO_CASTS)
+
+
+@pytest.fixture
+def scaling(handle: autoamp.Handle) -> AutoScale:
+    return handle.auto_scale()
+
+
+def make() -> tuple[nn.Sequential, torch.optim.Optimizer, Tensor]:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), torch.randn(5, 4)
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def plain(function: Callable[[], Any]) -> Any:
+    """Run a function with nothing patched."""
+    handle = autoamp.current_handle()
+    if handle is not None:
+        handle.deactivate()
+    return function()
+
+
+def scaled(function: Callable[[], Any]) -> Any:
+    """Run a function under automatic scaling, and see that its passes were scaled."""
+    handle = autoamp.init(**NO_CASTS)
+    seen: list[float] = []
+    with handle.auto_scale() as scaling:
+        leave = scaling._pass
+
+        def spied(*args: Any) -> Any:
+            block = leave(*args)
+            seen.append(handle.loss_scale)
+            return block
+
+        scaling._pass = spied  # type: ignore[method-assign]
+        result = function()
+    assert seen
+    assert min(seen) > 1
+    handle.deactivate()
+    return result
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    if isinstance(one, Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            assert_equal(a, b)
+    else:
+        assert one == other
+
+
+# -- programs, each run with and without --
+
+
+def trains() -> Any:
+    model, optimizer, x = make()
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    return list(model.parameters())
+
+
+def accumulates() -> Any:
+    model, optimizer, x = make()
+    flat = torch.zeros(sum(p.numel() for p in model.parameters()))
+    views = flat.split([p.numel() for p in model.parameters()])
+    for parameter, view in zip(model.parameters(), views, strict=True):
+        parameter.grad = view.view_as(parameter)
+    seen = []
+    for step in range(6):
+        (model(x * step).square().mean() / 3).backward()
+        # A flat buffer that gradients are views of stays one.
+        seen.append(flat.clone())
+        if step % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    return seen, list(model.parameters())
+
+
+def clips() -> Any:
+    model, optimizer, x = make()
+    norms = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        nn.utils.clip_grad_value_(model.parameters(), 0.05)
+        optimizer.step()
+    return norms, list(model.parameters())
+
+
+def has_closures() -> Any:
+    model, _optimizer, x = make()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
+    losses = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+    return losses, list(model.parameters())
+
+
+def has_two_optimizers() -> Any:
+    torch.manual_seed(1)
+    generator, critic = nn.Linear(3, 4), nn.Linear(4, 1)
+    opt_g, opt_c = torch.optim.Adam(generator.parameters()), torch.optim.Adam(critic.parameters())
+    for _ in range(3):
+        opt_c.zero_grad()
+        fake = generator(torch.randn(6, 3))
+        (critic(fake.detach()).mean() - critic(torch.randn(6, 4)).mean()).backward()
+        opt_c.step()
+        opt_g.zero_grad()
+        (-critic(fake).mean()).backward()
+        opt_g.step()
+    return [*generator.parameters(), *critic.parameters()]
+
+
+def has_several_losses() -> Any:
+    model, optimizer, x = make()
+    output = model(x)
+    output.square().mean().backward(retain_graph=True)
+    torch.autograd.backward([output.sum(), output[0]], [None, torch.ones(2)])  # type: ignore[list-item]
+    seen = gradients(model)
+    optimizer.step()
+    return seen, list(model.parameters())
+
+
+def limits_the_inputs() -> Any:
+    model, _optimizer, x = make()
+    x.requires_grad_()
+    model(x).sum().backward(inputs=[x, model[0].weight])
+    assert model[2].weight.grad is None
+    assert x.grad is not None
+    return x.grad, gradients(model)
+
+
+def wants_gradients_of_inputs() -> Any:
+    model, _optimizer, x = make()
+    x.requires_grad_()
+    hidden = model[0](x)
+    hidden.retain_grad()
+    for _ in range(2):
+        model[2](hidden).sum().backward(retain_graph=True)
+    return x.grad, hidden.grad, gradients(model)
+
+
+def checkpoints() -> Any:
+    model, optimizer, x = make()
+    x.requires_grad_()
+    seen = []
+    for use_reentrant in (True, False):
+        for _ in range(2):
+            checkpoint(model, x, use_reentrant=use_reentrant).square().mean().backward()
+        seen.append(gradients(model))
+        optimizer.step()
+    return seen, list(model.parameters())
+
+
+def has_hooks() -> Any:
+    model, optimizer, x = make()
+    seen: list[Any] = []
+    model[2].weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+    model[0].weight.register_hook(lambda gradient: gradient * 2)
+    model[2].register_full_backward_hook(lambda _, into, out: seen.extend([*into, *out]))
+    model[0].register_full_backward_pre_hook(lambda _, out: (out[0] * 3,))
+    model(x).square().mean().backward()
+    optimizer.step()
+    return seen, gradients(model), list(model.parameters())
+
+
+def steps_in_backward() -> Any:
+    model, _optimizer, x = make()
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+
+    def hook(parameter: Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(hook)
+    for _ in range(3):
+        model(x).square().mean().backward()
+    return list(model.parameters())
+
+
+def shares_parameters() -> Any:
+    model, one, x = make()
+    other = torch.optim.SGD(model[0].parameters(), lr=0.01)
+    model(x).square().mean().backward()
+    one.step()
+    other.step()
+    return list(model.parameters())
+
+
+def has_sparse_gradients() -> Any:
+    torch.manual_seed(2)
+    table = nn.Embedding(6, 3, sparse=True)
+    optimizer = torch.optim.SparseAdam(table.parameters(), lr=0.1)
+    for indices in ([0, 1, 1], [2, 5, 0]):
+        optimizer.zero_grad()
+        table(torch.tensor(indices)).square().sum().backward()
+        optimizer.step()
+    return table.weight
+
+
+def has_double_backward() -> Any:
+    model, optimizer, x = make()
+    x.requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    (gradient.norm() + model(x).sum()).backward()
+    seen = gradients(model)
+    optimizer.zero_grad()
+    model(x).square().sum().backward(create_graph=True)
+    return seen, [parameter.grad for parameter in model.parameters()]
+
+
+def catches_exceptions() -> Any:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            raise KeyError("torn")
+
+    model, _optimizer, x = make()
+    with pytest.raises(KeyError, match="torn"):
+        model[2](Fails.apply(model[0](x))).sum().backward()
+    seen = gradients(model)
+    model(x).sum().backward()
+    return seen, gradients(model)
+
+
+def has_learning_rates_and_param_groups() -> Any:
+    model, optimizer, x = make()
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=6)
+    late = nn.Linear(2, 2)
+    for step in range(5):
+        if step == 2:
+            optimizer.add_param_group(
+                {
+                    "params": late.parameters(),
+                    "lr": 0.01,
+                    "max_lr": 0.1,
+                    "initial_lr": 0.01,
+                    "min_lr": 0.0,
+                    "max_momentum": 0.9,
+                    "base_momentum": 0.8,
+                }
+            )
+        optimizer.zero_grad()
+        late(model(x)).square().mean().backward()
+        optimizer.step()
+        schedule.step()
+    return [*model.parameters(), *late.parameters()]
+
+
+class Kind(Tensor):
+    """A subclass, whose methods go through __torch_function__."""
+
+
+def has_hooks_of_every_kind() -> Any:
+    model, optimizer, x = make()
+    seen: list[Any] = []
+    hidden = model[0](x).as_subclass(Kind)
+    hidden.register_hook(lambda gradient: seen.append(gradient.as_subclass(Tensor).clone()))
+    model[2].weight.register_hook(lambda gradient: (gradient.mul_(2), None)[1])
+
+    def runs_another_pass(gradient: Tensor) -> None:
+        with torch.enable_grad():
+            (model[0].bias.sum() * 3).backward()
+
+    model[2].bias.register_hook(runs_another_pass)
+    model[2](hidden.as_subclass(Tensor)).square().mean().backward()
+    optimizer.step()
+    return seen, gradients(model), list(model.parameters())
+
+
+def has_gradients_with_a_graph() -> Any:
+    model, optimizer, x = make()
+    model(x).square().sum().backward(create_graph=True)
+    sum(parameter.grad.square().sum() for parameter in model.parameters()).backward()
+    optimizer.step()
+    return list(model.parameters())
+
+
+PROGRAMS = [
+    has_hooks_of_every_kind, has_gradients_with_a_graph,
+    trains, accumulates, clips, has_closures, has_two_optimizers, has_several_losses, limits_the_inputs,
+    wants_gradients_of_inputs, checkpoints, has_hooks, steps_in_backward, shares_parameters, has_sparse_gradients,
+    has_double_backward, catches_exceptions, has_learning_rates_and_param_groups,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_a_program_computes_what_it_computes_without(program: Callable[[], Any]) -> None:
+    assert_equal(scaled(program), plain(program))
+
+
+# -- overflows --
+
+
+def test_a_step_that_overflowed_is_skipped(handle: autoamp.Handle, scaling: AutoScale) -> None:
+    model, optimizer, x = make()
+    model(x).sum().backward()
+    optimizer.step()
+    before, state = copy.deepcopy(list(model.parameters())), copy.deepcopy(optimizer.state_dict())
+    optimizer.zero_grad()
+    (model(x).sum() * float("inf")).backward()
+    optimizer.step()
+    assert_equal(list(model.parameters()), before)
+    assert_equal(optimizer.state_dict()["state"][0]["momentum_buffer"], state["state"][0]["momentum_buffer"])
+    assert handle.loss_scale == 2.0**15
+    assert (handle.optimizers.steps, handle.skipped_steps, handle.last_step_skipped) == (2, 1, True)
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model[0].weight, before[0])
+    assert (handle.optimizers.steps, handle.skipped_steps) == (3, 1)
+
+
+def test_what_the_scale_alone_makes_overflow_is_skipped_and_then_trains() -> None:
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16)
+    model, optimizer, x = make()
+    with handle.auto_scale():
+        for _ in range(12):
+            optimizer.zero_grad()
+            (model(x).square().sum() * 50).backward()
+            optimizer.step()
+    assert 0 < handle.skipped_steps < 12
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_one_of_several_passes_overflows(handle: autoamp.Handle, scaling: AutoScale) -> None:
+    model, optimizer, x = make()
+    before = copy.deepcopy(list(model.parameters()))
+    for factor in (1.0, float("inf"), 1.0):
+        (model(x).sum() * factor).backward()
+    optimizer.step()
+    assert_equal(list(model.parameters()), before)
+    # The scaler hears of it once.
+    assert handle.loss_scale == 2.0**15
+
+
+def test_gradients_that_are_dropped_skip_nothing(handle: autoamp.Handle, scaling: AutoScale) -> None:
+    model, optimizer, x = make()
+    (model(x).sum() * float("inf")).backward()
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    optimizer.step()
+    assert handle.skipped_steps == 0
+    assert handle.loss_scale == 2.0**15
+
+
+def test_optimizers_in_backward_tell_the_scaler_once(handle: autoamp.Handle, scaling: AutoScale) -> None:
+    model, _optimizer, x = make()
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
+    before = copy.deepcopy(list(model.parameters()))
+    (model(x).sum() * float("inf")).backward()
+    assert_equal(list(model.parameters()), before)
+    assert handle.loss_scale == 2.0**15
+    assert handle.skipped_steps == 4
+
+
+def test_a_half_loss_holds_any_scale(scaling: AutoScale) -> None:
+    model, _optimizer, x = make()
+    model(x).sum().half().backward()
+    assert all(gradient.isfinite().all() for gradient in gradients(model))
+    assert float(model[2].bias.grad[0]) == 5.0
+
+
+def test_half_parameters_accumulate(scaling: AutoScale) -> None:
+    layer = nn.Linear(2, 2).half()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    for count in (1, 2):
+        (layer(torch.ones(1, 2).half()) * 2.0**-5).sum().backward()
+        assert layer.bias.grad is not None
+        assert torch.equal(layer.bias.grad, torch.full((2,), count * 2.0**-5).half())
+    optimizer.step()
+
+
+def test_the_scale_grows() -> None:
+    scaler = autoamp.DynamicLossScaler(init_scale=4.0, growth_interval=3)
+    handle = autoamp.init(**NO_CASTS, loss_scale=scaler)
+    model, optimizer, x = make()
+    with handle.auto_scale():
+        for _ in range(6):
+            model(x).sum().backward()
+            optimizer.step()
+    assert handle.loss_scale == 16.0
+
+
+def test_a_step_that_goes_past_its_guard_is_an_error(handle: autoamp.Handle) -> None:
+    model, optimizer, x = make()
+    early = optimizer.step
+    with handle.scale_loss(model(x).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    for step in (early, lambda: type(optimizer).step(optimizer)):
+        with pytest.raises(autoamp.UsageError, match=r"goes past optimizer\.step"):
+            step()
+    optimizer.step()
+    # With nothing to judge it may.
+    early()
+
+
+# -- who is scaled --
+
+
+def test_optimizers_of_before_and_after_and_copies(handle: autoamp.Handle) -> None:
+    model, early, x = make()
+    scaling = handle.auto_scale()
+    late = torch.optim.SGD(model.parameters(), lr=0.1)
+    copied = copy.deepcopy(late)
+    for optimizer in (early, late):
+        optimizer.zero_grad()
+        (model(x).sum() * float("inf")).backward()
+        optimizer.step()
+    assert handle.skipped_steps == 2
+    (copied.param_groups[0]["params"][0].sum() * float("inf")).backward()
+    copied.step()
+    assert handle.skipped_steps == 3
+    assert scaling.active
+
+
+def test_an_optimizer_of_the_user_s(handle: autoamp.Handle, scaling: AutoScale) -> None:
+    class Signed(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {})
+            self.calls = 0
+
+        def step(self, closure: Any = None) -> None:
+            self.calls += 1
+
+    layer = nn.Linear(2, 1)
+    optimizer = Signed(layer.parameters())
+    (layer(torch.ones(1, 2)).sum() * float("nan")).backward()
+    optimizer.step()
+    layer(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert (optimizer.calls, handle.skipped_steps) == (0, 2)
+    optimizer.zero_grad()
+    layer(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert optimizer.calls == 1
+
+
+def test_passes_without_an_optimizer_are_left_alone(handle: autoamp.Handle, scaling: AutoScale) -> None:
+    x = torch.ones(2, requires_grad=True)
+    seen: list[Any] = []
+    x.register_hook(lambda gradient: seen.append(scaling._running()))
+    x.sum().backward()
+    assert seen == [None]
+    assert torch.equal(torch.autograd.grad(x.sum(), x)[0], torch.ones(2))
+
+
+def test_torch_s_own_errors(scaling: AutoScale) -> None:
+    model, _optimizer, x = make()
+    for wrong, message in (
+        (lambda: model(x).backward(), "grad can be implicitly created only for scalar outputs"),
+        (lambda: x.sum().backward(), "does not require grad"),
+        (lambda: model(x).backward(torch.ones(3)), "Mismatch in shape"),
+    ):
+        with pytest.raises((RuntimeError, ValueError), match=message):
+            wrong()
+        assert not gradients(model)
+
+
+def test_names_taken_before(handle: autoamp.Handle) -> None:
+    import types
+
+    module = types.ModuleType("took_backward")
+    module.backward = torch.autograd.backward  # type: ignore[attr-defined]
+    import sys
+
+    sys.modules[module.__name__] = module
+    try:
+        original = module.backward  # type: ignore[attr-defined]
+        with handle.auto_scale():
+            assert module.backward is torch.autograd.backward  # type: ignore[attr-defined]
+            assert module.backward is not original  # type: ignore[attr-defined]
+        assert module.backward is original  # type: ignore[attr-defined]
+    finally:
+        del sys.modules[module.__name__]
+
+
+# -- standing aside --
+
+
+def test_blocks_of_the_program_are_its_own(handle: autoamp.Handle, scaling: AutoScale) -> None:
+    model, optimizer, x = make()
+    with handle.scale_loss(model(x).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        assert float(model[2].bias.grad[0]) == 5.0 * 2.0**16
+    assert float(model[2].bias.grad[0]) == 5.0
+    optimizer.zero_grad()
+    with handle.scale_loss(model(x).sum(), []) as scaled_loss:
+        scaled_loss.backward()
+    assert float(model[2].bias.grad[0]) == 5.0 * 2.0**16
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    assert float(model[2].bias.grad[0]) == 5.0
+    assert scaling.standing_aside is None
+
+
+def test_fp16_optimizers_scale_themselves(handle: autoamp.Handle, scaling: AutoScale) -> None:
+    layer = nn.Linear(2, 1).half()
+    optimizer = autoamp.FP16_Optimizer(torch.optim.SGD(layer.parameters(), lr=0.1), static_loss_scale=8.0)
+    optimizer.backward(layer(torch.ones(1, 2).half()).sum())
+    assert float(optimizer.param_groups[0]["params"][1].grad[0]) == 1.0
+    optimizer.step()
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_grad_scaler_is_left_to_do_it(handle: autoamp.Handle, before: bool) -> None:
+    model, optimizer, x = make()
+    grad_scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if before else None
+    scaling = handle.auto_scale()
+    torch.amp.GradScaler("cpu", enabled=False)
+    assert before or scaling.standing_aside is None
+    grad_scaler = grad_scaler or torch.amp.GradScaler("cpu", init_scale=4.0)
+    assert scaling.standing_aside == "torch.amp.GradScaler"
+    grad_scaler.scale(model(x).sum()).backward()
+    assert float(model[2].bias.grad[0]) == 20.0
+    grad_scaler.step(optimizer)
+    grad_scaler.update()
+    assert float(model[2].bias.grad[0]) == 5.0
+
+
+def test_an_autocast_region_is_left_to_do_it(scaling: AutoScale) -> None:
+    with torch.autocast("cpu", enabled=False):
+        pass
+    assert scaling.standing_aside is None
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        pass
+    assert scaling.standing_aside == "torch.autocast"
+
+
+def test_nothing_to_check_costs_nothing() -> None:
+    handle = autoamp.init(device_type="cpu", dtype=torch.bfloat16)
+    model, optimizer, x = make()
+    with handle.auto_scale() as scaling:
+        scaling._pass = None  # type: ignore[assignment, method-assign]
+        model(x).float().sum().backward()
+        optimizer.step()
+    assert handle.loss_scale == 1.0
+
+
+# -- its own life --
+
+
+def test_it_ends(handle: autoamp.Handle) -> None:
+    model, optimizer, x = make()
+    original = torch.autograd.backward
+    scaling = handle.auto_scale()
+    assert handle.auto_scale() is scaling
+    assert torch.autograd.backward is not original
+    (model(x).sum() * float("inf")).backward()
+    scaling.stop()
+    assert not scaling.active
+    assert torch.autograd.backward is original
+    # The verdict of before is still heard.
+    optimizer.step()
+    assert handle.skipped_steps == 1
+    assert handle.auto_scale() is not scaling
+    handle.deactivate()
+    assert torch.autograd.backward is original
+    with pytest.raises(autoamp.UsageError, match="not active"):
+        handle.auto_scale()
+
+
+def test_it_rests_while_another_region_holds(handle: autoamp.Handle, scaling: AutoScale) -> None:
+    patched = torch.autograd.backward
+    with autoamp.region(device_type="cpu", dtype=torch.bfloat16):
+        assert torch.autograd.backward is not patched
+    assert scaling.active
+    model, optimizer, x = make()
+    (model(x).sum() * float("inf")).backward()
+    optimizer.step()
+    assert handle.skipped_steps == 1
+
+
+def test_masters_want_scale_loss() -> None:
+    layer = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    autoamp.initialize(layer, optimizer, opt_level="O2", dtype=torch.float16, verbosity=0)
+    handle = autoamp.current_handle()
+    assert handle is not None
+    with pytest.raises(autoamp.UsageError, match="masters"):
+        handle.auto_scale()
+
+
+def test_the_disabled_handle() -> None:
+    with autoamp.init(enabled=False).auto_scale() as scaling:
+        assert not scaling.active
+
+
+def test_models_and_optimizers_are_collectable(scaling: AutoScale, collected: Any) -> None:
+    model, optimizer, x = make()
+    hidden = model[0](x)
+    hidden.retain_grad()
+    model[2](hidden).sum().backward()
+    optimizer.step()
+    references = [weakref.ref(model[0].weight), weakref.ref(optimizer), weakref.ref(hidden)]
+    del model, optimizer, hidden
+    collected()
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 3
+
+
+def test_compiled_models(scaling: AutoScale) -> None:
+    model, optimizer, x = make()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled(x).square().mean().backward()
+    got = gradients(model)
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    torch.testing.assert_close(got, gradients(model))
+    torch._dynamo.reset()
+
+
+def test_accuracy_is_that_of_fp32() -> None:
+    torch.manual_seed(0)
+    x, labels = torch.randn(256, 8), torch.randint(3, (256,))
+    x[range(256), labels] += 2.0
+
+    def train() -> float:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 3))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        for _ in range(60):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), labels)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        return float(loss.detach())
+
+    fp32 = train()
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16)
+    handle.auto_scale()
+    assert train() == pytest.approx(fp32, rel=0.05)
+
+
+def noted(module: nn.Module, into: Any, out: Any) -> None:
+    """A hook that pickles by its name."""
+
+
+def test_modules_with_hooks_are_copied_and_pickled(scaling: AutoScale) -> None:
+    layer = nn.Linear(2, 2)
+    layer.register_full_backward_hook(noted)
+    loaded = pickle.loads(pickle.dumps(layer))
+    assert list(loaded._backward_hooks.values()) == [noted]
+    copied = copy.deepcopy(layer)
+    optimizer = torch.optim.SGD(copied.parameters(), lr=0.1)
+    copied(torch.ones(1, 2)).sum().backward()
+    optimizer.step()

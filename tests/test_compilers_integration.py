@@ -1,0 +1,318 @@
+"""torch.compile, torch.jit, torch.fx, torch.export and ONNX: what they make of a model holds the casts."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo as dynamo
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import autoamp
+
+# What torch says of its older compilers, and of recurrent layers that are traced.
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{text}")
+    for text in (
+        ".torch.jit",
+        ".*ONNX",
+        "The feature will be removed",
+        "Converting a tensor",
+        "While compiling",
+        "The tensor attr",
+        "TF32",
+        "Dynamo does not know",
+    )
+]
+
+
+class ConvNet(nn.Module):
+    """Convolutions, batch norm, an op of the fp32 list and one of no list."""
+
+    shape = (2, 3, 8, 8)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3)
+        self.last = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.relu(self.second(torch.sigmoid(self.norm(self.first(x)))))
+        return F.log_softmax(self.last(hidden.mean((2, 3))), -1)
+
+
+class Recurrent(nn.Module):
+    """Two layers of LSTM."""
+
+    shape = (2, 4, 6)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.last = nn.LSTM(6, 8, 2, batch_first=True), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.lstm(x)[0][:, -1])
+
+
+class Transformer(nn.Module):
+    """Two encoder layers, and an einsum."""
+
+    shape = (2, 4, 16)
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.last = nn.Linear(16, 5, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bld,ed->ble", self.encoder(x), self.last.weight).mean(1)
+
+
+MODELS = [ConvNet, Recurrent, Transformer]
+
+
+@pytest.fixture(autouse=True)
+def settings() -> Iterator[None]:
+    """Dynamo takes LSTMs where it is told to; torch's compiled oneDNN layer for them breaks without us too."""
+    dynamo.reset()
+    with dynamo.config.patch(allow_rnn=True), torch.backends.mkldnn.flags(enabled=False):  # type: ignore[attr-defined]
+        yield
+    dynamo.reset()
+
+
+class Graphs:
+    """A backend of torch.compile that keeps the graphs and runs them as they are."""
+
+    def __init__(self) -> None:
+        self.graphs: list[fx.GraphModule] = []
+
+    def __call__(self, graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        self.graphs.append(graph)
+        return graph.forward
+
+    def dtypes(self, of: Callable[[fx.Node], bool]) -> set[torch.dtype]:
+        """The dtypes of the tensors that some nodes make."""
+        nodes = [node for graph in self.graphs for node in graph.graph.nodes if node.op.startswith("call_")]
+        values = [node.meta["example_value"] for node in nodes if of(node)]
+        return {value.dtype for value in values if isinstance(value, Tensor)}
+
+
+def trained(handle: autoamp.Handle, model: nn.Module, function: Any, x: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+    """One step's output and gradients."""
+    model.zero_grad()
+    output = function(x)
+    with handle.scale_loss(output.float().square().mean(), []) as scaled_loss:
+        scaled_loss.backward()
+    return output.detach(), [parameter.grad for parameter in model.parameters()]
+
+
+def assert_same(one: tuple[Tensor, list[Tensor | None]], other: tuple[Tensor, list[Tensor | None]]) -> None:
+    for ours, theirs in zip([one[0], *one[1]], [other[0], *other[1]], strict=True):
+        assert ours is not None
+        assert theirs is not None
+        assert ours.dtype is theirs.dtype
+        assert torch.equal(ours, theirs)
+
+
+# -- torch.compile --
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("cls", MODELS)
+def test_compiled_training_is_eager_training(cls: Any, backend: str, half: torch.dtype) -> None:
+    model, x = cls(), torch.randn(cls.shape)
+    handle = autoamp.init(device_type="cpu", dtype=half)
+    expected = trained(handle, model, model, x)
+    # In eager mode a second training pass finds other running statistics.
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    assert_same(trained(handle, model, compiled, x), expected)
+
+
+@pytest.mark.parametrize("cls", MODELS)
+def test_the_graph_holds_the_casts(cls: Any, half: torch.dtype) -> None:
+    model, x, graphs = cls(), torch.randn(cls.shape), Graphs()
+    autoamp.init(device_type="cpu", dtype=half)
+    dynamo.utils.counters.clear()
+    torch.compile(model, backend=graphs, fullgraph=True)(x)
+    assert len(graphs.graphs) == 1
+    assert not dynamo.utils.counters["graph_break"]
+    heavy = ("linear", "conv2d", "lstm", "einsum", "scaled_dot_product_attention")
+    assert graphs.dtypes(lambda node: any(name in str(node.target) for name in heavy)) == {half}
+    assert graphs.dtypes(lambda node: "softmax" in str(node.target)) <= {torch.float32}
+
+
+def test_a_new_loss_scale_compiles_nothing_anew() -> None:
+    model, x = ConvNet(), torch.randn(ConvNet.shape)
+    handle = autoamp.init(
+        device_type="cpu", dtype=torch.float16, loss_scale=autoamp.DynamicLossScaler(growth_interval=1)
+    )
+    optimizer, graphs, scales = torch.optim.SGD(model.parameters(), lr=0.01), Graphs(), set()
+    compiled = torch.compile(model, backend=graphs, fullgraph=True)
+
+    @torch.compile(backend=graphs)
+    def step() -> None:
+        with handle.scale_loss(compiled(x).float().square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+    for _ in range(3):
+        step()
+    after_warmup = len(graphs.graphs)
+    for _ in range(4):
+        step()
+        scales.add(handle.loss_scale)
+    assert len(scales) > 2
+    assert len(graphs.graphs) == after_warmup
+
+
+@pytest.mark.parametrize("compiled_first", [False, True])
+def test_compiled_before_or_after_init_and_used_after_deactivate(compiled_first: bool, half: torch.dtype) -> None:
+    model, x = Transformer(), torch.randn(Transformer.shape)
+    compiled: Any = None
+    if compiled_first:
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        assert compiled(x).dtype is torch.float32
+    handle = autoamp.init(device_type="cpu", dtype=half)
+    if compiled is None:
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert compiled(x).dtype is half
+    handle.deactivate()
+    assert torch.equal(compiled(x), model(x))
+    assert compiled(x).dtype is torch.float32
+
+
+def test_inductor(half: torch.dtype) -> None:
+    model, x = nn.Sequential(nn.Linear(6, 8), nn.Softmax(-1), nn.Linear(8, 3)), torch.randn(4, 6)
+    handle = autoamp.init(device_type="cpu", dtype=half)
+    expected = trained(handle, model, model, x)
+    got = trained(handle, model, torch.compile(model, fullgraph=True), x)
+    # Inductor fuses, and rounds in fewer places.
+    for ours, theirs in zip([got[0], *got[1]], [expected[0], *expected[1]], strict=True):
+        assert ours is not None
+        assert theirs is not None
+        assert ours.dtype is theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05 * float(theirs.abs().max()))
+
+
+# -- torch.jit --
+
+
+@pytest.mark.parametrize("cls", MODELS)
+def test_what_is_scripted_after_init_runs_as_scripted_before(cls: Any) -> None:
+    model, x = cls().eval(), torch.randn(cls.shape)
+    expected = torch.jit.script(model)(x)
+    autoamp.init(device_type="cpu")
+    scripted = torch.jit.script(model)
+    assert torch.equal(scripted(x), expected)
+
+
+@torch.jit.script_if_tracing
+def scripted_if_traced(x: Tensor) -> Tensor:
+    return torch.sigmoid(x) if x.sum() > 0 else x
+
+
+def test_functions_are_scripted() -> None:
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            mixed = torch.einsum("ij,kj->ik", x, weight)
+        return F.softmax(torch.sigmoid(F.linear(mixed, weight)), dim=-1)
+
+    x, weight = torch.randn(3, 3), torch.randn(3, 3)
+    expected = function(x, weight)
+    handle = autoamp.init(device_type="cpu")
+    scripted = torch.jit.script(function)
+    torch.testing.assert_close(scripted(x, weight), expected)
+    assert torch.jit.trace(lambda a: scripted_if_traced(a), x.abs())(x.abs()).dtype is torch.float32
+    handle.deactivate()
+    torch.testing.assert_close(scripted(x, weight), expected)
+
+
+@pytest.mark.parametrize("cls", [ConvNet, Recurrent])
+def test_a_trace_holds_the_casts_and_is_loaded_without_us(cls: Any, half: torch.dtype) -> None:
+    model, x = cls().eval(), torch.randn(cls.shape)
+    handle = autoamp.init(device_type="cpu", dtype=half)
+    expected, buffer = model(x), io.BytesIO()
+    torch.jit.save(torch.jit.trace(model, x), buffer)
+    handle.deactivate()
+    buffer.seek(0)
+    loaded = torch.jit.load(buffer)(x)
+    assert loaded.dtype is expected.dtype
+    assert torch.equal(loaded, expected)
+
+
+# -- torch.fx and torch.export --
+
+
+@pytest.mark.parametrize("cls", MODELS)
+def test_a_symbolic_trace_casts_while_we_are_active(cls: Any) -> None:
+    model, x, half = cls().eval(), torch.randn(cls.shape), torch.bfloat16
+    plain = model(x)
+    handle = autoamp.init(device_type="cpu", dtype=half)
+    traced = fx.symbolic_trace(model)
+    assert torch.equal(traced(x), model(x))
+    assert not torch.equal(traced(x).float(), plain)
+    handle.deactivate()
+    # Its nodes are calls of functions by name, as in the source that was traced.
+    assert torch.equal(traced(x), plain)
+    assert torch.equal(fx.symbolic_trace(model)(x), plain)
+
+
+@pytest.mark.parametrize("cls", [ConvNet, Transformer])
+def test_make_fx_holds_the_casts(cls: Any, half: torch.dtype) -> None:
+    model, x = cls().eval(), torch.randn(cls.shape)
+    handle = autoamp.init(device_type="cpu", dtype=half)
+    expected, graph = model(x), make_fx(model)(x)
+    handle.deactivate()
+    assert torch.equal(graph(x), expected)
+
+
+LOADS = """
+    import sys, torch
+    x, expected = torch.load(sys.argv[1] + ".pt")
+    got = torch.export.load(sys.argv[1] + ".pt2").module()(x)
+    assert got.dtype is expected.dtype and torch.equal(got, expected)
+    assert not any(name.partition(".")[0] == "autoamp" for name in sys.modules)
+    print("loaded")
+"""
+
+
+def test_exported_programs_hold_the_casts_and_run_without_us(tmp_path: Path) -> None:
+    handle = autoamp.init(device_type="cpu", dtype=torch.bfloat16)
+    for cls in MODELS:
+        model, x = cls().eval(), torch.randn(cls.shape)
+        for strict in (False, True):
+            program = torch.export.export(model, (x,), strict=strict)
+            expected = model(x).detach()
+            with handle.disable_casts():
+                assert torch.equal(program.module()(x), expected)
+        torch.export.save(program, tmp_path / f"{cls.__name__}.pt2")
+        torch.save((x, expected), tmp_path / f"{cls.__name__}.pt")
+    script = tmp_path / "loads.py"
+    script.write_text(textwrap.dedent(LOADS), encoding="utf-8")
+    # A folder that is not ours, and no path to us.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script), str(tmp_path / ConvNet.__name__)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300)
+    assert done.stdout == "loaded\n", done.stderr
+
+
+def test_onnx_holds_the_casts() -> None:
+    onnx = pytest.importorskip("onnx", reason="torch.onnx writes by it")
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5), nn.Softmax(-1)).eval()
+    autoamp.init(device_type="cpu", dtype=torch.float16)
+    buffer = io.BytesIO()
+    torch.onnx.export(model, (torch.randn(2, 3, 8, 8),), buffer, dynamo=False)
+    graph = onnx.load_from_string(buffer.getvalue()).graph
+    assert [node.op_type for node in graph.node].count("Cast") >= 2
+    assert graph.output[0].type.tensor_type.elem_type == onnx.TensorProto.FLOAT
