@@ -19,6 +19,7 @@ from autoamp.errors import BannedFunctionError
 from autoamp.patching import dress
 from autoamp.rules import CastPolicy
 from autoamp.tensors import HALF_DTYPES, PLAIN_TYPES, iter_tensors, map_tensors
+from autoamp.written import build_sparing, written_by
 
 __all__ = ["build"]
 
@@ -63,15 +64,17 @@ def build(
 
 
 def _by_policy(original: Any, policy: CastPolicy, casts: Casts, functional: Any) -> types.FunctionType:
-    if policy is CastPolicy.PROMOTE:
-        return _inplace(original, functional, casts.promote, casts) if functional else _promoting(original, casts)
     cast = casts.to_half if policy is CastPolicy.FP16 else casts.to_fp32
+    cast_all = casts.promote if policy is CastPolicy.PROMOTE else _each(cast)
     if functional is not None:
-        return _inplace(original, functional, _each(cast), casts)
+        return _inplace(original, functional, cast_all, casts)
+    written = written_by(original)
     if policy is CastPolicy.FP32 and not isinstance(original, _BUILTINS):
         # fp32 is a promise on the whole of a composite function, whatever its body calls.
         original = _with_casts_off(original, casts)
-    return _casting(original, cast, casts)
+    if written is not None:
+        return build_sparing(original, cast_all, casts, written, to_half=policy is CastPolicy.FP16)
+    return _promoting(original, casts) if policy is CastPolicy.PROMOTE else _casting(original, cast, casts)
 
 
 def _with_casts_off(original: Any, casts: Casts) -> types.FunctionType:
@@ -117,6 +120,9 @@ def _casting(original: Any, cast: Callable[[Any], Any], casts: Casts) -> types.F
                 return original(*new)
             if kwargs.get("out") is not None:
                 return _into_out(original, _each(cast), casts, args, kwargs)
+            if kwargs.get("dtype") in HALF_DTYPES:
+                # The caller chose; autocast heeds it too, and norms refuse to narrow what was cast to fp32.
+                return original(*args, **kwargs)
             new_kwargs = {key: cast(value) for key, value in kwargs.items()}
         except SparseArgument:
             return original(*args, **kwargs)
@@ -168,7 +174,9 @@ def _inplace(original: Any, functional: Any, cast_all: Callable[[Any], Any], cas
             return original(*args, **kwargs)
         if new[0] is args[0]:
             return original(*new, **new_kwargs)
-        return copy_(args[0], functional(*new, **new_kwargs))
+        value = functional(*new, **new_kwargs)
+        # Where they do not fit, torch's own form grows self or says in its own words why it cannot.
+        return copy_(args[0], value) if value.shape == args[0].shape else original(*args, **kwargs)
 
     return replacement  # type: ignore[return-value]
 

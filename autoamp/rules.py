@@ -6,16 +6,24 @@ This room knows names only: it resolves none, and imports nothing that a list na
 from __future__ import annotations
 
 import difflib
-import enum
 import importlib.resources
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from autoamp.errors import ListFileError
+from autoamp.table import (
+    CastPolicy,
+    CastRule,
+    CastTable,
+    ModulePrecision,
+    ModuleRule,
+    Origin,
+    is_version_limit,
+)
 from autoamp.toml_lines import TomlError, TomlLines, parse_toml
 
 __all__ = [
@@ -28,6 +36,7 @@ __all__ = [
     "check_bare_names",
     "load_table",
     "shipped_sets",
+    "shipped_table",
 ]
 
 SCHEMA = 1
@@ -35,95 +44,8 @@ ENVIRONMENT_VARIABLE = "AUTOAMP_LISTS"
 PROJECT_FILE = "autoamp.toml"
 
 
-class CastPolicy(enum.Enum):
-    """What happens to the arguments of one op: `FP16` means the half dtype in use, bf16 included."""
-
-    FP16 = "fp16"
-    FP32 = "fp32"
-    PROMOTE = "promote"
-    BANNED = "banned"
-    NONE = "none"
-
-
-class ModulePrecision(enum.Enum):
-    """The precision a submodule runs in; `NONE` takes an inherited entry away."""
-
-    FP16 = "fp16"
-    FP32 = "fp32"
-    NONE = "none"
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Where a rule was written: `str(origin)` is `lists/default.toml:12`, or `lists=` for a list that has no lines."""
-
-    path: str
-    line: int | None
-    shipped: bool
-
-    def __str__(self) -> str:
-        return self.path if self.line is None else f"{self.path}:{self.line}"
-
-
-@dataclass(frozen=True, slots=True)
-class CastRule:
-    """A target and its policy. `remedy` is the text of a `[banned]` entry, empty otherwise."""
-
-    target: str
-    policy: CastPolicy
-    origin: Origin
-    remedy: str = ""
-
-    @property
-    def bare(self) -> bool:
-        """True for a bare op name (every public spelling), False for a dotted target (that one alone)."""
-        return "." not in self.target
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleRule:
-    """A path pattern of a model, or a dotted class name, and the precision it runs in."""
-
-    pattern: str
-    precision: ModulePrecision
-    origin: Origin
-
-
-_T = TypeVar("_T")
-
-
-def _later_wins(earlier: tuple[_T, ...], later: tuple[_T, ...], name: Callable[[_T], str]) -> tuple[_T, ...]:
-    renewed = {name(item) for item in later}
-    return (*(item for item in earlier if name(item) not in renewed), *later)
-
-
-@dataclass(frozen=True)
-class CastTable:
-    """All rules, weakest first: of two rules that cover one function the later wins.
-
-    A `CastPolicy.NONE` rule stays, since it shadows the weaker rules that cover the same function. A target occurs
-    once in `rules`, a pattern once in `modules`; `sources` is what they were read from, in the order it was applied.
-    """
-
-    rules: tuple[CastRule, ...] = ()
-    modules: tuple[ModuleRule, ...] = ()
-    sources: tuple[str, ...] = ()
-
-    def overlaid(self, other: CastTable) -> CastTable:
-        """Return this table with `other` over it: a target of both keeps the rule, and the place, it has in `other`."""
-        return CastTable(
-            _later_wins(self.rules, other.rules, lambda rule: rule.target),
-            _later_wins(self.modules, other.modules, lambda rule: rule.pattern),
-            _later_wins(self.sources, other.sources, str),
-        )
-
-    def policy_of(self, target: str) -> CastRule | None:
-        """Return the rule written for exactly this target, or None. A bare name is not matched to a dotted one."""
-        return next((rule for rule in reversed(self.rules) if rule.target == target), None)
-
-
 _ARRAYS = tuple(policy for policy in CastPolicy if policy is not CastPolicy.BANNED)
-_KEYS = ("schema", "extends", *(policy.value for policy in CastPolicy), "modules")
+_KEYS = ("schema", "extends", *(policy.value for policy in CastPolicy), "modules", "versions")
 
 
 def _nearest(word: object, valid: Collection[str]) -> str:
@@ -165,10 +87,14 @@ class _ListSet:
         self._check_schema(data, schema_needed)
         self._seen: dict[str, CastRule] = {}
         for policy in _ARRAYS:
-            for item, target in enumerate(self._strings(data, policy.value)):
-                self._add_rule(target, policy, source.at(policy.value, item=item))
+            if policy is not CastPolicy.NONE or not isinstance(data.get("none"), Mapping):
+                for item, target in enumerate(self._strings(data, policy.value)):
+                    self._add_rule(CastRule(target, policy, source.at(policy.value, item=item)))
+        for rule in self._reasoned(data.get("none")):
+            self._add_rule(rule)
         for target, remedy in self._entries(data, "banned"):
-            self._add_rule(target, CastPolicy.BANNED, source.at("banned", target), remedy)
+            self._add_rule(CastRule(target, CastPolicy.BANNED, source.at("banned", target), remedy))
+        self._limit_versions(data)
         rules = sorted(self._seen.values(), key=lambda rule: not rule.bare)
         self.own = CastTable(tuple(rules), tuple(self._module_rules(data)), (source.name,))
         self.extends = self._strings(data, "extends", lone=True) if "extends" in data else None
@@ -180,12 +106,15 @@ class _ListSet:
             found = f"schema={schema!r} ({type(schema).__name__}) is unknown" if "schema" in data else "no schema"
             _fail(self.source.at("schema"), f"{found}; this version reads 'schema = {SCHEMA}'")
 
-    def _strings(self, data: Mapping[str, object], key: str, *, lone: bool = False) -> tuple[str, ...]:
+    def _strings(
+        self, data: Mapping[str, object], key: str, *, lone: bool = False, above: tuple[str, ...] = ()
+    ) -> tuple[str, ...]:
         value = data.get(key, [])
         items: Collection[Any] = value if isinstance(value, list | tuple) else [value]
         wrong = [item for item in items if not isinstance(item, str)] + [value] * (items is not value and not lone)
         if wrong:
-            self._fail_type(key, f"{'a string or ' * lone}an array of strings", wrong[0], self.source.at(key))
+            remark = f"{'a string or ' * lone}an array of strings"
+            self._fail_type(" ".join((*above, key)), remark, wrong[0], self.source.at(*above, key))
         return tuple(items)
 
     def _entries(self, data: Mapping[str, object], key: str) -> Iterator[tuple[str, str]]:
@@ -199,17 +128,38 @@ class _ListSet:
                 self._fail_type(f"{key} {name!r}", remark, wrong, self.source.at(key, str(name)))
             yield name, value
 
+    def _reasoned(self, none: object) -> Iterator[CastRule]:
+        """The rules of a `[none]` table: an array of names for each class of reason."""
+        if isinstance(none, Mapping):
+            for reason in none:
+                if not isinstance(reason, str) or not isinstance(none[reason], list | tuple):
+                    remark = "an array of names, under the reason why they are left alone"
+                    self._fail_type(f"none {reason!r}", remark, none[reason], self.source.at("none", str(reason)))
+                for item, target in enumerate(self._strings(none, reason, above=("none",))):
+                    origin = self.source.at("none", reason, item=item)
+                    yield CastRule(target, CastPolicy.NONE, origin, reason=reason)
+
+    def _limit_versions(self, data: Mapping[str, object]) -> None:
+        for target, versions in self._entries(data, "versions"):
+            origin = self.source.at("versions", target)
+            if target not in self._seen:
+                _fail(origin, f"{target!r} under versions has no rule here; {_nearest(target, self._seen)}")
+            if not is_version_limit(versions):
+                _fail(origin, f"{target!r} under versions has {versions!r}; write '>=2.13', '<2.14' or '>=2.12,<2.14'")
+            self._seen[target] = replace(self._seen[target], versions=versions)
+
     def _fail_type(self, key: str, wanted: str, value: object, origin: Origin) -> NoReturn:
         _fail(origin, f"{key} must be {wanted}; got {value!r} ({type(value).__name__})")
 
-    def _add_rule(self, target: str, policy: CastPolicy, origin: Origin, remedy: str = "") -> None:
+    def _add_rule(self, rule: CastRule) -> None:
+        target, policy, origin = rule.target, rule.policy, rule.origin
         if not all(part.isidentifier() for part in target.split(".")):
             remark = "write a bare op name such as 'softmax', or a dotted name such as 'mypkg.losses.focal_loss'"
             _fail(origin, f"{target!r} under {policy.value} is no target; {remark}")
         if (first := self._seen.get(target)) is not None:
             both = f"{first.policy.value} ({first.origin}) and again under {policy.value} ({origin})"
             _fail(origin, f"{target!r} is under {both}; an op has one policy: remove one of the two")
-        self._seen[target] = CastRule(target, policy, origin, remedy)
+        self._seen[target] = rule
 
     def _module_rules(self, data: Mapping[str, object]) -> Iterator[ModuleRule]:
         valid = [precision.value for precision in ModulePrecision]
@@ -377,8 +327,23 @@ def load_table(
     layers.add(() if lists is None else lists, Origin("lists=", None, False), here)
     if not layers.base_chosen:
         layers.add_base(base, Origin("base=", None, False), here, ())
+    return _merged((*layers.bases.values(), *layers.own))
+
+
+def shipped_table(name: str) -> CastTable:
+    """Return one shipped set with what it extends, and nothing of any project.
+
+    Raises:
+        ListFileError: There is no such set.
+    """
+    layers = _Layers()
+    layers.add_base(name, Origin("shipped_table", None, False), Path.cwd(), ())
+    return _merged(layers.bases.values())
+
+
+def _merged(layers: Iterable[CastTable]) -> CastTable:
     table = CastTable()
-    for layer in (*layers.bases.values(), *layers.own):
+    for layer in layers:
         table = table.overlaid(layer)
     return table
 

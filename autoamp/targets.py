@@ -9,7 +9,7 @@ import logging
 import sys
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ import torch
 from autoamp.errors import ListFileError, PatchError
 from autoamp.patching import original_of, resolve
 from autoamp.rules import CastPolicy, CastRule, CastTable, check_bare_names
+from autoamp.table import admits
 
 __all__ = ["Expansion", "Target", "expand", "known_ops", "locate", "owns_its_names", "target_at"]
 
@@ -101,11 +102,19 @@ def expand(table: CastTable) -> Expansion:
         ListFileError: A rule names an op that torch does not have, or an attribute that an imported module does not
             have, unless the rule stands in a shipped list set.
     """
-    skipped = list(check_bare_names(table, known_ops()))
+    rules = tuple(rule for rule in table.rules if admits(rule.versions, torch.__version__))
+    table = replace(table, rules=rules)
+    lacking = check_bare_names(table, known_ops())
+    # An op that is left alone is as well off where torch lacks it.
+    skipped = [rule for rule in lacking if rule.policy is not CastPolicy.NONE]
+    lacking_targets = {rule.target for rule in lacking}
     places: dict[tuple[int, str], Target] = {}
+    patched: set[str] = set()
     deferred: list[CastRule] = []
     for rule in table.rules:
-        if rule in skipped:
+        if rule.target in lacking_targets:
+            continue
+        if rule.policy is CastPolicy.NONE and rule.bare and patched.isdisjoint(_names(rule.target)):
             continue
         if rule.bare:
             found: tuple[Target, ...] | None = tuple(_spellings(rule))
@@ -125,6 +134,7 @@ def expand(table: CastTable) -> Expansion:
             places.pop(place, None)
             if rule.policy is not CastPolicy.NONE:
                 places[place] = target
+                patched.add(target.attribute)
     return Expansion(tuple(places.values()), tuple(deferred), tuple(skipped))
 
 
@@ -174,7 +184,7 @@ def _method_of(cls: type, rule: CastRule) -> tuple[type, str, Any]:
 
 def _spellings(rule: CastRule) -> Iterator[Target]:
     """Every public spelling of a bare name, and the in-place forms derived from it."""
-    names = [rule.target, _inplace_name(rule.target)]
+    names = _names(rule.target)
     for namespace in (*_namespaces(), torch._VF):
         for name in names:
             original = _callable_at(namespace, name)
@@ -207,6 +217,10 @@ def _callable_at(namespace: Any, name: str) -> Any:
         value = vars(namespace).get(name)
     value = original_of(value)
     return value if callable(value) and not isinstance(value, type) else None
+
+
+def _names(bare: str) -> tuple[str, str]:
+    return bare, _inplace_name(bare)
 
 
 def _inplace_name(name: str) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 __all__ = [
     "CASTABLE_LAYOUTS",
     "HALF_DTYPES",
+    "MAX_DEPTH",
     "PLAIN_TYPES",
     "default_device_type",
     "default_half_dtype",
@@ -27,6 +28,9 @@ CASTABLE_LAYOUTS = frozenset({torch.strided, torch.jagged})
 
 PLAIN_TYPES = frozenset({int, float, bool, str, complex, type(None), torch.Size, torch.dtype, torch.device})
 """Types that hold no tensor: most of a call's arguments, told apart by one look-up."""
+
+MAX_DEPTH = 64
+"""How deep containers are looked into."""
 
 
 def default_device_type() -> str:
@@ -46,27 +50,32 @@ def map_tensors(value: Any, convert: Callable[[Tensor], Any], other: Callable[[A
     """Apply ``convert`` to every tensor in nested tuples, named tuples, lists and dicts, and ``other`` to other leaves.
 
     Containers are never written to. One in which nothing changed is returned as it is; another is built anew, of the
-    same type where that type can be built from its items, so that no caller sees its own argument change.
+    same type where that type can be built from its items, so that no caller sees its own argument change. What lies
+    deeper than `MAX_DEPTH` stays as it is: no op takes it, and a container that holds itself has no end.
     """
-    return _mapped(value, convert, other)[0]
+    return _mapped(value, convert, other, MAX_DEPTH)[0]
 
 
-def _mapped(value: Any, convert: Callable[[Tensor], Any], other: Callable[[Any], Any] | None) -> tuple[Any, bool]:
+def _mapped(
+    value: Any, convert: Callable[[Tensor], Any], other: Callable[[Any], Any] | None, depth: int
+) -> tuple[Any, bool]:
     """Return the mapped value and whether it changed. Dynamo compares tensors by identity, and no containers."""
     if isinstance(value, Tensor):
         new = convert(value)
         return new, new is not value
+    if depth == 0:
+        return value, False
     if isinstance(value, (list, tuple)):
         items, any_changed = [], False
         for item in value:
-            new, changed = (item, False) if type(item) in PLAIN_TYPES else _mapped(item, convert, other)
+            new, changed = (item, False) if type(item) in PLAIN_TYPES else _mapped(item, convert, other, depth - 1)
             items.append(new)
             any_changed |= changed
         return (_rebuilt_sequence(value, items), True) if any_changed else (value, False)
     if isinstance(value, dict):
         mapped, any_changed = {}, False
         for key, item in value.items():
-            mapped[key], changed = _mapped(item, convert, other)
+            mapped[key], changed = _mapped(item, convert, other, depth - 1)
             any_changed |= changed
         if not any_changed:
             return value, False
@@ -77,16 +86,16 @@ def _mapped(value: Any, convert: Callable[[Tensor], Any], other: Callable[[Any],
     return new, new is not value
 
 
-def iter_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield every tensor in nested tuples, lists and dicts, depth first."""
+def iter_tensors(value: Any, depth: int = MAX_DEPTH) -> Iterator[Tensor]:
+    """Yield every tensor in nested tuples, lists and dicts, depth first, and none from below ``depth``."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (list, tuple)):
+    elif depth > 0 and isinstance(value, (list, tuple)):
         for item in value:
-            yield from iter_tensors(item)
-    elif isinstance(value, dict):
+            yield from iter_tensors(item, depth - 1)
+    elif depth > 0 and isinstance(value, dict):
         for item in value.values():
-            yield from iter_tensors(item)
+            yield from iter_tensors(item, depth - 1)
 
 
 def _rebuilt_sequence(value: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:

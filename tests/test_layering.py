@@ -14,10 +14,11 @@ MAX_LINES = 400
 
 # A room imports only from floors strictly below its own. The fractions order the rooms within a floor of the design.
 FLOORS: dict[float, tuple[str, ...]] = {
-    0: ("errors", "tensors", "toml_lines"),
+    0: ("errors", "table", "tensors", "toml_lines"),
     1: ("attaching", "checks", "gradients", "patching", "rules", "scaling"),
     2.0: ("casting", "masters", "targets", "verdicts"),
-    2.1: ("autocast_regions", "counting", "model_casting", "modules", "policies", "rnn", "stepping"),
+    2.05: ("written",),
+    2.1: ("autocast_regions", "counting", "drift", "model_casting", "modules", "policies", "rnn", "stepping"),
     2.2: ("backward_passes", "functions", "guarding", "installing"),
     2.3: ("auto_scaling",),
     3.0: ("handle", "no_op"),

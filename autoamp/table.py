@@ -1,0 +1,137 @@
+"""What cast lists come to: policies, rules with their origin, and the table that holds them. Reads no files."""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+__all__ = [
+    "CastPolicy",
+    "CastRule",
+    "CastTable",
+    "ModulePrecision",
+    "ModuleRule",
+    "Origin",
+    "admits",
+    "is_version_limit",
+]
+
+_LIMITS = re.compile(r"(?:>=|<)\d+\.\d+(?:,\s*(?:>=|<)\d+\.\d+)*")
+
+
+class CastPolicy(enum.Enum):
+    """What happens to the arguments of one op: `FP16` means the half dtype in use, bf16 included."""
+
+    FP16 = "fp16"
+    FP32 = "fp32"
+    PROMOTE = "promote"
+    BANNED = "banned"
+    NONE = "none"
+
+
+class ModulePrecision(enum.Enum):
+    """The precision a submodule runs in; `NONE` takes an inherited entry away."""
+
+    FP16 = "fp16"
+    FP32 = "fp32"
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a rule was written: `str(origin)` is `lists/default.toml:12`, or `lists=` for a list that has no lines."""
+
+    path: str
+    line: int | None
+    shipped: bool
+
+    def __str__(self) -> str:
+        return self.path if self.line is None else f"{self.path}:{self.line}"
+
+
+@dataclass(frozen=True, slots=True)
+class CastRule:
+    """A target and its policy.
+
+    Attributes:
+        target: A bare op name, or the dotted name of one function or method.
+        policy: What happens to its arguments.
+        origin: Where the rule was written.
+        remedy: The text of a `[banned]` entry, empty otherwise.
+        reason: The class of reason of an entry of a `[none]` table, empty otherwise.
+        versions: The torch releases that have the target, such as `>=2.13`; empty for all.
+    """
+
+    target: str
+    policy: CastPolicy
+    origin: Origin
+    remedy: str = ""
+    reason: str = ""
+    versions: str = ""
+
+    @property
+    def bare(self) -> bool:
+        """True for a bare op name (every public spelling), False for a dotted target (that one alone)."""
+        return "." not in self.target
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleRule:
+    """A path pattern of a model, or a dotted class name, and the precision it runs in."""
+
+    pattern: str
+    precision: ModulePrecision
+    origin: Origin
+
+
+_T = TypeVar("_T")
+
+
+def _later_wins(earlier: tuple[_T, ...], later: tuple[_T, ...], name: Callable[[_T], str]) -> tuple[_T, ...]:
+    renewed = {name(item) for item in later}
+    return (*(item for item in earlier if name(item) not in renewed), *later)
+
+
+@dataclass(frozen=True)
+class CastTable:
+    """All rules, weakest first: of two rules that cover one function the later wins.
+
+    A `CastPolicy.NONE` rule stays, since it shadows the weaker rules that cover the same function. A target occurs
+    once in `rules`, a pattern once in `modules`; `sources` is what they were read from, in the order it was applied.
+    """
+
+    rules: tuple[CastRule, ...] = ()
+    modules: tuple[ModuleRule, ...] = ()
+    sources: tuple[str, ...] = ()
+
+    def overlaid(self, other: CastTable) -> CastTable:
+        """Return this table with `other` over it: a target of both keeps the rule, and the place, it has in `other`."""
+        return CastTable(
+            _later_wins(self.rules, other.rules, lambda rule: rule.target),
+            _later_wins(self.modules, other.modules, lambda rule: rule.pattern),
+            _later_wins(self.sources, other.sources, str),
+        )
+
+    def policy_of(self, target: str) -> CastRule | None:
+        """Return the rule written for exactly this target, or None. A bare name is not matched to a dotted one."""
+        return next((rule for rule in reversed(self.rules) if rule.target == target), None)
+
+
+def is_version_limit(text: str) -> bool:
+    """Tell whether a text limits versions: `>=2.13`, `<2.14`, or several with commas between."""
+    return _LIMITS.fullmatch(text) is not None
+
+
+def admits(limits: str, version: str) -> bool:
+    """Tell whether a version such as `2.13.0+cpu` is within limits. An empty text limits nothing."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None:
+        raise ValueError(f"version={version!r} does not begin with two numbers, such as '2.13'")
+    major_minor = (int(found[1]), int(found[2]))
+    return all(
+        (major_minor >= (int(major), int(minor))) is (sign == ">=")
+        for sign, major, minor in re.findall(r"(>=|<)(\d+)\.(\d+)", limits)
+    )
