@@ -8,6 +8,7 @@ The lists decide which ops run in half precision, which in fp32 and which promot
     optimizer.step()
 """
 
+from autoamp.compat.fastai1 import watch as _watch_fastai1
 from autoamp.errors import (
     AutoampError,
     BannedFunctionError,
@@ -69,3 +70,5 @@ __all__ = [
     "scale_loss",
     "state_dict",
 ]
+
+_watch_fastai1()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autoamp import probing
+from autoamp.drift import check_lists
 from autoamp.errors import AutoampError, UsageError
 from autoamp.launching import Program, prepared
 from autoamp.rules import load_table
@@ -202,6 +203,13 @@ def _name_lines(names: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _lists(chosen: argparse.Namespace) -> int:
+    if chosen.check:
+        drift = check_lists()
+        sys.stdout.write("".join(f"{line}\n" for line in drift.lines()))
+        if not drift:
+            header = "its autocast header" if drift.header else "no autocast header, as it was installed without"
+            sys.stdout.write(f"the shipped lists agree with torch {drift.torch}: its public names, {header}\n")
+        return int(bool(drift))
     rows = sorted((rule.target, rule.policy.value, str(rule.origin)) for rule in load_table(chosen.set).rules)
     sys.stdout.write("".join(f"{line}\n" for line in _aligned(rows)))
     return 0
@@ -239,6 +247,8 @@ def _parser() -> argparse.ArgumentParser:
     doctor.set_defaults(act=_doctor)
     lists = commands.add_parser("lists", help="show each rule and where it comes from")
     lists.add_argument("--set", default=None, help="a list set or file; default: what this project uses")
+    lists.add_argument("--check", action="store_true",
+                       help="compare the shipped sets with the installed torch; exit 1 where they differ")  # fmt: skip
     lists.set_defaults(act=_lists)
     return parser
 

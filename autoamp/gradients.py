@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from autoamp.errors import UsageError
 
@@ -42,7 +43,7 @@ def unscale_(params: Iterable[torch.Tensor], inv_scale: float) -> list[torch.Ten
         UsageError: A gradient of a dtype that cannot be unscaled.
     """
     found: dict[torch.device, torch.Tensor] = {}
-    for (device, dtype), values in _grouped(_writable_grads(params)).items():
+    for (device, dtype), values in _values_by_kind(params).items():
         if device not in found:
             found[device] = torch.zeros(1, dtype=torch.float32, device=device)
         kernel_factor = inv_scale
@@ -67,7 +68,7 @@ def scale_(params: Iterable[torch.Tensor], factor: float) -> None:
     Raises:
         UsageError: A gradient of a dtype that cannot be scaled.
     """
-    for values in _grouped(_writable_grads(params)).values():
+    for values in _values_by_kind(params).values():
         torch._foreach_mul_(values, factor)
 
 
@@ -169,6 +170,28 @@ def _same_grad(param: weakref.ref[torch.Tensor], grad: weakref.ref[torch.Tensor]
     return now if owner is not None and now is not None and owner.grad is now else None
 
 
+def _values_by_kind(params: Iterable[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+    """Return the values of all gradients as `_writable_grads` does, by device and dtype."""
+    params = list(params)
+    grads = [grad for param in params if (grad := param.grad) is not None]
+    # The usual gradients, told by a few sweeps in C: dense, of a real dtype, each its own, writable in place.
+    try:
+        usual = (
+            bool(grads)
+            and all(map(torch.Tensor.is_contiguous, grads))
+            and not any(map(torch.Tensor.is_inference, grads))
+            and len(set(map(id, grads))) == len(grads)
+        )
+    except RuntimeError:
+        # Sparse tensors have no is_contiguous().
+        usual = False
+    if usual:
+        groups = _group_tensors_by_device_and_dtype([grads])  # type: ignore[list-item]
+        if all(dtype in _REAL for _, dtype in groups):
+            return {kind: values for kind, ((values,), _) in groups.items()}  # type: ignore[misc]
+    return _grouped(_writable_grads(params))
+
+
 def _writable_grads(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the values of all gradients as real dense tensors that can be written in place, each one once."""
     values: dict[int, torch.Tensor] = {}
@@ -176,7 +199,6 @@ def _writable_grads(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         grad = param.grad
         if grad is None:
             continue
-        # The usual gradient, decided by four cheap questions.
         if (
             grad.layout is torch.strided
             and grad.dtype in _REAL

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from launches import Ended, environment, launched, written
 
 from autoamp import cli, probing
@@ -96,6 +98,7 @@ RUNS = {
     "doctor json": ["doctor", "--quick", "--json", "--device-type", "cpu", "--import", "late"],
     "doctor fails": ["doctor", "--quick", "--import", "no_such_module"],
     "show": ["lists", "--set", "own.toml"],
+    "check": ["lists", "--check"],
 }
 
 
@@ -200,6 +203,18 @@ def test_wrong_options_are_told_in_one_line_before_the_program_runs(
     assert ended[name].err.startswith("autoamp: ")
     assert ended[name].err.count("\n") == 1
     assert said in ended[name].err
+
+
+def test_lists_are_checked_against_torch(ended: dict[str, Ended]) -> None:
+    assert ended["check"].code == 0
+    assert ended["check"].out.startswith(f"the shipped lists agree with torch {torch.__version__}: its public names, ")
+
+
+def test_differences_of_the_lists_are_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    found = dataclasses.replace(cli.check_lists(), added=("brand_new",))
+    monkeypatch.setattr(cli, "check_lists", lambda: found)
+    assert cli.main(["lists", "--check"]) == 1
+    assert capsys.readouterr().out.startswith("brand_new: new in torch ")
 
 
 def test_lists_reach_the_program(ended: dict[str, Ended]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from autoamp.errors import UsageError
-from autoamp.optimizers import FusedAdam, FusedLAMB, FusedSGD
+from autoamp.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
 
 STEPS = 5
 SHAPES = [(3, 4), (5,)]
@@ -109,7 +110,196 @@ def test_lamb_follows_the_paper(decay: float, nvlamb: bool, clip: float, averagi
     assert_close(ours, values, 1e-5)
 
 
-@pytest.mark.parametrize("kind", [FusedAdam, FusedLAMB, FusedSGD])
+@pytest.mark.parametrize(("size", "entering"), [(0.01, 0.01), (0.0, 0.0), (50.0, 1.0)])
+def test_lamb_clips_to_the_norm_of_all_groups_and_no_less(size: float, entering: float) -> None:
+    params = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizer = FusedLAMB([{"params": [param]} for param in params], max_grad_norm=1.0)
+    for param, share in zip(params, (0.6, 0.8), strict=True):
+        param.grad = torch.full((1,), share * size)
+    optimizer.step()
+    entered = [optimizer.state[param]["exp_avg"].item() / 0.1 for param in params]
+    assert entered == pytest.approx([0.6 * entering, 0.8 * entering])
+
+
+@pytest.mark.parametrize(("decay", "decoupled"), [(0.0, False), (0.1, False), (0.1, True)])
+def test_adagrad_follows_the_paper(decay: float, decoupled: bool) -> None:
+    torch.manual_seed(0)
+    values = [torch.randn(shape).double() for shape in SHAPES]
+    sums = [torch.zeros_like(v) for v in values]
+    for grads in gradients():
+        for i, grad in enumerate(grads):
+            whole = grad.double() + (0.0 if decoupled else decay * values[i])
+            sums[i] = sums[i] + whole**2
+            values[i] = values[i] - 0.1 * (whole / (sums[i].sqrt() + 1e-10) + (decay * values[i] if decoupled else 0.0))
+    assert_close(stepped(lambda p: FusedAdagrad(p, lr=0.1, weight_decay=decay, adagrad_w_mode=decoupled)), values)
+    if not decoupled:
+        theirs = stepped(lambda p: torch.optim.Adagrad(p, lr=0.1, weight_decay=decay), torch.float64)
+        assert_close(values, theirs, 1e-12)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"weight_decay": 0.1}, {"weight_decay": 0.1, "reg_inside_moment": True}, {"grad_averaging": False},
+        {"init_zero": True, "bias_correction": False}, {"norm_type": 0, "betas": (0.95, 0.6)}, {"betas": (0.95, 0.98)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_novograd_follows_the_paper(options: dict[str, Any]) -> None:
+    beta1, beta2 = options.get("betas", (0.9, 0.999))
+    decay, inside = options.get("weight_decay", 0.0), options.get("reg_inside_moment", False)
+    largest, corrected = options.get("norm_type", 2) == 0, options.get("bias_correction", True)
+    weight = 1 - beta1 if options.get("grad_averaging", True) else 1.0
+    torch.manual_seed(0)
+    values = [torch.randn(shape).double() for shape in SHAPES]
+    first = [torch.zeros_like(v) for v in values]
+    # The second moment of the paper: of the norms' squares.
+    second: list[Any] = [0.0 if options.get("init_zero") else None for _ in values]
+    for step, grads in enumerate(gradients(), start=1):
+        for i, grad in enumerate(grads):
+            norm = grad.double().abs().max() if largest else grad.double().square().sum()
+            second[i] = norm if second[i] is None else beta2 * second[i] + (1 - beta2) * norm
+            size = (second[i] if largest else second[i].sqrt()) / ((1 - beta2**step) ** 0.5 if corrected else 1.0)
+            size = size + 1e-8
+            entering = grad.double() / size + decay * values[i] if inside else grad.double()
+            first[i] = beta1 * first[i] + weight * entering
+            mean = first[i] / (1 - beta1**step if corrected else 1.0)
+            values[i] = values[i] - 0.01 * (mean if inside else mean / size + decay * values[i])
+    assert_close(stepped(lambda p: FusedNovoGrad(p, lr=0.01, **options)), values, 1e-5)
+
+
+def test_norms_of_an_apex_checkpoint_are_taken() -> None:
+    params = [torch.nn.Parameter(torch.randn(3)), torch.nn.Parameter(torch.randn(3).half())]
+    optimizer = FusedNovoGrad(params)
+    state = optimizer.state_dict()
+    state["state"] = {0: {"exp_avg": torch.ones(3)}, 1: {"exp_avg": torch.ones(3)}}
+    state["param_groups"][0].update(step=torch.tensor([4]), exp_avg_sq=[torch.tensor([2.0]), torch.tensor([3.0])])
+    optimizer.load_state_dict(state)
+    assert [optimizer.state[param]["exp_avg_sq"].item() for param in params] == [3.0, 2.0]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert type(optimizer.param_groups[0]["step"]) is int
+    assert optimizer.param_groups[0]["step"] == 5
+    assert optimizer.state[params[0]]["exp_avg_sq"].item() == pytest.approx((0.999 * 9.0 + 0.001 * 3.0) ** 0.5)
+    assert "exp_avg_sq" not in optimizer.state_dict()["param_groups"][0]
+
+
+@pytest.mark.parametrize("way", ["plain", "scaler steps", "step gets scaler", "unscaled before", "disabled"])
+def test_mixed_precision_lamb_takes_scaled_gradients(way: str, half: torch.dtype) -> None:
+    plain, ours = (torch.nn.Parameter(torch.full((4,), 2.0, dtype=half)) for _ in range(2))
+    reference = FusedLAMB([plain], lr=0.05)
+    optimizer = FusedMixedPrecisionLamb([ours], lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=way != "disabled")
+    if way == "unscaled before":
+        plain, ours = (torch.nn.Parameter(torch.full((4,), 2.0)) for _ in range(2))
+        reference, optimizer = FusedLAMB([plain], lr=0.05), FusedMixedPrecisionLamb([ours], lr=0.05)
+    factor = 1.0
+    if way not in ("plain", "disabled"):
+        factor = scaler.scale(torch.ones(1)).item()
+        assert factor == 64.0
+    for values in ([1.0, -2.0, 3.0, 0.5], [0.25, 2.0, -1.0, 4.0]):
+        plain.grad = torch.tensor(values).to(plain.dtype)
+        ours.grad = (torch.tensor(values) * factor).to(ours.dtype)
+        reference.step()
+        if way == "scaler steps":
+            with pytest.warns(FutureWarning, match="passing itself"):
+                scaler.step(optimizer)
+            scaler.update()
+            continue
+        if way == "unscaled before":
+            scaler.unscale_(optimizer)
+        optimizer.step(grad_scaler=None if way == "plain" else scaler)
+        if way == "unscaled before":
+            scaler.update()
+    assert torch.equal(ours, plain)
+    assert optimizer.param_groups[0]["step"] == 2
+
+
+def test_mixed_precision_lamb_skips_overflows_and_runs_closures() -> None:
+    param = torch.nn.Parameter(torch.ones(2).half())
+    optimizer = FusedMixedPrecisionLamb([param], step=7)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(torch.ones(1))
+
+    def closure() -> Tensor:
+        param.grad = torch.tensor([torch.inf, 1.0]).half()
+        return torch.tensor(5.0)
+
+    assert optimizer.step(closure, grad_scaler=scaler) == 5.0
+    assert torch.equal(param, torch.ones(2).half())
+    assert optimizer.param_groups[0]["step"] == 7
+    scaler.update()
+    assert scaler.get_scale() == 1.0
+    param.grad = torch.ones(2).half()
+    optimizer.step()
+    assert optimizer.param_groups[0]["step"] == 8
+
+
+def test_mixed_precision_lamb_keeps_masters_where_asked() -> None:
+    plain, kept = torch.nn.Parameter(torch.ones(1).half()), torch.nn.Parameter(torch.ones(1).half())
+    optimizers = [
+        FusedMixedPrecisionLamb([plain], lr=1e-4),
+        FusedMixedPrecisionLamb([kept], lr=1e-4, reduced_precision_dtype=torch.half),
+    ]
+    for _ in range(20):
+        for param in (plain, kept):
+            param.grad = torch.ones(1).half()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert plain.item() == 1.0
+    assert optimizers[1].state[kept]["master_param"].dtype is torch.float32
+    assert kept.item() == pytest.approx(1.0 - 20e-4, abs=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("make", "option"),
+    [
+        (lambda p: FusedAdam(p, adam_w_mode=False, weight_decay=0.5), "adam_w_mode"),
+        (lambda p: FusedLAMB(p, use_nvlamb=True, weight_decay=0.0), "use_nvlamb"),
+        (lambda p: FusedSGD(p, 0.1, 0.9, weight_decay=0.5, wd_after_momentum=True), "wd_after_momentum"),
+        (lambda p: FusedAdagrad(p, weight_decay=0.5, adagrad_w_mode=True), "adagrad_w_mode"),
+        (lambda p: FusedNovoGrad(p, weight_decay=0.5, reg_inside_moment=True), "reg_inside_moment"),
+        (lambda p: FusedMixedPrecisionLamb(p, reduced_precision_dtype=torch.float32), "reduced_precision_dtype"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "way", [copy.deepcopy, lambda given: pickle.loads(pickle.dumps(given))], ids=["copy", "pickle"]
+)
+def test_copies_keep_the_options(make: Any, option: str, way: Any) -> None:
+    param = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+    optimizer = make([param])
+    param.grad = torch.tensor([0.5, -1.0])
+    optimizer.step()
+    other = way(optimizer)
+    assert getattr(other, option) == getattr(optimizer, option)
+    assert other.set_grad_none is optimizer.set_grad_none
+    (copied,) = other.param_groups[0]["params"]
+    assert copied is not param
+    param.grad, copied.grad = torch.ones(2), torch.ones(2)
+    optimizer.step()
+    other.step()
+    assert torch.equal(copied, param)
+
+
+def test_checkpoints_of_torch_are_taken() -> None:
+    ours, theirs = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
+    optimizer, other = FusedAdam([ours], lr=0.1), torch.optim.AdamW([theirs], lr=0.1, weight_decay=0.0)
+    theirs.grad = torch.tensor([1.0, 2.0, -3.0])
+    for _ in range(3):
+        other.step()
+    state = other.state_dict()
+    del state["param_groups"][0]["betas"]
+    optimizer.load_state_dict(state | {"param_groups": [{**state["param_groups"][0], "bias_correction": True}]})
+    ours.data.copy_(theirs.data)
+    ours.grad = theirs.grad.clone()
+    optimizer.step()
+    other.step()
+    assert optimizer.param_groups[0]["step"] == 4
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", [FusedAdam, FusedLAMB, FusedSGD, FusedAdagrad, FusedNovoGrad])
 def test_half_parameters_have_fp32_state_that_a_checkpoint_keeps(kind: Any, half: torch.dtype) -> None:
     extra = {"momentum": 0.9} if kind is FusedSGD else {}
     param = torch.nn.Parameter(torch.randn(4).to(half))
@@ -117,6 +307,7 @@ def test_half_parameters_have_fp32_state_that_a_checkpoint_keeps(kind: Any, half
     param.grad = torch.randn(4).to(half)
     optimizer.step()
     states = {name: value.clone() for name, value in optimizer.state[param].items()}
+    assert states
     assert {value.dtype for value in states.values()} == {torch.float32}
     other = kind([torch.nn.Parameter(param.detach().clone())], lr=0.5, **extra)
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -177,6 +368,10 @@ def test_bad_input() -> None:
         FusedAdam(params, amsgrad=True)
     with pytest.raises(UsageError, match="amsgrad"):
         FusedLAMB(params, amsgrad=True)
+    with pytest.raises(UsageError, match="amsgrad"):
+        FusedNovoGrad(params, amsgrad=True)
+    with pytest.raises(UsageError, match="norm_type=1"):
+        FusedNovoGrad(params, norm_type=1)
     with pytest.raises(UsageError, match="nesterov"):
         FusedSGD(params, lr=0.1, nesterov=True)
     with pytest.raises(UsageError, match="lr=-1"):

@@ -7,13 +7,21 @@ waits for the device. Gradients stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from autoamp.compat.multi_tensor import TensorLists, checked, store, wide
 from autoamp.errors import UsageError
+from autoamp.optimizers.formulas import (
+    adagrad_,
+    adam_updates,
+    average_,
+    blended_norms,
+    corrections,
+    gradient_norms,
+    novograd_,
+    trust_,
+)
 
 __all__ = [
     "multi_tensor_adagrad",
@@ -106,8 +114,8 @@ def multi_tensor_adam(
         return
     if weight_decay and mode == 0:
         grads = list(torch._foreach_add(grads, params, alpha=weight_decay))
-    _average(grads, firsts, seconds, beta1, 1.0 - beta1, beta2)
-    updates = _adam_updates(firsts, seconds, *_corrections(beta1, beta2, step, bias_correction), epsilon)
+    average_(grads, firsts, seconds, beta1, 1.0 - beta1, beta2)
+    updates = _updates(firsts, seconds, corrections(beta1, beta2, step, bias_correction), epsilon)
     if weight_decay and mode == 1:
         torch._foreach_add_(updates, params, alpha=weight_decay)
     torch._foreach_add_(params, updates, alpha=-lr)
@@ -132,15 +140,7 @@ def multi_tensor_adagrad(
     grads, params, sums = (wide(tensors) for tensors in lists)
     if _nothing_to_do(noop_flag, grads):
         return
-    if weight_decay and mode == 0:
-        grads = list(torch._foreach_add(grads, params, alpha=weight_decay))
-    torch._foreach_addcmul_(sums, grads, grads, 1.0)
-    roots = torch._foreach_sqrt(sums)
-    torch._foreach_add_(roots, epsilon)
-    updates = list(torch._foreach_div(grads, roots))
-    if weight_decay and mode == 1:
-        torch._foreach_add_(updates, params, alpha=weight_decay)
-    torch._foreach_add_(params, updates, alpha=-lr)
+    adagrad_(params, grads, sums, lr=lr, eps=epsilon, decay=weight_decay, decoupled=mode == 1)
     store(lists[1], params)
     store(lists[2], sums)
 
@@ -179,20 +179,13 @@ def multi_tensor_novograd(
     grads, params, firsts = (wide(tensors) for tensors in lists)
     if _nothing_to_do(noop_flag, grads):
         return
-    _blend_norms(grad_norms, grads, beta2, norm_type)
-    first_bias, second_bias = _corrections(beta1, beta2, step, bias_correction)
-    unbiased = (grad_norms / second_bias**0.5 + epsilon).unbind()
-    scales = [norm.to(grad) for norm, grad in zip(unbiased, grads, strict=True)]
-    if mode == 0:
-        grads = list(torch._foreach_div(grads, scales))
-        torch._foreach_add_(grads, params, alpha=weight_decay)
-    torch._foreach_mul_(firsts, beta1)
-    torch._foreach_add_(firsts, grads, alpha=1.0 - beta1 if grad_averaging else 1.0)
-    updates = list(torch._foreach_div(firsts, first_bias))
-    if mode == 1:
-        torch._foreach_div_(updates, scales)
-        torch._foreach_add_(updates, params, alpha=weight_decay)
-    torch._foreach_add_(params, updates, alpha=-lr)
+    new = torch.stack([norm.to(grad_norms) for norm in gradient_norms(grads, norm_type)])
+    grad_norms.copy_(blended_norms(grad_norms, new, beta2, norm_type))
+    novograd_(
+        params, grads, firsts, list(grad_norms.unbind()), lr=lr, beta1=beta1,
+        weight=1.0 - beta1 if grad_averaging else 1.0, biases=corrections(beta1, beta2, step, bias_correction),
+        eps=epsilon, decay=weight_decay, inside=mode == 0,
+    )  # fmt: skip
     store(lists[1], params)
     store(lists[2], firsts)
 
@@ -233,12 +226,12 @@ def multi_tensor_lamb(
     grads = _clipped(grads, global_grad_norm, max_grad_norm)
     if weight_decay and mode == 0:
         torch._foreach_add_(grads, params, alpha=weight_decay)
-    _average(grads, firsts, seconds, beta1, 1.0 - beta1 if grad_averaging else 1.0, beta2)
-    updates = _adam_updates(firsts, seconds, *_corrections(beta1, beta2, step, bias_correction), epsilon)
+    average_(grads, firsts, seconds, beta1, 1.0 - beta1 if grad_averaging else 1.0, beta2)
+    updates = _updates(firsts, seconds, corrections(beta1, beta2, step, bias_correction), epsilon)
     if weight_decay and mode == 1:
         torch._foreach_add_(updates, params, alpha=weight_decay)
     if weight_decay or use_nvlamb:
-        _trust(updates, torch._foreach_norm(params, 2), torch._foreach_norm(updates, 2))
+        trust_(updates, torch._foreach_norm(params, 2), torch._foreach_norm(updates, 2))
     torch._foreach_add_(params, updates, alpha=-lr)
     for tensors, values in zip(lists[1:], (params, firsts, seconds), strict=True):
         store(tensors, values)
@@ -272,8 +265,8 @@ def multi_tensor_lamb_stage1(
     if _nothing_to_do(noop_flag, grads):
         return
     grads = _clipped(grads, global_grad_norm, max_global_grad_norm)
-    _average(grads, firsts, seconds, beta1, 1.0 - beta1, beta2)
-    updates = _adam_updates(firsts, seconds, *_corrections(beta1, beta2, step + 1, True), epsilon)
+    average_(grads, firsts, seconds, beta1, 1.0 - beta1, beta2)
+    updates = _updates(firsts, seconds, corrections(beta1, beta2, step + 1, True), epsilon)
     decays = [decay.to(param) for decay, param in zip(per_tensor_decay.unbind(), params, strict=True)]
     torch._foreach_add_(updates, torch._foreach_mul(params, decays))
     for tensors, values in zip(lists[2:], (firsts, seconds, updates), strict=True):
@@ -306,7 +299,7 @@ def multi_tensor_lamb_stage2(
         return
     updates = list(torch._foreach_mul(updates, lr))
     if weight_decay is None or weight_decay or use_nvlamb:
-        _trust(updates, per_tensor_param_norm.unbind(), per_tensor_update_norm.unbind())
+        trust_(updates, per_tensor_param_norm.unbind(), per_tensor_update_norm.unbind())
     torch._foreach_sub_(params, updates)
     store(lists[0], params)
 
@@ -320,28 +313,8 @@ def _check_mode(op: str, mode: int) -> None:
         raise UsageError(f"{op}: mode={mode!r} is unknown; choose 0 or 1")
 
 
-def _corrections(beta1: float, beta2: float, step: int, wanted: int) -> tuple[float, float]:
-    return (1.0 - beta1**step, 1.0 - beta2**step) if wanted else (1.0, 1.0)
-
-
-def _average(
-    grads: list[Tensor], firsts: list[Tensor], seconds: list[Tensor], beta1: float, weight: float, beta2: float
-) -> None:
-    torch._foreach_mul_(firsts, beta1)
-    torch._foreach_add_(firsts, grads, alpha=weight)
-    torch._foreach_mul_(seconds, beta2)
-    torch._foreach_addcmul_(seconds, grads, grads, 1.0 - beta2)
-
-
-def _adam_updates(
-    firsts: list[Tensor], seconds: list[Tensor], first_bias: float, second_bias: float, epsilon: float
-) -> list[Tensor]:
-    roots = torch._foreach_sqrt(seconds)
-    torch._foreach_div_(roots, second_bias**0.5)
-    torch._foreach_add_(roots, epsilon)
-    updates = list(torch._foreach_div(firsts, first_bias))
-    torch._foreach_div_(updates, roots)
-    return updates
+def _updates(firsts: list[Tensor], seconds: list[Tensor], biases: tuple[float, float], epsilon: float) -> list[Tensor]:
+    return adam_updates(firsts, seconds, biases, epsilon, eps_inside_sqrt=False)
 
 
 def _clipped(grads: list[Tensor], norm: Tensor | float, limit: float) -> list[Tensor]:
@@ -352,22 +325,3 @@ def _clipped(grads: list[Tensor], norm: Tensor | float, limit: float) -> list[Te
     # Not a clamp: a norm of nan leaves the gradients as they are.
     factor = torch.where(excess > 1.0, excess, 1.0)
     return list(torch._foreach_div(grads, [factor.to(grad) for grad in grads]))
-
-
-def _blend_norms(norms: Tensor, grads: list[Tensor], beta2: float, norm_type: int) -> None:
-    """Let each gradient's norm enter its average, in place."""
-    # An empty tensor has no largest value, but a 2-norm, which is 0.
-    kinds = [2.0 if norm_type == 2 or grad.numel() == 0 else float("inf") for grad in grads]
-    found = [torch._foreach_norm([grad], kind)[0] for grad, kind in zip(grads, kinds, strict=True)]
-    new = torch.stack([norm.to(norms) for norm in found])
-    blended = (beta2 * norms**2 + (1.0 - beta2) * new**2).sqrt() if norm_type == 2 else norms.lerp(new, 1.0 - beta2)
-    norms.copy_(blended)
-
-
-def _trust(updates: list[Tensor], param_norms: Sequence[Tensor], update_norms: Sequence[Tensor]) -> None:
-    """Multiply each update by ``|param| / |update|``, in place; by 1 where either is 0."""
-    ratios = []
-    for update, param_norm, update_norm in zip(updates, param_norms, update_norms, strict=True):
-        both = (param_norm != 0) & (update_norm != 0)
-        ratios.append(torch.where(both, param_norm / update_norm, 1.0).to(update))
-    torch._foreach_mul_(updates, ratios)

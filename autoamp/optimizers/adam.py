@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from autoamp.optimizers.groups import FusedOptimizer, require, write_back
+from autoamp.optimizers.formulas import adam_updates, average_, corrections
+from autoamp.optimizers.groups import FusedOptimizer, require, wide_copies, write_back
 
 __all__ = ["FusedAdam"]
 
@@ -30,6 +32,10 @@ class FusedAdam(FusedOptimizer):
     Raises:
         UsageError: ``amsgrad=True``.
     """
+
+    _options = (*FusedOptimizer._options, "adam_w_mode", "master_weights", "_eps_inside_sqrt")
+    # Whether eps is added under the root of the second average, for subclasses.
+    _eps_inside_sqrt = False
 
     def __init__(
         self,
@@ -59,28 +65,22 @@ class FusedAdam(FusedOptimizer):
             params, grads, firsts, seconds = self._tensors(group, "exp_avg", "exp_avg_sq")
             if not params:
                 continue
-            (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
+            (beta1, beta2), decay = group["betas"], group["weight_decay"]
             values = self._values(params)
-            if decay and self.adam_w_mode:
-                torch._foreach_mul_(values, 1.0 - lr * decay)
-            elif decay:
+            if decay and not self.adam_w_mode:
                 grads = list(torch._foreach_add(grads, values, alpha=decay))
-            torch._foreach_lerp_(firsts, grads, 1.0 - beta1)
-            torch._foreach_mul_(seconds, beta2)
-            torch._foreach_addcmul_(seconds, grads, grads, 1.0 - beta2)
-            first_bias, second_bias = 1.0, 1.0
-            if group["bias_correction"]:
-                first_bias, second_bias = 1.0 - beta1 ** group["step"], 1.0 - beta2 ** group["step"]
-            roots = torch._foreach_sqrt(seconds)
-            torch._foreach_div_(roots, second_bias**0.5)
-            torch._foreach_add_(roots, group["eps"])
-            torch._foreach_addcdiv_(values, firsts, roots, -lr / first_bias)
+            average_(grads, firsts, seconds, beta1, 1.0 - beta1, beta2)
+            biases = corrections(beta1, beta2, group["step"], group["bias_correction"])
+            updates = adam_updates(firsts, seconds, biases, group["eps"], eps_inside_sqrt=self._eps_inside_sqrt)
+            if decay and self.adam_w_mode:
+                torch._foreach_add_(updates, values, alpha=decay)
+            torch._foreach_add_(values, updates, alpha=-float(group["lr"]))
             write_back(params, values)
 
-    def _values(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _values(self, params: list[Tensor]) -> list[Tensor]:
         """Return what is stepped: copies in fp32, which are kept where masters were asked for."""
         if not self.master_weights:
-            return [param.to(self.state[param]["exp_avg"].dtype, copy=True) for param in params]
+            return wide_copies(params)
         for param in params:
             if "master_param" not in self.state[param]:
                 self.state[param]["master_param"] = param.to(self.state[param]["exp_avg"].dtype, copy=True)

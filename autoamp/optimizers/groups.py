@@ -9,7 +9,7 @@ from torch import Tensor
 
 from autoamp.errors import UsageError
 
-__all__ = ["FusedOptimizer", "require", "write_back"]
+__all__ = ["FusedOptimizer", "require", "wide_copies", "write_back"]
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -18,9 +18,15 @@ class FusedOptimizer(torch.optim.Optimizer):
     The number of steps lies in the group, as ``group["step"]``, where checkpoints of Apex have it.
     """
 
+    # The attributes that a copy and a pickle keep, besides groups and state.
+    _options: tuple[str, ...] = ("set_grad_none",)
+
     def __init__(self, params: Any, defaults: dict[str, Any], *, set_grad_none: bool) -> None:
         super().__init__(params, defaults)
         self.set_grad_none = set_grad_none
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in self._options}}
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients: set them to None, or to 0 where ``set_grad_none=False`` was given."""
@@ -31,6 +37,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Args:
             closure: Evaluates the loss again, with gradients; its value is returned.
+
+        Raises:
+            UsageError: A gradient is sparse.
         """
         loss = None
         if closure is not None:
@@ -45,18 +54,31 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _tensors(self, group: dict[str, Any], *names: str) -> tuple[list[Tensor], ...]:
         """Return the group's parameters with gradients, these gradients in fp32, and their states by name."""
-        params = [param for param in group["params"] if param.grad is not None]
-        for param in params:
-            if param.grad.is_sparse:
+        found = [(param, grad) for param in group["params"] if (grad := self._gradient(param)) is not None]
+        params = [param for param, _ in found]
+        for param, grad in found:
+            if grad.layout is not torch.strided:
                 raise UsageError(f"{type(self).__name__} takes no sparse gradients; use torch.optim.SparseAdam or SGD")
             for name in names:
                 if name not in self.state[param]:
                     self.state[param][name] = torch.zeros_like(param, dtype=_wide(param))
-        grads = [param.grad.to(_wide(param)) for param in params]
+        grads = self._prepared(group, [grad.to(_wide(param)) for param, grad in found])
         return params, grads, *([self.state[param][name] for param in params] for name in names)
 
+    def _gradient(self, param: Tensor) -> Tensor | None:
+        """Return the gradient of a parameter, which the step does not write to."""
+        return param.grad
+
+    def _prepared(self, group: dict[str, Any], grads: list[Tensor]) -> list[Tensor]:
+        """Return what a group is stepped by, given its gradients in fp32. It is not to write to these."""
+        return grads
+
     def load_state_dict(self, state_dict: Any) -> None:
-        """Load what ``state_dict`` returned. The state stays in fp32, whatever the parameters are in."""
+        """Load what ``state_dict`` returned. The state stays in fp32, whatever the parameters are in.
+
+        Where the number of steps lies with the parameters, as in checkpoints of torch and of early Apex, it goes to
+        their group. Options that the checkpoint lacks are those of the constructor.
+        """
         super().load_state_dict(state_dict)
         # torch casts loaded state to the dtype of the parameter, and what it rounds off is lost.
         given = state_dict["state"]
@@ -64,12 +86,26 @@ class FusedOptimizer(torch.optim.Optimizer):
         params = (param for group in self.param_groups for param in group["params"])
         for key, param in zip(places, params, strict=True):
             for name, value in given.get(key, {}).items():
-                if isinstance(value, Tensor) and value.is_floating_point() and value.dim():
+                if isinstance(value, Tensor) and value.is_floating_point() and name != "step":
                     self.state[param][name] = value.detach().to(param.device, _wide(param)).clone()
+        for group in self.param_groups:
+            steps = [int(self.state[param].pop("step")) for param in group["params"] if "step" in self.state[param]]
+            if steps:
+                group.setdefault("step", max(steps))
+            if "step" in group:
+                # Some optimizers of Apex count in a tensor.
+                group["step"] = int(group["step"])
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
 
 
 def _wide(param: Tensor) -> torch.dtype:
     return torch.float64 if param.dtype is torch.float64 else torch.float32
+
+
+def wide_copies(params: list[Tensor]) -> list[Tensor]:
+    """Return copies of parameters in fp32, or in fp64 where they are in that."""
+    return [param.to(_wide(param), copy=True) for param in params]
 
 
 def write_back(params: list[Tensor], values: list[Tensor]) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoamp.optimizers.groups import FusedOptimizer, require, write_back
+from autoamp.optimizers.formulas import adam_updates, average_, corrections, trust_
+from autoamp.optimizers.groups import FusedOptimizer, require, wide_copies, write_back
 
 __all__ = ["FusedLAMB"]
 
@@ -32,6 +33,8 @@ class FusedLAMB(FusedOptimizer):
     Raises:
         UsageError: ``amsgrad=True``.
     """
+
+    _options = (*FusedOptimizer._options, "adam_w_mode", "use_nvlamb")
 
     def __init__(
         self,
@@ -67,38 +70,30 @@ class FusedLAMB(FusedOptimizer):
             group["step"] = group.get("step", 0) + 1
             if params:
                 limit = group["max_grad_norm"]
-                factor = torch.clamp(limit / total, max=1.0) if limit else torch.ones_like(total)
-                self._step_group(group, params, [grad * factor.to(grad) for grad in grads], firsts, seconds)
+                if limit:
+                    # Not `limit / total`: a norm of 0 must leave the gradients as they are.
+                    excess = torch.clamp(total / limit, min=1.0)
+                    grads = list(torch._foreach_div(grads, [excess.to(grad) for grad in grads]))
+                self._step_group(group, params, grads, firsts, seconds)
+
+    def _values(self, params: list[Tensor]) -> list[Tensor]:
+        """Return what is stepped."""
+        return wide_copies(params)
 
     def _step_group(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], firsts: list[Tensor],
         seconds: list[Tensor],
     ) -> None:  # fmt: skip
         (beta1, beta2), decay = group["betas"], group["weight_decay"]
-        values = [param.to(grad.dtype, copy=True) for param, grad in zip(params, grads, strict=True)]
+        values = self._values(params)
         if decay and not self.adam_w_mode:
             grads = list(torch._foreach_add(grads, values, alpha=decay))
-        torch._foreach_mul_(firsts, beta1)
-        torch._foreach_add_(firsts, grads, alpha=1.0 - beta1 if group["grad_averaging"] else 1.0)
-        torch._foreach_mul_(seconds, beta2)
-        torch._foreach_addcmul_(seconds, grads, grads, 1.0 - beta2)
-        first_bias, second_bias = 1.0, 1.0
-        if group["bias_correction"]:
-            first_bias, second_bias = 1.0 - beta1 ** group["step"], 1.0 - beta2 ** group["step"]
-        roots = torch._foreach_sqrt(seconds)
-        torch._foreach_div_(roots, second_bias**0.5)
-        torch._foreach_add_(roots, group["eps"])
-        updates = list(torch._foreach_div(firsts, first_bias))
-        torch._foreach_div_(updates, roots)
+        average_(grads, firsts, seconds, beta1, 1.0 - beta1 if group["grad_averaging"] else 1.0, beta2)
+        biases = corrections(beta1, beta2, group["step"], group["bias_correction"])
+        updates = adam_updates(firsts, seconds, biases, group["eps"], eps_inside_sqrt=False)
         if decay and self.adam_w_mode:
             torch._foreach_add_(updates, values, alpha=decay)
         if decay or self.use_nvlamb:
-            torch._foreach_mul_(updates, _trust_ratios(values, updates))
-        torch._foreach_add_(values, updates, alpha=-group["lr"])
+            trust_(updates, torch._foreach_norm(values), torch._foreach_norm(updates))
+        torch._foreach_add_(values, updates, alpha=-float(group["lr"]))
         write_back(params, values)
-
-
-def _trust_ratios(values: list[Tensor], updates: list[Tensor]) -> list[Tensor]:
-    """Return |w| / |update| for each parameter, 1 where either is 0."""
-    pairs = zip(torch._foreach_norm(values), torch._foreach_norm(updates), strict=True)
-    return [torch.where((value > 0) & (update > 0), value / update, torch.ones_like(value)) for value, update in pairs]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from autoamp.optimizers.groups import FusedOptimizer, require, write_back
+from autoamp.optimizers.groups import FusedOptimizer, require, wide_copies, write_back
 
 __all__ = ["FusedSGD"]
 
@@ -28,6 +28,8 @@ class FusedSGD(FusedOptimizer):
     Raises:
         UsageError: ``nesterov`` without a momentum or with a dampening; a negative argument.
     """
+
+    _options = (*FusedOptimizer._options, "wd_after_momentum")
 
     def __init__(
         self,
@@ -57,13 +59,13 @@ class FusedSGD(FusedOptimizer):
             params, grads = self._tensors(group)
             if not params:
                 continue
-            values = [param.to(grad.dtype, copy=True) for param, grad in zip(params, grads, strict=True)]
+            values = wide_copies(params)
             if decay and not self.wd_after_momentum:
                 grads = list(torch._foreach_add(grads, values, alpha=decay))
             updates = self._with_momentum(group, params, grads) if momentum else grads
             if decay and self.wd_after_momentum:
                 updates = list(torch._foreach_add(updates, values, alpha=decay))
-            torch._foreach_add_(values, updates, alpha=-group["lr"])
+            torch._foreach_add_(values, updates, alpha=-float(group["lr"]))
             write_back(params, values)
 
     def _with_momentum(

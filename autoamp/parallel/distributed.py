@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.autograd import Variable
 from torch.nn import Module
+from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp.errors import UsageError
 
@@ -37,34 +40,41 @@ def apply_flat_dist_call(bucket: Sequence[Tensor], call: Callable[..., Any], ext
 
 
 def flat_dist_call(tensors: Iterable[Tensor], call: Callable[..., Any], extra_args: Any = None) -> None:
-    """Run a collective on tensors of any types, once for each type."""
+    """Run a collective on tensors of any types, once for each type. It needs a process group."""
     for bucket in split_by_type(tensors).values():
         apply_flat_dist_call(bucket, call, extra_args)
 
 
 class Reducer:
-    """Averages gradients, or tensors, when it is asked to.
+    """Averages gradients, or tensors, when it is asked to. On one process, with or without a group, they stay.
 
     Args:
         module_or_grads_list: A module, whose parameters are taken from rank 0 now; or tensors.
 
     Raises:
-        UsageError: There is no process group.
+        UsageError: There is no process group, and the environment says that there are several processes.
     """
 
     def __init__(self, module_or_grads_list: Module | Iterable[Tensor]) -> None:
-        _check_process_group("Reducer")
+        self._grouped = _has_group("Reducer")
         self.module: Module | None = None
         self.grads: list[Tensor] = []
-        if isinstance(module_or_grads_list, Module):
-            self.module = module_or_grads_list
-            flat_dist_call([param.data for param in self.module.parameters()], dist.broadcast, (0,))
-        else:
+        if not isinstance(module_or_grads_list, Module):
             self.grads = list(module_or_grads_list)
+            return
+        self.module = module_or_grads_list
+        if self._grouped:
+            flat_dist_call([param.data for param in self.module.parameters()], dist.broadcast, (0,))
 
     def reduce(self) -> None:
-        """Average over all processes."""
-        if self.module is None:
+        """Average over all processes. Each must have the same gradients: one that a rank lacks is an error or a hang.
+
+        Raises:
+            UsageError: A process group came after this reducer.
+        """
+        if not self._grouped:
+            _check_still_alone("Reducer")
+        elif self.module is None:
             flat_dist_call(self.grads, dist.all_reduce)
         else:
             present = [param.grad for param in self.module.parameters() if param.grad is not None]
@@ -74,11 +84,15 @@ class Reducer:
 class DistributedDataParallel(Module):
     """Runs a module, and averages its gradients over all processes by the end of each backward pass.
 
-    Parameters and buffers are taken from rank 0 at construction. A parameter may have no gradient in some iterations,
-    on some ranks or on all. Gradients are reduced at the end of backward, in one buffer for each type.
+    Parameters and buffers are taken from rank 0 at construction. Gradients are reduced at the end of backward, in one
+    buffer for each type. On one process, with or without a group, they stay as they are.
+
+    A parameter may have no gradient in some iterations, on some ranks or on all. But on every rank each backward pass
+    must reach one parameter at least: a rank whose loss depends on none leaves the others waiting, until the process
+    group's timeout. Add ``0.0 * output.sum()`` to such a loss.
 
     Args:
-        module: The module, on its device. `autoamp.initialize` comes first.
+        module: The module, on its device.
         message_size: Taken for the sake of callers, as are the arguments that choose how reduction overlaps backward.
         delay_allreduce: As ``message_size``.
         shared_param: No longer an argument in Apex either.
@@ -87,13 +101,16 @@ class DistributedDataParallel(Module):
         allreduce_always_fp32: Whether half gradients are reduced in fp32.
         num_allreduce_streams: As ``message_size``.
         allreduce_communicators: As ``message_size``.
-        gradient_average: Whether gradients are averaged, or summed.
-        gradient_predivide_factor: Gradients are divided by it before, and by the rest of the world size after.
+        gradient_average: Whether gradients are averaged, or summed. With sums, several backward passes add up rightly;
+            only do not mix passes with and without `disable_allreduce` before one step.
+        gradient_predivide_factor: Gradients are divided by it before, and averages by the rest of the world size after;
+            sums stay divided by it, where there is a process group.
         gradient_average_split_factor: The name of ``gradient_predivide_factor`` in older Apex.
         prof: As ``message_size``.
 
     Raises:
-        UsageError: There is no process group.
+        UsageError: There is no process group, and the environment says that there are several processes. Or, in
+            backward, on all ranks: a gradient is sparse.
         ValueError: ``shared_param`` is given.
     """
 
@@ -116,20 +133,28 @@ class DistributedDataParallel(Module):
         super().__init__()
         if shared_param is not None:
             raise ValueError("shared_param is not supported: shared parameters need no mention; leave it out")
-        _check_process_group("DistributedDataParallel")
+        self._grouped = _has_group("DistributedDataParallel")
         self.module = module
         self.allreduce_always_fp32 = allreduce_always_fp32
         self.gradient_average = gradient_average
         self.gradient_predivide_factor = gradient_average_split_factor or gradient_predivide_factor
         self._enabled = True
-        # The backward pass that the reduction is queued for; one that raised leaves its own behind and blocks no other.
-        self._queued_for: int | None = None
-        self._hooked: set[int] = set()
-        flat_dist_call([tensor.data for tensor in (*module.parameters(), *module.buffers())], dist.broadcast, (0,))
+        self._watch_anew()
+        if self._grouped:
+            flat_dist_call([tensor.data for tensor in (*module.parameters(), *module.buffers())], dist.broadcast, (0,))
         self._hook_parameters()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Call the module."""
+        """Call the module.
+
+        Raises:
+            UsageError: A process group came after this wrapper.
+        """
+        if not self._grouped:
+            _check_still_alone("DistributedDataParallel")
+        elif torch._C._current_graph_task_id() == -1:
+            # No backward pass is running: what is noted is of one that raised.
+            self._earlier.clear()
         self._hook_parameters()
         return self.module(*inputs, **kwargs)
 
@@ -141,12 +166,41 @@ class DistributedDataParallel(Module):
         """Reduce gradients again, those that were accumulated included."""
         self._enabled = True
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Hooks are not copied with the parameters.
+        own = ("_queued_for", "_hooked", "_reduced", "_earlier")
+        return {name: value for name, value in vars(self).items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._watch_anew()
+
+    def _watch_anew(self) -> None:
+        # The backward pass that the reduction is queued for; one that raised leaves its own behind and blocks no other.
+        self._queued_for: int | None = None
+        self._hooked: Any = WeakIdKeyDictionary()
+        # For sums: the parameters whose gradients were summed over the ranks, and what of them was there already when
+        # more arrived. That part must not be summed again.
+        self._reduced: Any = WeakIdKeyDictionary()
+        self._earlier: Any = WeakIdKeyDictionary()
+
     def _hook_parameters(self) -> None:
-        """Watch parameters that are not watched yet: those that were frozen so far as well."""
-        for param in self.module.parameters():
-            if param.requires_grad and id(param) not in self._hooked:
-                self._hooked.add(id(param))
+        """Watch parameters that are not watched yet: those that were frozen or not there so far as well."""
+        for param in self.module.parameters() if self._grouped else ():
+            if param.requires_grad and param not in self._hooked:
+                self._hooked[param] = True
                 param.register_post_accumulate_grad_hook(self._arrived)
+                if not self.gradient_average:
+                    param.register_hook(_noting(self, param))
+
+    def _note_earlier(self, param: Tensor) -> None:
+        """Before a gradient is added to what is there: note what was summed over the ranks already."""
+        if param not in self._reduced or param in self._earlier:
+            return
+        if self._enabled and param.grad is not None:
+            self._earlier[param] = param.grad.clone()
+        else:
+            del self._reduced[param]
 
     def _arrived(self, _: Tensor) -> None:
         running = torch._C._current_graph_task_id()
@@ -157,17 +211,45 @@ class DistributedDataParallel(Module):
     @torch.no_grad()
     def _reduce(self) -> None:
         self._queued_for = None
-        params = [param for param in self.module.parameters() if param.requires_grad]
-        present = torch.tensor([param.grad is not None for param in params], dtype=torch.int32)
-        anywhere = present.to(params[0].device)
-        dist.all_reduce(anywhere, dist.ReduceOp.MAX)
-        wanted = [param for param, there in zip(params, anywhere.tolist(), strict=True) if there]
+        wanted = self._present_anywhere([param for param in self.module.parameters() if param.requires_grad])
         for param in wanted:
             if param.grad is None:
                 # Another rank has one; here its part of the sum is 0.
                 param.grad = torch.zeros_like(param, dtype=param.grad_dtype or param.dtype)
+        earlier = [] if self.gradient_average else self._taken_out(wanted)
         for bucket in split_by_type([param.grad for param in wanted if param.grad is not None]).values():
             self._reduce_bucket(bucket)
+        for grad, part in earlier:
+            grad.add_(part)
+
+    def _present_anywhere(self, params: list[Tensor]) -> list[Tensor]:
+        """Return the parameters that have a gradient on some rank, the same ones on each."""
+        kinds = [0 if p.grad is None else 1 if p.grad.layout is torch.strided else 2 for p in params]
+        anywhere = torch.tensor(kinds, dtype=torch.int32).to(params[0].device)
+        dist.all_reduce(anywhere, dist.ReduceOp.MAX)
+        found = anywhere.tolist()
+        # All ranks learn of it, so none is left waiting.
+        if 2 in found:
+            index = found.index(2)
+            raise UsageError(
+                f"DistributedDataParallel: the gradient of parameter {index}, of shape {tuple(params[index].shape)}, "
+                "is sparse on some rank; dense ones alone are reduced: use torch.nn.Embedding(..., sparse=False)"
+            )
+        return [param for param, kind in zip(params, found, strict=True) if kind]
+
+    def _taken_out(self, params: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Take from the gradients what was summed before; return these gradients with what was taken out."""
+        parts = []
+        for param in params:
+            grad = param.grad
+            if grad is not None and param in self._reduced:
+                # Where nothing was noted nothing has arrived since: all of it was summed before.
+                part = self._earlier.get(param, grad).clone()
+                grad.sub_(part)
+                parts.append((grad, part))
+            self._reduced[param] = True
+        self._earlier.clear()
+        return parts
 
     def _reduce_bucket(self, bucket: list[Tensor]) -> None:
         flat = _flatten_dense_tensors(bucket)
@@ -181,6 +263,34 @@ class DistributedDataParallel(Module):
             grad.copy_(value)
 
 
-def _check_process_group(name: str) -> None:
-    if not dist.is_available() or not dist.is_initialized():
-        raise UsageError(f"{name} needs a process group; call torch.distributed.init_process_group() first")
+def _noting(ddp: DistributedDataParallel, param: Tensor) -> Callable[[Tensor], None]:
+    # Weakly: the parameter holds the hook.
+    reference = weakref.ref(param)
+
+    def note(_: Tensor) -> None:
+        found = reference()
+        if found is not None:
+            ddp._note_earlier(found)
+
+    return note
+
+
+def _has_group(name: str) -> bool:
+    """Tell whether there is a process group. Without one there must be one process alone."""
+    if dist.is_available() and dist.is_initialized():
+        return True
+    world = os.environ.get("WORLD_SIZE", "1").strip()
+    if world not in ("", "0", "1"):
+        raise UsageError(
+            f"{name} needs a process group, since WORLD_SIZE={world} says that there are several processes; call "
+            "torch.distributed.init_process_group() first"
+        )
+    return False
+
+
+def _check_still_alone(name: str) -> None:
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise UsageError(
+            f"{name} was made before the process group of {dist.get_world_size()} processes and reduces nothing; call "
+            "torch.distributed.init_process_group() first"
+        )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from autoamp.errors import UsageError
 
 __all__ = ["LARC"]
 
@@ -21,16 +24,20 @@ class LARC(torch.optim.Optimizer):
         trust_coefficient: As in the formula.
         clip: Whether the learning rate is an upper limit.
         eps: As in the formula.
+
+    Raises:
+        UsageError: In ``step``: a gradient is sparse. Nothing was changed.
     """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8
     ) -> None:
-        # No constructor of the base class: all state is the wrapped optimizer's.
         self.optim = optimizer
         self.trust_coefficient = trust_coefficient
         self.clip = clip
         self.eps = eps
+        # No constructor of the base class, as all state is the wrapped optimizer's; but its hooks.
+        super().__setstate__({})
 
     @property
     def param_groups(self) -> Any:
@@ -56,10 +63,8 @@ class LARC(torch.optim.Optimizer):
         return self.optim.defaults
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "step"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+        # Hooks and a scheduler's wrapper of `step` are not copied, as with any optimizer.
+        return {name: vars(self)[name] for name in ("optim", "trust_coefficient", "clip", "eps")}
 
     def __repr__(self) -> str:
         return f"LARC({self.optim!r})"
@@ -90,6 +95,9 @@ class LARC(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        grads = [param.grad for group in self.param_groups for param in group["params"] if param.grad is not None]
+        if any(grad.layout is not torch.strided for grad in grads):
+            raise UsageError("LARC takes no sparse gradients; use torch.nn.Embedding(..., sparse=False)")
         decays = [group.get("weight_decay", 0.0) for group in self.param_groups]
         try:
             for group, decay in zip(self.param_groups, decays, strict=True):
@@ -109,7 +117,7 @@ class LARC(torch.optim.Optimizer):
         if not params:
             return
         grads: list[Tensor] = [param.grad for param in params]
-        weight_norms, grad_norms = torch._foreach_norm(params), torch._foreach_norm(grads)
+        weight_norms, grad_norms = _norms(params), _norms(grads)
         for param, grad, weight_norm, grad_norm in zip(params, grads, weight_norms, grad_norms, strict=True):
             ratio = self.trust_coefficient * weight_norm / (grad_norm + decay * weight_norm + self.eps)
             if self.clip:
@@ -117,3 +125,9 @@ class LARC(torch.optim.Optimizer):
             # A parameter or gradient that is 0 is stepped as it is; so the choice never waits for the device.
             usable = (weight_norm != 0) & (grad_norm != 0)
             grad.copy_(torch.where(usable, (grad + decay * param) * ratio, grad))
+
+
+def _norms(tensors: list[Tensor]) -> Sequence[Tensor]:
+    """Return 2-norms, computed in fp32 at least: the square of a half number soon leaves its range."""
+    double = any(tensor.dtype is torch.float64 for tensor in tensors)
+    return torch._foreach_norm(tensors, 2, dtype=torch.float64 if double else torch.float32)

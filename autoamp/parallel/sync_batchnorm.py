@@ -134,16 +134,19 @@ def _converted(norm: Any, process_group: Any, channel_last: bool) -> SyncBatchNo
 def create_syncbn_process_group(group_size: int) -> Any:
     """Split the processes into groups of ``group_size`` and return this process's; None for 0, all of them.
 
+    Without a process group there is one process, and None is its group.
+
     Raises:
         ValueError: The world size is no multiple of ``group_size``.
     """
     if group_size == 0:
         return None
-    world = dist.get_world_size()
+    grouped = dist.is_available() and dist.is_initialized()
+    world = dist.get_world_size() if grouped else 1
     if group_size < 0 or group_size > world or world % group_size:
         raise ValueError(f"group_size={group_size} must divide the world size {world}; choose a divisor, or 0 for all")
     own = None
-    for first in range(0, world, group_size):
+    for first in range(0, world if grouped else 0, group_size):
         ranks = list(range(first, first + group_size))
         group = dist.new_group(ranks)
         own = group if dist.get_rank() in ranks else own

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from autoamp.compat.early_optimizers import FP16_Optimizer
+from autoamp.compat.early_scalers import DynamicLossScaler, LossScaler
 from autoamp.compat.missing import missing_names
 from autoamp.fp16_utils import (
-    DynamicLossScaler,
-    FP16_Optimizer,
-    LossScaler,
     clip_grad_norm,
     master_params_to_model_params,
     model_grads_to_master_grads,

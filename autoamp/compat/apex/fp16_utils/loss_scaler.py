@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from autoamp.compat.early_scalers import DynamicLossScaler, LossScaler
 from autoamp.compat.missing import missing_names
-from autoamp.fp16_utils import DynamicLossScaler, LossScaler, to_python_float
+from autoamp.fp16_utils import to_python_float
 
 __getattr__ = missing_names(__name__)

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from autoamp.compat.early_optimizers import FP16_Optimizer, FusedAdam
 from autoamp.compat.missing import missing_names
-from autoamp.fp16_optimizer import FP16_Optimizer
-from autoamp.optimizers import FusedAdam, FusedLAMB, FusedSGD
+from autoamp.optimizers import FusedAdagrad, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
 
-from . import fused_adam, fused_lamb, fused_sgd
+from . import (
+    fp16_optimizer,
+    fused_adagrad,
+    fused_adam,
+    fused_lamb,
+    fused_mixed_precision_lamb,
+    fused_novograd,
+    fused_sgd,
+)
 
 __getattr__ = missing_names(__name__)

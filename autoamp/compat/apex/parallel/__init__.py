@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch.distributed import ReduceOp
+
 from autoamp.compat.missing import missing_names
 from autoamp.parallel import (
     DistributedDataParallel,

@@ -1,0 +1,119 @@
+"""Checkpoints of the `FP16_Optimizer` of early 2019, in the form of the native one; and its flat groups.
+
+That optimizer kept one flat fp32 master for each group (key ``fp32_groups_flat``), and the optimizer's state was flat
+too; the one of `apex.contrib.optimizers` could keep a master for each parameter (key ``fp32_groups``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoamp.errors import CheckpointError, UsageError
+
+__all__ = ["flat_of", "native_state"]
+
+
+def native_state(state: Mapping[str, Any], groups: Sequence[Sequence[Tensor]]) -> Mapping[str, Any]:
+    """Return what the native ``load_state_dict`` takes for an early checkpoint; any other as it is.
+
+    Args:
+        state: A checkpoint of an `FP16_Optimizer`.
+        groups: The masters that it is meant for, a list for each group.
+
+    Raises:
+        CheckpointError: The checkpoint's groups are not of these sizes, or a key is missing. The message names it.
+    """
+    if "cur_scale" not in state:
+        return state
+    for key in ("dynamic_loss_scale", "optimizer_state_dict"):
+        if key not in state:
+            raise CheckpointError(f"key {key!r} is missing; pass what FP16_Optimizer.state_dict() returned")
+    inner = state["optimizer_state_dict"]
+    if "fp32_groups" in state:
+        masters = state["fp32_groups"]
+    elif "fp32_groups_flat" in state:
+        masters = _by_group("fp32_groups_flat", state["fp32_groups_flat"], groups)
+        try:
+            inner = _split_inner(inner, groups)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"key 'optimizer_state_dict' does not fit: {error!r}") from error
+    else:
+        raise CheckpointError("neither 'fp32_groups_flat' nor 'fp32_groups' is there; the checkpoint has no masters")
+    return {
+        "loss_scaler": {"loss_scale": float(state["cur_scale"]), "unskipped": _unskipped(state)},
+        "dynamic_loss_scale": state["dynamic_loss_scale"],
+        "optimizer_state_dict": inner,
+        "fp32_from_fp16": masters,
+    }
+
+
+def flat_of(name: str, tensors: Sequence[Tensor]) -> Tensor:
+    """Return one tensor, shape ``(n,)``, that holds all of these: from now on they are parts of its memory.
+
+    Args:
+        name: What is asked for, for the message.
+        tensors: Parameters of one dtype and device.
+
+    Raises:
+        UsageError: They are of several dtypes or devices.
+    """
+    kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
+    if len(kinds) > 1:
+        raise UsageError(f"{name}: a group is of {sorted(map(str, kinds))}; one buffer takes one dtype and device")
+    if not tensors:
+        return torch.empty(0)
+    sizes, first = [tensor.numel() for tensor in tensors], tensors[0]
+    places = [first.data_ptr() + sum(sizes[:index]) * first.element_size() for index in range(len(sizes))]
+    storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    if len(storages) == 1 and all(
+        t.is_contiguous() and t.data_ptr() == p for t, p in zip(tensors, places, strict=True)
+    ):
+        return first.detach().as_strided((sum(sizes),), (1,))
+    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    for tensor, part in zip(tensors, flat.split(sizes), strict=True):
+        tensor.data = part.view(tensor.shape)
+    return flat
+
+
+def _unskipped(state: Mapping[str, Any]) -> int:
+    """Return how many steps came since the last overflow, or since the scale last grew."""
+    if not state["dynamic_loss_scale"]:
+        return 0
+    since = int(state.get("cur_iter", 0)) - int(state.get("last_overflow_iter", -1)) - 1
+    return max(since, 0) % int(state.get("scale_window", 1000))
+
+
+def _by_group(key: str, flats: Any, groups: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    found = [tensor.numel() for tensor in flats]
+    wanted = [sum(master.numel() for master in masters) for masters in groups]
+    if found != wanted:
+        raise CheckpointError(f"key {key!r} holds groups of {found} elements, this optimizer has groups of {wanted}")
+    return [_parts(flat, masters) for flat, masters in zip(flats, groups, strict=True)]
+
+
+def _parts(flat: Tensor, masters: Sequence[Tensor]) -> list[Tensor]:
+    sizes = [master.numel() for master in masters]
+    pieces = flat.detach().reshape(-1).split(sizes) if sizes else ()
+    return [piece.reshape(master.shape).clone() for piece, master in zip(pieces, masters, strict=True)]
+
+
+def _split_inner(inner: Mapping[str, Any], groups: Sequence[Sequence[Tensor]]) -> dict[str, Any]:
+    """Give each parameter its part of the flat state, and what is no tensor of the group's size as it is."""
+    state: dict[int, Any] = {}
+    saved_groups = []
+    count = 0
+    for saved, masters in zip(inner["param_groups"], groups, strict=True):
+        keys = list(range(count, count + len(masters)))
+        count += len(masters)
+        saved_groups.append({**saved, "params": keys})
+        of_flat = inner["state"].get(saved["params"][0], {}) if saved["params"] else {}
+        size = sum(master.numel() for master in masters)
+        for name, value in of_flat.items():
+            split = isinstance(value, Tensor) and value.dim() > 0 and value.numel() == size
+            for key, part in zip(keys, _parts(value, masters) if split else [value] * len(keys), strict=True):
+                state.setdefault(key, {})[name] = part
+    return {"state": state, "param_groups": saved_groups}

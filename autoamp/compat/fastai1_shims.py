@@ -1,0 +1,230 @@
+"""What fastai 1.0.61 needs on today's torch, pandas and torchvision; `autoamp.compat.fastai1.enable` tells of each.
+
+Every shim writes to fastai's own modules and classes, never to torch or pandas, so no other code sees it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+import types
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+import torch
+
+from autoamp.patching import PatchSet, dress
+
+__all__ = ["disable", "enable"]
+
+log = logging.getLogger(__name__)
+
+_OPERATORS = ("nms", "qnms")
+
+
+class _Shims:
+    """Owns the patches and the import finder, of which a process has one set."""
+
+    def __init__(self) -> None:
+        self._patches = PatchSet()
+        self._finder: _TorchvisionFinder | None = None
+
+    def enable(self) -> None:
+        if self._finder is not None:
+            return
+        self._finder = _TorchvisionFinder()
+        sys.meta_path.insert(0, self._finder)
+        for name, shim in _SHIMS.items():
+            module = sys.modules.get(name)
+            if module is None:
+                self._patches.when_imported(name, self._applier(shim))
+            else:
+                self._applier(shim)(module)
+
+    def disable(self) -> None:
+        if self._finder is not None:
+            sys.meta_path.remove(self._finder)
+            self._finder = None
+        self._patches.restore()
+
+    def _applier(self, shim: _Shim) -> Callable[[types.ModuleType], None]:
+        def apply(module: types.ModuleType) -> None:
+            with self._patches.all_or_nothing():
+                shim(self._patches, module)
+
+        return apply
+
+
+_Shim = Callable[[PatchSet, Any], None]
+
+
+# -- torch.load --
+
+
+class _Torch(types.ModuleType):
+    """torch, as a module of fastai sees it: ``load`` takes whole pickles unless it is told otherwise."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def load(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a file as `torch.load` did before 2.6."""
+        return torch.load(*args, **{"weights_only": False, **kwargs})
+
+
+def _load_whole_pickles(patches: PatchSet, module: Any) -> None:
+    if vars(module).get("torch") is torch:
+        patches.replace(module, "torch", _Torch("torch"))
+
+
+# -- fastai.tabular --
+
+
+def _around_pandas(patches: PatchSet, module: Any) -> None:
+    """Replace what pandas 2 and later answer differently; with an older pandas nothing is to be done."""
+    pandas: Any = sys.modules["pandas"]
+    if int(pandas.__version__.partition(".")[0]) < 2:
+        return
+
+    def apply_train(self: Any, df: Any) -> None:
+        self.categories = {}
+        for name in self.cat_names:
+            df[name] = df[name].astype("category").cat.as_ordered()
+            self.categories[name] = df[name].cat.categories
+
+    def apply_test(self: Any, df: Any) -> None:
+        for name in self.cat_names:
+            df[name] = pandas.Categorical(df[name], categories=self.categories[name], ordered=True)
+
+    def make_date(df: Any, date_field: str) -> None:
+        column = df[date_field]
+        if not pandas.api.types.is_datetime64_any_dtype(column):
+            column = pandas.to_datetime(column)
+        # fastai counts on nanoseconds where it computes the seconds.
+        df[date_field] = column.dt.as_unit("ns")
+
+    replaced: tuple[tuple[Any, str, Any], ...] = (
+        (module.Categorify, "apply_train", apply_train),
+        (module.Categorify, "apply_test", apply_test),
+        (module, "make_date", make_date),
+    )
+    for owner, name, replacement in replaced:
+        patches.replace(owner, name, dress(replacement, vars(owner)[name], owner.__name__, name))
+    # add_datepart asks pandas by `getattr(field.dt, "week")`; a global of its module goes before the builtin.
+    patches.replace(module, "getattr", _getattr_with_week)
+
+
+def _getattr_with_week(value: Any, name: str, *default: Any) -> Any:
+    if name == "week" and not hasattr(value, name) and hasattr(value, "isocalendar"):
+        week = value.isocalendar().week
+        # As pandas gave it: whole numbers, or floats where a date is missing.
+        return week.astype("float64" if week.isna().any() else "int64")
+    return getattr(value, name, *default)
+
+
+# -- fastai.callback, fastai.vision --
+
+
+def _keep_zero_gradients(patches: PatchSet, module: Any) -> None:
+    original = module.OptimWrapper.zero_grad
+
+    def zero_gradients(self: Any) -> None:
+        if "set_to_none" in inspect.signature(self.opt.zero_grad).parameters:
+            self.opt.zero_grad(set_to_none=False)
+        else:
+            original(self)
+
+    replacement: Any = zero_gradients
+    patches.replace(module.OptimWrapper, "zero_grad", dress(replacement, original, module.__name__, "zero_grad"))
+
+
+def _solve_by_linalg(patches: PatchSet, module: Any) -> None:
+    def solve(right: torch.Tensor, matrix: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return torch.linalg.solve(matrix, right), None
+
+    patches.replace(module, "_solve_func", solve)
+
+
+_SHIMS: dict[str, _Shim] = {
+    "fastai.basic_data": _load_whole_pickles,
+    "fastai.basic_train": _load_whole_pickles,
+    "fastai.data_block": _load_whole_pickles,
+    "fastai.text.learner": _load_whole_pickles,
+    "fastai.tabular.transform": _around_pandas,
+    "fastai.callback": _keep_zero_gradients,
+    "fastai.vision.transform": _solve_by_linalg,
+}
+
+
+# -- torchvision --
+
+
+class _TorchvisionFinder:
+    """Lets the import of torchvision be tried a second time, with its operators declared, where it lacks them."""
+
+    def __init__(self) -> None:
+        self._asking = False
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return torchvision's own spec with another loader; see `importlib.abc.MetaPathFinder`."""
+        if fullname != "torchvision" or self._asking:
+            return None
+        self._asking = True
+        try:
+            specs = (finder.find_spec(fullname, path, target) for finder in sys.meta_path)
+            spec = next((spec for spec in specs if spec is not None), None)
+        finally:
+            self._asking = False
+        if spec is not None and spec.loader is not None:
+            spec.loader = _SecondTry(spec.loader)  # type: ignore[assignment]
+        return spec
+
+
+class _SecondTry:
+    """A loader that declares torchvision's operators where the import says that they are not there."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType | None:
+        """Make the module; see `importlib.abc.Loader`."""
+        module: types.ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Run the module, a second time if it lacks an operator."""
+        fresh = dict(vars(module))
+        try:
+            self._loader.exec_module(module)
+        except RuntimeError as error:
+            if "operator torchvision::" not in str(error):
+                raise
+            for name in [name for name in sys.modules if name.startswith("torchvision.")]:
+                del sys.modules[name]
+            vars(module).clear()
+            vars(module).update(fresh)
+            for operator in _OPERATORS:
+                schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+                torch.library.define(f"torchvision::{operator}", schema)
+            log.info("torchvision's operators cannot be loaded beside this torch: %s", error)
+            self._loader.exec_module(module)
+
+
+_shims = _Shims()
+
+
+def enable() -> None:
+    """Put every shim in place, in the modules that are imported and in those to come."""
+    _shims.enable()
+
+
+def disable() -> None:
+    """Take all shims back."""
+    _shims.disable()

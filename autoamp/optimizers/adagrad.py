@@ -1,0 +1,49 @@
+"""Adagrad: Duchi et al. 2011."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autoamp.optimizers.formulas import adagrad_
+from autoamp.optimizers.groups import FusedOptimizer, wide_copies, write_back
+
+__all__ = ["FusedAdagrad"]
+
+
+class FusedAdagrad(FusedOptimizer):
+    """Adagrad by multi-tensor functions and in fp32.
+
+    Args:
+        params: Parameters or groups of them.
+        lr: The learning rate.
+        eps: Added to the root of the sum of squares.
+        weight_decay: The factor of the decay.
+        set_grad_none: Whether ``zero_grad`` sets gradients to None.
+        adagrad_w_mode: Whether the decay is decoupled, as in AdamW, or added to the gradient.
+    """
+
+    _options = (*FusedOptimizer._options, "adagrad_w_mode")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+        adagrad_w_mode: bool = False,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay}, set_grad_none=set_grad_none)
+        self.adagrad_w_mode = bool(adagrad_w_mode)
+
+    def _step(self) -> None:
+        for group in self.param_groups:
+            params, grads, sums = self._tensors(group, "sum")
+            if not params:
+                continue
+            values = wide_copies(params)
+            adagrad_(
+                values, grads, sums, lr=float(group["lr"]), eps=group["eps"], decay=group["weight_decay"],
+                decoupled=self.adagrad_w_mode,
+            )  # fmt: skip
+            write_back(params, values)

@@ -1,0 +1,112 @@
+"""LAMB for models in half precision: fp32 masters of its own, and gradients that a `torch.amp.GradScaler` scaled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from autoamp.optimizers.groups import wide_copies
+from autoamp.optimizers.lamb import FusedLAMB
+
+__all__ = ["FusedMixedPrecisionLamb"]
+
+
+class FusedMixedPrecisionLamb(FusedLAMB):
+    """`FusedLAMB` that may keep fp32 masters of half parameters, and takes a `torch.amp.GradScaler`.
+
+    ``scaler.step(optimizer)`` and ``optimizer.step(grad_scaler=scaler)`` unscale the gradients, half ones too, and skip
+    the step where they hold inf or nan.
+
+    Args:
+        params: Parameters or groups of them.
+        lr: The learning rate.
+        step: How many steps were taken already.
+        bias_correction: Whether the averages are divided by ``1 - beta ** step``.
+        betas: Decay of the averages of the gradient and of its square.
+        eps: Added to the root of the second average.
+        weight_decay: The factor of the decay.
+        amsgrad: Not supported.
+        adam_w_mode: Whether the decay is decoupled, or added to the gradient.
+        grad_averaging: Whether the gradient enters the first average with ``1 - beta1``, or with 1.
+        max_grad_norm: Gradients of all groups together are scaled down to this norm; 0 for no clipping.
+        use_nvlamb: Whether parameters without weight decay get a trust ratio too.
+        reduced_precision_dtype: Parameters of this dtype are stepped as fp32 copies that the state keeps; None for no
+            copies.
+
+    Raises:
+        UsageError: ``amsgrad=True``.
+    """
+
+    # By this `torch.amp.GradScaler` passes itself to `step` and leaves unscaling to it.
+    _step_supports_amp_scaling = True
+    _options = (*FusedLAMB._options, "reduced_precision_dtype")
+    # Set for the time of a step.
+    _inverse_scale: Tensor | None = None
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        step: int = 0,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        max_grad_norm: float = 1.0,
+        use_nvlamb: bool = False,
+        reduced_precision_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode, grad_averaging,
+            max_grad_norm=max_grad_norm, use_nvlamb=use_nvlamb,
+        )  # fmt: skip
+        self.reduced_precision_dtype = reduced_precision_dtype
+        for group in self.param_groups:
+            group["step"] = step
+
+    def step(self, closure: Any = None, grad_scaler: Any = None) -> Any:
+        """Take one step.
+
+        Args:
+            closure: Evaluates the loss again, with gradients; its value is returned.
+            grad_scaler: A `torch.amp.GradScaler` by which the loss was scaled. Waits for the device.
+        """
+        if grad_scaler is None or not grad_scaler.is_enabled():
+            return super().step(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        state = grad_scaler._per_optimizer_states[id(self)]
+        unscaled = state["stage"] is OptState.UNSCALED
+        found = state["found_inf_per_device"] if unscaled else grad_scaler._check_inf_per_device(self)
+        if any(bool(inf.any()) for inf in found.values()):
+            return loss
+        try:
+            self._inverse_scale = None if unscaled else grad_scaler._get_scale_async().double().reciprocal().float()
+            super().step()
+        finally:
+            self._inverse_scale = None
+        return loss
+
+    def _prepared(self, group: dict[str, Any], grads: list[Tensor]) -> list[Tensor]:
+        inverse = self._inverse_scale
+        return grads if inverse is None else [grad * inverse.to(grad) for grad in grads]
+
+    def _values(self, params: list[Tensor]) -> list[Tensor]:
+        values = []
+        for param in params:
+            state = self.state[param]
+            if param.dtype is not self.reduced_precision_dtype:
+                values.extend(wide_copies([param]))
+                continue
+            if "master_param" not in state:
+                (state["master_param"],) = wide_copies([param])
+            values.append(state["master_param"])
+        return values

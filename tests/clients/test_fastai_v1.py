@@ -1,0 +1,103 @@
+"""fastai v1 trains in mixed precision as it is, and on today's torch and pandas."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAMS = Path(__file__).parent / "programs"
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+pytestmark = pytest.mark.client("fastai", "pandas", "matplotlib", "fastprogress", "bs4")
+
+
+@functools.cache
+def output_of(program: str, *arguments: str) -> str:
+    """Run a program of its own, since fastai cannot be imported anew."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / program), *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def results_of(program: str, *arguments: str) -> dict[str, Any]:
+    """Return what a program says in its last line."""
+    found: dict[str, Any] = json.loads(output_of(str(PROGRAMS / program), *arguments).splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("order", "way"), [("first", "mixed"), ("first", "auto"), ("first", "by_hand"), ("late", "mixed")]
+)
+def test_a_learner_trains_in_mixed_precision(order: str, way: str) -> None:
+    found = results_of("fastai_training.py", order)
+    mixed, exact = found[way], found["fp32"]
+    assert mixed["dtypes"] == ["torch.float16"]
+    assert exact["dtypes"] == ["torch.float32"]
+    assert mixed["accuracy"] > 0.9
+    # Scaled once by 2**16 or 2**15: the gradient of a mean over 64 samples is 1/64 at most.
+    assert 2**5 < mixed["largest_gradient"] <= 2**16 / 64
+    assert exact["largest_gradient"] <= 1 / 64
+    # Callbacks see the true loss and clipped gradients.
+    assert mixed["largest_loss"] == pytest.approx(exact["largest_loss"], rel=0.2)
+    assert mixed["largest_norm"] <= 1.0
+    assert mixed["recorded"] == pytest.approx(exact["recorded"], rel=0.01)
+
+
+@pytest.mark.parametrize("way", ["mixed", "auto", "by_hand"])
+def test_a_skipped_step_leaves_the_weights_and_their_decay(way: str) -> None:
+    mixed = results_of("fastai_training.py", "first")[way]
+    assert mixed["not_moved"] == [5]
+    assert mixed["skipped"] == 1
+    assert mixed["loss_scale"] == 2**15
+
+
+@pytest.mark.parametrize("order", ["first", "late"])
+def test_fastai_is_restored(order: str) -> None:
+    found = results_of("fastai_training.py", order)
+    # The shim stays until disable().
+    assert sorted(found["mixed"]["patched"]) == ["loss_batch", "on_backward_begin", "step", "zero_grad"]
+    assert found["mixed"]["left"] == ["zero_grad"]
+    assert found["left"] == []
+
+
+def test_gradients_are_accumulated() -> None:
+    assert results_of("fastai_training.py", "first")["accumulated"] > 0.8
+
+
+def test_fastais_own_mixed_precision_is_refused() -> None:
+    assert "to_fp16" in results_of("fastai_training.py", "first")["to_fp16"]
+
+
+@pytest.mark.client("fastai", "pandas", "matplotlib", "fastprogress", "bs4", "torchvision")
+def test_tables_ratings_and_images() -> None:
+    found = results_of("fastai_data.py")
+    assert found["dates"] == [[1, 1577664000], [6, 1580688000]]
+    assert found["table"]["accuracy"] > 0.9
+    assert found["table"]["exported"] > 0.9
+    assert found["ratings"] < 0.25
+    assert found["images"] > 0.9
+    assert found["steps"] > 200
+    assert found["loss_scale"] >= 1.0
+
+
+@pytest.mark.client("fastai", "pandas", "matplotlib", "fastprogress", "bs4", "sklearn")
+def test_the_example_is_as_accurate_in_mixed_precision() -> None:
+    output = output_of("examples/fastai_v1.py")
+    exact, mixed = (float(value) for value in re.findall(r"accuracy ([\d.]+) %", output))
+    assert exact > 93
+    assert mixed == pytest.approx(exact, abs=2.0)
