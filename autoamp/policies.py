@@ -210,8 +210,9 @@ def _into_out(
     """A call with ``out=``: computed as the list says, then written into ``out`` in its own dtype."""
     inputs = {key: value for key, value in kwargs.items() if key != "out"}
     tensors = list(iter_tensors((args, kwargs)))
-    # torch refuses out= where a gradient is required; its own error says so best.
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    outs = list(iter_tensors(kwargs["out"]))
+    # torch refuses out= where a gradient is required, or where it is no tensor; its own error says so best.
+    if not outs or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
         return original(*args, **kwargs)
     new, new_inputs = cast_all((args, inputs))
     pairs = zip(iter_tensors((new, new_inputs)), iter_tensors((args, inputs)), strict=True)
@@ -221,7 +222,7 @@ def _into_out(
     ):
         return original(*args, **kwargs)
     result = original(*new, **new_inputs)
-    outs, values = list(iter_tensors(kwargs["out"])), list(iter_tensors(result))
+    values = list(iter_tensors(result))
     if len(outs) != len(values) or not all(map(_can_hold, outs, values)):
         return original(*args, **kwargs)
     for out, value in zip(outs, values, strict=True):

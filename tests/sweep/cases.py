@@ -72,7 +72,8 @@ class Call:
 
     def fresh(self, *, grad: bool = False) -> tuple[Call, tuple[Any, dict[str, Any]]]:
         """Return a call on copies, and its arguments."""
-        leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        with casts_off():
+            leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         if grad:
             for index in self.wanting:
                 leaves[index].requires_grad_()

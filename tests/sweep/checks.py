@@ -36,6 +36,8 @@ from .cases import (
 BOUND = 64.0
 # Every sample goes through the function; its other spellings, and arguments of several dtypes, get so many.
 FEW = 16
+# Its kernel for volumes takes seconds a call.
+SLOW = {"grid_sampler_3d": 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,7 +262,7 @@ def _error(got: list[Tensor], wanted: list[Tensor], unit: float) -> float:
 
 def sweep(name: str, half_name: str, half: torch.dtype, op: Any, limit: int | None = None) -> Iterator[Row]:
     """Yield the rows of one op in one half dtype; `limit` is the most samples to take."""
-    cases = list(itertools.islice(samples(op), limit))
+    cases = list(itertools.islice(samples(op), SLOW.get(name, limit)))
     work: list[tuple[Variant, str, list[tuple[Before, Callable[[Any], Any]]]]] = []
     for variant in variants(op):
         for mode, dtype_of in MODES.items():

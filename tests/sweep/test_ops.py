@@ -101,8 +101,8 @@ def test_a_project_may_put_an_op_anywhere(name: str, policy: str) -> None:
     handle.deactivate()
     for call, ours, theirs, in_half in zip(cases, found, control, half, strict=True):
         if ours.error is not None:
-            assert policy == "fp16", repr(ours.error)
-            assert in_half.error is not None or theirs.error is not None, repr(ours.error)
+            lacks_half = policy == "fp16" and in_half.error is not None
+            assert theirs.error is not None or lacks_half, repr(ours.error)
             continue
         if theirs.error is None:
             assert _moved(call, ours.leaves) == _moved(call, theirs.leaves)
