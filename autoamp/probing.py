@@ -350,6 +350,7 @@ def _places(value: Any, module: str) -> Iterator[tuple[str, Any]]:
 
 def _defaults(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    given = function.__defaults__ or ()
-    yield from ((f"({name}=)", held) for name, held in zip(names[len(names) - len(given) :], given, strict=True))
+    # From the last. A named tuple's constructor has more of them than its code has names.
+    given = zip(reversed(names), reversed(function.__defaults__ or ()), strict=False)
+    yield from ((f"({name}=)", held) for name, held in given)
     yield from ((f"({name}=)", held) for name, held in (function.__kwdefaults__ or {}).items())

@@ -192,7 +192,29 @@ def test_compiled_before_or_after_init_and_used_after_deactivate(compiled_first:
     assert compiled(x).dtype is torch.float32
 
 
-def test_inductor(half: torch.dtype) -> None:
+INDUCTOR = """
+    import torch
+    import tests_of_compilers as tests
+
+    with torch.backends.mkldnn.flags(enabled=False):
+        tests.compare_with_inductor(getattr(torch, {half!r}))
+    print("close")
+"""
+
+
+def test_inductor(half: torch.dtype, tmp_path: Path) -> None:
+    # In a process of its own: it runs a C++ compiler through setuptools, which wants to be the first to import distutils.
+    (tmp_path / "tests_of_compilers.py").symlink_to(Path(__file__).resolve())
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(INDUCTOR).format(half=str(half).removeprefix("torch.")), encoding="utf-8")
+    root = Path(autoamp.__file__).resolve().parent.parent
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.stdout == "close\n", done.stderr
+
+
+def compare_with_inductor(half: torch.dtype) -> None:
+    """Fail where compiled training is not eager training to the precision of the half dtype."""
     model, x = nn.Sequential(nn.Linear(6, 8), nn.Softmax(-1), nn.Linear(8, 3)), torch.randn(4, 6)
     handle = autoamp.init(device_type="cpu", dtype=half)
     expected = trained(handle, model, model, x)
