@@ -203,7 +203,7 @@ INDUCTOR = """
 
 
 def test_inductor(half: torch.dtype, tmp_path: Path) -> None:
-    # In a process of its own: it runs a C++ compiler through setuptools, which wants to be the first to import distutils.
+    # In a process of its own: its C++ compiler comes through setuptools, which must be the first to import distutils.
     (tmp_path / "tests_of_compilers.py").symlink_to(Path(__file__).resolve())
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(INDUCTOR).format(half=str(half).removeprefix("torch.")), encoding="utf-8")

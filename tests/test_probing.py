@@ -123,6 +123,7 @@ def test_names_are_those_that_init_rebinds_and_those_that_it_does_not_reach(monk
         "from torch import matmul\n"
         "import torch.nn.functional as F\n"
         "def f(op=matmul, *, other=F.softmax):\n    pass\n"
+        "import collections\nPair = collections.namedtuple('Pair', 'a b', defaults=(1, 2))\n"
         "class Net:\n"
         "    act = staticmethod(F.softmax)\n"
         "    def g(self, op=matmul):\n        pass\n",
