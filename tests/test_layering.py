@@ -17,6 +17,7 @@ FLOORS: dict[float, tuple[str, ...]] = {
     0: ("errors", "tensors", "toml_lines"),
     1: ("attaching", "checks", "gradients", "patching", "rules", "scaling"),
     2.0: ("casting", "masters", "targets", "verdicts"),
+    2.05: ("native",),
     2.1: ("model_casting", "modules", "policies", "rnn", "stepping"),
     2.2: ("functions", "guarding", "installing"),
     3.0: ("handle",),
