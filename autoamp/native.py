@@ -75,7 +75,7 @@ def _build_layer(original: Any, otherwise: Callable[..., Any], casts: Casts) -> 
         return original(*new)
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        if kwargs or blocks or len(args) < 2:
+        if kwargs or len(args) < 2 or (blocks and not local.on):
             return otherwise(*args, **kwargs)
         if pins:
             return with_pinned(*args)
