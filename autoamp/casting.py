@@ -7,9 +7,10 @@ fp64, sparse tensors and tensors of other devices are left as they are.
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,22 +33,20 @@ class _ThreadState(threading.local):
 
     on = True
     forced_off = False
-    entries: dict[int, _Entry] | None = None
+    entries: dict[int, _Entry | None] | None = None
+    last: _Shared | None = None
     # The disabled torch.autocast regions around, each with the block that turns casts off for it.
     regions: tuple[tuple[Any, contextlib.AbstractContextManager[None]], ...] = ()
 
 
-class _Entry(NamedTuple):
-    """A cast, and what its parameter was when it was made.
+_Entry = tuple[Parameter, Tensor, int, int, torch.UntypedStorage]
+"""A parameter and its cast, and the parameter's version, address and storage when it was made.
 
-    The storage is held so that its address stays taken: a later one that a ``.data =`` brings in lies elsewhere.
-    """
+The storage is held so that its address stays taken: a later one that a ``.data =`` brings in lies elsewhere.
+"""
 
-    parameter: Parameter
-    cast: Tensor
-    version: int
-    address: int
-    storage: torch.UntypedStorage
+_Shared = tuple[Tensor, Tensor, int, int, Any]
+"""The tensor that was cast last, its cast, and its version, address and stream then."""
 
 
 class _Pin:
@@ -67,12 +66,18 @@ class CastCache:
     of a write through ``.data``, numpy or a flat buffer. Such writes happen between module calls, so no cast outlives
     the outermost one, with or without gradients. A module that writes so between two uses of one weight within its own
     call needs ``init(enable_caching=False)``. ``pin`` is the explicit promise that the weights stay.
+
+    Attributes:
+        enabled: Whether module calls keep casts. An entry of theirs that is None is a parameter that torch has cast.
+        pins: By ``id(parameter)`` those that somebody promised not to write to.
+
+    The cast of the last activation is kept as well, until the next one is cast: query, key and value share it.
     """
 
     def __init__(self, local: _ThreadState, enabled: bool = True) -> None:
         self.enabled = enabled
         self._local = local
-        self._pins: dict[int, _Pin] = {}
+        self.pins: dict[int, _Pin] = {}
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
@@ -80,52 +85,89 @@ class CastCache:
         """Keep the casts of these parameters, where no gradient is asked of them, until the block ends."""
         with self._lock:
             for parameter in parameters:
-                self._pins.setdefault(id(parameter), _Pin()).blocks += 1
+                self.pins.setdefault(id(parameter), _Pin()).blocks += 1
         try:
             yield
         finally:
             with self._lock:
                 for parameter in parameters:
-                    pin = self._pins[id(parameter)]
+                    pin = self.pins[id(parameter)]
                     pin.blocks -= 1
                     if not pin.blocks:
-                        del self._pins[id(parameter)]
+                        del self.pins[id(parameter)]
 
     def clear(self) -> None:
         """Drop the casts of this thread's running module call."""
         if self._local.entries is not None:
             self._local.entries = {}
+            self._local.last = None
 
     def __len__(self) -> int:
-        return len(self._local.entries or ()) + sum(pin.cast is not None for pin in self._pins.values())
+        held = sum(entry is not None for entry in (self._local.entries or {}).values())
+        return held + sum(pin.cast is not None for pin in self.pins.values())
 
     def cast(self, parameter: Parameter, convert: Callable[[Tensor], Tensor]) -> Tensor:
         """Return ``convert(parameter)``, an earlier result where it still holds."""
-        needs_grad = parameter.requires_grad and torch.is_grad_enabled()
-        if self._pins and not needs_grad:
-            pin = self._pins.get(id(parameter))
+        grad = torch.is_grad_enabled()
+        if self.pins and not (grad and parameter.requires_grad):
+            pin = self.pins.get(id(parameter))
             if pin is not None:
-                return _pinned_cast(pin, parameter, convert)
+                return pin.cast if pin.cast is not None else _pinned_cast(pin, parameter, convert)
         entries = self._local.entries
         if entries is None:
             return convert(parameter)
         entry = entries.get(id(parameter))
         if entry is not None:
             _, cast, version, address, _ = entry
-            if (
-                cast.requires_grad == needs_grad
-                and parameter._version == version
-                and parameter.data_ptr() == address
-                and (not cast.is_inference() or torch.is_inference_mode_enabled())
-            ):
+            if parameter._version == version and parameter.data_ptr() == address and _serves(cast, parameter, grad):
                 return cast
         cast = convert(parameter)
-        # An inference tensor has no version to hold a cast by; a wrapper of torch.func is dead outside its transform.
-        if cast is not parameter and not parameter.is_inference() and not is_functorch_wrapped_tensor(cast):
-            entries[id(parameter)] = _Entry(
-                parameter, cast, parameter._version, parameter.data_ptr(), parameter.untyped_storage()
-            )
+        if cast is not parameter:
+            self.keep(entries, parameter, cast)
         return cast
+
+    def keep(self, entries: dict[int, _Entry | None], parameter: Parameter, cast: Tensor) -> None:
+        """Keep a cast that was just made among the entries of the running module call."""
+        # An inference tensor has no version to hold a cast by, which is as good as never: tried, not asked.
+        try:
+            version = parameter._version
+        except RuntimeError:
+            return
+        entries[id(parameter)] = parameter, cast, version, parameter.data_ptr(), parameter.untyped_storage()
+
+    def share(self, tensor: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return ``convert(tensor)``, the earlier result where this tensor was the last that was cast."""
+        local = self._local
+        last = local.last
+        if last is not None and last[0] is tensor:
+            _, cast, version, address, stream = last
+            if (
+                tensor._version == version
+                and tensor.data_ptr() == address
+                # Another stream would have to wait for the cast, and nobody told it to.
+                and (tensor.is_cpu or _stream_of(tensor) == stream)
+                and _serves(cast, tensor, torch.is_grad_enabled())
+            ):
+                return cast
+        cast = convert(tensor)
+        # An inference tensor has no version to hold a cast by, and a wrapper of torch.func no address.
+        try:
+            local.last = (
+                tensor, cast, tensor._version, tensor.data_ptr(), None if tensor.is_cpu else _stream_of(tensor),
+            )  # fmt: skip
+        except RuntimeError:
+            local.last = None
+        return cast
+
+
+def _serves(cast: Tensor, source: Tensor, grad: bool) -> bool:
+    """Tell whether a cast that was made in some mode serves in this one."""
+    return (
+        cast.requires_grad is (grad and source.requires_grad)
+        # A wrapper of torch.func is dead outside its transform, and an inference tensor is not saved for backward.
+        and not is_functorch_wrapped_tensor(cast)
+        and (not cast.is_inference() or torch.is_inference_mode_enabled())
+    )
 
 
 def _pinned_cast(pin: _Pin, parameter: Parameter, convert: Callable[[Tensor], Tensor]) -> Tensor:
@@ -137,6 +179,11 @@ def _pinned_cast(pin: _Pin, parameter: Parameter, convert: Callable[[Tensor], Te
         if not is_functorch_wrapped_tensor(cast):
             pin.cast = cast
     return cast
+
+
+def _stream_of(tensor: Tensor) -> Any:
+    """Return what tells the stream in use on an accelerator from its others."""
+    return torch.accelerator.current_stream(tensor.device)
 
 
 class Casts:
@@ -154,8 +201,10 @@ class Casts:
         self._open = False
         self.cache = CastCache(self.local, enable_caching)
         self.warned: set[str] = set()
-        self.to_half = self._caster(dtype, Tensor.half if dtype is torch.float16 else Tensor.bfloat16, cached=True)
-        self.to_fp32 = self._caster(torch.float32, Tensor.float, cached=False)
+        narrow = Tensor.half if dtype is torch.float16 else Tensor.bfloat16
+        # Each caster twice: of one value, however nested, and of the positional arguments of a call.
+        self.to_half, self.args_to_half = self._casters(dtype, narrow, cached=True)
+        self.to_fp32, self.args_to_fp32 = self._casters(torch.float32, Tensor.float, cached=False)
 
     def open(self) -> None:
         """Let the replacements cast, in the threads that are on by default."""
@@ -245,20 +294,24 @@ class Casts:
         dtypes = {tensor.dtype for tensor in iter_tensors(args) if self.eligible(tensor)}
         return map_tensors(args, self.to_fp32) if len(dtypes) > 1 else args
 
-    def _caster(
+    def _casters(
         self, target: torch.dtype, convert: Callable[[Tensor], Tensor], *, cached: bool
-    ) -> Callable[[Any], Any]:
+    ) -> tuple[Callable[[Any], Any], Callable[[Sequence[Any]], Sequence[Any]]]:
         sources = _FLOATS - {target}
         cache, autocast_rules, on_device = self.cache, self.autocast_rules, _on_device(self.device_type)
         compiling, any_autocast = torch.compiler.is_dynamo_compiling, torch._C._is_any_autocast_enabled
-        strided, plain = torch.strided, PLAIN_TYPES
+        strided, plain, local = torch.strided, PLAIN_TYPES, self.local
+        on_cpu, share, in_inference_mode = self.device_type == "cpu", cache.share, torch.is_inference_mode_enabled
 
-        def cast_tensor(tensor: Tensor) -> Tensor:
-            if tensor.dtype not in sources or not on_device(tensor) or (any_autocast() and autocast_rules()):
+        def convert_fitting(tensor: Tensor) -> Tensor:
+            if tensor.dtype not in sources or not on_device(tensor):
                 return tensor
             if tensor.layout is not strided and tensor.layout not in CASTABLE_LAYOUTS:
                 raise SparseArgument
             return convert(tensor)
+
+        def cast_tensor(tensor: Tensor) -> Tensor:
+            return tensor if any_autocast() and autocast_rules() else convert_fitting(tensor)
 
         def cast_nested(tensor: Tensor) -> Tensor:
             return cast(tensor) if type(tensor) is Parameter else cast_tensor(tensor)
@@ -274,11 +327,43 @@ class Casts:
                     return value
                 # A compiler traces the cast itself, and shares it within the graph. An autocast region casts itself.
                 if cached and not compiling() and not any_autocast():
-                    return cache.cast(value, cast_tensor)
+                    return cache.cast(value, convert_fitting)
                 return cast_tensor(value)
             return map_tensors(value, cast_nested)
 
-        return cast
+        def cast_args(args: Sequence[Any]) -> Sequence[Any]:
+            # The hot path of most models: what holds for all arguments is asked once.
+            if compiling() or any_autocast():
+                return [*map(cast, args)]
+            entries, pins = (local.entries, cache.pins) if cached else (None, None)
+            shared = entries is not None and not in_inference_mode()
+            new = []
+            for arg in args:
+                kind = type(arg)
+                if kind is Tensor or kind is Parameter:
+                    dtype = arg.dtype
+                    if dtype is not target and dtype in sources and (arg.is_cpu if on_cpu else on_device(arg)):
+                        if arg.layout is not strided and arg.layout not in CASTABLE_LAYOUTS:
+                            raise SparseArgument
+                        if kind is Tensor:
+                            arg = share(arg, convert) if shared else convert(arg)
+                        elif pins or (entries is not None and id(arg) in entries):
+                            arg = cache.cast(arg, convert)
+                        else:
+                            source, arg = arg, convert(arg)
+                            if entries is not None:
+                                cache.keep(entries, source, arg)
+                elif kind is list:
+                    # The weights of a recurrent layer, as a rule.
+                    items = cast_args(arg)
+                    if any(map(operator.is_not, items, arg)):
+                        arg = items
+                elif kind not in plain:
+                    arg = map_tensors(arg, cast_nested)
+                new.append(arg)
+            return new
+
+        return cast, cast_args
 
 
 def _on_device(device_type: str) -> Callable[[Tensor], bool]:

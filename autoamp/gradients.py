@@ -195,6 +195,7 @@ def _values_by_kind(params: Iterable[torch.Tensor]) -> dict[tuple[torch.device, 
 def _writable_grads(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the values of all gradients as real dense tensors that can be written in place, each one once."""
     values: dict[int, torch.Tensor] = {}
+    refuses_inference = not torch.is_inference_mode_enabled()
     for param in params:
         grad = param.grad
         if grad is None:
@@ -203,7 +204,7 @@ def _writable_grads(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
             grad.layout is torch.strided
             and grad.dtype in _REAL
             and grad.is_contiguous()
-            and not (grad.is_inference() and not torch.is_inference_mode_enabled())
+            and not (refuses_inference and grad.is_inference())
         ):
             values[id(grad)] = grad
         elif grad.is_floating_point() or grad.is_complex():
@@ -254,14 +255,15 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _grouped(values: Iterable[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
-    groups = _grouped_by_kind(values)
-    for _, dtype in groups:
+def _grouped(values: list[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+    """Group real tensors in C++, which refuses an empty list. UsageError: a dtype that cannot be scaled."""
+    found = _group_tensors_by_device_and_dtype([list[torch.Tensor | None](values)]) if values else {}
+    for _, dtype in found:
         if dtype not in _REAL:
             raise UsageError(
                 f"a gradient of {dtype} cannot be scaled; keep the parameters in float16, bfloat16, float32 or float64"
             )
-    return groups
+    return {(device, dtype): lists[0] for (device, dtype), (lists, _) in found.items()}  # type: ignore[misc]
 
 
 def _grouped_by_kind(tensors: Iterable[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:

@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from autoamp.casting import Casts, SparseArgument, put_back
 from autoamp.errors import BannedFunctionError
+from autoamp.native import OPS, build_native
 from autoamp.patching import dress
 from autoamp.rules import CastPolicy
 from autoamp.tensors import HALF_DTYPES, PLAIN_TYPES, iter_tensors, map_tensors
@@ -74,7 +76,12 @@ def _by_policy(original: Any, policy: CastPolicy, casts: Casts, functional: Any)
         original = _with_casts_off(original, casts)
     if written is not None:
         return build_sparing(original, cast_all, casts, written, to_half=policy is CastPolicy.FP16)
-    return _promoting(original, casts) if policy is CastPolicy.PROMOTE else _casting(original, cast, casts)
+    if policy is CastPolicy.PROMOTE:
+        return _promoting(original, casts)
+    replacement = _casting(original, policy, casts)
+    if policy is CastPolicy.FP16 and original in OPS and casts.device_type in ("cpu", "cuda"):
+        return build_native(original, replacement, casts)  # type: ignore[return-value]
+    return replacement
 
 
 def _with_casts_off(original: Any, casts: Casts) -> types.FunctionType:
@@ -95,15 +102,17 @@ def _with_casts_off(original: Any, casts: Casts) -> types.FunctionType:
     return run  # type: ignore[return-value]
 
 
-def _casting(original: Any, cast: Callable[[Any], Any], casts: Casts) -> types.FunctionType:
+def _casting(original: Any, policy: CastPolicy, casts: Casts) -> types.FunctionType:
     """Every argument cast to one dtype. The hot path of most models: flat on purpose."""
     local, blocks, plain = casts.local, casts.blocks, PLAIN_TYPES
-    target = casts.dtype if cast is casts.to_half else torch.float32
+    half = policy is CastPolicy.FP16
+    target = casts.dtype if half else torch.float32
+    cast, cast_args = (casts.to_half, casts.args_to_half) if half else (casts.to_fp32, casts.args_to_fp32)
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
         if blocks and not local.on:
             return original(*args, **kwargs)
-        # Most calls have nothing to cast: a loop that only looks saves a call for each argument, and a new tuple.
+        # Many calls have nothing to cast: a loop that only looks saves a call, and a new list.
         for arg in args:
             kind = type(arg)
             if kind is Tensor:
@@ -115,18 +124,20 @@ def _casting(original: Any, cast: Callable[[Any], Any], casts: Casts) -> types.F
             if not kwargs:
                 return original(*args)
         try:
-            new = [*map(cast, args)]
             if not kwargs:
-                return original(*new)
+                return original(*cast_args(args))
             if kwargs.get("out") is not None:
                 return _into_out(original, _each(cast), casts, args, kwargs)
             if kwargs.get("dtype") in HALF_DTYPES:
                 # The caller chose; autocast heeds it too, and norms refuse to narrow what was cast to fp32.
                 return original(*args, **kwargs)
-            new_kwargs = {key: cast(value) for key, value in kwargs.items()}
+            new = cast_args(args)
+            for value in kwargs.values():
+                if type(value) not in plain:
+                    return original(*new, **{key: cast(value) for key, value in kwargs.items()})
         except SparseArgument:
             return original(*args, **kwargs)
-        return original(*new, **new_kwargs)
+        return original(*new, **kwargs)
 
     return replacement  # type: ignore[return-value]
 
@@ -146,7 +157,7 @@ def _promoting(original: Any, casts: Casts) -> types.FunctionType:
     promote, local, blocks = casts.promote, casts.local, casts.blocks
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        if blocks and not local.on:
+        if (blocks and not local.on) or (not kwargs and _of_one_dtype(args)):
             return original(*args, **kwargs)
         try:
             if kwargs.get("out") is not None:
@@ -157,6 +168,23 @@ def _promoting(original: Any, casts: Casts) -> types.FunctionType:
         return original(*args, **kwargs)
 
     return replacement  # type: ignore[return-value]
+
+
+def _of_one_dtype(args: tuple[Any, ...]) -> bool:
+    """Tell at a glance whether all tensors have one dtype. False may be wrong."""
+    found = None
+    for arg in args:
+        kind = type(arg)
+        for item in arg if kind is list or kind is tuple else (arg,):
+            kind = type(item)
+            if kind is Tensor or kind is Parameter:
+                if found is None:
+                    found = item.dtype
+                elif item.dtype is not found:
+                    return False
+            elif kind not in PLAIN_TYPES:
+                return False
+    return True
 
 
 def _inplace(original: Any, functional: Any, cast_all: Callable[[Any], Any], casts: Casts) -> types.FunctionType:

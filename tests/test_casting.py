@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import Parameter
 
@@ -356,18 +357,107 @@ def test_cache_leaves_out_what_needs_no_cast_or_has_no_version() -> None:
     assert len(casts.cache) == 0
 
 
-def test_cache_keeps_no_wrapper_of_a_transform() -> None:
+def test_no_wrapper_of_a_transform_outlives_it() -> None:
     casts = make()
     casts.local.entries = {}
-    parameter = Parameter(torch.ones(2))
-    torch.func.grad(lambda x: (x * casts.to_half(parameter)).sum())(torch.ones(2))
-    assert len(casts.cache) == 0
+    parameter, x = Parameter(torch.ones(2)), torch.ones(2)
+
+    def transformed() -> None:
+        torch.func.grad(lambda y: (y * casts.to_half(parameter) * casts.args_to_half([x])[0]).sum())(torch.ones(2))
+
+    transformed()
+    for cast in (casts.to_half(parameter), casts.args_to_half([x])[0]):
+        assert not is_functorch_wrapped_tensor(cast)
     parameter.requires_grad_(False)
     with casts.cache.pin([parameter]):
-        torch.func.grad(lambda x: (x * casts.to_half(parameter)).sum())(torch.ones(2))
-        assert len(casts.cache) == 0
+        transformed()
+        assert casts.cache.pins[id(parameter)].cast is None
         casts.to_half(parameter)
-        assert len(casts.cache) == 1
+        assert casts.cache.pins[id(parameter)].cast is not None
+
+
+# -- the last activation --
+
+
+def shared(casts: Casts, tensor: Tensor) -> Tensor:
+    (cast,) = casts.args_to_half([tensor])
+    assert isinstance(cast, Tensor)
+    return cast
+
+
+def test_the_last_activation_is_cast_once() -> None:
+    casts = make()
+    casts.local.entries = {}
+    x, other = torch.ones(2, requires_grad=True) * 1, torch.ones(2)
+    assert shared(casts, x) is shared(casts, x)
+    first = shared(casts, x)
+    shared(casts, other)
+    assert shared(casts, x) is not first
+    casts.local.entries = None
+    assert shared(casts, x) is not shared(casts, x)
+
+
+def test_caching_off_shares_nothing() -> None:
+    casts = make(enable_caching=False)
+    x = torch.ones(2)
+    assert shared(casts, x) is not shared(casts, x)
+
+
+def set_to(tensor: Tensor, value: Tensor) -> None:
+    tensor.data = value.clone()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x, value: x.copy_(value),
+        lambda x, value: x.detach().copy_(value),
+        lambda x, value: x[:1].copy_(value[:1]),
+        lambda x, value: x.view(2, 1).mul_(0).add_(value.view(2, 1)),
+        set_to,
+        lambda x, value: x.set_(value.clone()),
+    ],
+    ids=["copy_", "detach", "slice", "view", "data", "set_"],
+)
+def test_an_activation_that_was_written_to_is_cast_anew(write: Callable[[Tensor, Tensor], Any]) -> None:
+    casts = make()
+    casts.local.entries = {}
+    x = torch.zeros(2)
+    shared(casts, x)
+    write(x, torch.ones(2))
+    assert torch.equal(shared(casts, x), x.half())
+
+
+@pytest.mark.parametrize("first", ["grad", "no_grad", "inference_mode"])
+@pytest.mark.parametrize("second", ["grad", "no_grad", "inference_mode"])
+def test_an_activation_in_two_grad_modes(first: str, second: str) -> None:
+    modes: dict[str, Any] = {
+        "grad": torch.enable_grad, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode,
+    }  # fmt: skip
+    casts = make()
+    casts.local.entries = {}
+    leaf = torch.ones(2, requires_grad=True)
+    x = leaf * 1
+    with modes[first]():
+        shared(casts, x)
+    with modes[second]():
+        cast = shared(casts, x)
+    assert cast.requires_grad == (second == "grad")
+    if second == "grad":
+        cast.float().sum().backward()
+        assert leaf.grad is not None
+
+
+def test_an_activation_without_a_version_is_cast_each_time() -> None:
+    casts = make()
+    casts.local.entries = {}
+    with torch.inference_mode():
+        x = torch.zeros(2)
+        shared(casts, x)
+        x.fill_(1.0)
+        assert torch.equal(shared(casts, x), x.half())
+    assert torch.equal(shared(casts, x.clone()), torch.ones(2).half())
+    assert shared(casts, x) is not shared(casts, x)
 
 
 def test_cache_holds_the_old_storage_so_that_its_address_stays_taken() -> None:

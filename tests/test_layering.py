@@ -17,7 +17,7 @@ FLOORS: dict[float, tuple[str, ...]] = {
     0: ("errors", "table", "tensors", "toml_lines"),
     1: ("attaching", "checks", "gradients", "patching", "rules", "scaling"),
     2.0: ("casting", "masters", "targets", "verdicts"),
-    2.05: ("written",),
+    2.05: ("native", "written"),
     2.1: ("autocast_regions", "counting", "drift", "model_casting", "modules", "policies", "rnn", "stepping"),
     2.2: ("backward_passes", "functions", "guarding", "installing"),
     2.3: ("auto_scaling",),

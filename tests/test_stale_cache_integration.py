@@ -7,13 +7,14 @@ import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
 
@@ -36,24 +37,33 @@ def handle() -> autoamp.Handle:
     return start()
 
 
-class Counter:
-    """Counts casts of parameters to half, by what reaches `Tensor.half`."""
+class Counter(TorchDispatchMode):
+    """Counts casts of parameters to half, whoever makes them, in the threads that enter it. Entered as it is made."""
 
-    def __init__(self, casts: Any) -> None:
+    live: ClassVar[list[Counter]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
         self.of: dict[int, int] = {}
-        original = casts.cache.cast
+        self.__enter__()
+        self.live.append(self)
 
-        def cast(parameter: Parameter, convert: Callable[[Tensor], Tensor]) -> Tensor:
-            def counted(tensor: Tensor) -> Tensor:
-                self.of[id(parameter)] = self.of.get(id(parameter), 0) + 1
-                return convert(tensor)
-
-            return original(parameter, counted)  # type: ignore[no-any-return]
-
-        casts.cache.cast = cast
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # In inference mode `to` itself gets here.
+        casts = func.overloadpacket in (torch.ops.aten._to_copy, torch.ops.aten.to)
+        if casts and HALF in (*args[1:], *(kwargs or {}).values()):
+            self.of[id(args[0])] = self.of.get(id(args[0]), 0) + 1
+        return func(*args, **kwargs or {})
 
     def __getitem__(self, parameter: Parameter) -> int:
         return self.of.get(id(parameter), 0)
+
+
+@pytest.fixture(autouse=True)
+def no_counter_is_left() -> Iterator[None]:
+    yield
+    while Counter.live:
+        Counter.live.pop().__exit__(None, None, None)
 
 
 def expected(x: Tensor, weight: Tensor) -> Tensor:
@@ -353,7 +363,7 @@ def test_scale_loss_within_a_forward_drops_the_casts(handle: autoamp.Handle) -> 
             self.layer = nn.Linear(4, 4)
 
         def forward(self, x: Tensor) -> int:
-            loss = self.layer(x).float().sum()
+            loss = (self.layer(x) + self.layer(x)).float().sum()
             assert len(handle.cache) == 2
             with handle.scale_loss(loss, optimizer) as scaled:
                 scaled.backward()
@@ -381,19 +391,20 @@ class Repeats(nn.Module):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_weight_used_often_in_one_call_is_cast_once(handle: autoamp.Handle, mode: str) -> None:
+def test_a_weight_used_often_in_one_call_is_cast_twice(handle: autoamp.Handle, mode: str) -> None:
     model = Repeats(5)
-    counter = Counter(handle.casts)
+    counter = Counter()
     with MODES[mode]():
         for calls in (1, 2):
             model(torch.randn(3, 4))
-            assert counter[model.layer.weight] == counter[model.layer.bias] == calls
+            # Torch casts for the first use, which is the last of most weights. The second use keeps its cast.
+            assert counter[model.layer.weight] == counter[model.layer.bias] == 2 * calls
 
 
 def test_without_caching_each_use_casts() -> None:
     handle = start(enable_caching=False)
     model = Repeats(5)
-    counter = Counter(handle.casts)
+    counter = Counter()
     model(torch.randn(3, 4))
     assert counter[model.layer.weight] == 5
     assert len(handle.cache) == 0
@@ -426,7 +437,7 @@ def test_weights_in_a_list_are_cached_too(handle: autoamp.Handle) -> None:
             return out
 
     model = Steps()
-    counter = Counter(handle.casts)
+    counter = Counter()
     model(torch.randn(5, 2, 4))
     assert [counter[parameter] for parameter in model.parameters()] == [1, 1, 1, 1]
 
@@ -436,7 +447,7 @@ def test_nothing_is_kept_after_a_call(handle: autoamp.Handle) -> None:
     inside = []
     model.layer.register_forward_hook(lambda *_: inside.append(len(handle.cache)))
     model(torch.randn(3, 4))
-    assert inside == [2, 2]
+    assert inside == [0, 2]
     assert len(handle.cache) == 0
 
 
@@ -447,7 +458,7 @@ def test_nothing_is_kept_after_an_exception(handle: autoamp.Handle) -> None:
             assert len(handle.cache) == 2
             raise KeyError("gone wrong")
 
-    model = Fails(1)
+    model = Fails(2)
     for _ in range(2):
         with pytest.raises(KeyError, match="gone wrong"):
             model(torch.randn(3, 4))
@@ -464,7 +475,7 @@ def test_casts_and_weights_are_freed(handle: autoamp.Handle, collected: Any) -> 
     casts: list[weakref.ref[Tensor]] = []
 
     def look(*_: Any) -> None:
-        casts.extend(weakref.ref(entry.cast) for entry in handle.casts.local.entries.values())
+        casts.extend(weakref.ref(entry[1]) for entry in handle.casts.local.entries.values() if entry)
 
     model.layer.register_forward_hook(look)
     with torch.no_grad():
@@ -480,7 +491,7 @@ def test_casts_and_weights_are_freed(handle: autoamp.Handle, collected: Any) -> 
 
 def test_threads_do_not_share_casts(handle: autoamp.Handle) -> None:
     model = Repeats(3)
-    counter = Counter(handle.casts)
+    counter = Counter()
     barrier = threading.Barrier(2)
     finished = []
 
@@ -488,7 +499,8 @@ def test_threads_do_not_share_casts(handle: autoamp.Handle) -> None:
         barrier.wait(timeout=30)
 
     def run() -> None:
-        model(torch.randn(3, 4))
+        with counter:
+            model(torch.randn(3, 4))
         finished.append(len(handle.cache))
 
     model.layer.register_forward_pre_hook(meet)
@@ -498,15 +510,16 @@ def test_threads_do_not_share_casts(handle: autoamp.Handle) -> None:
     for thread in threads:
         thread.join()
     assert finished == [0, 0]
-    assert counter[model.layer.weight] == 2
+    assert counter[model.layer.weight] == 4
 
 
-def test_tied_weights_are_cast_once(handle: autoamp.Handle) -> None:
-    first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
-    second.weight = first.weight
-    counter = Counter(handle.casts)
-    nn.Sequential(first, second)(torch.randn(3, 4))
-    assert counter[first.weight] == 1
+def test_tied_weights_share_a_cast_from_the_second_use_on(handle: autoamp.Handle) -> None:
+    layers = [nn.Linear(4, 4, bias=False) for _ in range(4)]
+    for layer in layers:
+        layer.weight = layers[0].weight
+    counter = Counter()
+    nn.Sequential(*layers)(torch.randn(3, 4))
+    assert counter[layers[0].weight] == 2
 
 
 def test_autocast_region_within_a_call_gets_the_weight_itself(handle: autoamp.Handle) -> None:
@@ -584,7 +597,7 @@ def test_checkpointed_module(handle: autoamp.Handle) -> None:
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
 def test_inference_casts_once_over_many_calls(handle: autoamp.Handle, mode: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    counter = Counter(handle.casts)
+    counter = Counter()
     x = torch.randn(3, 4)
     with handle.inference(model) as same, MODES[mode]():
         assert same is model
@@ -600,7 +613,7 @@ def test_inference_casts_once_over_many_calls(handle: autoamp.Handle, mode: str)
 def test_inference_serves_both_modes(handle: autoamp.Handle, first: str) -> None:
     model = nn.Linear(4, 4)
     x = torch.randn(3, 4)
-    counter = Counter(handle.casts)
+    counter = Counter()
     with handle.inference(model):
         with MODES[first]():
             model(x)
@@ -628,7 +641,7 @@ def test_weights_written_after_inference_are_seen(handle: autoamp.Handle) -> Non
 def test_nested_inference(handle: autoamp.Handle) -> None:
     inner = nn.Linear(4, 4)
     model = nn.Sequential(inner, nn.Linear(4, 4))
-    counter = Counter(handle.casts)
+    counter = Counter()
     x = torch.randn(3, 4)
     with torch.no_grad(), handle.inference(inner):
         with handle.inference(model):
@@ -642,7 +655,7 @@ def test_nested_inference(handle: autoamp.Handle) -> None:
 
 def test_blocks_that_end_in_another_order(handle: autoamp.Handle) -> None:
     model = nn.Linear(4, 4)
-    counter = Counter(handle.casts)
+    counter = Counter()
     x = torch.randn(3, 4)
     first, second = handle.inference(model), handle.inference(model)
     with torch.no_grad():

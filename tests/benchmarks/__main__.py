@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import platform
 import statistics
 from pathlib import Path
@@ -21,9 +22,10 @@ from rich.progress import track
 from rich.table import Table
 
 import autoamp
-from tests.benchmarks.cases import DEVICE
+from tests.benchmarks import framework, memory
 from tests.benchmarks.workers import NAMES, WAYS, asked, cycling, started, timing
 
+DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 Timings = dict[str, dict[str, list[float]]]
 
 
@@ -34,12 +36,35 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=4, help="how many times fresh processes are started")
     parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="float16")
     parser.add_argument("--json", type=Path, help="write the results, with versions, to this file")
+    parser.add_argument("--only", choices=["calls", "runs", "memory", "growth"], help="one part of it all")
+    parser.add_argument("--big", action="store_true", help="real work too, some minutes")
+    parser.add_argument("--svg", type=Path, help="draw how the cost of a step grows; takes matplotlib")
     chosen = parser.parse_args()
     console = Console()
-    timings, once = measure(chosen.dtype, chosen.rounds, chosen.processes, console)
-    console.print(table_of_calls(timings, chosen.dtype), table_of_what_is_done_once(once))
+    found: dict[str, Any] = environment(chosen.dtype)
+    if chosen.only in (None, "calls"):
+        timings, once = measure(chosen.dtype, chosen.rounds, chosen.processes, console)
+        console.print(table(timings, f"One call, {chosen.dtype}"), table_of_what_is_done_once(once))
+        found |= report(timings, once)
+    if chosen.only in (None, "runs"):
+        for device in DEVICES:
+            runs_ = measure_runs(chosen.dtype, device, chosen.rounds, chosen.processes, chosen.big, console)
+            console.print(table(runs_, f"One run, {chosen.dtype} on {device}"))
+            found[f"runs on {device}"] = {name: {**ways, "ratio": ratio(ways)} for name, ways in runs_.items()}
+        starts = list(zip(*(framework.start_up() for _ in range(5)), strict=True))
+        found["start"] = dict(zip(("import autoamp, on top of torch", "the first init()"), starts, strict=True))
+        console.print(table_of_what_is_done_once(found["start"]))
+    if chosen.only in (None, "memory"):
+        found["saved bytes"] = memory.compare()
+        for name, values in found["saved bytes"].items():
+            console.print(f"saved for backward, {name}: {values}")
+    if chosen.only in (None, "growth"):
+        found["growth"] = framework.growth()
+        console.print(found["growth"])
+        if chosen.svg is not None:
+            framework.draw(found["growth"], chosen.svg)
     if chosen.json is not None:
-        chosen.json.write_text(json.dumps(report(timings, once, chosen.dtype), indent=2) + "\n")
+        chosen.json.write_text(json.dumps(found, indent=2) + "\n")
 
 
 def measure(dtype: str, rounds: int, processes: int, console: Console) -> tuple[Timings, dict[str, list[float]]]:
@@ -59,6 +84,19 @@ def measure(dtype: str, rounds: int, processes: int, console: Console) -> tuple[
     return timings, once
 
 
+def measure_runs(dtype: str, device: str, rounds: int, processes: int, big: bool, console: Console) -> Timings:
+    """Return the seconds of each run by name and way, a value a round."""
+    names = [*framework.runs(big, device, getattr(torch, dtype)), framework.CHECK]
+    timings: Timings = {name: {way: [] for way in WAYS} for name in names}
+    for number in track(range(rounds * processes), description=f"Runs on {device}", console=console):
+        if number % rounds == 0:
+            connections = {way: started(framework.running, way, dtype, device, big) for way in WAYS}
+        for name in names:
+            for way in WAYS:
+                timings[name][way].append(asked(connections[way], name))
+    return timings
+
+
 def ratio(ways: dict[str, list[float]]) -> tuple[float, float, float]:
     """Return the ratio of autoamp's median over autocast's, and the quartiles of the ratios by round."""
     low, _, high = statistics.quantiles(
@@ -67,17 +105,17 @@ def ratio(ways: dict[str, list[float]]) -> tuple[float, float, float]:
     return statistics.median(ways["autoamp"]) / statistics.median(ways["autocast"]), low, high
 
 
-def table_of_calls(timings: Timings, dtype: str) -> Table:
+def table(timings: Timings, title: str) -> Table:
     """Return a table of the medians, in microseconds."""
-    table = Table(title=f"One call, {dtype} on {DEVICE}, one thread, microseconds")
-    table.add_column("call")
+    shown = Table(title=f"{title}, one thread, microseconds")
+    shown.add_column("")
     for heading in (*WAYS, "ratio", "middle half"):
-        table.add_column(heading, justify="right", no_wrap=True)
+        shown.add_column(heading, justify="right", no_wrap=True)
     for name, ways in timings.items():
         medians = [f"{statistics.median(ways[way]) * 1e6:.2f}" for way in WAYS]
         over, low, high = ratio(ways)
-        table.add_row(name, *medians, f"{over:.2f}", f"{low:.2f}-{high:.2f}")
-    return table
+        shown.add_row(name, *medians, f"{over:.2f}", f"{low:.2f}-{high:.2f}")
+    return shown
 
 
 def table_of_what_is_done_once(once: dict[str, list[float]]) -> Table:
@@ -88,15 +126,23 @@ def table_of_what_is_done_once(once: dict[str, list[float]]) -> Table:
     return table
 
 
-def report(timings: Timings, once: dict[str, list[float]], dtype: str) -> dict[str, Any]:
-    """Return all timings, in seconds, with what they were measured on."""
+def environment(dtype: str) -> dict[str, Any]:
+    """Return what the results were measured on: versions and the kind of machine, not its name."""
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "autoamp": autoamp.__version__,
-        "device": f"{DEVICE} ({platform.machine()}), 1 thread",
+        "processor": torch.backends.cpu.get_cpu_capability(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, 1 thread used",
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "dtype": dtype,
+    }
+
+
+def report(timings: Timings, once: dict[str, list[float]]) -> dict[str, Any]:
+    """Return all timings of calls, in seconds."""
+    return {
         "calls": timings,
         "ratios": {
             name: dict(zip(("ratio", "low", "high"), ratio(ways), strict=True)) for name, ways in timings.items()

@@ -1,0 +1,191 @@
+"""Casts to half by torch's own autocast, for the ops that it lists under the same policy: on for the one call.
+
+Within the call torch casts in C++ what is fp32, which is faster than any cast from Python. Torch's own cache of casts,
+which does not see a weight change, is off meanwhile. What a weight is used for again is cast through `CastCache`.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from autoamp.casting import Casts
+from autoamp.tensors import PLAIN_TYPES
+
+__all__ = ["OPS", "build_native"]
+
+_BUILTINS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+_NAMES = (
+    "__matmul__", "addbmm", "addmm", "baddbmm", "bmm", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
+    "conv_transpose2d", "conv_transpose3d", "linear", "matmul", "mm",
+)  # fmt: skip
+# No op above takes a tensor within a tuple or list.
+_SKIPPED = PLAIN_TYPES | {tuple, list}
+
+OPS = frozenset(
+    op
+    for owner in (torch, Tensor, torch._C._nn)
+    for op in (getattr(owner, name, None) for name in _NAMES)
+    if isinstance(op, _BUILTINS)
+)
+"""Ops that return one tensor, draw no random numbers, and that autocast runs in half on a CPU and on CUDA."""
+
+
+def build_native(original: Any, general: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
+    """Build the replacement of one of `OPS` under the policy fp16.
+
+    Args:
+        original: One of `OPS`.
+        general: The replacement that takes whatever is out of the ordinary.
+        casts: The state that the replacement reads; its device type is ``"cpu"`` or ``"cuda"``.
+    """
+    native = _build_any(original, general, casts)
+    return _build_layer(original, native, casts) if original.__name__.startswith(("linear", "conv")) else native
+
+
+def _build_layer(original: Any, otherwise: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
+    """The commonest call of all: an input, a weight and maybe a bias, both fp32 parameters, and numbers."""
+    local, blocks, pins, share = casts.local, casts.blocks, casts.cache.pins, casts.cache.share
+    target, full, strided, on_cpu = casts.dtype, torch.float32, torch.strided, casts.device_type == "cpu"
+    narrow = Tensor.half if target is torch.float16 else Tensor.bfloat16
+    is_special, records = _special_state(), torch.is_grad_enabled
+    call = _under_autocast(original, otherwise, casts)
+
+    def with_pinned(*args: Any) -> Any:
+        if records() or is_special():
+            return otherwise(*args)
+        new = [*args]
+        for place in (1, 2) if len(args) > 2 and args[2] is not None else (1,):
+            pin = pins.get(id(args[place]))
+            if pin is None or pin.cast is None:
+                return otherwise(*args)
+            new[place] = pin.cast
+        x = args[0]
+        if type(x) is not Tensor:
+            return otherwise(*args)
+        if x.dtype is not target:
+            if x.dtype is not full or x.layout is not strided or x.device != new[1].device:
+                return otherwise(*args)
+            new[0] = narrow(x)
+        return original(*new)
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        if kwargs or len(args) < 2 or (blocks and not local.on):
+            return otherwise(*args, **kwargs)
+        if pins:
+            return with_pinned(*args)
+        x, weight = args[0], args[1]
+        bias = args[2] if len(args) > 2 else None
+        if (
+            type(x) is not Tensor
+            or type(weight) is not Parameter
+            or weight.dtype is not full
+            or not (weight.is_cpu if on_cpu else weight.is_cuda)
+            or weight.layout is not strided
+            or (bias is not None and (type(bias) is not Parameter or bias.dtype is not full))
+            or is_special()
+        ):
+            return otherwise(*args)
+        dtype = x.dtype
+        if dtype is not target and (dtype is not full or x.layout is not strided):
+            return otherwise(*args)
+        entries = local.entries
+        if entries is not None:
+            key = id(weight)
+            if key in entries:
+                # Its second use in this module call: now its cast is worth keeping.
+                return otherwise(*args)
+            entries[key] = None
+            if bias is not None:
+                entries[id(bias)] = None
+            if dtype is full and records():
+                return call(share(x, narrow), *args[1:])
+        return call(*args)
+
+    return replacement
+
+
+def _build_any(original: Any, general: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
+    local, blocks, pins, skipped = casts.local, casts.blocks, casts.cache.pins, _SKIPPED
+    target, full, strided, on_cpu = casts.dtype, torch.float32, torch.strided, casts.device_type == "cpu"
+    is_special, records = _special_state(), torch.is_grad_enabled
+    call = _under_autocast(original, general, casts)
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        if blocks and not local.on:
+            return original(*args, **kwargs)
+        for arg in args:
+            kind = type(arg)
+            if kind is Tensor or kind is Parameter:
+                if arg.dtype is not target:
+                    break
+            elif kind not in skipped:
+                break
+        else:
+            if not kwargs:
+                return original(*args)
+        if kwargs or is_special():
+            return general(*args, **kwargs)
+        entries, narrowed, any_full = local.entries, [], False
+        for arg in args:
+            kind = type(arg)
+            if kind is Tensor or kind is Parameter:
+                dtype = arg.dtype
+                if dtype is not target:
+                    if dtype is not full or not (arg.is_cpu if on_cpu else arg.is_cuda) or arg.layout is not strided:
+                        return general(*args)
+                    if kind is Parameter and id(arg) in pins:
+                        cast = pins[id(arg)].cast
+                        if cast is None or (arg.requires_grad and records()):
+                            return general(*args)
+                        arg = cast
+                    else:
+                        any_full = True
+                        if kind is Parameter and entries is not None:
+                            if id(arg) in entries:
+                                return general(*args)
+                            entries[id(arg)] = None
+            elif kind not in skipped:
+                return general(*args)
+            narrowed.append(arg)
+        return call(*narrowed) if any_full else original(*narrowed)
+
+    return replacement
+
+
+def _special_state() -> Callable[[], bool]:
+    """Return a test of whether somebody traces, an autocast region holds, or a mode looks at functions."""
+    compiling, any_autocast = torch.compiler.is_dynamo_compiling, torch._C._is_any_autocast_enabled
+    in_function_mode, trace = torch._C._is_torch_function_mode_enabled, torch._C._get_tracing_state
+    return lambda: compiling() or any_autocast() or in_function_mode() or trace() is not None
+
+
+def _under_autocast(original: Any, general: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
+    device_type, target = casts.device_type, casts.dtype
+    switch, switch_cache = torch.set_autocast_enabled, torch.set_autocast_cache_enabled
+    caches, dtype_of, give_dtype = torch.is_autocast_cache_enabled, torch.get_autocast_dtype, torch.set_autocast_dtype
+    usual = dtype_of(device_type) is target
+
+    def call(*args: Any) -> Any:
+        cached = caches()
+        before = None if usual else dtype_of(device_type)
+        try:
+            if before is not None:
+                give_dtype(device_type, target)
+            switch_cache(False)
+            switch(device_type, True)
+            result = original(*args)
+        finally:
+            switch(device_type, False)
+            switch_cache(cached)
+            if before is not None:
+                give_dtype(device_type, before)
+        # Somebody gave this thread's autocast another dtype.
+        return result if result.dtype is target else general(*args)
+
+    return call
