@@ -353,7 +353,7 @@ class Casts:
                             source, arg = arg, convert(arg)
                             if entries is not None:
                                 cache.keep(entries, source, arg)
-                elif kind is list:
+                elif kind is list and all(type(item) is Parameter or type(item) is Tensor for item in arg):
                     # The weights of a recurrent layer, as a rule.
                     items = cast_args(arg)
                     if any(map(operator.is_not, items, arg)):

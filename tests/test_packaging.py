@@ -121,7 +121,7 @@ def test_pyproject_holds_the_build_system_alone() -> None:
 
 def test_constraints_are_exact_and_cover_what_is_required() -> None:
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    pins = dict(line.lower().split("==") for line in lines if not line.startswith("#"))
     assert all(re.fullmatch(r"[0-9][0-9.]*", version) for version in pins.values())
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg", encoding="utf-8")

@@ -134,8 +134,9 @@ def test_names_are_those_that_init_rebinds_and_those_that_it_does_not_reach(monk
     module.PART = functools.partial(torch.softmax, dim=1)
     monkeypatch.setitem(sys.modules, "takes_names", module)
     names = probing.bound_names()
-    assert names.rebound == ("takes_names.matmul",)
-    assert set(names.unreached) == {
+    # The test modules of this process take names too.
+    assert [name for name in names.rebound if name.startswith("takes_names.")] == ["takes_names.matmul"]
+    assert {name for name in names.unreached if name.startswith("takes_names.")} == {
         "takes_names.f(op=)", "takes_names.f(other=)", "takes_names.Net.act", "takes_names.Net.g(op=)",
         "takes_names.OPS['m']", "takes_names.CHAIN[1]", "takes_names.PART.func",
     }  # fmt: skip
