@@ -215,6 +215,11 @@ class Casts:
         # A block that turns casts on, such as a module's precision, must not do so in a thread that is off by default.
         type(self.local).forced_off = not self._on
 
+    @property
+    def is_open(self) -> bool:
+        """Whether replacements may cast at all."""
+        return self._open
+
     def shut(self) -> None:
         """Make every replacement pass calls through, in all threads."""
         if self._on and self._open:
@@ -259,22 +264,31 @@ class Casts:
 
     def remembered(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function so that it runs as this thread casts now, whenever and in whichever thread it is called."""
-        local, blocks = self.local, self.blocks
-        on, forced_off = local.on, local.forced_off
+        switches = self.switches()
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            own = vars(local)
-            before = own.get("on"), own.get("forced_off")
-            blocks.append(None)
-            own["on"], own["forced_off"] = on, forced_off
-            try:
+            with self.switched_to(switches):
                 return function(*args, **kwargs)
-            finally:
-                put_back(own, "on", before[0])
-                put_back(own, "forced_off", before[1])
-                blocks.pop()
 
         return run
+
+    def switches(self) -> tuple[bool, bool]:
+        """Return how this thread casts now, for `switched_to`."""
+        return self.local.on, self.local.forced_off
+
+    @contextlib.contextmanager
+    def switched_to(self, switches: tuple[bool, bool]) -> Iterator[None]:
+        """Let this thread cast for a block as one did when it called `switches`."""
+        own = vars(self.local)
+        before = own.get("on"), own.get("forced_off")
+        self.blocks.append(None)
+        own["on"], own["forced_off"] = switches
+        try:
+            yield
+        finally:
+            put_back(own, "on", before[0])
+            put_back(own, "forced_off", before[1])
+            self.blocks.pop()
 
     def eligible(self, tensor: Tensor) -> bool:
         """Tell whether a tensor is of a dtype, device type and layout that casts apply to."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch._jit_internal import boolean_dispatched
+from torch.autograd.function import BackwardCFunction
 from torch.jit._builtins import _find_builtin, _get_builtin_table
 
 from autoamp.autocast_regions import DisabledRegions
@@ -20,7 +21,14 @@ from autoamp.casting import Casts
 from autoamp.counting import Counts, counted
 from autoamp.errors import ListFileError, PatchError
 from autoamp.model_casting import CastModels
-from autoamp.modules import ModulePrecisions, build_module_call, build_parallel_apply, build_recompute
+from autoamp.modules import (
+    ModulePrecisions,
+    build_function_backward,
+    build_function_context,
+    build_module_call,
+    build_parallel_apply,
+    build_recompute,
+)
 from autoamp.patching import PatchSet, mark, name_by, original_of
 from autoamp.policies import build
 from autoamp.rnn import build_check_input
@@ -130,6 +138,8 @@ class Installation:
             (torch.nn.RNNBase, "check_input", lambda original: build_check_input(original, casts)),
             (checkpoint, "_checkpoint_without_reentrant_generator", lambda f: build_recompute(f, casts, 0)),
             (checkpoint.CheckpointFunction, "forward", lambda f: build_recompute(f, casts, 1)),
+            (BackwardCFunction, "__init__", lambda original: build_function_context(original, casts)),
+            (BackwardCFunction, "apply", lambda original: build_function_backward(original, casts)),
             (torch.nn.Module, "__call__", self._module_call),
             *((torch.nn.Module, name, builder) for name, builder in self._models.builders()),
         ]

@@ -25,7 +25,15 @@ from autoamp.patching import dress, resolve
 from autoamp.rules import ModulePrecision, ModuleRule
 from autoamp.tensors import CASTABLE_LAYOUTS, map_tensors
 
-__all__ = ["ModulePrecisions", "Override", "build_module_call", "build_parallel_apply", "build_recompute"]
+__all__ = [
+    "ModulePrecisions",
+    "Override",
+    "build_function_backward",
+    "build_function_context",
+    "build_module_call",
+    "build_parallel_apply",
+    "build_recompute",
+]
 
 _MARKS = "_autoamp_precision"
 _GLOB = frozenset("*?[")
@@ -225,6 +233,32 @@ def build_recompute(original: Any, casts: Casts, position: int) -> Any:
         return original(*args[:position], kept, *args[position + 1 :], **kwargs)
 
     return dress(replacement, original, original.__module__, original.__qualname__)  # type: ignore[arg-type]
+
+
+def build_function_context(original: Any, casts: Casts) -> Any:
+    """Build the replacement of the constructor of a custom function's context: it notes how its thread casts."""
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self._autoamp_switches = casts, casts.switches()
+
+    return dress(init, original, "torch.autograd.function", "BackwardCFunction.__init__")  # type: ignore[arg-type]
+
+
+def build_function_backward(original: Any, casts: Casts) -> Any:
+    """Build the replacement of ``BackwardCFunction.apply``: a custom function's backward casts as its forward did.
+
+    The thread may be another one, of autograd's own on CUDA, and the blocks around the forward have ended.
+    """
+
+    def apply(self: Any, *args: Any) -> Any:
+        noted, switches = vars(self).get("_autoamp_switches", (None, None))
+        if noted is not casts or switches == casts.switches() or not casts.is_open:
+            return original(self, *args)
+        with casts.switched_to(switches):
+            return original(self, *args)
+
+    return dress(apply, original, original.__module__, original.__qualname__)  # type: ignore[arg-type]
 
 
 def build_parallel_apply(original: Any, casts: Casts) -> Any:

@@ -41,6 +41,7 @@ WATCHED: tuple[Any, ...] = (
     torch.utils.checkpoint,
     torch.utils.checkpoint.CheckpointFunction,
     torch.autocast,
+    torch.autograd.function.BackwardCFunction,
     *(sys.modules[f"torch.nn.parallel{name}"] for name in ("", ".data_parallel", ".parallel_apply")),
 )
 

@@ -17,7 +17,7 @@ import types
 import warnings
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -684,3 +684,54 @@ def test_threads_of_data_parallel_cast_as_the_thread_that_calls(monkeypatch: pyt
         assert dtypes(torch.nn.parallel.parallel_apply) == {torch.float32}
     handle.deactivate()
     assert dtypes(torch.nn.parallel.parallel_apply) == {torch.float32}
+
+
+class Projects(torch.autograd.Function):
+    """A function whose backward calls a listed op, and notes in which dtype it ran."""
+
+    seen: ClassVar[list[torch.dtype]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        Projects.seen.append(F.linear(x, weight).dtype)
+        return gradient @ weight.to(gradient.dtype), gradient.T @ x.to(gradient.dtype)
+
+
+def test_backward_of_a_custom_function_casts_as_its_forward_in_whatever_thread() -> None:
+    x, weight = torch.randn(2, 3), torch.randn(3, 3, requires_grad=True)
+    half = torch.bfloat16
+
+    def backward(output: Tensor) -> torch.dtype:
+        thread = threading.Thread(target=output.float().sum().backward)
+        thread.start()
+        thread.join()
+        return Projects.seen.pop()
+
+    with autoamp.region(device_type="cpu", dtype=half):
+        output = Projects.apply(x, weight)
+        # Another thread is off by default; autograd's own on CUDA is one.
+        assert backward(output) is half
+    handle = autoamp.init(device_type="cpu", dtype=half)
+    with handle.disable_casts():
+        output = Projects.apply(x, weight)
+    assert backward(output) is torch.float32
+    output = Projects.apply(x, weight)
+    with handle.disable_casts():
+        output.float().sum().backward()
+    assert Projects.seen.pop() is half
+    # The graph outlives the handle.
+    output = Projects.apply(x, weight)
+    handle.deactivate()
+    assert backward(output) is torch.float32
+    other = autoamp.init(device_type="cpu", dtype=torch.float16)
+    with other.disable_casts():
+        assert backward(Projects.apply(x, weight)) is torch.float32
+    compiled = torch.compile(lambda a: Projects.apply(a, weight), backend="aot_eager")
+    assert compiled(x).dtype is torch.float16
+    torch._dynamo.reset()
