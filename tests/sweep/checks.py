@@ -103,11 +103,17 @@ def _with_out(function: Callable[..., Any], call: Call, buffers: Any) -> tuple[O
     held: list[Tensor] = []
 
     def write(*args: Any, **kwargs: Any) -> Any:
-        held.extend(tree_flatten(tree_map(torch.clone, buffers))[0])
+        held.extend(tree_flatten(tree_map(_fresh, buffers))[0])
         out = held[0] if isinstance(buffers, Tensor) else tuple(held)
         return function(*args, **kwargs, out=out)
 
     return run(write, call), held
+
+
+def _fresh(buffer: Tensor) -> Tensor:
+    """A buffer of its own, of nan where it can be: torch's ihfftn over one dimension reads what it is to write to."""
+    fresh = torch.clone(buffer)
+    return fresh.fill_(float("nan")) if fresh.is_floating_point() or fresh.is_complex() else fresh
 
 
 def _takes_out(
