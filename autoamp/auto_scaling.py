@@ -13,6 +13,7 @@ import functools
 import gc
 import inspect
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -37,6 +38,7 @@ from autoamp.patching import PatchSet, dress, original_of
 from autoamp.scaling import LossScaler, open_blocks
 from autoamp.stepping import StepGuard
 from autoamp.tensors import iter_tensors
+from autoamp.unaware_closures import step_unaware
 
 __all__ = ["AutoScale"]
 
@@ -98,8 +100,11 @@ class AutoScale:
             (Tensor, "retain_grad", self._around_retain_grad),
             (Tensor, "register_hook", self._around_register(_GradientHook)),
             (Tensor, "register_post_accumulate_grad_hook", self._around_register(_PostAccumulateHook)),
+            (Module, "register_backward_hook", self._around_register(_GradientHook)),
             (Module, "register_full_backward_hook", self._around_register(_GradientHook)),
             (Module, "register_full_backward_pre_hook", self._around_register(_GradientHook)),
+            (torch.nn.modules.module, "register_module_full_backward_hook", self._around_register_for_all),
+            (torch.nn.modules.module, "register_module_full_backward_pre_hook", self._around_register_for_all),
             (Optimizer, "__init__", lambda f: self._afterwards(f, self._meet)),
             (Optimizer, "__setstate__", lambda f: self._afterwards(f, self._meet)),
             (torch.amp.GradScaler, "__init__", lambda f: self._afterwards(f, self._notice_scaler)),
@@ -144,7 +149,7 @@ class AutoScale:
         if self.active and not isinstance(getattr(optimizer, "_guard", None), StepGuard):
             with contextlib.suppress(AttributeError):
                 if optimizer.param_groups:
-                    self._optimizers.guard(optimizer, check=False)
+                    self._optimizers.guard(optimizer, check=False).step_closure = step_unaware
                     self._known.add(optimizer)
 
     def _notice_scaler(self, scaler: torch.amp.GradScaler) -> None:
@@ -152,7 +157,8 @@ class AutoScale:
             self._stand_aside("torch.amp.GradScaler")
 
     def _notice_autocast(self, region: torch.autocast) -> None:
-        if region._enabled:
+        # A region for an evaluation, or for another device, says nothing of how the program trains.
+        if region._enabled and region.device == self._optimizers.device_type and torch.is_grad_enabled():
             self._stand_aside("torch.autocast")
 
     def _stand_aside(self, whom: str) -> None:
@@ -186,9 +192,9 @@ class AutoScale:
             if torch._C._current_graph_task_id() != -1:
                 self._join(run, roots, given, inputs)
                 return
-            owners = self._owners()
-            reached = None if create_graph or not self._is_ours(roots, given) else reached_by(roots, inputs)
-            if reached is None or owners.keys().isdisjoint(map(id, reached[0])):
+            ours = not create_graph and self._is_ours(roots, given)
+            owners, reached = (self._owners(), reached_by(roots, inputs)) if ours else ({}, ([], set()))
+            if owners.keys().isdisjoint(map(id, reached[0])):
                 run(tensors, grad_tensors, grad_variables=grad_variables)
                 return
             with self._pass(owners, largest_scale(roots), *reached) as scale:
@@ -264,31 +270,44 @@ class AutoScale:
 
         return around
 
+    def _around_register_for_all(self, original: Any) -> Any:
+        def register(hook: Any) -> Any:
+            return original(_GradientHook(hook, self._running) if callable(hook) else hook)
+
+        return register
+
     def _running(self) -> ScaledPass | None:
-        return self._open[-1] if self._open else None
+        if not self._open:
+            return None
+        # Autograd's own threads, which Python has not begun, run the passes of others.
+        if isinstance(threading.current_thread(), threading._DummyThread):
+            return self._open[-1]
+        ours = threading.get_ident()
+        return next((running for running in reversed(self._open) if running.thread == ours), None)
 
 
 class _Hook:
     """A hook of the program that is to see true gradients. It is copied and pickled as the hook itself."""
 
     def __init__(self, hook: Callable[..., Any], running: Callable[[], ScaledPass | None]) -> None:
-        self.hook = hook
-        self._running = running
+        # Torch's own wrapper of a hook takes over what is in our __dict__, so that common names would hide its own.
+        self._autoamp_hook = hook
+        self._autoamp_running = running
         functools.update_wrapper(self, hook, updated=())
 
     def __call__(self, *args: Any) -> Any:
-        running = self._running()
-        return self.hook(*args) if running is None else self.within(running, *args)
+        running = self._autoamp_running()
+        return self._autoamp_hook(*args) if running is None else self.within(running, *args)
 
     def within(self, running: ScaledPass, *args: Any) -> Any:
         """Call the hook while a scaled pass runs."""
         raise NotImplementedError
 
     def __deepcopy__(self, memo: Any) -> _Hook:
-        return type(self)(copy.deepcopy(self.hook, memo), self._running)
+        return type(self)(copy.deepcopy(self._autoamp_hook, memo), self._autoamp_running)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _same, (self.hook,)
+        return _same, (self._autoamp_hook,)
 
 
 class _GradientHook(_Hook):
@@ -298,7 +317,7 @@ class _GradientHook(_Hook):
         scale = running.scale
         true = [_each(lambda gradient: gradient / scale, given) for given in args]
         versions = [tensor._version for tensor in _tensors(true)]
-        result = self.hook(*true)
+        result = self._autoamp_hook(*true)
         if result is None and [tensor._version for tensor in _tensors(true)] != versions:
             # It wrote to what it was given.
             result = true[-1]
@@ -311,7 +330,7 @@ class _PostAccumulateHook(_Hook):
     def within(self, running: ScaledPass, *args: Any) -> Any:
         # It may well step the optimizer: this gradient is done, and its verdict is due now.
         running.finish_early(args[0])
-        return self.hook(*args)
+        return self._autoamp_hook(*args)
 
 
 def _same(value: Any) -> Any:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autoamp.gradients import scale_, unscale_
+from autoamp.gradients import non_finite, scale_, unscale_
 from autoamp.scaling import LossScaler
 from autoamp.stepping import StepGuard
 from autoamp.tensors import HALF_DTYPES
-from autoamp.verdicts import Verdict
+from autoamp.verdicts import Verdict, read
 
 __all__ = ["ScaledPass", "can_begin_at", "largest_scale", "listed", "reached_by", "scaled_gradients"]
 
@@ -28,6 +29,7 @@ class ScaledPass:
         retained: Iterable[Tensor],
         largest_scale: float,
     ) -> None:
+        self.thread = threading.get_ident()
         self._scaler = scaler
         self._largest_scale = largest_scale
         # For the verdicts of gradients that are finished one by one: they are of one pass all the same.
@@ -52,7 +54,7 @@ class ScaledPass:
         for guard in self._guards_of(new):
             guard.finish_delayed()
             guard.forget_abandoned()
-            guard.enter_block(1.0, self._scaler.checks)
+            guard.enter_block(1.0, False)
             guard.in_block = False
         if self._scale is None:
             # Only now: what was settled may have changed it.
@@ -78,6 +80,11 @@ class ScaledPass:
                 tensor.grad = before if tensor.grad is None else _added(before, tensor.grad)
         if found:
             verdict = Verdict(scaler, self.scale, found)
+            # The step is going to be skipped. Until then the program may look at the gradients, keep, clip, add or step
+            # them by hand; the inf and nan of our scale are none of its business. Reading this waits for the device.
+            read([verdict])
+            if verdict.overflowed:
+                verdict.cleared = _clear(fresh)
             for guard in self._guards_of(fresh):
                 guard.leave_block(1.0, verdict)
 
@@ -109,6 +116,16 @@ class _UpdatedOnce(LossScaler):
 @torch.no_grad()
 def _added(one: Tensor, other: Tensor) -> Tensor:
     return one.add_(other) if one.layout is other.layout is torch.strided else one + other
+
+
+@torch.no_grad()
+def _clear(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Make all gradients 0. Returns some of the tensors whose gradients were not finite."""
+    culprits = non_finite((tensor, tensor.grad) for tensor in tensors if tensor.grad is not None)
+    for tensor in tensors:
+        if tensor.grad is not None:
+            tensor.grad.zero_()
+    return culprits
 
 
 def listed(tensors: Any) -> list[Any]:

@@ -16,7 +16,7 @@ from typing import Any
 from autoamp import probing
 from autoamp.drift import check_lists
 from autoamp.errors import AutoampError, UsageError
-from autoamp.launching import Program, prepared
+from autoamp.launching import Program, prepared, take_path
 from autoamp.rules import load_table
 from autoamp.running import DTYPES, LEVELS, Options, Run, set_up
 
@@ -37,9 +37,13 @@ where the program gives it to apex's amp.initialize() without naming a level, an
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code; what a program raises goes on."""
+    argv = sys.argv[1:] if argv is None else list(argv)
     chosen = _parser().parse_args(argv)
     try:
         if chosen.command == "run":
+            # argparse keeps a "--" that follows the program for itself.
+            if argv[len(argv) - len(chosen.args) - 1] == "--":
+                chosen.args = ["--", *chosen.args]
             program = _prepared(chosen)
         else:
             return int(chosen.act(chosen))
@@ -64,9 +68,12 @@ def _prepared(chosen: argparse.Namespace) -> Callable[[], None]:
     path = None if chosen.report is None else Path(chosen.report).absolute()
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
         raise UsageError(f"--report {chosen.report!r} cannot be written: give a file in a directory that exists")
-    run_program = prepared(Program(chosen.program, tuple(chosen.args), chosen.is_module), options.as_dict())
+    program = Program(chosen.program, tuple(chosen.args), chosen.is_module)
+    # The program's own path first: it decides what `apex` is, and a package is imported to find its module.
+    take_path(program)
     first = os.environ.get("RANK", "0") == "0"
     run = set_up(options, count=first and (path is not None or not chosen.quiet))
+    run_program = prepared(program, options.as_dict())
     if run.real_apex is not None and first:
         _say(f"a real apex is installed ({run.real_apex}) and takes the imports; --shadow-apex hides it")
     end = _End(run, [chosen.program, *chosen.args], path if first else None, quiet=chosen.quiet or not first)
@@ -125,8 +132,8 @@ def _doctor(chosen: argparse.Namespace) -> int:
     for module in chosen.imports:
         try:
             importlib.import_module(module)
-        except ImportError as error:
-            raise UsageError(f"--import {module}: {error}") from error
+        except (Exception, SystemExit) as error:
+            raise UsageError(f"--import {module}: {type(error).__name__}: {error}") from error
     device = probing.device_of(chosen.device_type)
     found: dict[str, Any] = {
         "packages": probing.packages(),
@@ -210,7 +217,8 @@ def _lists(chosen: argparse.Namespace) -> int:
             header = "its autocast header" if drift.header else "no autocast header, as it was installed without"
             sys.stdout.write(f"the shipped lists agree with torch {drift.torch}: its public names, {header}\n")
         return int(bool(drift))
-    rows = sorted((rule.target, rule.policy.value, str(rule.origin)) for rule in load_table(chosen.set).rules)
+    rules = load_table(chosen.set, base=probing.default_base()).rules
+    rows = sorted((rule.target, rule.policy.value, str(rule.origin)) for rule in rules)
     sys.stdout.write("".join(f"{line}\n" for line in _aligned(rows)))
     return 0
 

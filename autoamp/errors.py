@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 __all__ = [
     "AutoampError",
     "BannedFunctionError",
@@ -10,6 +12,7 @@ __all__ = [
     "NonFiniteGradientsError",
     "PatchError",
     "UsageError",
+    "level_of_user",
 ]
 
 
@@ -50,3 +53,12 @@ class NonFiniteGradientsError(AutoampError, RuntimeError):
 
 class CheckpointError(AutoampError, ValueError):
     """A checkpoint that is torn, foreign or too new. Nothing was loaded."""
+
+
+def level_of_user() -> int:
+    """Return the ``stacklevel`` by which a warning of the calling function points at the user's line."""
+    package = __name__.partition(".")[0]
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (package, "contextlib"):
+        level, frame = level + 1, frame.f_back
+    return level

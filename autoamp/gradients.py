@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
@@ -19,6 +20,8 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from autoamp.errors import UsageError
 
 __all__ = ["GradientMark", "found_any", "non_finite", "scale_", "total_norm", "unscale_"]
+
+_Name = TypeVar("_Name")
 
 _REAL = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _COMPRESSED = frozenset((torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc))
@@ -91,12 +94,12 @@ def found_any(found: Sequence[torch.Tensor]) -> list[bool]:
     return flags
 
 
-def non_finite(named_grads: Iterable[tuple[str, torch.Tensor]], limit: int = 3) -> list[str]:
-    """Return the names of the first ``limit`` tensors that hold inf or nan.
+def non_finite(named_grads: Iterable[tuple[_Name, torch.Tensor]], limit: int = 3) -> list[_Name]:
+    """Return the names, or what else is given with them, of the first ``limit`` tensors that hold inf or nan.
 
     This is for error messages: it waits for the device once for each tensor, and stops as soon as it has enough.
     """
-    names: list[str] = []
+    names: list[_Name] = []
     for name, grad in named_grads:
         if len(names) >= limit:
             break

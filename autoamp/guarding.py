@@ -14,10 +14,10 @@ from torch import Tensor
 from autoamp.attaching import AttachedStep
 from autoamp.casting import Casts
 from autoamp.checks import check_optimizer
-from autoamp.errors import CheckpointError, UsageError
+from autoamp.errors import CheckpointError, UsageError, level_of_user
 from autoamp.masters import MasterWeights
 from autoamp.scaling import LossScaler
-from autoamp.stepping import StepGuard, level_of_user, scaled_block
+from autoamp.stepping import StepGuard, scaled_block
 
 __all__ = ["GuardedOptimizers", "refuse_own_scaler"]
 
@@ -121,9 +121,10 @@ class GuardedOptimizers:
             UsageError: The step goes past its guard, with gradients that were never judged.
         """
         guard = self._guards.get(optimizer)
-        if guard is not None and guard.pending:
+        blamed = guard.settle() if guard is not None and guard.pending else None
+        if guard is not None and blamed is not None and not blamed.cleared:
             raise UsageError(
-                f"this step of {guard.name} goes past optimizer.step, so an overflow of its gradients is not seen; "
+                f"this step of {guard.name} goes past optimizer.step, and its gradients overflowed; "
                 "call optimizer.step(), not the class's function or a method bound before the first scale_loss"
             )
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -173,6 +174,11 @@ class GuardedOptimizers:
 
         optimizer.scale_loss = scale_loss
         return optimizer
+
+    @property
+    def device_type(self) -> str:
+        """The device type that is cast."""
+        return self._casts.device_type
 
     @property
     def has_masters(self) -> bool:

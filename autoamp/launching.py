@@ -7,6 +7,7 @@ program; a forked one has everything already.
 
 from __future__ import annotations
 
+import errno
 import importlib.machinery
 import importlib.util
 import io
@@ -23,7 +24,7 @@ from typing import Any
 
 from autoamp.errors import UsageError
 
-__all__ = ["CHILD_VARIABLE", "Program", "names_of_main", "prepared"]
+__all__ = ["CHILD_VARIABLE", "Program", "names_of_main", "prepared", "take_path"]
 
 # Holds, for children, what the parent was told: JSON of the options and of how their ``__main__`` is found.
 CHILD_VARIABLE = "AUTOAMP_RUN"
@@ -49,6 +50,8 @@ class Program:
 def prepared(program: Program, options: Mapping[str, Any]) -> Callable[[], None]:
     """Make this process look as under plain Python, and return what runs the program as ``__main__``.
 
+    `take_path` comes first, as the program's own path is where a module is looked for.
+
     What the program raises, SystemExit included, comes out of the call.
 
     Args:
@@ -65,8 +68,6 @@ def prepared(program: Program, options: Mapping[str, Any]) -> Callable[[], None]
 
     def run() -> None:
         sys.argv = [str(main.__file__) if program.is_module else program.name, *program.args]
-        if not sys.flags.safe_path and not program.is_module:
-            sys.path[0] = str(Path(program.name).resolve().parent)
         _tell_children(program, options)
         sys.modules["__main__"] = main
         try:
@@ -76,6 +77,16 @@ def prepared(program: Program, options: Mapping[str, Any]) -> Callable[[], None]
             raise
 
     return run
+
+
+def take_path(program: Program) -> None:
+    """Let ``sys.path`` begin where it does under plain Python. UsageError: there is no such script."""
+    if not program.is_module and not os.path.exists(program.name):
+        raise UsageError(
+            f"can't open file {program.name!r}: {os.strerror(errno.ENOENT)}; give the path of a script, or -m a module"
+        )
+    if not sys.flags.safe_path:
+        sys.path[0] = os.getcwd() if program.is_module else str(Path(program.name).resolve().parent)
 
 
 def _script_code(path: str, main: types.ModuleType) -> types.CodeType:
@@ -97,14 +108,14 @@ def _script_code(path: str, main: types.ModuleType) -> types.CodeType:
 
 
 def _module_code(name: str, main: types.ModuleType) -> types.CodeType:
-    if not sys.flags.safe_path:
-        # Before the module is looked for, as python -m does.
-        sys.path[0] = os.getcwd()
     try:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:
             spec = importlib.util.find_spec(f"{name}.__main__")
-    except ModuleNotFoundError:
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            # A package above the module was found, and imports something that was not.
+            raise
         spec = None
     loader: Any = None if spec is None else spec.loader
     code: types.CodeType | None = None if loader is None else loader.get_code(spec.name if spec is not None else name)

@@ -16,14 +16,13 @@ from torch.nn import Module
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from autoamp.checks import check_half_model, check_half_norms, check_optimizer
-from autoamp.errors import UsageError
+from autoamp.errors import UsageError, level_of_user
 from autoamp.guarding import refuse_own_scaler
 from autoamp.handle import Handle, Settings
 from autoamp.model_casting import Treatment
 from autoamp.rules import CastTable
 from autoamp.runtime import current_handle, put_handle
 from autoamp.scaling import LossScaler, make_scaler
-from autoamp.stepping import level_of_user
 from autoamp.targets import expand
 from autoamp.tensors import HALF_DTYPES
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from autoamp import runtime
 from autoamp.compat.alias import real_apex
+from autoamp.errors import UsageError
 from autoamp.patching import original_of
 from autoamp.rules import ENVIRONMENT_VARIABLE, load_table, shipped_sets
 from autoamp.targets import expand, owns_its_names
@@ -35,6 +36,7 @@ __all__ = [
     "Names",
     "Spread",
     "bound_names",
+    "default_base",
     "device_of",
     "lists_of",
     "measure",
@@ -66,9 +68,21 @@ class Device:
     fp32_matmul: str
 
 
+def default_base() -> str:
+    """Return the shipped set that a handle takes by default here."""
+    return "bf16" if default_half_dtype(default_device_type()) is torch.bfloat16 else "default"
+
+
 def device_of(kind: str | None = None) -> Device:
     """Describe the device that casts would act on; None is the current accelerator, else the CPU."""
-    kind = default_device_type() if kind is None else torch.device(kind).type
+    try:
+        kind = default_device_type() if kind is None else torch.device(kind).type
+    except RuntimeError:
+        raise UsageError(
+            f"device_type={kind!r} is unknown to torch; choose 'cuda', 'cpu', 'xpu' or 'mps', say"
+        ) from None
+    if kind != "cpu" and (not torch.accelerator.is_available() or default_device_type() != kind):
+        raise UsageError(f"there is no {kind} here; choose {default_device_type()!r}, or leave it out")
     name, units = _cpu() if kind == "cpu" else _accelerator(kind)
     default = str(default_half_dtype(kind)).removeprefix("torch.")
     return Device(kind, name, units, default, torch.get_float32_matmul_precision())
@@ -318,7 +332,7 @@ def bound_names() -> Names:
     """Find the references that imported modules hold to functions that `autoamp.init` patches."""
     with runtime.region() as handle:
         rebound = [name for name in handle.late_bound if not name.startswith("torch.")]
-    originals = {id(target.original): target.original for target in expand(load_table()).targets}
+    originals = {id(target.original): target.original for target in expand(load_table(base=default_base())).targets}
     unreached = []
     for name, module in sorted(sys.modules.items()):
         if isinstance(module, types.ModuleType) and not name.startswith("torch.") and not owns_its_names(name):

@@ -88,6 +88,7 @@ class Report:
         functions: The calls of each function, by the dtype that it ran in.
         steps: Optimizer steps, the skipped ones included.
         by_program: Whether the program set mixed precision up itself.
+        scaling_left_to: What the program uses of torch, so that scaling its losses was left to it; else None.
     """
 
     program: list[str]
@@ -103,6 +104,7 @@ class Report:
     seconds: float
     exit_code: int
     by_program: bool
+    scaling_left_to: str | None = None
     versions: dict[str, str] = field(default_factory=lambda: versions())
 
     def summary(self) -> str:
@@ -117,8 +119,11 @@ class Report:
             f"{self.dtype} on {self.device_type} ({level})",
             *([] if self.ops is None else [f"ops {_listed(self.ops)}"]),
             *([] if self.casts is None else [f"casts {_listed(self.casts, 'to ')}"]),
-            f"loss scale {self.loss_scale:g}",
-            f"{self.skipped} of {self.steps} steps skipped",
+            *(
+                [f"loss scale {self.loss_scale:g}", f"{self.skipped} of {self.steps} steps skipped"]
+                if self.scaling_left_to is None
+                else [f"loss scaling left to the program's {self.scaling_left_to}"]
+            ),
             f"{self.seconds:.1f} s",
         ]
         return "autoamp: " + "; ".join(parts)
@@ -192,8 +197,7 @@ class Run:
         self._began = time.perf_counter()
         self._counts: list[Counts] = []
         self._forget: Callable[[], None] = lambda: None
-        if handle is not None:
-            handle.auto_scale()
+        self._scaling = None if handle is None else handle.auto_scale()
         if count:
             if handle is not None:
                 self._count(handle)
@@ -223,6 +227,7 @@ class Run:
             seconds=time.perf_counter() - self._began,
             exit_code=exit_code,
             by_program=now is not self.handle,
+            scaling_left_to=None if self._scaling is None else self._scaling.standing_aside,
         )
 
 

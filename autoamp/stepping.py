@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,12 +20,12 @@ from typing import Any
 import torch
 
 from autoamp.attaching import AttachedStep, named_params, stepped_params
-from autoamp.errors import NonFiniteGradientsError, UsageError
+from autoamp.errors import NonFiniteGradientsError, UsageError, level_of_user
 from autoamp.gradients import GradientMark, non_finite, scale_, unscale_
 from autoamp.scaling import LossScaler, open_blocks
 from autoamp.verdicts import Verdict, read, settle
 
-__all__ = ["StepGuard", "level_of_user", "scaled_block"]
+__all__ = ["StepGuard", "scaled_block"]
 
 logger = logging.getLogger(__name__)
 
@@ -52,14 +51,14 @@ class StepGuard:
         max_consecutive_skips: So many skips in a row are an error.
 
     Attributes:
-        steps: How many times ``step()`` was called, skips included.
-        skipped_steps: How many of these were skips.
+        steps, skipped_steps: How many times ``step()`` was called, and how many of these were skips.
         consecutive_skips: How many skips came since the last step that was taken.
         last_step_skipped: Whether the last ``step()`` was a skip.
         max_consecutive_skips: As given.
         pending: The verdicts since the last step, in order.
         grads_scale: The scale of gradients now: 1.0 outside blocks but for ``delay_unscale``.
-        in_block: Whether a block of this optimizer is open."""
+        in_block: Whether a block of this optimizer is open.
+        step_closure: Steps with a closure in place of what this guard would do."""
 
     def __init__(
         self,
@@ -86,6 +85,7 @@ class StepGuard:
         self._after_step = after_step or (lambda: None)
         self._params = params
         self.collect = collect or (lambda: None)
+        self.step_closure: Callable[..., Any] | None = None
         self._delayed: LossScaler | None = None
         self._mark = GradientMark(())
         self._blocks = 0
@@ -140,8 +140,10 @@ class StepGuard:
 
     def forget_abandoned(self) -> None:
         """Settle verdicts whose gradients were dropped without a step; the scaler learns from them all the same."""
-        if self.pending and self._mark.touched():
-            self._settle()
+        # Cleared ones may have been written to: whoever clips them goes on to the step, and it is to be skipped.
+        cleared = any(verdict.cleared for verdict in self.pending)
+        if self.pending and (self._mark.replaced() if cleared else self._mark.touched()):
+            self.settle()
         if self._delayed is not None and self._mark.replaced():
             self._delayed, self.grads_scale = None, 1.0
 
@@ -169,7 +171,7 @@ class StepGuard:
 
         def evaluate() -> Any:
             self._after_step()
-            loss, blamed = self._evaluate(closure)
+            loss, blamed = self.evaluate(closure)
             if blamed is not None:
                 raise NonFiniteGradientsError(
                     f"gradients overflowed at loss scale {blamed.scale:g} when {self.name} called its closure in the "
@@ -186,29 +188,31 @@ class StepGuard:
                 f"{self.name}.step() was called inside its scale_loss block, where gradients are still multiplied by "
                 f"{self.grads_scale:g}; move optimizer.step() after the with block"
             )
-        self.steps += 1
-        self.last_step_skipped = False
+        self.steps, self.last_step_skipped = self.steps + 1, False
         self.collect()
         self.finish_delayed()
         closure = args[0] if args else kwargs.get("closure")
         try:
             if callable(closure):
-                return self._step_with_closure(closure, original, args, kwargs)
-            blamed = self._settle()
-            return self._skip(blamed) if blamed is not None else self._take(original, args, kwargs)
+                return (self.step_closure or StepGuard._step_with_closure)(self, closure, original, args, kwargs)
+            blamed = self.settle()
+            return self.skip(blamed) if blamed is not None else self.take(original, args, kwargs)
         finally:
             self._after_step()
 
-    def _settle(self) -> Verdict | None:
+    def settle(self) -> Verdict | None:
+        """Read the pending verdicts, tell the scalers, and return the verdict to blame, if any."""
         pending, self.pending = self.pending, []
         return settle(pending)
 
-    def _take(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def take(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Let the optimizer step, with casts off."""
         self.consecutive_skips = 0
         with self._casts_off():
             return original(*args, **kwargs)
 
-    def _skip(self, blamed: Verdict) -> None:
+    def skip(self, blamed: Verdict) -> None:
+        """Count a step that is not taken. NonFiniteGradientsError: there were too many in a row."""
         self.skipped_steps += 1
         self.consecutive_skips += 1
         self.last_step_skipped = True
@@ -221,11 +225,12 @@ class StepGuard:
                 self.name, blamed.scale, blamed.scaler.loss_scale, self.skipped_steps, self.consecutive_skips,
             )  # fmt: skip
         if self.consecutive_skips >= self.max_consecutive_skips:
-            named = ((name, param.grad) for name, param in named_params(optimizer))
-            culprits = ", ".join(non_finite((name, grad) for name, grad in named if grad is not None))
+            cleared = {id(param) for param in blamed.cleared}
+            named = [(name, param.grad) for name, param in named_params(optimizer) if param.grad is not None]
+            found = [name for name, param in named_params(optimizer) if id(param) in cleared] or non_finite(named)
             raise NonFiniteGradientsError(
                 f"{self.consecutive_skips} steps of {self.name} in a row were skipped for inf or nan in the gradients, "
-                f"first in {culprits or 'gradients that are gone by now'}; the loss scale is "
+                f"first in {', '.join(found) or 'gradients that are gone by now'}; the loss scale is "
                 f"{blamed.scaler.loss_scale:g}. Look for inf or nan in the data and the loss, for too high a learning "
                 f"rate, for ops that need fp32. max_consecutive_skips={self.max_consecutive_skips} is the limit"
             )
@@ -241,34 +246,38 @@ class StepGuard:
         """
         next_evaluation = self.guarded_closure(closure)
         if self.pending:
-            blamed = self._settle()
+            blamed = self.settle()
             if blamed is not None:
-                return self._skip(blamed)
+                return self.skip(blamed)
         elif self._tries_closures:
             blocks = self._blocks
-            loss, blamed = self._evaluate(closure)
+            loss, blamed = self.evaluate(closure)
             if blamed is not None:
-                self._skip(blamed)
+                self.skip(blamed)
                 return loss
             self._tries_closures = self._tries_closures and self._blocks > blocks
             next_evaluation = _first_gives(loss, next_evaluation)
         if args:
-            return self._take(original, (next_evaluation, *args[1:]), kwargs)
-        return self._take(original, (), {**kwargs, "closure": next_evaluation})
+            return self.take(original, (next_evaluation, *args[1:]), kwargs)
+        return self.take(original, (), {**kwargs, "closure": next_evaluation})
 
-    def _evaluate(self, closure: Callable[[], Any]) -> tuple[Any, Verdict | None]:
+    def call(self, closure: Callable[[], Any]) -> Any:
+        """Call a closure as outside of a step."""
+        with self._casts_on(), torch.enable_grad():
+            return closure()
+
+    def evaluate(self, closure: Callable[[], Any], attempts: int | None = None) -> tuple[Any, Verdict | None]:
         """Evaluate a closure, at lower scales if it overflows. Returns its loss, and the verdict left to blame."""
         had_gradients = self.has_gradients()
-        for attempt in range(_MAX_EVALUATIONS):
+        for attempt in range(attempts or _MAX_EVALUATIONS):
             if attempt and not had_gradients:
                 # The closure may leave zero_grad() to the lines before the step: give it what it found at first.
                 for param in self.params():
                     param.grad = None
-            with self._casts_on(), torch.enable_grad():
-                loss = closure()
+            loss = self.call(closure)
             self.collect()
             self.finish_delayed()
-            blamed = self._settle()
+            blamed = self.settle()
             # A lower scale helps against large gradients, not against a loss that is inf already.
             if blamed is None or blamed.scaler.loss_scale >= blamed.scale or not _is_finite(loss):
                 break
@@ -378,15 +387,6 @@ def _warn_without_gradients(guard: StepGuard) -> None:
     else:
         cause = "all of them are frozen (requires_grad=False)"
     warnings.warn(f"no parameter of {guard.name} has a gradient after scale_loss: {cause}", stacklevel=level_of_user())
-
-
-def level_of_user() -> int:
-    """Return the ``stacklevel`` by which a warning of the calling function points at the user's line."""
-    package = __name__.partition(".")[0]
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (package, "contextlib"):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 def _first_gives(loss: Any, closure: Callable[[], Any]) -> Callable[[], Any]:

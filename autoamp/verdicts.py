@@ -28,9 +28,10 @@ class Verdict:
         found: As given, empty once it was read.
         overflowed: Whether an inf or nan was there; None as long as nobody has read it.
         counted: Whether this verdict was settled.
+        cleared: Where all gradients were made 0 after an overflow: some of the tensors whose ``.grad`` had inf or nan.
     """
 
-    __slots__ = ("counted", "found", "overflowed", "scale", "scaler")
+    __slots__ = ("cleared", "counted", "found", "overflowed", "scale", "scaler")
 
     def __init__(self, scaler: LossScaler, scale: float, found: Sequence[torch.Tensor]) -> None:
         self.scaler = scaler
@@ -38,6 +39,7 @@ class Verdict:
         self.found = found
         self.overflowed: bool | None = None
         self.counted = False
+        self.cleared: Sequence[torch.Tensor] = ()
 
 
 def settle(verdicts: Sequence[Verdict]) -> Verdict | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -324,8 +326,49 @@ def has_gradients_with_a_graph() -> Any:
     return list(model.parameters())
 
 
+def has_hooks_of_old_and_for_all() -> Any:
+    model, optimizer, x = make()
+    seen: list[Any] = []
+    modules: Any = torch.nn.modules.module
+    model[2].register_backward_hook(lambda _, into, out: seen.extend([into[0], *out]))
+    every = [
+        modules.register_module_full_backward_hook(lambda _, into, out: seen.extend(out)),
+        modules.register_module_full_backward_pre_hook(lambda _, out: seen.extend(out)),
+    ]
+    model(x).square().mean().backward()
+    optimizer.step()
+    for registered in every:
+        registered.remove()
+    return seen, gradients(model)
+
+
+class Clipping(torch.optim.Adam):
+    """Its step has another name, or is replaced on the instance."""
+
+    def clipped_step(self) -> Any:
+        nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 0.5)
+        return super().step()
+
+
+def steps_by_other_ways() -> Any:
+    model, _optimizer, x = make()
+    optimizer = Clipping(model.parameters(), lr=0.01)
+    losses = []
+    for count in range(6):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        if count == 2:
+            optimizer.step = functools.partial(optimizer.step)  # type: ignore[method-assign]
+        if count == 4:
+            torch.optim.Adam.step(optimizer)
+        else:
+            losses.append(optimizer.clipped_step() if count % 2 else optimizer.step())
+    return losses, list(model.parameters())
+
+
 PROGRAMS = [
-    has_hooks_of_every_kind, has_gradients_with_a_graph,
+    has_hooks_of_every_kind, has_hooks_of_old_and_for_all, has_gradients_with_a_graph, steps_by_other_ways,
     trains, accumulates, clips, has_closures, has_two_optimizers, has_several_losses, limits_the_inputs,
     wants_gradients_of_inputs, checkpoints, has_hooks, steps_in_backward, shares_parameters, has_sparse_gradients,
     has_double_backward, catches_exceptions, has_learning_rates_and_param_groups,
@@ -382,6 +425,49 @@ def test_one_of_several_passes_overflows(handle: autoamp.Handle, scaling: AutoSc
     assert handle.loss_scale == 2.0**15
 
 
+def test_gradients_of_an_overflowed_pass_are_zero(handle: autoamp.Handle, scaling: AutoScale) -> None:
+    """Whoever clips, keeps or steps them by hand never meets the inf of our scale."""
+    model, _optimizer, x = make()
+    by_hand = nn.Linear(2, 2)
+    x.requires_grad_()
+    hidden = model(x)
+    hidden.retain_grad()
+    (by_hand(hidden).sum() * float("inf")).backward()
+    for tensor in (*model.parameters(), *by_hand.parameters(), x, hidden):
+        assert tensor.grad is not None
+        assert not tensor.grad.any()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    assert float(norm) == 0.0
+
+
+def test_parts_are_clipped_one_after_the_other(handle: autoamp.Handle, scaling: AutoScale) -> None:
+    """An actor whose pass overflows, and a critic with one optimizer for both: the step is skipped, and they go on."""
+    actor, critic, x = nn.Linear(4, 2), nn.Linear(4, 1), torch.randn(5, 4)
+    optimizer = torch.optim.Adam([*actor.parameters(), *critic.parameters()])
+    before = copy.deepcopy([*actor.parameters(), *critic.parameters()])
+    for factor, skipped in ((float("inf"), 1), (1.0, 1)):
+        optimizer.zero_grad()
+        for part, by in ((actor, factor), (critic, 1.0)):
+            (part(x).sum() * by).backward()
+            nn.utils.clip_grad_norm_(part.parameters(), 0.5)
+        optimizer.step()
+        assert handle.skipped_steps == skipped
+        now = [*actor.parameters(), *critic.parameters()]
+        assert all(torch.equal(a, b) for a, b in zip(before, now, strict=True)) == (factor != 1.0)
+        assert all(parameter.isfinite().all() for parameter in now)
+
+
+def test_the_error_names_what_overflowed_first(handle: autoamp.Handle, scaling: AutoScale) -> None:
+    handle.max_consecutive_skips = 2
+    model, optimizer, x = make()
+    model[0].requires_grad_(False)
+    (model(x).sum() * float("inf")).backward()
+    optimizer.step()
+    (model(x).sum() * float("inf")).backward()
+    with pytest.raises(autoamp.NonFiniteGradientsError, match=r"first in Sequential\.2\.weight, Sequential\.2\.bias"):
+        optimizer.step()
+
+
 def test_gradients_that_are_dropped_skip_nothing(handle: autoamp.Handle, scaling: AutoScale) -> None:
     model, optimizer, x = make()
     (model(x).sum() * float("inf")).backward()
@@ -432,17 +518,24 @@ def test_the_scale_grows() -> None:
     assert handle.loss_scale == 16.0
 
 
-def test_a_step_that_goes_past_its_guard_is_an_error(handle: autoamp.Handle) -> None:
+def test_a_step_that_goes_past_its_guard(handle: autoamp.Handle) -> None:
     model, optimizer, x = make()
     early = optimizer.step
-    with handle.scale_loss(model(x).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
     for step in (early, lambda: type(optimizer).step(optimizer)):
-        with pytest.raises(autoamp.UsageError, match=r"goes past optimizer\.step"):
-            step()
-    optimizer.step()
-    # With nothing to judge it may.
-    early()
+        for factor in (float("inf"), 1.0):
+            optimizer.zero_grad()
+            before = model[0].weight.detach().clone()
+            with handle.scale_loss(model(x).sum() * factor, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            if factor == 1.0:
+                step()
+                assert not torch.equal(model[0].weight, before)
+                continue
+            with pytest.raises(autoamp.UsageError, match=r"goes past optimizer\.step, and its gradients overflowed"):
+                step()
+            assert torch.equal(model[0].weight, before)
+    # Every verdict was read, and the scaler told.
+    assert handle.loss_scale == 2.0**14
 
 
 # -- who is scaled --
@@ -479,11 +572,30 @@ def test_an_optimizer_of_the_user_s(handle: autoamp.Handle, scaling: AutoScale) 
     optimizer.step()
     layer(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    assert (optimizer.calls, handle.skipped_steps) == (0, 2)
-    optimizer.zero_grad()
-    layer(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    assert optimizer.calls == 1
+    assert (optimizer.calls, handle.skipped_steps) == (1, 1)
+    assert layer.bias.grad is not None
+    assert float(layer.bias.grad) == 1.0
+
+
+def test_a_thread_s_hooks_are_those_of_its_own_pass(scaling: AutoScale) -> None:
+    """One thread trains; while its pass runs another looks at the gradients of a frozen model."""
+    model, _optimizer, x = make()
+    frozen = nn.Linear(2, 1).requires_grad_(False)
+    seen: list[Tensor] = []
+
+    def look() -> None:
+        image = torch.ones(1, 2, requires_grad=True)
+        image.register_hook(seen.append)
+        frozen(image).sum().backward()
+
+    def hook(gradient: Tensor) -> None:
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+
+    model[0].weight.register_hook(hook)
+    model(x).sum().backward()
+    assert_equal(seen, [frozen.weight])
 
 
 def test_passes_without_an_optimizer_are_left_alone(handle: autoamp.Handle, scaling: AutoScale) -> None:
@@ -570,6 +682,11 @@ def test_a_grad_scaler_is_left_to_do_it(handle: autoamp.Handle, before: bool) ->
 
 def test_an_autocast_region_is_left_to_do_it(scaling: AutoScale) -> None:
     with torch.autocast("cpu", enabled=False):
+        pass
+    # For an evaluation, and for what is not cast.
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        pass
+    with torch.autocast("cuda", dtype=torch.bfloat16):
         pass
     assert scaling.standing_aside is None
     with torch.autocast("cpu", dtype=torch.bfloat16):

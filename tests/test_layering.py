@@ -19,6 +19,7 @@ FLOORS: dict[float, tuple[str, ...]] = {
     2.0: ("casting", "masters", "targets", "verdicts"),
     2.05: ("native", "written"),
     2.1: ("autocast_regions", "counting", "drift", "model_casting", "modules", "policies", "rnn", "stepping"),
+    2.15: ("unaware_closures",),
     2.2: ("backward_passes", "functions", "guarding", "installing"),
     2.3: ("auto_scaling",),
     3.0: ("handle", "no_op"),

@@ -122,16 +122,16 @@ def test_names_are_those_that_init_rebinds_and_those_that_it_does_not_reach(monk
     exec(
         "from torch import matmul\n"
         "import torch.nn.functional as F\n"
-        "def f(op=matmul, *, other=F.softmax):\n    pass\n"
+        "def f(op=matmul, *, other=F.log_softmax):\n    pass\n"
         "import collections\nPair = collections.namedtuple('Pair', 'a b', defaults=(1, 2))\n"
         "class Net:\n"
-        "    act = staticmethod(F.softmax)\n"
+        "    act = staticmethod(F.log_softmax)\n"
         "    def g(self, op=matmul):\n        pass\n",
         vars(module),
     )
     module.OPS = {"m": torch.matmul, "other": len}
-    module.CHAIN = [len, torch.softmax]
-    module.PART = functools.partial(torch.softmax, dim=1)
+    module.CHAIN = [len, torch.log_softmax]
+    module.PART = functools.partial(torch.log_softmax, dim=1)
     monkeypatch.setitem(sys.modules, "takes_names", module)
     names = probing.bound_names()
     # The test modules of this process take names too.

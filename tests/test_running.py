@@ -51,6 +51,12 @@ def test_summary_leaves_out_what_was_not_counted() -> None:
     assert "; ops 0; casts 0;" in replace(REPORT, ops={}, casts={}).summary()
 
 
+def test_summary_says_who_scales() -> None:
+    assert replace(REPORT, ops=None, casts=None, scaling_left_to="torch.autocast").summary() == (
+        "autoamp: float16 on cuda (O1); loss scaling left to the program's torch.autocast; 12.3 s"
+    )
+
+
 def test_summary_without_casts() -> None:
     none = replace(REPORT, dtype=None, device_type=None, opt_level="O0", ops=None, casts=None)
     assert none.summary() == "autoamp: no casts (O0); 12.3 s"

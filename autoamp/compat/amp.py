@@ -17,10 +17,9 @@ from autoamp.compat.alias import options
 from autoamp.compat.listed import changed_lists
 from autoamp.compat.properties import Properties, as_flag, as_number, as_scale, as_type, opt_levels
 from autoamp.compat.state import AmpHandle, AmpStash, NoOpHandle, amp_state
-from autoamp.errors import CheckpointError, UsageError
+from autoamp.errors import CheckpointError, UsageError, level_of_user
 from autoamp.parallel import DistributedDataParallel
 from autoamp.scaling import DynamicLossScaler
-from autoamp.stepping import level_of_user
 
 __all__ = ["init", "initialize", "load_state_dict", "maybe_print", "scale_loss", "state_dict", "warn_or_err"]
 

@@ -1,0 +1,61 @@
+"""Steps with a closure, of programs that know nothing of loss scaling: it is called when the optimizer calls it.
+
+A program's closure may draw its batch, and an optimizer may move the parameters before it asks. So nothing is evaluated
+beforehand. Where the first evaluation overflows and nothing was moved yet, the step is given up within it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from autoamp.stepping import StepGuard
+from autoamp.verdicts import Verdict
+
+__all__ = ["step_unaware"]
+
+
+class _GivenUp(BaseException):
+    """Leaves an optimizer's step from within its closure."""
+
+    def __init__(self, loss: Any, blamed: Verdict) -> None:
+        super().__init__()
+        self.loss = loss
+        self.blamed = blamed
+
+
+def step_unaware(
+    guard: StepGuard,
+    closure: Callable[[], Any],
+    original: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Step an optimizer with a closure that holds passes which `AutoScale` scales. Returns what the step returns.
+
+    Gradients of an overflowed pass are 0. A later evaluation of a step, as LBFGS has them, is repeated at lower scales.
+    """
+    skips, blamed = guard.consecutive_skips, guard.settle()
+    if blamed is not None:
+        guard.skip(blamed)
+        return guard.call(closure)
+    versions = [param._version for param in guard.params()]
+    evaluations = 0
+
+    def evaluate() -> Any:
+        nonlocal evaluations
+        evaluations += 1
+        first = evaluations == 1 and versions == [param._version for param in guard.params()]
+        loss, blamed = guard.evaluate(closure, attempts=1 if first else None)
+        if first and blamed is not None:
+            raise _GivenUp(loss, blamed)
+        return loss
+
+    try:
+        if args:
+            return guard.take(original, (evaluate, *args[1:]), kwargs)
+        return guard.take(original, (), {**kwargs, "closure": evaluate})
+    except _GivenUp as given_up:
+        guard.consecutive_skips = skips
+        guard.skip(given_up.blamed)
+        return given_up.loss

@@ -1,0 +1,151 @@
+"""Closures of programs that know nothing of scaling: called when the optimizer calls, and an overflow ends the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import autoamp
+
+# Times a scale of 2**16 this leaves fp32's range; times 2**15 it does not.
+EDGE = 2.0**112
+
+
+@pytest.fixture
+def handle() -> autoamp.Handle:
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16, lists={"extends": []})
+    handle.auto_scale()
+    return handle
+
+
+class Program:
+    """One parameter, and a closure whose gradients are the factors that are given, one for each call."""
+
+    def __init__(self, *factors: float) -> None:
+        self.param = torch.ones(1, requires_grad=True)
+        self.factors = list(factors)
+        self.calls = 0
+
+    def closure(self) -> Tensor:
+        self.param.grad = None
+        loss = (self.param * self.factors[min(self.calls, len(self.factors) - 1)]).sum()
+        self.calls += 1
+        loss.backward()
+        return loss.detach()
+
+
+class Perturbing(torch.optim.SGD):
+    """Moves the parameters before it asks, as sharpness-aware minimisation does."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        assert closure is not None
+        (param,) = self.param_groups[0]["params"]
+        with torch.no_grad():
+            param.add_(1.0)
+        loss = closure()
+        with torch.no_grad():
+            param.sub_(1.0)
+        super().step()
+        return loss
+
+
+@pytest.mark.parametrize("given", ["as an argument", "by name"])
+def test_a_closure_is_called_once_a_step(handle: autoamp.Handle, given: str) -> None:
+    program = Program(0.5)
+    optimizer = torch.optim.SGD([program.param], lr=0.5)
+    losses = []
+    for _ in range(3):
+        losses.append(
+            optimizer.step(program.closure) if given == "as an argument" else optimizer.step(closure=program.closure)
+        )
+    assert program.calls == 3
+    assert [float(loss) for loss in losses] == [0.5, 0.375, 0.25]
+    assert (handle.optimizers.steps, handle.skipped_steps) == (3, 0)
+
+
+def test_an_overflow_ends_the_step_with_nothing_moved(handle: autoamp.Handle) -> None:
+    program = Program(0.5, EDGE, 0.5)
+    optimizer = torch.optim.Adam([program.param], lr=0.5)
+    optimizer.step(program.closure)
+    before, state = program.param.detach().clone(), {**optimizer.state[program.param]}
+    state = {name: value.clone() for name, value in state.items()}
+    loss = optimizer.step(program.closure)
+    assert float(loss) == float(before) * EDGE
+    assert torch.equal(program.param, before)
+    assert all(torch.equal(optimizer.state[program.param][name], value) for name, value in state.items())
+    assert program.param.grad is not None
+    assert float(program.param.grad) == 0.0
+    assert (handle.optimizers.steps, handle.skipped_steps, handle.last_step_skipped) == (2, 1, True)
+    assert handle.loss_scale == 2.0**15
+    optimizer.step(program.closure)
+    assert program.calls == 3
+    assert not torch.equal(program.param, before)
+
+
+def test_an_overflow_after_a_move_is_evaluated_again(handle: autoamp.Handle) -> None:
+    program = Program(EDGE, EDGE, 0.5)
+    optimizer = Perturbing([program.param], lr=2.0**-112)
+    optimizer.step(program.closure)
+    assert program.calls == 2
+    # By lr times EDGE, from where it was.
+    assert float(program.param) == 0.0
+    assert (handle.skipped_steps, handle.loss_scale) == (0, 2.0**15)
+
+
+def test_a_later_evaluation_that_overflows_is_repeated(handle: autoamp.Handle) -> None:
+    program = Program(1.0, EDGE, EDGE, 1.0)
+    optimizer = torch.optim.LBFGS([program.param], lr=1.0, max_iter=2)
+    optimizer.step(program.closure)
+    # The optimizer asked twice.
+    assert program.calls == 3
+    assert (handle.skipped_steps, handle.loss_scale) == (0, 2.0**15)
+
+
+def test_a_pass_before_the_step_decides(handle: autoamp.Handle) -> None:
+    param = torch.ones(1, requires_grad=True)
+    optimizer = torch.optim.SGD([param], lr=0.25)
+    calls = []
+    for factor, after in ((EDGE, 1.0), (1.0, 0.75)):
+        optimizer.zero_grad()
+        loss = (param * factor).sum()
+        loss.backward()
+
+        def closure(loss: Tensor = loss) -> float:
+            calls.append(torch.is_grad_enabled())
+            return loss.item()
+
+        assert optimizer.step(closure) == factor
+        assert float(param) == after
+    assert calls == [True, True]
+    assert handle.skipped_steps == 1
+
+
+def test_skips_in_a_row_are_counted_over_closures(handle: autoamp.Handle) -> None:
+    handle.max_consecutive_skips = 3
+    program = Program(float("inf"))
+    optimizer = torch.optim.SGD([program.param], lr=0.5)
+    optimizer.step(program.closure)
+    optimizer.step(program.closure)
+    with pytest.raises(autoamp.NonFiniteGradientsError, match=r"3 steps of SGD in a row .* first in param_groups\[0\]"):
+        optimizer.step(program.closure)
+    assert float(program.param) == 1.0
+    assert program.calls == 3
+
+
+def test_what_a_closure_raises_comes_out(handle: autoamp.Handle) -> None:
+    param = torch.ones(1, requires_grad=True)
+    optimizer = torch.optim.SGD([param], lr=0.5)
+
+    def closure() -> Tensor:
+        raise StopIteration
+
+    with pytest.raises(StopIteration):
+        optimizer.step(closure)
+    program = Program(0.5)
+    optimizer.add_param_group({"params": [program.param]})
+    optimizer.step(program.closure)
+    assert float(program.param) == 0.75
