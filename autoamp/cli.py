@@ -120,7 +120,8 @@ def _exit_code(error: BaseException) -> int:
     """Return the exit code that Python makes of what a program raised."""
     if isinstance(error, SystemExit):
         code = error.code
-        return code if isinstance(code, int) else 0 if code is None else 1
+        # Of a number, the system keeps 8 bits.
+        return code & 0xFF if isinstance(code, int) else 0 if code is None else 1
     return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 

@@ -14,12 +14,13 @@ import io
 import json
 import multiprocessing.spawn
 import os
+import pkgutil
 import runpy
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from importlib.machinery import PathFinder
 from typing import Any
 
 from autoamp.errors import UsageError
@@ -37,7 +38,7 @@ class Program:
     """What is run.
 
     Attributes:
-        name: The path of a script, or the dotted name of a module.
+        name: The path of a script, of a directory or zip archive with a ``__main__``, or the dotted name of a module.
         args: The program's own arguments.
         is_module: Whether ``name`` is that of a module, as after ``python -m``.
     """
@@ -45,6 +46,11 @@ class Program:
     name: str
     args: Sequence[str] = ()
     is_module: bool = False
+
+    @property
+    def is_script(self) -> bool:
+        """Whether this is a file of source, and not a module, or a directory or archive with a ``__main__``."""
+        return not self.is_module and pkgutil.get_importer(self.name) is None
 
 
 def prepared(program: Program, options: Mapping[str, Any]) -> Callable[[], None]:
@@ -64,7 +70,12 @@ def prepared(program: Program, options: Mapping[str, Any]) -> Callable[[], None]
     main = types.ModuleType("__main__")
     if sys.version_info < (3, 14):
         main.__annotations__ = {}
-    code = _module_code(program.name, main) if program.is_module else _script_code(program.name, main)
+    vars(main)["__builtins__"] = sys.modules["builtins"]
+    try:
+        code = _script_code(program.name, main) if program.is_script else _module_code(program, main)
+    except SyntaxError:
+        _begin_tracebacks_at(vars(main))
+        raise
 
     def run() -> None:
         sys.argv = [str(main.__file__) if program.is_module else program.name, *program.args]
@@ -85,8 +96,15 @@ def take_path(program: Program) -> None:
         raise UsageError(
             f"can't open file {program.name!r}: {os.strerror(errno.ENOENT)}; give the path of a script, or -m a module"
         )
+    if program.is_script:
+        begins = os.path.dirname(os.path.realpath(program.name))
+    else:
+        begins = os.getcwd() if program.is_module else os.path.abspath(program.name)
+    # Python's safe path leaves out the places of a script and of a module, but not a directory or archive itself.
     if not sys.flags.safe_path:
-        sys.path[0] = os.getcwd() if program.is_module else str(Path(program.name).resolve().parent)
+        sys.path[0] = begins
+    elif not program.is_script and not program.is_module:
+        sys.path.insert(0, begins)
 
 
 def _script_code(path: str, main: types.ModuleType) -> types.CodeType:
@@ -102,12 +120,34 @@ def _script_code(path: str, main: types.ModuleType) -> types.CodeType:
     main.__loader__ = importlib.machinery.SourceFileLoader("__main__", file)
     # As Python has it for a script: None, by which multiprocessing knows to look at the file.
     main.__spec__ = None
-    vars(main)["__builtins__"] = sys.modules["builtins"]
+    vars(main)["__cached__"] = None
     code: types.CodeType = compile(source, file, "exec", dont_inherit=True)
     return code
 
 
-def _module_code(name: str, main: types.ModuleType) -> types.CodeType:
+def _module_code(program: Program, main: types.ModuleType) -> types.CodeType:
+    spec = (
+        _spec_of(program.name)
+        if program.is_module
+        else PathFinder.find_spec("__main__", [os.path.abspath(program.name)])
+    )
+    loader: Any = None if spec is None else spec.loader
+    code: types.CodeType | None = None if spec is None or loader is None else loader.get_code(spec.name)
+    if spec is None or code is None:
+        if program.is_module:
+            raise UsageError(
+                f"no module named {program.name!r} can be run; give a module, or a package with a __main__"
+            )
+        raise UsageError(f"can't find '__main__' in {program.name!r}; give the path of a script, or add a __main__.py")
+    main.__file__ = spec.origin or loader.get_filename(spec.name)
+    main.__loader__ = loader
+    main.__package__ = spec.parent
+    main.__spec__ = spec
+    vars(main)["__cached__"] = spec.cached
+    return code
+
+
+def _spec_of(name: str) -> importlib.machinery.ModuleSpec | None:
     try:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:
@@ -116,17 +156,8 @@ def _module_code(name: str, main: types.ModuleType) -> types.CodeType:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             # A package above the module was found, and imports something that was not.
             raise
-        spec = None
-    loader: Any = None if spec is None else spec.loader
-    code: types.CodeType | None = None if loader is None else loader.get_code(spec.name if spec is not None else name)
-    if spec is None or code is None:
-        raise UsageError(f"no module named {name!r} can be run; give a module, or a package with a __main__")
-    main.__file__ = spec.origin
-    main.__loader__ = loader
-    main.__package__ = spec.parent
-    main.__spec__ = spec
-    vars(main)["__builtins__"] = sys.modules["builtins"]
-    return code
+        return None
+    return spec
 
 
 def _begin_tracebacks_at(names: dict[str, Any]) -> None:
@@ -137,8 +168,10 @@ def _begin_tracebacks_at(names: dict[str, Any]) -> None:
         inner = traceback
         while inner is not None and inner.tb_frame.f_globals is not names:
             inner = inner.tb_next
+        # What cannot be compiled has no frame of the program.
+        shown = None if inner is None and isinstance(error, SyntaxError) else inner or traceback
         # Python's own hook shows what the exception holds.
-        show(kind, error.with_traceback(inner or traceback), inner or traceback)
+        show(kind, error.with_traceback(shown), shown)
 
     sys.excepthook = excepthook
 
@@ -171,8 +204,13 @@ def names_of_main(set_up: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]
     """
     told = json.loads(os.environ[CHILD_VARIABLE])
     set_up(told["options"])
+    program = Program(told["name"], is_module=told["is_module"])
     # Grandchildren want the same.
-    _tell_children(Program(told["name"], is_module=told["is_module"]), told["options"])
-    if told["is_module"]:
-        return runpy.run_module(told["name"], run_name="__mp_main__", alter_sys=True)
-    return runpy.run_path(told["name"], run_name="__mp_main__")
+    _tell_children(program, told["options"])
+    if program.is_script:
+        return runpy.run_path(program.name, run_name="__mp_main__")
+    spec = _spec_of(program.name) if program.is_module else None
+    if spec is None or spec.name.endswith(".__main__"):
+        # As multiprocessing has it: the __main__ of a package is run, and not imported.
+        return {}
+    return runpy.run_module(program.name, run_name="__mp_main__", alter_sys=True)

@@ -36,7 +36,7 @@ print(out.dtype, tuple(model.weight.grad[0, :2].tolist()))
 SCRIPTS = {
     "plain.py": TRAIN,
     "fails.py": TRAIN + "raise ValueError('wrong')\n",
-    "exits.py": TRAIN + "sys.exit(5)\n",
+    "exits.py": TRAIN + "sys.exit(256 + 5)\n",
     "forks.py": TRAIN + "import os\nif os.fork():\n    os.wait()\nelse:\n    print('child')\n",
     "levels.py": """
 import torch

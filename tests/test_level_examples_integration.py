@@ -9,7 +9,7 @@ import struct
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -111,6 +111,16 @@ def as_bytes(tensor: torch.Tensor) -> bytes:
     return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As `run` has it: on some CPUs the last bits of a sum depend on the number of threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_imagenet_resumes_bitwise(example: Loader, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole, half, resumed = (str(tmp_path / name) for name in ("whole.pt", "half.pt", "resumed.pt"))
     options = [*TINY_IMAGENET, "--opt-level", "O2", "--loss-scale", "dynamic", "--dtype", "bf16"]
