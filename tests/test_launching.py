@@ -49,8 +49,13 @@ with multiprocessing.get_context("spawn").Pool(1) as pool:
     "syntax.py": "x = (\n",
     "exits.py": "import sys\nsys.exit(3)\n",
     "says.py": "import sys\nsys.exit('goodbye')\n",
-    # The handler as Python sets it, but where whoever started the tests ignores the signal, as a shell's & does.
-    "interrupted.py": "import os, signal\nsignal.signal(2, signal.default_int_handler)\nos.kill(os.getpid(), signal.SIGINT)\nimport time\ntime.sleep(30)\n",
+    "interrupted.py": """
+import os, signal, time
+# As Python has it, but where whoever started the tests ignores the signal, as a shell does for what it puts behind.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+os.kill(os.getpid(), signal.SIGINT)
+time.sleep(30)
+""",
     "terminated.py": "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\nimport time\ntime.sleep(30)\n",
     "cleans_up.py": "import atexit\natexit.register(print, 'at exit')\nprint('done')\n",
     "children.py": """
