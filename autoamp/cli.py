@@ -277,7 +277,9 @@ def _add_run(commands: Any) -> None:
                      help="a list set or file, over the project's own; repeatable")  # fmt: skip
     run.add_argument("--opt-level", default="O1", choices=LEVELS, help=_LEVEL_HELP)
     run.add_argument(
-        "--loss-scale", metavar="SCALE", help="'dynamic' or a number; default: dynamic for fp16, 1 for bf16"
+        "--loss-scale",
+        metavar="SCALE",
+        help="'dynamic' or a number, for an amp.initialize() that names none too; default: dynamic for fp16, 1 for bf16",
     )
     run.add_argument("--no-apex", dest="apex", action="store_false", help="do not let `import apex` find autoamp")
     run.add_argument("--shadow-apex", action="store_true", help="hide a real apex that is installed")

@@ -171,7 +171,7 @@ def set_up(options: Options, *, count: bool = False) -> Run:
         if alias:
             install_as_apex(
                 dtype=dtype, device_type=options.device_type, lists=lists,
-                opt_level=options.opt_level, shadow=options.shadow_apex,
+                opt_level=options.opt_level, loss_scale=loss_scale, shadow=options.shadow_apex,
             )  # fmt: skip
         if options.fastai1:
             importlib.import_module("autoamp.compat.fastai1").enable()

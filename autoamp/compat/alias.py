@@ -41,12 +41,14 @@ class Options:
         device_type: As for `autoamp.init`.
         lists: List sets and files; ``"apex"`` is always the first.
         opt_level: The level of an ``initialize`` that names none.
+        loss_scale: The loss scale of an ``initialize`` that names none; None leaves it to the level.
     """
 
     dtype: torch.dtype = torch.float16
     device_type: str | None = None
     lists: tuple[Any, ...] = ("apex",)
     opt_level: str = "O1"
+    loss_scale: str | float | None = None
 
 
 class _ApexFinder:
@@ -107,6 +109,7 @@ def install_as_apex(
     device_type: str | None = None,
     lists: Any = None,
     opt_level: str = "O1",
+    loss_scale: str | float | None = None,
     shadow: bool = False,
 ) -> None:
     """Let ``import apex`` find autoamp, so that programs written for Apex run unmodified.
@@ -116,19 +119,23 @@ def install_as_apex(
         device_type: Which device's tensors are cast; None is the current accelerator's, else ``"cpu"``.
         lists: What `autoamp.init` takes as ``lists``, on top of the set ``"apex"``.
         opt_level: The level of an ``amp.initialize`` that names none.
+        loss_scale: ``"dynamic"`` or a number, for an ``amp.initialize`` that names none. None leaves it to the level.
         shadow: Whether an installed real `apex` is hidden by the alias.
 
     Raises:
         UsageError: A real `apex` is installed or imported and ``shadow`` is False, or an argument is wrong. Nothing was
             changed.
         ListFileError: A list cannot be used. Nothing was changed.
+        LossScaleError: The loss scale is none. Nothing was changed.
     """
     if opt_level not in ("O0", "O1", "O2", "O3"):
         raise UsageError(f"opt_level={opt_level!r} is unknown; choose 'O0', 'O1', 'O2' or 'O3'")
     listed = list(lists) if isinstance(lists, (list, tuple)) else [] if lists is None else [lists]
-    chosen = Options(torch.float16 if dtype is None else dtype, device_type, ("apex", *listed), opt_level)
+    chosen = Options(torch.float16 if dtype is None else dtype, device_type, ("apex", *listed), opt_level, loss_scale)
     # Every wrong argument is told now, not at the program's first call.
-    Settings.of(lists=list(chosen.lists), device_type=chosen.device_type, dtype=chosen.dtype)
+    Settings.of(
+        lists=list(chosen.lists), device_type=chosen.device_type, dtype=chosen.dtype, loss_scale=chosen.loss_scale
+    )
     finder = _installed()
     if finder is not None:
         finder.options = chosen

@@ -51,9 +51,9 @@ def initialize(
 ) -> Any:
     """Set models and optimizers up, as ``apex.amp.initialize`` did; see `autoamp.initialize`.
 
-    The half dtype, the device type and the lists are those that `install_as_apex` was given, and so is the level where
-    none is named. Flags and numbers may be strings, as command lines give them. A level in the place of ``enabled``
-    means True.
+    The half dtype, the device type and the lists are those that `install_as_apex` was given, and so are the level and
+    the loss scale where none is named. Flags and numbers may be strings, as command lines give them. A level in the
+    place of ``enabled`` means True.
     """
     _refuse_wrapped(models)
     chosen = options()
@@ -64,7 +64,7 @@ def initialize(
         "patch_torch_functions": as_flag("patch_torch_functions", patch_torch_functions),
         "keep_batchnorm_fp32": as_flag("keep_batchnorm_fp32", keep_batchnorm_fp32),
         "master_weights": as_flag("master_weights", master_weights),
-        "loss_scale": as_scale(loss_scale),
+        "loss_scale": chosen.loss_scale if loss_scale is None else as_scale(loss_scale),
     }
     loudness = int(as_number("verbosity", verbosity) or 0)
     lowest, highest = as_number("min_loss_scale", min_loss_scale), as_number("max_loss_scale", max_loss_scale)

@@ -14,6 +14,7 @@ import torch
 
 from autoamp.compat import alias, install_as_apex, uninstall
 from autoamp.errors import UsageError
+from autoamp.scaling import LossScaleError
 
 TREE = Path(alias.__file__).parent / "apex"
 MODULES = sorted(
@@ -142,8 +143,16 @@ def test_second_call_takes_the_new_options(apex: Any) -> None:
     assert sum(isinstance(finder, alias._ApexFinder) for finder in sys.meta_path) == 1
 
 
-@pytest.mark.parametrize("wrong", [{"dtype": torch.float32}, {"opt_level": "O4"}, {"device_type": "gpu"}])
-def test_wrong_options_change_nothing(wrong: dict[str, Any]) -> None:
-    with pytest.raises(UsageError):
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"dtype": torch.float32}, UsageError),
+        ({"opt_level": "O4"}, UsageError),
+        ({"device_type": "gpu"}, UsageError),
+        ({"loss_scale": -1.0}, LossScaleError),
+    ],
+)
+def test_wrong_options_change_nothing(wrong: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
         install_as_apex(**wrong)
     assert not alias.is_installed()

@@ -60,6 +60,14 @@ def test_strings_of_command_lines(apex: Any) -> None:
     assert apex.amp.state_dict()["loss_scaler0"]["loss_scale"] == 128.0
 
 
+@pytest.mark.parametrize(("named", "scale"), [({}, 32.0), ({"loss_scale": None}, 32.0), ({"loss_scale": 8.0}, 8.0)])
+def test_the_loss_scale_of_the_alias_is_for_those_who_name_none(named: dict[str, Any], scale: float, apex: Any) -> None:
+    install_as_apex(device_type="cpu", loss_scale=32.0)
+    model, optimizer, _ = parts()
+    apex.amp.initialize(model, optimizer, opt_level="O1", verbosity=0, **named)
+    assert apex.amp.state_dict()["loss_scaler0"]["loss_scale"] == scale
+
+
 def test_shapes_come_back(apex: Any) -> None:
     model, optimizer, _ = parts()
     ema = copy.deepcopy(model)
