@@ -279,7 +279,7 @@ def _add_run(commands: Any) -> None:
     run.add_argument(
         "--loss-scale",
         metavar="SCALE",
-        help="'dynamic' or a number, for an amp.initialize() that names none too; default: dynamic for fp16, 1 for bf16",
+        help="'dynamic' or a number, for an amp.initialize() that names none too; default: dynamic, and 1 for bf16",
     )
     run.add_argument("--no-apex", dest="apex", action="store_false", help="do not let `import apex` find autoamp")
     run.add_argument("--shadow-apex", action="store_true", help="hide a real apex that is installed")
