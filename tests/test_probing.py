@@ -29,6 +29,7 @@ def measured(matmul: float, elementwise: float) -> Measured:
         (1.0, 1.9, "memory-bound models only"),
         (1.0, 1.0, "saves memory, not time"),
         (0.3, 1.9, "does not pay here: matmul 0.3 times"),
+        (0.0148, 1.9, "does not pay here: matmul 0.015 times"),
     ],
 )
 def test_verdict_says_whether_half_precision_pays(matmul: float, elementwise: float, said: str) -> None:
