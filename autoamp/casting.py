@@ -50,13 +50,14 @@ _Shared = tuple[Tensor, Tensor, int, int, Any]
 
 
 class _Pin:
-    """A parameter that somebody promised not to write to, its cast once there is one, and how many blocks promised."""
+    """A parameter that somebody promised not to write to, how many blocks did, its cast, its layer's `PinnedLayer`."""
 
-    __slots__ = ("blocks", "cast")
+    __slots__ = ("blocks", "cast", "layer")
 
     def __init__(self) -> None:
         self.blocks = 0
         self.cast: Tensor | None = None
+        self.layer: Any = None
 
 
 class CastCache:
@@ -95,6 +96,8 @@ class CastCache:
                     pin.blocks -= 1
                     if not pin.blocks:
                         del self.pins[id(parameter)]
+                for pin in self.pins.values():
+                    pin.layer = None  # Its bias may be pinned no longer.
 
     def clear(self) -> None:
         """Drop the casts of this thread's running module call."""
@@ -104,7 +107,7 @@ class CastCache:
 
     def __len__(self) -> int:
         held = sum(entry is not None for entry in (self._local.entries or {}).values())
-        return held + sum(pin.cast is not None for pin in self.pins.values())
+        return held + sum(pin.cast is not None or pin.layer is not None for pin in self.pins.values())
 
     def cast(self, parameter: Parameter, convert: Callable[[Tensor], Tensor]) -> Tensor:
         """Return ``convert(parameter)``, an earlier result where it still holds."""

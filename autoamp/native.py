@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from autoamp.casting import Casts
+from autoamp.pinned_layers import pinned_layer
 from autoamp.tensors import PLAIN_TYPES
 
 __all__ = ["OPS", "build_native"]
@@ -24,6 +25,14 @@ _NAMES = (
     "__matmul__", "addbmm", "addmm", "baddbmm", "bmm", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
     "conv_transpose2d", "conv_transpose3d", "linear", "matmul", "mm",
 )  # fmt: skip
+# Whether somebody traces, an autocast region holds, or a mode looks at functions.
+_SPECIAL = (
+    torch.compiler.is_dynamo_compiling,
+    torch._C._is_any_autocast_enabled,
+    torch._C._is_torch_function_mode_enabled,
+    torch._C._get_tracing_state,
+)
+_SWITCHES = torch.set_autocast_enabled, torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled
 # No op above takes a tensor within a tuple or list.
 _SKIPPED = PLAIN_TYPES | {tuple, list}
 
@@ -50,49 +59,52 @@ def build_native(original: Any, general: Callable[..., Any], casts: Casts) -> Ca
 
 def _build_layer(original: Any, otherwise: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
     """The commonest call of all: an input, a weight and maybe a bias, both fp32 parameters, and numbers."""
-    local, blocks, pins, share = casts.local, casts.blocks, casts.cache.pins, casts.cache.share
+    local, blocks, cache = casts.local, casts.blocks, casts.cache
+    pins, share, packs = cache.pins, cache.share, original is torch._C._nn.linear
     target, full, strided, on_cpu = casts.dtype, torch.float32, torch.strided, casts.device_type == "cpu"
     narrow = Tensor.half if target is torch.float16 else Tensor.bfloat16
-    is_special, records = _special_state(), torch.is_grad_enabled
+    records = torch.is_grad_enabled
+    compiling, any_autocast, in_function_mode, trace = _SPECIAL
     call = _under_autocast(original, otherwise, casts)
-
-    def with_pinned(*args: Any) -> Any:
-        if records() or is_special():
-            return otherwise(*args)
-        new = [*args]
-        for place in (1, 2) if len(args) > 2 and args[2] is not None else (1,):
-            pin = pins.get(id(args[place]))
-            if pin is None or pin.cast is None:
-                return otherwise(*args)
-            new[place] = pin.cast
-        x = args[0]
-        if type(x) is not Tensor:
-            return otherwise(*args)
-        if x.dtype is not target:
-            if x.dtype is not full or x.layout is not strided or x.device != new[1].device:
-                return otherwise(*args)
-            new[0] = narrow(x)
-        return original(*new)
+    device_type, usual = casts.device_type, torch.get_autocast_dtype(casts.device_type) is target
+    switch, switch_cache, caches = _SWITCHES
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        if kwargs or len(args) < 2 or (blocks and not local.on):
+        if (
+            kwargs
+            or len(args) < 2
+            or (blocks and not local.on)
+            or compiling()
+            or any_autocast()
+            or in_function_mode()
+            or trace() is not None
+        ):
             return otherwise(*args, **kwargs)
-        if pins:
-            return with_pinned(*args)
         x, weight = args[0], args[1]
         bias = args[2] if len(args) > 2 else None
-        if (
-            type(x) is not Tensor
-            or type(weight) is not Parameter
-            or weight.dtype is not full
-            or not (weight.is_cpu if on_cpu else weight.is_cuda)
-            or weight.layout is not strided
-            or (bias is not None and (type(bias) is not Parameter or bias.dtype is not full))
-            or is_special()
-        ):
+        if type(x) is not Tensor or type(weight) is not Parameter:
             return otherwise(*args)
         dtype = x.dtype
         if dtype is not target and (dtype is not full or x.layout is not strided):
+            return otherwise(*args)
+        if pins:
+            pin = None if records() else pins.get(id(weight))
+            if pin is None:
+                return otherwise(*args)
+            layer = pin.layer
+            if layer is None or layer.bias is not bias:
+                layer = pinned_layer(cache, weight, bias, casts.to_half, packs=packs)
+                if layer is None:
+                    return otherwise(*args)
+            if layer.packed is None:
+                return original(x if dtype is target else narrow(x), layer.weight, layer.narrow_bias, *args[3:])
+            return layer.linear(x if dtype is target else narrow(x)) if layer.packed_serves(x) else otherwise(*args)
+        if (
+            weight.dtype is not full
+            or not (weight.is_cpu if on_cpu else weight.is_cuda)
+            or weight.layout is not strided
+            or (bias is not None and (type(bias) is not Parameter or bias.dtype is not full))
+        ):
             return otherwise(*args)
         entries = local.entries
         if entries is not None:
@@ -101,11 +113,20 @@ def _build_layer(original: Any, otherwise: Callable[..., Any], casts: Casts) -> 
                 # Its second use in this module call: now its cast is worth keeping.
                 return otherwise(*args)
             entries[key] = None
-            if bias is not None:
-                entries[id(bias)] = None
             if dtype is full and records():
-                return call(share(x, narrow), *args[1:])
-        return call(*args)
+                args = share(x, narrow), *args[1:]
+        if not usual:
+            return call(*args)
+        # `call` written out: it is a tenth of what a small layer costs.
+        cached = caches()
+        try:
+            switch_cache(False)
+            switch(device_type, True)
+            result = original(*args)
+        finally:
+            switch(device_type, False)
+            switch_cache(cached)
+        return result if result.dtype is target else otherwise(*args)
 
     return replacement
 
@@ -113,7 +134,8 @@ def _build_layer(original: Any, otherwise: Callable[..., Any], casts: Casts) -> 
 def _build_any(original: Any, general: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
     local, blocks, pins, skipped = casts.local, casts.blocks, casts.cache.pins, _SKIPPED
     target, full, strided, on_cpu = casts.dtype, torch.float32, torch.strided, casts.device_type == "cpu"
-    is_special, records = _special_state(), torch.is_grad_enabled
+    records = torch.is_grad_enabled
+    compiling, any_autocast, in_function_mode, trace = _SPECIAL
     call = _under_autocast(original, general, casts)
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
@@ -129,7 +151,7 @@ def _build_any(original: Any, general: Callable[..., Any], casts: Casts) -> Call
         else:
             if not kwargs:
                 return original(*args)
-        if kwargs or is_special():
+        if kwargs or compiling() or any_autocast() or in_function_mode() or trace() is not None:
             return general(*args, **kwargs)
         entries, narrowed, any_full = local.entries, [], False
         for arg in args:
@@ -158,17 +180,10 @@ def _build_any(original: Any, general: Callable[..., Any], casts: Casts) -> Call
     return replacement
 
 
-def _special_state() -> Callable[[], bool]:
-    """Return a test of whether somebody traces, an autocast region holds, or a mode looks at functions."""
-    compiling, any_autocast = torch.compiler.is_dynamo_compiling, torch._C._is_any_autocast_enabled
-    in_function_mode, trace = torch._C._is_torch_function_mode_enabled, torch._C._get_tracing_state
-    return lambda: compiling() or any_autocast() or in_function_mode() or trace() is not None
-
-
 def _under_autocast(original: Any, general: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
     device_type, target = casts.device_type, casts.dtype
-    switch, switch_cache = torch.set_autocast_enabled, torch.set_autocast_cache_enabled
-    caches, dtype_of, give_dtype = torch.is_autocast_cache_enabled, torch.get_autocast_dtype, torch.set_autocast_dtype
+    switch, switch_cache, caches = _SWITCHES
+    dtype_of, give_dtype = torch.get_autocast_dtype, torch.set_autocast_dtype
     usual = dtype_of(device_type) is target
 
     def call(*args: Any) -> Any:

@@ -1,0 +1,169 @@
+"""Layers of a model whose weights are promised to stay: cast or packed once, with the results of any other call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autoamp
+from autoamp.pinned_layers import PinnedLayer
+
+HALF = torch.bfloat16
+packs = pytest.mark.skipif(
+    not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()),
+    reason="oneDNN packs no bf16 weights on this CPU",
+)
+
+
+@pytest.fixture
+def handle() -> Iterator[autoamp.Handle]:
+    # autoamp's casts alone, of linear and conv2d.
+    handle = autoamp.init(device_type="cpu", dtype=HALF, lists={"extends": [], "fp16": ["linear", "conv2d"]})
+    yield handle
+    handle.deactivate()
+
+
+def layer_of(handle: autoamp.Handle, weight: Tensor) -> PinnedLayer:
+    found = handle.casts.cache.pins[id(weight)].layer
+    assert isinstance(found, PinnedLayer)
+    return found
+
+
+def by_hand(x: Tensor, layer: nn.Linear) -> Tensor:
+    bias = None if layer.bias is None else layer.bias.detach().to(HALF)
+    return torch._C._nn.linear(x.to(HALF), layer.weight.detach().to(HALF), bias)
+
+
+SHAPES = [(96,), (1, 96), (5, 96), (2, 3, 96), (0, 96), (3, 0, 96)]
+
+
+@packs
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_packed_weights_give_what_plain_ones_give(handle: autoamp.Handle, shape: tuple[int, ...], bias: bool) -> None:
+    layer = nn.Linear(96, 64, bias=bias)
+    for x in (torch.randn(shape), torch.randn(shape).to(HALF), torch.randn((*shape[:-1], 192))[..., ::2]):
+        expected = by_hand(x, layer)
+        with torch.no_grad(), handle.inference(layer):
+            found = [layer(x) for _ in range(2)]
+            assert layer_of(handle, layer.weight).packed is not None
+            # The packed weight stands in for the plain one, so that memory holds one of them.
+            assert handle.casts.cache.pins[id(layer.weight)].cast is None
+        for result in found:
+            assert (result.dtype, result.stride()) == (HALF, expected.stride())
+            torch.testing.assert_close(result, expected)
+
+
+@packs
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_packed_weights_cannot_serve_is_computed_otherwise(handle: autoamp.Handle, mode: Any) -> None:
+    layer, x = nn.Linear(96, 64), torch.randn(5, 96)
+    expected = by_hand(x, layer)
+    seen: list[str] = []
+
+    class Looks(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with mode(), handle.inference(layer):
+        layer(x)
+        assert layer_of(handle, layer.weight).packed is not None
+        torch.testing.assert_close(torch.func.vmap(layer)(x), expected, rtol=2e-2, atol=2e-2)
+        with Looks():
+            torch.testing.assert_close(layer(x), expected)
+        assert seen
+        assert not any("mkldnn::" in name for name in seen)
+        with torch.backends.mkldnn.flags(enabled=False):
+            torch.testing.assert_close(layer(x), expected, rtol=2e-2, atol=2e-2)
+        with pytest.raises(RuntimeError, match=r"mat1 and mat2 shapes cannot be multiplied \(5x95 and 96x64\)"):
+            layer(x[:, 1:])
+
+
+@packs
+def test_forward_mode_derivatives_pass_through(handle: autoamp.Handle) -> None:
+    layer, x, tangent = nn.Linear(96, 64), torch.randn(5, 96), torch.randn(5, 96)
+    with torch.no_grad(), handle.inference(layer):
+        layer(x)
+        with forward_ad.dual_level():
+            result = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, tangent)))
+    assert result.tangent is not None
+    expected = torch._C._nn.linear(tangent.to(HALF), layer.weight.detach().to(HALF))
+    torch.testing.assert_close(result.tangent.to(HALF), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_small_weights_and_fp16_are_not_packed(handle: autoamp.Handle) -> None:
+    small, x = nn.Linear(16, 16), torch.randn(3, 16)
+    with torch.no_grad(), handle.inference(small):
+        small(x)
+        assert layer_of(handle, small.weight).packed is None
+    handle.deactivate()
+    other = autoamp.init(device_type="cpu", dtype=torch.float16)
+    large = nn.Linear(96, 64)
+    with torch.no_grad(), other.inference(large):
+        large(torch.randn(3, 96))
+        assert layer_of(other, large.weight).packed is None
+
+
+def test_one_weight_with_several_biases(handle: autoamp.Handle) -> None:
+    layer, x = nn.Linear(96, 64), torch.randn(5, 96)
+    other = nn.Linear(96, 64)
+    other.weight = layer.weight
+    model = nn.ModuleList([layer, other])
+    with torch.no_grad(), handle.inference(model):
+        for _ in range(2):
+            torch.testing.assert_close(layer(x), by_hand(x, layer))
+            torch.testing.assert_close(other(x), by_hand(x, other))
+            torch.testing.assert_close(F.linear(x, layer.weight), by_hand(x, layer) - layer.bias.to(HALF),
+                                       rtol=2e-2, atol=2e-2)  # fmt: skip
+
+
+def test_a_bias_that_is_promised_for_less_long(handle: autoamp.Handle) -> None:
+    layer, x = nn.Linear(16, 16), torch.randn(3, 16)
+    holder = nn.Module()
+    holder.weight = layer.weight
+    with torch.no_grad(), handle.inference(holder):
+        with handle.inference(layer):
+            layer(x)
+        layer.bias.add_(1.0)
+        assert torch.equal(layer(x), by_hand(x, layer))
+
+
+def test_a_bias_that_is_no_parameter(handle: autoamp.Handle) -> None:
+    weight, bias, x = Parameter(torch.randn(16, 16)), torch.randn(16), torch.randn(3, 16)
+    holder = nn.Module()
+    holder.weight = weight
+    with torch.no_grad(), handle.inference(holder):
+        for _ in range(2):
+            expected = torch._C._nn.linear(x.to(HALF), weight.to(HALF), bias.to(HALF))
+            assert torch.equal(F.linear(x, weight, bias), expected)
+            bias.add_(1.0)
+
+
+def test_convolutions(handle: autoamp.Handle) -> None:
+    layer, x = nn.Conv2d(3, 4, 3, stride=2, padding="valid"), torch.randn(2, 3, 9, 9)
+    with torch.no_grad():
+        expected = layer(x)
+        with handle.inference(layer):
+            for given in (x, x, x.to(HALF)):
+                assert torch.equal(layer(given), expected)
+            assert layer_of(handle, layer.weight).packed is None
+
+
+def test_casts_go_with_the_block(handle: autoamp.Handle) -> None:
+    layer, x = nn.Linear(96, 64), torch.randn(3, 96)
+    for _ in range(2):
+        with torch.no_grad(), handle.inference(layer):
+            torch.testing.assert_close(layer(x), by_hand(x, layer))
+            assert len(handle.cache) == 2
+        assert len(handle.cache) == 0
+        layer.weight.data.mul_(2.0)
+        layer.bias.data.add_(1.0)
