@@ -84,6 +84,8 @@ def found_any(found: Sequence[torch.Tensor]) -> list[bool]:
     Returns:
         For each tensor whether it is not 0.
     """
+    if len(found) == 1:
+        return [bool(found[0].item())]
     by_device: dict[torch.device, list[int]] = {}
     for index, tensor in enumerate(found):
         by_device.setdefault(tensor.device, []).append(index)

@@ -9,6 +9,7 @@ since the last step at once, tells the loss scalers, and steps or skips.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import warnings
@@ -128,14 +129,14 @@ class StepGuard:
         self._tries_closures = checks
 
     def leave_block(
-        self, grads_scale: float, verdict: Verdict | None = None, delayed: LossScaler | None = None
+        self, grads_scale: float, verdict: Verdict | None = None, delayed: LossScaler | None = None, params: Any = None
     ) -> None:
         """Take note of how a block ended: the scale it left, what it found, the scaler of a check that is still due."""
         if verdict is not None:
             self.pending.append(verdict)
         self.grads_scale = grads_scale
         self._delayed = delayed
-        self._mark = GradientMark(self.params(), every=delayed is not None)
+        self._mark = GradientMark(self.params() if params is None else params, every=delayed is not None)
         self._blocks += 1
 
     def forget_abandoned(self) -> None:
@@ -335,10 +336,11 @@ def _open(guards: Sequence[StepGuard], scaler: LossScaler) -> float:
     seen: set[int] = set()
     for guard in guards:
         params = [param for param in guard.params() if param.grad is not None and id(param) not in seen]
-        seen.update(map(id, params))
-        by_factor.setdefault(scale / guard.grads_scale, []).extend(params)
+        if params:
+            seen.update(map(id, params))
+            by_factor.setdefault(scale / guard.grads_scale, []).extend(params)
     for factor, params in by_factor.items():
-        if factor != 1.0 and params:
+        if factor != 1.0:
             scale_(params, factor)
     for guard in guards:
         guard.enter_block(scale, scaler.checks)
@@ -353,29 +355,27 @@ def _close(guards: Sequence[StepGuard], scaler: LossScaler, scale: float, delay_
         for guard in guards:
             guard.leave_block(scale, delayed=scaler if scaler.checks else None)
         return
-    present = [guard for guard in guards if guard.has_gradients()]
-    verdict = None
-    if scaler.checks and present:
-        verdict = Verdict(scaler, scale, unscale_(_params_of(present), 1.0 / scale))
-    for guard in guards:
-        guard.leave_block(1.0, verdict if guard in present else None)
-    for guard in guards:
-        if guard not in present:
-            _warn_without_gradients(guard)
+    _leave(guards, scaler, scale, scaler.checks, warns=True)
 
 
 def _close_failed(guards: Sequence[StepGuard], scaler: LossScaler, scale: float) -> None:
     """Give gradients their true values. Who catches the exception and steps all the same is kept from inf and nan."""
     for guard in guards:
         guard.collect()
-    present = [guard for guard in guards if guard.has_gradients()]
-    verdict = Verdict(scaler, scale, unscale_(_params_of(present), 1.0 / scale)) if scale != 1.0 and present else None
-    for guard in guards:
-        guard.leave_block(1.0, verdict if guard in present else None)
+    _leave(guards, scaler, scale, scale != 1.0, warns=False)
 
 
-def _params_of(guards: Iterable[StepGuard]) -> list[torch.Tensor]:
-    return [param for guard in guards for param in guard.params()]
+def _leave(guards: Sequence[StepGuard], scaler: LossScaler, scale: float, checks: bool, *, warns: bool) -> None:
+    lists = [guard.params() for guard in guards]
+    present = [any(param.grad is not None for param in params) for params in lists]
+    verdict = None
+    if checks and any(present):
+        params = lists[0] if len(lists) == 1 else [*itertools.chain.from_iterable(lists)]
+        verdict = Verdict(scaler, scale, unscale_(params, 1.0 / scale))
+    for guard, params, has_gradients in zip(guards, lists, present, strict=True):
+        guard.leave_block(1.0, verdict if has_gradients else None, params=params)
+        if warns and not has_gradients:
+            _warn_without_gradients(guard)
 
 
 def _warn_without_gradients(guard: StepGuard) -> None:

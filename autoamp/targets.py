@@ -86,13 +86,19 @@ def known_ops() -> frozenset[str]:
     """Return every name that a bare rule may use: the callables of torch's public namespaces that are no classes."""
     names = set()
     for namespace in _namespaces():
-        for name in dir(namespace):
-            if name in names or (name.startswith("__") and namespace is not torch.Tensor):
-                continue
-            value = inspect.getattr_static(namespace, name, None)
-            if callable(value) and not isinstance(value, type):
+        for name, value in _names_held(namespace).items():
+            is_public = namespace is torch.Tensor or not name.startswith("__")
+            if is_public and callable(value) and not isinstance(value, type):
                 names.add(name)
     return frozenset(names)
+
+
+def _names_held(namespace: Any) -> dict[str, Any]:
+    """Return what a module or a class holds by name, inherited attributes included, as it stands there."""
+    held: dict[str, Any] = {}
+    for base in reversed(namespace.__mro__) if isinstance(namespace, type) else [namespace]:
+        held.update(vars(base))
+    return held
 
 
 def expand(table: CastTable) -> Expansion:
@@ -111,13 +117,14 @@ def expand(table: CastTable) -> Expansion:
     places: dict[tuple[int, str], Target] = {}
     patched: set[str] = set()
     deferred: list[CastRule] = []
+    spaces = [(namespace, _names_held(namespace)) for namespace in _namespaces()]
     for rule in table.rules:
         if rule.target in lacking_targets:
             continue
         if rule.policy is CastPolicy.NONE and rule.bare and patched.isdisjoint(_names(rule.target)):
             continue
         if rule.bare:
-            found: tuple[Target, ...] | None = tuple(_spellings(rule))
+            found: tuple[Target, ...] | None = tuple(_spellings(rule, spaces))
         else:
             try:
                 found = locate(rule)
@@ -182,22 +189,32 @@ def _method_of(cls: type, rule: CastRule) -> tuple[type, str, Any]:
     )
 
 
-def _spellings(rule: CastRule) -> Iterator[Target]:
-    """Every public spelling of a bare name, and the in-place forms derived from it."""
-    names = _names(rule.target)
-    for namespace in (*_namespaces(), torch._VF):
-        for name in names:
-            original = _callable_at(namespace, name)
-            # What torch spells in Python calls torch._VF itself; only recurrent layers go to torch._VF past torch.
-            in_python = isinstance(_callable_at(torch, name), types.FunctionType)
-            if original is None or (namespace is torch._VF and in_python):
+def _spellings(rule: CastRule, spaces: list[tuple[Any, dict[str, Any]]]) -> Iterator[Target]:
+    """Every public spelling of a bare name, and the in-place forms derived from it.
+
+    Args:
+        rule: A rule on a bare name.
+        spaces: torch's public namespaces, each with what it holds by name.
+    """
+    for name in _names(rule.target):
+        in_torch = None
+        for namespace, held in spaces:
+            original = _callable(held.get(name))
+            if original is None:
                 continue
-            functional = _functional(namespace, name)
-            if functional is None and name == names[1]:
+            in_torch = original if namespace is torch else in_torch
+            functional = _functional_in(held, name)
+            if functional is None and name != rule.target:
                 # Nothing to derive it from: `normal_` fills, and no `Tensor.normal` computes what it fills with.
                 continue
             yield Target(namespace, name, original, rule, functional)
             yield from _definition(original, name, rule)
+        # What torch spells in Python calls torch._VF itself; only recurrent layers go to torch._VF past torch.
+        if in_torch is not None and not isinstance(in_torch, types.FunctionType):
+            original = _callable_at(torch._VF, name)
+            functional = _functional(torch._VF, name)
+            if original is not None and (functional is not None or name == rule.target):
+                yield Target(torch._VF, name, original, rule, functional)
 
 
 def _definition(original: Any, name: str, rule: CastRule) -> Iterator[Target]:
@@ -210,11 +227,13 @@ def _definition(original: Any, name: str, rule: CastRule) -> Iterator[Target]:
 
 def _callable_at(namespace: Any, name: str) -> Any:
     if namespace is torch._VF:
-        value = getattr(namespace, name, None) if hasattr(torch, name) else None
-    elif isinstance(namespace, type):
-        value = next((vars(base)[name] for base in namespace.__mro__ if name in vars(base)), None)
-    else:
-        value = vars(namespace).get(name)
+        return _callable(getattr(namespace, name, None) if hasattr(torch, name) else None)
+    return _callable(_names_held(namespace).get(name))
+
+
+def _callable(value: Any) -> Any:
+    if value is None:
+        return None
     value = original_of(value)
     return value if callable(value) and not isinstance(value, type) else None
 
@@ -229,12 +248,25 @@ def _inplace_name(name: str) -> str:
 
 def _functional(parent: Any, attribute: str) -> Any:
     """The out-of-place function beside torch's in-place form, None for anything else."""
-    if not any(parent is namespace for namespace in (*_namespaces(), torch._VF)):
+    if parent is torch._VF:
+        name = _outofplace_name(attribute)
+        return None if name is None else _callable_at(parent, name)
+    if not any(parent is namespace for namespace in _namespaces()):
         return None
+    return _functional_in(_names_held(parent), attribute)
+
+
+def _functional_in(held: dict[str, Any], attribute: str) -> Any:
+    name = _outofplace_name(attribute)
+    return None if name is None else _callable(held.get(name))
+
+
+def _outofplace_name(attribute: str) -> str | None:
+    """The name of what an in-place form is derived from, None for the name of anything else."""
     if attribute.startswith("__i") and attribute.endswith("__"):
-        return _callable_at(parent, f"__{attribute[3:]}")
+        return f"__{attribute[3:]}"
     if attribute.endswith("_") and not attribute.endswith("__"):
-        return _callable_at(parent, attribute[:-1])
+        return attribute[:-1]
     return None
 
 

@@ -172,15 +172,24 @@ def growth() -> dict[str, list[tuple[int, float]]]:
 
 
 def draw(curves: dict[str, list[tuple[int, float]]], path: Any) -> None:
-    """Write the curves as an SVG. Takes matplotlib, which is of the benchmark extra alone."""
+    """Write the curves as an SVG, each with the straight line of linear growth from its largest size down.
+
+    Takes matplotlib, which is of the extra ``benchmark`` alone.
+    """
     import matplotlib as mpl
 
     mpl.use("svg")
+    mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "autoamp", "font.family": "sans-serif"})
     from matplotlib import pyplot
 
-    figure, all_axes = pyplot.subplots(1, len(curves), figsize=(9, 2.6), layout="constrained")
+    figure, all_axes = pyplot.subplots(1, len(curves), figsize=(10, 3.2), layout="constrained")
     for axes, (name, points) in zip(all_axes, curves.items(), strict=True):
         sizes, values = zip(*points, strict=True)
-        axes.loglog(sizes, [value * 1e3 for value in values], "o-")
-        axes.set(xlabel=name, ylabel="milliseconds of a step")
+        largest = points[-1][1] * 1e3
+        axes.loglog(sizes, [largest * size / sizes[-1] for size in sizes], ":", color="0.5", label="linear")
+        axes.loglog(sizes, [value * 1e3 for value in values], "o-", label="measured")
+        axes.set(xlabel=name, xticks=sizes, xticklabels=[f"{size:,}".replace(",", " ") for size in sizes])
+        axes.minorticks_off()
+    all_axes[0].set_ylabel("milliseconds of a step")
+    all_axes[0].legend(frameon=False)
     figure.savefig(path, metadata={"Date": None})
