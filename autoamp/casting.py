@@ -69,7 +69,7 @@ class CastCache:
     call needs ``init(enable_caching=False)``. ``pin`` is the explicit promise that the weights stay.
 
     Attributes:
-        enabled: Whether module calls keep casts. An entry of theirs that is None is a parameter that torch has cast.
+        enabled: Whether module calls keep casts. An entry of theirs that is None is a parameter that was cast once.
         pins: By ``id(parameter)`` those that somebody promised not to write to.
 
     The cast of the last activation is kept as well, until the next one is cast: query, key and value share it.
@@ -126,17 +126,11 @@ class CastCache:
                 return cast
         cast = convert(parameter)
         if cast is not parameter:
-            self.keep(entries, parameter, cast)
+            # An inference tensor has no version to hold a cast by, which is as good as never: tried, not asked.
+            with contextlib.suppress(RuntimeError):
+                version, address = parameter._version, parameter.data_ptr()
+                entries[id(parameter)] = parameter, cast, version, address, parameter.untyped_storage()
         return cast
-
-    def keep(self, entries: dict[int, _Entry | None], parameter: Parameter, cast: Tensor) -> None:
-        """Keep a cast that was just made among the entries of the running module call."""
-        # An inference tensor has no version to hold a cast by, which is as good as never: tried, not asked.
-        try:
-            version = parameter._version
-        except RuntimeError:
-            return
-        entries[id(parameter)] = parameter, cast, version, parameter.data_ptr(), parameter.untyped_storage()
 
     def share(self, tensor: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
         """Return ``convert(tensor)``, the earlier result where this tensor was the last that was cast."""
@@ -367,9 +361,10 @@ class Casts:
                         elif pins or (entries is not None and id(arg) in entries):
                             arg = cache.cast(arg, convert)
                         else:
-                            source, arg = arg, convert(arg)
                             if entries is not None:
-                                cache.keep(entries, source, arg)
+                                # Most are used once in a module call. From the second use on the cast is kept.
+                                entries[id(arg)] = None
+                            arg = convert(arg)
                 elif kind is list and all(type(item) is Parameter or type(item) is Tensor for item in arg):
                     # The weights of a recurrent layer, as a rule.
                     items = cast_args(arg)

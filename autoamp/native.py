@@ -110,7 +110,9 @@ def _build_layer(original: Any, otherwise: Callable[..., Any], casts: Casts) -> 
         if entries is not None:
             key = id(weight)
             if key in entries:
-                # Its second use in this module call: now its cast is worth keeping.
+                # Its second use in this module call: now its cast is worth keeping, and its bias's.
+                if bias is not None:
+                    entries.setdefault(id(bias), None)
                 return otherwise(*args)
             entries[key] = None
             if dtype is full and records():

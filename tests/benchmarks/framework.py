@@ -17,7 +17,7 @@ import autoamp
 from tests.benchmarks.cases import Workload
 from tests.benchmarks.models import MAKERS, lstm, resnet, transformer
 from tests.benchmarks.runs import SCALE, Run
-from tests.benchmarks.workers import questions, seconds_of
+from tests.benchmarks.workers import LONG_SLICE, questions, seconds_of
 
 PARAMETERS = 200
 
@@ -57,7 +57,7 @@ def running(connection: Connection, way: str, dtype_name: str, device: str, big:
             )
             made[name] = made[name] if device == "cpu" else _waiting(made[name])
             counts[name] = 1
-        connection.send(seconds_of(made[name], counts, name))
+        connection.send(seconds_of(made[name], counts, name, LONG_SLICE))
 
 
 CHECK = f"unscale, check and skip or step, {PARAMETERS} parameters"

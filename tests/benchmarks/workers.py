@@ -18,8 +18,9 @@ from tests.benchmarks.cases import CASES, DEVICE, TrainingStep, Workload, autoca
 WAYS = ("plain", "autocast", "autoamp")
 STEP = "training step"
 NAMES = (*(case.name for case in CASES), STEP)
-# One way's share of a round of one case, in seconds.
-SLICE = 0.01
+# One way's share of a round, in seconds: of a call, and of a whole run, which takes longer to find its pace after the
+# others had the processor's caches.
+SLICE, LONG_SLICE = 0.01, 0.1
 
 
 def started(target: Any, *arguments: Any) -> Connection:
@@ -65,7 +66,7 @@ def timing(connection: Connection, way: str, dtype_name: str) -> None:
             connection.send(seconds_of(workload, counts, name) / calls)
 
 
-def seconds_of(workload: Workload, counts: dict[str, int], name: str) -> float:
+def seconds_of(workload: Workload, counts: dict[str, int], name: str, share: float = SLICE) -> float:
     """Return the seconds of one call, from as many as fill a slice; how many is found out the first time.
 
     They are those of the processor, so that others who want it are not counted.
@@ -76,7 +77,7 @@ def seconds_of(workload: Workload, counts: dict[str, int], name: str) -> float:
         for _ in range(counts[name]):
             workload()
         seconds = time.process_time() - start
-        if seconds >= SLICE / 2:
+        if seconds >= share / 2:
             return seconds / counts[name]
         counts[name] *= 2
 
