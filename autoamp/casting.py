@@ -358,7 +358,7 @@ class Casts:
                             raise SparseArgument
                         if kind is Tensor:
                             arg = share(arg, convert) if shared else convert(arg)
-                        elif pins or (entries is not None and id(arg) in entries):
+                        elif (pins and id(arg) in pins) or (entries is not None and id(arg) in entries):
                             arg = cache.cast(arg, convert)
                         else:
                             if entries is not None:

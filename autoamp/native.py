@@ -87,9 +87,9 @@ def _build_layer(original: Any, otherwise: Callable[..., Any], casts: Casts) -> 
         dtype = x.dtype
         if dtype is not target and (dtype is not full or x.layout is not strided):
             return otherwise(*args)
-        if pins:
-            pin = None if records() else pins.get(id(weight))
-            if pin is None:
+        pin = pins.get(id(weight)) if pins else None
+        if pin is not None:
+            if records():
                 return otherwise(*args)
             layer = pin.layer
             if layer is None or layer.bias is not bias:
