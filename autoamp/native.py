@@ -32,6 +32,7 @@ _SPECIAL = (
     torch._C._is_torch_function_mode_enabled,
     torch._C._get_tracing_state,
 )
+_PRODUCTS = frozenset({"__matmul__", "bmm", "matmul", "mm"})
 _SWITCHES = torch.set_autocast_enabled, torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled
 # No op above takes a tensor within a tuple or list.
 _SKIPPED = PLAIN_TYPES | {tuple, list}
@@ -54,7 +55,9 @@ def build_native(original: Any, general: Callable[..., Any], casts: Casts) -> Ca
         casts: The state that the replacement reads; its device type is ``"cpu"`` or ``"cuda"``.
     """
     native = _build_any(original, general, casts)
-    return _build_layer(original, native, casts) if original.__name__.startswith(("linear", "conv")) else native
+    if original.__name__.startswith(("linear", "conv")):
+        return _build_layer(original, native, casts)
+    return _build_product(original, native, casts) if original.__name__ in _PRODUCTS else native
 
 
 def _build_layer(original: Any, otherwise: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
@@ -70,22 +73,26 @@ def _build_layer(original: Any, otherwise: Callable[..., Any], casts: Casts) -> 
     switch, switch_cache, caches = _SWITCHES
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
+        if kwargs or len(args) < 2 or (blocks and not local.on):
+            return otherwise(*args, **kwargs)
+        x, weight = args[0], args[1]
+        bias = args[2] if len(args) > 2 else None
+        kind, bias_kind = type(weight), type(bias)
+        if type(x) is not Tensor or not (kind is Parameter or kind is Tensor):
+            return otherwise(*args)
+        dtype, weight_dtype = x.dtype, weight.dtype
+        if weight_dtype is target and dtype is target:
+            narrow_already = bias is None or ((bias_kind is Parameter or bias_kind is Tensor) and bias.dtype is target)
+            return original(*args) if narrow_already else otherwise(*args)
         if (
-            kwargs
-            or len(args) < 2
-            or (blocks and not local.on)
+            kind is not Parameter
+            or weight_dtype is not full
+            or (dtype is not target and (dtype is not full or x.layout is not strided))
             or compiling()
             or any_autocast()
             or in_function_mode()
             or trace() is not None
         ):
-            return otherwise(*args, **kwargs)
-        x, weight = args[0], args[1]
-        bias = args[2] if len(args) > 2 else None
-        if type(x) is not Tensor or type(weight) is not Parameter:
-            return otherwise(*args)
-        dtype = x.dtype
-        if dtype is not target and (dtype is not full or x.layout is not strided):
             return otherwise(*args)
         pin = pins.get(id(weight)) if pins else None
         if pin is not None:
@@ -100,20 +107,20 @@ def _build_layer(original: Any, otherwise: Callable[..., Any], casts: Casts) -> 
                 return original(x if dtype is target else narrow(x), layer.weight, layer.narrow_bias, *args[3:])
             return layer.linear(x if dtype is target else narrow(x)) if layer.packed_serves(x) else otherwise(*args)
         if (
-            weight.dtype is not full
-            or not (weight.is_cpu if on_cpu else weight.is_cuda)
+            not (weight.is_cpu if on_cpu else weight.is_cuda)
             or weight.layout is not strided
-            or (bias is not None and (type(bias) is not Parameter or bias.dtype is not full))
+            or (bias is not None and (bias_kind is not Parameter or bias.dtype is not full))
         ):
             return otherwise(*args)
         entries = local.entries
         if entries is not None:
             key = id(weight)
             if key in entries:
-                # Its second use in this module call: now its cast is worth keeping, and its bias's.
-                if bias is not None:
-                    entries.setdefault(id(bias), None)
-                return otherwise(*args)
+                # It was used before in this module call: now its cast is worth keeping.
+                if dtype is full:
+                    x = share(x, narrow) if records() else narrow(x)
+                narrow_bias = None if bias is None else cache.cast(bias, narrow)
+                return original(x, cache.cast(weight, narrow), narrow_bias, *args[3:])
             entries[key] = None
             if dtype is full and records():
                 args = share(x, narrow), *args[1:]
@@ -125,6 +132,52 @@ def _build_layer(original: Any, otherwise: Callable[..., Any], casts: Casts) -> 
             switch_cache(False)
             switch(device_type, True)
             result = original(*args)
+        finally:
+            switch(device_type, False)
+            switch_cache(cached)
+        return result if result.dtype is target else otherwise(*args)
+
+    return replacement
+
+
+def _build_product(original: Any, otherwise: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
+    """A product of two matrices, which are tensors and no parameters as a rule."""
+    local, blocks = casts.local, casts.blocks
+    target, full, strided, on_cpu = casts.dtype, torch.float32, torch.strided, casts.device_type == "cpu"
+    compiling, any_autocast, in_function_mode, trace = _SPECIAL
+    call = _under_autocast(original, otherwise, casts)
+    device_type, usual = casts.device_type, torch.get_autocast_dtype(casts.device_type) is target
+    switch, switch_cache, caches = _SWITCHES
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        if kwargs or len(args) != 2 or (blocks and not local.on):
+            return otherwise(*args, **kwargs)
+        one, other = args
+        if type(one) is not Tensor or type(other) is not Tensor:
+            return otherwise(*args)
+        one_dtype, other_dtype = one.dtype, other.dtype
+        if one_dtype is target and other_dtype is target:
+            return original(one, other)
+        if (
+            (one_dtype is not full and one_dtype is not target)
+            or (other_dtype is not full and other_dtype is not target)
+            or not (one.is_cpu if on_cpu else one.is_cuda)
+            or one.layout is not strided
+            or other.layout is not strided
+            or compiling()
+            or any_autocast()
+            or in_function_mode()
+            or trace() is not None
+        ):
+            return otherwise(*args)
+        if not usual:
+            return call(one, other)
+        # As in `_build_layer`.
+        cached = caches()
+        try:
+            switch_cache(False)
+            switch(device_type, True)
+            result = original(one, other)
         finally:
             switch(device_type, False)
             switch_cache(cached)

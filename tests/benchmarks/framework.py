@@ -180,7 +180,7 @@ def draw(curves: dict[str, list[tuple[int, float]]], path: Any) -> None:
 
     mpl.use("svg")
     mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "autoamp", "font.family": "sans-serif"})
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     figure, all_axes = pyplot.subplots(1, len(curves), figsize=(10, 3.2), layout="constrained")
     for axes, (name, points) in zip(all_axes, curves.items(), strict=True):
@@ -189,6 +189,9 @@ def draw(curves: dict[str, list[tuple[int, float]]], path: Any) -> None:
         axes.loglog(sizes, [largest * size / sizes[-1] for size in sizes], ":", color="0.5", label="linear")
         axes.loglog(sizes, [value * 1e3 for value in values], "o-", label="measured")
         axes.set(xlabel=name, xticks=sizes, xticklabels=[f"{size:,}".replace(",", " ") for size in sizes])
+        spread = max(values) / min(values)
+        axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0) if spread < 20 else (1.0,)))
+        axes.yaxis.set_major_formatter("{x:g}")
         axes.minorticks_off()
     all_axes[0].set_ylabel("milliseconds of a step")
     all_axes[0].legend(frameon=False)
