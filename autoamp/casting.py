@@ -1,4 +1,4 @@
-"""Casting arguments: what is cast and to what, each thread's switch, and the cache of parameter casts.
+"""Casting arguments: what is cast and to what, and each thread's switch.
 
 What is cast: tensors of the handle's device type in fp16, bf16 or fp32, of a dense layout. Integers, bool, complex,
 fp64, sparse tensors and tensors of other devices are left as they are.
@@ -8,179 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import Parameter
 
+from autoamp.cast_cache import CastCache, ThreadState
 from autoamp.tensors import CASTABLE_LAYOUTS, HALF_DTYPES, PLAIN_TYPES, iter_tensors, map_tensors
 
-__all__ = ["CastCache", "Casts", "SparseArgument", "put_back"]
+__all__ = ["Casts", "SparseArgument", "put_back"]
 
 _FLOATS = frozenset({*HALF_DTYPES, torch.float32})
 
 
 class SparseArgument(Exception):
     """Raised while arguments are cast, where one is sparse: the whole call is to go through as it came."""
-
-
-class _ThreadState(threading.local):
-    """What differs by thread. The class attributes are the defaults of a thread that was never seen."""
-
-    on = True
-    forced_off = False
-    entries: dict[int, _Entry | None] | None = None
-    last: _Shared | None = None
-    # The disabled torch.autocast regions around, each with the block that turns casts off for it.
-    regions: tuple[tuple[Any, contextlib.AbstractContextManager[None]], ...] = ()
-
-
-_Entry = tuple[Parameter, Tensor, int, int, torch.UntypedStorage]
-"""A parameter and its cast, and the parameter's version, address and storage when it was made.
-
-The storage is held so that its address stays taken: a later one that a ``.data =`` brings in lies elsewhere.
-"""
-
-_Shared = tuple[Tensor, Tensor, int, int, Any]
-"""The tensor that was cast last, its cast, and its version, address and stream then."""
-
-
-class _Pin:
-    """A parameter that somebody promised not to write to, how many blocks did, its cast, its layer's `PinnedLayer`."""
-
-    __slots__ = ("blocks", "cast", "layer")
-
-    def __init__(self) -> None:
-        self.blocks = 0
-        self.cast: Tensor | None = None
-        self.layer: Any = None
-
-
-class CastCache:
-    """Casts of parameters, kept while the outermost module call runs.
-
-    A cast is stale as soon as its parameter changes. Identity, version and address tell of most changes; nothing tells
-    of a write through ``.data``, numpy or a flat buffer. Such writes happen between module calls, so no cast outlives
-    the outermost one, with or without gradients. A module that writes so between two uses of one weight within its own
-    call needs ``init(enable_caching=False)``. ``pin`` is the explicit promise that the weights stay.
-
-    Attributes:
-        enabled: Whether module calls keep casts. An entry of theirs that is None is a parameter that was cast once.
-        pins: By ``id(parameter)`` those that somebody promised not to write to.
-
-    The cast of the last activation is kept as well, until the next one is cast: query, key and value share it.
-    """
-
-    def __init__(self, local: _ThreadState, enabled: bool = True) -> None:
-        self.enabled = enabled
-        self._local = local
-        self.pins: dict[int, _Pin] = {}
-        self._lock = threading.Lock()
-
-    @contextlib.contextmanager
-    def pin(self, parameters: list[Parameter]) -> Iterator[None]:
-        """Keep the casts of these parameters, where no gradient is asked of them, until the block ends."""
-        with self._lock:
-            for parameter in parameters:
-                self.pins.setdefault(id(parameter), _Pin()).blocks += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                for parameter in parameters:
-                    pin = self.pins[id(parameter)]
-                    pin.blocks -= 1
-                    if not pin.blocks:
-                        del self.pins[id(parameter)]
-                for pin in self.pins.values():
-                    pin.layer = None  # Its bias may be pinned no longer.
-
-    def clear(self) -> None:
-        """Drop the casts of this thread's running module call."""
-        if self._local.entries is not None:
-            self._local.entries = {}
-            self._local.last = None
-
-    def __len__(self) -> int:
-        held = sum(entry is not None for entry in (self._local.entries or {}).values())
-        return held + sum(pin.cast is not None or pin.layer is not None for pin in self.pins.values())
-
-    def cast(self, parameter: Parameter, convert: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return ``convert(parameter)``, an earlier result where it still holds."""
-        grad = torch.is_grad_enabled()
-        if self.pins and not (grad and parameter.requires_grad):
-            pin = self.pins.get(id(parameter))
-            if pin is not None:
-                return pin.cast if pin.cast is not None else _pinned_cast(pin, parameter, convert)
-        entries = self._local.entries
-        if entries is None:
-            return convert(parameter)
-        entry = entries.get(id(parameter))
-        if entry is not None:
-            _, cast, version, address, _ = entry
-            if parameter._version == version and parameter.data_ptr() == address and _serves(cast, parameter, grad):
-                return cast
-        cast = convert(parameter)
-        if cast is not parameter:
-            # An inference tensor has no version to hold a cast by, which is as good as never: tried, not asked.
-            with contextlib.suppress(RuntimeError):
-                version, address = parameter._version, parameter.data_ptr()
-                entries[id(parameter)] = parameter, cast, version, address, parameter.untyped_storage()
-        return cast
-
-    def share(self, tensor: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return ``convert(tensor)``, the earlier result where this tensor was the last that was cast."""
-        local = self._local
-        last = local.last
-        if last is not None and last[0] is tensor:
-            _, cast, version, address, stream = last
-            if (
-                tensor._version == version
-                and tensor.data_ptr() == address
-                # Another stream would have to wait for the cast, and nobody told it to.
-                and (tensor.is_cpu or _stream_of(tensor) == stream)
-                and _serves(cast, tensor, torch.is_grad_enabled())
-            ):
-                return cast
-        cast = convert(tensor)
-        # An inference tensor has no version to hold a cast by, and a wrapper of torch.func no address.
-        try:
-            local.last = (
-                tensor, cast, tensor._version, tensor.data_ptr(), None if tensor.is_cpu else _stream_of(tensor),
-            )  # fmt: skip
-        except RuntimeError:
-            local.last = None
-        return cast
-
-
-def _serves(cast: Tensor, source: Tensor, grad: bool) -> bool:
-    """Tell whether a cast that was made in some mode serves in this one."""
-    return (
-        cast.requires_grad is (grad and source.requires_grad)
-        # A wrapper of torch.func is dead outside its transform, and an inference tensor is not saved for backward.
-        and not is_functorch_wrapped_tensor(cast)
-        and (not cast.is_inference() or torch.is_inference_mode_enabled())
-    )
-
-
-def _pinned_cast(pin: _Pin, parameter: Parameter, convert: Callable[[Tensor], Tensor]) -> Tensor:
-    cast = pin.cast
-    if cast is None:
-        # Made outside inference mode, so that it serves inside and outside.
-        with torch.inference_mode(False), torch.no_grad():
-            cast = convert(parameter)
-        if not is_functorch_wrapped_tensor(cast):
-            pin.cast = cast
-    return cast
-
-
-def _stream_of(tensor: Tensor) -> Any:
-    """Return what tells the stream in use on an accelerator from its others."""
-    return torch.accelerator.current_stream(tensor.device)
 
 
 class Casts:
@@ -190,7 +34,7 @@ class Casts:
         self.dtype = dtype
         self.device_type = device_type
         # A class of its own, so that its class attributes are this handle's defaults in every thread.
-        self.local: _ThreadState = type("_ThreadState", (_ThreadState,), {})()
+        self.local: ThreadState = type("ThreadState", (ThreadState,), {})()
         # Not empty while some thread may cast otherwise than most. Where it is empty no replacement need ask which
         # thread it is in; and compiled code, which cannot watch a thread's state, watches this.
         self.blocks: list[None] = [None]
@@ -337,7 +181,7 @@ class Casts:
                 if value.dtype is target:
                     return value
                 # A compiler traces the cast itself, and shares it within the graph. An autocast region casts itself.
-                if cached and not compiling() and not any_autocast():
+                if cached and value.dtype in sources and not compiling() and not any_autocast():
                     return cache.cast(value, convert_fitting)
                 return cast_tensor(value)
             return map_tensors(value, cast_nested)

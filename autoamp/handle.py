@@ -14,7 +14,8 @@ from torch.nn import Module
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autoamp.auto_scaling import AutoScale
-from autoamp.casting import CastCache, Casts
+from autoamp.cast_cache import CastCache
+from autoamp.casting import Casts
 from autoamp.counting import Counts
 from autoamp.errors import UsageError
 from autoamp.guarding import GuardedOptimizers

@@ -94,24 +94,24 @@ def _build_layer(original: Any, otherwise: Callable[..., Any], casts: Casts) -> 
             or trace() is not None
         ):
             return otherwise(*args)
-        pin = pins.get(id(weight)) if pins else None
-        if pin is not None:
-            if records():
-                return otherwise(*args)
-            layer = pin.layer
-            if layer is None or layer.bias is not bias:
-                layer = pinned_layer(cache, weight, bias, casts.to_half, packs=packs)
-                if layer is None:
-                    return otherwise(*args)
-            if layer.packed is None:
-                return original(x if dtype is target else narrow(x), layer.weight, layer.narrow_bias, *args[3:])
-            return layer.linear(x if dtype is target else narrow(x)) if layer.packed_serves(x) else otherwise(*args)
         if (
             not (weight.is_cpu if on_cpu else weight.is_cuda)
             or weight.layout is not strided
             or (bias is not None and (bias_kind is not Parameter or bias.dtype is not full))
         ):
             return otherwise(*args)
+        pin = pins.get(id(weight)) if pins else None
+        if pin is not None:
+            if records():
+                return otherwise(*args)
+            layer = pin.layer
+            if layer is None or layer.bias is not bias or not layer.is_intact():
+                layer = pinned_layer(cache, weight, bias, casts.to_half, packs=packs)
+                if layer is None:
+                    return otherwise(*args)
+            if layer.packed is None:
+                return original(x if dtype is target else narrow(x), layer.weight, layer.narrow_bias, *args[3:])
+            return layer.linear(x if dtype is target else narrow(x)) if layer.packed_serves(x) else otherwise(*args)
         entries = local.entries
         if entries is not None:
             key = id(weight)
@@ -216,8 +216,9 @@ def _build_any(original: Any, general: Callable[..., Any], casts: Casts) -> Call
                 if dtype is not target:
                     if dtype is not full or not (arg.is_cpu if on_cpu else arg.is_cuda) or arg.layout is not strided:
                         return general(*args)
-                    if kind is Parameter and id(arg) in pins:
-                        cast = pins[id(arg)].cast
+                    pin = pins.get(id(arg)) if pins and kind is Parameter else None
+                    if pin is not None:
+                        cast = pin.held()
                         if cast is None or (arg.requires_grad and records()):
                             return general(*args)
                         arg = cast
@@ -255,7 +256,7 @@ def _under_autocast(original: Any, general: Callable[..., Any], casts: Casts) ->
             switch_cache(cached)
             if before is not None:
                 give_dtype(device_type, before)
-        # Somebody gave this thread's autocast another dtype.
-        return result if result.dtype is target else general(*args)
+        # Somebody gave this thread's autocast another dtype. An operator may leave it to its other operand.
+        return result if result is NotImplemented or result.dtype is target else general(*args)
 
     return call

@@ -10,7 +10,8 @@ import torch
 from torch.nn import Module
 
 from autoamp.auto_scaling import AutoScale
-from autoamp.casting import CastCache, Casts
+from autoamp.cast_cache import CastCache
+from autoamp.casting import Casts
 from autoamp.counting import Counts
 from autoamp.guarding import GuardedOptimizers
 from autoamp.modules import ModulePrecisions, Override

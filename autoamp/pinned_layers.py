@@ -15,7 +15,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from autoamp.casting import CastCache
+from autoamp.cast_cache import CastCache
 
 __all__ = ["PinnedLayer", "pinned_layer"]
 
@@ -33,19 +33,31 @@ class PinnedLayer:
         packed: The weight in oneDNN's own layout, or None.
     """
 
-    __slots__ = ("bias", "narrow_bias", "packed", "weight", "width")
+    __slots__ = ("bias", "narrow_bias", "packed", "version", "version_of_bias", "weight", "width")
 
     def __init__(self, bias: Any, narrow_bias: Tensor | None, weight: Tensor, packs: bool) -> None:
         self.bias = bias
         self.narrow_bias = narrow_bias
         self.width = weight.shape[-1]
+        # oneDNN does not broadcast a bias.
+        packs = packs and (narrow_bias is None or narrow_bias.shape == weight.shape[:1])
         self.packed: Tensor | None = _packed(weight) if packs else None
         self.weight = weight if self.packed is None else None
+        self.version = weight._version
+        self.version_of_bias = 0 if narrow_bias is None else narrow_bias._version
+
+    def is_intact(self) -> bool:
+        """Tell whether nobody has written to the casts, which others may have got too."""
+        weight, bias = self.weight, self.narrow_bias
+        return (weight is None or weight._version == self.version) and (
+            bias is None or bias._version == self.version_of_bias
+        )
 
     def packed_serves(self, x: Tensor) -> bool:
         """Tell whether the packed weight can be used for this input: no derivative, transform or mode looks on."""
         return (
-            x.shape[-1:] == (self.width,)
+            not x.is_nested
+            and x.shape[-1:] == (self.width,)
             and x.is_cpu
             and torch._C._get_mkldnn_enabled()
             and forward_ad._current_level < 0
@@ -71,21 +83,26 @@ def pinned_layer(
         cast: Casts a parameter, and keeps what it made with the parameter's pin.
         packs: Whether the op is ``linear``, which has a form for packed weights.
     """
+    parameters = (weight,) if bias is None else (weight, bias)
     pins, narrow = [], []
-    for parameter in (weight,) if bias is None else (weight, bias):
+    for parameter in parameters:
         pin = cache.pins.get(id(parameter))
-        if pin is None or type(parameter) is not Parameter:
+        if pin is None or type(parameter) is not Parameter or parameter.layout is not torch.strided:
             return None
-        cast(parameter)
-        if pin.cast is None:
+        made = cast(parameter)
+        if pin.held() is not made:
             return None
         pins.append(pin)
-        narrow.append(pin.cast)
+        narrow.append(made)
     layer = PinnedLayer(bias, None if bias is None else narrow[1], narrow[0], packs)
-    if layer.packed is not None:
-        # Whoever asks for the plain cast gets it made anew.
-        pins[0].cast = None
-    pins[0].layer = layer
+    with cache.lock:
+        # A block may have ended in another thread meanwhile.
+        if any(cache.pins.get(id(parameter)) is not pin for parameter, pin in zip(parameters, pins, strict=True)):
+            return None
+        if layer.packed is not None:
+            # Whoever asks for the plain cast gets it made anew.
+            pins[0].cast = None
+        pins[0].layer = layer
     return layer
 
 

@@ -388,7 +388,7 @@ def shared(casts: Casts, tensor: Tensor) -> Tensor:
 def test_the_last_activation_is_cast_once() -> None:
     casts = make()
     casts.local.entries = {}
-    x, other = torch.ones(2, requires_grad=True) * 1, torch.ones(2)
+    x, other = torch.ones(2, requires_grad=True) * 1, torch.ones(2, requires_grad=True)
     assert shared(casts, x) is shared(casts, x)
     first = shared(casts, x)
     shared(casts, other)
@@ -399,7 +399,7 @@ def test_the_last_activation_is_cast_once() -> None:
 
 def test_caching_off_shares_nothing() -> None:
     casts = make(enable_caching=False)
-    x = torch.ones(2)
+    x = torch.ones(2, requires_grad=True)
     assert shared(casts, x) is not shared(casts, x)
 
 
@@ -422,9 +422,10 @@ def set_to(tensor: Tensor, value: Tensor) -> None:
 def test_an_activation_that_was_written_to_is_cast_anew(write: Callable[[Tensor, Tensor], Any]) -> None:
     casts = make()
     casts.local.entries = {}
-    x = torch.zeros(2)
+    x = torch.zeros(2, requires_grad=True) * 1
     shared(casts, x)
-    write(x, torch.ones(2))
+    with torch.no_grad():
+        write(x, torch.ones(2))
     assert torch.equal(shared(casts, x), x.half())
 
 

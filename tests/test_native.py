@@ -191,6 +191,12 @@ def test_pinned_weights(half: torch.dtype, bias: bool) -> None:
         assert layer(x).requires_grad
 
 
+@pytest.mark.parametrize("other", [3, None, [1]], ids=str)
+def test_an_operand_that_is_no_tensor_is_torch_s_own_error(half: torch.dtype, other: Any) -> None:
+    with pytest.raises(TypeError, match=r"unsupported operand type\(s\) for @"):
+        torch.ones(2, 2) @ other
+
+
 def test_every_name_was_found() -> None:
     assert len(NAMES) == 14
     assert "linear" in NAMES

@@ -148,6 +148,30 @@ def test_a_bias_that_is_no_parameter(handle: autoamp.Handle) -> None:
             bias.add_(1.0)
 
 
+@packs
+@pytest.mark.parametrize("shape", [(), (1,), (1, 64), (5, 64)], ids=str)
+def test_a_bias_that_is_broadcast(handle: autoamp.Handle, shape: tuple[int, ...]) -> None:
+    holder = nn.Module()
+    holder.weight, holder.bias = Parameter(torch.randn(64, 96)), Parameter(torch.randn(shape))
+    x = torch.randn(5, 96)
+    with torch.no_grad():
+        expected = F.linear(x, holder.weight, holder.bias)
+        with handle.inference(holder):
+            for _ in range(2):
+                assert torch.equal(F.linear(x, holder.weight, holder.bias), expected)
+
+
+@packs
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_go_to_plain_weights(handle: autoamp.Handle) -> None:
+    layer, parts = nn.Linear(96, 64), [torch.randn(2, 96), torch.randn(3, 96)]
+    with torch.no_grad(), handle.inference(layer):
+        layer(parts[0])
+        found = layer(torch.nested.nested_tensor(parts)).unbind()
+    for result, part in zip(found, parts, strict=True):
+        torch.testing.assert_close(result, by_hand(part, layer), rtol=2e-2, atol=2e-2)
+
+
 def test_convolutions(handle: autoamp.Handle) -> None:
     layer, x = nn.Conv2d(3, 4, 3, stride=2, padding="valid"), torch.randn(2, 3, 9, 9)
     with torch.no_grad():

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoamp.casting import CastCache
+from autoamp.cast_cache import CastCache
 from autoamp.compat.properties import Properties
 from autoamp.handle import Handle
 from autoamp.masters import MasterWeights

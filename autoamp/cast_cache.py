@@ -1,0 +1,201 @@
+"""Casts that are kept: of parameters, while the outermost module call runs or a block promises, and of one activation.
+
+A cast is handed out again only while nothing tells that its source, or the cast itself, has been written to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.nn import Parameter
+
+__all__ = ["CastCache", "ThreadState"]
+
+
+class ThreadState(threading.local):
+    """What differs by thread, of one handle. The class attributes are the defaults of a thread that was never seen."""
+
+    on = True
+    forced_off = False
+    entries: dict[int, _Entry | None] | None = None
+    last: _Shared | None = None
+    # The disabled torch.autocast regions around, each with the block that turns casts off for it.
+    regions: tuple[tuple[Any, contextlib.AbstractContextManager[None]], ...] = ()
+
+
+_Entry = tuple[Parameter, Tensor, int, int, int, torch.UntypedStorage]
+"""A parameter and its cast, the versions of both, and the parameter's address and storage when it was made.
+
+The storage is held so that its address stays taken: a later one that a ``.data =`` brings in lies elsewhere.
+"""
+
+_Shared = tuple[Tensor, Tensor, int, int, int, Any, Any]
+"""The tensor that was cast last and its cast, the versions of both, and the tensor's address, node and stream then."""
+
+
+class _Pin:
+    """A parameter that somebody promised not to write to, how many blocks did, its cast, its layer's `PinnedLayer`."""
+
+    __slots__ = ("blocks", "cast", "layer", "version")
+
+    def __init__(self) -> None:
+        self.blocks = 0
+        self.cast: Tensor | None = None
+        self.version = 0
+        self.layer: Any = None
+
+    def held(self) -> Tensor | None:
+        """Return the cast, unless somebody who got it has written to it."""
+        cast = self.cast
+        return cast if cast is not None and cast._version == self.version else None
+
+
+class CastCache:
+    """Casts of parameters, kept while the outermost module call runs.
+
+    A cast is stale as soon as its parameter changes. Identity, version and address tell of most changes; nothing tells
+    of a write through ``.data``, numpy or a flat buffer. Such writes happen between module calls, so no cast outlives
+    the outermost one, with or without gradients. A module that writes so between two uses of one weight within its own
+    call needs ``init(enable_caching=False)``. ``pin`` is the explicit promise that the weights stay.
+
+    Attributes:
+        enabled: Whether module calls keep casts. An entry of theirs that is None is a parameter that was cast once.
+        pins: By ``id(parameter)`` those that somebody promised not to write to.
+
+    The cast of the last activation is kept as well, until the next one is cast: query, key and value share it.
+    """
+
+    def __init__(self, local: ThreadState, enabled: bool = True) -> None:
+        self.enabled = enabled
+        self._local = local
+        self.pins: dict[int, _Pin] = {}
+        self.lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def pin(self, parameters: list[Parameter]) -> Iterator[None]:
+        """Keep the casts of these parameters, where no gradient is asked of them, until the block ends."""
+        with self.lock:
+            for parameter in parameters:
+                self.pins.setdefault(id(parameter), _Pin()).blocks += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                for parameter in parameters:
+                    pin = self.pins[id(parameter)]
+                    pin.blocks -= 1
+                    if not pin.blocks:
+                        del self.pins[id(parameter)]
+                for pin in self.pins.values():
+                    pin.layer = None  # Its bias may be pinned no longer.
+
+    def clear(self) -> None:
+        """Drop the casts of this thread's running module call."""
+        if self._local.entries is not None:
+            self._local.entries = {}
+            self._local.last = None
+
+    def __len__(self) -> int:
+        held = sum(entry is not None for entry in (self._local.entries or {}).values())
+        return held + sum(pin.cast is not None or pin.layer is not None for pin in list(self.pins.values()))
+
+    def cast(self, parameter: Parameter, convert: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return ``convert(parameter)``, an earlier result where it still holds."""
+        grad = torch.is_grad_enabled()
+        # A trace would take a kept cast for a constant.
+        if self.pins and not (grad and parameter.requires_grad) and torch._C._get_tracing_state() is None:
+            pin = self.pins.get(id(parameter))
+            if pin is not None:
+                held = pin.held()
+                return held if held is not None else _pinned_cast(pin, parameter, convert)
+        entries = self._local.entries
+        if entries is None:
+            return convert(parameter)
+        entry = entries.get(id(parameter))
+        if entry is not None:
+            _, cast, version, cast_version, address, _ = entry
+            if (
+                parameter._version == version
+                and cast._version == cast_version
+                and parameter.data_ptr() == address
+                and _serves(cast, parameter, grad)
+            ):
+                return cast
+        cast = _versioned(parameter, convert) if torch.is_inference_mode_enabled() else convert(parameter)
+        if cast is not parameter:
+            # An inference tensor has no version to hold a cast by, which is as good as never: tried, not asked.
+            with contextlib.suppress(RuntimeError):
+                entries[id(parameter)] = (
+                    parameter, cast, parameter._version, cast._version, parameter.data_ptr(),
+                    parameter.untyped_storage(),
+                )  # fmt: skip
+        return cast
+
+    def share(self, tensor: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return ``convert(tensor)``, the earlier result where this tensor was the last that was cast.
+
+        One without gradients may well be written to past its version, by a collective say: it is cast anew.
+        """
+        if not tensor.requires_grad:
+            return convert(tensor)
+        local = self._local
+        last = local.last
+        if last is not None and last[0] is tensor:
+            _, cast, version, cast_version, address, node, stream = last
+            if (
+                tensor._version == version
+                and cast._version == cast_version
+                and tensor.data_ptr() == address
+                # As it was before a detach_().
+                and tensor.grad_fn is node
+                # Another stream would have to wait for the cast, and nobody told it to.
+                and (tensor.is_cpu or _stream_of(tensor) == stream)
+                and _serves(cast, tensor, torch.is_grad_enabled())
+            ):
+                return cast
+        cast = convert(tensor)
+        # An inference tensor has no version to hold a cast by, and a wrapper of torch.func no address.
+        try:
+            local.last = (
+                tensor, cast, tensor._version, cast._version, tensor.data_ptr(), tensor.grad_fn,
+                None if tensor.is_cpu else _stream_of(tensor),
+            )  # fmt: skip
+        except RuntimeError:
+            local.last = None
+        return cast
+
+
+def _serves(cast: Tensor, source: Tensor, grad: bool) -> bool:
+    """Tell whether a cast that was made in some mode serves in this one."""
+    return (
+        cast.requires_grad is (grad and source.requires_grad)
+        # A wrapper of torch.func is dead outside its transform, and an inference tensor is not saved for backward.
+        and not is_functorch_wrapped_tensor(cast)
+        and (not cast.is_inference() or torch.is_inference_mode_enabled())
+    )
+
+
+def _pinned_cast(pin: _Pin, parameter: Parameter, convert: Callable[[Tensor], Tensor]) -> Tensor:
+    # Made outside inference mode, it serves inside and outside.
+    cast = _versioned(parameter, convert)
+    # A mode's own tensors, such as fake ones, and those of torch.func are of use to nobody else.
+    if cast is not parameter and type(cast) is Tensor and not is_functorch_wrapped_tensor(cast):
+        pin.version = cast._version
+        pin.cast = cast
+    return cast
+
+
+def _versioned(parameter: Parameter, convert: Callable[[Tensor], Tensor]) -> Tensor:
+    with torch.inference_mode(False), torch.no_grad():
+        return convert(parameter)
+
+
+def _stream_of(tensor: Tensor) -> Any:
+    """Return what tells the stream in use on an accelerator from its others."""
+    return torch.accelerator.current_stream(tensor.device)
