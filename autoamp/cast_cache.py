@@ -35,8 +35,9 @@ _Entry = tuple[Parameter, Tensor, int, int, int, torch.UntypedStorage]
 The storage is held so that its address stays taken: a later one that a ``.data =`` brings in lies elsewhere.
 """
 
-_Shared = tuple[Tensor, Tensor, int, int, int, Any, Any]
-"""The tensor that was cast last and its cast, the versions of both, and the tensor's address, node and stream then."""
+_Shared = tuple[Tensor, Tensor, int, int, int, bool, Any]
+"""The tensor that was cast last and its cast, the versions of both, the tensor's address, whether it was a leaf, and
+the stream in use, None on a CPU."""
 
 
 class _Pin:
@@ -103,7 +104,8 @@ class CastCache:
 
     def __len__(self) -> int:
         held = sum(entry is not None for entry in (self._local.entries or {}).values())
-        return held + sum(pin.cast is not None or pin.layer is not None for pin in list(self.pins.values()))
+        pins = list(self.pins.values())
+        return held + sum((pin.cast is not None) + (0 if pin.layer is None else len(pin.layer)) for pin in pins)
 
     def cast(self, parameter: Parameter, convert: Callable[[Tensor], Tensor]) -> Tensor:
         """Return ``convert(parameter)``, an earlier result where it still holds."""
@@ -147,27 +149,30 @@ class CastCache:
         local = self._local
         last = local.last
         if last is not None and last[0] is tensor:
-            _, cast, version, cast_version, address, node, stream = last
+            _, cast, version, cast_version, address, is_leaf, stream = last
             if (
                 tensor._version == version
                 and cast._version == cast_version
                 and tensor.data_ptr() == address
-                # As it was before a detach_().
-                and tensor.grad_fn is node
+                # A detach_() would have made it one, and its cast none that requires a gradient.
+                and tensor.is_leaf is is_leaf
+                and cast.requires_grad
+                and torch.is_grad_enabled()
                 # Another stream would have to wait for the cast, and nobody told it to.
-                and (tensor.is_cpu or _stream_of(tensor) == stream)
-                and _serves(cast, tensor, torch.is_grad_enabled())
+                and (stream is None or _stream_of(tensor) == stream)
             ):
                 return cast
         cast = convert(tensor)
-        # An inference tensor has no version to hold a cast by, and a wrapper of torch.func no address.
-        try:
-            local.last = (
-                tensor, cast, tensor._version, cast._version, tensor.data_ptr(), tensor.grad_fn,
-                None if tensor.is_cpu else _stream_of(tensor),
-            )  # fmt: skip
-        except RuntimeError:
-            local.last = None
+        if cast.requires_grad:
+            # What torch.func wraps has no address, and is of use to nobody outside its transform.
+            try:
+                cast.data_ptr()
+                local.last = (
+                    tensor, cast, tensor._version, cast._version, tensor.data_ptr(), tensor.is_leaf,
+                    None if tensor.is_cpu else _stream_of(tensor),
+                )  # fmt: skip
+            except RuntimeError:
+                local.last = None
         return cast
 
 

@@ -42,6 +42,8 @@ class Casts:
         self._open = False
         self.cache = CastCache(self.local, enable_caching)
         self.warned: set[str] = set()
+        # By a replacement what does the same for a tensor and parameters, with less to ask.
+        self.layers: dict[Callable[..., Any], Callable[..., Any]] = {}
         narrow = Tensor.half if dtype is torch.float16 else Tensor.bfloat16
         # Each caster twice: of one value, however nested, and of the positional arguments of a call.
         self.to_half, self.args_to_half = self._casters(dtype, narrow, cached=True)
@@ -155,7 +157,7 @@ class Casts:
         sources = _FLOATS - {target}
         cache, autocast_rules, on_device = self.cache, self.autocast_rules, _on_device(self.device_type)
         compiling, any_autocast = torch.compiler.is_dynamo_compiling, torch._C._is_any_autocast_enabled
-        strided, plain, local = torch.strided, PLAIN_TYPES, self.local
+        strided, plain, local, pins = torch.strided, PLAIN_TYPES, self.local, cache.pins
         on_cpu, share, in_inference_mode = self.device_type == "cpu", cache.share, torch.is_inference_mode_enabled
 
         def convert_fitting(tensor: Tensor) -> Tensor:
@@ -190,8 +192,10 @@ class Casts:
             # The hot path of most models: what holds for all arguments is asked once.
             if compiling() or any_autocast():
                 return [*map(cast, args)]
-            entries, pins = (local.entries, cache.pins) if cached else (None, None)
-            shared = entries is not None and not in_inference_mode()
+            entries = local.entries if cached else None
+            return cast_each(args, entries, entries is not None and not in_inference_mode())
+
+        def cast_each(args: Sequence[Any], entries: Any, shared: bool) -> list[Any]:
             new = []
             for arg in args:
                 kind = type(arg)
@@ -202,18 +206,23 @@ class Casts:
                             raise SparseArgument
                         if kind is Tensor:
                             arg = share(arg, convert) if shared else convert(arg)
-                        elif (pins and id(arg) in pins) or (entries is not None and id(arg) in entries):
+                        elif cached and ((pins and id(arg) in pins) or (entries is not None and id(arg) in entries)):
                             arg = cache.cast(arg, convert)
                         else:
                             if entries is not None:
                                 # Most are used once in a module call. From the second use on the cast is kept.
                                 entries[id(arg)] = None
                             arg = convert(arg)
-                elif kind is list and all(type(item) is Parameter or type(item) is Tensor for item in arg):
-                    # The weights of a recurrent layer, as a rule.
-                    items = cast_args(arg)
-                    if any(map(operator.is_not, items, arg)):
-                        arg = items
+                elif kind is list or kind is tuple:
+                    # The weights of a recurrent layer, or its states, as a rule.
+                    for item in arg:
+                        if type(item) is not Parameter and type(item) is not Tensor:
+                            arg = map_tensors(arg, cast_nested)
+                            break
+                    else:
+                        items = cast_each(arg, entries, shared)
+                        if any(map(operator.is_not, items, arg)):
+                            arg = items if kind is list else tuple(items)
                 elif kind not in plain:
                     arg = map_tensors(arg, cast_nested)
                 new.append(arg)

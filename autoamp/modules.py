@@ -17,9 +17,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 
 from autoamp.casting import Casts
+from autoamp.direct_calls import build_direct_calls, hooks_of_all, skips_call_impl
 from autoamp.errors import PatchError, UsageError
 from autoamp.patching import dress, resolve
 from autoamp.rules import ModulePrecision, ModuleRule
@@ -181,9 +183,12 @@ def _is_named(cls: type, dotted: str) -> bool:
 def build_module_call(original: types.FunctionType, casts: Casts, precisions: ModulePrecisions) -> Any:
     """Build the replacement of ``torch.nn.Module.__call__``."""
     local, cache = casts.local, casts.cache
-    compiling = torch.compiler.is_dynamo_compiling
-    # torch's own does no more than choose between a compiled call and this one; to choose here saves a call.
-    chooses = original is vars(Module).get("_wrapped_call_impl") and original.__code__.co_names == _NAMES
+    compiling, trace = torch.compiler.is_dynamo_compiling, torch._C._get_tracing_state
+    # Torch's own does no more than choose an implementation, which without hooks does no more than call forward().
+    wrapped, implementation = vars(Module).get("_wrapped_call_impl"), Module._call_impl
+    known = original is wrapped and original.__code__.co_names == _NAMES and skips_call_impl()
+    direct_calls = build_direct_calls(casts.layers)
+    any_1, any_2, any_3, any_4 = hooks_of_all()
 
     def scoped(self: Module, *args: Any, **kwargs: Any) -> Any:
         if local.entries is not None or not cache.enabled or compiling():
@@ -206,11 +211,30 @@ def build_module_call(original: types.FunctionType, casts: Casts, precisions: Mo
                     output = scoped(self, *args, **kwargs)
                 # Code around that casts nothing, such as an fp32 module's, could not use a half result.
                 return _cast_nested(output, casts.to_fp32) if goes_on_in_fp32 else output
-        if local.entries is not None:
-            if chooses and self._compiled_call_impl is None:
-                return self._call_impl(*args, **kwargs)
+        if local.entries is None or not known or compiling():
+            return scoped(self, *args, **kwargs)
+        own, cls = self.__dict__, type(self)
+        try:
+            if (
+                own["_forward_hooks"]
+                or own["_forward_pre_hooks"]
+                or own["_backward_hooks"]
+                or own["_backward_pre_hooks"]
+                or any_1
+                or any_2
+                or any_3
+                or any_4
+                or self._compiled_call_impl is not None
+                or cls._call_impl is not implementation
+                or trace() is not None
+            ):
+                return original(self, *args, **kwargs)
+        except KeyError:
+            # Its class did not call Module.__init__(), which torch says best.
             return original(self, *args, **kwargs)
-        return scoped(self, *args, **kwargs)
+        if cls in direct_calls and len(args) == 1 and not kwargs and type(args[0]) is Tensor and "forward" not in own:
+            return direct_calls[cls](self, own, args[0])
+        return self.forward(*args, **kwargs)
 
     return dress(call, original, original.__module__, original.__qualname__)  # type: ignore[arg-type]
 

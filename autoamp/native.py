@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from autoamp.casting import Casts
-from autoamp.pinned_layers import pinned_layer
+from autoamp.pinned_layers import hold_layer
 from autoamp.tensors import PLAIN_TYPES
 
 __all__ = ["OPS", "build_native"]
@@ -63,80 +63,79 @@ def build_native(original: Any, general: Callable[..., Any], casts: Casts) -> Ca
 def _build_layer(original: Any, otherwise: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
     """The commonest call of all: an input, a weight and maybe a bias, both fp32 parameters, and numbers."""
     local, blocks, cache = casts.local, casts.blocks, casts.cache
-    pins, share, packs = cache.pins, cache.share, original is torch._C._nn.linear
+    pins, share = cache.pins, cache.share
     target, full, strided, on_cpu = casts.dtype, torch.float32, torch.strided, casts.device_type == "cpu"
     narrow = Tensor.half if target is torch.float16 else Tensor.bfloat16
     records = torch.is_grad_enabled
     compiling, any_autocast, in_function_mode, trace = _SPECIAL
-    call = _under_autocast(original, otherwise, casts)
-    device_type, usual = casts.device_type, torch.get_autocast_dtype(casts.device_type) is target
-    switch, switch_cache, caches = _SWITCHES
+
+    def layer(x: Tensor, weight: Parameter, bias: Parameter | None, *rest: Any) -> Any:
+        # Called where nobody compiles or traces, with arguments of just these types.
+        if blocks and not local.on:
+            return original(x, weight, bias, *rest)
+        dtype = x.dtype
+        if (
+            (dtype is not target and (dtype is not full or x.layout is not strided or x.is_cpu is not on_cpu))
+            or any_autocast()
+            or in_function_mode()
+        ):
+            return otherwise(x, weight, bias, *rest)
+        pin = pins.get(id(weight)) if pins else None
+        if pin is not None and not records():
+            held = pin.layer
+            if held is not None and held.bias is bias:
+                # What the weight is need not be asked again: somebody promised that it stays.
+                x = x if dtype is target else narrow(x)
+                if held.packed is not None:
+                    result = held.run(x, rest)
+                    if result is not None:
+                        return result
+                    if held.narrow_weight is None:
+                        return otherwise(x, weight, bias, *rest)
+                return original(x, held.narrow_weight, held.narrow_bias, *rest)
+        if (
+            weight.dtype is not full
+            or not (weight.is_cpu if on_cpu else weight.is_cuda)
+            or weight.layout is not strided
+            or (bias is not None and bias.dtype is not full)
+        ):
+            return otherwise(x, weight, bias, *rest)
+        if pin is not None:
+            if not records() and hold_layer(cache, original, narrow, x, weight, bias, rest):
+                return layer(x, weight, bias, *rest)
+            return otherwise(x, weight, bias, *rest)
+        entries, narrow_bias = local.entries, None
+        if entries is None:
+            x = x if dtype is target else narrow(x)
+        elif dtype is full:
+            x = share(x, narrow)
+        if entries is not None and id(weight) in entries:
+            # It was used before in this module call: now its cast is worth keeping.
+            if bias is not None:
+                narrow_bias = cache.cast(bias, narrow)
+            return original(x, cache.cast(weight, narrow), narrow_bias, *rest)
+        if entries is not None:
+            entries[id(weight)] = None
+        if bias is not None:
+            narrow_bias = narrow(bias)
+        return original(x, narrow(weight), narrow_bias, *rest)
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        if kwargs or len(args) < 2 or (blocks and not local.on):
+        if kwargs or len(args) < 2:
             return otherwise(*args, **kwargs)
         x, weight = args[0], args[1]
         bias = args[2] if len(args) > 2 else None
         kind, bias_kind = type(weight), type(bias)
         if type(x) is not Tensor or not (kind is Parameter or kind is Tensor):
             return otherwise(*args)
-        dtype, weight_dtype = x.dtype, weight.dtype
-        if weight_dtype is target and dtype is target:
+        if x.dtype is target and weight.dtype is target:
             narrow_already = bias is None or ((bias_kind is Parameter or bias_kind is Tensor) and bias.dtype is target)
             return original(*args) if narrow_already else otherwise(*args)
-        if (
-            kind is not Parameter
-            or weight_dtype is not full
-            or (dtype is not target and (dtype is not full or x.layout is not strided))
-            or compiling()
-            or any_autocast()
-            or in_function_mode()
-            or trace() is not None
-        ):
-            return otherwise(*args)
-        if (
-            not (weight.is_cpu if on_cpu else weight.is_cuda)
-            or weight.layout is not strided
-            or (bias is not None and (bias_kind is not Parameter or bias.dtype is not full))
-        ):
-            return otherwise(*args)
-        pin = pins.get(id(weight)) if pins else None
-        if pin is not None:
-            if records():
-                return otherwise(*args)
-            layer = pin.layer
-            if layer is None or layer.bias is not bias or not layer.is_intact():
-                layer = pinned_layer(cache, weight, bias, casts.to_half, packs=packs)
-                if layer is None:
-                    return otherwise(*args)
-            if layer.packed is None:
-                return original(x if dtype is target else narrow(x), layer.weight, layer.narrow_bias, *args[3:])
-            return layer.linear(x if dtype is target else narrow(x)) if layer.packed_serves(x) else otherwise(*args)
-        entries = local.entries
-        if entries is not None:
-            key = id(weight)
-            if key in entries:
-                # It was used before in this module call: now its cast is worth keeping.
-                if dtype is full:
-                    x = share(x, narrow) if records() else narrow(x)
-                narrow_bias = None if bias is None else cache.cast(bias, narrow)
-                return original(x, cache.cast(weight, narrow), narrow_bias, *args[3:])
-            entries[key] = None
-            if dtype is full and records():
-                args = share(x, narrow), *args[1:]
-        if not usual:
-            return call(*args)
-        # `call` written out: it is a tenth of what a small layer costs.
-        cached = caches()
-        try:
-            switch_cache(False)
-            switch(device_type, True)
-            result = original(*args)
-        finally:
-            switch(device_type, False)
-            switch_cache(cached)
-        return result if result.dtype is target else otherwise(*args)
+        if kind is Parameter and (bias is None or bias_kind is Parameter) and not compiling() and trace() is None:
+            return layer(x, weight, bias, *args[3:])
+        return otherwise(*args)
 
+    casts.layers[replacement] = layer
     return replacement
 
 

@@ -1,12 +1,12 @@
 """Linear and convolutional layers whose weights somebody promised not to write to: cast once, and packed where it pays.
 
-On a CPU with bf16 units oneDNN wants large weights in a layout of its own, and reorders them at each call. Torch has
+On a CPU with bf16 units oneDNN wants weights in a layout of its own, and reorders plain ones at each call. Torch has
 the two halves of that as ops, which its compiler uses; here the reordering is done once, with the cast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,105 +17,234 @@ from torch.nn import Parameter
 
 from autoamp.cast_cache import CastCache
 
-__all__ = ["PinnedLayer", "pinned_layer"]
+__all__ = ["PinnedConv2d", "PinnedLayer", "PinnedLinear", "can_pack", "hold_layer", "kept_casts", "nobody_looks_on"]
 
-# Torch hands a smaller product of matrices to no library, so packing it would take another kernel.
+# Torch hands a smaller product of matrices to no library, so packing it would take another kernel. Products somewhat
+# larger gain less by a packed weight than the way to the kernel costs.
 _SMALLEST = 16 * 16 * 16
+# Convolutions whose weights have no more elements than this keep both forms, since either may serve.
+_SMALL_WEIGHT = 1 << 16
+# Outputs of a convolution up to this size, or an eighth of the weight's, are sooner copied than the weight reordered.
+_SMALL_OUTPUT = 1 << 14
 
 
 class PinnedLayer:
-    """The casts of one layer's weight and bias.
+    """The casts of one layer's weight and bias. They are its own: nobody else gets them, so nobody writes to them.
+
+    It takes the cast weight and bias, and the input and the numbers of the first call.
 
     Attributes:
         bias: What was cast for a bias, to tell this layer from another use of its weight.
         narrow_bias: The cast of it.
-        weight: The cast of the weight, None where it is packed.
+        narrow_weight: The cast of the weight, None where only the packed one is kept.
         packed: The weight in oneDNN's own layout, or None.
     """
 
-    __slots__ = ("bias", "narrow_bias", "packed", "version", "version_of_bias", "weight", "width")
+    __slots__ = ("bias", "narrow_bias", "narrow_weight", "packed")
 
-    def __init__(self, bias: Any, narrow_bias: Tensor | None, weight: Tensor, packs: bool) -> None:
+    def __init__(
+        self, bias: Parameter | None, narrow_bias: Tensor | None, weight: Tensor, x: Tensor, rest: tuple[Any, ...]
+    ) -> None:
         self.bias = bias
         self.narrow_bias = narrow_bias
-        self.width = weight.shape[-1]
+        self.narrow_weight: Tensor | None = weight
+        self.packed: Tensor | None = None
+
+    def __len__(self) -> int:
+        return 1 if self.bias is None else 2
+
+    def run(self, x: Tensor, rest: tuple[Any, ...]) -> Tensor | None:
+        """Return what the op returns for ``x``, by the packed weight; None where that cannot serve, or does not pay."""
+        return None
+
+
+class PinnedLinear(PinnedLayer):
+    """A linear layer."""
+
+    __slots__ = ("width",)
+
+    def __init__(
+        self, bias: Parameter | None, narrow_bias: Tensor | None, weight: Tensor, x: Tensor, rest: tuple[Any, ...]
+    ) -> None:
+        super().__init__(bias, narrow_bias, weight, x, rest)
         # oneDNN does not broadcast a bias.
-        packs = packs and (narrow_bias is None or narrow_bias.shape == weight.shape[:1])
-        self.packed: Tensor | None = _packed(weight) if packs else None
-        self.weight = weight if self.packed is None else None
-        self.version = weight._version
-        self.version_of_bias = 0 if narrow_bias is None else narrow_bias._version
+        if (
+            weight.dim() == 2
+            and weight.numel() > _SMALLEST
+            and can_pack(weight)
+            and (narrow_bias is None or narrow_bias.shape == weight.shape[:1])
+        ):
+            self.width = weight.shape[1]
+            self.narrow_weight = None
+            reorder: Any = torch.ops.mkldnn._reorder_linear_weight.default
+            self.packed = reorder(weight)
 
-    def is_intact(self) -> bool:
-        """Tell whether nobody has written to the casts, which others may have got too."""
-        weight, bias = self.weight, self.narrow_bias
-        return (weight is None or weight._version == self.version) and (
-            bias is None or bias._version == self.version_of_bias
-        )
-
-    def packed_serves(self, x: Tensor) -> bool:
-        """Tell whether the packed weight can be used for this input: no derivative, transform or mode looks on."""
-        return (
-            not x.is_nested
-            and x.shape[-1:] == (self.width,)
-            and x.is_cpu
-            and torch._C._get_mkldnn_enabled()
-            and forward_ad._current_level < 0
-            and not is_functorch_wrapped_tensor(x)
-            and not torch._C._len_torch_dispatch_stack()
-        )
-
-    def linear(self, x: Tensor) -> Tensor:
-        """Return what ``linear`` returns for ``x``, which has the dtype of the casts."""
+    def run(self, x: Tensor, rest: tuple[Any, ...]) -> Tensor | None:
+        """Return ``linear`` of ``x``."""
+        if not nobody_looks_on(x) or x.shape[-1:] != (self.width,):
+            return None
         linear: Any = torch.ops.mkldnn._linear_pointwise.default
         return linear(x, self.packed, self.narrow_bias, "none", [], "")  # type: ignore[no-any-return]
 
 
-def pinned_layer(
-    cache: CastCache, weight: Any, bias: Any, cast: Callable[[Parameter], Tensor], *, packs: bool
-) -> PinnedLayer | None:
-    """Cast the weight and bias of a layer at its first use, and keep the casts; None where they cannot be kept.
+class PinnedConv2d(PinnedLayer):
+    """A convolution of images.
+
+    By packed weights oneDNN returns ``channels_last``; a copy gives the caller the layout that it would get without.
+    """
+
+    __slots__ = ("known", "options", "rest", "size")
+
+    def __init__(
+        self, bias: Parameter | None, narrow_bias: Tensor | None, weight: Tensor, x: Tensor, rest: tuple[Any, ...]
+    ) -> None:
+        super().__init__(bias, narrow_bias, weight, x, rest)
+        if (
+            not _is_spelled_out(rest)
+            or weight.dim() != 4
+            or weight.stride() != _strides(weight.shape)
+            or not can_pack(weight)
+            or (narrow_bias is not None and narrow_bias.shape != weight.shape[:1])
+        ):
+            return
+        stride, padding, dilation, groups = self.rest = rest
+        self.options = list(padding), list(stride), list(dilation), groups
+        self.size = weight.shape
+        # The last size of image that it served, and the strides that images of that size have.
+        self.known: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
+        if self._pays(x.shape):
+            # Packed for the numbers and the size of image that it is first used with.
+            reorder: Any = torch.ops.mkldnn._reorder_convolution_weight.default
+            self.packed = reorder(weight, *self.options, list(x.shape))
+            if weight.numel() > _SMALL_WEIGHT:
+                self.narrow_weight = None
+
+    def run(self, x: Tensor, rest: tuple[Any, ...]) -> Tensor | None:
+        """Return ``conv2d`` of ``x``."""
+        if not nobody_looks_on(x) or rest != self.rest:
+            return None
+        shape = x.shape
+        known, strides = self.known
+        if shape != known:
+            if not self._pays(shape):
+                return None
+            strides = _strides(shape)
+            self.known = shape, strides
+        if x.stride() != strides:
+            return None
+        convolve: Any = torch.ops.mkldnn._convolution_pointwise.default
+        result: Tensor = convolve(x, self.packed, self.narrow_bias, *self.options, "none", [], "")
+        return result.clone(memory_format=torch.contiguous_format)
+
+    def _pays(self, shape: torch.Size) -> bool:
+        """Tell whether this layer takes images of a shape, and whether the packed weight pays for them."""
+        padding, stride, dilation, groups = self.options
+        if len(shape) != 4 or shape[1] != self.size[1] * groups:
+            return False
+        output = shape[0] * self.size[0]
+        for number in range(2):
+            extent = dilation[number] * (self.size[2 + number] - 1) + 1
+            output *= max(0, (shape[2 + number] + 2 * padding[number] - extent) // stride[number] + 1)
+        return 0 < output <= max(_SMALL_OUTPUT, self.size.numel() // 8) or (output > 0 and self.narrow_weight is None)
+
+
+_KINDS: dict[Any, Any] = {torch._C._nn.linear: PinnedLinear, torch.conv2d: PinnedConv2d}
+
+
+def hold_layer(
+    cache: CastCache,
+    original: Any,
+    narrow: Callable[[Tensor], Tensor],
+    x: Tensor,
+    weight: Parameter,
+    bias: Parameter | None,
+    rest: tuple[Any, ...],
+) -> bool:
+    """Cast the weight and bias of a layer at its first use, and keep the casts with the weight's pin.
 
     Args:
         cache: Whose pins hold the promise for both.
-        weight: What the op got for a weight.
+        original: The op.
+        narrow: Casts a tensor.
+        x: The op's input.
+        weight: What it got for a weight, which casts apply to.
         bias: What it got for a bias, None for none.
-        cast: Casts a parameter, and keeps what it made with the parameter's pin.
-        packs: Whether the op is ``linear``, which has a form for packed weights.
+        rest: What else it got.
+
+    Returns:
+        Whether the casts are kept. They are not where one of the two is not promised to stay.
     """
     parameters = (weight,) if bias is None else (weight, bias)
-    pins, narrow = [], []
-    for parameter in parameters:
-        pin = cache.pins.get(id(parameter))
-        if pin is None or type(parameter) is not Parameter or parameter.layout is not torch.strided:
-            return None
-        made = cast(parameter)
-        if pin.held() is not made:
-            return None
-        pins.append(pin)
-        narrow.append(made)
-    layer = PinnedLayer(bias, None if bias is None else narrow[1], narrow[0], packs)
+    pins = [cache.pins.get(id(parameter)) for parameter in parameters]
+    narrowed = None if None in pins else kept_casts(parameters, narrow)
+    if narrowed is None:
+        return False
+    with torch.inference_mode(False), torch.no_grad():
+        kind = _KINDS.get(original, PinnedLayer)
+        narrow_bias = None if bias is None else narrowed[1]
+        layer = kind(bias, narrow_bias, narrowed[0], x, rest)
     with cache.lock:
         # A block may have ended in another thread meanwhile.
         if any(cache.pins.get(id(parameter)) is not pin for parameter, pin in zip(parameters, pins, strict=True)):
-            return None
-        if layer.packed is not None:
-            # Whoever asks for the plain cast gets it made anew.
-            pins[0].cast = None
-        pins[0].layer = layer
-    return layer
+            return False
+        cache.pins[id(weight)].layer = layer
+    return True
 
 
-def _packed(weight: Tensor) -> Tensor | None:
-    if (
-        weight.dtype is not torch.bfloat16
-        or not weight.is_cpu
-        or weight.dim() != 2
-        or weight.numel() <= _SMALLEST
-        or not torch.backends.mkldnn.is_available()
-        or not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    ):
+def kept_casts(parameters: Sequence[Tensor], narrow: Callable[[Tensor], Tensor]) -> list[Tensor] | None:
+    """Cast parameters so that the casts serve inside and outside of inference mode; None where they serve nobody else.
+
+    Those are a mode's own tensors, such as fake ones, and what `torch.func` wraps.
+    """
+    if any(parameter.layout is not torch.strided for parameter in parameters):
         return None
     with torch.inference_mode(False), torch.no_grad():
-        reorder: Any = torch.ops.mkldnn._reorder_linear_weight.default
-        return reorder(weight)  # type: ignore[no-any-return]
+        narrowed = [narrow(parameter) for parameter in parameters]
+    if any(type(cast) is not Tensor or is_functorch_wrapped_tensor(cast) for cast in narrowed):
+        return None
+    return narrowed
+
+
+def nobody_looks_on(x: Tensor) -> bool:
+    """Tell whether an op of oneDNN's own may be called for ``x``: no derivative, transform or mode would miss torch's.
+
+    And whether the user lets torch call oneDNN at all.
+    """
+    return (
+        x.is_cpu
+        and not x.is_nested
+        and torch._C._get_mkldnn_enabled()
+        and forward_ad._current_level < 0
+        and not is_functorch_wrapped_tensor(x)
+        and not torch._C._len_torch_dispatch_stack()
+    )
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Tell whether oneDNN packs weights of this dtype, on this CPU."""
+    return (
+        weight.dtype is torch.bfloat16
+        and weight.is_cpu
+        and weight.numel() > 0
+        and torch.backends.mkldnn.is_available()
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+
+
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    """Return the strides of images in torch's usual layout: a tensor that also is in another may be taken for that."""
+    _, channels, height, width = shape
+    return channels * height * width, height * width, width, 1
+
+
+def _is_spelled_out(rest: tuple[Any, ...]) -> bool:
+    """Tell whether a convolution's stride, padding and dilation are a pair each, as a module gives them."""
+    return (
+        len(rest) == 4
+        and type(rest[3]) is int
+        and rest[3] > 0
+        and all(
+            type(pair) is tuple and len(pair) == 2 and type(pair[0]) is type(pair[1]) is int and min(pair) >= least
+            for pair, least in zip(rest, (1, 0, 1), strict=False)
+        )
+    )

@@ -19,6 +19,7 @@ from autoamp.casting import Casts, SparseArgument, put_back
 from autoamp.errors import BannedFunctionError
 from autoamp.native import OPS, build_native
 from autoamp.patching import dress
+from autoamp.pinned_lstm import LSTMS, build_lstm
 from autoamp.rules import CastPolicy
 from autoamp.tensors import HALF_DTYPES, PLAIN_TYPES, iter_tensors, map_tensors
 from autoamp.written import build_sparing, written_by
@@ -81,6 +82,8 @@ def _by_policy(original: Any, policy: CastPolicy, casts: Casts, functional: Any)
     replacement = _casting(original, policy, casts)
     if policy is CastPolicy.FP16 and original in OPS and casts.device_type in ("cpu", "cuda"):
         return build_native(original, replacement, casts)  # type: ignore[return-value]
+    if policy is CastPolicy.FP16 and original in LSTMS and casts.device_type == "cpu":
+        return build_lstm(original, replacement, casts)  # type: ignore[return-value]
     return replacement
 
 
@@ -123,6 +126,11 @@ def _casting(original: Any, policy: CastPolicy, casts: Casts) -> types.FunctionT
         else:
             if not kwargs:
                 return original(*args)
+            for value in kwargs.values():
+                if type(value) not in plain:
+                    break
+            else:
+                return original(*args, **kwargs)
         try:
             if not kwargs:
                 return original(*cast_args(args))

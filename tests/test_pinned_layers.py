@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
-from autoamp.pinned_layers import PinnedLayer
+from autoamp.pinned_layers import PinnedConv2d, PinnedLayer
 
 HALF = torch.bfloat16
 packs = pytest.mark.skipif(
@@ -172,7 +172,128 @@ def test_nested_tensors_go_to_plain_weights(handle: autoamp.Handle) -> None:
         torch.testing.assert_close(result, by_hand(part, layer), rtol=2e-2, atol=2e-2)
 
 
-def test_convolutions(handle: autoamp.Handle) -> None:
+def packed_conv(handle: autoamp.Handle, layer: nn.Conv2d) -> PinnedConv2d:
+    found = layer_of(handle, layer.weight)
+    assert isinstance(found, PinnedConv2d)
+    return found
+
+
+def check_same(found: Tensor, expected: Tensor) -> None:
+    assert (found.dtype, found.shape, found.stride()) == (expected.dtype, expected.shape, expected.stride())
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+CONVOLUTIONS: dict[str, tuple[Callable[[], nn.Conv2d], tuple[int, ...]]] = {
+    "plain": (lambda: nn.Conv2d(3, 4, 3), (2, 3, 9, 8)),
+    "without bias": (lambda: nn.Conv2d(3, 4, 3, bias=False), (2, 3, 9, 8)),
+    "strided, padded, dilated": (lambda: nn.Conv2d(8, 6, (3, 2), (2, 1), (1, 2), dilation=(1, 2)), (1, 8, 9, 8)),
+    "in groups": (lambda: nn.Conv2d(8, 8, 3, groups=8), (2, 8, 9, 8)),
+    "of one pixel": (lambda: nn.Conv2d(8, 6, 1), (2, 8, 1, 1)),
+    "of one channel": (lambda: nn.Conv2d(1, 1, 3), (2, 1, 5, 5)),
+    "that leaves one pixel": (lambda: nn.Conv2d(8, 6, 5), (2, 8, 5, 5)),
+    "with a large weight": (lambda: nn.Conv2d(96, 96, 3, padding=1), (1, 96, 6, 6)),
+}
+
+
+@packs
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_packed_convolutions_give_what_plain_ones_give(handle: autoamp.Handle, name: str) -> None:
+    make, shape = CONVOLUTIONS[name]
+    layer, x = make(), torch.randn(shape)
+    large = torch.randn(shape[0], shape[1], 64, 80)
+    with torch.no_grad():
+        inputs = (x, x.to(HALF), x.flip(0), torch.randn(3, *shape[1:]), x[0], x.to(memory_format=torch.channels_last),
+                  x.transpose(2, 3), large)  # fmt: skip
+        expected = []
+        for given in inputs:
+            try:
+                expected.append(layer(given))
+            except RuntimeError as error:
+                expected.append(error)
+        with handle.inference(layer):
+            for _ in range(2):
+                for given, result in zip(inputs, expected, strict=True):
+                    if isinstance(result, RuntimeError):
+                        with pytest.raises(RuntimeError, match="Kernel size"):
+                            layer(given)
+                    else:
+                        check_same(layer(given), result)
+            held = packed_conv(handle, layer)
+            assert held.packed is not None
+            # Memory holds one form of a large weight.
+            assert (held.narrow_weight is None) is (name == "with a large weight")
+
+
+@packs
+def test_large_outputs_of_small_weights_are_not_worth_it(handle: autoamp.Handle) -> None:
+    layer, x = nn.Conv2d(4, 8, 3), torch.randn(2, 4, 64, 64)
+    with torch.no_grad():
+        expected = layer(x)
+        with handle.inference(layer):
+            assert torch.equal(layer(x), expected)
+            assert packed_conv(handle, layer).packed is None
+
+
+@packs
+@pytest.mark.parametrize(
+    "rest", [(1, 0, 1, 1), ((1, 1), "same", (1, 1), 1), ([1, 1], [0, 0], [1, 1], 1), ((1,), (0,), (1,), 1), ()], ids=str
+)
+def test_numbers_of_other_forms(handle: autoamp.Handle, rest: tuple[Any, ...]) -> None:
+    layer, x = nn.Conv2d(4, 6, 3), torch.randn(2, 4, 5, 5)
+    with torch.no_grad():
+        expected = F.conv2d(x, layer.weight, layer.bias, *rest)
+        with handle.inference(layer):
+            for _ in range(2):
+                check_same(F.conv2d(x, layer.weight, layer.bias, *rest), expected)
+            assert packed_conv(handle, layer).packed is None
+
+
+@packs
+def test_one_weight_with_several_numbers(handle: autoamp.Handle) -> None:
+    layer, x = nn.Conv2d(4, 6, 3), torch.randn(2, 4, 7, 7)
+    strided = nn.Conv2d(4, 6, 3, stride=2, padding=1)
+    strided.weight, strided.bias = layer.weight, layer.bias
+    with torch.no_grad():
+        expected = [layer(x), strided(x)]
+        with handle.inference(layer):
+            for _ in range(2):
+                check_same(layer(x), expected[0])
+                check_same(strided(x), expected[1])
+
+
+@packs
+def test_convolutions_that_torch_refuses(handle: autoamp.Handle) -> None:
+    layer = nn.Conv2d(4, 6, 3)
+    with torch.no_grad(), handle.inference(layer):
+        layer(torch.randn(2, 4, 5, 5))
+        assert packed_conv(handle, layer).packed is not None
+        for shape in ((2, 5, 5, 5), (2, 4, 2, 2), (2, 4, 5), (2, 4, 5, 5, 5)):
+            with autoamp.disable_casts(), pytest.raises(RuntimeError) as expected:
+                layer(torch.randn(shape))
+            with pytest.raises(RuntimeError) as found:
+                layer(torch.randn(shape))
+            assert str(found.value)[:40] == str(expected.value)[:40]
+        with pytest.raises(RuntimeError, match="stride"):
+            F.conv2d(torch.randn(2, 4, 5, 5), layer.weight, layer.bias, (0, 0), (0, 0), (1, 1), 1)
+        # Torch takes an empty batch.
+        assert layer(torch.randn(0, 4, 5, 5)).shape == (0, 6, 3, 3)
+
+
+@packs
+def test_convolutions_that_somebody_looks_at(handle: autoamp.Handle) -> None:
+    layer, x = nn.Conv2d(4, 6, 3), torch.randn(2, 4, 5, 5)
+    with torch.no_grad():
+        expected = layer(x)
+        with handle.inference(layer):
+            layer(x)
+            check_same(torch.func.vmap(layer)(x[:, None])[:, 0], expected)
+            with torch.backends.mkldnn.flags(enabled=False):
+                check_same(layer(x), expected)
+            with autoamp.disable_casts():
+                assert layer(x).dtype is torch.float32
+
+
+def test_padding_by_name(handle: autoamp.Handle) -> None:
     layer, x = nn.Conv2d(3, 4, 3, stride=2, padding="valid"), torch.randn(2, 3, 9, 9)
     with torch.no_grad():
         expected = layer(x)

@@ -1,0 +1,184 @@
+"""LSTMs whose weights somebody promised not to write to: cast and packed for oneDNN once, on a CPU with bf16 units.
+
+`torch.lstm` runs oneDNN's layers there, one for each layer and direction, and has each reorder its weights at each
+call, which at a width of 512 takes more time than all the rest. The same layers run here, with packed weights.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from autoamp.cast_cache import CastCache
+from autoamp.casting import Casts
+from autoamp.pinned_layers import can_pack, kept_casts, nobody_looks_on
+
+__all__ = ["LSTMS", "PinnedLSTM", "build_lstm"]
+
+LSTMS = (torch.lstm, torch._VF.lstm)
+"""The op by both of its names."""
+
+# oneDNN's number for an LSTM, in torch's own numbering of recurrent layers, and the weights and biases of a layer.
+_MODE, _TENSORS = 2, 4
+
+
+class PinnedLSTM:
+    """The packed weights of all layers of an LSTM, for the first weight's pin to keep.
+
+    Attributes:
+        weights: What was cast and packed, to tell these layers from others that share a weight with them.
+        columns: The size of a vector that goes in.
+        width: The size of the hidden state.
+        count: How many layers there are, of one direction or two each.
+    """
+
+    __slots__ = ("_layers", "columns", "count", "weights", "width")
+
+    def __init__(self, weights: list[Parameter], narrowed: list[Tensor], x: Tensor, directions: int) -> None:
+        self.weights = weights.copy()
+        self.columns, self.width = weights[0].shape[1], weights[1].shape[1]
+        self.count = len(weights) // _TENSORS // directions
+        reorder: Any = torch.ops.mkldnn._reorder_mkldnn_rnn_layer_weight.default
+        self._layers: list[tuple[Tensor, ...]] = []
+        for start in range(0, len(narrowed), _TENSORS):
+            of_input, of_hidden, *biases = narrowed[start : start + _TENSORS]
+            reverse = start // _TENSORS % directions == 1
+            # Packed for the lengths that it is first used with.
+            size = [x.shape[0], x.shape[1], of_input.shape[1]]
+            self._layers.append((*reorder(of_input, of_hidden, self.width, reverse, True, False, size), *biases))
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    def run(
+        self, x: Tensor, h: Tensor, c: Tensor, *, bidirectional: bool, batch_first: bool
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return what `torch.lstm` returns, for tensors of the weights' dtype; None where shapes do not fit."""
+        layer: Any = torch.mkldnn_rnn_layer
+        directions = 2 if bidirectional else 1
+        expected = self.count * directions, x.shape[0 if batch_first else 1], self.width
+        if x.shape[2] != self.columns or x.numel() == 0 or h.shape != expected or c.shape != expected:
+            return None
+        y = (x.transpose(0, 1) if batch_first else x).contiguous()
+        hs, cs = h.contiguous().unbind(), c.contiguous().unbind()
+        last_h, last_c = [], []
+        for number in range(self.count):
+            outputs = []
+            for direction in range(directions):
+                index = number * directions + direction
+                output, next_h, next_c, _ = layer(
+                    y, *self._layers[index], hs[index], cs[index], direction == 1, [], _MODE, self.width, self.count,
+                    True, bidirectional, False, False,
+                )  # fmt: skip
+                outputs.append(output)
+                last_h.append(next_h)
+                last_c.append(next_c)
+            y = torch.cat(outputs, -1) if bidirectional else outputs[0]
+        return y.transpose(0, 1) if batch_first else y, torch.stack(last_h), torch.stack(last_c)
+
+
+def build_lstm(original: Any, otherwise: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
+    """Build the replacement of `torch.lstm` under the policy fp16, on a CPU.
+
+    Args:
+        original: `torch.lstm`.
+        otherwise: The replacement that takes whatever is not promised to stay, or cannot be packed.
+        casts: The state that the replacement reads.
+    """
+    local, blocks, cache, pins = casts.local, casts.blocks, casts.cache, casts.cache.pins
+    target, full, strided = casts.dtype, torch.float32, torch.strided
+    narrow = Tensor.half if target is torch.float16 else Tensor.bfloat16
+    compiling, any_autocast, records = (
+        torch.compiler.is_dynamo_compiling, torch._C._is_any_autocast_enabled, torch.is_grad_enabled,
+    )  # fmt: skip
+    in_function_mode, trace = torch._C._is_torch_function_mode_enabled, torch._C._get_tracing_state
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        if (
+            compiling()
+            or not pins
+            or kwargs
+            or len(args) != 9
+            or (blocks and not local.on)
+            or records()
+            or any_autocast()
+            or in_function_mode()
+            or trace() is not None
+        ):
+            return otherwise(*args, **kwargs)
+        x, hidden, weights, has_biases, layers, dropout, training, bidirectional, batch_first = args
+        directions = 2 if bidirectional else 1
+        # The op's other form takes a packed sequence: its sizes stand in the place of the hidden state.
+        if (
+            type(hidden) is not tuple
+            or len(hidden) != 2
+            or type(weights) is not list
+            or not has_biases
+            or (dropout and training)
+            or not len(weights) == _TENSORS * layers * directions > 0
+        ):
+            return otherwise(*args)
+        narrowed: list[Any] = []
+        for tensor in (x, *hidden):
+            if type(tensor) is not Tensor or tensor.dim() != 3 or not nobody_looks_on(tensor):
+                return otherwise(*args)
+            if tensor.dtype is not target:
+                if tensor.dtype is not full or tensor.layout is not strided:
+                    return otherwise(*args)
+                tensor = narrow(tensor)
+            narrowed.append(tensor)
+        held = _held(cache, weights, x, directions, narrow)
+        result = (
+            None if held is None else held.run(*narrowed, bidirectional=directions == 2, batch_first=bool(batch_first))
+        )
+        return otherwise(*args) if result is None else result
+
+    return replacement
+
+
+def _held(
+    cache: CastCache, weights: list[Any], x: Tensor, directions: int, narrow: Callable[[Tensor], Tensor]
+) -> PinnedLSTM | None:
+    """Return the packed weights, made at their first use; None where one is not promised to stay, or not packed."""
+    pins = cache.pins
+    pin = pins.get(id(weights[0]))
+    if pin is None:
+        return None
+    held = pin.layer
+    if type(held) is PinnedLSTM and len(weights) == len(held.weights) and all(map(operator.is_, weights, held.weights)):
+        return held
+    found = [pins.get(id(weight)) for weight in weights]
+    if None in found or not _are_weights(weights, directions):
+        return None
+    narrowed = kept_casts(weights, narrow)
+    if narrowed is None or not all(map(can_pack, narrowed)):
+        return None
+    with torch.inference_mode(False), torch.no_grad():
+        held = PinnedLSTM(weights, narrowed, x, directions)
+    with cache.lock:
+        # A block may have ended in another thread meanwhile.
+        if any(pins.get(id(weight)) is not pin for weight, pin in zip(weights, found, strict=True)):
+            return None
+        pin.layer = held
+    return held
+
+
+def _are_weights(weights: list[Any], directions: int) -> bool:
+    """Tell whether these are the fp32 weights and biases of layers that follow each other."""
+    if not all(type(weight) is Parameter and weight.dtype is torch.float32 for weight in weights):
+        return False
+    if weights[0].dim() != 2:
+        return False
+    (rows, columns), width = weights[0].shape, weights[0].shape[0] // 4
+    for start in range(0, len(weights), _TENSORS):
+        shapes = [tuple(weight.shape) for weight in weights[start : start + _TENSORS]]
+        if start >= _TENSORS * directions:
+            columns = width * directions
+        if shapes != [(rows, columns), (rows, width), (rows,), (rows,)]:
+            return False
+    return True
