@@ -41,7 +41,10 @@ the stream in use, None on a CPU."""
 
 
 class _Pin:
-    """A parameter that somebody promised not to write to, how many blocks did, its cast, its layer's `PinnedLayer`."""
+    """A parameter that somebody promised not to write to, how many blocks did, its cast, and what a layer made of it.
+
+    The layer names its ``parameters``, all of which are pinned.
+    """
 
     __slots__ = ("blocks", "cast", "layer", "version")
 
@@ -94,7 +97,9 @@ class CastCache:
                     if not pin.blocks:
                         del self.pins[id(parameter)]
                 for pin in self.pins.values():
-                    pin.layer = None  # Its bias may be pinned no longer.
+                    layer = pin.layer
+                    if layer is not None and any(id(parameter) not in self.pins for parameter in layer.parameters):
+                        pin.layer = None
 
     def clear(self) -> None:
         """Drop the casts of this thread's running module call."""
@@ -105,7 +110,9 @@ class CastCache:
     def __len__(self) -> int:
         held = sum(entry is not None for entry in (self._local.entries or {}).values())
         pins = list(self.pins.values())
-        return held + sum((pin.cast is not None) + (0 if pin.layer is None else len(pin.layer)) for pin in pins)
+        return held + sum(
+            (pin.cast is not None) + (0 if pin.layer is None else len(pin.layer.parameters)) for pin in pins
+        )
 
     def cast(self, parameter: Parameter, convert: Callable[[Tensor], Tensor]) -> Tensor:
         """Return ``convert(parameter)``, an earlier result where it still holds."""

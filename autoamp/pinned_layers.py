@@ -17,7 +17,16 @@ from torch.nn import Parameter
 
 from autoamp.cast_cache import CastCache
 
-__all__ = ["PinnedConv2d", "PinnedLayer", "PinnedLinear", "can_pack", "hold_layer", "kept_casts", "nobody_looks_on"]
+__all__ = [
+    "PinnedConv2d",
+    "PinnedLayer",
+    "PinnedLinear",
+    "can_pack",
+    "hold_layer",
+    "keep_layer",
+    "kept_casts",
+    "nobody_looks_on",
+]
 
 # Torch hands a smaller product of matrices to no library, so packing it would take another kernel. Products somewhat
 # larger gain less by a packed weight than the way to the kernel costs.
@@ -31,27 +40,24 @@ _SMALL_OUTPUT = 1 << 14
 class PinnedLayer:
     """The casts of one layer's weight and bias. They are its own: nobody else gets them, so nobody writes to them.
 
-    It takes the cast weight and bias, and the input and the numbers of the first call.
+    It takes the weight and the bias, if there is one, their casts, and the input and the numbers of the first call.
 
     Attributes:
+        parameters: What was cast.
         bias: What was cast for a bias, to tell this layer from another use of its weight.
         narrow_bias: The cast of it.
         narrow_weight: The cast of the weight, None where only the packed one is kept.
         packed: The weight in oneDNN's own layout, or None.
     """
 
-    __slots__ = ("bias", "narrow_bias", "narrow_weight", "packed")
+    __slots__ = ("bias", "narrow_bias", "narrow_weight", "packed", "parameters")
 
-    def __init__(
-        self, bias: Parameter | None, narrow_bias: Tensor | None, weight: Tensor, x: Tensor, rest: tuple[Any, ...]
-    ) -> None:
-        self.bias = bias
-        self.narrow_bias = narrow_bias
-        self.narrow_weight: Tensor | None = weight
+    def __init__(self, parameters: tuple[Parameter, ...], narrowed: list[Tensor], x: Tensor, rest: Any) -> None:
+        self.parameters = parameters
+        self.bias = parameters[1] if len(parameters) > 1 else None
+        self.narrow_bias = narrowed[1] if len(narrowed) > 1 else None
+        self.narrow_weight: Tensor | None = narrowed[0]
         self.packed: Tensor | None = None
-
-    def __len__(self) -> int:
-        return 1 if self.bias is None else 2
 
     def run(self, x: Tensor, rest: tuple[Any, ...]) -> Tensor | None:
         """Return what the op returns for ``x``, by the packed weight; None where that cannot serve, or does not pay."""
@@ -63,10 +69,9 @@ class PinnedLinear(PinnedLayer):
 
     __slots__ = ("width",)
 
-    def __init__(
-        self, bias: Parameter | None, narrow_bias: Tensor | None, weight: Tensor, x: Tensor, rest: tuple[Any, ...]
-    ) -> None:
-        super().__init__(bias, narrow_bias, weight, x, rest)
+    def __init__(self, parameters: tuple[Parameter, ...], narrowed: list[Tensor], x: Tensor, rest: Any) -> None:
+        super().__init__(parameters, narrowed, x, rest)
+        weight, narrow_bias = narrowed[0], self.narrow_bias
         # oneDNN does not broadcast a bias.
         if (
             weight.dim() == 2
@@ -95,10 +100,9 @@ class PinnedConv2d(PinnedLayer):
 
     __slots__ = ("known", "options", "rest", "size")
 
-    def __init__(
-        self, bias: Parameter | None, narrow_bias: Tensor | None, weight: Tensor, x: Tensor, rest: tuple[Any, ...]
-    ) -> None:
-        super().__init__(bias, narrow_bias, weight, x, rest)
+    def __init__(self, parameters: tuple[Parameter, ...], narrowed: list[Tensor], x: Tensor, rest: Any) -> None:
+        super().__init__(parameters, narrowed, x, rest)
+        weight, narrow_bias = narrowed[0], self.narrow_bias
         if (
             not _is_spelled_out(rest)
             or weight.dim() != 4
@@ -172,22 +176,25 @@ def hold_layer(
         rest: What else it got.
 
     Returns:
-        Whether the casts are kept. They are not where one of the two is not promised to stay.
+        Whether the casts are kept: if both are promised to stay, and the weight serves no other layer.
     """
     parameters = (weight,) if bias is None else (weight, bias)
-    pins = [cache.pins.get(id(parameter)) for parameter in parameters]
-    narrowed = None if None in pins else kept_casts(parameters, narrow)
+    pins: list[Any] = [cache.pins.get(id(parameter)) for parameter in parameters]
+    narrowed = None if None in pins or pins[0].layer is not None else kept_casts(parameters, narrow)
     if narrowed is None:
         return False
     with torch.inference_mode(False), torch.no_grad():
-        kind = _KINDS.get(original, PinnedLayer)
-        narrow_bias = None if bias is None else narrowed[1]
-        layer = kind(bias, narrow_bias, narrowed[0], x, rest)
+        layer = _KINDS.get(original, PinnedLayer)(parameters, narrowed, x, rest)
+    return keep_layer(cache, layer, pins)
+
+
+def keep_layer(cache: CastCache, layer: Any, pins: Sequence[Any]) -> bool:
+    """Keep what was made of ``layer.parameters`` with the first one's pin, if their pins are still these."""
     with cache.lock:
         # A block may have ended in another thread meanwhile.
-        if any(cache.pins.get(id(parameter)) is not pin for parameter, pin in zip(parameters, pins, strict=True)):
+        if any(cache.pins.get(id(parameter)) is not pin for parameter, pin in zip(layer.parameters, pins, strict=True)):
             return False
-        cache.pins[id(weight)].layer = layer
+        pins[0].layer = layer
     return True
 
 

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from autoamp.cast_cache import CastCache
 from autoamp.casting import Casts
-from autoamp.pinned_layers import can_pack, kept_casts, nobody_looks_on
+from autoamp.pinned_layers import can_pack, keep_layer, kept_casts, nobody_looks_on
 
 __all__ = ["LSTMS", "PinnedLSTM", "build_lstm"]
 
@@ -31,16 +31,16 @@ class PinnedLSTM:
     """The packed weights of all layers of an LSTM, for the first weight's pin to keep.
 
     Attributes:
-        weights: What was cast and packed, to tell these layers from others that share a weight with them.
+        parameters: What was cast and packed, to tell these layers from others that share a weight with them.
         columns: The size of a vector that goes in.
         width: The size of the hidden state.
         count: How many layers there are, of one direction or two each.
     """
 
-    __slots__ = ("_layers", "columns", "count", "weights", "width")
+    __slots__ = ("_layers", "columns", "count", "parameters", "width")
 
     def __init__(self, weights: list[Parameter], narrowed: list[Tensor], x: Tensor, directions: int) -> None:
-        self.weights = weights.copy()
+        self.parameters = tuple(weights)
         self.columns, self.width = weights[0].shape[1], weights[1].shape[1]
         self.count = len(weights) // _TENSORS // directions
         reorder: Any = torch.ops.mkldnn._reorder_mkldnn_rnn_layer_weight.default
@@ -51,9 +51,6 @@ class PinnedLSTM:
             # Packed for the lengths that it is first used with.
             size = [x.shape[0], x.shape[1], of_input.shape[1]]
             self._layers.append((*reorder(of_input, of_hidden, self.width, reverse, True, False, size), *biases))
-
-    def __len__(self) -> int:
-        return len(self.weights)
 
     def run(
         self, x: Tensor, h: Tensor, c: Tensor, *, bidirectional: bool, batch_first: bool
@@ -145,27 +142,21 @@ def _held(
     cache: CastCache, weights: list[Any], x: Tensor, directions: int, narrow: Callable[[Tensor], Tensor]
 ) -> PinnedLSTM | None:
     """Return the packed weights, made at their first use; None where one is not promised to stay, or not packed."""
-    pins = cache.pins
-    pin = pins.get(id(weights[0]))
+    pin = cache.pins.get(id(weights[0]))
     if pin is None:
         return None
     held = pin.layer
-    if type(held) is PinnedLSTM and len(weights) == len(held.weights) and all(map(operator.is_, weights, held.weights)):
-        return held
-    found = [pins.get(id(weight)) for weight in weights]
-    if None in found or not _are_weights(weights, directions):
-        return None
-    narrowed = kept_casts(weights, narrow)
+    if held is not None:
+        if type(held) is not PinnedLSTM or len(weights) != len(held.parameters):
+            return None
+        return held if all(map(operator.is_, weights, held.parameters)) else None
+    pins = [cache.pins.get(id(weight)) for weight in weights]
+    narrowed = kept_casts(weights, narrow) if None not in pins and _are_weights(weights, directions) else None
     if narrowed is None or not all(map(can_pack, narrowed)):
         return None
     with torch.inference_mode(False), torch.no_grad():
         held = PinnedLSTM(weights, narrowed, x, directions)
-    with cache.lock:
-        # A block may have ended in another thread meanwhile.
-        if any(pins.get(id(weight)) is not pin for weight, pin in zip(weights, found, strict=True)):
-            return None
-        pin.layer = held
-    return held
+    return held if keep_layer(cache, held, pins) else None
 
 
 def _are_weights(weights: list[Any], directions: int) -> bool:
