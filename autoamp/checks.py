@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _NormBase
 
+from autoamp.errors import level_of_user
 from autoamp.tensors import HALF_DTYPES
 
-__all__ = ["check_half_model", "check_half_norms", "check_optimizer", "smallest_positive"]
+__all__ = ["check_half_model", "check_half_norms", "check_optimizer", "smallest_positive", "warn_without_gradients"]
 
 
 def smallest_positive(dtype: torch.dtype) -> float:
@@ -23,6 +24,18 @@ def smallest_positive(dtype: torch.dtype) -> float:
     """
     info = torch.finfo(dtype)
     return float(info.smallest_normal * info.eps)
+
+
+def warn_without_gradients(name: str, params: Iterable[Tensor]) -> None:
+    """Warn that no parameter of the optimizer of this name has a gradient after its block, and say why."""
+    if any(param.requires_grad for param in params):
+        cause = (
+            "was scaled_loss.backward() not called in the block, or does the optimizer hold other parameters than the "
+            "model that made the loss (it was built for a copy, or before the model was replaced)?"
+        )
+    else:
+        cause = "all of them are frozen (requires_grad=False)"
+    warnings.warn(f"no parameter of {name} has a gradient after scale_loss: {cause}", stacklevel=level_of_user())
 
 
 def check_optimizer(optimizer: Any, *, stacklevel: int = 3) -> None:

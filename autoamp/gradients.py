@@ -9,7 +9,6 @@ and bool tensors carry no gradient of a loss and are left alone. Any other dtype
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
@@ -154,11 +153,16 @@ class GradientMark:
     """
 
     def __init__(self, params: Iterable[torch.Tensor], *, every: bool = False) -> None:
-        found = ((param, param.grad) for param in params)
-        present = ((param, grad) for param, grad in found if grad is not None)
-        kept = list(present) if every else list(itertools.islice(present, 1))
-        self._kept = [(weakref.ref(param), weakref.ref(grad)) for param, grad in kept]
-        self._version = _version(kept[0][1]) if kept else None
+        self._kept: list[tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]] = []
+        self._version: int | None = None
+        for param in params:
+            grad = param.grad
+            if grad is not None:
+                if not self._kept:
+                    self._version = _version(grad)
+                self._kept.append((weakref.ref(param), weakref.ref(grad)))
+                if not every:
+                    break
 
     def replaced(self) -> bool:
         """Whether each remembered gradient is gone, or another tensor. True also if there was none."""

@@ -12,16 +12,17 @@ import contextlib
 import itertools
 import logging
 import math
-import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import Any
 
 import torch
 
 from autoamp.attaching import AttachedStep, named_params, stepped_params
-from autoamp.errors import NonFiniteGradientsError, UsageError, level_of_user
+from autoamp.checks import warn_without_gradients
+from autoamp.errors import NonFiniteGradientsError, UsageError
 from autoamp.gradients import GradientMark, non_finite, scale_, unscale_
 from autoamp.scaling import LossScaler, open_blocks
 from autoamp.verdicts import Verdict, read, settle
@@ -141,10 +142,11 @@ class StepGuard:
 
     def forget_abandoned(self) -> None:
         """Settle verdicts whose gradients were dropped without a step; the scaler learns from them all the same."""
-        # Cleared ones may have been written to: whoever clips them goes on to the step, and it is to be skipped.
-        cleared = any(verdict.cleared for verdict in self.pending)
-        if self.pending and (self._mark.replaced() if cleared else self._mark.touched()):
-            self.settle()
+        if self.pending:
+            # Cleared ones may have been written to: whoever clips them goes on to the step, and it is to be skipped.
+            cleared = any(verdict.cleared for verdict in self.pending)
+            if self._mark.replaced() if cleared else self._mark.touched():
+                self.settle()
         if self._delayed is not None and self._mark.replaced():
             self._delayed, self.grads_scale = None, 1.0
 
@@ -285,9 +287,8 @@ class StepGuard:
         return loss, blamed
 
 
-@contextlib.contextmanager
-def scaled_block(guards: Iterable[StepGuard], scaler: LossScaler, *, delay_unscale: bool = False) -> Iterator[float]:
-    """Run the block in which the gradients of some optimizers are those of a scaled loss.
+class scaled_block:  # noqa: N801, named as what it is in a with statement
+    """The block in which the gradients of some optimizers are those of a scaled loss.
 
     Inside, everything in ``.grad`` has the scale of the block: gradients of earlier blocks are multiplied by it first.
     After it they hold true values again, also after an exception. A scaler that does not check (scale 1.0) costs no
@@ -304,20 +305,38 @@ def scaled_block(guards: Iterable[StepGuard], scaler: LossScaler, *, delay_unsca
     Raises:
         UsageError: One of the optimizers is in a block already.
     """
-    guards = tuple(dict.fromkeys(guards))
-    scale = _open(guards, scaler)
-    open_blocks.count += 1
-    try:
-        yield scale
-    except BaseException:
-        _close_failed(guards, scaler, scale)
-        raise
-    else:
-        _close(guards, scaler, scale, delay_unscale)
-    finally:
-        open_blocks.count -= 1
-        for guard in guards:
-            guard.in_block = False
+
+    __slots__ = ("_delay_unscale", "_guards", "_scale", "_scaler")
+
+    def __init__(self, guards: Iterable[StepGuard], scaler: LossScaler, *, delay_unscale: bool = False) -> None:
+        self._guards = tuple(dict.fromkeys(guards))
+        self._scaler = scaler
+        self._delay_unscale = delay_unscale
+        self._scale = 1.0
+
+    def __enter__(self) -> float:
+        self._scale = _open(self._guards, self._scaler)
+        open_blocks.count += 1
+        return self._scale
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            for guard in self._guards:
+                guard.collect()
+            if kind is not None:
+                # Who catches the exception and steps all the same is kept from inf and nan.
+                _leave(self._guards, self._scaler, self._scale, self._scale != 1.0, warns=False)
+            elif self._delay_unscale:
+                for guard in self._guards:
+                    guard.leave_block(self._scale, delayed=self._scaler if self._scaler.checks else None)
+            else:
+                _leave(self._guards, self._scaler, self._scale, self._scaler.checks, warns=True)
+        finally:
+            open_blocks.count -= 1
+            for guard in self._guards:
+                guard.in_block = False
 
 
 def _open(guards: Sequence[StepGuard], scaler: LossScaler) -> float:
@@ -332,6 +351,14 @@ def _open(guards: Sequence[StepGuard], scaler: LossScaler) -> float:
             guard.finish_delayed()
     # Only now: what was settled may have changed the scale.
     scale = scaler.loss_scale
+    if any(guard.grads_scale != scale for guard in guards):
+        _rescale(guards, scale)
+    for guard in guards:
+        guard.enter_block(scale, scaler.checks)
+    return scale
+
+
+def _rescale(guards: Sequence[StepGuard], scale: float) -> None:
     by_factor: dict[float, list[torch.Tensor]] = {}
     seen: set[int] = set()
     for guard in guards:
@@ -342,30 +369,10 @@ def _open(guards: Sequence[StepGuard], scaler: LossScaler) -> float:
     for factor, params in by_factor.items():
         if factor != 1.0:
             scale_(params, factor)
-    for guard in guards:
-        guard.enter_block(scale, scaler.checks)
-    return scale
-
-
-def _close(guards: Sequence[StepGuard], scaler: LossScaler, scale: float, delay_unscale: bool) -> None:
-    """Unscale and check, unless that is delayed, and leave the verdict with every optimizer that has gradients."""
-    for guard in guards:
-        guard.collect()
-    if delay_unscale:
-        for guard in guards:
-            guard.leave_block(scale, delayed=scaler if scaler.checks else None)
-        return
-    _leave(guards, scaler, scale, scaler.checks, warns=True)
-
-
-def _close_failed(guards: Sequence[StepGuard], scaler: LossScaler, scale: float) -> None:
-    """Give gradients their true values. Who catches the exception and steps all the same is kept from inf and nan."""
-    for guard in guards:
-        guard.collect()
-    _leave(guards, scaler, scale, scale != 1.0, warns=False)
 
 
 def _leave(guards: Sequence[StepGuard], scaler: LossScaler, scale: float, checks: bool, *, warns: bool) -> None:
+    """Unscale and check, and leave the verdict with every optimizer that has gradients."""
     lists = [guard.params() for guard in guards]
     present = [any(param.grad is not None for param in params) for params in lists]
     verdict = None
@@ -375,18 +382,7 @@ def _leave(guards: Sequence[StepGuard], scaler: LossScaler, scale: float, checks
     for guard, params, has_gradients in zip(guards, lists, present, strict=True):
         guard.leave_block(1.0, verdict if has_gradients else None, params=params)
         if warns and not has_gradients:
-            _warn_without_gradients(guard)
-
-
-def _warn_without_gradients(guard: StepGuard) -> None:
-    if any(param.requires_grad for param in guard.params()):
-        cause = (
-            "was scaled_loss.backward() not called in the block, or does the optimizer hold other parameters than the "
-            "model that made the loss (it was built for a copy, or before the model was replaced)?"
-        )
-    else:
-        cause = "all of them are frozen (requires_grad=False)"
-    warnings.warn(f"no parameter of {guard.name} has a gradient after scale_loss: {cause}", stacklevel=level_of_user())
+            warn_without_gradients(guard.name, params)
 
 
 def _first_gives(loss: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
