@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import torch
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from autoamp.errors import UsageError
 
@@ -195,10 +194,16 @@ def _values_by_kind(params: Iterable[torch.Tensor]) -> dict[tuple[torch.device, 
         # Sparse tensors have no is_contiguous().
         usual = False
     if usual:
-        groups = _group_tensors_by_device_and_dtype([grads])  # type: ignore[list-item]
+        groups = _grouped(grads)
         if all(dtype in _REAL for _, dtype in groups):
-            return {kind: values for kind, ((values,), _) in groups.items()}  # type: ignore[misc]
-    return _grouped(_writable_grads(params))
+            return groups
+    groups = _grouped(_writable_grads(params))
+    for _, dtype in groups:
+        if dtype not in _REAL:
+            raise UsageError(
+                f"a gradient of {dtype} cannot be scaled; keep the parameters in float16, bfloat16, float32 or float64"
+            )
+    return groups
 
 
 def _writable_grads(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -265,14 +270,9 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _grouped(values: list[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
-    """Group real tensors in C++, which refuses an empty list. UsageError: a dtype that cannot be scaled."""
-    found = _group_tensors_by_device_and_dtype([list[torch.Tensor | None](values)]) if values else {}
-    for _, dtype in found:
-        if dtype not in _REAL:
-            raise UsageError(
-                f"a gradient of {dtype} cannot be scaled; keep the parameters in float16, bfloat16, float32 or float64"
-            )
-    return {(device, dtype): lists[0] for (device, dtype), (lists, _) in found.items()}  # type: ignore[misc]
+    """Group tensors in C++, which refuses an empty list."""
+    found = torch._C._group_tensors_by_device_and_dtype([values], False) if values else {}  # type: ignore[list-item]
+    return {kind: lists[0] for kind, (lists, _) in found.items()}  # type: ignore[misc]
 
 
 def _grouped_by_kind(tensors: Iterable[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:

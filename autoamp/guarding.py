@@ -98,7 +98,7 @@ class GuardedOptimizers:
                 masters = self._masters[optimizer] = MasterWeights(optimizer)
             guard = StepGuard(
                 optimizer,
-                casts_off=lambda: self._stepping(masters),
+                casts_off=lambda: self._casts.switched(False) if masters is None else self._stepping(masters),
                 casts_on=lambda: self._casts.switched(True),
                 after_step=functools.partial(self._stepped, weakref.ref(optimizer), masters),
                 collect=None if masters is None else masters.share_gradients,
@@ -128,7 +128,7 @@ class GuardedOptimizers:
                 "call optimizer.step(), not the class's function or a method bound before the first scale_loss"
             )
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if optimizer in self._guards or not callable(closure) or _is_guarded(optimizer):
+        if not callable(closure) or optimizer in self._guards or _is_guarded(optimizer):
             return None
         guarded = self.guard(optimizer).guarded_closure(closure)
         return ((args[0], guarded, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": guarded})
@@ -204,9 +204,8 @@ class GuardedOptimizers:
         self._masters.clear()
 
     @contextlib.contextmanager
-    def _stepping(self, masters: MasterWeights | None) -> Iterator[None]:
-        if masters is not None:
-            masters.follow()
+    def _stepping(self, masters: MasterWeights) -> Iterator[None]:
+        masters.follow()
         with self._casts.switched(False):
             yield
 
