@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 
 from autoamp.errors import UsageError
+from autoamp.likeness import Likeness
 
-__all__ = ["GradientMark", "found_any", "non_finite", "scale_", "total_norm", "unscale_"]
+__all__ = ["GradientMark", "Kind", "found_any", "non_finite", "scale_", "total_norm", "unscale_"]
 
+Kind: TypeAlias = tuple[torch.device, torch.dtype]
 _Name = TypeVar("_Name")
 
 _REAL = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
@@ -26,7 +28,9 @@ _COMPRESSED = frozenset((torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, t
 
 
 @torch.no_grad()
-def unscale_(params: Iterable[torch.Tensor], inv_scale: float) -> list[torch.Tensor]:
+def unscale_(
+    params: Iterable[torch.Tensor], inv_scale: float, usual: Likeness[Kind] | None = None
+) -> list[torch.Tensor]:
     """Multiply every ``param.grad`` by ``inv_scale`` in place and look for inf and nan in the same pass.
 
     The parameters are taken, not the gradients, as some gradients cannot be written in place or hold one element in
@@ -35,6 +39,7 @@ def unscale_(params: Iterable[torch.Tensor], inv_scale: float) -> list[torch.Ten
     Args:
         params: Any tensors; those without a gradient are passed over.
         inv_scale: 1 / scale.
+        usual: What was learnt of the gradients of earlier calls, and learns of these.
 
     Returns:
         One fp32 tensor of shape ``[1]`` for each device: 1.0 if a gradient there held an inf or nan, or holds one now,
@@ -44,7 +49,7 @@ def unscale_(params: Iterable[torch.Tensor], inv_scale: float) -> list[torch.Ten
         UsageError: A gradient of a dtype that cannot be unscaled.
     """
     found: dict[torch.device, torch.Tensor] = {}
-    for (device, dtype), values in _values_by_kind(params).items():
+    for (device, dtype), values in _values_by_kind(params, usual).items():
         if device not in found:
             found[device] = torch.zeros(1, dtype=torch.float32, device=device)
         kernel_factor = inv_scale
@@ -178,13 +183,18 @@ def _same_grad(param: weakref.ref[torch.Tensor], grad: weakref.ref[torch.Tensor]
     return now if owner is not None and now is not None and owner.grad is now else None
 
 
-def _values_by_kind(params: Iterable[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+def _values_by_kind(
+    params: Iterable[torch.Tensor], usual: Likeness[Kind] | None = None
+) -> dict[Kind, list[torch.Tensor]]:
     """Return the values of all gradients as `_writable_grads` does, by device and dtype."""
     params = list(params)
     grads = [grad for param in params if (grad := param.grad) is not None]
+    kind = None if usual is None else usual.recall(grads)
+    if kind is not None:
+        return {kind: grads}
     # The usual gradients, told by a few sweeps in C: dense, of a real dtype, each its own, writable in place.
     try:
-        usual = (
+        simple = (
             bool(grads)
             and all(map(torch.Tensor.is_contiguous, grads))
             and not any(map(torch.Tensor.is_inference, grads))
@@ -192,10 +202,12 @@ def _values_by_kind(params: Iterable[torch.Tensor]) -> dict[tuple[torch.device, 
         )
     except RuntimeError:
         # Sparse tensors have no is_contiguous().
-        usual = False
-    if usual:
+        simple = False
+    if simple:
         groups = _grouped(grads)
         if all(dtype in _REAL for _, dtype in groups):
+            if usual is not None and len(groups) == 1:
+                usual.learn(grads, *groups)
             return groups
     groups = _grouped(_writable_grads(params))
     for _, dtype in groups:
@@ -269,14 +281,14 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _grouped(values: list[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+def _grouped(values: list[torch.Tensor]) -> dict[Kind, list[torch.Tensor]]:
     """Group tensors in C++, which refuses an empty list."""
     found = torch._C._group_tensors_by_device_and_dtype([values], False) if values else {}  # type: ignore[list-item]
     return {kind: lists[0] for kind, (lists, _) in found.items()}  # type: ignore[misc]
 
 
-def _grouped_by_kind(tensors: Iterable[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
-    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+def _grouped_by_kind(tensors: Iterable[torch.Tensor]) -> dict[Kind, list[torch.Tensor]]:
+    groups: dict[Kind, list[torch.Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     return groups

@@ -23,7 +23,8 @@ import torch
 from autoamp.attaching import AttachedStep, named_params, stepped_params
 from autoamp.checks import warn_without_gradients
 from autoamp.errors import NonFiniteGradientsError, UsageError
-from autoamp.gradients import GradientMark, non_finite, scale_, unscale_
+from autoamp.gradients import GradientMark, Kind, non_finite, scale_, unscale_
+from autoamp.likeness import Likeness
 from autoamp.scaling import LossScaler, open_blocks
 from autoamp.verdicts import Verdict, read, settle
 
@@ -60,7 +61,8 @@ class StepGuard:
         pending: The verdicts since the last step, in order.
         grads_scale: The scale of gradients now: 1.0 outside blocks but for ``delay_unscale``.
         in_block: Whether a block of this optimizer is open.
-        step_closure: Steps with a closure in place of what this guard would do."""
+        step_closure: Steps with a closure in place of what this guard would do.
+        usual: What gradients that are unscaled for this guard are like."""
 
     def __init__(
         self,
@@ -89,6 +91,7 @@ class StepGuard:
         self.collect = collect or (lambda: None)
         self.step_closure: Callable[..., Any] | None = None
         self._delayed: LossScaler | None = None
+        self.usual: Likeness[Kind] = Likeness()
         self._mark = GradientMark(())
         self._blocks = 0
         self._tries_closures = True
@@ -162,7 +165,7 @@ class StepGuard:
             return
         self._delayed, self.grads_scale = None, 1.0
         if not self._mark.replaced():
-            self.pending.append(Verdict(scaler, scale, unscale_(self.params(), 1.0 / scale)))
+            self.pending.append(Verdict(scaler, scale, unscale_(self.params(), 1.0 / scale, self.usual)))
             self._mark = GradientMark(self.params())
 
     def guarded_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -378,7 +381,7 @@ def _leave(guards: Sequence[StepGuard], scaler: LossScaler, scale: float, checks
     verdict = None
     if checks and any(present):
         params = lists[0] if len(lists) == 1 else [*itertools.chain.from_iterable(lists)]
-        verdict = Verdict(scaler, scale, unscale_(params, 1.0 / scale))
+        verdict = Verdict(scaler, scale, unscale_(params, 1.0 / scale, guards[0].usual))
     for guard, params, has_gradients in zip(guards, lists, present, strict=True):
         guard.leave_block(1.0, verdict if has_gradients else None, params=params)
         if warns and not has_gradients:

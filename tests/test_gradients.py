@@ -16,7 +16,8 @@ from torch.nn import Parameter
 
 from autoamp import gradients
 from autoamp.errors import UsageError
-from autoamp.gradients import GradientMark, found_any, non_finite, scale_, total_norm, unscale_
+from autoamp.gradients import GradientMark, Kind, found_any, non_finite, scale_, total_norm, unscale_
+from autoamp.likeness import Likeness
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
 
@@ -155,6 +156,64 @@ def test_inference_tensors_are_replaced() -> None:
     with torch.inference_mode():
         scale_(params, 0.5)
     assert all(grad_of(param).eq(1.0).all() for param in params)
+
+
+def learnt(count: int, **kwargs: Any) -> Likeness[Kind]:
+    """Return what two calls learn of ``count`` gradients of two elements."""
+    usual: Likeness[Kind] = Likeness()
+    for _ in range(2):
+        unscale_([with_grad(torch.ones(2, **kwargs)) for _ in range(count)], 0.5, usual)
+    return usual
+
+
+def test_gradients_like_those_of_before_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = learnt(3)
+    monkeypatch.setattr(gradients, "_grouped", None)
+    grads = [torch.tensor([4.0, 8.0]) for _ in range(3)]
+    found = unscale_([Parameter(torch.zeros(2)), *map(with_grad, grads)], 0.5, usual)
+    assert [grad.tolist() for grad in grads] == [[2.0, 4.0]] * 3
+    assert found_any(found) == [False]
+    grads[1][0] = math.nan
+    assert found_any(unscale_([*map(with_grad, grads)], 0.5, usual)) == [True]
+
+
+def inference_tensor() -> Tensor:
+    with torch.inference_mode():
+        return torch.tensor([4.0, 8.0])
+
+
+@pytest.mark.parametrize("inv_scale", [0.5, 4.0])
+@pytest.mark.parametrize(
+    "make",
+    [
+        inference_tensor,
+        lambda: torch.tensor([4.0]).expand(2),
+        lambda: torch.tensor([4.0, 0.0, 8.0])[::2],
+        lambda: sparse(torch.tensor([4.0, 8.0]), [0, 0], 2),
+        lambda: torch.tensor([4.0, 8.0]).half(),
+        lambda: torch.tensor([4.0, 8.0]).double(),
+        lambda: torch.tensor([4.0 + 2.0j, 8.0]),
+    ],
+)
+def test_what_was_learnt_hides_no_odd_gradient(make: Callable[[], Tensor], inv_scale: float) -> None:
+    wanted = make().clone().to_dense() * inv_scale
+    params = [with_grad(torch.ones(2)), with_grad(make()), with_grad(torch.ones(2))]
+    assert not any(found_any(unscale_(params, inv_scale, learnt(3))))
+    grads = [grad_of(param).to_dense() for param in params]
+    assert torch.equal(grads[1], wanted)
+    assert grads[0].tolist() == grads[2].tolist() == [inv_scale] * 2
+
+
+def test_what_was_learnt_hides_no_gradient_that_comes_twice() -> None:
+    shared = torch.ones(2)
+    unscale_([with_grad(shared), with_grad(shared)], 0.5, learnt(2))
+    assert shared.tolist() == [0.5, 0.5]
+
+
+def test_fp64_that_was_learnt_keeps_its_digits() -> None:
+    grad = torch.full((2,), 1.0 + 2.0**-40, dtype=torch.float64)
+    unscale_([with_grad(grad)], 1 / 3, learnt(1, dtype=torch.float64))
+    assert grad.tolist() == [(1.0 + 2.0**-40) * (1 / 3)] * 2
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
