@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoamp import likeness
 from autoamp.likeness import Likeness
@@ -109,6 +110,12 @@ def test_nothing_is_learnt_of_tensors_of_other_classes() -> None:
     assert learnt(parameters).recall(parameters) is None
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nothing_is_learnt_of_tensors_without_strides() -> None:
+    nested = [torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), torch.zeros(2)]
+    assert learnt(nested).recall(nested) is None
+
+
 def test_what_changes_is_learnt_anew_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     checks: list[int] = []
     check_of = likeness._check_of
@@ -124,6 +131,19 @@ def test_what_changes_is_learnt_anew_but_not_for_ever(monkeypatch: pytest.Monkey
 
 def refuses(*tensors: Tensor, **kwargs: Any) -> Any:
     raise TypeError("other arguments")
+
+
+class Objects(TorchDispatchMode):
+    """A mode of the program's that allows nothing but what gradients take."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(str(function))
+
+
+def test_a_mode_of_the_program_may_object() -> None:
+    tensors = three()
+    with Objects():
+        assert learnt(tensors).recall(tensors) is None
 
 
 class Blind:
