@@ -198,6 +198,7 @@ def _values_by_kind(
             bool(grads)
             and all(map(torch.Tensor.is_contiguous, grads))
             and not any(map(torch.Tensor.is_inference, grads))
+            and not any(map(torch.Tensor.is_neg, grads))
             and len(set(map(id, grads))) == len(grads)
         )
     except RuntimeError:
@@ -230,6 +231,7 @@ def _writable_grads(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
             grad.layout is torch.strided
             and grad.dtype in _REAL
             and grad.is_contiguous()
+            and not grad.is_neg()
             and not (refuses_inference and grad.is_inference())
         ):
             values[id(grad)] = grad

@@ -108,6 +108,7 @@ def test_what_comes_twice_is_unscaled_once() -> None:
         lambda: torch.tensor(3.0),
         lambda: torch.arange(3.0).mul(1 + 2j).conj(),
         lambda: torch.arange(3.0).mul(1 + 2j).conj().imag,
+        lambda: torch.arange(1.0, 2.0).mul(1 + 2j).conj().imag,
         lambda: torch.arange(4.0).view(2, 2).to_sparse_csr(),
         lambda: torch.arange(4.0).view(2, 2).to_sparse(),
     ],
