@@ -1,7 +1,8 @@
-"""Casts to half by torch's own autocast, for the ops that it lists under the same policy: on for the one call.
+"""Casts to half of linear layers, convolutions and matrix products, the ops that most of a model's calls are.
 
-Within the call torch casts in C++ what is fp32, which is faster than any cast from Python. Torch's own cache of casts,
-which does not see a weight change, is off meanwhile. What a weight is used for again is cast through `CastCache`.
+Weights of a layer are parameters, of which little need be asked. Whatever else is fp32 torch's own autocast casts, in
+C++ and faster than Python can: it is on for the one call, under the policy that it has for the op anyway. Its own cache
+of casts, which does not see a weight change, is off meanwhile; what a weight is used for again is cast by `CastCache`.
 """
 
 from __future__ import annotations
@@ -75,7 +76,10 @@ def _build_layer(original: Any, otherwise: Callable[..., Any], casts: Casts) -> 
             return original(x, weight, bias, *rest)
         dtype = x.dtype
         if (
-            (dtype is not target and (dtype is not full or x.layout is not strided or x.is_cpu is not on_cpu))
+            (
+                dtype is not target
+                and (dtype is not full or x.layout is not strided or not (x.is_cpu if on_cpu else x.is_cuda))
+            )
             or any_autocast()
             or in_function_mode()
         ):
