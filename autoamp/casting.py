@@ -42,8 +42,9 @@ class Casts:
         self._open = False
         self.cache = CastCache(self.local, enable_caching)
         self.warned: set[str] = set()
-        # By a replacement what does the same for a tensor and parameters, with less to ask.
-        self.layers: dict[Callable[..., Any], Callable[..., Any]] = {}
+        # By the id of a replacement it and what does the same for a tensor and parameters, with less to ask. By id,
+        # since what somebody puts around a replacement may pass for equal to it.
+        self.layers: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {}
         narrow = Tensor.half if dtype is torch.float16 else Tensor.bfloat16
         # Each caster twice: of one value, however nested, and of the positional arguments of a call.
         self.to_half, self.args_to_half = self._casters(dtype, narrow, cached=True)

@@ -7,6 +7,8 @@ function gets the same arguments. Whatever is out of the ordinary goes through `
 
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,51 +19,66 @@ from torch.nn import Module, Parameter
 
 from autoamp.patching import original_of
 
-__all__ = ["DirectCall", "build_direct_calls", "hooks_of_all", "skips_call_impl"]
+__all__ = ["DirectCall", "Layers", "build_direct_calls", "skips_call_impl"]
 
 DirectCall = Callable[[Module, dict[str, Any], Tensor], Any]
 """Takes a module without hooks, its ``__dict__`` and its only argument; returns what its ``forward`` returns."""
+
+Layers = Mapping[int, tuple[Any, Callable[..., Any]]]
+"""By id some replacements in `torch.nn.functional`, and what does the same for a tensor and parameters."""
 
 # What `Module._call_impl` looks at before it calls ``forward`` and nothing else, and what the rest of it is made of.
 _HOOKS = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
 _REST = {"_global_forward_hooks_always_called", "_forward_hooks_always_called", "_forward_hooks_with_kwargs"}
 _MEAN, _VAR, _BATCHES = "running_mean", "running_var", "num_batches_tracked"
-_ABSENT: Any = object()
+_Build = Callable[[Any, Callable[..., Any], Layers], DirectCall]
 
 
 def skips_call_impl() -> bool:
-    """Tell whether `Module._call_impl` is as this room knows it: without hooks it only calls ``forward``."""
-    names = set(getattr(getattr(Module._call_impl, "__code__", None), "co_names", ()))
+    """Tell whether `Module._call_impl` is torch's, as this room knows it: without hooks it only calls ``forward``."""
+    if _torchs(Module, "_call_impl") is None:
+        return False
+    names = set(Module._call_impl.__code__.co_names)
     return {name for name in names - _REST if "hook" in name} == {*_HOOKS, *(f"_global{name}" for name in _HOOKS)}
 
 
-def hooks_of_all() -> list[dict[int, Callable[..., Any]]]:
-    """Return the tables of the hooks that `Module._call_impl` calls for every module."""
-    return [vars(torch.nn.modules.module)[f"_global{name}"] for name in _HOOKS]
+def build_direct_calls(layers: Layers) -> dict[type[Module], DirectCall]:
+    """Build by class what does the work of ``forward``.
 
-
-def build_direct_calls(layers: Mapping[Any, Callable[..., Any]]) -> dict[type[Module], DirectCall]:
-    """Build by class what does the work of ``forward``. Subclasses have none, since their ``forward`` may differ.
-
-    Args:
-        layers: Of some replacements in `torch.nn.functional`, what does the same for a tensor and parameters.
+    Subclasses have none, since their ``forward`` may differ; nor has a class in which somebody replaced a method.
     """
-    return {
-        nn.Linear: _linear(layers),
-        nn.Conv1d: _conv(nn.Conv1d, "conv1d", layers),
-        nn.Conv2d: _conv(nn.Conv2d, "conv2d", layers),
-        nn.Conv3d: _conv(nn.Conv3d, "conv3d", layers),
-        nn.LayerNorm: _layer_norm(),
-        nn.BatchNorm1d: _batch_norm(nn.BatchNorm1d, (2, 3)),
-        nn.BatchNorm2d: _batch_norm(nn.BatchNorm2d, (4,)),
-        nn.BatchNorm3d: _batch_norm(nn.BatchNorm3d, (5,)),
+    kinds: dict[type[Module], tuple[_Build, tuple[str, ...]]] = {
+        nn.Linear: (_linear, ()),
+        nn.Conv1d: (_conv("conv1d"), ("_conv_forward",)),
+        nn.Conv2d: (_conv("conv2d"), ("_conv_forward",)),
+        nn.Conv3d: (_conv("conv3d"), ("_conv_forward",)),
+        nn.LayerNorm: (_layer_norm, ()),
+        nn.BatchNorm1d: (_batch_norm(2, 3), ("_check_input_dim",)),
+        nn.BatchNorm2d: (_batch_norm(4), ("_check_input_dim",)),
+        nn.BatchNorm3d: (_batch_norm(5), ("_check_input_dim",)),
     }
+    found: dict[type[Module], DirectCall] = {}
+    if _torchs(Module, "__getattr__") is None:
+        return found
+    for cls, (build, methods) in kinds.items():
+        forward = _torchs(cls, "forward")
+        if forward is None or None in [_torchs(cls, name) for name in methods] or hasattr(cls, "weight"):
+            continue
+        found[cls] = build(cls, forward, layers)
+    return found
 
 
-def _linear(layers: Mapping[Any, Callable[..., Any]]) -> DirectCall:
-    cls = nn.Linear
-    forward = original_of(cls.forward)
+def _torchs(owner: Any, name: str) -> Any:
+    """Return a function or method of torch, also where one of ours stands in for it; None if somebody replaced it."""
+    found = original_of(getattr(owner, name))
+    if type(found) is not types.FunctionType or found.__code__.co_name != name:
+        return None
+    homes = {owner.__name__} if isinstance(owner, types.ModuleType) else {base.__module__ for base in owner.__mro__}
+    files = {getattr(sys.modules.get(home), "__file__", None) for home in homes}
+    return found if found.__code__.co_filename in files else None
 
+
+def _linear(cls: Any, forward: Any, layers: Layers) -> DirectCall:
     def call(self: Module, own: dict[str, Any], x: Tensor) -> Any:
         parameters = own["_parameters"]
         if (
@@ -74,53 +91,63 @@ def _linear(layers: Mapping[Any, Callable[..., Any]]) -> DirectCall:
             return self.forward(x)
         weight, bias = parameters["weight"], parameters["bias"]
         function = F.linear
-        if function in layers and type(weight) is Parameter and (bias is None or type(bias) is Parameter):
-            return layers[function](x, weight, bias)
+        found = layers.get(id(function))
+        if found is not None and type(weight) is Parameter and (bias is None or type(bias) is Parameter):
+            return found[1](x, weight, bias)
         return function(x, weight, bias)
 
     return call
 
 
-def _conv(cls: Any, name: str, layers: Mapping[Any, Callable[..., Any]]) -> DirectCall:
-    forward, inner, functional = original_of(cls.forward), original_of(cls._conv_forward), vars(F)
+def _conv(name: str) -> _Build:
+    functional = vars(F)
 
-    def call(self: Module, own: dict[str, Any], x: Tensor) -> Any:
-        parameters = own["_parameters"]
-        if (
-            cls.forward is not forward
-            or cls._conv_forward is not inner
-            or "weight" not in parameters
-            or "bias" not in parameters
-            or "weight" in own
-            or "bias" in own
-            or own["padding_mode"] != "zeros"
-        ):
-            return self.forward(x)
-        weight, bias = parameters["weight"], parameters["bias"]
-        function = functional[name]
-        if function in layers and type(weight) is Parameter and (bias is None or type(bias) is Parameter):
-            function = layers[function]
-        return function(x, weight, bias, own["stride"], own["padding"], own["dilation"], own["groups"])
+    def build(cls: Any, forward: Any, layers: Layers) -> DirectCall:
+        inner = original_of(cls._conv_forward)
 
-    return call
+        def call(self: Module, own: dict[str, Any], x: Tensor) -> Any:
+            parameters = own["_parameters"]
+            try:
+                padding_mode, stride, padding = own["padding_mode"], own["stride"], own["padding"]
+                dilation, groups = own["dilation"], own["groups"]
+            except KeyError:
+                return self.forward(x)
+            if (
+                cls.forward is not forward
+                or cls._conv_forward is not inner
+                or "_conv_forward" in own
+                or "weight" not in parameters
+                or "bias" not in parameters
+                or "weight" in own
+                or "bias" in own
+                or padding_mode != "zeros"
+            ):
+                return self.forward(x)
+            weight, bias = parameters["weight"], parameters["bias"]
+            function = functional[name]
+            found = layers.get(id(function))
+            if found is not None and type(weight) is Parameter and (bias is None or type(bias) is Parameter):
+                function = found[1]
+            return function(x, weight, bias, stride, padding, dilation, groups)
+
+        return call
+
+    return build
 
 
-def _layer_norm() -> DirectCall:
-    cls = nn.LayerNorm
-    forward, functional = original_of(cls.forward), original_of(F.layer_norm)
+def _layer_norm(cls: Any, forward: Any, layers: Layers) -> DirectCall:
+    functional = _torchs(F, "layer_norm")
     in_function_mode, cudnn = torch._C._is_torch_function_mode_enabled, torch._C._get_cudnn_enabled
 
     def call(self: Module, own: dict[str, Any], x: Tensor) -> Any:
         parameters = own["_parameters"]
-        if (
-            cls.forward is not forward
-            or "weight" not in parameters
-            or "bias" not in parameters
-            or "weight" in own
-            or "bias" in own
-        ):
+        try:
+            shape, eps = own["normalized_shape"], own["eps"]
+            weight, bias = parameters["weight"], parameters["bias"]
+        except KeyError:
             return self.forward(x)
-        weight, bias = parameters["weight"], parameters["bias"]
+        if cls.forward is not forward or "weight" in own or "bias" in own:
+            return self.forward(x)
         if (
             F.layer_norm is functional
             and not in_function_mode()
@@ -128,50 +155,57 @@ def _layer_norm() -> DirectCall:
             and (bias is None or type(bias) is Parameter)
         ):
             # All that the function itself would do.
-            return torch.layer_norm(x, own["normalized_shape"], weight, bias, own["eps"], cudnn())
-        return F.layer_norm(x, own["normalized_shape"], weight, bias, own["eps"])
+            return torch.layer_norm(x, shape, weight, bias, eps, cudnn())
+        return F.layer_norm(x, shape, weight, bias, eps)
 
     return call
 
 
-def _batch_norm(cls: Any, dims: tuple[int, ...]) -> DirectCall:
-    forward, check, functional = original_of(cls.forward), original_of(cls._check_input_dim), original_of(F.batch_norm)
+def _batch_norm(*dims: int) -> _Build:
+    functional = _torchs(F, "batch_norm")
     in_function_mode, cudnn = torch._C._is_torch_function_mode_enabled, torch._C._get_cudnn_enabled
-    tensors = (_MEAN, _VAR, _BATCHES, "weight", "bias")
+    names = (_MEAN, _VAR, _BATCHES, "weight", "bias", "_check_input_dim")
 
-    def call(self: Module, own: dict[str, Any], x: Tensor) -> Any:
-        parameters, buffers = own["_parameters"], own["_buffers"]
-        momentum, training = own["momentum"], own["training"]
-        if (
-            cls.forward is not forward
-            or cls._check_input_dim is not check
-            or not own["track_running_stats"]
-            or momentum is None
-            or x.dim() not in dims
-            or not own.keys().isdisjoint(tensors)
-        ):
-            return self.forward(x)
-        weight, bias = parameters.get("weight", _ABSENT), parameters.get("bias", _ABSENT)
-        mean, var, batches = buffers.get(_MEAN), buffers.get(_VAR), buffers.get(_BATCHES)
-        if (
-            type(mean) is not Tensor
-            or type(var) is not Tensor
-            or type(batches) is not Tensor
-            or not (weight is None or type(weight) is Parameter)
-            or not (bias is None or type(bias) is Parameter)
-        ):
-            return self.forward(x)
-        eps = own["eps"]
-        if training:
-            batches.add_(1)
-        if (
-            F.batch_norm is functional
-            and not in_function_mode()
-            # What the function would refuse is for it to refuse.
-            and eps > 0.0
-            and not (training and x.numel() <= x.size(1))
-        ):
-            return torch.batch_norm(x, weight, bias, mean, var, training, momentum, eps, cudnn())
-        return F.batch_norm(x, mean, var, weight, bias, training, momentum, eps)
+    def build(cls: Any, forward: Any, layers: Layers) -> DirectCall:
+        check = original_of(cls._check_input_dim)
 
-    return call
+        def call(self: Module, own: dict[str, Any], x: Tensor) -> Any:
+            parameters, buffers = own["_parameters"], own["_buffers"]
+            try:
+                momentum, training, eps, tracks = (
+                    own["momentum"], own["training"], own["eps"], own["track_running_stats"],
+                )  # fmt: skip
+                mean, var, batches = buffers[_MEAN], buffers[_VAR], buffers[_BATCHES]
+                weight, bias = parameters["weight"], parameters["bias"]
+            except KeyError:
+                return self.forward(x)
+            if (
+                cls.forward is not forward
+                or cls._check_input_dim is not check
+                or not tracks
+                or momentum is None
+                or type(training) is not bool
+                or type(mean) is not Tensor
+                or type(var) is not Tensor
+                or type(batches) is not Tensor
+                or not (weight is None or type(weight) is Parameter)
+                or not (bias is None or type(bias) is Parameter)
+                or not own.keys().isdisjoint(names)
+                or x.dim() not in dims
+            ):
+                return self.forward(x)
+            if training:
+                batches.add_(1)
+            if (
+                F.batch_norm is functional
+                and not in_function_mode()
+                # What the function would refuse is for it to refuse.
+                and eps > 0.0
+                and not (training and x.numel() <= x.size(1))
+            ):
+                return torch.batch_norm(x, weight, bias, mean, var, training, momentum, eps, cudnn())
+            return F.batch_norm(x, mean, var, weight, bias, training, momentum, eps)
+
+        return call
+
+    return build

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from autoamp.casting import Casts
-from autoamp.direct_calls import build_direct_calls, hooks_of_all, skips_call_impl
+from autoamp.direct_calls import build_direct_calls, skips_call_impl
 from autoamp.errors import PatchError, UsageError
 from autoamp.patching import dress, resolve
 from autoamp.rules import ModulePrecision, ModuleRule
@@ -187,8 +187,7 @@ def build_module_call(original: types.FunctionType, casts: Casts, precisions: Mo
     # Torch's own does no more than choose an implementation, which without hooks does no more than call forward().
     wrapped, implementation = vars(Module).get("_wrapped_call_impl"), Module._call_impl
     known = original is wrapped and original.__code__.co_names == _NAMES and skips_call_impl()
-    direct_calls = build_direct_calls(casts.layers)
-    any_1, any_2, any_3, any_4 = hooks_of_all()
+    direct_calls, for_all = build_direct_calls(casts.layers), torch.nn.modules.module
 
     def scoped(self: Module, *args: Any, **kwargs: Any) -> Any:
         if local.entries is not None or not cache.enabled or compiling():
@@ -220,11 +219,12 @@ def build_module_call(original: types.FunctionType, casts: Casts, precisions: Mo
                 or own["_forward_pre_hooks"]
                 or own["_backward_hooks"]
                 or own["_backward_pre_hooks"]
-                or any_1
-                or any_2
-                or any_3
-                or any_4
+                or for_all._global_forward_hooks
+                or for_all._global_forward_pre_hooks
+                or for_all._global_backward_hooks
+                or for_all._global_backward_pre_hooks
                 or self._compiled_call_impl is not None
+                or "_call_impl" in own
                 or cls._call_impl is not implementation
                 or trace() is not None
             ):

@@ -87,7 +87,7 @@ def _build_layer(original: Any, otherwise: Callable[..., Any], casts: Casts) -> 
         pin = pins.get(id(weight)) if pins else None
         if pin is not None and not records():
             held = pin.layer
-            if held is not None and held.bias is bias:
+            if held is not None and held.op is original and held.bias is bias:
                 # What the weight is need not be asked again: somebody promised that it stays.
                 x = x if dtype is target else narrow(x)
                 if held.packed is not None:
@@ -139,7 +139,7 @@ def _build_layer(original: Any, otherwise: Callable[..., Any], casts: Casts) -> 
             return layer(x, weight, bias, *args[3:])
         return otherwise(*args)
 
-    casts.layers[replacement] = layer
+    casts.layers[id(replacement)] = replacement, layer
     return replacement
 
 

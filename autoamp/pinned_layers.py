@@ -37,12 +37,16 @@ _SMALL_WEIGHT = 1 << 16
 _SMALL_OUTPUT = 1 << 14
 
 
+Parameters = tuple[Parameter, ...]
+
+
 class PinnedLayer:
     """The casts of one layer's weight and bias. They are its own: nobody else gets them, so nobody writes to them.
 
     It takes the weight and the bias, if there is one, their casts, and the input and the numbers of the first call.
 
     Attributes:
+        op: The op whose weight it is.
         parameters: What was cast.
         bias: What was cast for a bias, to tell this layer from another use of its weight.
         narrow_bias: The cast of it.
@@ -50,9 +54,12 @@ class PinnedLayer:
         packed: The weight in oneDNN's own layout, or None.
     """
 
-    __slots__ = ("bias", "narrow_bias", "narrow_weight", "packed", "parameters")
+    __slots__ = ("bias", "narrow_bias", "narrow_weight", "op", "packed", "parameters")
 
-    def __init__(self, parameters: tuple[Parameter, ...], narrowed: list[Tensor], x: Tensor, rest: Any) -> None:
+    def __init__(
+        self, op: Any, parameters: tuple[Parameter, ...], narrowed: list[Tensor], x: Tensor, rest: Any
+    ) -> None:
+        self.op = op
         self.parameters = parameters
         self.bias = parameters[1] if len(parameters) > 1 else None
         self.narrow_bias = narrowed[1] if len(narrowed) > 1 else None
@@ -69,8 +76,10 @@ class PinnedLinear(PinnedLayer):
 
     __slots__ = ("width",)
 
-    def __init__(self, parameters: tuple[Parameter, ...], narrowed: list[Tensor], x: Tensor, rest: Any) -> None:
-        super().__init__(parameters, narrowed, x, rest)
+    def __init__(
+        self, op: Any, parameters: tuple[Parameter, ...], narrowed: list[Tensor], x: Tensor, rest: Any
+    ) -> None:
+        super().__init__(op, parameters, narrowed, x, rest)
         weight, narrow_bias = narrowed[0], self.narrow_bias
         # oneDNN does not broadcast a bias.
         if (
@@ -93,20 +102,26 @@ class PinnedLinear(PinnedLayer):
 
 
 class PinnedConv2d(PinnedLayer):
-    """A convolution of images.
+    """A convolution of images: one that is the same in both directions, neither dilated nor in groups.
+
+    Of others, and of some that leave one column of many, oneDNN's kernels for packed weights read memory that is not
+    theirs: found by comparing tens of thousands of random ones with plain weights.
 
     By packed weights oneDNN returns ``channels_last``; a copy gives the caller the layout that it would get without.
     """
 
     __slots__ = ("known", "options", "rest", "size")
 
-    def __init__(self, parameters: tuple[Parameter, ...], narrowed: list[Tensor], x: Tensor, rest: Any) -> None:
-        super().__init__(parameters, narrowed, x, rest)
+    def __init__(
+        self, op: Any, parameters: tuple[Parameter, ...], narrowed: list[Tensor], x: Tensor, rest: Any
+    ) -> None:
+        super().__init__(op, parameters, narrowed, x, rest)
         weight, narrow_bias = narrowed[0], self.narrow_bias
         if (
-            not _is_spelled_out(rest)
-            or weight.dim() != 4
+            weight.dim() != 4
+            or weight.shape[2] != weight.shape[3]
             or weight.stride() != _strides(weight.shape)
+            or not _is_alike_in_both_directions(rest)
             or not can_pack(weight)
             or (narrow_bias is not None and narrow_bias.shape != weight.shape[:1])
         ):
@@ -142,13 +157,13 @@ class PinnedConv2d(PinnedLayer):
 
     def _pays(self, shape: torch.Size) -> bool:
         """Tell whether this layer takes images of a shape, and whether the packed weight pays for them."""
-        padding, stride, dilation, groups = self.options
-        if len(shape) != 4 or shape[1] != self.size[1] * groups:
+        if len(shape) != 4 or shape[1] != self.size[1]:
             return False
-        output = shape[0] * self.size[0]
-        for number in range(2):
-            extent = dilation[number] * (self.size[2 + number] - 1) + 1
-            output *= max(0, (shape[2 + number] + 2 * padding[number] - extent) // stride[number] + 1)
+        (padding, _), (stride, _), _, _ = self.options
+        extents = [(extent + 2 * padding - self.size[2]) // stride + 1 for extent in shape[2:]]
+        if stride > 1 and min(*extents, *shape[2:]) < 2:
+            return False
+        output = shape[0] * self.size[0] * max(0, extents[0]) * max(0, extents[1])
         return 0 < output <= max(_SMALL_OUTPUT, self.size.numel() // 8) or (output > 0 and self.narrow_weight is None)
 
 
@@ -184,7 +199,7 @@ def hold_layer(
     if narrowed is None:
         return False
     with torch.inference_mode(False), torch.no_grad():
-        layer = _KINDS.get(original, PinnedLayer)(parameters, narrowed, x, rest)
+        layer = _KINDS.get(original, PinnedLayer)(original, parameters, narrowed, x, rest)
     return keep_layer(cache, layer, pins)
 
 
@@ -244,14 +259,11 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
     return channels * height * width, height * width, width, 1
 
 
-def _is_spelled_out(rest: tuple[Any, ...]) -> bool:
-    """Tell whether a convolution's stride, padding and dilation are a pair each, as a module gives them."""
-    return (
-        len(rest) == 4
-        and type(rest[3]) is int
-        and rest[3] > 0
-        and all(
-            type(pair) is tuple and len(pair) == 2 and type(pair[0]) is type(pair[1]) is int and min(pair) >= least
-            for pair, least in zip(rest, (1, 0, 1), strict=False)
-        )
+def _is_alike_in_both_directions(rest: tuple[Any, ...]) -> bool:
+    """Tell whether a convolution's stride and padding are pairs of the same number twice, and the rest is 1."""
+    if len(rest) != 4 or rest[2] != (1, 1) or type(rest[3]) is not int or rest[3] != 1:
+        return False
+    return all(
+        type(pair) is tuple and len(pair) == 2 and type(pair[0]) is type(pair[1]) is int and least <= pair[0] == pair[1]
+        for pair, least in zip(rest[:2], (1, 0), strict=True)
     )

@@ -39,6 +39,8 @@ class PinnedLSTM:
 
     __slots__ = ("_layers", "columns", "count", "parameters", "width")
 
+    op = torch.lstm
+
     def __init__(self, weights: list[Parameter], narrowed: list[Tensor], x: Tensor, directions: int) -> None:
         self.parameters = tuple(weights)
         self.columns, self.width = weights[0].shape[1], weights[1].shape[1]

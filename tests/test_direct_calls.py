@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import sys
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import wrapt
 from torch import Tensor, fx, nn
 from torch.nn import Module
 from torch.nn.utils import parametrizations, prune
@@ -151,6 +154,7 @@ ODD: dict[str, Callable[[Module], Any]] = {
     "a forward of its own": _own_forward,
     "a weight in __dict__": _shadow,
     "a weight that is no parameter": _plain_weight,
+    "an implementation of its own": lambda module: setattr(module, "_call_impl", lambda x: module.forward(x)),
     "a hook": lambda module: module.register_forward_hook(lambda *_: None),
     "a hook before": lambda module: module.register_forward_pre_hook(lambda *_: None),
     "a hook of backward": lambda module: module.register_full_backward_hook(lambda *_: None),
@@ -192,6 +196,135 @@ def test_a_class_whose_forward_somebody_replaced(
     original = type(module).forward
     monkeypatch.setattr(type(module), "forward", lambda self, x: original(self, x) + 100.0)
     assert Around(module)(x).min() > 50.0
+
+
+METHODS = [
+    (nn.Linear, "forward"),
+    (nn.Conv2d, "forward"),
+    (nn.Conv2d, "_conv_forward"),
+    (nn.LayerNorm, "forward"),
+    (nn.BatchNorm2d, "forward"),
+    (nn.BatchNorm2d, "_check_input_dim"),
+    (F, "layer_norm"),
+    (F, "batch_norm"),
+    (Module, "_call_impl"),
+    (Module, "__getattr__"),
+]
+
+
+WHEN = [
+    (owner, name, when)
+    for owner, name in METHODS
+    for when in ("before", "after")
+    # That one is known only to what is built later.
+    if (name, when) != ("__getattr__", "after")
+]
+
+
+@pytest.mark.parametrize("rebuilt", [False, True], ids=["built once", "built anew"])
+@pytest.mark.parametrize(("owner", "name", "when"), WHEN, ids=lambda value: getattr(value, "__name__", value))
+def test_what_somebody_replaced_is_called(
+    owner: Any, name: str, when: str, rebuilt: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, seen = getattr(owner, name), []
+
+    @functools.wraps(original)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        seen.append(type(args[0]))
+        return original(*args, **kwargs)
+
+    model = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.LayerNorm(3), nn.Linear(3, 3))
+    if when == "before":
+        monkeypatch.setattr(owner, name, replaced)
+    with autoamp.region(device_type="cpu", dtype=HALF, lists={"extends": [], "fp16": ["linear"]}) as handle:
+        if when == "after":
+            monkeypatch.setattr(owner, name, replaced)
+        if rebuilt:
+            with handle.count():
+                model(torch.randn(2, 4, 3, 3))
+        else:
+            model(torch.randn(2, 4, 3, 3))
+    assert set(seen) & {nn.Linear, nn.Conv2d, nn.LayerNorm, nn.BatchNorm2d, Tensor}
+
+
+@pytest.mark.parametrize("name", ["_conv_forward", "_check_input_dim"])
+def test_methods_of_an_instance_are_called(bf16: autoamp.Handle, name: str) -> None:
+    module: Module = nn.Conv2d(4, 3, 1) if name == "_conv_forward" else nn.BatchNorm2d(4)
+    original, seen = getattr(module, name), []
+    setattr(module, name, lambda *args: seen.append(name) or original(*args))
+    Around(module)(torch.randn(2, 4, 3, 3))
+    assert seen == [name]
+
+
+def test_a_patch_by_wrapt_is_called(bf16: autoamp.Handle) -> None:
+    seen = []
+
+    def wrapper(wrapped: Any, _: Any, args: Any, kwargs: Any) -> Any:
+        seen.append(wrapped.__name__)
+        return wrapped(*args, **kwargs)
+
+    held = {name: getattr(F, name) for name in ("linear", "conv2d")}
+    try:
+        for name in held:
+            wrapt.wrap_function_wrapper("torch.nn.functional", name, wrapper)
+        nn.Sequential(nn.Conv2d(4, 4, 1), nn.Linear(3, 3))(torch.randn(2, 4, 3, 3))
+    finally:
+        for name, function in held.items():
+            setattr(F, name, function)
+    assert seen == ["conv2d", "linear"]
+
+
+def test_a_function_without_a_hash(bf16: autoamp.Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Linear:
+        __hash__ = None  # type: ignore[assignment]
+
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        def __call__(self, x: Tensor, weight: Tensor, bias: Tensor) -> str:
+            return "called"
+
+    monkeypatch.setattr(F, "linear", Linear())
+    assert Around(nn.Linear(4, 3))(torch.randn(2, 4)) == "called"
+
+
+def test_tables_of_hooks_that_somebody_rebinds(bf16: autoamp.Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.modules.module, "_global_forward_hooks", OrderedDict())
+    module, x, seen = nn.Linear(4, 3), torch.randn(2, 4), []
+    with nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(type(module).__name__)):
+        Around(module)(x)
+    assert seen == ["Linear", "Around"]
+
+
+@pytest.mark.parametrize("training", [1, 0, None])
+def test_training_that_is_no_bool(bf16: autoamp.Handle, training: Any) -> None:
+    module, x = nn.BatchNorm2d(4), torch.randn(2, 4, 3, 3)
+    module.training = training
+    expected = copy.deepcopy(module).forward(x)
+    assert torch.equal(Around(module)(x), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "attribute"),
+    [("batch norm 2d", "eps"), ("layer norm", "eps"), ("conv2d", "padding_mode"), ("conv2d", "groups")],
+)
+def test_attributes_of_the_class(
+    bf16: autoamp.Handle, name: str, attribute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, shape = CASES[name]
+    module, x = make(), torch.randn(shape)
+    value = vars(module).pop(attribute)
+    with pytest.raises(AttributeError, match=attribute):
+        Around(module)(x)
+    monkeypatch.setattr(type(module), attribute, value, raising=False)
+    assert forwards(module, x) == 1
+
+
+def test_a_class_with_a_property_for_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Around(nn.Linear(4, 3, bias=False))
+    monkeypatch.setattr(nn.Linear, "weight", property(lambda self: torch.ones(3, 4)), raising=False)
+    with autoamp.region(device_type="cpu", dtype=HALF):
+        assert torch.equal(model(torch.ones(2, 4)).float(), torch.full((2, 3), 4.0))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ import autoamp
 from autoamp.pinned_layers import PinnedConv2d, PinnedLayer
 
 HALF = torch.bfloat16
+OPS: dict[str, Any] = {"extends": [], "fp16": ["linear", "conv2d", "conv_transpose2d", "lstm"]}
 packs = pytest.mark.skipif(
     not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()),
     reason="oneDNN packs no bf16 weights on this CPU",
@@ -186,8 +188,7 @@ def check_same(found: Tensor, expected: Tensor) -> None:
 CONVOLUTIONS: dict[str, tuple[Callable[[], nn.Conv2d], tuple[int, ...]]] = {
     "plain": (lambda: nn.Conv2d(3, 4, 3), (2, 3, 9, 8)),
     "without bias": (lambda: nn.Conv2d(3, 4, 3, bias=False), (2, 3, 9, 8)),
-    "strided, padded, dilated": (lambda: nn.Conv2d(8, 6, (3, 2), (2, 1), (1, 2), dilation=(1, 2)), (1, 8, 9, 8)),
-    "in groups": (lambda: nn.Conv2d(8, 8, 3, groups=8), (2, 8, 9, 8)),
+    "strided and padded": (lambda: nn.Conv2d(8, 6, 3, stride=2, padding=1), (1, 8, 9, 8)),
     "of one pixel": (lambda: nn.Conv2d(8, 6, 1), (2, 8, 1, 1)),
     "of one channel": (lambda: nn.Conv2d(1, 1, 3), (2, 1, 5, 5)),
     "that leaves one pixel": (lambda: nn.Conv2d(8, 6, 5), (2, 8, 5, 5)),
@@ -232,6 +233,54 @@ def test_large_outputs_of_small_weights_are_not_worth_it(handle: autoamp.Handle)
         with handle.inference(layer):
             assert torch.equal(layer(x), expected)
             assert packed_conv(handle, layer).packed is None
+
+
+# Of the first three oneDNN makes garbage, or kills the process.
+@packs
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda: nn.Conv2d(1, 16, (3, 8), stride=(1, 8)), (2, 1, 20, 8)),
+        (lambda: nn.Conv2d(6, 66, (3, 1), (4, 2), (1, 1), (1, 2), groups=2), (1, 6, 6, 1)),
+        (lambda: nn.Conv2d(1, 2, (2, 3), (1, 2), (1, 0), (2, 1)), (2, 1, 5, 3)),
+        (lambda: nn.Conv2d(8, 8, 3, groups=8), (2, 8, 9, 8)),
+        (lambda: nn.Conv2d(8, 8, 3, dilation=2), (2, 8, 9, 8)),
+        (lambda: nn.Conv2d(8, 8, 3, stride=2, padding=1), (2, 8, 2, 2)),
+        (lambda: nn.Conv2d(8, 8, 3, stride=2, padding=1), (2, 8, 5, 1)),
+    ],
+)
+def test_convolutions_that_are_not_packed(
+    handle: autoamp.Handle, make: Callable[[], nn.Conv2d], shape: tuple[int, ...]
+) -> None:
+    layer, x = make(), torch.randn(shape)
+    with torch.no_grad():
+        expected = layer(x)
+        with handle.inference(layer):
+            for _ in range(2):
+                check_same(layer(x), expected)
+            assert packed_conv(handle, layer).packed is None
+
+
+@packs
+def test_random_convolutions(handle: autoamp.Handle) -> None:
+    rng = random.Random(0)
+    packed = 0
+    for _ in range(300):
+        kernel = rng.choice((1, 2, 3, 5, 7))
+        layer = nn.Conv2d(
+            rng.choice((1, 3, 8, 17, 64)), rng.choice((1, 4, 16, 33)), kernel, rng.randint(1, 4),
+            rng.randint(0, kernel), bias=rng.random() < 0.5,
+        )  # fmt: skip
+        x = torch.randn(rng.randint(1, 3), layer.in_channels, rng.randint(kernel, 20), rng.randint(kernel, 20))
+        with torch.no_grad():
+            expected = layer(x)
+            with handle.inference(layer):
+                for given, result in ((x, expected), (x.flip(0), expected.flip(0))):
+                    found = layer(given)
+                    assert found.stride() == result.stride()
+                    torch.testing.assert_close(found, result, rtol=2e-2, atol=2e-2)
+                packed += packed_conv(handle, layer).packed is not None
+    assert packed > 200
 
 
 @packs
@@ -291,6 +340,35 @@ def test_convolutions_that_somebody_looks_at(handle: autoamp.Handle) -> None:
                 check_same(layer(x), expected)
             with autoamp.disable_casts():
                 assert layer(x).dtype is torch.float32
+
+
+@packs
+def test_one_weight_with_several_ops(handle: autoamp.Handle) -> None:
+    layer, x = nn.Conv2d(8, 8, 3, stride=2, padding=1, bias=False), torch.randn(2, 8, 8, 8)
+    with torch.no_grad(), autoamp.region(device_type="cpu", dtype=HALF, lists=OPS):
+        expected = layer(x)
+        transposed = F.conv_transpose2d(expected, layer.weight, None, (2, 2), (1, 1), (1, 1), 1)
+    with torch.no_grad(), autoamp.region(device_type="cpu", dtype=HALF, lists=OPS) as both, both.inference(layer):
+        for _ in range(2):
+            check_same(layer(x), expected)
+            found = F.conv_transpose2d(expected, layer.weight, None, (2, 2), (1, 1), (1, 1), 1)
+            check_same(found, transposed)
+
+
+@packs
+def test_a_weight_of_an_lstm_in_a_linear_layer() -> None:
+    handle = autoamp.init(device_type="cpu", dtype=HALF, lists=OPS)
+    lstm, x = nn.LSTM(6, 8), torch.randn(5, 3, 6)
+    with torch.no_grad():
+        expected = lstm(x)[0], F.linear(x, lstm.weight_ih_l0, lstm.bias_ih_l0)
+        with handle.inference(lstm):
+            for _ in range(2):
+                check_same(lstm(x)[0], expected[0])
+                check_same(F.linear(x, lstm.weight_ih_l0, lstm.bias_ih_l0), expected[1])
+        with handle.inference(lstm):
+            for _ in range(2):
+                check_same(F.linear(x, lstm.weight_ih_l0, lstm.bias_ih_l0), expected[1])
+                check_same(lstm(x)[0], expected[0])
 
 
 def test_padding_by_name(handle: autoamp.Handle) -> None:
