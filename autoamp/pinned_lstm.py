@@ -101,8 +101,11 @@ def build_lstm(original: Any, otherwise: Callable[..., Any], casts: Casts) -> Ca
         if (
             compiling()
             or not pins
-            or kwargs
             or len(args) != 9
+            or kwargs
+            or type(args[2]) is not list
+            or not args[2]
+            or id(args[2][0]) not in pins
             or (blocks and not local.on)
             or records()
             or any_autocast()
@@ -116,10 +119,9 @@ def build_lstm(original: Any, otherwise: Callable[..., Any], casts: Casts) -> Ca
         if (
             type(hidden) is not tuple
             or len(hidden) != 2
-            or type(weights) is not list
             or not has_biases
             or (dropout and training)
-            or not len(weights) == _TENSORS * layers * directions > 0
+            or len(weights) != _TENSORS * layers * directions
         ):
             return otherwise(*args)
         narrowed: list[Any] = []
