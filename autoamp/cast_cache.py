@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import Parameter
 
-__all__ = ["CastCache", "ThreadState"]
+__all__ = ["CastCache", "ThreadState", "cast_for_any_mode", "serves_others"]
 
 
 class ThreadState(threading.local):
@@ -136,7 +136,7 @@ class CastCache:
                 and _serves(cast, parameter, grad)
             ):
                 return cast
-        cast = _versioned(parameter, convert) if torch.is_inference_mode_enabled() else convert(parameter)
+        cast = cast_for_any_mode(parameter, convert) if torch.is_inference_mode_enabled() else convert(parameter)
         if cast is not parameter:
             # An inference tensor has no version to hold a cast by, which is as good as never: tried, not asked.
             with contextlib.suppress(RuntimeError):
@@ -194,16 +194,20 @@ def _serves(cast: Tensor, source: Tensor, grad: bool) -> bool:
 
 
 def _pinned_cast(pin: _Pin, parameter: Parameter, convert: Callable[[Tensor], Tensor]) -> Tensor:
-    # Made outside inference mode, it serves inside and outside.
-    cast = _versioned(parameter, convert)
-    # A mode's own tensors, such as fake ones, and those of torch.func are of use to nobody else.
-    if cast is not parameter and type(cast) is Tensor and not is_functorch_wrapped_tensor(cast):
+    cast = cast_for_any_mode(parameter, convert)
+    if cast is not parameter and serves_others(cast):
         pin.version = cast._version
         pin.cast = cast
     return cast
 
 
-def _versioned(parameter: Parameter, convert: Callable[[Tensor], Tensor]) -> Tensor:
+def serves_others(cast: Tensor) -> bool:
+    """Tell whether a cast is of use later: not a mode's own tensor, such as a fake one, nor one of `torch.func`."""
+    return type(cast) is Tensor and not is_functorch_wrapped_tensor(cast)
+
+
+def cast_for_any_mode(parameter: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
+    """Cast without gradients, outside inference mode: the cast has a version, and serves inside and outside."""
     with torch.inference_mode(False), torch.no_grad():
         return convert(parameter)
 

@@ -45,9 +45,9 @@ class Casts:
         # By the id of a replacement it and what does the same for a tensor and parameters, with less to ask. By id,
         # since what somebody puts around a replacement may pass for equal to it.
         self.layers: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {}
-        narrow = Tensor.half if dtype is torch.float16 else Tensor.bfloat16
+        self.narrow = Tensor.half if dtype is torch.float16 else Tensor.bfloat16
         # Each caster twice: of one value, however nested, and of the positional arguments of a call.
-        self.to_half, self.args_to_half = self._casters(dtype, narrow, cached=True)
+        self.to_half, self.args_to_half = self._casters(dtype, self.narrow, cached=True)
         self.to_fp32, self.args_to_fp32 = self._casters(torch.float32, Tensor.float, cached=False)
 
     def open(self) -> None:

@@ -81,15 +81,12 @@ def _torchs(owner: Any, name: str) -> Any:
 def _linear(cls: Any, forward: Any, layers: Layers) -> DirectCall:
     def call(self: Module, own: dict[str, Any], x: Tensor) -> Any:
         parameters = own["_parameters"]
-        if (
-            cls.forward is not forward
-            or "weight" not in parameters
-            or "bias" not in parameters
-            or "weight" in own
-            or "bias" in own
-        ):
+        try:
+            weight, bias = parameters["weight"], parameters["bias"]
+        except KeyError:
             return self.forward(x)
-        weight, bias = parameters["weight"], parameters["bias"]
+        if cls.forward is not forward or "weight" in own or "bias" in own:
+            return self.forward(x)
         function = F.linear
         found = layers.get(id(function))
         if found is not None and type(weight) is Parameter and (bias is None or type(bias) is Parameter):
@@ -110,20 +107,18 @@ def _conv(name: str) -> _Build:
             try:
                 padding_mode, stride, padding = own["padding_mode"], own["stride"], own["padding"]
                 dilation, groups = own["dilation"], own["groups"]
+                weight, bias = parameters["weight"], parameters["bias"]
             except KeyError:
                 return self.forward(x)
             if (
                 cls.forward is not forward
                 or cls._conv_forward is not inner
                 or "_conv_forward" in own
-                or "weight" not in parameters
-                or "bias" not in parameters
                 or "weight" in own
                 or "bias" in own
                 or padding_mode != "zeros"
             ):
                 return self.forward(x)
-            weight, bias = parameters["weight"], parameters["bias"]
             function = functional[name]
             found = layers.get(id(function))
             if found is not None and type(weight) is Parameter and (bias is None or type(bias) is Parameter):

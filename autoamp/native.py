@@ -66,8 +66,7 @@ def _build_layer(original: Any, otherwise: Callable[..., Any], casts: Casts) -> 
     local, blocks, cache = casts.local, casts.blocks, casts.cache
     pins, share = cache.pins, cache.share
     target, full, strided, on_cpu = casts.dtype, torch.float32, torch.strided, casts.device_type == "cpu"
-    narrow = Tensor.half if target is torch.float16 else Tensor.bfloat16
-    records = torch.is_grad_enabled
+    narrow, records = casts.narrow, torch.is_grad_enabled
     compiling, any_autocast, in_function_mode, trace = _SPECIAL
 
     def layer(x: Tensor, weight: Parameter, bias: Parameter | None, *rest: Any) -> Any:
@@ -175,7 +174,7 @@ def _build_product(original: Any, otherwise: Callable[..., Any], casts: Casts) -
             return otherwise(*args)
         if not usual:
             return call(one, other)
-        # As in `_build_layer`.
+        # `call` written out: it is a tenth of what a small product costs.
         cached = caches()
         try:
             switch_cache(False)

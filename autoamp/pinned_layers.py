@@ -15,7 +15,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from autoamp.cast_cache import CastCache
+from autoamp.cast_cache import CastCache, cast_for_any_mode, serves_others
 
 __all__ = [
     "PinnedConv2d",
@@ -35,9 +35,6 @@ _SMALLEST = 16 * 16 * 16
 _SMALL_WEIGHT = 1 << 16
 # Outputs of a convolution up to this size, or an eighth of the weight's, are sooner copied than the weight reordered.
 _SMALL_OUTPUT = 1 << 14
-
-
-Parameters = tuple[Parameter, ...]
 
 
 class PinnedLayer:
@@ -65,6 +62,12 @@ class PinnedLayer:
         self.narrow_bias = narrowed[1] if len(narrowed) > 1 else None
         self.narrow_weight: Tensor | None = narrowed[0]
         self.packed: Tensor | None = None
+        # oneDNN does not broadcast a bias.
+        if can_pack(narrowed[0]) and (self.narrow_bias is None or self.narrow_bias.shape == narrowed[0].shape[:1]):
+            self._pack(narrowed[0], x, rest)
+
+    def _pack(self, weight: Tensor, x: Tensor, rest: Any) -> None:
+        """Keep the weight in oneDNN's layout, where that can serve and pays."""
 
     def run(self, x: Tensor, rest: tuple[Any, ...]) -> Tensor | None:
         """Return what the op returns for ``x``, by the packed weight; None where that cannot serve, or does not pay."""
@@ -76,18 +79,8 @@ class PinnedLinear(PinnedLayer):
 
     __slots__ = ("width",)
 
-    def __init__(
-        self, op: Any, parameters: tuple[Parameter, ...], narrowed: list[Tensor], x: Tensor, rest: Any
-    ) -> None:
-        super().__init__(op, parameters, narrowed, x, rest)
-        weight, narrow_bias = narrowed[0], self.narrow_bias
-        # oneDNN does not broadcast a bias.
-        if (
-            weight.dim() == 2
-            and weight.numel() > _SMALLEST
-            and can_pack(weight)
-            and (narrow_bias is None or narrow_bias.shape == weight.shape[:1])
-        ):
+    def _pack(self, weight: Tensor, x: Tensor, rest: Any) -> None:
+        if weight.dim() == 2 and weight.numel() > _SMALLEST:
             self.width = weight.shape[1]
             self.narrow_weight = None
             reorder: Any = torch.ops.mkldnn._reorder_linear_weight.default
@@ -112,18 +105,12 @@ class PinnedConv2d(PinnedLayer):
 
     __slots__ = ("known", "options", "rest", "size")
 
-    def __init__(
-        self, op: Any, parameters: tuple[Parameter, ...], narrowed: list[Tensor], x: Tensor, rest: Any
-    ) -> None:
-        super().__init__(op, parameters, narrowed, x, rest)
-        weight, narrow_bias = narrowed[0], self.narrow_bias
+    def _pack(self, weight: Tensor, x: Tensor, rest: Any) -> None:
         if (
             weight.dim() != 4
             or weight.shape[2] != weight.shape[3]
             or weight.stride() != _strides(weight.shape)
             or not _is_alike_in_both_directions(rest)
-            or not can_pack(weight)
-            or (narrow_bias is not None and narrow_bias.shape != weight.shape[:1])
         ):
             return
         stride, padding, dilation, groups = self.rest = rest
@@ -214,17 +201,11 @@ def keep_layer(cache: CastCache, layer: Any, pins: Sequence[Any]) -> bool:
 
 
 def kept_casts(parameters: Sequence[Tensor], narrow: Callable[[Tensor], Tensor]) -> list[Tensor] | None:
-    """Cast parameters so that the casts serve inside and outside of inference mode; None where they serve nobody else.
-
-    Those are a mode's own tensors, such as fake ones, and what `torch.func` wraps.
-    """
+    """Cast parameters so that the casts serve whoever comes later; None where they cannot."""
     if any(parameter.layout is not torch.strided for parameter in parameters):
         return None
-    with torch.inference_mode(False), torch.no_grad():
-        narrowed = [narrow(parameter) for parameter in parameters]
-    if any(type(cast) is not Tensor or is_functorch_wrapped_tensor(cast) for cast in narrowed):
-        return None
-    return narrowed
+    narrowed = [cast_for_any_mode(parameter, narrow) for parameter in parameters]
+    return narrowed if all(map(serves_others, narrowed)) else None
 
 
 def nobody_looks_on(x: Tensor) -> bool:

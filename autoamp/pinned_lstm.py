@@ -18,10 +18,10 @@ from autoamp.cast_cache import CastCache
 from autoamp.casting import Casts
 from autoamp.pinned_layers import can_pack, keep_layer, kept_casts, nobody_looks_on
 
-__all__ = ["LSTMS", "PinnedLSTM", "build_lstm"]
+__all__ = ["LSTM", "PinnedLSTM", "build_lstm"]
 
-LSTMS = (torch.lstm, torch._VF.lstm)
-"""The op by both of its names."""
+LSTM = torch.lstm
+"""The op, which `torch._VF` has too."""
 
 # oneDNN's number for an LSTM, in torch's own numbering of recurrent layers, and the weights and biases of a layer.
 _MODE, _TENSORS = 2, 4
@@ -39,7 +39,7 @@ class PinnedLSTM:
 
     __slots__ = ("_layers", "columns", "count", "parameters", "width")
 
-    op = torch.lstm
+    op = LSTM
 
     def __init__(self, weights: list[Parameter], narrowed: list[Tensor], x: Tensor, directions: int) -> None:
         self.parameters = tuple(weights)
@@ -90,8 +90,7 @@ def build_lstm(original: Any, otherwise: Callable[..., Any], casts: Casts) -> Ca
         casts: The state that the replacement reads.
     """
     local, blocks, cache, pins = casts.local, casts.blocks, casts.cache, casts.cache.pins
-    target, full, strided = casts.dtype, torch.float32, torch.strided
-    narrow = Tensor.half if target is torch.float16 else Tensor.bfloat16
+    target, full, strided, narrow = casts.dtype, torch.float32, torch.strided, casts.narrow
     compiling, any_autocast, records = (
         torch.compiler.is_dynamo_compiling, torch._C._is_any_autocast_enabled, torch.is_grad_enabled,
     )  # fmt: skip

@@ -19,7 +19,7 @@ from autoamp.casting import Casts, SparseArgument, put_back
 from autoamp.errors import BannedFunctionError
 from autoamp.native import OPS, build_native
 from autoamp.patching import dress
-from autoamp.pinned_lstm import LSTMS, build_lstm
+from autoamp.pinned_lstm import LSTM, build_lstm
 from autoamp.rules import CastPolicy
 from autoamp.tensors import HALF_DTYPES, PLAIN_TYPES, iter_tensors, map_tensors
 from autoamp.written import build_sparing, written_by
@@ -82,7 +82,7 @@ def _by_policy(original: Any, policy: CastPolicy, casts: Casts, functional: Any)
     replacement = _casting(original, policy, casts)
     if policy is CastPolicy.FP16 and original in OPS and casts.device_type in ("cpu", "cuda"):
         return build_native(original, replacement, casts)  # type: ignore[return-value]
-    if policy is CastPolicy.FP16 and original in LSTMS and casts.device_type == "cpu":
+    if policy is CastPolicy.FP16 and original is LSTM and casts.device_type == "cpu":
         return build_lstm(original, replacement, casts)  # type: ignore[return-value]
     return replacement
 
