@@ -1,6 +1,7 @@
 """Layer and RMS norms with the signatures of `apex.normalization`, on torch's own functions.
 
-All compute in fp32. The plain ones return the dtype of their input, the mixed ones that of their weights.
+All compute in fp32. The plain ones return the dtype of their input, the mixed ones that of their weights; within
+`torch.autocast` all return its dtype, but for fp64 input.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ __all__ = [
     "manual_rms_norm",
     "mixed_dtype_fused_layer_norm_affine",
     "mixed_dtype_fused_rms_norm_affine",
+    "wide_layer_norm",
+    "wide_rms_norm",
 ]
 
 Shape = int | Sequence[int]
@@ -156,7 +159,7 @@ def mixed_dtype_fused_rms_norm_affine(
 
 def manual_rms_norm(input: Tensor, normalized_shape: Shape, weight: Tensor | None, eps: float) -> Tensor:
     """Divide by the root of the mean square, computed in fp32; then multiply by ``weight``, if any, in its dtype."""
-    return _rms_norm(input, normalized_shape, weight, eps, input.dtype if weight is None else weight.dtype)
+    return wide_rms_norm(input, normalized_shape, weight, eps, input.dtype if weight is None else weight.dtype)
 
 
 def _check_affine(name: str, affine: bool) -> None:
@@ -166,20 +169,46 @@ def _check_affine(name: str, affine: bool) -> None:
         )
 
 
+def wide_layer_norm(
+    input: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
+) -> Tensor:
+    """Return the layer norm, computed in fp32, in ``dtype``, whatever `torch.autocast` says."""
+    input = _wide(input)
+    return F.layer_norm(input, _dimensions(shape), _as(weight, input), _as(bias, input), eps).to(dtype)
+
+
+def wide_rms_norm(input: Tensor, shape: Shape, weight: Tensor | None, eps: float | None, dtype: torch.dtype) -> Tensor:
+    """Return the RMS norm, computed in fp32, in ``dtype``, whatever `torch.autocast` says."""
+    input = _wide(input)
+    return F.rms_norm(input, _dimensions(shape), _as(weight, input), eps).to(dtype)
+
+
 def _layer_norm(
     input: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
 ) -> Tensor:
-    input, weight, bias = _wide(input), _wide(weight), _wide(bias)
-    return F.layer_norm(input, _dimensions(shape), weight, bias, eps).to(dtype)
+    return wide_layer_norm(input, shape, weight, bias, eps, _autocast(input, dtype))
 
 
 def _rms_norm(input: Tensor, shape: Shape, weight: Tensor | None, eps: float | None, dtype: torch.dtype) -> Tensor:
-    return F.rms_norm(_wide(input), _dimensions(shape), _wide(weight), eps).to(dtype)
+    return wide_rms_norm(input, shape, weight, eps, _autocast(input, dtype))
 
 
-def _wide(tensor: Any) -> Any:
+def _autocast(input: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the region of `torch.autocast` that a call is in; ``dtype`` outside, and for fp64."""
+    kind = input.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and input.dtype is not torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return dtype
+
+
+def _wide(tensor: Tensor) -> Tensor:
     """Return a tensor in fp32, or in fp64 if it is in that."""
-    return tensor if tensor is None or tensor.dtype is torch.float64 else tensor.float()
+    return tensor if tensor.dtype is torch.float64 else tensor.float()
+
+
+def _as(weight: Tensor | None, input: Tensor) -> Tensor | None:
+    """Return a weight in the dtype of the input: torch's layer norm takes no two widths."""
+    return weight if weight is None or weight.dtype is input.dtype else weight.to(input.dtype)
 
 
 def _dimensions(shape: Shape) -> list[int]:

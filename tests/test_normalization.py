@@ -76,3 +76,28 @@ def test_functional_dtypes() -> None:
     mixed = norms.mixed_dtype_fused_rms_norm_affine(value, weight, (5,), 1e-5)
     assert torch.equal(mixed, norms.manual_rms_norm(value, (5,), weight, 1e-5))
     torch.testing.assert_close(mixed, 2.0 * norms.fused_rms_norm(value.float(), 5, 1e-5))
+
+
+@pytest.mark.parametrize("kind", [*PLAIN, *MIXED])
+@pytest.mark.parametrize("given", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_autocast_dtype(kind: type, given: torch.dtype, half: torch.dtype) -> None:
+    norm = kind(SHAPE)
+    value = torch.randn(4, *SHAPE).to(given).requires_grad_()
+    with torch.autocast("cpu", dtype=half):
+        out = norm(value)
+        functional = norms.fused_layer_norm(value, SHAPE)
+    # As a cast of the arguments would have it, which leaves fp64 alone.
+    expected = half if given is not torch.float64 else norm.weight.dtype if kind in MIXED else given
+    assert out.dtype is expected
+    assert functional.dtype is (half if given is not torch.float64 else given)
+    out.backward(torch.ones_like(out))
+    assert value.grad is not None
+    assert value.grad.dtype is given
+    with torch.autocast("cpu", dtype=half, enabled=False):
+        assert norm(value).dtype is (norm.weight.dtype if kind in MIXED else given)
+
+
+def test_autocast_of_another_device_type_says_nothing(half: torch.dtype) -> None:
+    norm = norms.FusedLayerNorm(5, device="meta")
+    with torch.autocast("cpu", dtype=half):
+        assert norm(torch.randn(2, 5, device="meta")).dtype is torch.float32

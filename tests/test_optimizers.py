@@ -379,3 +379,149 @@ def test_bad_input() -> None:
     params[0].grad = torch.ones(2).to_sparse()
     with pytest.raises(UsageError, match="sparse"):
         FusedAdam(params).step()
+
+
+def test_sgd_takes_its_learning_rate_from_the_groups() -> None:
+    first, second = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    optimizer = FusedSGD([{"params": [first], "lr": 0.25}, {"params": [second], "lr": 0.5}])
+    for param in (first, second):
+        param.grad = torch.ones(2)
+    optimizer.step()
+    assert (first.tolist(), second.tolist()) == ([0.75] * 2, [0.5] * 2)
+    groups = len(optimizer.param_groups)
+    with pytest.raises(UsageError, match="no lr"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+    assert len(optimizer.param_groups) == groups
+    with pytest.raises(UsageError, match="no lr"):
+        FusedSGD([torch.nn.Parameter(torch.ones(2))])
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_divides_by_the_most_recent_scale(momentum: float, half: torch.dtype) -> None:
+    ours, theirs = (torch.nn.Parameter(torch.ones(3).to(half)) for _ in range(2))
+    scaled, plain = FusedSGD([ours], 0.25, momentum), FusedSGD([theirs], 0.25, momentum)
+    assert (scaled.most_recent_scale, scaled.scale_set_by_backward) == (1.0, False)
+    for _ in range(3):
+        ours.grad, theirs.grad = torch.full((3,), 64.0).to(half), torch.full((3,), 0.5).to(half)
+        scaled.most_recent_scale, scaled.scale_set_by_backward = 128.0, True
+        scaled.step()
+        plain.step()
+        assert (scaled.most_recent_scale, scaled.scale_set_by_backward) == (1.0, False)
+    assert torch.equal(ours, theirs)
+    assert ours.grad.tolist() == [64.0] * 3
+
+
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("decoupled", "decay"), list(itertools.product([True, False], [0.0, 0.1])))
+def test_capturable_adam_is_the_plain_one(masters: bool, dtype: torch.dtype, decoupled: bool, decay: float) -> None:
+    options = {"lr": 0.01, "adam_w_mode": decoupled, "weight_decay": decay, "master_weights": masters}
+    plain = stepped(lambda p: FusedAdam(p, **options), dtype)
+    found = stepped(lambda p: FusedAdam(p, capturable=True, **options), dtype)
+    # A last digit in fp32 may round another way in half.
+    assert_close(found, plain, {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype])
+    uncorrected = [stepped(lambda p, c=c: FusedAdam(p, capturable=c, bias_correction=False)) for c in (False, True)]
+    assert_close(*uncorrected)
+
+
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("unscale", [False, True])
+def test_capturable_adam_takes_a_grad_scaler(masters: bool, explicit: bool, unscale: bool) -> None:
+    """Against AdamW in fp64 with the true gradients; every third step overflows, and is none."""
+    dtype = torch.float32 if unscale else torch.float16  # GradScaler.unscale_ refuses half gradients
+    param = torch.nn.Parameter(torch.tensor([1.0, -2.0, 0.5]).to(dtype))
+    theirs = torch.nn.Parameter(param.detach().double())
+    optimizer = FusedAdam([param], lr=0.01, capturable=True, master_weights=masters)
+    reference = torch.optim.AdamW([theirs], lr=0.01, weight_decay=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    for step in range(6):
+        grad = torch.tensor([0.5, 0.25, -1.0]) / (step + 1)
+        before, state = param.detach().clone(), copy.deepcopy(optimizer.state_dict())
+        param.grad = (scaler.scale(grad) if step % 3 else torch.tensor([float("inf"), 1.0, float("nan")])).to(dtype)
+        scaler.scale(torch.ones(()))
+        scale = scaler.get_scale()
+        if unscale:
+            scaler.unscale_(optimizer)
+        if explicit:
+            optimizer.step(grad_scaler=scaler)
+        else:
+            assert scaler.step(optimizer) is None
+        scaler.update()
+        if step % 3 == 0:
+            assert torch.equal(param, before)
+            assert scaler.get_scale() == scale / 2
+            assert int(optimizer.param_groups[0]["step"]) == int(state["param_groups"][0]["step"])
+            continue
+        theirs.grad = grad.double()
+        reference.step()
+        torch.testing.assert_close(param.grad.float(), grad, rtol=1e-3, atol=0)
+        torch.testing.assert_close(param.double(), theirs, rtol=2e-3, atol=2e-3)
+    assert int(optimizer.param_groups[0]["step"]) == 4
+    assert not hasattr(optimizer, "grad_scale")
+    assert not hasattr(optimizer, "found_inf")
+
+
+def test_only_a_capturable_adam_unscales_itself() -> None:
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = FusedAdam([param])
+    assert not optimizer._step_supports_amp_scaling
+    assert FusedAdam([param], capturable=True)._step_supports_amp_scaling
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale((param * param).sum()).backward()
+    with pytest.raises(UsageError, match="capturable=True"):
+        optimizer.step(grad_scaler=scaler)
+    scaler.step(optimizer)
+    assert param.grad.tolist() == [2.0] * 2
+    with pytest.raises(UsageError, match="grads"):
+        optimizer.step(grads=[torch.ones(2)])
+
+
+def test_masters_of_adam_by_group(half: torch.dtype) -> None:
+    params = [torch.nn.Parameter(torch.full((2,), float(value)).to(half)) for value in range(3)]
+    optimizer = FusedAdam([{"params": params[:2]}], lr=0.5, capturable=True, master_weights=True)
+    optimizer.add_param_group({"params": params[2:]})
+    (first, second) = (group["params"] for group in optimizer.param_groups_master)
+    assert [master.tolist() for master in [*first, *second]] == [[0.0] * 2, [1.0] * 2, [2.0] * 2]
+    assert {master.dtype for master in first} == {torch.float32}
+    assert not any(master.requires_grad for master in first)
+    params[0].grad = torch.ones(2).to(half)
+    optimizer.step()
+    assert torch.equal(optimizer.param_groups_master[0]["params"][0].to(half), params[0])
+    assert optimizer.param_groups_master[0]["params"][0] is first[0]
+    assert FusedAdam(params).param_groups_master is None
+
+
+def test_capturable_adam_resumes_and_follows_a_schedule() -> None:
+    def made(capturable: bool) -> tuple[torch.nn.Parameter, FusedAdam]:
+        param = torch.nn.Parameter(torch.ones(3))
+        return param, FusedAdam([param], lr=0.1, capturable=capturable)
+
+    def train(param: torch.nn.Parameter, optimizer: FusedAdam, steps: int) -> None:
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for step in range(steps):
+            param.grad = torch.full((3,), step + 1.0)
+            optimizer.step()
+            schedule.step()
+
+    param, optimizer = made(True)
+    plain, other = made(False)
+    train(param, optimizer, 3)
+    train(plain, other, 3)
+    assert isinstance(optimizer.param_groups[0]["lr"], Tensor)
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.0125)
+    torch.testing.assert_close(param, plain)
+    for state in (optimizer.state_dict(), other.state_dict()):
+        for capturable in (True, False):
+            again, resumed = made(capturable)
+            with torch.no_grad():
+                again.copy_(plain)
+            resumed.load_state_dict(copy.deepcopy(state))
+            assert int(resumed.param_groups[0]["step"]) == 3
+            assert isinstance(resumed.param_groups[0]["step"], Tensor) is capturable
+            again.grad = torch.ones(3)
+            resumed.step()
+            kept = pickle.loads(pickle.dumps(resumed))
+            assert kept.capturable is capturable
+    with pytest.raises(UsageError, match="one device"):
+        FusedAdam([torch.nn.Parameter(torch.ones(1, device=d)) for d in ("cpu", "meta")], capturable=True)

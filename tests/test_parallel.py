@@ -167,6 +167,10 @@ def normed(rank: int) -> dict[str, Any]:
     group = parallel.create_syncbn_process_group(1)
     alone, output = parallel.SyncBatchNorm(4, process_group=group), given_to("plain", 0).split([3, 5])[rank]
     found["alone"] = alone(output).detach()
+    # torch's wrapper refuses torch's own SyncBatchNorm on a CPU.
+    ddp = nn.parallel.DistributedDataParallel(parallel.convert_syncbn_model(model_of(0)))
+    ddp(batch().split([3, 5])[rank]).square().sum().backward()
+    found["in torch's DDP"] = [grad * WORLD for grad in grads_of(ddp)]
     return found
 
 
@@ -299,6 +303,9 @@ def test_converted_batch_norm_is_that_of_the_whole_batch(ranks: list[Any]) -> No
     for index, param in enumerate(net.parameters()):
         both = sum(found["normed"]["converted"][index] for found in ranks)
         torch.testing.assert_close(both, param.grad, rtol=1e-4, atol=1e-4)
+        for found in ranks:
+            reduced = found["normed"]["in torch's DDP"][index]
+            torch.testing.assert_close(reduced, param.grad, rtol=1e-4, atol=1e-4)
 
 
 def test_groups_of_one_normalise_alone(ranks: list[Any]) -> None:

@@ -10,11 +10,15 @@ from autoamp.compat.multi_tensor import (
     multi_tensor_l2norm_scale,
     multi_tensor_scale,
     multi_tensor_unscale_l2norm,
+    update_scale_hysteresis,
 )
 from autoamp.compat.multi_tensor_optimizers import (
     multi_tensor_adagrad,
     multi_tensor_adam,
+    multi_tensor_adam_capturable,
+    multi_tensor_adam_capturable_master,
     multi_tensor_lamb,
+    multi_tensor_lamb_mp,
     multi_tensor_lamb_stage1,
     multi_tensor_lamb_stage2,
     multi_tensor_novograd,
@@ -24,11 +28,14 @@ from autoamp.compat.multi_tensor_optimizers import (
 __all__ = [
     "multi_tensor_adagrad",
     "multi_tensor_adam",
+    "multi_tensor_adam_capturable",
+    "multi_tensor_adam_capturable_master",
     "multi_tensor_axpby",
     "multi_tensor_l2norm",
     "multi_tensor_l2norm_mp",
     "multi_tensor_l2norm_scale",
     "multi_tensor_lamb",
+    "multi_tensor_lamb_mp",
     "multi_tensor_lamb_stage1",
     "multi_tensor_lamb_stage1_cuda",
     "multi_tensor_lamb_stage2",
@@ -37,6 +44,7 @@ __all__ = [
     "multi_tensor_scale",
     "multi_tensor_sgd",
     "multi_tensor_unscale_l2norm",
+    "update_scale_hysteresis",
 ]
 
 # Both spellings were in use.

@@ -37,7 +37,7 @@ class FusedAdam(optimizers.FusedAdam):
         weight_decay: The factor of the decay.
         amsgrad: Not supported.
         set_grad_none: Whether ``zero_grad`` sets gradients to None.
-        capturable: Not needed: taken for the sake of callers.
+        capturable: Whether the learning rate and the number of steps are tensors on the device.
         master_weights: Whether half parameters are stepped as fp32 copies that the state keeps.
         eps_inside_sqrt: Whether ``eps`` is added under the root instead.
         max_grad_norm: The gradients of each group are scaled down to this norm, after unscaling; 0 for no clipping.
@@ -86,8 +86,9 @@ class FusedAdam(optimizers.FusedAdam):
         closure: Any = None,
         grads: Any = None,
         output_params: Any = None,
-        scale: float = 1.0,
+        scale: float | None = 1.0,
         grad_norms: Sequence[Any] | None = None,
+        **scaling: Any,
     ) -> Any:
         """Take one step.
 
@@ -96,8 +97,9 @@ class FusedAdam(optimizers.FusedAdam):
             grads: The gradients, in place of those of the parameters: a list, or one for each group. None in it stands
                 for none.
             output_params: Tensors of any dtype, in the same form, that the new values are written to as well.
-            scale: The gradients are divided by it.
+            scale: The gradients are divided by it; None, which later callers pass, is 1.
             grad_norms: The norm of each group's gradients, before the division; by default it is computed.
+            **scaling: See `autoamp.optimizers.FusedAdam.step`.
 
         Raises:
             UsageError: The lists do not fit the groups. Nothing was written.
@@ -110,8 +112,8 @@ class FusedAdam(optimizers.FusedAdam):
             )
         norms = {id(group): norm for group, norm in zip(self.param_groups, grad_norms or (), strict=False)}
         try:
-            self._given, self._scale, self._norms = given, scale, norms
-            loss = super().step(closure)
+            self._given, self._scale, self._norms = given, 1.0 if scale is None else scale, norms
+            loss = super().step(closure, **scaling)
         finally:
             self._given, self._scale, self._norms = None, 1.0, {}
         if outputs:
@@ -145,6 +147,7 @@ class FusedAdam(optimizers.FusedAdam):
         return grad
 
     def _prepared(self, group: dict[str, Any], grads: list[Tensor]) -> list[Tensor]:
+        grads = super()._prepared(group, grads)
         limit = group["max_grad_norm"]
         if not grads or (self._scale == 1.0 and limit <= 0):
             return grads

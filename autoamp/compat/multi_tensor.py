@@ -26,6 +26,7 @@ __all__ = [
     "multi_tensor_scale",
     "multi_tensor_unscale_l2norm",
     "store",
+    "update_scale_hysteresis",
     "wide",
 ]
 
@@ -161,6 +162,38 @@ def multi_tensor_unscale_l2norm(
     factor = inv_scale.reshape(()).float() if isinstance(inv_scale, Tensor) else inv_scale
     products = list(torch._foreach_mul(wide(tensors), factor)) if tensors else []
     return _norms(noop_flag, products, per_tensor)
+
+
+@torch.no_grad()
+def update_scale_hysteresis(
+    current_scale: Tensor, growth_tracker: Tensor, hysteresis_tracker: Tensor, found_inf: Tensor, growth_factor: float,
+    backoff_factor: float, growth_interval: int, hysteresis: int,
+) -> Tensor:  # fmt: skip
+    """Update a loss scale as `torch.amp.GradScaler` does, but let some overflows pass before it falls.
+
+    The first ``hysteresis - 1`` overflows in a row since the last clean step leave it; from then on each lowers it.
+    Nothing waits for the device, and all tensors have one element, of which the first three are written.
+
+    Args:
+        current_scale: The loss scale, fp32.
+        growth_tracker: How many clean steps there were in a row, int32.
+        hysteresis_tracker: How many overflows are left until one lowers the scale, int32; ``hysteresis`` at first.
+        found_inf: Above 0 where the step overflowed, fp32.
+        growth_factor: What the scale is multiplied by after ``growth_interval`` clean steps, unless it becomes inf.
+        backoff_factor: What it is multiplied by after an overflow.
+        growth_interval: See ``growth_factor``.
+        hysteresis: What a clean step sets ``hysteresis_tracker`` to.
+
+    Returns:
+        ``current_scale``.
+    """
+    overflow = found_inf > 0
+    left = hysteresis_tracker - overflow.to(hysteresis_tracker.dtype)
+    tolerated, before = overflow & (left > 0), current_scale.clone()
+    torch._amp_update_scale_(current_scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)
+    current_scale.copy_(torch.where(tolerated, before, current_scale))
+    hysteresis_tracker.copy_(torch.where(overflow, left, hysteresis))
+    return current_scale
 
 
 def checked(op: str, tensor_lists: TensorLists, *names: str) -> list[list[Tensor]]:

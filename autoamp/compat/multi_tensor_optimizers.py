@@ -14,6 +14,7 @@ from autoamp.compat.multi_tensor import TensorLists, checked, store, wide
 from autoamp.errors import UsageError
 from autoamp.optimizers.formulas import (
     adagrad_,
+    adam_on_device_,
     adam_updates,
     average_,
     blended_norms,
@@ -26,7 +27,10 @@ from autoamp.optimizers.formulas import (
 __all__ = [
     "multi_tensor_adagrad",
     "multi_tensor_adam",
+    "multi_tensor_adam_capturable",
+    "multi_tensor_adam_capturable_master",
     "multi_tensor_lamb",
+    "multi_tensor_lamb_mp",
     "multi_tensor_lamb_stage1",
     "multi_tensor_lamb_stage2",
     "multi_tensor_novograd",
@@ -121,6 +125,80 @@ def multi_tensor_adam(
     torch._foreach_add_(params, updates, alpha=-lr)
     for tensors, values in zip(lists[1:], (params, firsts, seconds), strict=True):
         store(tensors, values)
+
+
+@torch.no_grad()
+def multi_tensor_adam_capturable(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, lr: Tensor, beta1: float, beta2: float,
+    epsilon: float, step: Tensor, mode: int, bias_correction: int, weight_decay: float, inv_scale: Tensor,
+) -> None:  # fmt: skip
+    """Take a step of Adam or AdamW, as `multi_tensor_adam`, without waiting for the device.
+
+    Args:
+        chunk_size: No effect.
+        noop_flag: One element; where it is set all tensors stay as they are.
+        tensor_lists: ``[grads, params, exp_avgs, exp_avg_sqs]``. The gradients are multiplied by ``inv_scale`` in
+            place.
+        lr: The learning rate, one element.
+        beta1: Decay of the average of the gradient.
+        beta2: Decay of the average of its square.
+        epsilon: Added to the root.
+        step: The number of this step, from 1; one element.
+        mode: 0 adds the decay to the gradient, 1 is AdamW.
+        bias_correction: Whether the averages are divided by ``1 - beta ** step``.
+        weight_decay: The factor of the decay.
+        inv_scale: What the gradients are multiplied by first, one element.
+
+    Raises:
+        UsageError: The lists do not fit, or the mode is unknown. Nothing was written.
+    """
+    lists = checked("multi_tensor_adam_capturable", tensor_lists, "grads", "params", "exp_avgs", "exp_avg_sqs")
+    _adam_on_device(noop_flag, [*lists, lists[1]], lr, beta1, beta2, epsilon, step, mode, bias_correction,
+                    weight_decay, inv_scale)  # fmt: skip
+
+
+@torch.no_grad()
+def multi_tensor_adam_capturable_master(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, lr: Tensor, beta1: float, beta2: float,
+    epsilon: float, step: Tensor, mode: int, bias_correction: int, weight_decay: float, inv_scale: Tensor,
+) -> None:  # fmt: skip
+    """Step masters as `multi_tensor_adam_capturable` steps parameters, and write them to the parameters too.
+
+    ``tensor_lists`` is ``[grads, params, exp_avgs, exp_avg_sqs, masters]``; the other arguments are the same.
+
+    Raises:
+        UsageError: The lists do not fit, or the mode is unknown. Nothing was written.
+    """
+    names = ("grads", "params", "exp_avgs", "exp_avg_sqs", "masters")
+    lists = checked("multi_tensor_adam_capturable_master", tensor_lists, *names)
+    _adam_on_device(noop_flag, lists, lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay, inv_scale)
+
+
+def _adam_on_device(
+    noop_flag: Tensor, lists: list[list[Tensor]], lr: Tensor, beta1: float, beta2: float, epsilon: float, step: Tensor,
+    mode: int, bias_correction: int, weight_decay: float, inv_scale: Tensor,
+) -> None:  # fmt: skip
+    _check_mode("multi_tensor_adam_capturable", mode)
+    grads, params, firsts, seconds, masters = lists
+    if not grads:
+        return
+    device = grads[0].device
+    number, count, factor, flag = (
+        tensor.to(device, non_blocking=True).reshape(()) for tensor in (lr, step, inv_scale, noop_flag)
+    )
+    skip = flag != 0
+    wide_grads = list(torch._foreach_mul(wide(grads), factor))
+    # New tensors where the masters are the parameters and in half precision; written back below.
+    values, first_values, second_values = wide(masters), wide(firsts), wide(seconds)
+    adam_on_device_(
+        values, wide_grads, first_values, second_values, lr=number, beta1=beta1, beta2=beta2, eps=epsilon, step=count,
+        bias_correction=bias_correction, decay=weight_decay, decoupled=mode == 1, skip=skip,
+    )  # fmt: skip
+    for tensors, new in zip((masters, firsts, seconds), (values, first_values, second_values), strict=True):
+        store(tensors, new)
+    store(grads, [torch.where(skip, grad, new) for grad, new in zip(grads, wide_grads, strict=True)])
+    if params is not masters:
+        store(params, [torch.where(skip, param, new) for param, new in zip(params, values, strict=True)])
 
 
 @torch.no_grad()
@@ -235,6 +313,53 @@ def multi_tensor_lamb(
     torch._foreach_add_(params, updates, alpha=-lr)
     for tensors, values in zip(lists[1:], (params, firsts, seconds), strict=True):
         store(tensors, values)
+
+
+@torch.no_grad()
+def multi_tensor_lamb_mp(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, lr: Tensor, beta1: float, beta2: float,
+    epsilon: float, step: Tensor, bias_correction: int, weight_decay: float, grad_averaging: int, mode: int,
+    global_grad_norm: Tensor, max_grad_norm: Tensor, use_nvlamb: bool | None, found_inf: Tensor, inv_scale: Tensor,
+) -> None:  # fmt: skip
+    """Take a step of LAMB (arXiv:1904.00962), as `multi_tensor_lamb`, by gradients that are scaled.
+
+    The numbers are tensors of one element, as a capturable optimizer has them; they are read, which waits for the
+    device.
+
+    Args:
+        chunk_size: No effect.
+        noop_flag: One element; nothing is done where it is set.
+        tensor_lists: ``[grads, params, exp_avgs, exp_avg_sqs]``, or with a fifth list of copies of the parameters in
+            any dtype, which is written too.
+        lr: The learning rate.
+        beta1: Decay of the average of the gradient.
+        beta2: Decay of the average of its square.
+        epsilon: Added to the root.
+        step: The number of this step, from 1.
+        bias_correction: Whether the averages are divided by ``1 - beta ** step``.
+        weight_decay: The factor of the decay.
+        grad_averaging: Whether the gradient enters its average with ``1 - beta1``, or with 1.
+        mode: 0 adds the decay to the gradient, 1 to the update.
+        global_grad_norm: The norm of all gradients, after they are unscaled.
+        max_grad_norm: Gradients are scaled down to this norm; 0 or less for no clipping.
+        use_nvlamb: Whether there is a trust ratio without weight decay too.
+        found_inf: Nothing is done where it is set.
+        inv_scale: What the gradients are multiplied by first; they stay as they are.
+
+    Raises:
+        UsageError: The lists do not fit, or the mode is unknown. Nothing was written.
+    """
+    names = ("grads", "params", "exp_avgs", "exp_avg_sqs", "copies")
+    lists = checked("multi_tensor_lamb_mp", tensor_lists, *names[: 5 if len(tensor_lists) == 5 else 4])
+    if bool(found_inf.any()) or _nothing_to_do(noop_flag, lists[0]):
+        return
+    grads = list(torch._foreach_mul(wide(lists[0]), float(inv_scale)))
+    multi_tensor_lamb(
+        chunk_size, noop_flag, [grads, *lists[1:4]], float(lr), beta1, beta2, epsilon, int(step), bias_correction,
+        weight_decay, grad_averaging, mode, global_grad_norm, float(max_grad_norm), use_nvlamb,
+    )  # fmt: skip
+    if len(lists) == 5:
+        store(lists[4], lists[1])
 
 
 @torch.no_grad()

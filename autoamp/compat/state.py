@@ -14,11 +14,13 @@ from torch import Tensor
 
 from autoamp.cast_cache import CastCache
 from autoamp.compat.properties import Properties
+from autoamp.errors import UsageError
 from autoamp.handle import Handle
 from autoamp.masters import MasterWeights
 from autoamp.no_op import NoOpHandle as NativeNoOpHandle
 from autoamp.runtime import current_handle
 from autoamp.scaling import DynamicLossScaler, LossScaler
+from autoamp.stepping import StepGuard, scaled_block
 from autoamp.verdicts import Verdict, read
 
 __all__ = ["AmpHandle", "AmpStash", "AmpState", "NoOpHandle", "ScalerView", "amp_handle", "amp_state"]
@@ -203,12 +205,15 @@ class AmpStash:
         self._optimizer = (lambda: None) if optimizer is None else weakref.ref(optimizer)
         self.lazy_init_called = True
         self.params_have_scaled_gradients = False
+        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._found: list[Verdict] = []
 
     def attach(self, optimizer: Any) -> None:
         """Give the optimizer this stash and the methods that Apex gave it."""
         optimizer._amp_stash = self
         optimizer._amp_lazy_init = optimizer._lazy_init_maybe_master_weights = _nothing_left_to_do
         optimizer._master_params_to_model_params = self.copy_down
+        optimizer._prepare_amp_backward, optimizer._post_amp_backward = self.prepare_backward, self.post_backward
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy belongs to a copy of the optimizer, which has no masters.
@@ -227,6 +232,55 @@ class AmpStash:
         masters = self._masters()
         if masters is not None:
             masters.copy_down()
+
+    def prepare_backward(self) -> None:
+        """Put gradients aside before a backward pass whose loss the program scales itself, in place of `scale_loss`.
+
+        Raises:
+            UsageError: A ``scale_loss`` block is open, or there was no ``initialize``.
+        """
+        guard, masters = self._guard("_prepare_amp_backward"), self._masters()
+        if self.params_have_scaled_gradients or self._kept:
+            return
+        # Gradients of half parameters become their masters'; each is kept once.
+        guard.collect()
+        guard.forget_abandoned()
+        self._kept = [(param, param.grad) for param in guard.params() if param.grad is not None]
+        # What was found in them is of no gradient that the block of `post_backward` will see.
+        self._found, guard.pending = guard.pending, []
+        for param in [*guard.params(), *([] if masters is None else self.all_fp16_params)]:
+            param.grad = None
+
+    def post_backward(self, scaler: ScalerView) -> None:
+        """Unscale and check the gradients of such a pass, and add what was put aside. The step heeds what was found.
+
+        Args:
+            scaler: One of ``amp._amp_state.loss_scalers``; the loss was multiplied by its ``loss_scale()``.
+
+        Raises:
+            UsageError: A ``scale_loss`` block is open, or there was no ``initialize``.
+        """
+        guard = self._guard("_post_amp_backward")
+        (kept, found), self._kept, self._found = (self._kept, self._found), [], []
+        # As after ``delay_unscale``: the block finds them at its scale, and on its way out makes them true.
+        guard.grads_scale = scaler.loss_scale()
+        with scaled_block([guard], scaler._scaler):
+            pass
+        for param, grad in kept:
+            param.grad = grad if param.grad is None else param.grad.add_(grad)
+        guard.collect()
+        guard.pending = [*found, *guard.pending]
+        # The guard takes note of the gradients as they are now.
+        guard.leave_block(guard.grads_scale)
+
+    def _guard(self, name: str) -> StepGuard:
+        handle, optimizer = current_handle(), self._optimizer()
+        if handle is None or optimizer is None:
+            raise UsageError(f"optimizer.{name}() was called before amp.initialize; call that first")
+        guard = handle.optimizers.guard(optimizer)
+        if guard.in_block:
+            raise UsageError(f"optimizer.{name}() was called inside a scale_loss block, which does all of it; drop it")
+        return guard
 
     @property
     def all_fp16_params(self) -> list[Tensor]:

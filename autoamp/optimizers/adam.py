@@ -7,14 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoamp.optimizers.formulas import adam_updates, average_, corrections
-from autoamp.optimizers.groups import FusedOptimizer, require, wide_copies, write_back
+from autoamp.errors import UsageError
+from autoamp.optimizers.formulas import adam_on_device_, adam_updates, average_, corrections
+from autoamp.optimizers.groups import FusedOptimizer, require, scaling_of, wide_copies, write_back
 
 __all__ = ["FusedAdam"]
 
 
 class FusedAdam(FusedOptimizer):
     """AdamW, or Adam with L2 regularisation, by multi-tensor functions and in fp32.
+
+    With ``capturable=True`` it also takes a `torch.amp.GradScaler`: ``scaler.step(optimizer)`` unscales the gradients,
+    half ones too, and where they hold inf or nan leaves everything as it is, without waiting for the device.
 
     Args:
         params: Parameters or groups of them.
@@ -26,14 +30,15 @@ class FusedAdam(FusedOptimizer):
         weight_decay: The factor of the decay.
         amsgrad: Not supported.
         set_grad_none: Whether ``zero_grad`` sets gradients to None.
-        capturable: Not needed: taken for the sake of callers.
+        capturable: Whether ``group["lr"]`` and ``group["step"]`` are tensors on the device of the group's parameters,
+            so that a step never waits for it, and a CUDA graph can hold it.
         master_weights: Whether half parameters are stepped as fp32 copies that the state keeps.
 
     Raises:
         UsageError: ``amsgrad=True``.
     """
 
-    _options = (*FusedOptimizer._options, "adam_w_mode", "master_weights", "_eps_inside_sqrt")
+    _options = (*FusedOptimizer._options, "adam_w_mode", "master_weights", "capturable", "_eps_inside_sqrt")
     # Whether eps is added under the root of the second average, for subclasses.
     _eps_inside_sqrt = False
 
@@ -52,36 +57,141 @@ class FusedAdam(FusedOptimizer):
         master_weights: bool = False,
     ) -> None:
         require(not amsgrad, "FusedAdam: amsgrad=True is not supported; use torch.optim.AdamW(amsgrad=True)")
+        self.capturable = capturable
+        self.master_weights = master_weights
+        self.adam_w_mode = bool(adam_w_mode)
         defaults = {
             "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay
         }  # fmt: skip
         super().__init__(params, defaults, set_grad_none=set_grad_none)
-        self.adam_w_mode = bool(adam_w_mode)
-        self.master_weights = master_weights
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether `torch.amp.GradScaler` leaves unscaling and skipping to ``step``."""
+        return self.capturable
+
+    @property
+    def param_groups_master(self) -> list[dict[str, Any]] | None:
+        """The fp32 copies that are stepped, by group, in the order of the parameters; None without masters."""
+        if not self.master_weights:
+            return None
+        return [{"params": self._masters(group["params"])} for group in self.param_groups]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; see `torch.optim.Optimizer.add_param_group`."""
+        super().add_param_group(param_group)
+        if self.capturable:
+            _to_device(self.param_groups[-1])
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load what ``state_dict`` returned, of a capturable optimizer or another; see `FusedOptimizer`."""
+        super().load_state_dict(state_dict)
+        for group in self.param_groups if self.capturable else ():
+            _to_device(group)
+
+    def step(self, closure: Any = None, **scaling: Any) -> Any:
+        """Take one step. Parameters without a gradient stay as they are.
+
+        Args:
+            closure: Evaluates the loss again, with gradients; its value is returned.
+            **scaling: ``grad_scaler``, a `torch.amp.GradScaler` that scaled the loss, for who calls this in place of
+                ``scaler.step(optimizer)``. It has no name of its own: torch would pass its scaler by that, and warn.
+
+        Raises:
+            UsageError: A gradient is sparse, the optimizer is not capturable and gets a scaler, or there is another
+                argument.
+        """
+        scaler = scaling.pop("grad_scaler", None)
+        given = [name for name, value in scaling.items() if value is not None]
+        require(not given, f"FusedAdam.step() got {', '.join(given)}; call step(), which takes gradients from .grad")
+        if scaler is None or not scaler.is_enabled():
+            return super().step(closure)
+        require(self.capturable, "FusedAdam.step(grad_scaler=...) wants capturable=True; use scaler.step(optimizer)")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        try:
+            self.grad_scale, self.found_inf = scaling_of(scaler, self)
+            super().step()
+        finally:
+            # The scaler, which sets these itself in `scaler.step`, wants no such names outside of a step.
+            del self.grad_scale, self.found_inf
+        return loss
 
     def _step(self) -> None:
         for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-            params, grads, firsts, seconds = self._tensors(group, "exp_avg", "exp_avg_sq")
-            if not params:
-                continue
-            (beta1, beta2), decay = group["betas"], group["weight_decay"]
-            values = self._values(params)
-            if decay and not self.adam_w_mode:
-                grads = list(torch._foreach_add(grads, values, alpha=decay))
-            average_(grads, firsts, seconds, beta1, 1.0 - beta1, beta2)
-            biases = corrections(beta1, beta2, group["step"], group["bias_correction"])
-            updates = adam_updates(firsts, seconds, biases, group["eps"], eps_inside_sqrt=self._eps_inside_sqrt)
-            if decay and self.adam_w_mode:
-                torch._foreach_add_(updates, values, alpha=decay)
-            torch._foreach_add_(values, updates, alpha=-float(group["lr"]))
-            write_back(params, values)
+            if self.capturable:
+                self._step_on_device(group)
+            else:
+                self._step_group(group)
+
+    def _step_group(self, group: dict[str, Any]) -> None:
+        group["step"] = group.get("step", 0) + 1
+        params, grads, firsts, seconds = self._tensors(group, "exp_avg", "exp_avg_sq")
+        if not params:
+            return
+        (beta1, beta2), decay = group["betas"], group["weight_decay"]
+        values = self._values(params)
+        if decay and not self.adam_w_mode:
+            grads = list(torch._foreach_add(grads, values, alpha=decay))
+        average_(grads, firsts, seconds, beta1, 1.0 - beta1, beta2)
+        biases = corrections(beta1, beta2, group["step"], group["bias_correction"])
+        updates = adam_updates(firsts, seconds, biases, group["eps"], eps_inside_sqrt=self._eps_inside_sqrt)
+        if decay and self.adam_w_mode:
+            torch._foreach_add_(updates, values, alpha=decay)
+        torch._foreach_add_(values, updates, alpha=-float(group["lr"]))
+        write_back(params, values)
+
+    def _step_on_device(self, group: dict[str, Any]) -> None:
+        if not group["params"]:
+            return
+        device = group["params"][0].device
+        skip = torch.zeros((), dtype=torch.bool, device=device)
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        if found_inf is not None:
+            skip = found_inf.to(device, non_blocking=True).reshape(()) > 0
+        group["step"] += (~skip).to(group["step"].dtype)
+        params, grads, firsts, seconds = self._tensors(group, "exp_avg", "exp_avg_sq")
+        if not params:
+            return
+        values = self._values(params)
+        adam_on_device_(
+            values, grads, firsts, seconds, lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1],
+            eps=group["eps"], step=group["step"], bias_correction=group["bias_correction"],
+            decay=group["weight_decay"], decoupled=self.adam_w_mode, skip=skip, eps_inside_sqrt=self._eps_inside_sqrt,
+        )  # fmt: skip
+        write_back(params, values)
+
+    def _prepared(self, group: dict[str, Any], grads: list[Tensor]) -> list[Tensor]:
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        if scale is None or not grads:
+            return grads
+        inverse = scale.to(grads[0].device, non_blocking=True).reshape(()).reciprocal()
+        grads = list(torch._foreach_mul(grads, inverse))
+        # What the optimizer was given holds true values after the step, as after `GradScaler.unscale_`.
+        write_back([grad for param in group["params"] if (grad := self._gradient(param)) is not None], grads)
+        return grads
 
     def _values(self, params: list[Tensor]) -> list[Tensor]:
         """Return what is stepped: copies in fp32, which are kept where masters were asked for."""
-        if not self.master_weights:
-            return wide_copies(params)
+        return self._masters(params) if self.master_weights else wide_copies(params)
+
+    def _masters(self, params: list[Tensor]) -> list[Tensor]:
         for param in params:
             if "master_param" not in self.state[param]:
-                self.state[param]["master_param"] = param.to(self.state[param]["exp_avg"].dtype, copy=True)
+                (self.state[param]["master_param"],) = wide_copies([param.detach()])
         return [self.state[param]["master_param"] for param in params]
+
+
+def _to_device(group: dict[str, Any]) -> None:
+    """Keep the learning rate and the number of steps of a group on the device of its parameters."""
+    devices = {param.device for param in group["params"]}
+    if len(devices) > 1:
+        raise UsageError(
+            f"FusedAdam: capturable=True takes groups on one device, and one is on {sorted(map(str, devices))}; "
+            "make a group for each device"
+        )
+    for device in devices:
+        group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device).clone()
+        group["step"] = torch.as_tensor(group.get("step", 0), dtype=torch.int32, device=device).clone()

@@ -6,6 +6,7 @@ Sources: Adam, Kingma and Ba 2015 (arXiv:1412.6980); LAMB, You et al. 2020 (arXi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 __all__ = [
     "adagrad_",
+    "adam_on_device_",
     "adam_updates",
     "average_",
     "blended_norms",
@@ -52,6 +54,62 @@ def adam_updates(
     updates = list(torch._foreach_div(firsts, biases[0]))
     torch._foreach_div_(updates, roots)
     return updates
+
+
+def adam_on_device_(
+    values: list[Tensor], grads: list[Tensor], firsts: list[Tensor], seconds: list[Tensor], *, lr: Tensor, beta1: float,
+    beta2: float, eps: float, step: Tensor, bias_correction: Any, decay: float, decoupled: bool, skip: Tensor,
+    eps_inside_sqrt: bool = False,
+) -> None:  # fmt: skip
+    """Step by Adam with numbers that lie on the device, so that nobody waits for it and a CUDA graph can hold it.
+
+    Args:
+        values: The parameters.
+        grads: Their gradients, which stay as they are.
+        firsts: The averages.
+        seconds: The averages of squares.
+        lr: The learning rate, without dimensions, as are the other tensors.
+        beta1: The decay of ``firsts``.
+        beta2: The decay of ``seconds``.
+        eps: Added to the root of the second average.
+        step: The number of this step, from 1.
+        bias_correction: Whether the averages are divided by ``1 - beta ** step``.
+        decay: The weight decay.
+        decoupled: Whether the decay is AdamW's, or added to the gradient.
+        skip: A bool. Where it is set all stays as it is, whatever the gradients hold.
+        eps_inside_sqrt: Whether ``eps`` is added under the root.
+    """
+
+    def or_else(neutral: float, value: Tensor | float) -> Tensor:
+        return torch.where(skip, neutral, value)
+
+    def corrected(averages: list[Tensor], beta: float) -> list[Tensor]:
+        if not bias_correction:
+            return [average.clone() for average in averages]
+        # 1 - beta ** step, without the digits that the difference would lose in fp32.
+        bias = -torch.expm1(step.float() * (math.log(beta) if beta else -math.inf))
+        return list(torch._foreach_div(averages, or_else(1.0, bias)))
+
+    if decay and not decoupled:
+        grads = list(torch._foreach_add(grads, values, alpha=decay))
+    # Not a product with 0, which leaves nan where a gradient is inf or nan.
+    grads = [grad.masked_fill(skip, 0.0) for grad in grads]
+    torch._foreach_mul_(firsts, or_else(1.0, beta1))
+    torch._foreach_add_(firsts, torch._foreach_mul(grads, or_else(0.0, 1.0 - beta1)))
+    torch._foreach_mul_(seconds, or_else(1.0, beta2))
+    torch._foreach_add_(seconds, torch._foreach_mul(torch._foreach_mul(grads, grads), or_else(0.0, 1.0 - beta2)))
+    roots = corrected(seconds, beta2)
+    if eps_inside_sqrt:
+        torch._foreach_add_(roots, or_else(1.0, eps))
+    torch._foreach_sqrt_(roots)
+    if not eps_inside_sqrt:
+        torch._foreach_add_(roots, or_else(1.0, eps))
+    updates = corrected(firsts, beta1)
+    torch._foreach_div_(updates, roots)
+    if decay and decoupled:
+        torch._foreach_add_(updates, values, alpha=decay)
+    torch._foreach_mul_(updates, or_else(0.0, -lr))
+    torch._foreach_add_(values, updates)
 
 
 def trust_(updates: list[Tensor], value_norms: Sequence[Tensor], update_norms: Sequence[Tensor]) -> None:

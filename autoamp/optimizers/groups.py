@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
 from autoamp.errors import UsageError
 
-__all__ = ["FusedOptimizer", "require", "wide_copies", "write_back"]
+__all__ = ["FusedOptimizer", "require", "scaling_of", "wide_copies", "write_back"]
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -112,6 +113,20 @@ def write_back(params: list[Tensor], values: list[Tensor]) -> None:
     """Write new values into parameters of whatever dtype."""
     if params:
         torch._foreach_copy_(params, values)
+
+
+def scaling_of(scaler: Any, optimizer: Any) -> tuple[Tensor | None, Tensor]:
+    """Return what a `torch.amp.GradScaler` multiplied an optimizer's gradients by, and how many are not finite.
+
+    Both have no dimensions and lie on the scaler's device; nobody waits for it. The first is None where the gradients
+    were unscaled already.
+    """
+    state = scaler._per_optimizer_states[id(optimizer)]
+    unscaled = state["stage"] is OptState.UNSCALED
+    found = state["found_inf_per_device"] if unscaled else scaler._check_inf_per_device(optimizer)
+    scale: Tensor = scaler._get_scale_async()
+    total = torch.stack([inf.to(scale.device, non_blocking=True).reshape(()) for inf in found.values()]).sum()
+    return None if unscaled else scale, total
 
 
 def require(condition: bool, message: str) -> None:

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
 
-from autoamp.optimizers.groups import wide_copies
+from autoamp.optimizers.groups import scaling_of, wide_copies
 from autoamp.optimizers.lamb import FusedLAMB
 
 __all__ = ["FusedMixedPrecisionLamb"]
@@ -83,13 +82,11 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        state = grad_scaler._per_optimizer_states[id(self)]
-        unscaled = state["stage"] is OptState.UNSCALED
-        found = state["found_inf_per_device"] if unscaled else grad_scaler._check_inf_per_device(self)
-        if any(bool(inf.any()) for inf in found.values()):
+        scale, found = scaling_of(grad_scaler, self)
+        if bool(found):
             return loss
         try:
-            self._inverse_scale = None if unscaled else grad_scaler._get_scale_async().double().reciprocal().float()
+            self._inverse_scale = None if scale is None else scale.double().reciprocal().float()
             super().step()
         finally:
             self._inverse_scale = None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim.optimizer import required
 
 from autoamp.optimizers.groups import FusedOptimizer, require, wide_copies, write_back
 
@@ -16,7 +18,7 @@ class FusedSGD(FusedOptimizer):
 
     Args:
         params: Parameters or groups of them.
-        lr: The learning rate.
+        lr: The learning rate; may be left out where every group brings its own.
         momentum: Decay of the velocity.
         dampening: ``1 - dampening`` is the factor of the gradient in the velocity.
         weight_decay: The factor of L2 regularisation.
@@ -25,16 +27,26 @@ class FusedSGD(FusedOptimizer):
         materialize_master_grads: Not needed: masters and halves share one gradient. Taken for the sake of callers.
         set_grad_none: Whether ``zero_grad`` sets gradients to None.
 
+    Attributes:
+        most_recent_scale: The next step divides the gradients by it, and sets it back to 1. `scale_loss` leaves true
+            gradients and this 1: it is for who scales by hand.
+        scale_set_by_backward: Whether ``most_recent_scale`` is what a backward pass left. Set back by a step.
+
     Raises:
-        UsageError: ``nesterov`` without a momentum or with a dampening; a negative argument.
+        UsageError: A group has no learning rate; ``nesterov`` without a momentum or with a dampening; a negative
+            argument.
     """
 
-    _options = (*FusedOptimizer._options, "wd_after_momentum")
+    _options = (*FusedOptimizer._options, "wd_after_momentum", "materialize_master_grads")
+    # Not in `_options`: a copy has no gradients, so no scale of them. For what unpickles an older one, too.
+    most_recent_scale = 1.0
+    scale_set_by_backward = False
+    materialize_master_grads = True
 
     def __init__(
         self,
         params: Any,
-        lr: float,
+        lr: float = required,  # type: ignore[assignment]
         momentum: float = 0.0,
         dampening: float = 0.0,
         weight_decay: float = 0.0,
@@ -44,7 +56,7 @@ class FusedSGD(FusedOptimizer):
         set_grad_none: bool = False,
     ) -> None:
         for name, value in {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}.items():
-            require(value >= 0.0, f"FusedSGD: {name}={value} must be 0 or more")
+            require(value is required or value >= 0.0, f"FusedSGD: {name}={value} must be 0 or more")
         require(not nesterov or (momentum > 0.0 and dampening == 0.0), "FusedSGD: nesterov wants momentum above 0 and "
                 f"dampening 0, not momentum={momentum}, dampening={dampening}")  # fmt: skip
         defaults = {
@@ -52,6 +64,27 @@ class FusedSGD(FusedOptimizer):
         }  # fmt: skip
         super().__init__(params, defaults, set_grad_none=set_grad_none)
         self.wd_after_momentum = wd_after_momentum
+        self.materialize_master_grads = materialize_master_grads
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; see `torch.optim.Optimizer.add_param_group`. UsageError: it has no learning rate."""
+        require(
+            self.defaults["lr"] is not required or "lr" in param_group,
+            "FusedSGD: a group of parameters has no lr, and there is no lr for all groups; "
+            "pass FusedSGD(groups, lr=...), or give each group an 'lr'",
+        )
+        super().add_param_group(param_group)
+
+    def step(self, closure: Any = None) -> Any:
+        """Take one step, as `FusedOptimizer.step` does."""
+        loss = super().step(closure)
+        self.most_recent_scale, self.scale_set_by_backward = 1.0, False
+        return loss
+
+    def _prepared(self, group: dict[str, Any], grads: list[Tensor]) -> list[Tensor]:
+        if self.most_recent_scale == 1.0 or not grads:
+            return grads
+        return list(torch._foreach_mul(grads, 1.0 / self.most_recent_scale))
 
     def _step(self) -> None:
         for group in self.param_groups:
@@ -68,9 +101,7 @@ class FusedSGD(FusedOptimizer):
             torch._foreach_add_(values, updates, alpha=-float(group["lr"]))
             write_back(params, values)
 
-    def _with_momentum(
-        self, group: dict[str, Any], params: list[torch.Tensor], grads: list[torch.Tensor]
-    ) -> list[torch.Tensor]:
+    def _with_momentum(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
         momentum = group["momentum"]
         # The first gradient is the first velocity, without dampening.
         fresh = [(param, grad) for param, grad in zip(params, grads, strict=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 __all__ = ["SyncBatchNorm", "convert_syncbn_model", "create_syncbn_process_group"]
 
 
-class SyncBatchNorm(torch.nn.SyncBatchNorm):
+class SyncBatchNorm(_BatchNorm):
     """Batch norm whose statistics are those of the batches of all processes together.
 
     Without a process group, or with one process, it is plain batch norm. On a CPU the statistics are computed by
@@ -31,6 +31,11 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         fuse_relu: Whether a ReLU follows.
     """
 
+    # Torch's own, which `forward` of both bases calls. This is no `torch.nn.SyncBatchNorm`, since torch's
+    # DistributedDataParallel refuses those on a CPU.
+    _check_input_dim = torch.nn.SyncBatchNorm._check_input_dim
+    _check_non_zero_input_channels = torch.nn.SyncBatchNorm._check_non_zero_input_channels
+
     def __init__(
         self,
         num_features: int,
@@ -42,7 +47,8 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         channel_last: bool = False,
         fuse_relu: bool = False,
     ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, process_group)
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        self.process_group = process_group
         self.channel_last = channel_last
         self.fuse_relu = fuse_relu
 
@@ -64,7 +70,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
             # What `torch.nn.BatchNorm*d` runs, with its count of batches and its momentum.
             return _BatchNorm.forward(self, input)
         if input.is_cuda:
-            return super().forward(input)
+            return torch.nn.SyncBatchNorm.forward(cast(torch.nn.SyncBatchNorm, self), input)
         return self._by_collectives(input)
 
     def _by_collectives(self, input: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import copy
 import functools
 import importlib
@@ -23,10 +24,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.optimizer import required
 
 import autoamp
 from autoamp.compat import install_as_apex, uninstall
 from autoamp.compat.missing import REMEDIES
+from autoamp.errors import UsageError
 
 HALF = torch.float16
 LEVELS = ["O0", "O1", "O2", "O3"]
@@ -88,7 +91,7 @@ def _signatures() -> dict[str, Any]:
         "apex.fp16_utils.FP16_Optimizer.clip_master_grads": lambda self, max_norm, norm_type=2: 0,
         "apex.fp16_utils.prep_param_lists": lambda model, flat_master=False: 0,
         "apex.fp16_utils.DynamicLossScaler": lambda init_scale=2**32, scale_factor=2.0, scale_window=1000: 0,
-        "apex.optimizers.FusedSGD": lambda params, lr, momentum=0, dampening=0, weight_decay=0, nesterov=False,
+        "apex.optimizers.FusedSGD": lambda params, lr=required, momentum=0, dampening=0, weight_decay=0, nesterov=False,
         wd_after_momentum=False, materialize_master_grads=True, set_grad_none=False: 0,
         "apex.optimizers.FusedLAMB": lambda params, lr=1e-3, bias_correction=True, betas=b, eps=1e-6, weight_decay=0.01,
         amsgrad=False, adam_w_mode=True, grad_averaging=True, set_grad_none=True, max_grad_norm=1.0,
@@ -646,6 +649,49 @@ def test_scaler_by_hand(apex: Any) -> None:
     assert not scaler._has_overflow
     static = apex.amp.scaler.LossScaler(128)
     assert (static.loss_scale(), static.dynamic) == (128.0, False)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_passes_that_the_program_scales_itself(apex: Any, level: str) -> None:
+    """`_prepare_amp_backward` and `_post_amp_backward` come to what `scale_loss` does, overflows included."""
+
+    @contextlib.contextmanager
+    def by_hand(loss: torch.Tensor, optimizer: Any) -> Iterator[torch.Tensor]:
+        scaler = apex.amp._amp_state.loss_scalers[0]
+        if not optimizer._amp_stash.params_have_scaled_gradients:
+            optimizer._prepare_amp_backward()
+        yield loss.float() * scaler.loss_scale()
+        scaler.clear_overflow_state()
+        optimizer._post_amp_backward(scaler)
+        optimizer._amp_stash.params_have_scaled_gradients = False
+
+    def trained(scaled: Any) -> tuple[list[torch.Tensor], float, int]:
+        torch.manual_seed(0)
+        model = net()
+        model, optimizer = apex.amp.initialize(model, sgd(model), opt_level=level, verbosity=0)
+        width = next(model.parameters()).shape[1]
+        for step in range(5):
+            optimizer.zero_grad()
+            for micro in range(2):
+                given = torch.randn(3, width) * (1e30 if (step, micro) == (2, 0) else 1.0)
+                with scaled(model(given).float().mean(), optimizer) as loss:
+                    loss.backward()
+            optimizer.step()
+        skipped = autoamp.current_handle().skipped_steps
+        return list(model.parameters()), apex.amp._amp_state.loss_scalers[0].loss_scale(), skipped
+
+    native, mine = trained(apex.amp.scale_loss), trained(by_hand)
+    torch.testing.assert_close(mine, native, rtol=0, atol=0)
+    assert mine[2] >= 1
+    model = net()
+    model, optimizer = apex.amp.initialize(model, sgd(model), opt_level=level, verbosity=0)
+    with apex.amp.scale_loss(model(data()).float().sum(), optimizer) as loss:
+        with pytest.raises(UsageError, match="inside a scale_loss block"):
+            optimizer._prepare_amp_backward()
+        loss.backward()
+    autoamp.current_handle().deactivate()
+    with pytest.raises(UsageError, match=r"before amp\.initialize"):
+        optimizer._prepare_amp_backward()
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

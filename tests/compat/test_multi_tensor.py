@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -209,6 +210,41 @@ def test_unknown_arg_to_check() -> None:
         mt.multi_tensor_axpby(65536, flag(), [[torch.ones(1)]] * 3, 1.0, 1.0, 2)
 
 
+def hysteresis_by_hand(
+    state: tuple[float, int, int], overflow: bool, growth: float, backoff: float, interval: int, hysteresis: int
+) -> tuple[float, int, int]:
+    """The scale, the clean steps in a row and the overflows that are left, after one step."""
+    scale, clean, left = state
+    if overflow:
+        left -= 1
+        return (scale, 0, left) if left > 0 else (scale * backoff, 0, left)
+    clean, left = clean + 1, hysteresis
+    if clean == interval:
+        clean, scale = 0, scale * growth if math.isfinite(scale * growth) and scale * growth < 3.4e38 else scale
+    return scale, clean, left
+
+
+@pytest.mark.parametrize("hysteresis", [1, 2, 5])
+@pytest.mark.parametrize(("growth", "backoff", "interval"), [(2.0, 0.5, 3), (4.0, 0.25, 1), (1.0, 0.5, 10)])
+def test_scale_with_hysteresis(hysteresis: int, growth: float, backoff: float, interval: int) -> None:
+    random = torch.Generator().manual_seed(hysteresis)
+    scale, growths, left = torch.tensor([65536.0]), flag(), torch.tensor([hysteresis], dtype=torch.int32)
+    expected = (65536.0, 0, hysteresis)
+    for step in range(120):
+        overflow = bool(torch.rand((), generator=random) < (0.1 if step < 60 else 0.7))
+        found = torch.tensor([float(overflow)])
+        result = mt.update_scale_hysteresis(scale, growths, left, found, growth, backoff, interval, hysteresis)
+        expected = hysteresis_by_hand(expected, overflow, growth, backoff, interval, hysteresis)
+        assert result is scale
+        assert (scale.item(), growths.item(), left.item()) == expected
+
+
+def test_scale_does_not_grow_to_inf() -> None:
+    scale, growths, left = torch.tensor([3e38]), flag(), torch.tensor([1], dtype=torch.int32)
+    mt.update_scale_hysteresis(scale, growths, left, torch.zeros(1), 2.0, 0.5, 1, 1)
+    assert scale.item() == pytest.approx(3e38)
+
+
 def test_by_the_names_of_apex(apex: Any) -> None:
     import amp_C
     import apex_C
@@ -223,6 +259,7 @@ def test_by_the_names_of_apex(apex: Any) -> None:
     assert flat.tolist() == [3.0] * 5
     assert [tensor.shape for tensor in apex_C.unflatten(flat, outputs)] == [(2,), (3,)]
     assert apex.multi_tensor_apply.multi_tensor_applier is multi_tensor_applier
+    assert amp_C.update_scale_hysteresis is mt.update_scale_hysteresis
     with pytest.raises(AttributeError, match="not provided"):
         _ = amp_C.multi_tensor_nope
 

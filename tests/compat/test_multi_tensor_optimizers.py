@@ -102,6 +102,66 @@ def test_adam(grad_dtype: torch.dtype, dtype: torch.dtype, mode: int, kind: Any)
     assert_near(params, by_torch(lambda those: kind(those, **options), grad_dtype, dtype))
 
 
+@dtypes
+@pytest.mark.parametrize(("mode", "kind"), [(0, torch.optim.Adam), (1, torch.optim.AdamW)])
+@pytest.mark.parametrize("masters", [False, True])
+def test_capturable_adam(
+    grad_dtype: torch.dtype, dtype: torch.dtype, mode: int, kind: Any, masters: bool, half: torch.dtype
+) -> None:
+    params, firsts, seconds = params_of(dtype), state_of(dtype), state_of(dtype)
+    models, call = [param.to(half) for param in params], mo.multi_tensor_adam_capturable
+    lr, scale = torch.tensor(0.02), torch.tensor([0.25])
+    for step in range(STEPS):
+        grads = [grad * 4 for grad in grads_of(grad_dtype, step)]
+        lists = [grads, models if masters else params, firsts, seconds, *([params] if masters else [])]
+        if masters:
+            call = mo.multi_tensor_adam_capturable_master
+        number = torch.tensor([step + 1], dtype=torch.int32)
+        call(1, flag(), lists, lr, 0.9, 0.99, 1e-8, number, mode, 1, 0.1, scale)
+        for grad, true in zip(grads, grads_of(grad_dtype, step), strict=True):
+            assert torch.equal(grad, true)
+        kept = [[tensor.clone() for tensor in tensors] for tensors in lists]
+        lists[0][0].fill_(float("inf"))
+        kept[0][0].fill_(float("inf"))
+        call(1, flag(1), lists, lr, 0.9, 0.99, 1e-8, number, mode, 1, 0.1, scale)
+        torch.testing.assert_close(lists, kept, rtol=0, atol=0)
+    options = {"lr": 0.02, "betas": (0.9, 0.99), "weight_decay": 0.1}
+    expected = by_torch(lambda those: kind(those, **options), grad_dtype, dtype)
+    tolerance = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
+    for param, other in zip(params, expected, strict=True):
+        torch.testing.assert_close(param.double(), other, rtol=tolerance, atol=tolerance)
+    if masters and dtype is not torch.bfloat16:
+        # A master that is rounded itself, and its parameter, are roundings of one value.
+        assert all(torch.equal(model, param.to(half)) for model, param in zip(models, params, strict=True))
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_mixed_lamb_is_lamb_by_unscaled_gradients(copies: bool, half: torch.dtype) -> None:
+    runs: list[list[list[Tensor]]] = []
+    models = params_of(half)
+    for mixed in (False, True):
+        params, firsts, seconds = params_of(torch.float32), state_of(torch.float32), state_of(torch.float32)
+        for step in range(1, STEPS + 1):
+            grads = grads_of(half, step)
+            norm = torch.cat([grad.float().flatten() for grad in grads]).norm().reshape(1)
+            head = (0.9, 0.99, 1e-6)
+            if not mixed:
+                args = (0.02, *head, step, 1, 0.1, 1, 1, norm, 0.5, True)
+                mo.multi_tensor_lamb(1, flag(), [grads, params, firsts, seconds], *args)
+                continue
+            lists = [[grad * 8 for grad in grads], params, firsts, seconds, *([models] if copies else [])]
+            one, count = torch.tensor([0.02]), torch.tensor([step], dtype=torch.int32)
+            limit, inverse = torch.tensor([0.5]), torch.tensor([0.125])
+            for found in (1.0, 0.0):
+                args = (one, *head, count, 1, 0.1, 1, 1, norm, limit, True, torch.tensor([found]), inverse)
+                mo.multi_tensor_lamb_mp(1, flag(), lists, *args)
+                mo.multi_tensor_lamb_mp(1, flag(1), lists, *args)
+        runs.append([params, firsts, seconds])
+    torch.testing.assert_close(runs[0], runs[1])
+    if copies:
+        assert all(torch.equal(model, param.to(half)) for model, param in zip(models, runs[1][0], strict=True))
+
+
 def test_adam_without_bias_correction() -> None:
     params, firsts, seconds = params_of(torch.float64), state_of(torch.float64), state_of(torch.float64)
     before, grads = params_of(torch.float64), grads_of(torch.float64, 0)

@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 from autoamp.compat.missing import missing_names
+from autoamp.compat.norm_functions import (
+    FusedLayerNormAffineFunction,
+    FusedLayerNormAffineMixedDtypesFunction,
+    FusedLayerNormFunction,
+    FusedRMSNormAffineFunction,
+    FusedRMSNormAffineMixedDtypesFunction,
+    FusedRMSNormFunction,
+)
 from autoamp.normalization import (
     FusedLayerNorm,
     FusedRMSNorm,

@@ -1,0 +1,112 @@
+"""The norms' functions of `apex.normalization` and `apex.contrib.layer_norm` that were called by ``apply``.
+
+Megatron and what is made from it call them directly, and look at the arguments of ``forward`` to learn whether there
+is a ``memory_efficient``. Apex's were autograd functions; these are compositions of torch's, which derives them twice
+too. All compute in fp32 and know nothing of `torch.autocast`, as an autograd function does. ``ctx`` is not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from autoamp.normalization import wide_layer_norm, wide_rms_norm
+
+__all__ = [
+    "FastLayerNormFN",
+    "FusedLayerNormAffineFunction",
+    "FusedLayerNormAffineMixedDtypesFunction",
+    "FusedLayerNormFunction",
+    "FusedRMSNormAffineFunction",
+    "FusedRMSNormAffineMixedDtypesFunction",
+    "FusedRMSNormFunction",
+]
+
+Shape = int | Sequence[int]
+
+
+class _Function:
+    """What is called by ``apply``."""
+
+    @classmethod
+    def apply(cls, *args: Any, **kwargs: Any) -> Tensor:
+        """Return what ``forward`` does, given its arguments but for ``ctx``."""
+        result: Tensor = cls.forward(None, *args, **kwargs)  # type: ignore[attr-defined]
+        return result
+
+
+class FusedLayerNormAffineFunction(_Function):
+    """Layer norm with weights, in the dtype of its input."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: Shape, eps: float,
+        memory_efficient: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """Normalise over the last dimensions, then multiply and add."""
+        return wide_layer_norm(input, normalized_shape, weight, bias, eps, input.dtype)
+
+
+class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
+    """Layer norm with weights, in the dtype of these."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: Shape, eps: float,
+        memory_efficient: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """Normalise over the last dimensions, then multiply and add."""
+        return wide_layer_norm(input, normalized_shape, weight, bias, eps, weight.dtype)
+
+
+class FusedLayerNormFunction(_Function):
+    """Layer norm without weights, in the dtype of its input."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False) -> Tensor:
+        """Normalise over the last dimensions."""
+        return wide_layer_norm(input, normalized_shape, None, None, eps, input.dtype)
+
+
+class FusedRMSNormAffineFunction(_Function):
+    """RMS norm with weights, in the dtype of its input."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False
+    ) -> Tensor:
+        """Divide by the root of the mean square over the last dimensions, then multiply."""
+        return wide_rms_norm(input, normalized_shape, weight, eps, input.dtype)
+
+
+class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
+    """RMS norm with weights, in the dtype of these."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False
+    ) -> Tensor:
+        """Divide by the root of the mean square over the last dimensions, then multiply."""
+        return wide_rms_norm(input, normalized_shape, weight, eps, weight.dtype)
+
+
+class FusedRMSNormFunction(_Function):
+    """RMS norm without weights, in the dtype of its input."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False) -> Tensor:
+        """Divide by the root of the mean square over the last dimensions."""
+        return wide_rms_norm(input, normalized_shape, None, eps, input.dtype)
+
+
+class FastLayerNormFN(_Function):
+    """Layer norm over the last dimension with weights, in the dtype of its input."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, epsilon: float, memory_efficient: bool = False
+    ) -> Tensor:
+        """Normalise ``x``, shape ``(*, hidden)``, then multiply by ``gamma`` and add ``beta``, both ``(hidden,)``."""
+        return wide_layer_norm(x, gamma.numel(), gamma, beta, epsilon, x.dtype)
