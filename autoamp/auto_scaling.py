@@ -38,6 +38,7 @@ from autoamp.patching import PatchSet, dress, original_of
 from autoamp.scaling import LossScaler, open_blocks
 from autoamp.stepping import StepGuard
 from autoamp.tensors import iter_tensors
+from autoamp.torch_private import current_graph_task
 from autoamp.unaware_closures import step_unaware
 
 __all__ = ["AutoScale"]
@@ -189,7 +190,7 @@ class AutoScale:
             roots = listed(tensors)
             given = listed(grad_tensors if grad_variables is None else grad_variables)
             run = functools.partial(original, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
-            if torch._C._current_graph_task_id() != -1:
+            if current_graph_task() != -1:
                 self._join(run, roots, given, inputs)
                 return
             ours = not create_graph and self._is_ours(roots, given)

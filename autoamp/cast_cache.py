@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import Parameter
+
+from autoamp.torch_private import is_transformed, tracing_state
 
 __all__ = ["CastCache", "ThreadState", "cast_for_any_mode", "serves_others"]
 
@@ -118,7 +119,7 @@ class CastCache:
         """Return ``convert(parameter)``, an earlier result where it still holds."""
         grad = torch.is_grad_enabled()
         # A trace would take a kept cast for a constant.
-        if self.pins and not (grad and parameter.requires_grad) and torch._C._get_tracing_state() is None:
+        if self.pins and not (grad and parameter.requires_grad) and tracing_state() is None:
             pin = self.pins.get(id(parameter))
             if pin is not None:
                 held = pin.held()
@@ -188,7 +189,7 @@ def _serves(cast: Tensor, source: Tensor, grad: bool) -> bool:
     return (
         cast.requires_grad is (grad and source.requires_grad)
         # A wrapper of torch.func is dead outside its transform, and an inference tensor is not saved for backward.
-        and not is_functorch_wrapped_tensor(cast)
+        and not is_transformed(cast)
         and (not cast.is_inference() or torch.is_inference_mode_enabled())
     )
 
@@ -203,7 +204,7 @@ def _pinned_cast(pin: _Pin, parameter: Parameter, convert: Callable[[Tensor], Te
 
 def serves_others(cast: Tensor) -> bool:
     """Tell whether a cast is of use later: not a mode's own tensor, such as a fake one, nor one of `torch.func`."""
-    return type(cast) is Tensor and not is_functorch_wrapped_tensor(cast)
+    return type(cast) is Tensor and not is_transformed(cast)
 
 
 def cast_for_any_mode(parameter: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:

@@ -17,6 +17,7 @@ from torch.nn import Parameter
 
 from autoamp.cast_cache import CastCache, ThreadState
 from autoamp.tensors import CASTABLE_LAYOUTS, HALF_DTYPES, PLAIN_TYPES, iter_tensors, map_tensors
+from autoamp.torch_private import is_any_autocast_enabled
 
 __all__ = ["Casts", "SparseArgument", "put_back"]
 
@@ -145,7 +146,7 @@ class Casts:
 
     def autocast_rules(self) -> bool:
         """Tell whether a torch.autocast region is in force here: then torch casts, and we step aside."""
-        return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(self.device_type)
+        return is_any_autocast_enabled() and torch.is_autocast_enabled(self.device_type)
 
     def promote(self, args: Any) -> Any:
         """Cast a whole argument list: floating tensors of several dtypes all go to fp32, the widest."""
@@ -157,7 +158,7 @@ class Casts:
     ) -> tuple[Callable[[Any], Any], Callable[[Sequence[Any]], Sequence[Any]]]:
         sources = _FLOATS - {target}
         cache, autocast_rules, on_device = self.cache, self.autocast_rules, _on_device(self.device_type)
-        compiling, any_autocast = torch.compiler.is_dynamo_compiling, torch._C._is_any_autocast_enabled
+        compiling, any_autocast = torch.compiler.is_dynamo_compiling, is_any_autocast_enabled
         strided, plain, local, pins = torch.strided, PLAIN_TYPES, self.local, cache.pins
         on_cpu, share, in_inference_mode = self.device_type == "cpu", cache.share, torch.is_inference_mode_enabled
 

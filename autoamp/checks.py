@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.modules.batchnorm import _NormBase
 
 from autoamp.errors import level_of_user
 from autoamp.tensors import HALF_DTYPES
+from autoamp.torch_private import MODULES_OF_NORMS
 
 __all__ = ["check_half_model", "check_half_norms", "check_optimizer", "smallest_positive", "warn_without_gradients"]
 
@@ -83,7 +83,7 @@ def check_half_norms(models: Iterable[Module], *, stacklevel: int = 3) -> None:
     for model in models:
         for name, module in model.named_modules():
             buffer = getattr(module, "running_var", None)
-            if isinstance(module, _NormBase) and isinstance(buffer, Tensor) and buffer.dtype in HALF_DTYPES:
+            if isinstance(module, MODULES_OF_NORMS) and isinstance(buffer, Tensor) and buffer.dtype in HALF_DTYPES:
                 warnings.warn(
                     f"{type(module).__name__} {name!r} keeps its running statistics in {buffer.dtype}, where the "
                     "running variance overflows or stops moving; pass keep_batchnorm_fp32=True",

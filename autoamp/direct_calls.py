@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Module, Parameter
 
+from autoamp import torch_private
 from autoamp.patching import original_of
 
 __all__ = ["DirectCall", "Layers", "build_direct_calls", "skips_call_impl"]
@@ -36,9 +37,9 @@ _Build = Callable[[Any, Callable[..., Any], Layers], DirectCall]
 
 def skips_call_impl() -> bool:
     """Tell whether `Module._call_impl` is torch's, as this room knows it: without hooks it only calls ``forward``."""
-    if _torchs(Module, "_call_impl") is None:
+    if torch_private.MODULE_CALL is None or _torchs(Module, "_call_impl") is None:
         return False
-    names = set(Module._call_impl.__code__.co_names)
+    names = set(torch_private.MODULE_CALL.__code__.co_names)
     return {name for name in names - _REST if "hook" in name} == {*_HOOKS, *(f"_global{name}" for name in _HOOKS)}
 
 
@@ -132,7 +133,7 @@ def _conv(name: str) -> _Build:
 
 def _layer_norm(cls: Any, forward: Any, layers: Layers) -> DirectCall:
     functional = _torchs(F, "layer_norm")
-    in_function_mode, cudnn = torch._C._is_torch_function_mode_enabled, torch._C._get_cudnn_enabled
+    in_function_mode, cudnn = torch_private.in_function_mode, torch_private.cudnn_enabled
 
     def call(self: Module, own: dict[str, Any], x: Tensor) -> Any:
         parameters = own["_parameters"]
@@ -158,7 +159,7 @@ def _layer_norm(cls: Any, forward: Any, layers: Layers) -> DirectCall:
 
 def _batch_norm(*dims: int) -> _Build:
     functional = _torchs(F, "batch_norm")
-    in_function_mode, cudnn = torch._C._is_torch_function_mode_enabled, torch._C._get_cudnn_enabled
+    in_function_mode, cudnn = torch_private.in_function_mode, torch_private.cudnn_enabled
     names = (_MEAN, _VAR, _BATCHES, "weight", "bias", "_check_input_dim")
 
     def build(cls: Any, forward: Any, layers: Layers) -> DirectCall:

@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn import Module, Parameter
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from autoamp import gradients, scaling
 from autoamp.errors import UsageError
 from autoamp.fp16_optimizer import FP16_Optimizer
 from autoamp.tensors import map_tensors
+from autoamp.torch_private import MODULES_OF_BATCH_NORM, flatten, unflatten
 
 __all__ = [
     "BN_convert_float",
@@ -45,7 +44,7 @@ class tofp16(Module):  # noqa: N801
 def BN_convert_float(module: Module) -> Module:  # noqa: N802
     """Cast the batch norms in a module, itself included, to fp32, in place. Returns the module."""
     for part in module.modules():
-        if isinstance(part, _BatchNorm) and part.affine:
+        if isinstance(part, MODULES_OF_BATCH_NORM) and part.affine:
             part.float()
     return module
 
@@ -74,7 +73,7 @@ def convert_module(module: Module, dtype: torch.dtype) -> None:
 def convert_network(network: Module, dtype: torch.dtype) -> Module:
     """Cast a network in place, batch norms with parameters excepted. Returns the network."""
     for module in network.modules():
-        if not (isinstance(module, _BatchNorm) and module.affine):
+        if not (isinstance(module, MODULES_OF_BATCH_NORM) and module.affine):
             convert_module(module, dtype)
             if isinstance(module, torch.nn.RNNBase):
                 module.flatten_parameters()
@@ -118,7 +117,7 @@ def prep_param_lists(model: Module, flat_master: bool = False) -> tuple[list[Par
             raise UsageError(
                 f"flat_master=True takes parameters of one dtype, not {sorted(map(str, dtypes))}; use False"
             )
-        flat = Parameter(_flatten_dense_tensors([parameter.data for parameter in model_params]).float())
+        flat = Parameter(flatten([parameter.data for parameter in model_params]).float())
         flat.grad = torch.zeros_like(flat)
         return model_params, [flat]
     return model_params, [Parameter(parameter.detach().clone().float()) for parameter in model_params]
@@ -131,7 +130,7 @@ def model_grads_to_master_grads(
     """Copy the gradients of model parameters to their masters, in fp32."""
     if flat_master:
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]
-        master_params[0].grad = _flatten_dense_tensors(grads).float()
+        master_params[0].grad = flatten(grads).float()
         return
     for model_param, master in zip(model_params, master_params, strict=True):
         master.grad = None if model_param.grad is None else model_param.grad.to(torch.float32, copy=True)
@@ -142,9 +141,7 @@ def master_params_to_model_params(
     model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
 ) -> None:
     """Copy the masters into the model parameters, in one multi-tensor pass."""
-    sources = (
-        list(_unflatten_dense_tensors(master_params[0].data, model_params)) if flat_master else list(master_params)
-    )
+    sources = list(unflatten(master_params[0].data, model_params)) if flat_master else list(master_params)
     if sources:
         torch._foreach_copy_(list(model_params), sources)
 

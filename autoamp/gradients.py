@@ -17,6 +17,7 @@ import torch
 
 from autoamp.errors import UsageError
 from autoamp.likeness import Likeness
+from autoamp.torch_private import group_by_device_and_dtype, unscale_and_check_
 
 __all__ = ["GradientMark", "Kind", "found_any", "non_finite", "scale_", "total_norm", "unscale_"]
 
@@ -59,7 +60,7 @@ def unscale_(
             torch._foreach_mul_(values, inv_scale)
             kernel_factor = 1.0
         factor = torch.full((), kernel_factor, dtype=torch.float32, device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_(values, found[device], factor)
+        unscale_and_check_(values, found[device], factor)
     return list(found.values())
 
 
@@ -285,8 +286,8 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
 
 def _grouped(values: list[torch.Tensor]) -> dict[Kind, list[torch.Tensor]]:
     """Group tensors in C++, which refuses an empty list."""
-    found = torch._C._group_tensors_by_device_and_dtype([values], False) if values else {}  # type: ignore[list-item]
-    return {kind: lists[0] for kind, (lists, _) in found.items()}  # type: ignore[misc]
+    found = group_by_device_and_dtype([values], False) if values else {}
+    return {kind: lists[0] for kind, (lists, _) in found.items()}
 
 
 def _grouped_by_kind(tensors: Iterable[torch.Tensor]) -> dict[Kind, list[torch.Tensor]]:

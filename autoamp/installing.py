@@ -12,10 +12,8 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch._jit_internal import boolean_dispatched
-from torch.autograd.function import BackwardCFunction
-from torch.jit._builtins import _find_builtin, _get_builtin_table
 
+from autoamp import torch_private
 from autoamp.autocast_regions import DisabledRegions
 from autoamp.casting import Casts
 from autoamp.counting import Counts, counted
@@ -91,7 +89,8 @@ class Installation:
     def remove(self) -> tuple[str, ...]:
         """Restore everything and return the names that others patched on top."""
         foreign = self._patches.restore()
-        table = _get_builtin_table()
+        _, table_of_builtins = torch_private.names_of_builtins
+        table = table_of_builtins()
         for key in self._scripted:
             table.pop(key, None)
         self._scripted.clear()
@@ -133,18 +132,22 @@ class Installation:
     def _patch_modules(self) -> None:
         casts, checkpoint = self._casts, torch.utils.checkpoint
         regions = DisabledRegions(casts)
-        builders: list[tuple[Any, str, Callable[[Any], Any]]] = [
+        context = torch_private.CUSTOM_FUNCTION_CONTEXT
+        builders: list[tuple[Any, str | None, Callable[[Any], Any]]] = [
             (torch.autocast, "__enter__", regions.build_enter),
             (torch.autocast, "__exit__", regions.build_exit),
-            (torch.nn.RNNBase, "check_input", lambda original: build_check_input(original, casts)),
-            (checkpoint, "_checkpoint_without_reentrant_generator", lambda f: build_recompute(f, casts, 0)),
+            (torch.nn.RNNBase, torch_private.CHECK_INPUT, lambda original: build_check_input(original, casts)),
+            (checkpoint, torch_private.RECOMPUTATION, lambda f: build_recompute(f, casts, 0)),
             (checkpoint.CheckpointFunction, "forward", lambda f: build_recompute(f, casts, 1)),
-            (BackwardCFunction, "__init__", lambda original: build_function_context(original, casts)),
-            (BackwardCFunction, "apply", lambda original: build_function_backward(original, casts)),
+            (context, "__init__", lambda original: build_function_context(original, casts)),
+            (context, "apply", lambda original: build_function_backward(original, casts)),
             (torch.nn.Module, "__call__", self._module_call),
             *((torch.nn.Module, name, builder) for name, builder in self._models.builders()),
         ]
         for owner, name, builder in builders:
+            if owner is None or name is None:
+                # This torch has no such thing; `torch_private` says what goes without.
+                continue
             self._patches.replace(owner, name, builder(original_of(inspect.getattr_static(owner, name))))
         # A function that lies in three modules of torch, two of which it hides by its name.
         original = original_of(torch.nn.parallel.parallel_apply)
@@ -158,14 +161,15 @@ class Installation:
     def _let_torchscript_know(self, original: Any, replacement: Any) -> None:
         # The compiler of torch.jit.script cannot compile a variadic closure. It knows builtins, and functions that are
         # two in one, by identity; of others it asks what to compile in their place.
-        name = _find_builtin(original)
+        find, table_of_builtins = torch_private.names_of_builtins
+        name = find(original)
         if name is not None:
-            _get_builtin_table()[id(replacement)] = name
+            table_of_builtins()[id(replacement)] = name
             self._scripted.append(id(replacement))
         elif isinstance(original, types.FunctionType):
             replacement.__prepare_scriptable__ = lambda: original
-            if original in boolean_dispatched:
-                boolean_dispatched[replacement] = boolean_dispatched[original]
+            if original in torch_private.two_in_one:
+                torch_private.two_in_one[replacement] = torch_private.two_in_one[original]
 
     def _teach_dynamo(self) -> None:
         """Let what Dynamo takes from torch's namespace be the originals, whenever it is imported."""

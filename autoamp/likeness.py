@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
+
+from autoamp.torch_private import TENSOR_GUARDS, negated_view
 
 __all__ = ["Likeness"]
 
@@ -55,9 +57,8 @@ class Likeness(Generic[_Value]):
 
 
 def _check_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    guards: Any = torch._C._dynamo.guards.TensorGuards
     sizes, strides = [list(tensor.size()) for tensor in tensors], [list(tensor.stride()) for tensor in tensors]
-    check: Callable[..., bool] = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    check: Callable[..., bool] = TENSOR_GUARDS(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     return check
 
 
@@ -75,7 +76,7 @@ def _tells_differences() -> bool:
         second.t(),
         second[:1].expand(2, 2),
         second[:1],
-        torch._neg_view(second),
+        negated_view(second),
         torch.nn.Parameter(second),
     ]
     check = _check_of([first, second])

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp.casting import Casts
 from autoamp.masters import fit_state, master_of, release_master
 from autoamp.patching import dress
 from autoamp.tensors import CASTABLE_LAYOUTS, HALF_DTYPES, map_tensors
+from autoamp.torch_private import MODULES_OF_NORMS
 
 __all__ = ["CastModels", "Treatment", "cast_structure"]
 
@@ -75,7 +75,7 @@ class CastModels:
         """
         buffers: dict[int, Tensor] = {}
         for module in model.modules():
-            if keep_norms and isinstance(module, _NormBase):
+            if keep_norms and isinstance(module, MODULES_OF_NORMS):
                 continue
             for parameter in module._parameters.values():
                 if parameter is not None and parameter.dtype in _FLOATS and parameter.dtype is not dtype:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from autoamp import torch_private
 from autoamp.casting import Casts
 from autoamp.direct_calls import build_direct_calls, skips_call_impl
 from autoamp.errors import PatchError, UsageError
@@ -183,9 +184,9 @@ def _is_named(cls: type, dotted: str) -> bool:
 def build_module_call(original: types.FunctionType, casts: Casts, precisions: ModulePrecisions) -> Any:
     """Build the replacement of ``torch.nn.Module.__call__``."""
     local, cache = casts.local, casts.cache
-    compiling, trace = torch.compiler.is_dynamo_compiling, torch._C._get_tracing_state
+    compiling, trace = torch.compiler.is_dynamo_compiling, torch_private.tracing_state
     # Torch's own does no more than choose an implementation, which without hooks does no more than call forward().
-    wrapped, implementation = vars(Module).get("_wrapped_call_impl"), Module._call_impl
+    wrapped, implementation = vars(Module).get("_wrapped_call_impl"), torch_private.MODULE_CALL
     known = original is wrapped and original.__code__.co_names == _NAMES and skips_call_impl()
     direct_calls, for_all = build_direct_calls(casts.layers), torch.nn.modules.module
 

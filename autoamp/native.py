@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from autoamp.casting import Casts
 from autoamp.pinned_layers import hold_layer
 from autoamp.tensors import PLAIN_TYPES
+from autoamp.torch_private import in_function_mode, is_any_autocast_enabled, tracing_state
 
 __all__ = ["OPS", "build_native"]
 
@@ -29,9 +30,9 @@ _NAMES = (
 # Whether somebody traces, an autocast region holds, or a mode looks at functions.
 _SPECIAL = (
     torch.compiler.is_dynamo_compiling,
-    torch._C._is_any_autocast_enabled,
-    torch._C._is_torch_function_mode_enabled,
-    torch._C._get_tracing_state,
+    is_any_autocast_enabled,
+    in_function_mode,
+    tracing_state,
 )
 _PRODUCTS = frozenset({"__matmul__", "bmm", "matmul", "mm"})
 _SWITCHES = torch.set_autocast_enabled, torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled
@@ -40,7 +41,7 @@ _SKIPPED = PLAIN_TYPES | {tuple, list}
 
 OPS = frozenset(
     op
-    for owner in (torch, Tensor, torch._C._nn)
+    for owner in (torch, Tensor, torch.nn.functional)
     for op in (getattr(owner, name, None) for name in _NAMES)
     if isinstance(op, _BUILTINS)
 )

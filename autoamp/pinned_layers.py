@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from autoamp.cast_cache import CastCache, cast_for_any_mode, serves_others
+from autoamp.torch_private import dispatch_modes, in_dual_level, is_transformed, mkldnn, mkldnn_enabled
 
 __all__ = [
     "PinnedConv2d",
@@ -80,18 +80,16 @@ class PinnedLinear(PinnedLayer):
     __slots__ = ("width",)
 
     def _pack(self, weight: Tensor, x: Tensor, rest: Any) -> None:
-        if weight.dim() == 2 and weight.numel() > _SMALLEST:
+        if mkldnn.linear is not None and weight.dim() == 2 and weight.numel() > _SMALLEST:
             self.width = weight.shape[1]
             self.narrow_weight = None
-            reorder: Any = torch.ops.mkldnn._reorder_linear_weight.default
-            self.packed = reorder(weight)
+            self.packed = mkldnn.reorder_linear(weight)
 
     def run(self, x: Tensor, rest: tuple[Any, ...]) -> Tensor | None:
         """Return ``linear`` of ``x``."""
         if not nobody_looks_on(x) or x.shape[-1:] != (self.width,):
             return None
-        linear: Any = torch.ops.mkldnn._linear_pointwise.default
-        return linear(x, self.packed, self.narrow_bias, "none", [], "")  # type: ignore[no-any-return]
+        return mkldnn.linear(x, self.packed, self.narrow_bias, "none", [], "")  # type: ignore[no-any-return]
 
 
 class PinnedConv2d(PinnedLayer):
@@ -107,7 +105,8 @@ class PinnedConv2d(PinnedLayer):
 
     def _pack(self, weight: Tensor, x: Tensor, rest: Any) -> None:
         if (
-            weight.dim() != 4
+            mkldnn.conv is None
+            or weight.dim() != 4
             or weight.shape[2] != weight.shape[3]
             or weight.stride() != _strides(weight.shape)
             or not _is_alike_in_both_directions(rest)
@@ -120,8 +119,7 @@ class PinnedConv2d(PinnedLayer):
         self.known: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
         if self._pays(x.shape):
             # Packed for the numbers and the size of image that it is first used with.
-            reorder: Any = torch.ops.mkldnn._reorder_convolution_weight.default
-            self.packed = reorder(weight, *self.options, list(x.shape))
+            self.packed = mkldnn.reorder_conv(weight, *self.options, list(x.shape))
             if weight.numel() > _SMALL_WEIGHT:
                 self.narrow_weight = None
 
@@ -138,8 +136,7 @@ class PinnedConv2d(PinnedLayer):
             self.known = shape, strides
         if x.stride() != strides:
             return None
-        convolve: Any = torch.ops.mkldnn._convolution_pointwise.default
-        result: Tensor = convolve(x, self.packed, self.narrow_bias, *self.options, "none", [], "")
+        result: Tensor = mkldnn.conv(x, self.packed, self.narrow_bias, *self.options, "none", [], "")
         return result.clone(memory_format=torch.contiguous_format)
 
     def _pays(self, shape: torch.Size) -> bool:
@@ -154,7 +151,7 @@ class PinnedConv2d(PinnedLayer):
         return 0 < output <= max(_SMALL_OUTPUT, self.size.numel() // 8) or (output > 0 and self.narrow_weight is None)
 
 
-_KINDS: dict[Any, Any] = {torch._C._nn.linear: PinnedLinear, torch.conv2d: PinnedConv2d}
+_KINDS: dict[Any, Any] = {F.linear: PinnedLinear, torch.conv2d: PinnedConv2d}
 
 
 def hold_layer(
@@ -216,10 +213,10 @@ def nobody_looks_on(x: Tensor) -> bool:
     return (
         x.is_cpu
         and not x.is_nested
-        and torch._C._get_mkldnn_enabled()
-        and forward_ad._current_level < 0
-        and not is_functorch_wrapped_tensor(x)
-        and not torch._C._len_torch_dispatch_stack()
+        and mkldnn_enabled()
+        and not in_dual_level()
+        and not is_transformed(x)
+        and not dispatch_modes()
     )
 
 
@@ -230,7 +227,7 @@ def can_pack(weight: Tensor) -> bool:
         and weight.is_cpu
         and weight.numel() > 0
         and torch.backends.mkldnn.is_available()
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        and mkldnn.has_bf16()
     )
 
 

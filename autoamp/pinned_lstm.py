@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from autoamp.cast_cache import CastCache
 from autoamp.casting import Casts
 from autoamp.pinned_layers import can_pack, keep_layer, kept_casts, nobody_looks_on
+from autoamp.torch_private import in_function_mode, is_any_autocast_enabled, mkldnn, tracing_state
 
 __all__ = ["LSTM", "PinnedLSTM", "build_lstm"]
 
@@ -45,20 +46,20 @@ class PinnedLSTM:
         self.parameters = tuple(weights)
         self.columns, self.width = weights[0].shape[1], weights[1].shape[1]
         self.count = len(weights) // _TENSORS // directions
-        reorder: Any = torch.ops.mkldnn._reorder_mkldnn_rnn_layer_weight.default
         self._layers: list[tuple[Tensor, ...]] = []
         for start in range(0, len(narrowed), _TENSORS):
             of_input, of_hidden, *biases = narrowed[start : start + _TENSORS]
             reverse = start // _TENSORS % directions == 1
             # Packed for the lengths that it is first used with.
             size = [x.shape[0], x.shape[1], of_input.shape[1]]
-            self._layers.append((*reorder(of_input, of_hidden, self.width, reverse, True, False, size), *biases))
+            self._layers.append(
+                (*mkldnn.reorder_lstm(of_input, of_hidden, self.width, reverse, True, False, size), *biases)
+            )
 
     def run(
         self, x: Tensor, h: Tensor, c: Tensor, *, bidirectional: bool, batch_first: bool
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return what `torch.lstm` returns, for tensors of the weights' dtype; None where shapes do not fit."""
-        layer: Any = torch.mkldnn_rnn_layer
         directions = 2 if bidirectional else 1
         expected = self.count * directions, x.shape[0 if batch_first else 1], self.width
         if x.shape[2] != self.columns or x.numel() == 0 or h.shape != expected or c.shape != expected:
@@ -70,7 +71,7 @@ class PinnedLSTM:
             outputs = []
             for direction in range(directions):
                 index = number * directions + direction
-                output, next_h, next_c, _ = layer(
+                output, next_h, next_c, _ = mkldnn.lstm(
                     y, *self._layers[index], hs[index], cs[index], direction == 1, [], _MODE, self.width, self.count,
                     True, bidirectional, False, False,
                 )  # fmt: skip
@@ -92,9 +93,9 @@ def build_lstm(original: Any, otherwise: Callable[..., Any], casts: Casts) -> Ca
     local, blocks, cache, pins = casts.local, casts.blocks, casts.cache, casts.cache.pins
     target, full, strided, narrow = casts.dtype, torch.float32, torch.strided, casts.narrow
     compiling, any_autocast, records = (
-        torch.compiler.is_dynamo_compiling, torch._C._is_any_autocast_enabled, torch.is_grad_enabled,
+        torch.compiler.is_dynamo_compiling, is_any_autocast_enabled, torch.is_grad_enabled,
     )  # fmt: skip
-    in_function_mode, trace = torch._C._is_torch_function_mode_enabled, torch._C._get_tracing_state
+    trace = tracing_state
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
         if (
@@ -155,7 +156,7 @@ def _held(
         return held if all(map(operator.is_, weights, held.parameters)) else None
     pins = [cache.pins.get(id(weight)) for weight in weights]
     narrowed = kept_casts(weights, narrow) if None not in pins and _are_weights(weights, directions) else None
-    if narrowed is None or not all(map(can_pack, narrowed)):
+    if mkldnn.lstm is None or narrowed is None or not all(map(can_pack, narrowed)):
         return None
     with torch.inference_mode(False), torch.no_grad():
         held = PinnedLSTM(weights, narrowed, x, directions)

@@ -18,6 +18,7 @@ from autoamp.errors import ListFileError, PatchError
 from autoamp.patching import original_of, resolve
 from autoamp.rules import CastPolicy, CastRule, CastTable, check_bare_names
 from autoamp.table import admits
+from autoamp.torch_private import RECURRENT
 
 __all__ = ["Expansion", "Target", "expand", "known_ops", "locate", "owns_its_names", "target_at"]
 
@@ -211,10 +212,10 @@ def _spellings(rule: CastRule, spaces: list[tuple[Any, dict[str, Any]]]) -> Iter
             yield from _definition(original, name, rule)
         # What torch spells in Python calls torch._VF itself; only recurrent layers go to torch._VF past torch.
         if in_torch is not None and not isinstance(in_torch, types.FunctionType):
-            original = _callable_at(torch._VF, name)
-            functional = _functional(torch._VF, name)
+            original = _callable_at(RECURRENT, name)
+            functional = _functional(RECURRENT, name)
             if original is not None and (functional is not None or name == rule.target):
-                yield Target(torch._VF, name, original, rule, functional)
+                yield Target(RECURRENT, name, original, rule, functional)
 
 
 def _definition(original: Any, name: str, rule: CastRule) -> Iterator[Target]:
@@ -226,7 +227,7 @@ def _definition(original: Any, name: str, rule: CastRule) -> Iterator[Target]:
 
 
 def _callable_at(namespace: Any, name: str) -> Any:
-    if namespace is torch._VF:
+    if namespace is RECURRENT:
         return _callable(getattr(namespace, name, None) if hasattr(torch, name) else None)
     return _callable(_names_held(namespace).get(name))
 
@@ -248,7 +249,7 @@ def _inplace_name(name: str) -> str:
 
 def _functional(parent: Any, attribute: str) -> Any:
     """The out-of-place function beside torch's in-place form, None for anything else."""
-    if parent is torch._VF:
+    if parent is RECURRENT:
         name = _outofplace_name(attribute)
         return None if name is None else _callable_at(parent, name)
     if not any(parent is namespace for namespace in _namespaces()):

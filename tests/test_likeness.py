@@ -158,10 +158,7 @@ class Blind:
 
 @pytest.mark.parametrize("found", [refuses, Blind, None])
 def test_another_torch_teaches_nothing(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    if found is None:
-        monkeypatch.delattr(torch._C._dynamo.guards, "TensorGuards")
-    else:
-        monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", found)
+    monkeypatch.setattr(likeness, "TENSOR_GUARDS", found)
     assert learnt(three()).recall(three()) is None
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from torch._utils import _flatten_dense_tensors as flatten
-from torch._utils import _unflatten_dense_tensors as unflatten
-
 from autoamp.compat.missing import missing_names
+from autoamp.torch_private import flatten, unflatten
 
 __all__ = ["flatten", "unflatten"]
 

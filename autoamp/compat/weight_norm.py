@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from autoamp.errors import UsageError
+from autoamp.torch_private import normed_weight
 
 __all__ = [
     "Reparameterization",
@@ -137,7 +138,7 @@ class WeightNorm(Reparameterization):
         g, v = getattr(module, f"{name}_g"), getattr(module, f"{name}_v")
         dtype = torch.float64 if v.dtype is torch.float64 else torch.float32
         # The dimension -1 is torch's own sign for "none is kept".
-        return torch._weight_norm(v.to(dtype), g.to(dtype), -1 if self.dim is None else self.dim).to(v.dtype)
+        return normed_weight(v.to(dtype), g.to(dtype), -1 if self.dim is None else self.dim).to(v.dtype)
 
     def reparameterize(self, name: str, weight: Tensor, dim: int | None) -> tuple[list[str], list[Parameter]]:
         """Return ``g``, the norms of a weight, and ``v``, the weight."""

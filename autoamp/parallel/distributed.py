@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.autograd import Variable
 from torch.nn import Module
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp.errors import UsageError
+from autoamp.torch_private import current_graph_task, flatten, unflatten
 
 __all__ = ["DistributedDataParallel", "Reducer", "apply_flat_dist_call", "flat_dist_call", "split_by_type"]
 
@@ -31,11 +31,11 @@ def split_by_type(tensors: Iterable[Tensor]) -> dict[str, list[Tensor]]:
 @torch.no_grad()
 def apply_flat_dist_call(bucket: Sequence[Tensor], call: Callable[..., Any], extra_args: Any = None) -> None:
     """Run a collective on tensors of one type as on a single one. An ``all_reduce`` averages."""
-    flat = _flatten_dense_tensors(bucket)
+    flat = flatten(bucket)
     call(flat, *(extra_args or ()))
     if call is dist.all_reduce:
         flat /= dist.get_world_size()
-    for tensor, value in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
+    for tensor, value in zip(bucket, unflatten(flat, bucket), strict=True):
         tensor.copy_(value)
 
 
@@ -152,7 +152,7 @@ class DistributedDataParallel(Module):
         """
         if not self._grouped:
             _check_still_alone("DistributedDataParallel")
-        elif torch._C._current_graph_task_id() == -1:
+        elif current_graph_task() == -1:
             # No backward pass is running: what is noted is of one that raised.
             self._earlier.clear()
         self._hook_parameters()
@@ -203,7 +203,7 @@ class DistributedDataParallel(Module):
             del self._reduced[param]
 
     def _arrived(self, _: Tensor) -> None:
-        running = torch._C._current_graph_task_id()
+        running = current_graph_task()
         if self._enabled and self._queued_for != running:
             self._queued_for = running
             Variable._execution_engine.queue_callback(self._reduce)
@@ -252,14 +252,14 @@ class DistributedDataParallel(Module):
         return parts
 
     def _reduce_bucket(self, bucket: list[Tensor]) -> None:
-        flat = _flatten_dense_tensors(bucket)
+        flat = flatten(bucket)
         flat = flat.float() if self.allreduce_always_fp32 else flat
         if self.gradient_predivide_factor != 1.0:
             flat /= self.gradient_predivide_factor
         dist.all_reduce(flat)
         if self.gradient_average:
             flat *= self.gradient_predivide_factor / dist.get_world_size()
-        for grad, value in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
+        for grad, value in zip(bucket, unflatten(flat, bucket), strict=True):
             grad.copy_(value)
 
 

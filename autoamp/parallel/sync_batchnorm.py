@@ -9,7 +9,8 @@ import torch.distributed as dist
 import torch.distributed.nn.functional as dist_nn
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from autoamp.torch_private import MODULES_OF_BATCH_NORM
 
 __all__ = ["SyncBatchNorm", "convert_syncbn_model", "create_syncbn_process_group"]
 
@@ -68,7 +69,7 @@ class SyncBatchNorm(_BatchNorm):
     def _normalised(self, input: Tensor) -> Tensor:
         if not self.training or not _many(self.process_group):
             # What `torch.nn.BatchNorm*d` runs, with its count of batches and its momentum.
-            return _BatchNorm.forward(self, input)
+            return super(torch.nn.SyncBatchNorm, self).forward(input)
         if input.is_cuda:
             return torch.nn.SyncBatchNorm.forward(cast(torch.nn.SyncBatchNorm, self), input)
         return self._by_collectives(input)
@@ -114,7 +115,7 @@ def convert_syncbn_model(module: Module, process_group: Any = None, channel_last
 
     def convert(old: Module) -> Module:
         if old not in done:
-            is_plain = isinstance(old, _BatchNorm) and not isinstance(old, SyncBatchNorm)
+            is_plain = isinstance(old, MODULES_OF_BATCH_NORM) and not isinstance(old, SyncBatchNorm)
             done[old] = _converted(old, process_group, channel_last) if is_plain else old
             # Not named_children(), which gives a module that is held under two names once.
             for name, child in old._modules.items():
