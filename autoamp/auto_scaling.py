@@ -1,21 +1,18 @@
 """Loss scaling for programs that know nothing of it: ``loss.backward()`` scales, and gradients come out unscaled.
 
-The scale goes in with the gradient of the root, so the graph is the program's own. While the backward pass runs, what
-is in ``.grad`` of the tensors that it reaches has the scale; after it all have true values again, as after a
-``scale_loss`` block. What was found in them goes as one verdict to the guards of the optimizers that step them.
+The scale goes in with the gradient of the root, so the graph is the program's own, and comes out of each gradient where
+it arrives at a leaf. What was found there goes as one verdict to the guards of the optimizers that step the leaves.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import gc
 import inspect
 import logging
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from autoamp.backward_passes import (
     ScaledPass,
     can_begin_at,
+    drop,
     largest_scale,
     listed,
     reached_by,
@@ -34,11 +32,11 @@ from autoamp.backward_passes import (
 )
 from autoamp.errors import UsageError
 from autoamp.guarding import GuardedOptimizers
+from autoamp.pass_hooks import GradientHook, Hook, PostAccumulateHook, RunningPasses, is_ours
 from autoamp.patching import PatchSet, dress, original_of
+from autoamp.ranks import is_flat, is_sharded, several
 from autoamp.scaling import LossScaler, open_blocks
 from autoamp.stepping import StepGuard
-from autoamp.tensors import iter_tensors
-from autoamp.torch_private import current_graph_task
 from autoamp.unaware_closures import step_unaware
 
 __all__ = ["AutoScale"]
@@ -69,7 +67,7 @@ class AutoScale:
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         # By identity, since tensors compare by element.
         self._retained = WeakTensorKeyDictionary()
-        self._open: list[ScaledPass] = []
+        self._passes = RunningPasses()
         self._aside: str | None = None
         self.active = False
 
@@ -99,15 +97,17 @@ class AutoScale:
         patched: list[tuple[Any, str, Callable[[Any], Any]]] = [
             (torch.autograd, "backward", self._around_backward),
             (Tensor, "retain_grad", self._around_retain_grad),
-            (Tensor, "register_hook", self._around_register(_GradientHook)),
-            (Tensor, "register_post_accumulate_grad_hook", self._around_register(_PostAccumulateHook)),
-            (Module, "register_backward_hook", self._around_register(_GradientHook)),
-            (Module, "register_full_backward_hook", self._around_register(_GradientHook)),
-            (Module, "register_full_backward_pre_hook", self._around_register(_GradientHook)),
+            (Tensor, "register_hook", self._around_register(GradientHook)),
+            (Tensor, "register_post_accumulate_grad_hook", self._around_register(PostAccumulateHook)),
+            (Module, "register_backward_hook", self._around_register(GradientHook)),
+            (Module, "register_full_backward_hook", self._around_register(GradientHook)),
+            (Module, "register_full_backward_pre_hook", self._around_register(GradientHook)),
             (torch.nn.modules.module, "register_module_full_backward_hook", self._around_register_for_all),
             (torch.nn.modules.module, "register_module_full_backward_pre_hook", self._around_register_for_all),
             (Optimizer, "__init__", lambda f: self._afterwards(f, self._meet)),
             (Optimizer, "__setstate__", lambda f: self._afterwards(f, self._meet)),
+            (Optimizer, "zero_grad", lambda f: self._afterwards(f, self._drop_of_optimizer)),
+            (Module, "zero_grad", lambda f: self._afterwards(f, self._drop_of_module)),
             (torch.amp.GradScaler, "__init__", lambda f: self._afterwards(f, self._notice_scaler)),
             (torch.autocast, "__enter__", lambda f: self._afterwards(f, self._notice_autocast)),
         ]
@@ -167,6 +167,20 @@ class AutoScale:
             self._aside = whom
             log.info("the program uses %s: scaling its losses is left to it", whom)
 
+    def _drop_of_optimizer(self, optimizer: Any) -> None:
+        self._drop(param for group in optimizer.param_groups for param in group["params"])
+
+    def _drop_of_module(self, module: Any) -> None:
+        self._drop(module.parameters())
+
+    def _drop(self, params: Iterable[Tensor]) -> None:
+        """Take note that gradients were dropped: what overflowed in them skips no step."""
+        waiting = [guard for guard in self._guards() if guard.pending]
+        if waiting:
+            ids = set(map(id, params))
+            for guard in waiting:
+                drop(guard, ids)
+
     def _afterwards(self, original: Any, notice: Callable[[Any], None]) -> Any:
         def replacement(self_: Any, *args: Any, **kwargs: Any) -> Any:
             result = original(self_, *args, **kwargs)
@@ -190,31 +204,75 @@ class AutoScale:
             roots = listed(tensors)
             given = listed(grad_tensors if grad_variables is None else grad_variables)
             run = functools.partial(original, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
-            if current_graph_task() != -1:
-                self._join(run, roots, given, inputs)
+            running = self._passes.joinable()
+            if running is not None:
+                self._join(running, run, roots, given, inputs)
                 return
-            ours = not create_graph and self._is_ours(roots, given)
-            owners, reached = (self._owners(), reached_by(roots, inputs)) if ours else ({}, ([], set()))
-            if owners.keys().isdisjoint(map(id, reached[0])):
+            plain = create_graph or not self._is_ours(roots, given)
+            opened = None if plain else self._open(roots, inputs)
+            if opened is None:
                 run(tensors, grad_tensors, grad_variables=grad_variables)
                 return
-            with self._pass(owners, largest_scale(roots), *reached) as scale:
-                run(roots, scaled_gradients(roots, given, scale))
+            running, reached = opened
+            with self._passes.opened(running), self._run(running, roots, *reached):
+                run(roots, scaled_gradients(roots, given, running.scale))
 
         return backward
 
-    def _join(self, run: Callable[[Any, Any], None], roots: list[Any], given: list[Any], inputs: Any) -> None:
+    def _open(self, roots: list[Any], inputs: Any) -> tuple[ScaledPass, tuple[list[Tensor], set[Any]]] | None:
+        """Make the pass that begins at the roots; None if it reaches nothing that an optimizer steps."""
+        owners: dict[int, list[StepGuard]] = {}
+        sharded: list[StepGuard] = []
+        for guard in self._guards():
+            params = guard.params()
+            for param in params:
+                owners.setdefault(id(param), []).append(guard)
+            if any(map(is_sharded, params)):
+                sharded.append(guard)
+        leaves, nodes = reached_by(roots, inputs)
+        if not sharded and owners.keys().isdisjoint(map(id, leaves)):
+            return None
+        if any(map(is_flat, leaves)):
+            raise UsageError(
+                "FullyShardedDataParallel keeps shards of flat parameters, so that ranks would skip different steps; "
+                "use bf16, which needs no loss scale (dtype=torch.bfloat16, --dtype bf16), or fully_shard"
+            )
+        running = ScaledPass(
+            self._scaler,
+            owners,
+            largest_scale(roots),
+            retained=self._retained,
+            # The inf of one rank is to be seen by all.
+            cleans=not several(),
+            now=self._passes.now,
+        )
+        for guard in sharded:
+            # Its shards are not what the pass reaches: gradients are reduced onto them.
+            running.concern(guard, map(id, guard.params()))
+        return running, (leaves, nodes)
+
+    @contextlib.contextmanager
+    def _run(
+        self, running: ScaledPass, roots: Iterable[Any], leaves: list[Tensor], nodes: set[Any], within: bool = False
+    ) -> Iterator[None]:
+        """Get ready for a run of autograd's engine, and let it take place in a block."""
+        self._passes.arrivals.hold(running.take(leaves, nodes, within=within))
+        with self._passes.claimed(running, roots):
+            yield
+
+    def _join(
+        self, running: ScaledPass, run: Callable[[Any, Any], None], roots: list[Any], given: list[Any], inputs: Any
+    ) -> None:
         """Run a pass within a pass, such as a checkpoint's: given gradients have the scale, an implied 1 has not."""
-        running = self._running()
-        if running is None or (given and len(given) != len(roots)):
-            run(roots, given or None)
+        if given and len(given) != len(roots):
+            run(roots, given)
             return
-        running.take(*reached_by(roots, inputs))
         gradients = []
         for root, gradient in zip(roots, given or [None] * len(roots), strict=True):
             implied = gradient is None and can_begin_at(root, None)
             gradients.append(scaled_gradients([root], [], running.scale)[0] if implied else gradient)
-        run(roots, gradients)
+        with self._run(running, roots, *reached_by(roots, inputs), within=True):
+            run(roots, gradients)
 
     def _is_ours(self, roots: Sequence[Any], given: Sequence[Any]) -> bool:
         """Tell whether a pass is ours to scale. One that is wrong is not: torch has its own errors for it."""
@@ -227,27 +285,8 @@ class AutoScale:
             and all(map(can_begin_at, roots, given or [None] * len(roots)))
         )
 
-    def _owners(self) -> dict[int, list[StepGuard]]:
-        """Return the guards of the optimizers that step a tensor, by its id."""
-        owners: dict[int, list[StepGuard]] = {}
-        for optimizer in list(self._known):
-            guard = self._optimizers.guard(optimizer, check=False)
-            for param in guard.params():
-                owners.setdefault(id(param), []).append(guard)
-        return owners
-
-    @contextlib.contextmanager
-    def _pass(
-        self, owners: Mapping[int, list[StepGuard]], largest: float, leaves: list[Tensor], nodes: set[Any]
-    ) -> Iterator[float]:
-        running = ScaledPass(self._scaler, owners, self._retained, largest)
-        self._open.append(running)
-        try:
-            running.take(leaves, nodes)
-            yield running.scale
-        finally:
-            self._open.remove(running)
-            running.close()
+    def _guards(self) -> list[StepGuard]:
+        return [self._optimizers.guard(optimizer, check=False) for optimizer in list(self._known)]
 
     # -- what the program sees of it --
 
@@ -259,12 +298,12 @@ class AutoScale:
 
         return retain_grad
 
-    def _around_register(self, kind: type[_Hook]) -> Callable[[Any], Any]:
+    def _around_register(self, kind: type[Hook]) -> Callable[[Any], Any]:
         def around(original: Any) -> Any:
             def register(self_: Any, hook: Any, *args: Any, **kwargs: Any) -> Any:
                 # A tensor subclass comes by twice, on its way through __torch_function__.
-                if callable(hook) and not isinstance(hook, _Hook) and not torch.compiler.is_compiling():
-                    hook = kind(hook, self._running)
+                if callable(hook) and not is_ours(hook) and not torch.compiler.is_compiling():
+                    hook = self._seeing_true(kind, hook, self_ if isinstance(self_, Tensor) else None)
                 return original(self_, hook, *args, **kwargs)
 
             return register
@@ -273,79 +312,12 @@ class AutoScale:
 
     def _around_register_for_all(self, original: Any) -> Any:
         def register(hook: Any) -> Any:
-            return original(_GradientHook(hook, self._running) if callable(hook) else hook)
+            return original(self._seeing_true(GradientHook, hook, None) if callable(hook) else hook)
 
         return register
 
-    def _running(self) -> ScaledPass | None:
-        if not self._open:
-            return None
-        # Autograd's own threads, which Python has not begun, run the passes of others.
-        if isinstance(threading.current_thread(), threading._DummyThread):
-            return self._open[-1]
-        ours = threading.get_ident()
-        return next((running for running in reversed(self._open) if running.thread == ours), None)
-
-
-class _Hook:
-    """A hook of the program that is to see true gradients. It is copied and pickled as the hook itself."""
-
-    def __init__(self, hook: Callable[..., Any], running: Callable[[], ScaledPass | None]) -> None:
-        # Torch's own wrapper of a hook takes over what is in our __dict__, so that common names would hide its own.
-        self._autoamp_hook = hook
-        self._autoamp_running = running
-        functools.update_wrapper(self, hook, updated=())
-
-    def __call__(self, *args: Any) -> Any:
-        running = self._autoamp_running()
-        return self._autoamp_hook(*args) if running is None else self.within(running, *args)
-
-    def within(self, running: ScaledPass, *args: Any) -> Any:
-        """Call the hook while a scaled pass runs."""
-        raise NotImplementedError
-
-    def __deepcopy__(self, memo: Any) -> _Hook:
-        return type(self)(copy.deepcopy(self._autoamp_hook, memo), self._autoamp_running)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _same, (self._autoamp_hook,)
-
-
-class _GradientHook(_Hook):
-    """Gets gradients as arguments, and may return others for them."""
-
-    def within(self, running: ScaledPass, *args: Any) -> Any:
-        scale = running.scale
-        true = [_each(lambda gradient: gradient / scale, given) for given in args]
-        versions = [tensor._version for tensor in _tensors(true)]
-        result = self._autoamp_hook(*true)
-        if result is None and [tensor._version for tensor in _tensors(true)] != versions:
-            # It wrote to what it was given.
-            result = true[-1]
-        return _each(lambda gradient: gradient * scale, result)
-
-
-class _PostAccumulateHook(_Hook):
-    """Gets a tensor whose ``.grad`` is complete."""
-
-    def within(self, running: ScaledPass, *args: Any) -> Any:
-        # It may well step the optimizer: this gradient is done, and its verdict is due now.
-        running.finish_early(args[0])
-        return self._autoamp_hook(*args)
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    return [value for value in iter_tensors(values) if not value.is_inference()]
-
-
-def _each(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return type(value)(_each(function, item) for item in value)
-    return function(value) if isinstance(value, Tensor) else value
+    def _seeing_true(self, kind: type[Hook], hook: Any, tensor: Tensor | None) -> Hook:
+        return kind(hook, self._passes, self._optimizers.without_casts, tensor)
 
 
 def _is_torchs(module_name: str) -> bool:

@@ -19,7 +19,7 @@ from autoamp.errors import UsageError
 from autoamp.likeness import Likeness
 from autoamp.torch_private import group_by_device_and_dtype, unscale_and_check_
 
-__all__ = ["GradientMark", "Kind", "found_any", "non_finite", "scale_", "total_norm", "unscale_"]
+__all__ = ["GradientMark", "Kind", "found_any", "non_finite", "scale_", "total_norm", "true_gradient", "unscale_"]
 
 Kind: TypeAlias = tuple[torch.device, torch.dtype]
 _Name = TypeVar("_Name")
@@ -77,6 +77,54 @@ def scale_(params: Iterable[torch.Tensor], factor: float) -> None:
     """
     for values in _values_by_kind(params).values():
         torch._foreach_mul_(values, factor)
+
+
+@torch.no_grad()
+def true_gradient(gradient: torch.Tensor, inv_scale: float, found: torch.Tensor, *, clean: bool) -> torch.Tensor:
+    """Return a gradient times ``inv_scale``, and look for inf and nan in the same pass. The gradient stays as it is.
+
+    Args:
+        gradient: Of any kind that `unscale_` takes.
+        inv_scale: 1 / scale.
+        found: One fp32 element on the gradient's device, set to 1.0 if an inf or nan is there.
+        clean: Whether to return 0 in place of all of a gradient with inf or nan.
+
+    Returns:
+        A new tensor, of the same dtype.
+
+    Raises:
+        UsageError: A gradient of a dtype that cannot be unscaled.
+    """
+    if hasattr(gradient, "to_local"):
+        # A check of a distributed tensor is a collective, which nobody else may be about to join.
+        result = gradient * inv_scale
+        values = result.to_local().clone()
+        inv_scale, clean = 1.0, False
+    else:
+        if gradient.layout is torch.sparse_coo and gradient.dtype is torch.float16:
+            gradient = gradient.coalesce()
+        result = _copied(gradient)
+        values = _values(result)
+    values = torch.view_as_real(values) if values.is_complex() else values
+    if values.dtype not in _REAL:
+        raise UsageError(_no_scale_for(values.dtype))
+    if values.dtype is torch.float64 or inv_scale > 1.0:
+        values.mul_(inv_scale)
+        inv_scale = 1.0
+    factor = torch.full((), inv_scale, dtype=torch.float32, device=values.device)
+    unscale_and_check_([values], found, factor)
+    if clean:
+        values.masked_fill_(found != 0, 0.0)
+    return result
+
+
+def _copied(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a copy in which no two elements share memory, and without marks of a lazy conjugation or negation."""
+    if gradient.layout is not torch.strided:
+        return gradient.clone()
+    if _overlaps_itself(gradient):
+        return _contiguous_clone(gradient)
+    return gradient.resolve_conj().resolve_neg().clone()
 
 
 def found_any(found: Sequence[torch.Tensor]) -> list[bool]:
@@ -214,10 +262,12 @@ def _values_by_kind(
     groups = _grouped(_writable_grads(params))
     for _, dtype in groups:
         if dtype not in _REAL:
-            raise UsageError(
-                f"a gradient of {dtype} cannot be scaled; keep the parameters in float16, bfloat16, float32 or float64"
-            )
+            raise UsageError(_no_scale_for(dtype))
     return groups
+
+
+def _no_scale_for(dtype: torch.dtype) -> str:
+    return f"a gradient of {dtype} cannot be scaled; keep the parameters in float16, bfloat16, float32 or float64"
 
 
 def _writable_grads(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -180,6 +180,10 @@ class GuardedOptimizers:
         """The device type that is cast."""
         return self._casts.device_type
 
+    def without_casts(self) -> contextlib.AbstractContextManager[None]:
+        """Turn casts off for a block, on this thread."""
+        return self._casts.switched(False)
+
     @property
     def has_masters(self) -> bool:
         """Whether an optimizer steps master weights, or will."""

@@ -25,6 +25,7 @@ from autoamp.checks import warn_without_gradients
 from autoamp.errors import NonFiniteGradientsError, UsageError
 from autoamp.gradients import GradientMark, Kind, non_finite, scale_, unscale_
 from autoamp.likeness import Likeness
+from autoamp.ranks import non_finite_now, several
 from autoamp.scaling import LossScaler, open_blocks
 from autoamp.verdicts import Verdict, read, settle
 
@@ -34,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 # From the highest default scale, 2**24, so many halvings lead far below 1, where no scale is to blame any more.
 _MAX_EVALUATIONS = 33
+
+# So many verdicts wait for a step at most.
+_MANY_VERDICTS = 64
 
 
 class StepGuard:
@@ -91,6 +95,7 @@ class StepGuard:
         self.collect = collect or (lambda: None)
         self.step_closure: Callable[..., Any] | None = None
         self._delayed: LossScaler | None = None
+        self._abandoned: list[Verdict] = []
         self.usual: Likeness[Kind] = Likeness()
         self._mark = GradientMark(())
         self._blocks = 0
@@ -143,6 +148,30 @@ class StepGuard:
         self._mark = GradientMark(self.params() if params is None else params, every=delayed is not None)
         self._blocks += 1
 
+    def expect(self, verdict: Verdict) -> None:
+        """Take note of a backward pass from which gradients come with true values, and of the verdict on them."""
+        self.finish_delayed()
+        if len(self.pending) >= _MANY_VERDICTS:
+            # Nobody steps. To read them all in one go now and then is enough.
+            blamed = self.settle()
+            self.pending = [] if blamed is None else [blamed]
+        self.pending.append(verdict)
+        self._tries_closures = False
+        self._blocks += 1
+
+    def abandon(self, verdict: Verdict) -> None:
+        """Take note that a verdict is on gradients that were dropped: it skips no step, and its scaler hears of it."""
+        self.pending.remove(verdict)
+        self._abandoned.append(verdict)
+        if len(self._abandoned) >= _MANY_VERDICTS:
+            self._settle_abandoned()
+
+    def _settle_abandoned(self) -> None:
+        abandoned, self._abandoned = self._abandoned, []
+        read(abandoned)
+        # At a higher scale than that of now: the scaler knows.
+        settle([one for one in abandoned if one.overflowed and one.scale <= one.scaler.loss_scale])
+
     def forget_abandoned(self) -> None:
         """Settle verdicts whose gradients were dropped without a step; the scaler learns from them all the same."""
         if self.pending:
@@ -179,14 +208,18 @@ class StepGuard:
             self._after_step()
             loss, blamed = self.evaluate(closure)
             if blamed is not None:
-                raise NonFiniteGradientsError(
-                    f"gradients overflowed at loss scale {blamed.scale:g} when {self.name} called its closure in the "
-                    "middle of a step, and a lower scale is not to be had or does not help: the parameters are at an "
-                    "intermediate point. Load the last checkpoint; train with a lower static loss scale, bf16 or fp32"
-                )
+                raise self.hopeless(blamed)
             return loss
 
         return evaluate
+
+    def hopeless(self, blamed: Verdict) -> NonFiniteGradientsError:
+        """Return the error for a closure that overflows at all scales with the step half done."""
+        return NonFiniteGradientsError(
+            f"gradients overflowed at loss scale {blamed.scale:g} when {self.name} called its closure in the middle of "
+            "a step, and a lower scale is not to be had or does not help: the parameters are at an intermediate point. "
+            "Load the last checkpoint; train with a lower static loss scale, bf16 or fp32"
+        )
 
     def _step(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.in_block:
@@ -197,6 +230,7 @@ class StepGuard:
         self.steps, self.last_step_skipped = self.steps + 1, False
         self.collect()
         self.finish_delayed()
+        self._look_again()
         closure = args[0] if args else kwargs.get("closure")
         try:
             if callable(closure):
@@ -206,10 +240,23 @@ class StepGuard:
         finally:
             self._after_step()
 
+    def _look_again(self) -> None:
+        """Look at the gradients as they are now where other ranks have a part in them: inf may have come from there."""
+        if self.pending and several():
+            last = self.pending[-1]
+            found = non_finite_now(self.params(), [flag for verdict in self.pending for flag in verdict.found])
+            self.pending.append(Verdict(last.scaler, last.scale, found))
+
     def settle(self) -> Verdict | None:
         """Read the pending verdicts, tell the scalers, and return the verdict to blame, if any."""
         pending, self.pending = self.pending, []
-        return settle(pending)
+        if not self._abandoned:
+            return settle(pending)
+        # All at one go, since to read is to wait for the device.
+        read([*pending, *self._abandoned])
+        blamed = settle(pending)
+        self._settle_abandoned()
+        return blamed
 
     def take(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Let the optimizer step, with casts off."""

@@ -29,6 +29,7 @@ __all__ = [
     "MODULE_CALL",
     "RECOMPUTATION",
     "RECURRENT",
+    "TELLS_GRAPH_TASKS",
     "TENSOR_GUARDS",
     "cudnn_enabled",
     "current_graph_task",
@@ -109,6 +110,9 @@ is_transformed: Callable[[Tensor], bool] = _find("torch._C._functorch.is_functor
 
 current_graph_task: Callable[[], int] = _find("torch._C._current_graph_task_id", lambda: -1)
 """The number of the backward pass that runs in this thread, -1 for none. Without it no pass is ever seen within one."""
+
+TELLS_GRAPH_TASKS = "torch._C._current_graph_task_id" not in MISSING
+"""Whether `current_graph_task` knows."""
 
 mkldnn_enabled: Callable[[], bool] = _find("torch._C._get_mkldnn_enabled", lambda: False)
 """Whether the user lets torch call oneDNN."""

@@ -49,6 +49,9 @@ def step_unaware(
         loss, blamed = guard.evaluate(closure, attempts=1 if first else None)
         if first and blamed is not None:
             raise _GivenUp(loss, blamed)
+        if blamed is not None:
+            # What overflowed is 0 in the gradients, and an optimizer may take that for a minimum.
+            raise guard.hopeless(blamed)
         return loss
 
     try:

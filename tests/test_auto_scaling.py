@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
+from autoamp import pass_hooks, verdicts
 from autoamp.auto_scaling import AutoScale
 
 # No op is cast, so gradients must be bitwise those of plain torch.
@@ -57,14 +58,15 @@ def scaled(function: Callable[[], Any]) -> Any:
     handle = autoamp.init(**NO_CASTS)
     seen: list[float] = []
     with handle.auto_scale() as scaling:
-        leave = scaling._pass
+        opened = scaling._open
 
         def spied(*args: Any) -> Any:
-            block = leave(*args)
-            seen.append(handle.loss_scale)
-            return block
+            found = opened(*args)
+            if found is not None:
+                seen.append(found[0].scale)
+            return found
 
-        scaling._pass = spied  # type: ignore[method-assign]
+        scaling._open = spied  # type: ignore[method-assign]
         result = function()
     assert seen
     assert min(seen) > 1
@@ -367,12 +369,191 @@ def steps_by_other_ways() -> Any:
     return losses, list(model.parameters())
 
 
+def looks_at_gradients_from_hooks() -> Any:
+    model, optimizer, x = make()
+    seen: list[Tensor] = []
+
+    def at_the_end() -> None:
+        seen.extend(gradients(model))
+
+    def clips_in_place(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        seen.append(parameter.grad.clone())
+        parameter.grad.clamp_(-0.01, 0.01)
+
+    def within(module: nn.Module, into: Any, out: Any) -> None:
+        seen.extend(gradients(model))
+        torch.autograd.Variable._execution_engine.queue_callback(at_the_end)
+
+    model[2].weight.register_post_accumulate_grad_hook(clips_in_place)
+    model[0].register_full_backward_hook(within)
+    model[0].bias.register_hook(lambda gradient: seen.extend([gradient.clone(), *gradients(model)]))
+    for _ in range(2):
+        model(x).square().mean().backward()
+    optimizer.step()
+    return seen, gradients(model), list(model.parameters())
+
+
+def reverses_gradients() -> Any:
+    model, optimizer, x = make()
+    hidden = model[0](x)
+    hidden.register_hook(lambda gradient: -gradient)
+    hidden.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05))
+    model[2](hidden).sum().backward()
+    optimizer.step()
+    return gradients(model), list(model.parameters())
+
+
+class Adds(nn.Module):
+    """What a checkpoint's inner pass reaches shares memory with what goes back into the outer one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = (nn.Parameter(torch.full((3, 3), value)) for value in (0.5, 0.25))
+        self.row, self.table = nn.Parameter(torch.ones(3)), nn.Embedding(3, 3, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.table(torch.tensor([0, 2, 2]))
+        return (x + self.one.unsqueeze(0) + self.other[None] + self.row.view(1, 1, 3) + rows + self.one.t()).square()
+
+
+def checkpoints_what_shares_memory() -> Any:
+    torch.manual_seed(5)
+    model, head, free = Adds(), nn.Linear(3, 3), torch.full((3, 3), 0.125, requires_grad=True)
+    optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+    seen = []
+    for _ in range(3):
+        x = head(torch.randn(1, 3, 3))
+        # Nobody but the program knows of this one, and only the checkpoint reaches it.
+        x = checkpoint(lambda x: model(x) * free, x, use_reentrant=True)
+        checkpoint(lambda x: model(x) + free, x, use_reentrant=True).sum().backward()
+        seen.append(
+            [parameter.grad.to_dense().clone() for parameter in (*model.parameters(), *head.parameters(), free)]
+        )
+    optimizer.step()
+    return seen, list(model.parameters())
+
+
+def steps_what_is_in_no_optimizer() -> Any:
+    model, _optimizer, x = make()
+    by_hand = nn.Linear(2, 2)
+
+    def step(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        with torch.no_grad():
+            parameter -= 0.1 * parameter.grad
+        parameter.grad = None
+
+    for parameter in by_hand.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    for _ in range(3):
+        by_hand(model(x)).square().mean().backward()
+    return list(by_hand.parameters()), gradients(model)
+
+
+def adds_a_group_late() -> Any:
+    model, optimizer, x = make()
+    late = nn.Linear(2, 2)
+    late(model(x)).square().mean().backward()
+    optimizer.add_param_group({"params": late.parameters()})
+    late(model(x)).square().mean().backward()
+    optimizer.step()
+    return list(late.parameters()), list(model.parameters())
+
+
+def runs_passes_with_gradients_of_hooks() -> Any:
+    """What a hook runs backward begins with true gradients, and is a pass of its own."""
+    model, optimizer, x = make()
+    other = nn.Linear(2, 2)
+    optimizer.add_param_group({"params": other.parameters()})
+    output = model(x)
+
+    def hook(gradient: Tensor) -> None:
+        with torch.enable_grad():
+            other(torch.ones(5, 2)).backward(gradient)
+            checkpoint(other, torch.ones(5, 2, requires_grad=True), use_reentrant=True).backward(gradient)
+
+    output.register_hook(hook)
+    output.square().sum().backward()
+    return gradients(model), gradients(other)
+
+
+def looks_at_retained_gradients_from_hooks() -> Any:
+    model, _optimizer, x = make()
+    seen: list[Tensor] = []
+    for _ in range(2):
+        hidden = model[0](x)
+        hidden.retain_grad()
+        model[0].weight.register_hook(lambda _, hidden=hidden: seen.append(hidden.grad.clone()))
+        for _ in range(2):
+            hidden.tanh().square().sum().backward(retain_graph=True)
+    return seen, gradients(model)
+
+
+def runs_backward_in_threads() -> Any:
+    model, _optimizer, x = make()
+    model[0].weight.register_hook(lambda gradient: gradient * 2)
+    problems: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for _ in range(10):
+                hidden = model[0](x)
+                # So that what is added up has no rounding, in whatever order.
+                hidden.register_hook(lambda gradient: gradient.round())
+                checkpoint(model[1], hidden, use_reentrant=True).sum().round().backward()
+                (model[2].weight.sum() * 3).backward()
+        except BaseException as problem:
+            problems.append(problem)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not problems
+    return model[2].weight.grad, model[0].weight.grad.isfinite().all()
+
+
 PROGRAMS = [
+    looks_at_gradients_from_hooks, reverses_gradients, checkpoints_what_shares_memory, steps_what_is_in_no_optimizer,
+    adds_a_group_late, runs_passes_with_gradients_of_hooks, looks_at_retained_gradients_from_hooks,
+    runs_backward_in_threads,
     has_hooks_of_every_kind, has_hooks_of_old_and_for_all, has_gradients_with_a_graph, steps_by_other_ways,
     trains, accumulates, clips, has_closures, has_two_optimizers, has_several_losses, limits_the_inputs,
     wants_gradients_of_inputs, checkpoints, has_hooks, steps_in_backward, shares_parameters, has_sparse_gradients,
     has_double_backward, catches_exceptions, has_learning_rates_and_param_groups,
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, p: x + p.unsqueeze(0),
+        lambda x, p: x + p.view(1, 3, 3),
+        lambda x, p: x[0] + p.t(),
+        lambda x, p: x + p[None] + F.embedding(torch.tensor([[0, 2, 2]]), p, sparse=False),
+        lambda x, p: x[0] + F.embedding(torch.tensor([0, 2, 2]), p, sparse=True),
+    ],
+    ids=["unsqueeze", "view", "t", "two", "sparse"],
+)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_what_a_checkpoint_reaches_and_passes_on_may_share_memory(function: Any, batch: int) -> None:
+    def program() -> Any:
+        x, p = torch.randn(batch, 3, 3, requires_grad=True), nn.Parameter(torch.randn(3, 3))
+        optimizer = torch.optim.SGD([p], lr=0.1)
+        for _ in range(2):
+            hidden = x * 3.0
+            checkpoint(function, hidden, p, use_reentrant=True).sum().backward()
+            checkpoint(lambda hidden: function(hidden, p), hidden.detach() * x, use_reentrant=True).sum().backward()
+        optimizer.step()
+        return x.grad, p.grad.to_dense(), p
+
+    torch.manual_seed(3)
+    expected = plain(program)
+    torch.manual_seed(3)
+    # The parts of a sparse gradient may be added up in another order.
+    torch.testing.assert_close(scaled(program), expected)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
@@ -538,6 +719,213 @@ def test_a_step_that_goes_past_its_guard(handle: autoamp.Handle) -> None:
     assert handle.loss_scale == 2.0**14
 
 
+# Times a scale of 2**16 this leaves fp32's range; times 2**15 it does not.
+EDGE = 2.0**112
+
+
+@pytest.mark.parametrize("hides", [lambda g: g.nan_to_num(0.0, 1.0, -1.0), lambda g: g.clamp(-1.0, 1.0) * 0 + 10.0])
+@pytest.mark.parametrize("where", ["tensor", "in place", "post accumulate"])
+def test_no_hook_hides_an_overflow(handle: autoamp.Handle, scaling: AutoScale, hides: Any, where: str) -> None:
+    param = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([param], lr=0.5)
+    if where == "post accumulate":
+        param.register_post_accumulate_grad_hook(lambda p: (p.grad.copy_(hides(p.grad)), None)[1])
+    else:
+        param.register_hook(hides if where == "tensor" else lambda g: (g.copy_(hides(g)), None)[1])
+    (param.sum() * EDGE).backward()
+    optimizer.step()
+    assert torch.equal(param.detach(), torch.ones(2))
+    assert (handle.skipped_steps, handle.loss_scale) == (1, 2.0**15)
+
+
+def test_gradients_may_be_replaced_between_passes(handle: autoamp.Handle, scaling: AutoScale) -> None:
+    param = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([param], lr=0.5)
+    for factor in (EDGE, 1.0, EDGE, 1.0):
+        (param.sum() * factor).backward()
+        assert param.grad is not None
+        param.grad = param.grad.clone()
+        param.grad.mul_(0.5)
+    optimizer.step()
+    assert torch.equal(param.detach(), torch.ones(2))
+    # One step, one overflow, whatever was written to gradients in between.
+    assert (handle.skipped_steps, handle.loss_scale) == (1, 2.0**15)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("whose", ["optimizer", "module", "by hand"])
+def test_a_batch_that_is_dropped_costs_no_good_step(
+    handle: autoamp.Handle, scaling: AutoScale, set_to_none: bool, whose: str
+) -> None:
+    model, optimizer, x = make()
+    before = copy.deepcopy(list(model.parameters()))
+    (model(x).sum() * float("inf")).backward()
+    if whose == "by hand":
+        for parameter in model.parameters():
+            parameter.grad = None
+    else:
+        (optimizer if whose == "optimizer" else model).zero_grad(set_to_none=set_to_none)
+    model(x).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model[0].weight, before[0])
+    assert (handle.skipped_steps, handle.loss_scale) == (0, 2.0**15)
+
+
+def test_what_another_part_overflowed_in_is_dropped_alone(handle: autoamp.Handle, scaling: AutoScale) -> None:
+    """As a critic's gradients are, which the generator's pass left behind."""
+    generator, critic = nn.Linear(2, 2), nn.Linear(2, 1)
+    opt_g, opt_c = (torch.optim.SGD(module.parameters(), lr=0.1) for module in (generator, critic))
+    (critic(generator(torch.ones(1, 2))).sum() * float("inf")).backward()
+    critic.zero_grad(set_to_none=False)
+    critic(torch.ones(1, 2)).sum().backward()
+    opt_c.step()
+    assert handle.skipped_steps == 0
+    opt_g.step()
+    assert handle.skipped_steps == 1
+    assert handle.loss_scale == 2.0**15
+
+
+def test_what_was_accumulated_before_an_overflow_stays(handle: autoamp.Handle, scaling: AutoScale) -> None:
+    model, _optimizer, x = make()
+    by_hand = torch.ones(2, requires_grad=True)
+    model(x * by_hand.sum()).sum().backward()
+    before = [by_hand.grad.clone(), *gradients(model)]  # type: ignore[union-attr]
+    (model(x * by_hand.sum()).sum() * float("inf")).backward()
+    assert_equal([by_hand.grad, *gradients(model)], before)
+    # And what nobody's optimizer steps goes on.
+    model(x * by_hand.sum()).sum().backward()
+    assert_equal([by_hand.grad, *gradients(model)], [2 * gradient for gradient in before])
+
+
+def test_a_step_of_many_passes_waits_for_the_device_once(
+    handle: autoamp.Handle, scaling: AutoScale, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[int] = []
+    found_any = verdicts.found_any
+    monkeypatch.setattr(verdicts, "found_any", lambda found: (reads.append(len(found)), found_any(found))[1])
+    model, optimizer, x = make()
+    for _ in range(3):
+        for _ in range(4):
+            model(x).sum().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert reads == [4, 4, 4]
+
+
+def test_an_overflow_after_a_step_in_the_middle_of_a_pass(handle: autoamp.Handle, scaling: AutoScale) -> None:
+    first, last = (torch.ones(1, requires_grad=True) for _ in range(2))
+    optimizers = {id(param): torch.optim.SGD([param], lr=0.5) for param in (first, last)}
+    for param in (first, last):
+        param.register_post_accumulate_grad_hook(lambda p: optimizers[id(p)].step())
+    # Its gradient arrives first, and is stepped.
+    (first * EDGE + last).backward()
+    assert (float(last.detach()), float(first.detach())) == (0.5, 1.0)
+    assert (handle.skipped_steps, handle.loss_scale) == (1, 2.0**15)
+    (first + last).backward()
+    assert (float(last.detach()), float(first.detach())) == (-0.5, 0.5)
+    assert (handle.skipped_steps, handle.loss_scale) == (1, 2.0**15)
+
+
+def test_passes_that_nobody_steps_do_not_pile_up(handle: autoamp.Handle, scaling: AutoScale) -> None:
+    model, optimizer, x = make()
+    for count in range(200):
+        (model(x).sum() * (float("inf") if count == 3 else 1.0)).backward()
+    guard = handle.optimizers.guard(optimizer)
+    assert len(guard.pending) < 100
+    optimizer.step()
+    assert (handle.skipped_steps, handle.loss_scale) == (1, 2.0**15)
+    for _ in range(200):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+    assert len(guard.pending) + len(guard._abandoned) < 100
+
+
+# -- hooks, where ops are cast --
+
+
+@pytest.fixture
+def casting() -> autoamp.Handle:
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16)
+    handle.auto_scale()
+    return handle
+
+
+def test_gradients_of_half_activations_reach_hooks_as_they_are(casting: autoamp.Handle) -> None:
+    """Half precision has no room for them, and a hook that turns them around must not make them 0."""
+    layer = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    seen: list[Tensor] = []
+    hidden = layer(torch.ones(1, 4))
+    assert hidden.dtype is torch.float16
+    hidden.register_hook(lambda gradient: (seen.append(gradient.clone()), -gradient)[1])
+    (hidden.float().sum() * 2.0**-28).backward()
+    assert_equal(seen, [torch.full((1, 4), 2.0**-28)])
+    assert torch.equal(layer.bias.grad, torch.full((4,), -(2.0**-28)))
+    optimizer.step()
+
+
+def test_hooks_compute_in_the_precision_of_gradients(casting: autoamp.Handle) -> None:
+    layer, projection = nn.Linear(4, 4, bias=False), torch.eye(4) * 2
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    layer.weight.register_hook(lambda gradient: gradient @ projection)
+    layer.weight.register_hook(lambda gradient: gradient.double())
+    (layer(torch.ones(1, 4)).float().sum() * 2.0**-28).backward()
+    assert torch.equal(layer.weight.grad, torch.full((4, 4), 2.0**-27))
+    optimizer.step()
+
+
+# -- what cannot be kept true is refused --
+
+
+def take_numbers_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do as under a torch that does not number the runs of its engine."""
+    monkeypatch.setattr(pass_hooks, "TELLS_GRAPH_TASKS", False)
+    monkeypatch.setattr(pass_hooks, "current_graph_task", lambda: -1)
+
+
+def test_flat_parameters_are_refused(handle: autoamp.Handle, scaling: AutoScale) -> None:
+    model, optimizer, x = make()
+    model[0].weight._is_flat_param = True  # type: ignore[assignment]
+    with pytest.raises(autoamp.UsageError, match=r"shards of flat parameters.*use bf16"):
+        model(x).sum().backward()
+    assert not gradients(model)
+    assert not handle.optimizers.guard(optimizer).pending
+
+
+@pytest.mark.parametrize(
+    "program", [has_hooks_of_every_kind, checkpoints, steps_in_backward, checkpoints_what_shares_memory]
+)
+def test_a_torch_that_does_not_number_its_runs(monkeypatch: pytest.MonkeyPatch, program: Any) -> None:
+    expected = plain(program)
+    take_numbers_away(monkeypatch)
+    assert_equal(scaled(program), expected)
+
+
+def test_threads_under_a_torch_that_does_not_number_its_runs(
+    scaling: AutoScale, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_numbers_away(monkeypatch)
+    model, _optimizer, x = make()
+    problems: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            model(x).sum().backward()
+        except autoamp.UsageError as problem:
+            problems.append(problem)
+
+    def hook(gradient: Tensor) -> None:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+
+    model[2].weight.register_hook(hook)
+    model(x).sum().backward()
+    assert len(problems) == 1
+    assert "two threads run backward at once" in str(problems[0])
+
+
 # -- who is scaled --
 
 
@@ -601,7 +989,7 @@ def test_a_thread_s_hooks_are_those_of_its_own_pass(scaling: AutoScale) -> None:
 def test_passes_without_an_optimizer_are_left_alone(handle: autoamp.Handle, scaling: AutoScale) -> None:
     x = torch.ones(2, requires_grad=True)
     seen: list[Any] = []
-    x.register_hook(lambda gradient: seen.append(scaling._running()))
+    x.register_hook(lambda gradient: seen.append(scaling._passes.now()))
     x.sum().backward()
     assert seen == [None]
     assert torch.equal(torch.autograd.grad(x.sum(), x)[0], torch.ones(2))
@@ -698,7 +1086,7 @@ def test_nothing_to_check_costs_nothing() -> None:
     handle = autoamp.init(device_type="cpu", dtype=torch.bfloat16)
     model, optimizer, x = make()
     with handle.auto_scale() as scaling:
-        scaling._pass = None  # type: ignore[assignment, method-assign]
+        scaling._open = None  # type: ignore[assignment, method-assign]
         model(x).float().sum().backward()
         optimizer.step()
     assert handle.loss_scale == 1.0
