@@ -25,6 +25,7 @@ from autoamp.torch_private import TELLS_GRAPH_TASKS, current_graph_task
 
 __all__ = ["Arrivals", "GradientHook", "Hook", "PostAccumulateHook", "RunningPasses", "is_ours"]
 
+
 class _Hooked(threading.local):
     """The runs in which a thread is within a hook of the program, the innermost last."""
 
