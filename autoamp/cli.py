@@ -17,7 +17,6 @@ from autoamp import probing
 from autoamp.drift import check_lists
 from autoamp.errors import AutoampError, UsageError
 from autoamp.launching import Program, prepared, take_path
-from autoamp.rules import load_table
 from autoamp.running import DTYPES, LEVELS, Options, Run, set_up
 
 __all__ = ["main", "set_up_child"]
@@ -139,7 +138,7 @@ def _doctor(chosen: argparse.Namespace) -> int:
     found: dict[str, Any] = {
         "packages": probing.packages(),
         "device": dataclasses.asdict(device),
-        "lists": dataclasses.asdict(probing.lists_of(device.default)),
+        "lists": dataclasses.asdict(probing.lists_of(device.kind)),
         "names": dataclasses.asdict(probing.bound_names()),
     }
     measured = [] if chosen.quick else probing.measure(device.kind)
@@ -218,7 +217,7 @@ def _lists(chosen: argparse.Namespace) -> int:
             header = "its autocast header" if drift.header else "no autocast header, as it was installed without"
             sys.stdout.write(f"the shipped lists agree with torch {drift.torch}: its public names, {header}\n")
         return int(bool(drift))
-    rules = load_table(chosen.set, base=probing.default_base()).rules
+    rules = probing.default_table(chosen.set, chosen.device_type).rules
     rows = sorted((rule.target, rule.policy.value, str(rule.origin)) for rule in rules)
     sys.stdout.write("".join(f"{line}\n" for line in _aligned(rows)))
     return 0
@@ -256,6 +255,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.set_defaults(act=_doctor)
     lists = commands.add_parser("lists", help="show each rule and where it comes from")
     lists.add_argument("--set", default=None, help="a list set or file; default: what this project uses")
+    lists.add_argument("--device-type", help="for which device: cuda, cpu, ...; the accelerator's unless given")
     lists.add_argument("--check", action="store_true",
                        help="compare the shipped sets with the installed torch; exit 1 where they differ")  # fmt: skip
     lists.set_defaults(act=_lists)

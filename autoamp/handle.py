@@ -61,7 +61,7 @@ class Settings:
         dtype = default_half_dtype(device_type) if dtype is None else dtype
         if dtype not in HALF_DTYPES:
             raise UsageError(f"dtype={dtype} is no half precision; choose torch.float16 or torch.bfloat16")
-        table = load_table(lists, base="bf16" if dtype is torch.bfloat16 else "default")
+        table = load_table(lists, base="bf16" if dtype is torch.bfloat16 else "default", device_type=device_type)
         make_scaler(loss_scale, dtype)
         return cls(loss_scale, enable_caching, verbose, allow_banned, device_type, dtype, rebind, table)
 

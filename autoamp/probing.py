@@ -25,7 +25,7 @@ from autoamp import runtime
 from autoamp.compat.alias import real_apex
 from autoamp.errors import UsageError
 from autoamp.patching import original_of
-from autoamp.rules import ENVIRONMENT_VARIABLE, load_table, shipped_sets
+from autoamp.rules import ENVIRONMENT_VARIABLE, CastTable, load_table, shipped_sets
 from autoamp.targets import expand, owns_its_names
 from autoamp.tensors import default_device_type, default_half_dtype
 
@@ -36,7 +36,7 @@ __all__ = [
     "Names",
     "Spread",
     "bound_names",
-    "default_base",
+    "default_table",
     "device_of",
     "lists_of",
     "measure",
@@ -68,9 +68,21 @@ class Device:
     fp32_matmul: str
 
 
-def default_base() -> str:
-    """Return the shipped set that a handle takes by default here."""
-    return "bf16" if default_half_dtype(default_device_type()) is torch.bfloat16 else "default"
+def default_table(lists: Any = None, kind: str | None = None) -> CastTable:
+    """Find and read the lists as `autoamp.init` would here, for a device type; None is the current accelerator's.
+
+    Raises:
+        ListFileError: A list cannot be used.
+        UsageError: Torch knows no such device type, or no half precision for it.
+    """
+    kind = default_device_type() if kind is None else kind
+    try:
+        half = default_half_dtype(kind)
+    except RuntimeError:
+        raise UsageError(
+            f"device_type={kind!r} is unknown to torch; choose 'cuda', 'cpu', 'xpu' or 'mps', say"
+        ) from None
+    return load_table(lists, base="bf16" if half is torch.bfloat16 else "default", device_type=kind)
 
 
 def device_of(kind: str | None = None) -> Device:
@@ -293,13 +305,13 @@ class Lists:
     waiting: tuple[str, ...]
 
 
-def lists_of(default: str) -> Lists:
-    """Find and read the lists as `autoamp.init` would here, with the half dtype ``default``.
+def lists_of(kind: str) -> Lists:
+    """Tell what lists `autoamp.init` would take here for a device type.
 
     Raises:
         ListFileError: A list cannot be used.
     """
-    table = load_table(base="bf16" if default == "bfloat16" else "default")
+    table = default_table(kind=kind)
     expansion = expand(table)
     used: dict[str, int] = {}
     for rule in table.rules:
@@ -333,7 +345,7 @@ def bound_names() -> Names:
     """Find the references that imported modules hold to functions that `autoamp.init` patches."""
     with runtime.region() as handle:
         rebound = [name for name in handle.late_bound if not name.startswith("torch.")]
-    originals = {id(target.original): target.original for target in expand(load_table(base=default_base())).targets}
+    originals = {id(target.original): target.original for target in expand(default_table()).targets}
     unreached = []
     for name, module in sorted(sys.modules.items()):
         if isinstance(module, types.ModuleType) and not name.startswith("torch.") and not owns_its_names(name):

@@ -42,10 +42,11 @@ __all__ = [
 SCHEMA = 1
 ENVIRONMENT_VARIABLE = "AUTOAMP_LISTS"
 PROJECT_FILE = "autoamp.toml"
-
+# torch is not asked for them: nothing here needs it.
+DEVICE_TYPES = frozenset({"cpu", "cuda", "hpu", "ipu", "maia", "mps", "mtia", "npu", "xla", "xpu"})
 
 _ARRAYS = tuple(policy for policy in CastPolicy if policy is not CastPolicy.BANNED)
-_KEYS = ("schema", "extends", *(policy.value for policy in CastPolicy), "modules", "versions")
+_KEYS = ("schema", "extends", *(policy.value for policy in CastPolicy), "modules", "versions", "devices")
 
 
 def _nearest(word: object, valid: Collection[str]) -> str:
@@ -95,6 +96,7 @@ class _ListSet:
         for target, remedy in self._entries(data, "banned"):
             self._add_rule(CastRule(target, CastPolicy.BANNED, source.at("banned", target), remedy))
         self._limit_versions(data)
+        self._limit_devices(data)
         rules = sorted(self._seen.values(), key=lambda rule: not rule.bare)
         self.own = CastTable(tuple(rules), tuple(self._module_rules(data)), (source.name,))
         self.extends = self._strings(data, "extends", lone=True) if "extends" in data else None
@@ -147,6 +149,17 @@ class _ListSet:
             if not is_version_limit(versions):
                 _fail(origin, f"{target!r} under versions has {versions!r}; write '>=2.13', '<2.14' or '>=2.12,<2.14'")
             self._seen[target] = replace(self._seen[target], versions=versions)
+
+    def _limit_devices(self, data: Mapping[str, object]) -> None:
+        for target, devices in self._entries(data, "devices"):
+            origin = self.source.at("devices", target)
+            if target not in self._seen:
+                _fail(origin, f"{target!r} under devices has no rule here; {_nearest(target, self._seen)}")
+            types = tuple(part.strip() for part in devices.split(","))
+            if not DEVICE_TYPES.issuperset(types):
+                remedy = f"write one of {_choices(sorted(DEVICE_TYPES))}, or several with commas between"
+                _fail(origin, f"{target!r} under devices has {devices!r}; {remedy}")
+            self._seen[target] = replace(self._seen[target], devices=types)
 
     def _fail_type(self, key: str, wanted: str, value: object, origin: Origin) -> NoReturn:
         _fail(origin, f"{key} must be {wanted}; got {value!r} ({type(value).__name__})")
@@ -300,7 +313,12 @@ class _Layers:
 
 
 def load_table(
-    lists: object = None, *, base: str = "default", start: Path | None = None, environ: Mapping[str, str] | None = None
+    lists: object = None,
+    *,
+    base: str = "default",
+    device_type: str | None = None,
+    start: Path | None = None,
+    environ: Mapping[str, str] | None = None,
 ) -> CastTable:
     """Find, read, check and merge every list set that applies, into one table.
 
@@ -312,6 +330,7 @@ def load_table(
     Args:
         lists: A shipped set's name, a path, a mapping with a list file's keys, a `CastTable`, or a list of those.
         base: The shipped set to build on where no source chooses one.
+        device_type: Whose tensors are cast: rules that hold on others alone are left out. By default none are.
         start: The folder where the search begins; by default the current one.
         environ: By default `os.environ`.
 
@@ -327,24 +346,29 @@ def load_table(
     layers.add(() if lists is None else lists, Origin("lists=", None, False), here)
     if not layers.base_chosen:
         layers.add_base(base, Origin("base=", None, False), here, ())
-    return _merged((*layers.bases.values(), *layers.own))
+    return _merged((*layers.bases.values(), *layers.own), device_type)
 
 
-def shipped_table(name: str) -> CastTable:
+def shipped_table(name: str, device_type: str | None = None) -> CastTable:
     """Return one shipped set with what it extends, and nothing of any project.
+
+    Args:
+        name: The set's name.
+        device_type: As for `load_table`.
 
     Raises:
         ListFileError: There is no such set.
     """
     layers = _Layers()
     layers.add_base(name, Origin("shipped_table", None, False), Path.cwd(), ())
-    return _merged(layers.bases.values())
+    return _merged(layers.bases.values(), device_type)
 
 
-def _merged(layers: Iterable[CastTable]) -> CastTable:
+def _merged(layers: Iterable[CastTable], device_type: str | None) -> CastTable:
     table = CastTable()
     for layer in layers:
-        table = table.overlaid(layer)
+        # Before it is laid over the others: what does not hold here must not take an earlier rule away.
+        table = table.overlaid(layer if device_type is None else layer.on(device_type))
     return table
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 __all__ = [
@@ -63,6 +63,7 @@ class CastRule:
         remedy: The text of a `[banned]` entry, empty otherwise.
         reason: The class of reason of an entry of a `[none]` table, empty otherwise.
         versions: The torch releases that have the target, such as `>=2.13`; empty for all.
+        devices: The device types that the rule holds on, such as `("cpu",)`; empty for all.
     """
 
     target: str
@@ -71,6 +72,7 @@ class CastRule:
     remedy: str = ""
     reason: str = ""
     versions: str = ""
+    devices: tuple[str, ...] = ()
 
     @property
     def bare(self) -> bool:
@@ -114,6 +116,11 @@ class CastTable:
             _later_wins(self.modules, other.modules, lambda rule: rule.pattern),
             _later_wins(self.sources, other.sources, str),
         )
+
+    def on(self, device_type: str) -> CastTable:
+        """Return this table without the rules that hold on other device types alone."""
+        held = tuple(rule for rule in self.rules if not rule.devices or device_type in rule.devices)
+        return self if len(held) == len(self.rules) else replace(self, rules=held)
 
     def policy_of(self, target: str) -> CastRule | None:
         """Return the rule written for exactly this target, or None. A bare name is not matched to a dotted one."""

@@ -307,6 +307,15 @@ def test_doctor_prints_what_it_measured(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "fp16 does not pay here" in out
 
 
+def test_lists_are_shown_for_a_device(capsys: pytest.CaptureFixture[str]) -> None:
+    for device_type, policy in (("cpu", "none"), ("cuda", "fp32")):
+        assert cli.main(["lists", "--set", "bf16", "--device-type", device_type]) == 0
+        rows = dict(line.split()[:2] for line in capsys.readouterr().out.splitlines())
+        assert rows["layer_norm"] == policy
+    assert cli.main(["lists", "--device-type", "toaster"]) == 2
+    assert "device_type='toaster' is unknown to torch" in capsys.readouterr().err
+
+
 def test_lists_show_each_rule_and_its_line(ended: dict[str, Ended], folder: Path) -> None:
     assert ended["show"].code == 0
     assert ended["show"].out.split() == ["linear", "fp32", f"{folder / 'own.toml'}:3"]

@@ -84,7 +84,7 @@ def test_lists_are_those_of_this_place(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "autoamp.toml").write_text('schema = 1\nfp32 = ["no_such_package.loss"]\n', encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("AUTOAMP_LISTS", "apex")
-    lists = probing.lists_of("float16")
+    lists = probing.lists_of("cuda")
     assert lists.environment == "apex"
     assert lists.used[str(tmp_path / "autoamp.toml")] == 1
     assert "lists/apex.toml" in lists.used

@@ -32,6 +32,7 @@ from autoamp.rules import (
     check_bare_names,
     load_table,
     shipped_sets,
+    shipped_table,
 )
 from autoamp.table import admits
 from autoamp.toml_lines import TomlLines
@@ -75,7 +76,7 @@ def test_the_shipped_sets_are_these() -> None:
 @pytest.mark.parametrize("name", shipped_sets())
 def test_arrays_of_shipped_sets_are_sorted(name: str) -> None:
     data = shipped_data(name)
-    for key in ("banned", "modules", "none", "versions"):
+    for key in ("banned", "devices", "modules", "none", "versions"):
         assert list(data.get(key, {})) == sorted(data.get(key, {}))
     reasons = data["none"] if isinstance(data.get("none"), dict) else {}
     arrays = {**reasons, **{key: data[key] for key in (*POLICY_KEYS, "extends") if isinstance(data.get(key), list)}}
@@ -167,7 +168,7 @@ LEFT_BY_BF16 = {
     "cross_entropy_loss", "fake_quantize_per_tensor_affine", "fft_fft", "fractional_max_pool2d",
     "fractional_max_pool3d", "grid_sampler_2d", "grid_sampler_3d", "max_pool3d", "max_unpool2d", "max_unpool3d",
     "mkldnn_rnn_layer", "multilabel_margin_loss_forward", "reflection_pad1d", "reflection_pad2d", "replication_pad1d",
-    "replication_pad2d", "replication_pad3d", "trace", "linalg_cond", "linalg_eig", "linalg_lstsq",
+    "replication_pad2d", "replication_pad3d", "linalg_cond", "linalg_eig", "linalg_lstsq",
     "linalg_matrix_rank", "linalg_solve",
 }  # fmt: skip
 
@@ -181,6 +182,25 @@ def test_bf16_covers_what_the_dispatcher_casts_on_the_cpu() -> None:
         assert covered[f"torch.{target}"] == "fp32"
     assert covered["cross_entropy"] == covered["binary_cross_entropy"] == "fp32"
     assert covered["cat"] == covered["stack"] == covered["index_copy"] == "promote"
+
+
+# Rules of the bf16 set: on a CPU, and on whatever else casts.
+BY_DEVICE = [
+    (("group_norm", "layer_norm", "native_group_norm", "native_layer_norm", "rms_norm"), "none", "fp32"),
+    (("nansum", "sum", "sum_to_size"), "none", "fp32"),
+    (("cat", "stack"), "promote", "none"),
+    (("multilabel_soft_margin_loss",), "fp32", "none"),
+    (("acos", "exp", "softmax"), "none", "none"),
+    (("log_softmax", "cross_entropy", "trace"), "fp32", "fp32"),
+]
+
+
+@pytest.mark.parametrize(("targets", "on_cpu", "elsewhere"), BY_DEVICE)
+def test_the_bf16_set_goes_with_the_device(targets: tuple[str, ...], on_cpu: str, elsewhere: str) -> None:
+    for device_type, policy in (("cpu", on_cpu), ("cuda", elsewhere), ("xpu", elsewhere)):
+        covered = policies(load("bf16", device_type=device_type))
+        assert {target: covered[target] for target in targets} == dict.fromkeys(targets, policy)
+        assert policies(shipped_table("bf16", device_type)) == covered
 
 
 _UNIT = torch.linspace(0.02, 0.98, 64 * 515).reshape(64, 515).bfloat16()
@@ -440,6 +460,15 @@ def test_a_rule_may_be_limited_to_versions(place: Path) -> None:
     }
 
 
+def test_a_rule_may_be_limited_to_devices(place: Path) -> None:
+    write(place / "below.toml", 'extends = []\nfp32 = ["exp", "log"]')
+    text = 'extends = "./below.toml"\nnone = ["exp", "log"]\n[devices]\nexp = "cpu"\nlog = "cuda, xpu"'
+    above = str(write(place / "above.toml", text))
+    assert policies(load(above, device_type="cpu")) == {"exp": "none", "log": "fp32"}
+    assert policies(load(above, device_type="xpu")) == {"exp": "fp32", "log": "none"}
+    assert {rule.target: rule.devices for rule in load(above).rules} == {"exp": ("cpu",), "log": ("cuda", "xpu")}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -452,9 +481,19 @@ def test_a_rule_may_be_limited_to_versions(place: Path) -> None:
         ),
         ('fp32 = ["exp"]\n[versions]\nexp = "2.1"', r":4: 'exp' under versions has '2.1'; write '>=2.13'"),
         ('fp32 = ["exp"]\n[versions]\nexp = 2', r":4: versions 'exp' must be a string"),
+        (
+            'fp32 = ["exp"]\n[devices]\nexpp = "cpu"',
+            r":4: 'expp' under devices has no rule here; did you mean 'exp'",
+        ),
+        (
+            'fp32 = ["exp"]\n[devices]\nexp = "cdua"',
+            r":4: 'exp' under devices has 'cdua'; write one of 'cpu', 'cuda', .*",
+        ),
+        ('fp32 = ["exp"]\n[devices]\nexp = "cuda:0"', r":4: 'exp' under devices has 'cuda:0'"),
+        ('fp32 = ["exp"]\n[devices]\nexp = ["cpu"]', r":4: devices 'exp' must be a string"),
     ],
 )
-def test_wrong_reasons_and_versions(place: Path, text: str, message: str) -> None:
+def test_wrong_reasons_and_limits(place: Path, text: str, message: str) -> None:
     with pytest.raises(ListFileError, match=message):
         load(write(place / "mine.toml", text))
 
