@@ -229,18 +229,28 @@ def measured(make: Callable[[], Batch], half: torch.dtype, way: Way) -> Found:
     _open_libraries()
     torch.manual_seed(0)
     gc.collect()
-    before = held()
+    before = _settled()
     with torch.device("cuda"):
         batch = make()
     with way(batch, half) as step:
         del batch
         for _ in range(WARM_UP):
             step()
+        _settled()
         cost = spent(step)
         gradients = step.gradients()
         saved = _saved(step)
         found = Found(step.output, gradients, saved, dataclasses.replace(cost, peak=cost.peak - before))
     return found
+
+
+def _settled() -> int:
+    """Return the bytes that are held once autograd's thread has dropped what the last backward pass left to it.
+
+    It drops that after the pass has returned, at the latest before it takes up the next one.
+    """
+    torch.zeros(1, device="cuda", requires_grad=True).sum().backward()
+    return held()
 
 
 @functools.cache
@@ -266,7 +276,8 @@ def _saved(step: Step) -> dict[torch.dtype, int]:
         if storage.data_ptr() not in own and tensor.is_cuda:
             sizes[storage.data_ptr()] = tensor.dtype, storage.nbytes()
             kept.append(tensor)
-        return tensor
+        # Not the tensor itself: it would hold the graph that it is saved in.
+        return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         step()
@@ -298,7 +309,7 @@ def differences(case: Case) -> dict[str, str]:
     """Return what is not as it should be, by name: dtypes that are others, costs that are more than torch's.
 
     Costs are beside torch.autocast, in fp16 and for an `FP16_Optimizer` with a GradScaler, and at O0 beside plain fp32.
-    The dtypes of O2, O3 and of an `FP16_Optimizer` over a half model are those of a model that was cast by hand, but for
+    The dtypes of O2, O3 and of an `FP16_Optimizer` over a half model are those of a model cast by hand, but for
     gradients of masters.
     """
     theirs = torchs(case.model, case.half, case.optimizer, enabled=case.level != "O0")
