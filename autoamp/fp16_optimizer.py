@@ -69,7 +69,7 @@ class FP16_Optimizer(torch.optim.Optimizer):  # noqa: N801
             casts_off=self._stepping,
             casts_on=lambda: _switched(True),
             after_step=self._stepped,
-            collect=self._masters.share_gradients,
+            collect=self._masters.collect,
         )
         self._guard.install()
         # What Optimizer.__init__ sets up besides groups and state, which here are the inner optimizer's.
@@ -111,12 +111,16 @@ class FP16_Optimizer(torch.optim.Optimizer):  # noqa: N801
             retain_graph: As for ``Tensor.backward``.
         """
         with scaled_block([self._guard], self.loss_scaler, delay_unscale=not update_master_grads) as scale:
-            self._masters.narrow_gradients()
+            self._masters.before_backward()
             (loss.float() * scale).backward(retain_graph=retain_graph)
 
     def update_master_grads(self) -> None:
         """Unscale and check the gradients that ``backward(..., update_master_grads=False)`` left scaled."""
         self._guard.finish_delayed()
+
+    def masters_from_model(self) -> None:
+        """Set the masters to the half parameters: for weights that were written through ``.data`` in mid-training."""
+        self._masters.read_model()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the masters and write them into the half parameters, unless the gradients overflowed.
@@ -218,7 +222,7 @@ class FP16_Optimizer(torch.optim.Optimizer):  # noqa: N801
 
     @contextlib.contextmanager
     def _stepping(self) -> Any:
-        self._masters.follow()
+        self._masters.begin_step()
         with _switched(False):
             yield
 

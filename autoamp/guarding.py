@@ -72,7 +72,7 @@ class GuardedOptimizers:
             with scaled_block(guards, scaler, delay_unscale=delay_unscale) as scale:
                 for optimizer in listed:
                     if optimizer in self._masters:
-                        self._masters[optimizer].narrow_gradients()
+                        self._masters[optimizer].before_backward()
                 yield loss.float() * scale if scale != 1.0 else loss.float()
         finally:
             self._casts.cache.clear()
@@ -101,7 +101,7 @@ class GuardedOptimizers:
                 casts_off=lambda: self._casts.switched(False) if masters is None else self._stepping(masters),
                 casts_on=lambda: self._casts.switched(True),
                 after_step=functools.partial(self._stepped, weakref.ref(optimizer), masters),
-                collect=None if masters is None else masters.share_gradients,
+                collect=None if masters is None else masters.collect,
             )
             guard.install()
             self._guards[optimizer] = guard
@@ -150,6 +150,11 @@ class GuardedOptimizers:
         masters = self._masters.get(optimizer)
         if masters is not None:
             masters.share_gradients()
+
+    def read_model(self) -> None:
+        """Let all masters take over what is in their half parameters."""
+        for masters in list(self._masters.values()):
+            masters.read_model()
 
     def wrap(self, optimizer: Any, scalers: Sequence[LossScaler], check: Callable[[], None]) -> Any:
         """Give an optimizer a ``scale_loss`` with scalers of its own; see `autoamp.handle.Handle.wrap_optimizer`.
@@ -209,7 +214,7 @@ class GuardedOptimizers:
 
     @contextlib.contextmanager
     def _stepping(self, masters: MasterWeights) -> Iterator[None]:
-        masters.follow()
+        masters.begin_step()
         with self._casts.switched(False):
             yield
 

@@ -259,6 +259,14 @@ class Handle:
         self.models.step_halves(optimizer)
         self.optimizers.guard(optimizer, check=False)
 
+    def masters_from_model(self) -> None:
+        """Set every fp32 master to its half parameter: for weights that were written through ``.data`` in mid-training.
+
+        In a process group of several processes all of a master is read, so that masters are equal where weights are;
+        elsewhere elements that agree with their rounded master keep its low bits.
+        """
+        self.optimizers.read_model()
+
     # -- loss scaling --
 
     @property

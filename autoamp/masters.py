@@ -4,13 +4,21 @@ The optimizer's groups hold the masters, the model holds the half parameters. A 
 precision; one multi-tensor pass copies them up, and from then on a half parameter and its master share one fp32
 gradient (torch's `Tensor.grad_dtype` allows it): clipping or clearing the one is clipping or clearing the other, and
 further backward passes add up in fp32. After a step one multi-tensor pass copies the masters down.
+
+Masters win. What is written into a half parameter afterwards reaches its master where torch tells of the write: by the
+parameter's version, or by the address of its data. A write through ``.data`` is not told of, and the next step undoes
+it; a write into a master by whatever way stays. Until the first step it is the other way round, since programs load
+and broadcast weights through ``.data`` before they train: a hash of the half values tells whether they were written to.
+Nothing of this waits for the device.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,35 +26,135 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp.attaching import AttachedMethod
+from autoamp.errors import UsageError
+from autoamp.replicas import Replica, Sync, Wrappers, several_processes
 from autoamp.tensors import HALF_DTYPES
 
-__all__ = ["MasterWeights", "fit_state", "master_of", "release_master"]
+__all__ = ["MasterWeights", "equalised", "fit_state", "load_master", "master_of", "release_master"]
 
 log = logging.getLogger(__name__)
+
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 # Marks a gradient that a half parameter shares with its master. Where the master's is another one by now, or none, the
 # master was cleared or written to, and the half parameter's is of an earlier step.
 _SHARED = "_autoamp_shared"
 
+
+class _Link:
+    """A master, and what its half parameter was when the two last agreed.
+
+    Attributes:
+        master: The fp32 tensor.
+        equal_by: The wrapper that made the masters of all processes equal, referred to weakly; None before that.
+        fingerprint: A hash of the half values, until the first step; None from then on.
+    """
+
+    __slots__ = ("_address", "_master_version", "_version", "equal_by", "fingerprint", "master")
+
+    def __init__(self, half: Tensor, master: Tensor) -> None:
+        self.master = master
+        self.equal_by: weakref.ref[Any] | None = None
+        self.fingerprint = _fingerprint(half)
+        self.agree(half)
+
+    def agree(self, half: Tensor) -> None:
+        """Take note that the half parameter is the rounded master now."""
+        self._version, self._address = _version(half), _address(half)
+        self._master_version = _version(self.master)
+        if self.fingerprint is not None:
+            self.fingerprint = _fingerprint(half)
+
+    def is_equal_by(self, wrapper: object) -> bool:
+        """Tell whether this wrapper made the masters of all processes equal."""
+        return self.equal_by is not None and self.equal_by() is wrapper
+
+    def is_behind(self, half: Tensor) -> bool:
+        """Tell whether somebody wrote into the half parameter, or, before the first step, may have done so."""
+        return self.fingerprint is not None or self.is_written(half)
+
+    def is_written(self, half: Tensor) -> bool:
+        """Tell whether torch tells of a write into the half parameter."""
+        return _version(half) != self._version or _address(half) != self._address
+
+    def take_over(self, half: Tensor, *, whole: bool) -> None:
+        """Set the master to what was written into the half parameter; where both were written to, masters win."""
+        if _version(self.master) == self._master_version:
+            self.read(half, whole=whole)
+        else:
+            self.agree(half)
+
+    def take_over_unseen(self, half: Tensor, *, whole: bool) -> None:
+        """Do as `take_over` does, before the first step, where a hash alone tells whether there was a write."""
+        value, differs = self._compared(half)
+        written = (_fingerprint(half) != self.fingerprint).to(value.device)
+        master = self.master
+        kept = differs & ~written if whole else ~(differs & written)
+        master.copy_(torch.where(kept, master, value))
+        self.agree(half)
+
+    def read(self, half: Tensor, *, whole: bool) -> None:
+        """Set the master to the half parameter.
+
+        Elements in which both are the same, inf and nan included, keep the bits that half precision has no room for;
+        but not with ``whole``, by which the masters of all processes become equal where the half parameters are.
+        """
+        value, differs = self._compared(half)
+        self.master.copy_(value if whole else torch.where(differs, value, self.master))
+        self.agree(half)
+
+    def _compared(self, half: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the half parameter in fp32, and where it is not the rounded master."""
+        value = half.detach().to(device=self.master.device, dtype=self.master.dtype)
+        rounded = self.master.detach().to(half.dtype).to(self.master.dtype)
+        return value, (value != rounded) & ~(value.isnan() & rounded.isnan())
+
+
 # The one master of each half parameter, for as long as the parameter lives: optimizers that share a parameter share it,
 # and it outlives an optimizer that was dropped.
-_masters: Any = WeakIdKeyDictionary()
+_links: Any = WeakIdKeyDictionary()
+
+_wrappers = Wrappers()
 
 
 def master_of(parameter: Tensor) -> Tensor | None:
     """Return the fp32 master of a half parameter, None where it has none. Weights written from outside are in it."""
-    master: Tensor | None = _masters.get(parameter)
-    if master is None or parameter.dtype not in HALF_DTYPES:
+    link: _Link | None = _links.get(parameter)
+    if link is None or parameter.dtype not in HALF_DTYPES:
         return None
-    _follow([(parameter, master)])
-    return master
+    _follow([(parameter, link)])
+    return link.master
+
+
+def load_master(parameter: Tensor, value: Tensor) -> None:
+    """Give a half parameter's master an fp32 value of which the parameter has the rounded one already."""
+    link: _Link = _links[parameter]
+    link.master.copy_(value)
+    link.agree(parameter)
 
 
 def release_master(parameter: Tensor) -> Tensor | None:
     """Return what `master_of` does, and forget it."""
     master = master_of(parameter)
-    _masters.pop(parameter, None)
+    _links.pop(parameter, None)
     return master
+
+
+@contextlib.contextmanager
+def equalised(parameters: Iterable[Tensor], wrapper: object) -> Iterator[list[Tensor]]:
+    """Yield the masters of parameters, for a block that broadcasts them from the process whose parameters all get.
+
+    Args:
+        parameters: Those of a model; what has no master is passed over.
+        wrapper: Whatever keeps them equal from now on.
+    """
+    pairs = [(half, link) for half in parameters if (link := _links.get(half)) is not None]
+    _follow(pairs, local=True)
+    yield [link.master.detach() for _, link in pairs]
+    for half, link in pairs:
+        link.equal_by = weakref.ref(wrapper)
+        # Half parameters are not written to here: a graph may hold them.
+        link.agree(half)
 
 
 class MasterWeights:
@@ -62,14 +170,19 @@ class MasterWeights:
     def __init__(self, optimizer: Any, originals: Mapping[int, Tensor] | None = None) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._originals = originals or {}
-        self._pairs: dict[int, tuple[Tensor, Tensor]] = {}
+        self._pairs: dict[int, tuple[Tensor, _Link]] = {}
         self._hooks: dict[int, Any] = {}
+        self._aside = _Aside()
+        self._replicated: list[_Replicated] = []
+        self._asked = (-1, -1)
         self.writes_seen = 0
+        # What stands at the optimizer's methods is held weakly: it holds this object.
+        self._attached: list[weakref.ref[AttachedMethod]] = []
         self.adopt()
-        self._zero_grad = None
-        if callable(getattr(optimizer, "zero_grad", None)):
-            # Held weakly: it holds this object.
-            self._zero_grad = weakref.ref(AttachedMethod(optimizer, "zero_grad", self._clear))
+        self._watching = _wrappers.watch(self)
+        for method, instead in (("zero_grad", self._clear), ("add_param_group", self._add_group)):
+            if callable(getattr(optimizer, method, None)):
+                self._attached.append(weakref.ref(AttachedMethod(optimizer, method, instead)))
 
     def __len__(self) -> int:
         return len(self._pairs)
@@ -77,7 +190,7 @@ class MasterWeights:
     @property
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Each half parameter with its master, in the order in which they were adopted."""
-        return list(self._pairs.values())
+        return [(half, link.master) for half, link in self._pairs.values()]
 
     @torch.no_grad()
     def adopt(self) -> None:
@@ -90,23 +203,37 @@ class MasterWeights:
                     params[index] = master = self._master(parameter)
                     _move_state(optimizer, parameter, master)
 
+    def of(self, parameter: Tensor) -> Tensor:
+        """Return what the optimizer steps for a parameter of the model: its master, or the parameter itself."""
+        pair = self._pairs.get(id(parameter))
+        return parameter if pair is None else pair[1].master
+
     def _master(self, parameter: Tensor) -> Tensor:
-        master = master_of(parameter)
-        if master is None:
+        if master_of(parameter) is None:
             original = self._originals.get(id(parameter))
             value = parameter.detach().float() if original is None else original.detach()
-            master = _masters[parameter] = value.requires_grad_(parameter.requires_grad)
+            _links[parameter] = _Link(parameter, value.requires_grad_(parameter.requires_grad))
         # None: of any dtype. What backward makes is half, as DistributedDataParallel's buckets want it.
         parameter.grad_dtype = None
-        self._pairs[id(parameter)] = (parameter, master)
-        return master
+        link: _Link = _links[parameter]
+        self._pairs[id(parameter)] = (parameter, link)
+        return link.master
+
+    def collect(self) -> None:
+        """Make ready for what needs gradients: called when a block begins, when it ends, and before a step.
+
+        The first time after a DistributedDataParallel was made it is a collective.
+        """
+        self.adopt()
+        self._equalise()
+        self.share_gradients()
 
     @torch.no_grad()
     def share_gradients(self) -> None:
         """Let each half parameter and its master have one fp32 gradient.
 
         ``zero_grad()`` on the model or ``p.grad = None`` has cleared the half parameter, or the master: the other one
-        follows. Called when a block begins, when it ends, and before a step.
+        follows.
         """
         self.adopt()
         fresh = []
@@ -115,7 +242,7 @@ class MasterWeights:
                 master.requires_grad_(half.requires_grad)
             if half.requires_grad and id(half) not in self._hooks:
                 # In a backward pass outside of any block this is the last moment to tell old gradients from new ones.
-                self._hooks[id(half)] = half.register_hook(_dropping(half, master))
+                self._hooks[id(half)] = half.register_hook(_arriving(half, master, self._aside))
             _drop_old(half, master)
             if half.grad is None and master.grad is not None and not hasattr(master.grad, _SHARED):
                 # Somebody gave the master a gradient of his own.
@@ -126,17 +253,44 @@ class MasterWeights:
                 _share(half, master, half.grad)
         for (half, master), grad in zip(fresh, _widened([half.grad for half, _ in fresh]), strict=True):
             _share(half, master, grad)
+        for half, master, earlier in self._aside.take():
+            _share(half, master, earlier if master.grad is None else earlier.add_(master.grad))
 
     @torch.no_grad()
-    def narrow_gradients(self) -> None:
-        """Where processes train together, let a backward pass find half gradients to add to; called within a block.
+    def before_backward(self) -> None:
+        """Make way for the reducer of torch's DistributedDataParallel; called within a block, before its backward pass.
 
-        `DistributedDataParallel` reduces what has added up, and takes the parameter's dtype alone.
+        Gradients add up in fp32. The reducer averages all that it finds in ``.grad``, and takes the parameter's dtype
+        alone: so fp32 sums that were averaged already are put aside until the pass is over, and what ``no_sync`` left,
+        which it has yet to average, goes to half precision.
         """
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            for half, _ in self.pairs:
-                if half.grad is not None:
-                    half.grad = half.grad.to(half.dtype)
+        for part in self._replicated:
+            present = [half for half, _ in part.pairs if half.grad is not None]
+            sync = part.replica.sync()
+            if sync is Sync.YES and not part.unreduced:
+                self._aside.wanted.update(map(id, present))
+            elif sync is not Sync.NO:
+                _narrow(present)
+            part.unreduced = sync is not Sync.YES
+        # The flat parameters of FullyShardedDataParallel have gradients of their own dtype too.
+        _narrow([half for half, _ in self._pairs.values() if hasattr(half, "_fsdp_flattened")])
+
+    @torch.no_grad()
+    def _equalise(self) -> None:
+        """Broadcast the masters with which a DistributedDataParallel was made since this was asked last."""
+        if self._asked == (_wrappers.seen, len(self._pairs)):
+            return
+        self._asked = (_wrappers.seen, len(self._pairs))
+        self._replicated = []
+        left = dict(self._pairs)
+        # Of several around one parameter the newest counts: one from before may not be collected yet.
+        for replica in reversed(list(_wrappers)):
+            pairs = [left.pop(id(param)) for param in replica.parameters() if id(param) in left]
+            stale = [(half, link) for half, link in pairs if not link.is_equal_by(replica.wrapper)]
+            if stale:
+                with equalised([half for half, _ in stale], replica.wrapper) as masters:
+                    replica.broadcast(masters)
+            self._replicated.append(_Replicated(replica, pairs))
 
     def _clear(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Stand in for ``optimizer.zero_grad``, which knows the masters alone: half parameters let go as well."""
@@ -146,9 +300,14 @@ class MasterWeights:
             if half.grad is not None:
                 half.grad = master.grad
 
-    def follow(self) -> None:
-        """Let masters take over what somebody wrote into the half parameters since they were copied down."""
-        written = _follow(self.pairs)
+    def _add_group(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Stand in for ``optimizer.add_param_group``: what is loaded next finds the masters there."""
+        original(*args, **kwargs)
+        self.adopt()
+
+    def begin_step(self) -> None:
+        """Let masters take over what was written into the half parameters; from here on they win."""
+        written = _follow(self._pairs.values(), first_step=True)
         if written:
             self.writes_seen += 1
             # A program that clips its weights does so at each step; powers of two keep the log short.
@@ -160,29 +319,53 @@ class MasterWeights:
                 )
 
     @torch.no_grad()
-    def copy_down(self) -> None:
-        """Write the masters into the half parameters, in one multi-tensor pass."""
-        if self._pairs:
-            halves, masters = zip(*self.pairs, strict=True)
-            torch._foreach_copy_(halves, masters)
+    def follow(self) -> None:
+        """Let masters take over what torch tells was written into the half parameters."""
+        _follow(self._pairs.values())
 
     @torch.no_grad()
-    def dissolve(self) -> None:
-        """Undo everything: the parameters get the masters' fp32 values, and their places in the optimizer back."""
-        self.follow()
+    def read_model(self) -> None:
+        """Set each master to its half parameter, however that was written to. Elements that agree keep their low bits.
+
+        Not in a group of several processes: there all of a master is read, so that all processes have the same.
+        """
+        for half, link in self._pairs.values():
+            link.read(half, whole=several_processes())
+
+    @torch.no_grad()
+    def copy_down(self) -> None:
+        """Write the masters into the half parameters, in one multi-tensor pass."""
+        _copy_down(self._pairs.values())
+
+    @torch.no_grad()
+    def dissolve(self, only: Iterable[Tensor] | None = None) -> None:
+        """Undo everything: the parameters get the masters' fp32 values, and their places in the optimizer back.
+
+        Args:
+            only: The parameters that are meant. Where others are left the rest stays in place.
+        """
+        chosen = self._pairs.keys() if only is None else self._pairs.keys() & set(map(id, only))
         self.share_gradients()
-        for half, master in self.pairs:
+        pairs = [self._pairs[key] for key in self._pairs if key in chosen]
+        _follow([(half, link) for half, link in pairs if half.shape == link.master.shape], local=True)
+        for half, link in pairs:
             grad, half.grad = half.grad, None
-            half.data = master.data
+            half.data = link.master.data if half.shape == link.master.shape else half.data.float()
             half.grad = grad
-            _replace_in_groups(self._optimizer(), master, half)
+            _replace_in_groups(self._optimizer(), link.master, half)
             release_master(half)
-        for hook in self._hooks.values():
-            hook.remove()
-        zero_grad = None if self._zero_grad is None else self._zero_grad()
-        if zero_grad is not None:
-            zero_grad.detach()
-        self._pairs, self._hooks = {}, {}
+            self._pairs.pop(id(half))
+            hook = self._hooks.pop(id(half), None)
+            if hook is not None:
+                hook.remove()
+        if not self._pairs or only is None:
+            for reference in self._attached:
+                attached = reference()
+                if attached is not None:
+                    attached.detach()
+            self._attached.clear()
+            self._replicated.clear()
+            self._watching()
 
 
 def fit_state(optimizer: Any) -> None:
@@ -215,15 +398,56 @@ def _move_state(optimizer: Any, old: Tensor, new: Tensor) -> None:
     state[new] = {key: fitted(key, value) for key, value in state.pop(old).items()}  # type: ignore[index,attr-defined]
 
 
-def _dropping(half: Tensor, master: Tensor) -> Any:
+@dataclass
+class _Replicated:
+    """What of one optimizer's half parameters one DistributedDataParallel keeps equal over processes.
+
+    Attributes:
+        unreduced: Whether gradients that are there may hold parts of this process alone, which ``no_sync`` left.
+    """
+
+    replica: Replica
+    pairs: list[tuple[Tensor, _Link]]
+    unreduced: bool = False
+
+
+class _Aside:
+    """Gradients that are put aside while torch's reducer is at work.
+
+    Attributes:
+        wanted: The half parameters whose shared gradient is put aside when the next one arrives, by id. Not before: a
+            ``zero_grad()`` between here and there is to be seen.
+    """
+
+    def __init__(self) -> None:
+        self.wanted: set[int] = set()
+        self._kept: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def put(self, half: Tensor, master: Tensor) -> None:
+        grad = half.grad
+        if grad is not None and hasattr(grad, _SHARED):
+            self._kept.append((half, master, grad))
+            half.grad = master.grad = None
+
+    def take(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Return each half parameter with its master and the gradient that was put aside, and forget them."""
+        kept, self._kept = self._kept, []
+        self.wanted.clear()
+        return kept
+
+
+def _arriving(half: Tensor, master: Tensor, aside: _Aside) -> Any:
+    """Return a hook for a half parameter, which runs before a gradient is added to what is there."""
     reference = weakref.ref(half)
 
-    def drop(_: Tensor) -> None:
+    def arrive(_: Tensor) -> None:
         parameter = reference()
         if parameter is not None:
             _drop_old(parameter, master)
+            if id(parameter) in aside.wanted:
+                aside.put(parameter, master)
 
-    return drop
+    return arrive
 
 
 def _drop_old(half: Tensor, master: Tensor) -> None:
@@ -236,7 +460,19 @@ def _drop_old(half: Tensor, master: Tensor) -> None:
 def _share(half: Tensor, master: Tensor, grad: Tensor | None) -> None:
     if grad is not None:
         setattr(grad, _SHARED, True)
-    half.grad = master.grad = grad
+    try:
+        half.grad = master.grad = grad
+    except RuntimeError:
+        _check_shapes(half, master)
+        raise
+
+
+def _check_shapes(half: Tensor, master: Tensor) -> None:
+    if half.shape != master.shape:
+        raise UsageError(
+            f"a half parameter of shape {tuple(half.shape)} has a master of shape {tuple(master.shape)}: it was "
+            "reshaped or sharded since; make the optimizer after that (after FullyShardedDataParallel, say)"
+        )
 
 
 def _widened(grads: Sequence[Any]) -> list[Tensor]:
@@ -250,34 +486,65 @@ def _widened(grads: Sequence[Any]) -> list[Tensor]:
     return wide
 
 
+def _narrow(halves: Iterable[Tensor]) -> None:
+    for half in halves:
+        if half.grad is not None:
+            half.grad = half.grad.to(half.dtype)
+
+
 @torch.no_grad()
-def _follow(pairs: Sequence[tuple[Tensor, Tensor]]) -> int:
-    """Where a half parameter is not its rounded master, set the master to it. Returns how many parameters differ."""
-    pairs = [pair for pair in pairs if pair[0].numel()]
-    if not pairs:
+def _copy_down(pairs: Iterable[tuple[Tensor, _Link]]) -> None:
+    pairs = list(pairs)
+    if pairs:
+        try:
+            torch._foreach_copy_([half for half, _ in pairs], [link.master for _, link in pairs])
+        except RuntimeError:
+            for half, link in pairs:
+                _check_shapes(half, link.master)
+            raise
+    for half, link in pairs:
+        link.agree(half)
+
+
+@torch.no_grad()
+def _follow(pairs: Iterable[tuple[Tensor, _Link]], *, first_step: bool = False, local: bool = False) -> int:
+    """Let masters follow half parameters that were written to. Returns how many of these torch tells of.
+
+    Args:
+        pairs: Half parameters, with their links.
+        first_step: Whether a step begins, from which on masters win.
+        local: Whether the masters of other processes may be left to differ.
+    """
+    behind = [(half, link) for half, link in pairs if link.is_behind(half)]
+    if not behind:
         return 0
-    halves, masters = zip(*pairs, strict=True)
-    rounded = [torch.empty_like(half) for half in halves]
-    torch._foreach_copy_(rounded, masters)
-    written = 0
-    for index in _differing(halves, rounded):
-        half, master, expected = halves[index], masters[index], rounded[index]
-        # Where both are the same, inf and nan included, the master keeps the bits that half precision has no room for.
-        same = (half == expected) | (half.isnan() & expected.isnan())
-        if not bool(same.all()):
-            master.copy_(torch.where(same, master, half.float()))
-            written += 1
-    return written
+    several, told = not local and several_processes(), 0
+    for half, link in behind:
+        _check_shapes(half, link.master)
+        whole = several and link.equal_by is None
+        if link.is_written(half):
+            link.take_over(half, whole=whole)
+            told += 1
+        elif link.fingerprint is not None:
+            link.take_over_unseen(half, whole=whole and first_step)
+        if first_step:
+            link.fingerprint = None
+    return told
 
 
-def _differing(halves: Sequence[Tensor], rounded: Sequence[Tensor]) -> Iterator[int]:
-    """The places where two lists differ, by one synchronisation a device and dtype. What is not finite differs."""
-    differences = torch._foreach_sub(list(halves), list(rounded))
-    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for index, half in enumerate(halves):
-        kinds.setdefault((half.device, half.dtype), []).append(index)
-    for places in kinds.values():
-        norms = torch._foreach_norm([differences[place] for place in places], float("inf"))
-        for place, norm in zip(places, torch.stack(list(norms)).tolist(), strict=True):
-            if norm != 0.0:
-                yield place
+def _fingerprint(tensor: Tensor) -> Tensor | None:
+    return torch.hash_tensor(_local(tensor.detach())) if tensor.numel() else None
+
+
+def _version(tensor: Tensor) -> int | None:
+    # Inference tensors keep no count.
+    return None if tensor.is_inference() else tensor._version
+
+
+def _address(tensor: Tensor) -> int:
+    return _local(tensor).data_ptr()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return the part of a DTensor that this process has, and any other tensor as it is."""
+    return tensor if type(tensor) in _PLAIN or not hasattr(tensor, "_local_tensor") else tensor._local_tensor

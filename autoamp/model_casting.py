@@ -22,7 +22,7 @@ from torch.nn import Module
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp.casting import Casts
-from autoamp.masters import fit_state, master_of, release_master
+from autoamp.masters import fit_state, load_master, master_of, release_master
 from autoamp.patching import dress
 from autoamp.tensors import CASTABLE_LAYOUTS, HALF_DTYPES, map_tensors
 from autoamp.torch_private import MODULES_OF_NORMS
@@ -233,7 +233,10 @@ class CastModels:
             if isinstance(value, Tensor) and value.shape == half.shape:
                 value = value.to(device=half.device)
                 if torch.equal(value.to(half.dtype), half):
-                    wide.copy_(value)
+                    if half in self._wide_buffers:
+                        wide.copy_(value)
+                    else:
+                        load_master(half, value)
 
 
 def cast_structure(value: Any, dtype: torch.dtype) -> Any:

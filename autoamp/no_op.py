@@ -45,6 +45,9 @@ class NoOpHandle:
         """Return a context manager over ``loss`` as it is."""
         return contextlib.nullcontext(loss)
 
+    def masters_from_model(self) -> None:
+        """Do nothing: there are no masters."""
+
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
         """Give the optimizer a ``scale_loss`` that yields the loss as it is, and return it."""
         optimizer.scale_loss = _unscaled

@@ -16,7 +16,7 @@ MAX_FUNCTION_LINES = 60
 FLOORS: dict[float, tuple[str, ...]] = {
     0: ("errors", "table", "tensors", "toml_lines", "torch_private"),
     0.5: ("likeness",),
-    1: ("attaching", "cast_cache", "checks", "gradients", "patching", "rules", "scaling"),
+    1: ("attaching", "cast_cache", "checks", "gradients", "patching", "replicas", "rules", "scaling"),
     2.0: ("casting", "masters", "ranks", "targets", "verdicts"),
     2.05: ("direct_calls", "pinned_layers", "written"),
     2.07: ("native", "pinned_lstm"),

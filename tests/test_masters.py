@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import autoamp
-from autoamp.errors import NonFiniteGradientsError
+from autoamp.errors import NonFiniteGradientsError, UsageError
 from autoamp.masters import MasterWeights, fit_state, master_of, release_master
 
 LISTS = {"extends": [], "fp16": ["linear"], "fp32": ["softmax"]}
@@ -416,7 +416,7 @@ def assign_data(p: Tensor) -> None:
     p.data = torch.full_like(p, 0.75)
 
 
-@pytest.mark.parametrize("write", [clamp_data, mul, copy_in, assign_data])
+@pytest.mark.parametrize("write", [mul, copy_in, assign_data])
 def test_masters_follow_what_is_written(write: Callable[[Tensor], None], caplog: pytest.LogCaptureFixture) -> None:
     model = network()
     optimizer = sgd(model.parameters(), lr=0.0, momentum=0)
@@ -434,6 +434,97 @@ def test_masters_follow_what_is_written(write: Callable[[Tensor], None], caplog:
     caplog.clear()
     optimizer.step()
     assert not caplog.records
+
+
+@pytest.mark.parametrize("write", [clamp_data, mul, copy_in, assign_data])
+def test_what_is_written_before_the_first_step_reaches_the_masters(write: Callable[[Tensor], None]) -> None:
+    """As with Apex, which made its masters then: programs load weights through ``.data`` after initialize()."""
+    model = network()
+    optimizer = sgd(model.parameters(), lr=0.0, momentum=0)
+    o2(model, optimizer)
+    untouched = masters(optimizer)[1].detach().clone()
+    write(model[0].weight)
+    written = model[0].weight.detach().clone()
+    assert torch.equal(model.state_dict()["0.weight"].half(), written)
+    backward(model, optimizer)
+    optimizer.step()
+    assert torch.equal(masters(optimizer)[0].half(), written)
+    assert torch.equal(model[0].weight, written)
+    assert torch.equal(masters(optimizer)[1], untouched)
+
+
+def clamp_master(p: Tensor) -> None:
+    with torch.no_grad():
+        p.clamp_(-0.1, 0.1)
+
+
+@pytest.mark.parametrize("write", [clamp_data, clamp_master, assign_data])
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_what_is_written_into_masters_stays(write: Callable[[Tensor], None], steps: int, half: torch.dtype) -> None:
+    model = network()
+    optimizer = sgd(model.parameters(), lr=0.0, momentum=0)
+    o2(model, optimizer, dtype=half)
+    for _ in range(steps):
+        backward(model, optimizer)
+        optimizer.step()
+    write(masters(optimizer)[0])
+    written = masters(optimizer)[0].detach().clone()
+    assert torch.equal(model.state_dict()["0.weight"], written)
+    backward(model, optimizer)
+    optimizer.step()
+    assert torch.equal(masters(optimizer)[0], written)
+    assert torch.equal(model[0].weight, written.to(half))
+
+
+def test_masters_win_over_a_write_that_nothing_tells_of() -> None:
+    model = network()
+    optimizer = sgd(model.parameters(), lr=0.0, momentum=0)
+    o2(model, optimizer)
+    backward(model, optimizer)
+    optimizer.step()
+    before = masters(optimizer)[0].detach().clone()
+    clamp_data(model[0].weight)
+    backward(model, optimizer)
+    optimizer.step()
+    assert torch.equal(masters(optimizer)[0], before)
+    assert torch.equal(model[0].weight, before.half())
+    clamp_data(model[0].weight)
+    autoamp.current_handle().masters_from_model()  # type: ignore[union-attr]
+    written = model[0].weight.detach().clone()
+    backward(model, optimizer)
+    optimizer.step()
+    assert torch.equal(model[0].weight, written)
+    assert torch.equal(masters(optimizer)[0].half(), written)
+    kept = before.abs() < 0.09
+    assert kept.any()
+    assert torch.equal(masters(optimizer)[0][kept], before[kept])
+
+
+def test_a_step_reads_nothing_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the one verdict: each read of a value by Python waits for the device."""
+    model = network()
+    optimizer = sgd(model.parameters())
+    o2(model, optimizer, loss_scale="dynamic")
+    reads = []
+    for name in ("item", "tolist", "__bool__"):
+        original = getattr(Tensor, name)
+        monkeypatch.setattr(Tensor, name, lambda self, f=original, n=name: (reads.append(n), f(self))[1])
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(model, optimizer, step)
+        reads.clear()
+        optimizer.step()
+        assert len(reads) <= 1
+
+
+def test_a_half_parameter_that_was_sharded_is_refused() -> None:
+    model = network()
+    optimizer = sgd(model.parameters())
+    o2(model, optimizer, loss_scale=1.0)
+    with torch.no_grad():
+        model[0].weight.data = model[0].weight.data[:2]
+    with pytest.raises(UsageError, match=r"shape \(2, 4\) has a master of shape \(8, 4\).*make the optimizer after"):
+        optimizer.step()
 
 
 def test_elements_that_were_not_written_keep_their_low_bits() -> None:

@@ -15,9 +15,13 @@ from torch.nn import Module
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp.errors import UsageError
+from autoamp.masters import equalised
 from autoamp.torch_private import current_graph_task, flatten, unflatten
 
 __all__ = ["DistributedDataParallel", "Reducer", "apply_flat_dist_call", "flat_dist_call", "split_by_type"]
+
+# What gradient a parameter has, in ascending order: what some rank has is what all ranks reduce.
+_NONE, _OWN, _WIDE, _SPARSE = range(4)
 
 
 def split_by_type(tensors: Iterable[Tensor]) -> dict[str, list[Tensor]]:
@@ -64,7 +68,7 @@ class Reducer:
             return
         self.module = module_or_grads_list
         if self._grouped:
-            flat_dist_call([param.data for param in self.module.parameters()], dist.broadcast, (0,))
+            _broadcast(self.module.parameters(), self)
 
     def reduce(self) -> None:
         """Average over all processes. Each must have the same gradients: one that a rank lacks is an error or a hang.
@@ -84,8 +88,8 @@ class Reducer:
 class DistributedDataParallel(Module):
     """Runs a module, and averages its gradients over all processes by the end of each backward pass.
 
-    Parameters and buffers are taken from rank 0 at construction. Gradients are reduced at the end of backward, in one
-    buffer for each type. On one process, with or without a group, they stay as they are.
+    Parameters, their fp32 masters and buffers are taken from rank 0 at construction. Gradients are reduced at the end
+    of backward, in one buffer for each type. On one process, with or without a group, they stay as they are.
 
     A parameter may have no gradient in some iterations, on some ranks or on all. But on every rank each backward pass
     must reach one parameter at least: a rank whose loss depends on none leaves the others waiting, until the process
@@ -141,7 +145,8 @@ class DistributedDataParallel(Module):
         self._enabled = True
         self._watch_anew()
         if self._grouped:
-            flat_dist_call([tensor.data for tensor in (*module.parameters(), *module.buffers())], dist.broadcast, (0,))
+            _broadcast(module.parameters(), self)
+            flat_dist_call([buffer.data for buffer in module.buffers()], dist.broadcast, (0,))
         self._hook_parameters()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -211,31 +216,40 @@ class DistributedDataParallel(Module):
     @torch.no_grad()
     def _reduce(self) -> None:
         self._queued_for = None
-        wanted = self._present_anywhere([param for param in self.module.parameters() if param.requires_grad])
-        for param in wanted:
+        present = self._present_anywhere([param for param in self.module.parameters() if param.requires_grad])
+        wanted = [param for param, _ in present]
+        for param, dtype in present:
             if param.grad is None:
                 # Another rank has one; here its part of the sum is 0.
-                param.grad = torch.zeros_like(param, dtype=param.grad_dtype or param.dtype)
+                param.grad = torch.zeros_like(param, dtype=dtype)
+            elif param.grad.dtype is not dtype:
+                param.grad = param.grad.to(dtype)
         earlier = [] if self.gradient_average else self._taken_out(wanted)
         for bucket in split_by_type([param.grad for param in wanted if param.grad is not None]).values():
             self._reduce_bucket(bucket)
         for grad, part in earlier:
             grad.add_(part)
 
-    def _present_anywhere(self, params: list[Tensor]) -> list[Tensor]:
-        """Return the parameters that have a gradient on some rank, the same ones on each."""
-        kinds = [0 if p.grad is None else 1 if p.grad.layout is torch.strided else 2 for p in params]
-        anywhere = torch.tensor(kinds, dtype=torch.int32).to(params[0].device)
+    def _present_anywhere(self, params: list[Tensor]) -> list[tuple[Tensor, torch.dtype]]:
+        """Return the parameters that have a gradient on some rank, and in which dtype, the same ones on each.
+
+        Beside fp32 masters the gradient of a half parameter is in fp32 on a rank where it was added to an earlier one.
+        """
+        anywhere = torch.tensor([_kind(param) for param in params], dtype=torch.int32).to(params[0].device)
         dist.all_reduce(anywhere, dist.ReduceOp.MAX)
         found = anywhere.tolist()
         # All ranks learn of it, so none is left waiting.
-        if 2 in found:
-            index = found.index(2)
+        if _SPARSE in found:
+            index = found.index(_SPARSE)
             raise UsageError(
                 f"DistributedDataParallel: the gradient of parameter {index}, of shape {tuple(params[index].shape)}, "
                 "is sparse on some rank; dense ones alone are reduced: use torch.nn.Embedding(..., sparse=False)"
             )
-        return [param for param, kind in zip(params, found, strict=True) if kind]
+        return [
+            (param, torch.float32 if kind == _WIDE else param.dtype)
+            for param, kind in zip(params, found, strict=True)
+            if kind != _NONE
+        ]
 
     def _taken_out(self, params: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Take from the gradients what was summed before; return these gradients with what was taken out."""
@@ -261,6 +275,22 @@ class DistributedDataParallel(Module):
             flat *= self.gradient_predivide_factor / dist.get_world_size()
         for grad, value in zip(bucket, unflatten(flat, bucket), strict=True):
             grad.copy_(value)
+
+
+def _kind(param: Tensor) -> int:
+    grad = param.grad
+    if grad is None:
+        return _NONE
+    if grad.layout is not torch.strided:
+        return _SPARSE
+    return _OWN if grad.dtype is param.dtype else _WIDE
+
+
+def _broadcast(params: Iterable[Tensor], wrapper: object) -> None:
+    """Take parameters from rank 0, with the fp32 masters of those that have some."""
+    params = list(params)
+    with equalised(params, wrapper) as masters:
+        flat_dist_call([param.data for param in params] + masters, dist.broadcast, (0,))
 
 
 def _noting(ddp: DistributedDataParallel, param: Tensor) -> Callable[[Tensor], None]:

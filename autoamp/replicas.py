@@ -1,0 +1,123 @@
+"""Which parameters torch's DistributedDataParallel keeps equal over processes, and what it will do to their gradients.
+
+Masters have to know of it: they must be equal where the half parameters are, and the gradients that its reducer finds
+must be of the parameter's dtype. It calls nobody when it is made, so the registration of its module is watched for.
+"""
+
+from __future__ import annotations
+
+import enum
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["Replica", "Sync", "Wrappers", "several_processes"]
+
+
+def several_processes() -> bool:
+    """Tell whether there is a process group of more than one process."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+class Sync(enum.Enum):
+    """Whether the backward pass that follows the last forward pass reduces gradients."""
+
+    YES = enum.auto()
+    NO = enum.auto()
+    UNSURE = enum.auto()
+
+
+class Replica:
+    """One wrapper.
+
+    Args:
+        wrapper: Referred to weakly.
+    """
+
+    def __init__(self, wrapper: DistributedDataParallel) -> None:
+        self._wrapper = weakref.ref(wrapper)
+
+    @property
+    def wrapper(self) -> DistributedDataParallel | None:
+        """The wrapper, None once it is gone."""
+        return self._wrapper()
+
+    def parameters(self) -> list[Tensor]:
+        """Return the parameters that are kept equal."""
+        wrapper = self.wrapper
+        if wrapper is None:
+            return []
+        ignored = wrapper.parameters_to_ignore
+        return [param for name, param in wrapper.module.named_parameters() if name not in ignored]
+
+    def sync(self) -> Sync:
+        """Tell what the backward pass at hand does; to be asked between the forward pass and it.
+
+        The forward pass decides, and leaves ``require_forward_param_sync``; but so does one without gradients.
+        """
+        wrapper = self.wrapper
+        if wrapper is None:
+            return Sync.NO
+        prepared, wanted = wrapper.require_forward_param_sync, wrapper.require_backward_grad_sync
+        return Sync.YES if prepared and wanted else Sync.UNSURE if prepared or wanted else Sync.NO
+
+    def broadcast(self, tensors: list[Tensor]) -> None:
+        """Give all processes the values of the first one. A collective: each process calls it with the like tensors."""
+        wrapper = self.wrapper
+        if wrapper is not None and dist.get_world_size(wrapper.process_group) > 1:
+            group = wrapper.process_group
+            works = [dist.broadcast(tensor, group=group, group_src=0, async_op=True) for tensor in tensors]
+            for work in works:
+                work.wait()
+
+
+class Wrappers:
+    """Every wrapper of the process, those that are there and those to come, for as long as somebody watches."""
+
+    def __init__(self) -> None:
+        self._replicas: weakref.WeakKeyDictionary[Module, Replica] = weakref.WeakKeyDictionary()
+        self._watchers = 0
+        self._hook: Any = None
+        self.seen = 0
+        """How many wrappers there were so far: what was asked before is stale when it moves."""
+
+    def watch(self, watcher: object) -> weakref.finalize[..., Any]:
+        """Look out for wrappers until ``watcher`` is gone, or what is returned was called."""
+        if self._hook is None:
+            self._hook = register_module_module_registration_hook(self._registered)
+            self._look_around()
+        self._watchers += 1
+        return weakref.finalize(watcher, self._leave)
+
+    def __iter__(self) -> Iterator[Replica]:
+        yield from list(self._replicas.values())
+
+    def _look_around(self) -> None:
+        if dist.is_available() and dist.is_initialized():
+            for found in gc.get_objects():
+                # By type: a proxy may answer for what it stands for.
+                if issubclass(type(found), DistributedDataParallel):
+                    self._note(found)
+
+    def _registered(self, parent: Module, name: str, child: Module | None) -> None:
+        if name == "module" and isinstance(parent, DistributedDataParallel):
+            self._note(parent)
+
+    def _note(self, wrapper: DistributedDataParallel) -> None:
+        if wrapper not in self._replicas:
+            self._replicas[wrapper] = Replica(wrapper)
+            self.seen += 1
+
+    def _leave(self) -> None:
+        self._watchers -= 1
+        if not self._watchers and self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+            self._replicas.clear()
