@@ -14,8 +14,11 @@ from autoamp.torch_private import MODULES_OF_BATCH_NORM
 
 __all__ = ["SyncBatchNorm", "convert_syncbn_model", "create_syncbn_process_group"]
 
+# The base of torch's batch norms, by a public way.
+_BatchNorm: Any = torch.nn.SyncBatchNorm.__base__
 
-class SyncBatchNorm(_BatchNorm):
+
+class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
     """Batch norm whose statistics are those of the batches of all processes together.
 
     Without a process group, or with one process, it is plain batch norm. On a CPU the statistics are computed by
@@ -69,7 +72,7 @@ class SyncBatchNorm(_BatchNorm):
     def _normalised(self, input: Tensor) -> Tensor:
         if not self.training or not _many(self.process_group):
             # What `torch.nn.BatchNorm*d` runs, with its count of batches and its momentum.
-            return super(torch.nn.SyncBatchNorm, self).forward(input)
+            return _BatchNorm.forward(self, input)
         if input.is_cuda:
             return torch.nn.SyncBatchNorm.forward(cast(torch.nn.SyncBatchNorm, self), input)
         return self._by_collectives(input)
