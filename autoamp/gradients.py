@@ -15,6 +15,7 @@ from typing import TypeAlias, TypeVar
 
 import torch
 
+from autoamp.device_scales import DeviceFactor, Factor
 from autoamp.errors import UsageError
 from autoamp.likeness import Likeness
 from autoamp.torch_private import group_by_device_and_dtype, unscale_and_check_
@@ -30,7 +31,7 @@ _COMPRESSED = frozenset((torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, t
 
 @torch.no_grad()
 def unscale_(
-    params: Iterable[torch.Tensor], inv_scale: float, usual: Likeness[Kind] | None = None
+    params: Iterable[torch.Tensor], inv_scale: Factor, usual: Likeness[Kind] | None = None
 ) -> list[torch.Tensor]:
     """Multiply every ``param.grad`` by ``inv_scale`` in place and look for inf and nan in the same pass.
 
@@ -50,22 +51,22 @@ def unscale_(
         UsageError: A gradient of a dtype that cannot be unscaled.
     """
     found: dict[torch.device, torch.Tensor] = {}
+    largest = inv_scale.largest if isinstance(inv_scale, DeviceFactor) else inv_scale
     for (device, dtype), values in _values_by_kind(params, usual).items():
         if device not in found:
             found[device] = torch.zeros(1, dtype=torch.float32, device=device)
         kernel_factor = inv_scale
         # The kernel takes an fp32 factor, which is too coarse for fp64, and looks before it multiplies, which misses
         # what a scale below 1 pushes out of range.
-        if dtype is torch.float64 or inv_scale > 1.0:
-            torch._foreach_mul_(values, inv_scale)
+        if dtype is torch.float64 or largest > 1.0:
+            _multiply_(values, device, dtype, inv_scale)
             kernel_factor = 1.0
-        factor = torch.full((), kernel_factor, dtype=torch.float32, device=device)
-        unscale_and_check_(values, found[device], factor)
+        unscale_and_check_(values, found[device], _kernels(kernel_factor, device))
     return list(found.values())
 
 
 @torch.no_grad()
-def scale_(params: Iterable[torch.Tensor], factor: float) -> None:
+def scale_(params: Iterable[torch.Tensor], factor: Factor) -> None:
     """Multiply every ``param.grad`` by ``factor`` in place; the rules are those of `unscale_`.
 
     Args:
@@ -75,8 +76,30 @@ def scale_(params: Iterable[torch.Tensor], factor: float) -> None:
     Raises:
         UsageError: A gradient of a dtype that cannot be scaled.
     """
-    for values in _values_by_kind(params).values():
+    for (device, dtype), values in _values_by_kind(params).items():
+        _multiply_(values, device, dtype, factor)
+
+
+def _multiply_(values: list[torch.Tensor], device: torch.device, dtype: torch.dtype, factor: Factor) -> None:
+    if (
+        dtype is torch.float16
+        or dtype is torch.bfloat16
+        or (dtype is torch.float32 and isinstance(factor, DeviceFactor))
+    ):
+        # A product of half tensors takes the factor as a half, on a CPU or as a tensor, which has no room for a scale.
+        # This kernel takes it in fp32; what it finds on the way is not asked for.
+        spare = torch.empty(1, dtype=torch.float32, device=device)
+        unscale_and_check_(values, spare, _kernels(factor, device))
+    elif isinstance(factor, DeviceFactor):
+        torch._foreach_mul_(values, factor.on(device, dtype))
+    else:
         torch._foreach_mul_(values, factor)
+
+
+def _kernels(factor: Factor, device: torch.device) -> torch.Tensor:
+    if isinstance(factor, DeviceFactor):
+        return factor.on(device, torch.float32)
+    return torch.full((), factor, dtype=torch.float32, device=device)
 
 
 @torch.no_grad()

@@ -1,7 +1,9 @@
 """The loss scale and the rule for its next value.
 
 A loss that is multiplied by a scale gives gradients that are multiplied by it too, so small ones survive the range of
-half precision. The scale is a Python float: reading it never waits for a device.
+half precision. The rule runs on the host, as floats. Where an optimizer takes the flag of an overflow on its device
+(`LossScaler.update_later`), it runs there as well, in the same arithmetic, and the host follows when the flags arrive:
+whoever reads the scale then waits for the device, and a training step has no need to.
 
 - `StaticLossScaler`: one scale for the whole run.
 - `DynamicLossScaler`: lower after an overflow, higher after a long time without one.
@@ -15,18 +17,28 @@ import math
 import numbers
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from autoamp.device_scales import DeviceScale, Scale
 from autoamp.errors import AutoampError, CheckpointError
+from autoamp.late_flags import LateFlags
+from autoamp.torch_private import update_scale_
 
 __all__ = ["DynamicLossScaler", "LossScaleError", "LossScaler", "StaticLossScaler", "make_scaler", "open_blocks"]
 
 # Between these two the scale and its reciprocal are both normal fp32 numbers. A subnormal one may be flushed to 0.
 _SMALLEST = 2.0**-126
 _LARGEST = 2.0**126
+
+# Gradients take two passes where a scale may be below 1. Before it may have got there, one asks how high it is.
+_NEAR_ONE = 2.0**6
+
+# By so much at most, and more, a chain of fp32 products is off.
+_ROUNDING = 2.0**-16
 
 
 class _OpenBlocks(threading.local):
@@ -43,20 +55,27 @@ class LossScaleError(AutoampError, ValueError):
 
 
 class LossScaler(ABC):
-    """The scale of one loss. `update` is told once a step whether the gradients overflowed."""
+    """The scale of one loss. `update` is told once a step whether the gradients overflowed.
+
+    Attributes:
+        late: Flags of updates that the host has not made yet. Reading the scale makes them.
+    """
 
     def __init__(self, loss_scale: float) -> None:
         self._loss_scale = loss_scale
         self._unskipped = 0
+        self.late = LateFlags()
 
     @property
     def loss_scale(self) -> float:
-        """The factor for the next loss: finite and above 0."""
+        """The factor for the next loss: finite and above 0. Waits for the device where that alone knows it."""
+        self.late.catch_up()
         return self._loss_scale
 
     @property
     def unskipped(self) -> int:
         """How many updates without an overflow came since the last overflow, or since the scale last grew."""
+        self.late.catch_up()
         return self._unskipped
 
     @property
@@ -72,9 +91,26 @@ class LossScaler(ABC):
             found_inf: Whether a gradient of this step held inf or nan.
         """
 
+    def scale_at_hand(self) -> Scale:
+        """Return the factor for the next loss, without waiting for a device."""
+        return self.loss_scale
+
+    def serves_device(self, device: torch.device) -> bool:
+        """Tell whether `update_later` may be called with flags on this device."""
+        return False
+
+    def update_later(self, found_inf: Tensor, tell: Callable[[bool], None]) -> None:
+        """Move on by one step, by a flag that stays on its device.
+
+        Args:
+            found_inf: One fp32 element, not 0 where a gradient held inf or nan. It is written to no more.
+            tell: Called after the host's update, once the flag is known; it raises nothing.
+        """
+        raise NotImplementedError
+
     def state_dict(self) -> dict[str, Any]:
         """Return ``{"loss_scale": float, "unskipped": int}``, all that a resumed run needs."""
-        return {"loss_scale": self._loss_scale, "unskipped": self._unskipped}
+        return {"loss_scale": self.loss_scale, "unskipped": self.unskipped}
 
     def check_state_dict(self, state_dict: Any, key: str) -> None:
         """Raise unless `load_state_dict` would take this state.
@@ -97,7 +133,18 @@ class LossScaler(ABC):
         Raises:
             CheckpointError: As `check_state_dict`; nothing was changed then.
         """
-        self._loss_scale, self._unskipped = _read_state(state_dict, "loss_scaler")
+        state = _read_state(state_dict, "loss_scaler")
+        self.late.catch_up()
+        self._loss_scale, self._unskipped = state
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy gets: the state now, and nothing that is under way."""
+        self.late.catch_up()
+        return {name: value for name, value in vars(self).items() if name != "late"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.late = LateFlags()
 
 
 class StaticLossScaler(LossScaler):
@@ -124,10 +171,47 @@ class StaticLossScaler(LossScaler):
 
     def update(self, found_inf: bool) -> None:
         """Count the steps without an overflow. See `LossScaler.update`."""
+        self.late.catch_up()
+        self._count(found_inf)
+
+    def scale_at_hand(self) -> float:
+        """Return the scale. See `LossScaler.scale_at_hand`."""
+        return self._loss_scale
+
+    def serves_device(self, device: torch.device) -> bool:
+        """Tell whether flags on this device are worth it. See `LossScaler.serves_device`."""
+        return type(self).update is StaticLossScaler.update and self.late.serves(device)
+
+    def update_later(self, found_inf: Tensor, tell: Callable[[bool], None]) -> None:
+        """Count this step later. See `LossScaler.update_later`."""
+
+        def count(found: bool) -> None:
+            self._count(found)
+            tell(found)
+
+        self.late.add(found_inf, count)
+
+    def _count(self, found_inf: bool) -> None:
         self._unskipped = 0 if found_inf else self._unskipped + 1
 
     def __repr__(self) -> str:
-        return f"StaticLossScaler(loss_scale={self._loss_scale!r})"
+        return f"StaticLossScaler(loss_scale={self.loss_scale!r})"
+
+
+class _Setting:
+    """A number of the rule. Updates that came before it is set go by the old one."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = f"_{name}"
+
+    def __get__(self, scaler: Any, owner: type | None = None) -> Any:
+        return self if scaler is None else vars(scaler)[self._name]
+
+    def __set__(self, scaler: DynamicLossScaler, value: Any) -> None:
+        if self._name in vars(scaler):
+            scaler.late.catch_up()
+            scaler._on_device = None
+        vars(scaler)[self._name] = value
 
 
 class DynamicLossScaler(LossScaler):
@@ -147,6 +231,12 @@ class DynamicLossScaler(LossScaler):
     Raises:
         LossScaleError: An argument is outside these rules.
     """
+
+    growth_factor = _Setting()
+    backoff_factor = _Setting()
+    growth_interval = _Setting()
+    min_loss_scale = _Setting()
+    max_loss_scale = _Setting()
 
     def __init__(
         self,
@@ -173,6 +263,7 @@ class DynamicLossScaler(LossScaler):
                 f"min_loss_scale={min_loss_scale!r} is above max_loss_scale={max_loss_scale!r}; lower the first"
             )
         self.growth_interval = int(growth_interval)
+        self._on_device: _DeviceState | None = None
         super().__init__(self._within_limits(_fp32(init_scale)))
 
     @property
@@ -182,6 +273,40 @@ class DynamicLossScaler(LossScaler):
 
     def update(self, found_inf: bool) -> None:
         """Lower the scale, or count towards the next growth. See `LossScaler.update`."""
+        self.late.catch_up()
+        self._on_device = None
+        self._move(found_inf)
+
+    def scale_at_hand(self) -> Scale:
+        """Return the scale, from the device where that alone knows it. See `LossScaler.scale_at_hand`."""
+        if self._on_device is None or not self.late:
+            return self.loss_scale
+        self._on_device.scale.lowest = self._lowest()
+        return self._on_device.scale
+
+    def serves_device(self, device: torch.device) -> bool:
+        """Tell whether flags on this device are worth it. See `LossScaler.serves_device`."""
+        return self.late.serves(device) and type(self).update is DynamicLossScaler.update and self._fits_fp32()
+
+    def update_later(self, found_inf: Tensor, tell: Callable[[bool], None]) -> None:
+        """Move the scale on the device now, and that of the host later. See `LossScaler.update_later`."""
+
+        if self._on_device is None or self._on_device.scale.value.device != found_inf.device:
+            self.late.catch_up()
+            # A count of a longer interval: the kernel looks for this one's end alone.
+            unskipped = min(self._unskipped, self.growth_interval - 1)
+            self._on_device = _DeviceState(self._loss_scale, unskipped, found_inf.device)
+        before = self._on_device.scale
+
+        def move(found: bool) -> None:
+            before.known = self._loss_scale
+            self._move(found)
+            tell(found)
+
+        self._on_device.update(found_inf, self)
+        self.late.add(found_inf, move, urgent=self._lowest() < _NEAR_ONE)
+
+    def _move(self, found_inf: bool) -> None:
         if found_inf:
             self._loss_scale = self._within_limits(_fp32(self._loss_scale * self.backoff_factor))
             self._unskipped = 0
@@ -195,17 +320,61 @@ class DynamicLossScaler(LossScaler):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take the scale, moved into this scaler's limits, and the count. See `LossScaler.load_state_dict`."""
         super().load_state_dict(state_dict)
+        self._on_device = None
         self._loss_scale = self._within_limits(_fp32(self._loss_scale))
 
     def _within_limits(self, scale: float) -> float:
         return min(max(scale, self.min_loss_scale), self.max_loss_scale)
 
+    def _fits_fp32(self) -> bool:
+        """Tell whether the rule comes to the same on a device, where limits are fp32 and nothing grows beyond."""
+        limits = self.min_loss_scale, self.max_loss_scale
+        return limits == tuple(map(_fp32, limits)) and math.isfinite(_fp32(limits[1] * self.growth_factor))
+
+    def _lowest(self, more: int = 0) -> float:
+        """Return below what the scale is not, were every update that is not known yet an overflow, and so many more."""
+        unknown = len(self.late) + more
+        return max(self._loss_scale * self.backoff_factor**unknown * (1.0 - _ROUNDING), self.min_loss_scale)
+
+    def _may_leave_limits(self) -> bool:
+        """Tell whether the next update of the device may be one that ends at a limit."""
+        growths = (self._unskipped + len(self.late) + 1) // self.growth_interval
+        # By logarithms, as a power may leave the range; where they round, a limit is looked at in vain.
+        room = math.log2(self.max_loss_scale / self._loss_scale)
+        return self._lowest(1) <= self.min_loss_scale or growths * math.log2(self.growth_factor) >= room - 1e-6
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_on_device": None}
+
     def __repr__(self) -> str:
         return (
-            f"DynamicLossScaler(loss_scale={self._loss_scale!r}, growth_factor={self.growth_factor!r}, "
+            f"DynamicLossScaler(loss_scale={self.loss_scale!r}, growth_factor={self.growth_factor!r}, "
             f"backoff_factor={self.backoff_factor!r}, growth_interval={self.growth_interval!r}, "
             f"min_loss_scale={self.min_loss_scale!r}, max_loss_scale={self.max_loss_scale!r})"
         )
+
+
+class _DeviceState:
+    """A dynamic scaler's scale and count on a device, which follow the rule without the host.
+
+    Attributes:
+        scale: The scale for the next loss; a new object after each update, since blocks hold on to theirs.
+    """
+
+    def __init__(self, loss_scale: float, unskipped: int, device: torch.device) -> None:
+        self.scale = DeviceScale(torch.full((), loss_scale, dtype=torch.float32, device=device), loss_scale)
+        self._unskipped = torch.full((), unskipped, dtype=torch.int32, device=device)
+
+    @torch.no_grad()
+    def update(self, found_inf: Tensor, rule: DynamicLossScaler) -> None:
+        """Do what `DynamicLossScaler.update` does."""
+        lowest, highest = rule.min_loss_scale, rule.max_loss_scale
+        # It is within its limits: what comes out is a copy, by a kernel as small as any.
+        scale = self.scale.value.clamp(lowest, highest)
+        update_scale_(scale, self._unskipped, found_inf, rule.growth_factor, rule.backoff_factor, rule.growth_interval)
+        if rule._may_leave_limits():
+            scale.clamp_(lowest, highest)
+        self.scale = DeviceScale(scale, 0.0)
 
 
 def make_scaler(

@@ -49,6 +49,7 @@ __all__ = [
     "two_in_one",
     "unflatten",
     "unscale_and_check_",
+    "update_scale_",
 ]
 
 ASKED: list[str] = []
@@ -157,6 +158,21 @@ unscale_and_check_: Callable[[Sequence[Tensor], Tensor, Tensor], None] = _find(
     "torch._amp_foreach_non_finite_check_and_unscale_", _unscale_and_check
 )
 """Multiplies tensors of one device by ``inv_scale`` in place; 1.0 in ``found_inf`` tells of inf and nan among them."""
+
+
+def _update_scale(
+    scale: Tensor, tracker: Tensor, found_inf: Tensor, growth: float, backoff: float, interval: int
+) -> None:
+    bad, grows = found_inf.view(()) != 0.0, tracker + 1 == interval
+    factor = torch.where(bad, backoff, torch.where(grows, growth, torch.ones_like(scale, dtype=torch.float64)))
+    scale.copy_(scale.double() * factor)
+    tracker.copy_(torch.where(bad | grows, 0, tracker + 1))
+
+
+update_scale_: Callable[[Tensor, Tensor, Tensor, float, float, int], None] = _find(
+    "torch._amp_update_scale_", _update_scale
+)
+"""Moves a dynamic loss scale, and its count of clean steps, by one step, in place and on their device."""
 
 
 def _flatten(tensors: Sequence[Tensor]) -> Tensor:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
+from autoamp.device_scales import Scale
 from autoamp.gradients import found_any
 from autoamp.scaling import LossScaler
 
-__all__ = ["Verdict", "read", "settle"]
+__all__ = ["Verdict", "read", "settle", "settle_later"]
 
 
 class Verdict:
@@ -33,7 +34,7 @@ class Verdict:
 
     __slots__ = ("cleared", "counted", "found", "overflowed", "scale", "scaler")
 
-    def __init__(self, scaler: LossScaler, scale: float, found: Sequence[torch.Tensor]) -> None:
+    def __init__(self, scaler: LossScaler, scale: Scale, found: Sequence[torch.Tensor]) -> None:
         self.scaler = scaler
         self.scale = scale
         self.found = found
@@ -71,12 +72,47 @@ def settle(verdicts: Sequence[Verdict]) -> Verdict | None:
     return blamed
 
 
+def settle_later(verdicts: Sequence[Verdict], tell: Callable[[bool], None]) -> torch.Tensor | None:
+    """Settle the verdicts of one step without reading them: the scaler moves on by a flag that stays on the device.
+
+    Args:
+        verdicts: As for `settle`.
+        tell: Called with whether they overflowed, once that is known; it raises nothing.
+
+    Returns:
+        The flag, fp32 without dimensions, not 0 where any gradient overflowed. None where verdicts must be read, and
+        nothing was done: some are read already, several scalers have a part in it, or the scaler lives on the host.
+    """
+    found = [flag for verdict in verdicts for flag in verdict.found]
+    if not found or any(verdict.overflowed is not None for verdict in verdicts):
+        return None
+    scaler, counted = verdicts[0].scaler, verdicts[0].counted
+    if any(verdict.scaler is not scaler or verdict.counted is not counted for verdict in verdicts):
+        return None
+    if not all(scaler.serves_device(flag.device) for flag in found):
+        return None
+    device = found[0].device
+    flags = [flag.to(device, non_blocking=True).view(()) for flag in found]
+    flag = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
+    if counted:
+        scaler.late.add(flag, tell)
+    else:
+        scaler.update_later(flag, tell)
+    for verdict in verdicts:
+        verdict.counted = True
+    return flag
+
+
 def read(verdicts: Sequence[Verdict]) -> None:
     """Read those verdicts that nobody has read, with one synchronisation of each device, and tell no scaler."""
     unread = [verdict for verdict in verdicts if verdict.overflowed is None]
     if not unread:
         return
-    flags = iter(found_any([found for verdict in unread for found in verdict.found]))
+    found = [flag for verdict in unread for flag in verdict.found]
+    late = unread[0].scaler.late
+    # What the scaler has not heard of yet is on the same device, as a rule, and comes by the same wait.
+    together = late and all(verdict.scaler.late is late for verdict in unread)
+    flags = iter(late.read(found) if together and all(late.serves(flag.device) for flag in found) else found_any(found))
     for verdict in unread:
         own = [next(flags) for _ in verdict.found]
         verdict.overflowed = any(own)

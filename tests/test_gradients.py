@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from autoamp import gradients
+from autoamp.device_scales import DeviceScale, inverse, quotient
 from autoamp.errors import UsageError
 from autoamp.gradients import GradientMark, Kind, found_any, non_finite, scale_, total_norm, unscale_
 from autoamp.likeness import Likeness
@@ -65,13 +66,13 @@ def test_unscale_finds_one_bad_element(dtype: torch.dtype, bad: float, device: s
 
 def test_mixed_dtypes_are_one_call_each(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[list[torch.dtype]] = []
-    kernel = torch._amp_foreach_non_finite_check_and_unscale_
+    kernel = gradients.unscale_and_check_
 
     def counted(tensors: list[Tensor], *rest: Tensor) -> None:
         calls.append([tensor.dtype for tensor in tensors])
         kernel(tensors, *rest)
 
-    monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", counted)
+    monkeypatch.setattr(gradients, "unscale_and_check_", counted)
     params = [with_grad(torch.ones(2, dtype=dtype)) for dtype in DTYPES[:3] * 10]
     found = unscale_(params, 0.5)
     assert sorted(map(len, calls)) == [10, 10, 10]
@@ -357,3 +358,48 @@ def test_a_mark_takes_inference_tensors() -> None:
         param = with_grad(torch.ones(2))
     assert not GradientMark([param]).touched()
     assert gradients.GradientMark([Parameter(torch.ones(1))]).touched()
+
+
+# -- factors that only the device knows --
+
+
+def given_gradients(dtype: torch.dtype) -> list[Parameter]:
+    params = [Parameter(torch.zeros(5, dtype=dtype)) for _ in range(3)]
+    generator = torch.Generator().manual_seed(0)
+    for param in params:
+        param.grad = torch.randn(5, generator=generator).to(dtype)
+    return params
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(("scale", "lowest"), [(1000.1, 1.0), (1000.1, 0.25), (0.3, 0.25), (2.0**-14, 2.0**-14)])
+@pytest.mark.parametrize("bad", [None, math.inf, math.nan, 60000.0])
+def test_a_scale_on_the_device_unscales_as_the_float(
+    dtype: torch.dtype, scale: float, lowest: float, bad: float | None
+) -> None:
+    scale = torch.tensor(scale).item()
+    outcomes = []
+    for factor in (1.0 / scale, inverse(DeviceScale(torch.tensor(scale), lowest))):
+        params = given_gradients(dtype)
+        if bad is not None:
+            params[1].grad[2] = bad  # type: ignore[index]
+        found = unscale_(params, factor)
+        outcomes.append([tensor.clone() for tensor in (*found, *(param.grad for param in params))])  # type: ignore[union-attr]
+    assert all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(*outcomes, strict=True))
+    assert bool(outcomes[0][0]) == (bad is not None and not (bad == 60000.0 and (dtype, scale) not in LEAVES_RANGE))
+
+
+# Where 60000 divided by the scale is too large for the dtype.
+LEAVES_RANGE = [(torch.float16, torch.tensor(0.3).item()), (torch.float16, 2.0**-14)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(("above", "below"), [(2.0**16, 1.0), (512.0, 1024.0), (1000.1, 3.3)])
+def test_a_quotient_on_the_device_scales_as_the_float(dtype: torch.dtype, above: float, below: float) -> None:
+    above, below = torch.tensor([above, below]).tolist()
+    outcomes = []
+    for factor in (above / below, quotient(DeviceScale(torch.tensor(above), 1.0), below)):
+        params = given_gradients(dtype)
+        scale_(params, factor)
+        outcomes.append([param.grad for param in params])
+    assert all(torch.equal(one, other) for one, other in zip(*outcomes, strict=True))  # type: ignore[arg-type]

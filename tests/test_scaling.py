@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
+from autoamp.device_scales import DeviceScale
 from autoamp.errors import AutoampError, CheckpointError
+from autoamp.late_flags import LateFlags
 from autoamp.scaling import DynamicLossScaler, LossScaleError, LossScaler, StaticLossScaler, make_scaler
 
 FACTORS = st.sampled_from([(2.0, 0.5), (4.0, 0.25), (1.7, 0.3), (1.001, 0.999), (3.0, 0.1)])
@@ -218,3 +224,151 @@ def test_a_bad_checkpoint_changes_nothing(scaler: LossScaler, state: Any, named:
 def test_a_scale_beyond_any_float_is_a_checkpoint_error() -> None:
     with pytest.raises(CheckpointError, match="loss_scale"):
         DynamicLossScaler().load_state_dict({"loss_scale": 10**400, "unskipped": 0})
+
+
+# -- updates whose flags stay on the device --
+
+
+class _Late:
+    """Flags on a CPU that are late all the same, by as many asks as they are told."""
+
+    def __init__(self, flags: Sequence[Tensor], asks: int) -> None:
+        self._flags, self._asks = flags, asks
+
+    def arrived(self) -> bool:
+        self._asks -= 1
+        return self._asks < 0
+
+    def flags(self) -> list[bool]:
+        return [bool(flag) for flag in self._flags]
+
+
+def deferring(scaler: LossScaler, asks: int = 2, batch: int = 4) -> LossScaler:
+    scaler.late = LateFlags(lambda flags: _Late(flags, asks), lambda device: True, batch)
+    return scaler
+
+
+def number(scale: Any) -> float:
+    return scale.value.item() if isinstance(scale, DeviceScale) else scale
+
+
+@given(
+    found=st.lists(st.booleans(), max_size=60),
+    factors=FACTORS,
+    interval=st.integers(1, 5),
+    batch=st.integers(1, 16),
+    reads=st.sets(st.integers(0, 59), max_size=4),
+)
+@settings(max_examples=60, deadline=None)
+def test_on_a_device_the_rule_is_the_same(
+    found: list[bool], factors: tuple[float, float], interval: int, batch: int, reads: set[int]
+) -> None:
+    kwargs = {"min_loss_scale": 0.25, "max_loss_scale": 4096.0}
+    host = DynamicLossScaler(1000.0, *factors, interval, **kwargs)
+    device = deferring(DynamicLossScaler(1000.0, *factors, interval, **kwargs), batch=batch)
+    told: list[bool] = []
+    for step, found_inf in enumerate(found):
+        scale = device.scale_at_hand()
+        assert number(scale) == host.loss_scale
+        if isinstance(scale, DeviceScale):
+            assert scale.lowest <= host.loss_scale
+        host.update(found_inf)
+        device.update_later(torch.tensor(float(found_inf)), told.append)
+        if step in reads:
+            assert (device.loss_scale, device.unskipped) == (host.loss_scale, host.unskipped)
+    assert device.state_dict() == host.state_dict()
+    assert told == found
+
+
+def test_a_static_scale_is_known_and_its_count_comes_late() -> None:
+    scaler = deferring(StaticLossScaler(8.0))
+    for found_inf in (True, False, False):
+        scaler.update_later(torch.tensor(float(found_inf)), lambda found: None)
+        assert scaler.scale_at_hand() == 8.0
+    assert len(scaler.late) == 3
+    assert scaler.state_dict() == {"loss_scale": 8.0, "unskipped": 2}
+
+
+def test_an_update_by_the_host_comes_after_those_of_the_device() -> None:
+    scaler = deferring(DynamicLossScaler(64.0, growth_interval=1))
+    scaler.update_later(torch.tensor(1.0), lambda found: None)
+    scaler.update(True)
+    assert scaler.scale_at_hand() == 16.0
+    scaler.update_later(torch.tensor(0.0), lambda found: None)
+    assert number(scaler.scale_at_hand()) == 32.0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("backoff_factor", 0.25), ("max_loss_scale", 2.0**7), ("growth_interval", 1)]
+)
+def test_a_setting_holds_for_the_updates_after_it(name: str, value: float) -> None:
+    host = DynamicLossScaler(2.0**6, growth_interval=3)
+    device = deferring(DynamicLossScaler(2.0**6, growth_interval=3))
+    for step, found_inf in enumerate([False, True, False, False, True, False, False, False, False]):
+        if step == 4:
+            setattr(host, name, value)
+            setattr(device, name, value)
+        host.update(found_inf)
+        device.update_later(torch.tensor(float(found_inf)), lambda found: None)
+        assert number(device.scale_at_hand()) == host.loss_scale
+
+
+def test_a_checkpoint_puts_an_end_to_what_is_under_way() -> None:
+    scaler, told = deferring(DynamicLossScaler(64.0)), []
+    scaler.update_later(torch.tensor(1.0), told.append)
+    scaler.load_state_dict({"loss_scale": 128.0, "unskipped": 5000})
+    assert (told, scaler.scale_at_hand()) == ([True], 128.0)
+    # The count of a longer interval: the next clean step grows the scale, on a device too.
+    scaler.update_later(torch.tensor(0.0), told.append)
+    assert number(scaler.scale_at_hand()) == scaler.loss_scale == 256.0
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))])
+def test_a_copy_has_what_was_under_way_and_goes_its_own_way(copied: Any) -> None:
+    scaler = deferring(DynamicLossScaler(64.0))
+    scaler.update_later(torch.tensor(1.0), lambda found: None)
+    other = deferring(copied(scaler))
+    assert (other.scale_at_hand(), scaler.scale_at_hand()) == (32.0, 32.0)
+    other.update_later(torch.tensor(1.0), lambda found: None)
+    assert (other.loss_scale, scaler.loss_scale) == (16.0, 32.0)
+
+
+class _Doubled(DynamicLossScaler):
+    def update(self, found_inf: bool) -> None:
+        super().update(found_inf)
+
+
+@pytest.mark.parametrize(
+    "scaler",
+    [
+        _Doubled(),
+        DynamicLossScaler(min_loss_scale=0.1),
+        DynamicLossScaler(max_loss_scale=2.0**126, growth_factor=10.0),
+    ],
+)
+def test_a_rule_that_a_device_would_not_follow_stays_on_the_host(scaler: DynamicLossScaler) -> None:
+    assert not deferring(scaler).serves_device(torch.device("cpu"))
+
+
+def test_what_serves_a_device() -> None:
+    assert deferring(DynamicLossScaler()).serves_device(torch.device("cpu"))
+    assert deferring(StaticLossScaler(2.0)).serves_device(torch.device("cpu"))
+    assert not DynamicLossScaler().serves_device(torch.device("cpu"))
+    assert DynamicLossScaler().serves_device(torch.device("cuda"))
+
+
+def test_far_above_one_flags_travel_together_and_near_it_at_once() -> None:
+    sent: list[int] = []
+
+    def send(flags: Sequence[Tensor]) -> _Late:
+        sent.append(len(flags))
+        return _Late(flags, 0)
+
+    for scale in (2.0**24, 2.0**10, 8.0):
+        scaler = DynamicLossScaler(scale)
+        scaler.late = LateFlags(send, lambda device: True)
+        for _ in range(32):
+            scaler.update_later(torch.tensor(0.0), lambda found: None)
+    assert sent[:2] == [16, 16]
+    assert set(sent[2:-32]) == {5}
+    assert sent[-32:] == [1] * 32

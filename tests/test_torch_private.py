@@ -251,6 +251,18 @@ def test_unscaling_is_torchs(bad: float) -> None:
     assert str(results[0][1]) == str(results[1][1])
 
 
+@pytest.mark.parametrize(("growth", "backoff"), [(2.0, 0.5), (1.7, 0.3)])
+def test_the_moves_of_a_scale_are_torchs(growth: float, backoff: float) -> None:
+    moves = []
+    for update in (torch_private.update_scale_, torch_private._update_scale):
+        scale, tracker = torch.tensor(1000.0), torch.tensor(0, dtype=torch.int32)
+        moves.append([])
+        for found_inf in (0.0, 1.0, 0.0, 0.0, 0.0, 2.0, 0.0, 0.0, 0.0, 0.0):
+            update(scale, tracker, torch.tensor(found_inf), growth, backoff, 2)
+            moves[-1].append((scale.item(), tracker.item()))
+    assert moves[0] == moves[1]
+
+
 def test_flat_tensors_are_torchs() -> None:
     tensors = [torch.arange(6.0).view(2, 3), torch.tensor(7.0)]
     flat = torch_private._flatten(tensors)

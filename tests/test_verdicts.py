@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
 from autoamp import verdicts
-from autoamp.scaling import LossScaler, StaticLossScaler
-from autoamp.verdicts import Verdict, settle
+from autoamp.late_flags import LateFlags
+from autoamp.scaling import DynamicLossScaler, LossScaler, StaticLossScaler
+from autoamp.verdicts import Verdict, read, settle, settle_later
 
 
 class Recording(StaticLossScaler):
@@ -77,3 +80,77 @@ def test_a_window_shared_in_part_counts_once() -> None:
 
 def test_nothing_pending() -> None:
     assert settle([]) is None
+
+
+# -- settled with nothing read --
+
+
+def deferring(scaler: LossScaler) -> LossScaler:
+    scaler.late = LateFlags(Parcel, lambda device: True)
+    return scaler
+
+
+class Parcel:
+    def __init__(self, flags: Sequence[torch.Tensor]) -> None:
+        self.values = [bool(flag) for flag in flags]
+
+    def arrived(self) -> bool:
+        return True
+
+    def flags(self) -> list[bool]:
+        return self.values
+
+
+@pytest.mark.parametrize("flags", [[(0.0,)], [(1.0,)], [(0.0,), (2.0,)], [(0.0, 1.0)], [(0.0, 0.0), (0.0,)]])
+def test_a_step_is_settled_later(flags: list[tuple[float, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verdicts, "found_any", None)
+    scaler, told = deferring(DynamicLossScaler(1024.0)), []
+    pending = [verdict(scaler, *given) for given in flags]
+    found = settle_later(pending, told.append)
+    overflowed = any(map(any, flags))
+    assert found is not None
+    assert (found.shape, bool(found)) == ((), overflowed)
+    assert all(one.counted and one.overflowed is None for one in pending)
+    assert told == []
+    assert scaler.loss_scale == (512.0 if overflowed else 1024.0)
+    assert told == [overflowed]
+
+
+def test_the_next_optimizer_of_a_block_gets_the_flag_and_the_scaler_hears_nothing() -> None:
+    scaler, told = deferring(DynamicLossScaler(1024.0)), []
+    shared = verdict(scaler, 1.0)
+    for _ in range(2):
+        found = settle_later([shared], told.append)
+        assert found is not None
+        assert bool(found)
+    assert scaler.loss_scale == 512.0
+    assert told == [True, True]
+
+
+def test_what_must_be_read_is_left_alone() -> None:
+    one, other = deferring(DynamicLossScaler(1024.0)), deferring(DynamicLossScaler(1024.0))
+    counted = verdict(one, 0.0)
+    counted.counted = True
+    known = verdict(one, 0.0)
+    read([known])
+    for pending in (
+        [],
+        [known],
+        [verdict(one, 0.0), verdict(other, 0.0)],
+        [counted, verdict(one, 0.0)],
+        [verdict(DynamicLossScaler(1024.0), 0.0)],
+        [verdict(Recording(), 0.0)],
+    ):
+        assert settle_later(pending, lambda found: None) is None
+        assert not any(one.counted for one in pending if one is not counted)
+
+
+def test_flags_are_read_with_those_that_the_scaler_has_not_heard_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    scaler, told = deferring(DynamicLossScaler(1024.0)), []
+    settle_later([verdict(scaler, 1.0)], told.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(verdicts, "found_any", None)
+        pending = [verdict(scaler, 0.0, 1.0), verdict(scaler, 0.0)]
+        read(pending)
+    assert [one.overflowed for one in pending] == [True, False]
+    assert (told, scaler.loss_scale) == ([True], 512.0)

@@ -1,0 +1,113 @@
+"""Loss scales that only the device knows, and the factors that follow from them.
+
+A scale is a Python float, or a `DeviceScale` as long as nobody has read it. Both are used through the functions here,
+which wait for nothing. What comes out is, bit for bit, what the float would have given.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+__all__ = ["DeviceFactor", "DeviceScale", "Factor", "Scale", "inverse", "multiplied", "quotient"]
+
+
+class DeviceScale:
+    """A loss scale on a device.
+
+    Args:
+        value: fp32, without dimensions. Nobody writes to it any more.
+        lowest: The scale is known to be no less.
+
+    Attributes:
+        value, lowest: As given.
+        known: The number, once the host has come to it.
+    """
+
+    __slots__ = ("known", "lowest", "value")
+
+    def __init__(self, value: Tensor, lowest: float) -> None:
+        self.value = value
+        self.lowest = lowest
+        self.known: float | None = None
+
+    def __float__(self) -> float:
+        """Return the number; waits for the device where it is not known."""
+        if self.known is None:
+            self.known = float(self.value.item())
+        return self.known
+
+    def __format__(self, form: str) -> str:
+        return format(float(self), form)
+
+
+Scale: TypeAlias = float | DeviceScale
+
+
+class DeviceFactor:
+    """The quotient of two scales of which the device knows at least one.
+
+    Args:
+        above: What is divided.
+        below: By what.
+        largest: The quotient is known to be no more.
+    """
+
+    __slots__ = ("_above", "_below", "_made", "largest")
+
+    def __init__(self, above: Scale, below: Scale, largest: float) -> None:
+        self._above = above
+        self._below = below
+        self._made: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        self.largest = largest
+
+    def on(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Return the factor as a tensor without dimensions, fp32 or fp64; nothing is waited for."""
+        kind = (device, dtype)
+        if kind not in self._made:
+            self._made[kind] = self._make(dtype).to(device, non_blocking=True)
+        return self._made[kind]
+
+    def _make(self, dtype: torch.dtype) -> Tensor:
+        above, below = self._above, self._below
+        if dtype is torch.float32:
+            # One fp32 operation rounds as the fp64 one does that is rounded to fp32 afterwards.
+            if isinstance(below, DeviceScale) and above == 1.0:
+                return below.value.reciprocal()
+            if isinstance(above, DeviceScale) and below == 1.0:
+                return above.value
+        like = above.value if isinstance(above, DeviceScale) else below.value  # type: ignore[union-attr]
+        return (_double(above, like) / _double(below, like)).to(dtype)
+
+
+Factor: TypeAlias = float | DeviceFactor
+
+
+def multiplied(loss: Tensor, scale: Scale) -> Tensor:
+    """Return ``loss.float() * scale``."""
+    if isinstance(scale, DeviceScale):
+        return loss.float() * scale.value.to(loss.device, non_blocking=True)
+    return loss.float() * scale if scale != 1.0 else loss.float()
+
+
+def inverse(scale: Scale) -> Factor:
+    """Return ``1 / scale``."""
+    return DeviceFactor(1.0, scale, 1.0 / scale.lowest) if isinstance(scale, DeviceScale) else 1.0 / scale
+
+
+def quotient(above: Scale, below: Scale) -> Factor:
+    """Return ``above / below``."""
+    if above is below:
+        return 1.0
+    if isinstance(above, DeviceScale) or isinstance(below, DeviceScale):
+        return DeviceFactor(above, below, float("inf"))
+    return above / below
+
+
+def _double(scale: Scale, like: Tensor) -> Tensor:
+    if isinstance(scale, DeviceScale):
+        return scale.value.to(like.device, torch.float64, non_blocking=True)
+    # A tensor too: a number over a tensor is rounded twice.
+    return torch.full_like(like, scale, dtype=torch.float64)
