@@ -191,7 +191,7 @@ def build_module_call(original: types.FunctionType, casts: Casts, precisions: Mo
     direct_calls, for_all = build_direct_calls(casts.layers), torch.nn.modules.module
 
     def scoped(self: Module, *args: Any, **kwargs: Any) -> Any:
-        if local.entries is not None or not cache.enabled or compiling():
+        if compiling() or local.entries is not None or not cache.enabled:
             return original(self, *args, **kwargs)
         # Written out, since a context manager would cost more than the rest of a small call.
         local.entries = {}
@@ -211,7 +211,7 @@ def build_module_call(original: types.FunctionType, casts: Casts, precisions: Mo
                     output = scoped(self, *args, **kwargs)
                 # Code around that casts nothing, such as an fp32 module's, could not use a half result.
                 return _cast_nested(output, casts.to_fp32) if goes_on_in_fp32 else output
-        if local.entries is None or not known or compiling():
+        if compiling() or local.entries is None or not known:
             return scoped(self, *args, **kwargs)
         own, cls = self.__dict__, type(self)
         try:
