@@ -58,6 +58,10 @@ def build(
             module=module, qualname=qualname, remedy=remedy, allow_banned=allow_banned,
         )  # fmt: skip
         return type(original)(inner)
+    if isinstance(original, types.ClassMethodDescriptorType):
+        # A class method in C, as `torch.autograd.Function.apply` is from torch 2.14 on: it takes the class to call for.
+        method = classmethod(lambda cls, *args, **kwargs: original.__get__(None, cls)(*args, **kwargs))
+        return build(method, policy, casts, module=module, qualname=qualname, remedy=remedy, allow_banned=allow_banned)
     if policy is CastPolicy.BANNED:
         in_fp32 = _by_policy(original, CastPolicy.FP32, casts, functional)
         replacement = _banned(original, in_fp32, casts, f"{module}.{qualname}", remedy, allow_banned)

@@ -284,6 +284,48 @@ def test_a_class_of_modules_or_autograd_functions() -> None:
     assert (dict(vars(torch.nn.MaxPool2d)), dict(vars(Outside))) == before
 
 
+class Below(torch.autograd.Function):
+    """A custom function from which another one inherits."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+class Above(Below):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 3
+
+
+def test_a_registered_custom_function_leaves_its_subclass_its_own() -> None:
+    autoamp.register_half_function(sys.modules[__name__], "Below")
+    handle = init()
+    x = ones().requires_grad_()
+    assert Below.apply(x).dtype == HALF
+    y = Above.apply(x)
+    y.sum().backward()
+    assert y.tolist() == [[3.0, 3.0], [3.0, 3.0]]
+    assert x.grad is not None
+    assert x.grad.tolist() == [[2.0, 2.0], [2.0, 2.0]]
+    handle.deactivate()
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_what_a_custom_function_is_called_by_can_be_decorated(early: bool) -> None:
+    handle = None if early else init()
+    apply = autoamp.float_function(Below.apply)
+    handle = handle or init()
+    assert apply(ones(HALF)).dtype == torch.float32
+    assert autoamp.half_function(Below.apply)(ones()).dtype == HALF
+    handle.deactivate()
+    assert apply(ones(HALF)).dtype == HALF
+
+
 def test_methods_static_methods_and_methods_of_one_object() -> None:
     class Toolbox:
         def method(self, x: Tensor) -> torch.dtype:
