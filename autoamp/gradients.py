@@ -10,7 +10,7 @@ and bool tensors carry no gradient of a loss and are left alone. Any other dtype
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias, TypeVar
 
 import torch
@@ -20,7 +20,17 @@ from autoamp.errors import UsageError
 from autoamp.likeness import Likeness
 from autoamp.torch_private import group_by_device_and_dtype, unscale_and_check_
 
-__all__ = ["GradientMark", "Kind", "found_any", "non_finite", "scale_", "total_norm", "true_gradient", "unscale_"]
+__all__ = [
+    "GradientMark",
+    "Kind",
+    "ScaledMark",
+    "found_any",
+    "non_finite",
+    "scale_",
+    "total_norm",
+    "true_gradient",
+    "unscale_",
+]
 
 Kind: TypeAlias = tuple[torch.device, torch.dtype]
 _Name = TypeVar("_Name")
@@ -223,36 +233,75 @@ def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch
 class GradientMark:
     """Remembers gradients, to tell later whether they are still the same. It keeps no tensor alive.
 
+    The first gradient stands for all, which costs next to nothing.
+
     Args:
         params: The parameters whose gradients are meant.
-        every: Whether to remember all of them. Otherwise the first stands for all, which costs next to nothing.
     """
 
-    def __init__(self, params: Iterable[torch.Tensor], *, every: bool = False) -> None:
-        self._kept: list[tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]] = []
-        self._version: int | None = None
+    def __init__(self, params: Iterable[torch.Tensor]) -> None:
+        self._kept: tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor], int | None] | None = None
         for param in params:
             grad = param.grad
             if grad is not None:
-                if not self._kept:
-                    self._version = _version(grad)
-                self._kept.append((weakref.ref(param), weakref.ref(grad)))
-                if not every:
-                    break
+                self._kept = weakref.ref(param), weakref.ref(grad), _version(grad)
+                break
 
     def replaced(self) -> bool:
-        """Whether each remembered gradient is gone, or another tensor. True also if there was none."""
-        return all(_same_grad(param, grad) is None for param, grad in self._kept)
+        """Whether the gradient is gone, or another tensor. True also if there was none."""
+        return self._same() is None
 
     def touched(self) -> bool:
-        """Whether the first gradient is gone, another tensor, or was written in place. True also if there was none."""
-        grad = _same_grad(*self._kept[0]) if self._kept else None
-        return grad is None or _version(grad) != self._version
+        """Whether the gradient is gone, another tensor, or was written in place. True also if there was none."""
+        grad = self._same()
+        return grad is None or self._kept is None or _version(grad) != self._kept[2]
+
+    def _same(self) -> torch.Tensor | None:
+        if self._kept is None:
+            return None
+        param, grad = self._kept[0](), self._kept[1]()
+        return grad if param is not None and grad is not None and param.grad is grad else None
 
 
-def _same_grad(param: weakref.ref[torch.Tensor], grad: weakref.ref[torch.Tensor]) -> torch.Tensor | None:
-    owner, now = param(), grad()
-    return now if owner is not None and now is not None and owner.grad is now else None
+class ScaledMark:
+    """Watches gradients that were left scaled, to tell later whether they were dropped. It keeps no tensor alive.
+
+    Others in their place count as made of them, ``p.grad = p.grad * 0.5``, unless a backward pass made them.
+
+    Args:
+        params: The parameters whose gradients are meant.
+    """
+
+    def __init__(self, params: Iterable[torch.Tensor]) -> None:
+        kept = [param for param in params if param.grad is not None]
+        self._params = [weakref.ref(param) for param in kept]
+        self._made_anew = False
+        # One stands for all. A leaf's hook is called before its gradient is added to what is there.
+        first = next((param for param in kept if param.is_leaf and param.requires_grad), None)
+        self._hook = None if first is None else first.register_hook(_noticing(weakref.ref(self), weakref.ref(first)))
+
+    def dropped(self) -> bool:
+        """Whether all gradients are gone, or were gone when a backward pass came. True also if there was none."""
+        params = [param for reference in self._params if (param := reference()) is not None]
+        return self._made_anew or all(param.grad is None for param in params)
+
+    def end(self) -> None:
+        """Watch no longer."""
+        if self._hook is not None:
+            self._hook.remove()
+
+    def notice(self, param: torch.Tensor) -> None:
+        """Take note that a backward pass is about to add to a gradient."""
+        self._made_anew = self._made_anew or param.grad is None
+
+
+def _noticing(mark: weakref.ref[ScaledMark], param: weakref.ref[torch.Tensor]) -> Callable[[torch.Tensor], None]:
+    def notice(_: torch.Tensor) -> None:
+        watching, reached = mark(), param()
+        if watching is not None and reached is not None:
+            watching.notice(reached)
+
+    return notice
 
 
 def _values_by_kind(

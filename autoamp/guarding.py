@@ -9,9 +9,10 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from autoamp.attaching import AttachedStep
+from autoamp.attaching import AttachedStep, InnerSteps
 from autoamp.casting import Casts
 from autoamp.checks import check_optimizer
 from autoamp.errors import CheckpointError, UsageError, level_of_user
@@ -50,6 +51,7 @@ class GuardedOptimizers:
         self._counted: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._masters: weakref.WeakKeyDictionary[Any, MasterWeights] = weakref.WeakKeyDictionary()
         self._wrapped: weakref.WeakKeyDictionary[Any, _OwnScalers] = weakref.WeakKeyDictionary()
+        self._inner_steps: InnerSteps | None = None
 
     def scaler(self, loss_id: int) -> LossScaler:
         """Return the scaler of a loss. UsageError: there is none of that number."""
@@ -110,16 +112,44 @@ class GuardedOptimizers:
         guard.max_consecutive_skips = self.max_consecutive_skips
         return guard
 
-    def guard_closure(
+    def before_step(
         self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Guard a first step whose closure scales the loss: a hook that torch runs before any optimizer's step.
+        """Look to it that `_step` runs in place of a step that is about to begin: torch's hook before any step."""
+        if torch.compiler.is_compiling():
+            return None
+        if self._inner_steps is None:
+            self._inner_steps = InnerSteps(self._step)
+        if self._inner_steps.reach(type(optimizer)):
+            return None
+        return self._guard_closure(optimizer, args, kwargs)
 
-        Such a step has begun when the first ``scale_loss`` comes by, too late to put a guard in front of it.
+    def _step(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the step of any optimizer: with casts off, and as its guard says, if it has one that it went past.
 
-        Raises:
-            UsageError: The step goes past its guard, with gradients that were never judged.
+        One with a closure gets a guard: its step has begun when the closure scales the first loss.
         """
+        optimizer, given = args[0], args[1:]
+        guard = self._guards.get(optimizer)
+        if guard is None and callable(given[0] if given else kwargs.get("closure")) and not _is_guarded(optimizer):
+            guard = self.guard(optimizer)
+        if guard is None:
+            with self._casts.switched(False):
+                return step(*args, **kwargs)
+        if guard.stepping:
+            return step(*args, **kwargs)
+        return guard.step(functools.partial(step, optimizer), given, kwargs)
+
+    def end_steps(self) -> None:
+        """Let torch's optimizers step as they are."""
+        inner_steps, self._inner_steps = self._inner_steps, None
+        if inner_steps is not None:
+            inner_steps.restore()
+
+    def _guard_closure(
+        self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Guard a closure where `_step` cannot stand around the step. UsageError: it is to be skipped."""
         guard = self._guards.get(optimizer)
         blamed = guard.settle() if guard is not None and guard.pending else None
         if guard is not None and blamed is not None and not blamed.cleared:
@@ -201,6 +231,7 @@ class GuardedOptimizers:
 
     def release(self) -> None:
         """Give every optimizer its step and its parameters back."""
+        self.end_steps()
         for guard in list(self._guards.values()):
             guard.uninstall()
         self._guards.clear()

@@ -120,7 +120,7 @@ class Handle:
         self.ended = False
         self.skipped_rules = expansion.skipped
         self._step_hooks = [
-            register_optimizer_step_pre_hook(self.optimizers.guard_closure),
+            register_optimizer_step_pre_hook(self.optimizers.before_step),
             register_optimizer_step_post_hook(lambda *_: self.casts.cache.clear()),
         ]
         if self._auto_scale is not None:
@@ -142,6 +142,7 @@ class Handle:
         self.casts.shut()
         for hook in self._step_hooks:
             hook.remove()
+        self.optimizers.end_steps()
         return installation.remove()
 
     def deactivate(self) -> tuple[str, ...]:
@@ -305,8 +306,8 @@ class Handle:
 
         Args:
             loss: A floating tensor, as a rule a scalar.
-            optimizers: The optimizer whose gradients the loss contributes to, several of them, or ``[]``. Those of one
-                call are skipped together.
+            optimizers: The optimizer whose gradients the loss contributes to, several of them, or ``[]``. An
+                overflow in this block skips the next step of all of them; one of an earlier block that of its own.
             loss_id: Which scaler to use.
             delay_unscale: Leave the gradients scaled until a later call without it, or until the step.
 

@@ -13,7 +13,7 @@ import itertools
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
@@ -23,11 +23,11 @@ import torch
 from autoamp.attaching import AttachedStep, named_params, stepped_params
 from autoamp.checks import warn_without_gradients
 from autoamp.errors import NonFiniteGradientsError, UsageError
-from autoamp.gradients import GradientMark, Kind, non_finite, scale_, unscale_
+from autoamp.gradients import GradientMark, Kind, ScaledMark, non_finite, scale_, total_norm, unscale_
 from autoamp.likeness import Likeness
 from autoamp.ranks import non_finite_now, several
 from autoamp.scaling import LossScaler, open_blocks
-from autoamp.verdicts import Verdict, read, settle
+from autoamp.verdicts import Verdict, read, settle, unseen
 
 __all__ = ["StepGuard", "scaled_block"]
 
@@ -58,6 +58,7 @@ class StepGuard:
         max_consecutive_skips: So many skips in a row are an error.
 
     Attributes:
+        stepping: Whether the optimizer is stepping now, as this guard lets it.
         steps, skipped_steps: How many times ``step()`` was called, and how many of these were skips.
         consecutive_skips: How many skips came since the last step that was taken.
         last_step_skipped: Whether the last ``step()`` was a skip.
@@ -80,6 +81,7 @@ class StepGuard:
         max_consecutive_skips: int = 50,
     ) -> None:
         self.name = type(optimizer).__name__
+        self.stepping = False
         self.steps = 0
         self.skipped_steps = 0
         self.consecutive_skips = 0
@@ -94,12 +96,10 @@ class StepGuard:
         self._params = params
         self.collect = collect or (lambda: None)
         self.step_closure: Callable[..., Any] | None = None
-        self._delayed: LossScaler | None = None
+        self._delayed: tuple[LossScaler, ScaledMark] | None = None
         self._abandoned: list[Verdict] = []
         self.usual: Likeness[Kind] = Likeness()
         self._mark = GradientMark(())
-        self._blocks = 0
-        self._tries_closures = True
         self._optimizer = weakref.ref(optimizer)
         self._attached: weakref.ref[AttachedStep] | None = None
 
@@ -110,7 +110,7 @@ class StepGuard:
             UsageError: This is no optimizer, or its step cannot be replaced.
         """
         # The optimizer holds the attached step, which holds the guard: no cycle, and all go with the optimizer.
-        self._attached = weakref.ref(AttachedStep(self._optimizer(), self._step))
+        self._attached = weakref.ref(AttachedStep(self._optimizer(), self.step))
 
     def uninstall(self) -> None:
         """Put back the step that was there; under a wrapper that somebody layered above, let all calls pass.
@@ -131,11 +131,9 @@ class StepGuard:
         """Whether any gradient is there."""
         return any(param.grad is not None for param in self.params())
 
-    def enter_block(self, scale: float, checks: bool) -> None:
+    def enter_block(self, scale: float) -> None:
         """Take note that a block has begun, and brought all gradients to ``scale``."""
         self.grads_scale, self.in_block = scale, True
-        # A closure that scales nothing needs no trial, and some optimizers move the parameters first (SAM).
-        self._tries_closures = checks
 
     def leave_block(
         self, grads_scale: float, verdict: Verdict | None = None, delayed: LossScaler | None = None, params: Any = None
@@ -144,9 +142,11 @@ class StepGuard:
         if verdict is not None:
             self.pending.append(verdict)
         self.grads_scale = grads_scale
-        self._delayed = delayed
-        self._mark = GradientMark(self.params() if params is None else params, every=delayed is not None)
-        self._blocks += 1
+        params = self.params() if params is None else params
+        self._end_delay()
+        if delayed is not None:
+            self._delayed = delayed, ScaledMark(params)
+        self._mark = GradientMark(params)
 
     def expect(self, verdict: Verdict) -> None:
         """Take note of a backward pass from which gradients come with true values, and of the verdict on them."""
@@ -156,8 +156,6 @@ class StepGuard:
             blamed = self.settle()
             self.pending = [] if blamed is None else [blamed]
         self.pending.append(verdict)
-        self._tries_closures = False
-        self._blocks += 1
 
     def abandon(self, verdict: Verdict) -> None:
         """Take note that a verdict is on gradients that were dropped: it skips no step, and its scaler hears of it."""
@@ -175,12 +173,23 @@ class StepGuard:
     def forget_abandoned(self) -> None:
         """Settle verdicts whose gradients were dropped without a step; the scaler learns from them all the same."""
         if self.pending:
-            # Cleared ones may have been written to: whoever clips them goes on to the step, and it is to be skipped.
+            # Where an overflow was cleared all is 0 anyway: whoever clips that goes on to the step, which is skipped.
             cleared = any(verdict.cleared for verdict in self.pending)
-            if self._mark.replaced() if cleared else self._mark.touched():
+            if self._mark.replaced() if cleared else self._mark.touched() and not self._holds_any():
                 self.settle()
-        if self._delayed is not None and self._mark.replaced():
-            self._delayed, self.grads_scale = None, 1.0
+        if self._delayed is not None and self._delayed[1].dropped():
+            self._end_delay()
+            self.grads_scale = 1.0
+
+    def _holds_any(self) -> bool:
+        """Tell gradients that were written to, as by clipping, from those that were cleared. Waits for the device."""
+        grads = [grad for param in self.params() if (grad := param.grad) is not None]
+        return bool(grads) and float(total_norm(grads, math.inf)) != 0.0
+
+    def _end_delay(self) -> None:
+        if self._delayed is not None:
+            self._delayed[1].end()
+            self._delayed = None
 
     def overflowed(self) -> bool:
         """Tell whether gradients since the last step overflowed; where there are none, whether that step was a skip."""
@@ -189,11 +198,12 @@ class StepGuard:
 
     def finish_delayed(self) -> None:
         """Unscale and check what ``delay_unscale`` left scaled."""
-        scaler, scale = self._delayed, self.grads_scale
-        if scaler is None:
+        if self._delayed is None:
             return
-        self._delayed, self.grads_scale = None, 1.0
-        if not self._mark.replaced():
+        (scaler, mark), scale = self._delayed, self.grads_scale
+        self._end_delay()
+        self.grads_scale = 1.0
+        if not mark.dropped():
             self.pending.append(Verdict(scaler, scale, unscale_(self.params(), 1.0 / scale, self.usual)))
             self._mark = GradientMark(self.params())
 
@@ -221,7 +231,13 @@ class StepGuard:
             "Load the last checkpoint; train with a lower static loss scale, bf16 or fp32"
         )
 
-    def _step(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def step(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Step or skip: what ``optimizer.step(*args, **kwargs)`` does, where ``original`` does it without a guard.
+
+        Raises:
+            UsageError: A block of this optimizer is open.
+            NonFiniteGradientsError: There were too many skips in a row.
+        """
         if self.in_block:
             raise UsageError(
                 f"{self.name}.step() was called inside its scale_loss block, where gradients are still multiplied by "
@@ -260,9 +276,14 @@ class StepGuard:
 
     def take(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Let the optimizer step, with casts off."""
+        before, self.stepping = self.stepping, True
+        try:
+            with self._casts_off():
+                result = original(*args, **kwargs)
+        finally:
+            self.stepping = before
         self.consecutive_skips = 0
-        with self._casts_off():
-            return original(*args, **kwargs)
+        return result
 
     def skip(self, blamed: Verdict) -> None:
         """Count a step that is not taken. NonFiniteGradientsError: there were too many in a row."""
@@ -293,26 +314,36 @@ class StepGuard:
     ) -> Any:
         """Step an optimizer that evaluates the loss itself, once (SGD) or many times (LBFGS).
 
-        The first evaluation comes before the optimizer is entered, so that it can be repeated at a lower scale, or the
-        step be skipped, with nothing begun. The optimizer's first call gets its loss. Where a backward pass was run
-        before the step, or the closure scales no loss, the first evaluation is left to the optimizer.
+        The closure is called when the optimizer calls it, since some move the parameters first (SAM). Where none has
+        moved and no lower scale helps, the step is given up from within the first evaluation.
         """
-        next_evaluation = self.guarded_closure(closure)
-        if self.pending:
-            blamed = self.settle()
-            if blamed is not None:
-                return self.skip(blamed)
-        elif self._tries_closures:
-            blocks = self._blocks
+        blamed = self.settle()
+        if blamed is not None:
+            return self.skip(blamed)
+        state: Any = getattr(self._optimizer(), "state", None)
+        known = set(state) if isinstance(state, Mapping) else None
+        later, versions, begun = self.guarded_closure(closure), _versions(self.params()), False
+
+        def evaluate() -> Any:
+            nonlocal begun
+            first, begun = not begun and versions == _versions(self.params()), True
+            if not first:
+                return later()
+            self._after_step()
             loss, blamed = self.evaluate(closure)
             if blamed is not None:
-                self.skip(blamed)
-                return loss
-            self._tries_closures = self._tries_closures and self._blocks > blocks
-            next_evaluation = _first_gives(loss, next_evaluation)
-        if args:
-            return self.take(original, (next_evaluation, *args[1:]), kwargs)
-        return self.take(original, (), {**kwargs, "closure": next_evaluation})
+                raise _GivenUp(loss, blamed)
+            return loss
+
+        try:
+            if args:
+                return self.take(original, (evaluate, *args[1:]), kwargs)
+            return self.take(original, (), {**kwargs, "closure": evaluate})
+        except _GivenUp as given_up:
+            for key in [] if known is None else [key for key in state if key not in known]:
+                del state[key]
+            self.skip(given_up.blamed)
+            return given_up.loss
 
     def call(self, closure: Callable[[], Any]) -> Any:
         """Call a closure as outside of a step."""
@@ -404,7 +435,7 @@ def _open(guards: Sequence[StepGuard], scaler: LossScaler) -> float:
     if any(guard.grads_scale != scale for guard in guards):
         _rescale(guards, scale)
     for guard in guards:
-        guard.enter_block(scale, scaler.checks)
+        guard.enter_block(scale)
     return scale
 
 
@@ -425,19 +456,63 @@ def _leave(guards: Sequence[StepGuard], scaler: LossScaler, scale: float, checks
     """Unscale and check, and leave the verdict with every optimizer that has gradients."""
     lists = [guard.params() for guard in guards]
     present = [any(param.grad is not None for param in params) for params in lists]
-    verdict = None
+    verdicts: Sequence[Verdict | None] = [None] * len(lists)
     if checks and any(present):
-        params = lists[0] if len(lists) == 1 else [*itertools.chain.from_iterable(lists)]
-        verdict = Verdict(scaler, scale, unscale_(params, 1.0 / scale, guards[0].usual))
-    for guard, params, has_gradients in zip(guards, lists, present, strict=True):
+        verdicts = _judged(guards, lists, scaler, scale)
+    for guard, params, has_gradients, verdict in zip(guards, lists, present, verdicts, strict=True):
         guard.leave_block(1.0, verdict if has_gradients else None, params=params)
         if warns and not has_gradients:
             warn_without_gradients(guard.name, params)
 
 
-def _first_gives(loss: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
-    given = [loss]
-    return lambda: given.pop() if given else closure()
+def _judged(
+    guards: Sequence[StepGuard], lists: Sequence[Sequence[torch.Tensor]], scaler: LossScaler, scale: float
+) -> Sequence[Verdict]:
+    """Unscale and check the gradients of all guards. Returns a verdict for each.
+
+    An overflow in this block is the overflow of all. What an earlier block left is that of its own optimizers alone.
+    """
+    if len(guards) == 1 or not any(guard.pending for guard in guards):
+        params = lists[0] if len(lists) == 1 else [*itertools.chain.from_iterable(lists)]
+        return [Verdict(scaler, scale, unscale_(params, 1.0 / scale, guards[0].usual))] * len(guards)
+    found, new = {}, {}
+    for owners, params in _by_owners(lists).items():
+        found[owners] = unscale_(params, 1.0 / scale)
+        new[owners] = unseen(found[owners], [verdict for place in owners for verdict in guards[place].pending])
+    verdicts: list[Verdict] = []
+    for place in range(len(guards)):
+        flags = [flag for owners in found for flag in (found if place in owners else new)[owners]]
+        verdicts.append(Verdict(scaler, scale, flags, block=verdicts[0] if verdicts else None))
+    return verdicts
+
+
+def _by_owners(lists: Sequence[Sequence[torch.Tensor]]) -> dict[frozenset[int], list[torch.Tensor]]:
+    """Sort parameters by the lists that they, or others with the same gradient, are in."""
+    by_grad: dict[int, tuple[list[torch.Tensor], set[int]]] = {}
+    for place, params in enumerate(lists):
+        for param in params:
+            if param.grad is not None:
+                sharing, places = by_grad.setdefault(id(param.grad), ([], set()))
+                sharing.append(param)
+                places.add(place)
+    owned: dict[frozenset[int], list[torch.Tensor]] = {}
+    for sharing, places in by_grad.values():
+        owned.setdefault(frozenset(places), []).extend(sharing)
+    return owned
+
+
+class _GivenUp(BaseException):
+    """Leaves an optimizer's step from within its closure."""
+
+    def __init__(self, loss: Any, blamed: Verdict) -> None:
+        super().__init__()
+        self.loss = loss
+        self.blamed = blamed
+
+
+def _versions(params: Iterable[torch.Tensor]) -> list[int]:
+    # Inference tensors keep no count.
+    return [0 if param.is_inference() else param._version for param in params]
 
 
 def _is_finite(loss: Any) -> bool:

@@ -5,42 +5,85 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from autoamp.device_scales import Scale
 from autoamp.gradients import found_any
 from autoamp.scaling import LossScaler
 
-__all__ = ["Verdict", "read", "settle", "settle_later"]
+__all__ = ["Verdict", "read", "settle", "settle_later", "unseen"]
+
+
+class _Telling:
+    """Whether the scaler has heard of a block."""
+
+    __slots__ = ("done",)
+
+    def __init__(self) -> None:
+        self.done = False
 
 
 class Verdict:
     """What one scaled block found in the gradients, read or still on the device.
 
-    Optimizers that share a block share its verdict: they are skipped together, and the scaler hears of it once.
+    Optimizers that share a block share its verdict, or have one each: the scaler hears of the block once.
 
     Args:
         scaler: The scaler of the block.
         scale: The scale that the block used.
-        found: What `autoamp.gradients.unscale_` returned.
+        found: What `autoamp.gradients.unscale_` returned, and other tensors like these.
+        block: A verdict of the same block.
 
     Attributes:
         scaler: As given.
         scale: As given.
         found: As given, empty once it was read.
         overflowed: Whether an inf or nan was there; None as long as nobody has read it.
-        counted: Whether this verdict was settled.
+        counted: Whether a verdict of this block was settled.
         cleared: Where all gradients were made 0 after an overflow: some of the tensors whose ``.grad`` had inf or nan.
     """
 
-    __slots__ = ("cleared", "counted", "found", "overflowed", "scale", "scaler")
+    __slots__ = ("_telling", "cleared", "found", "overflowed", "scale", "scaler")
 
-    def __init__(self, scaler: LossScaler, scale: Scale, found: Sequence[torch.Tensor]) -> None:
+    def __init__(self, scaler: LossScaler, scale: Scale, found: Sequence[Tensor], block: Verdict | None = None) -> None:
         self.scaler = scaler
         self.scale = scale
         self.found = found
         self.overflowed: bool | None = None
-        self.counted = False
-        self.cleared: Sequence[torch.Tensor] = ()
+        self.cleared: Sequence[Tensor] = ()
+        self._telling = _Telling() if block is None else block._telling
+
+    @property
+    def counted(self) -> bool:
+        """Whether a verdict of this block was settled."""
+        return self._telling.done
+
+    @counted.setter
+    def counted(self, counted: bool) -> None:
+        self._telling.done = counted
+
+
+@torch.no_grad()
+def unseen(found: Sequence[Tensor], earlier: Sequence[Verdict]) -> list[Tensor]:
+    """Return what was found in some gradients but for the inf and nan that earlier blocks left in them.
+
+    Args:
+        found: What `autoamp.gradients.unscale_` returned.
+        earlier: The verdicts of earlier blocks on these gradients, read or not.
+
+    Returns:
+        Tensors like ``found``, 0 where an earlier verdict says that an inf or nan was there. Nothing is read.
+    """
+    if any(verdict.overflowed for verdict in earlier):
+        return []
+    flags = [flag for verdict in earlier for flag in verdict.found]
+    new = []
+    for one in found:
+        for flag in flags:
+            if flag.device == one.device:
+                one = one * (flag == 0)
+        new.append(one)
+    return new
 
 
 def settle(verdicts: Sequence[Verdict]) -> Verdict | None:

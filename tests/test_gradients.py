@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from autoamp import gradients
 from autoamp.device_scales import DeviceScale, inverse, quotient
 from autoamp.errors import UsageError
-from autoamp.gradients import GradientMark, Kind, found_any, non_finite, scale_, total_norm, unscale_
+from autoamp.gradients import GradientMark, Kind, ScaledMark, found_any, non_finite, scale_, total_norm, unscale_
 from autoamp.likeness import Likeness
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
@@ -403,3 +403,45 @@ def test_a_quotient_on_the_device_scales_as_the_float(dtype: torch.dtype, above:
         scale_(params, factor)
         outcomes.append([param.grad for param in params])
     assert all(torch.equal(one, other) for one, other in zip(*outcomes, strict=True))  # type: ignore[arg-type]
+
+
+DROPS: dict[str, tuple[Callable[[Parameter], object], bool]] = {
+    "nothing": (lambda param: None, False),
+    "none": (lambda param: setattr(param, "grad", None), True),
+    "half": (lambda param: setattr(param, "grad", grad_of(param) * 0.5), False),
+    "added": (lambda param: param.sum().backward(), False),
+    "anew": (lambda param: (setattr(param, "grad", None), param.sum().backward()), True),
+}
+
+
+@pytest.mark.parametrize("drop", DROPS)
+def test_scaled_gradients_are_dropped_or_made_into_others(drop: str) -> None:
+    do, dropped = DROPS[drop]
+    param = Parameter(torch.ones(2))
+    param.sum().backward()
+    mark = ScaledMark([Parameter(torch.ones(1)), param])
+    do(param)
+    assert mark.dropped() is dropped
+    mark.end()
+    assert not param._backward_hooks
+
+
+def test_of_two_scaled_gradients_one_may_be_dropped() -> None:
+    first, second = Parameter(torch.ones(2)), Parameter(torch.ones(2))
+    (first + second).sum().backward()
+    mark = ScaledMark([first, second])
+    first.grad = None
+    assert not mark.dropped()
+    second.grad = None
+    assert mark.dropped()
+
+
+def test_a_scaled_mark_keeps_nothing_alive() -> None:
+    param = Parameter(torch.ones(2))
+    param.sum().backward()
+    mark, grad, reference = ScaledMark([param]), weakref.ref(grad_of(param)), weakref.ref(param)
+    del param
+    assert (grad(), reference()) == (None, None)
+    assert mark.dropped()
+    mark.end()
+    assert ScaledMark([]).dropped()

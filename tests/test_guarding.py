@@ -13,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import autoamp
+from autoamp import attaching
 from autoamp.casting import Casts
 from autoamp.errors import CheckpointError, UsageError
 from autoamp.guarding import GuardedOptimizers
@@ -145,6 +147,163 @@ def test_casts_are_off_in_a_step_and_on_in_its_closure(optimizers: GuardedOptimi
         seen.clear()
         optimizer.step(lambda: seen.setdefault("closure", local.on))
     assert seen == {"step": False, "closure": False, "after": False}
+
+
+# -- steps that no guard holds, or that go past it --
+
+
+def adafactor(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(params, lr=0.1)
+
+
+def muon(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Muon(params, lr=0.1)
+
+
+def stepped(make: Callable[[Any], Any]) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    parameter = Parameter(torch.randn(24, 16, generator=generator))
+    optimizer = make([parameter])
+    for _ in range(3):
+        parameter.grad = torch.randn(24, 16, generator=generator) * 1e-4
+        optimizer.step()
+    return parameter.detach()
+
+
+@pytest.mark.parametrize("make", [adafactor, muon])
+def test_a_step_without_a_guard_computes_in_fp32(make: Callable[[Any], Any], half: torch.dtype) -> None:
+    expected = stepped(make)
+    handle = autoamp.init(device_type="cpu", dtype=half)
+    assert torch.equal(stepped(make), expected)
+    assert len(handle.optimizers._guards) == 0
+    handle.deactivate()
+    assert torch.equal(stepped(make), expected)
+
+
+def test_a_step_beside_torch_s_own_scaler_computes_in_fp32() -> None:
+    autoamp.init(device_type="cpu", dtype=torch.float16)
+    parameter = Parameter(torch.ones(8, 8))
+    optimizer, scaler = adafactor([parameter]), torch.amp.GradScaler("cpu")
+    for _ in range(3):
+        optimizer.zero_grad()
+        scaler.scale((parameter * 1e-6).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert parameter.isfinite().all()
+    assert parameter.max() < 1.0
+
+
+class Matmul(torch.optim.SGD):
+    """Notes the dtype that its step and its closure compute in."""
+
+    seen: list[torch.dtype]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self.seen = [self.dtype()]
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+            self.seen.append(self.dtype())
+        for group in self.param_groups:
+            if group["lr"] > 1.0:
+                raise ZeroDivisionError
+
+    def dtype(self) -> torch.dtype:
+        matrix = torch.ones(2, 2)
+        return (matrix @ matrix).dtype
+
+    def closure(self) -> None:
+        self.seen.append(self.dtype())
+
+
+WAYS: dict[str, Callable[[Any], Callable[..., Any]]] = {
+    "looked up": lambda optimizer: lambda *args: optimizer.step(*args),
+    "bound early": lambda optimizer: optimizer.step,
+    "class": lambda optimizer: lambda *args: type(optimizer).step(optimizer, *args),
+    "scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 9).optimizer.step,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_casts_are_off_in_every_step_and_on_in_its_closure(way: str, half: torch.dtype) -> None:
+    optimizer = Matmul([Parameter(torch.ones(1))], lr=0.5)
+    step = WAYS[way](optimizer)
+    handle = autoamp.init(device_type="cpu", dtype=half)
+    step()
+    assert optimizer.seen == [torch.float32]
+    step(optimizer.closure)
+    assert optimizer.seen == [torch.float32, half, torch.float32]
+    assert optimizer.dtype() is half
+    with handle.disable_casts():
+        step(optimizer.closure)
+        assert set(optimizer.seen) == {torch.float32}
+    optimizer.param_groups[0]["lr"] = 2.0
+    with pytest.raises(ZeroDivisionError):
+        step()
+    assert optimizer.dtype() is half
+    handle.deactivate()
+    with pytest.raises(ZeroDivisionError):
+        step(optimizer.closure)
+    assert set(optimizer.seen) == {torch.float32}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("factor", [1.0, float("inf")])
+@pytest.mark.parametrize("delay", [False, True])
+def test_no_way_to_a_step_goes_past_its_guard(way: str, factor: float, delay: bool) -> None:
+    parameter, optimizer = sgd()
+    step = WAYS[way](optimizer)
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16)
+    with handle.scale_loss((parameter * factor).sum(), optimizer, delay_unscale=delay) as scaled:
+        scaled.backward()
+    step()
+    assert parameter.tolist() == ([0.5, 0.5] if factor == 1.0 else [1.0, 1.0])
+    assert handle.skipped_steps == (factor != 1.0)
+    assert handle.optimizers.steps == 1
+    assert handle.loss_scale == (2.0**16 if factor == 1.0 else 2.0**15)
+
+
+@pytest.mark.parametrize("factor", [0.25, float("inf")])
+def test_masters_that_are_stepped_past_the_guard_are_copied_down(factor: float) -> None:
+    parameter = Parameter(torch.ones(2))
+    model = nn.ParameterList([parameter])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    step = optimizer.step
+    _, optimizer = autoamp.initialize(
+        model, optimizer, opt_level="O2", device_type="cpu", dtype=torch.float16, verbosity=0
+    )  # type: ignore[misc]
+    with autoamp.scale_loss((model[0].float() * factor).sum(), optimizer) as scaled:
+        scaled.backward()
+    step()
+    assert model[0].dtype is torch.float16
+    assert model[0].tolist() == ([0.875, 0.875] if factor == 0.25 else [1.0, 1.0])
+
+
+def test_a_step_that_torch_does_not_hook_as_known_is_refused_where_it_overflowed(
+    optimizers: GuardedOptimizers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attaching, "_HOOKING_CODE", None)
+    parameter, optimizer = sgd()
+    hook = register_optimizer_step_pre_hook(optimizers.before_step)
+    try:
+        backward(optimizers, parameter, optimizer, float("inf"))
+        with pytest.raises(UsageError, match=r"goes past optimizer\.step, and its gradients overflowed"):
+            torch.optim.SGD.step(optimizer)
+    finally:
+        hook.remove()
+    assert parameter.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adam, torch.optim.SparseAdam])
+def test_a_compiled_step_is_that_of_torch(cls: Any) -> None:
+    autoamp.init(device_type="cpu", dtype=torch.float16)
+    parameter = Parameter(torch.ones(4))
+    optimizer = cls([parameter], lr=0.5)
+    sparse = cls is torch.optim.SparseAdam
+    parameter.grad = torch.ones(4).to_sparse() if sparse else torch.ones(4)
+    torch.compile(optimizer.step, backend="eager")()
+    assert parameter.tolist() == pytest.approx([0.5] * 4, abs=1e-4)
 
 
 # -- skips --

@@ -374,6 +374,36 @@ def test_an_abandoned_window_is_settled_and_not_skipped(drop: Callable[[Setup], 
     assert setup.scaler.unskipped == (2 if factor == 1.0 else 1)
 
 
+CLIPS: list[Callable[[Setup], Any]] = [
+    lambda setup: torch.nn.utils.clip_grad_value_([setup.param], 1.0),
+    lambda setup: setattr(setup.param, "grad", torch.clamp(setup.param.grad, -1.0, 1.0)),  # type: ignore[arg-type]
+    lambda setup: setup.param.grad.nan_to_num_(posinf=1.0),  # type: ignore[union-attr]
+]
+
+
+@pytest.mark.parametrize("clip", CLIPS, ids=["in place", "replaced", "nan_to_num"])
+@pytest.mark.parametrize("factor", [0.5, math.inf])
+def test_clipping_between_micro_batches_hides_no_overflow(clip: Callable[[Setup], Any], factor: float) -> None:
+    setup = Setup()
+    setup.backward(factor)
+    clip(setup)
+    setup.backward(0.5)
+    setup.optimizer.step()
+    assert setup.param.tolist() == ([0.5, 0.5] if factor == 0.5 else [1.0, 1.0])
+    assert setup.guard.skipped_steps == (factor != 0.5)
+    assert setup.scaler.loss_scale == (1024.0 if factor == 0.5 else 512.0)
+
+
+def test_gradients_that_nobody_wrote_to_are_not_read_between_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = Setup()
+    monkeypatch.setattr(stepping, "total_norm", lambda *_: pytest.fail("waits for the device"))
+    for _ in range(2):
+        for _ in range(3):
+            setup.backward()
+        setup.optimizer.step()
+        setup.optimizer.zero_grad(set_to_none=False)
+
+
 # -- delay_unscale --
 
 
@@ -429,9 +459,41 @@ def test_delayed_gradients_that_were_dropped_leave_no_scale() -> None:
     setup.optimizer.step()
     assert setup.param.tolist() == [0.5, 0.5]
     setup.backward(1.0, delay_unscale=True)
-    setup.param.grad = torch.ones(2)
-    with scale_loss(setup.param.sum(), setup.guard, setup.scaler):
-        assert setup.grad == [1024.0, 1024.0]
+    setup.param.grad = None
+    with scale_loss(setup.param.sum(), setup.guard, setup.scaler) as scaled:
+        assert setup.guard.grads_scale == 1024.0
+        scaled.backward()
+    assert setup.grad == [1.0, 1.0]
+
+
+def halved(setup: Setup) -> None:
+    assert setup.param.grad is not None
+    setup.param.grad = setup.param.grad * 0.5
+
+
+def test_delayed_gradients_that_were_replaced_have_their_scale_still(half: torch.dtype) -> None:
+    for dtype in (torch.float32, half):
+        setup = Setup(dtype=dtype)
+        setup.backward(0.5, delay_unscale=True)
+        halved(setup)
+        setup.optimizer.step()
+        assert setup.param.tolist() == [0.875, 0.875]
+        assert setup.guard.grads_scale == 1.0
+        setup.optimizer.zero_grad()
+        setup.backward(1.0, delay_unscale=True)
+        halved(setup)
+        setup.backward(0.5)
+        assert setup.grad == [1.0, 1.0]
+    assert setup.param._backward_hooks == {}
+
+
+def test_delayed_gradients_that_overflowed_and_were_replaced_skip() -> None:
+    setup = Setup()
+    setup.backward(math.inf, delay_unscale=True)
+    halved(setup)
+    setup.optimizer.step()
+    assert setup.param.tolist() == [1.0, 1.0]
+    assert setup.scaler.loss_scale == 512.0
 
 
 # -- exceptions --
@@ -528,6 +590,75 @@ def test_optimizers_of_two_blocks_are_skipped_apart() -> None:
         optimizer.step()
     assert (first.item(), second.item()) == (1.0, 0.5)
     assert [guard.skipped_steps for guard in pair.guards] == [1, 0]
+
+
+def window(pair: Pair, first: Sequence[float], both: Sequence[float]) -> None:
+    """Run a block of the first optimizer, then one of both, with the gradients of both parameters of their own."""
+    pair.backward(pair.guards[:1], [*first, 0.0])
+    pair.backward(pair.guards, [*both, 0.0])
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first", "last"])
+def test_an_earlier_overflow_is_of_its_own_optimizer(order: tuple[int, int], reads: list[int]) -> None:
+    pair = Pair()
+    window(pair, [math.inf, 0.0], [1.0, 1.0])
+    assert reads == []
+    for place in order:
+        pair.optimizers[place].step()
+    assert [param.item() for param in pair.params[:2]] == [1.0, 0.5]
+    assert [guard.skipped_steps for guard in pair.guards] == [1, 0]
+    assert (pair.scaler.loss_scale, pair.scaler.unskipped) == (512.0, 0)
+    assert len(reads) == 2
+
+
+@pytest.mark.parametrize("both", [(math.inf, 1.0), (1.0, math.nan)], ids=["first", "second"])
+def test_a_new_overflow_is_of_all_optimizers_of_the_block(both: tuple[float, float]) -> None:
+    pair = Pair()
+    window(pair, [1.0, 0.0], both)
+    for optimizer in pair.optimizers:
+        optimizer.step()
+    assert [param.item() for param in pair.params] == [1.0, 1.0, 1.0]
+    assert [guard.skipped_steps for guard in pair.guards] == [1, 1]
+    assert pair.scaler.loss_scale == 512.0
+
+
+def test_an_earlier_overflow_that_was_read_already_is_of_its_own_optimizer() -> None:
+    pair = Pair()
+    pair.backward(pair.guards[:1], [math.inf, 0.0, 0.0])
+    assert pair.guards[0].overflowed()
+    pair.backward(pair.guards, [1.0, 1.0, 0.0])
+    for optimizer in pair.optimizers:
+        optimizer.step()
+    assert [guard.skipped_steps for guard in pair.guards] == [1, 0]
+
+
+def test_an_earlier_overflow_of_a_parameter_in_common_is_of_both() -> None:
+    pair = Pair()
+    pair.backward(pair.guards[:1], [1.0, 0.0, math.inf])
+    pair.backward(pair.guards, [1.0, 1.0, 1.0])
+    for optimizer in pair.optimizers:
+        optimizer.step()
+    assert [param.item() for param in pair.params] == [1.0, 1.0, 1.0]
+    assert [guard.skipped_steps for guard in pair.guards] == [1, 1]
+    assert pair.scaler.loss_scale == 512.0
+
+
+def test_a_block_of_two_optimizers_is_one_pass_where_nothing_is_pending(passes: list[str]) -> None:
+    pair = Pair()
+    pair.backward(pair.guards, [1.0, 1.0, 1.0])
+    assert passes == ["unscale_"]
+    for optimizer in pair.optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    pair.backward(pair.guards, [1.0, 1.0, 1.0])
+    assert passes == ["unscale_", "unscale_"]
+
+
+def test_gradients_of_an_earlier_block_are_unscaled_once_for_each() -> None:
+    pair = Pair()
+    pair.backward(pair.guards[:1], [1.0, 0.0, 3.0])
+    pair.backward(pair.guards, [1.0, 2.0, 3.0])
+    assert pair.grads == [2.0, 2.0, 6.0]
 
 
 def test_a_shared_window_counts_once() -> None:
@@ -797,7 +928,8 @@ def test_the_step_runs_with_casts_off_and_a_closure_with_casts_on() -> None:
     assert optimizer.step(closure) == [1.0, 1.0]
     assert inside == [(True, True)] * 2
     assert optimizer.seen == [False] * 4
-    assert after == [True, False, True]
+    # Before each evaluation, as an optimizer may have moved the parameters, and after the step.
+    assert after == [True, False, False, True]
     with switch.to(False):
         optimizer.step(closure=closure)
     assert inside == [(True, True)] * 4

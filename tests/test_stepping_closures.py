@@ -234,16 +234,66 @@ def test_a_closure_that_scales_nothing_is_left_to_the_optimizer() -> None:
         loss.backward()
         return loss
 
-    for _ in range(2):
-        # The first step cannot know, and counts for nothing here.
-        with torch.no_grad():
-            param.fill_(1.0)
-        param.grad = torch.ones(1)
-        calls.clear()
-        with contextlib.suppress(TypeError):
-            optimizer.step(closure)
+    param.grad = torch.ones(1)
+    optimizer.step(closure)
     assert calls == [2.0]
     assert param.item() == 1.0 - 4.0
+
+
+class Ahead(torch.optim.SGD):
+    """Goes ahead by its momentum, and asks for the gradient there, as Nesterov wrote it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        (param,) = self.param_groups[0]["params"]
+        velocity = self.state[param].setdefault("velocity", torch.ones_like(param))
+        param += velocity
+        with torch.enable_grad():
+            loss = closure()
+        param.sub_(param.grad)
+        return loss
+
+
+def test_a_closure_is_evaluated_where_the_optimizer_moved_to() -> None:
+    param = Parameter(torch.ones(1))
+    optimizer, scaler, calls = Ahead([param], lr=1.0), DynamicLossScaler(64.0), []
+    guard = guard_of(optimizer)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        calls.append(param.item())
+        loss = param.square().sum()
+        with scale_loss(loss, guard, scaler) as scaled:
+            scaled.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 4.0
+    assert calls == [2.0]
+    assert param.item() == 2.0 - 4.0
+    assert scaler.unskipped == 1
+
+
+@pytest.mark.parametrize("helps", [True, False])
+def test_an_overflow_where_the_optimizer_moved_to(helps: bool) -> None:
+    param = Parameter(torch.ones(1))
+    optimizer, scaler = Ahead([param], lr=1.0), DynamicLossScaler(64.0)
+    guard = guard_of(optimizer)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = param.square().sum()
+        with scale_loss(loss, guard, scaler) as scaled:
+            (scaled * (1.0 if helps and scaler.loss_scale < 32.0 else math.inf)).backward()
+        return loss
+
+    if helps:
+        assert optimizer.step(closure).item() == 4.0
+        assert (param.item(), scaler.loss_scale) == (-2.0, 16.0)
+        assert guard.skipped_steps == 0
+    else:
+        with pytest.raises(NonFiniteGradientsError, match="intermediate point"):
+            optimizer.step(closure)
+        assert not guard.stepping
 
 
 def test_a_closure_may_delay_its_unscaling() -> None:

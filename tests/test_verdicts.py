@@ -10,7 +10,7 @@ import torch
 from autoamp import verdicts
 from autoamp.late_flags import LateFlags
 from autoamp.scaling import DynamicLossScaler, LossScaler, StaticLossScaler
-from autoamp.verdicts import Verdict, read, settle, settle_later
+from autoamp.verdicts import Verdict, read, settle, settle_later, unseen
 
 
 class Recording(StaticLossScaler):
@@ -154,3 +154,33 @@ def test_flags_are_read_with_those_that_the_scaler_has_not_heard_of(monkeypatch:
         read(pending)
     assert [one.overflowed for one in pending] == [True, False]
     assert (told, scaler.loss_scale) == ([True], 512.0)
+
+
+def test_verdicts_of_one_block_are_told_once() -> None:
+    scaler = Recording()
+    first = verdict(scaler, 0.0)
+    second = Verdict(scaler, 2.0, [torch.ones(1)], block=first)
+    settle([first])
+    assert second.counted
+    assert settle([second]) is second
+    assert scaler.heard == [False]
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["unread", "read"])
+def test_what_an_earlier_block_left_is_not_new(known: bool) -> None:
+    scaler = Recording()
+    clean, overflowed = verdict(scaler, 0.0), verdict(scaler, 1.0)
+    if known:
+        read([clean, overflowed])
+    found = [torch.tensor([1.0])]
+    assert [flag.item() for flag in unseen(found, [])] == [1.0]
+    assert [flag.item() for flag in unseen(found, [clean])] == [1.0]
+    assert sum(flag.item() for flag in unseen(found, [clean, overflowed, overflowed])) == 0.0
+    assert found[0].item() == 1.0
+    assert scaler.heard == []
+
+
+def test_flags_of_other_devices_say_nothing_here() -> None:
+    scaler = Recording()
+    elsewhere = Verdict(scaler, 2.0, [torch.ones(1, device="meta")])
+    assert [flag.item() for flag in unseen([torch.ones(1)], [elsewhere])] == [1.0]
