@@ -13,7 +13,11 @@ _PAGE = "see the migration page, docs/migration.md, for what torch has in its pl
 
 _ATTENTION = "use torch.nn.functional.scaled_dot_product_attention or torch.nn.MultiheadAttention"
 _PARALLEL = "use Megatron Core, or torch.distributed.tensor.parallel and torch.distributed.pipelining"
-_SHARDED = "use torch.distributed.optim.ZeroRedundancyOptimizer, or torch.distributed.fsdp.fully_shard"
+_SHARDED = (
+    "it reduces gradients and owns the parameters' memory itself; use torch's DistributedDataParallel with "
+    "torch.distributed.optim.ZeroRedundancyOptimizer(params, optimizer_class=apex.optimizers.FusedAdam, lr=...), or "
+    "torch.distributed.fsdp.fully_shard"
+)
 _NO_BUCKETS = "DistributedDataParallel has no such part here; use torch.nn.parallel.DistributedDataParallel"
 
 # By the longest dotted name that matches; the last word on everything is the entry "apex".

@@ -63,7 +63,7 @@ def test_nothing_is_found_without_it() -> None:
 
 @pytest.mark.parametrize(
     "statement",
-    ["import apex.contrib.sparsity", "from apex.optimizers import FusedNope", "from apex.amp.scaler import Nope"],
+    ["import apex.contrib.bottleneck", "from apex.optimizers import FusedNope", "from apex.amp.scaler import Nope"],
 )
 def test_missing_names_are_import_errors_with_a_remedy(apex: Any, statement: str) -> None:
     with pytest.raises(ImportError, match=r"does not provide|is not provided") as caught:

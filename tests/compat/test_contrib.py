@@ -147,6 +147,6 @@ def test_by_the_names_of_apex(apex: Any) -> None:
     assert apex.contrib.clip_grad.clip_grad_norm_ is clip_grad_norm_
     assert apex.contrib.layer_norm.FastLayerNorm is FastLayerNorm
     assert callable(apex.contrib.index_mul_2d.index_mul_2d)
-    for missing in ("apex.contrib.multihead_attn", "apex.contrib.groupbn", "apex.contrib.focal_loss"):
+    for missing in ("apex.contrib.bottleneck", "apex.contrib.fmha", "apex.contrib.peer_memory"):
         with pytest.raises(ImportError, match="does not provide it"):
             __import__(missing)

@@ -1085,10 +1085,12 @@ def test_one_state_for_all_spellings(apex: Any) -> None:
     ("statement", "remedy"),
     [
         ("from apex.optimizers import FusedNope", "torch.optim"), ("import apex.transformer", "Megatron"),
-        ("from apex.contrib.sparsity import ASP", "semi_structured"), ("from apex import pyprof", "torch.profiler"),
-        ("from apex.contrib.multihead_attn import SelfMultiheadAttn", "scaled_dot_product_attention"),
+        ("from apex.contrib.sparsity import permutation_lib", "semi_structured"),
+        ("import apex.pyprof.parse", "torch.profiler"), ("from apex.contrib.fmha import FMHA", "scaled_dot_product"),
         ("from apex.amp.wrap import err_if_any_half", "register_half_function"), ("from amp_C import nope", "_foreach"),
-        ("import apex.contrib.groupbn", "SyncBatchNorm"), ("from apex.parallel import nope", "DistributedDataParallel"),
+        ("import apex.contrib.cudnn_gbn", "SyncBatchNorm"),
+        ("from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam", "ZeroRedundancyOptimizer"),
+        ("from apex.parallel import nope", "DistributedDataParallel"),
         ("from apex.amp import nope", "docs/migration.md"),
     ],
 )  # fmt: skip

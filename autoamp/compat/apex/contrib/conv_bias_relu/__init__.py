@@ -1,0 +1,10 @@
+"""The tree's `apex.contrib.conv_bias_relu`."""
+
+from __future__ import annotations
+
+from autoamp.compat.missing import missing_names
+from autoamp.compat.vision import ConvBias, ConvBiasMaskReLU, ConvBiasReLU, ConvFrozenScaleBiasReLU
+
+from . import conv_bias_relu
+
+__getattr__ = missing_names(__name__)

@@ -1,0 +1,8 @@
+"""The tree's `apex.contrib.conv_bias_relu.conv_bias_relu`."""
+
+from __future__ import annotations
+
+from autoamp.compat.missing import missing_names
+from autoamp.compat.vision import ConvBias, ConvBiasMaskReLU, ConvBiasReLU, ConvFrozenScaleBiasReLU
+
+__getattr__ = missing_names(__name__)

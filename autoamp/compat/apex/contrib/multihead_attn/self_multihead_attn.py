@@ -1,0 +1,8 @@
+"""The tree's `apex.contrib.multihead_attn.self_multihead_attn`."""
+
+from __future__ import annotations
+
+from autoamp.compat.attention import SelfMultiheadAttn
+from autoamp.compat.missing import missing_names
+
+__getattr__ = missing_names(__name__)

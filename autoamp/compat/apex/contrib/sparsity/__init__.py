@@ -1,0 +1,10 @@
+"""The tree's `apex.contrib.sparsity`."""
+
+from __future__ import annotations
+
+from autoamp.compat.missing import missing_names
+from autoamp.compat.sparsity import ASP, create_mask
+
+from . import asp, sparse_masklib
+
+__getattr__ = missing_names(__name__)

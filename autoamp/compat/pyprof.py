@@ -1,0 +1,26 @@
+"""`apex.pyprof`: what marked calls for NVIDIA's profilers. Calls are not marked here; programs that ask for it run."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from autoamp.errors import UsageError
+
+__all__ = ["init", "wrap"]
+
+logger = logging.getLogger(__name__)
+
+
+def init() -> None:
+    """Say, as a warning of the log, that no call is marked, and what to use instead."""
+    logger.warning(
+        "apex.pyprof marks no calls here: nothing was done. Use torch.profiler.profile, or "
+        "torch.autograd.profiler.emit_nvtx() for NVIDIA's profilers"
+    )
+
+
+def wrap(mod: Any, fn_name: str) -> None:
+    """Leave a function of a module as it is. UsageError: there is none of that name."""
+    if not callable(getattr(mod, fn_name, None)):
+        raise UsageError(f"pyprof.nvtx.wrap: {mod!r} has no function {fn_name!r}; give a module or class and a name")
