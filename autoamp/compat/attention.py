@@ -35,9 +35,7 @@ class _MultiheadAttn(nn.Module):
         # By the names that each implementation of Apex had, for the sake of checkpoints.
         if include_norm_add and impl == "fast":
             self.lyr_nrm_gamma_weights, self.lyr_nrm_beta_weights = _weight(embed_dim), _weight(embed_dim)
-            self.lyr_nrm = None
-        elif include_norm_add:
-            self.lyr_nrm = FusedLayerNorm(embed_dim)
+        self.lyr_nrm = FusedLayerNorm(embed_dim) if include_norm_add and impl != "fast" else None
 
     def _reset(self, weights: dict[str, float]) -> None:
         """Draw weights of these names with a gain, and set biases and the norm to their start."""
@@ -48,13 +46,13 @@ class _MultiheadAttn(nn.Module):
                 nn.init.zeros_(param)
             elif name.endswith("_gamma_weights"):
                 nn.init.ones_(param)
-        if self.include_norm_add and self.impl != "fast":
+        if self.lyr_nrm is not None:
             self.lyr_nrm.reset_parameters()
 
     def _normed(self, query: Tensor) -> Tensor:
         if not self.include_norm_add:
             return query
-        if self.impl != "fast":
+        if self.lyr_nrm is not None:
             normed: Tensor = self.lyr_nrm(query)
             return normed
         weight, bias = self.lyr_nrm_gamma_weights, self.lyr_nrm_beta_weights

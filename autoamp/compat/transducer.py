@@ -130,7 +130,8 @@ class TransducerLoss(torch.nn.Module):
                 )
             places = following[:, None, :, None].expand(*x.shape[:3], 1)
             blanks, nexts = scores[..., blank_idx], scores.gather(3, places)[..., 0]
-        loss, alpha, beta = _Alignments.apply(blanks, nexts, f_len, y_len)
+        loss: Tensor
+        loss, alpha, beta = _Alignments.apply(blanks, nexts, f_len, y_len)  # type: ignore[no-untyped-call]
         if debug_list is not None and not debug_list:
             debug_list += [alpha, beta]
         return loss.to(x.dtype)

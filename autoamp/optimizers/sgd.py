@@ -55,7 +55,8 @@ class FusedSGD(FusedOptimizer):
         materialize_master_grads: bool = True,
         set_grad_none: bool = False,
     ) -> None:
-        for name, value in {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}.items():
+        numbers: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        for name, value in numbers.items():
             require(value is required or value >= 0.0, f"FusedSGD: {name}={value} must be 0 or more")
         require(not nesterov or (momentum > 0.0 and dampening == 0.0), "FusedSGD: nesterov wants momentum above 0 and "
                 f"dampening 0, not momentum={momentum}, dampening={dampening}")  # fmt: skip
