@@ -36,6 +36,10 @@ log = logging.getLogger(__name__)
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
+# Gradients are widened in about so many parts, none of which is smaller than so many elements: each costs a launch.
+_PARTS = 8
+_SMALL = 2**17
+
 # Marks a gradient that a half parameter shares with its master. Where the master's is another one by now, or none, the
 # master was cleared or written to, and the half parameter's is of an earlier step.
 _SHARED = "_autoamp_shared"
@@ -251,8 +255,9 @@ class MasterWeights:
                 fresh.append((half, master))
             elif half.grad is not master.grad:
                 _share(half, master, half.grad)
-        for (half, master), grad in zip(fresh, _widened([half.grad for half, _ in fresh]), strict=True):
-            _share(half, master, grad)
+        for some in _parts(fresh):
+            for (half, master), grad in zip(some, _widened([half.grad for half, _ in some]), strict=True):
+                _share(half, master, grad)
         for half, master, earlier in self._aside.take():
             _share(half, master, earlier if master.grad is None else earlier.add_(master.grad))
 
@@ -473,6 +478,26 @@ def _check_shapes(half: Tensor, master: Tensor) -> None:
             f"a half parameter of shape {tuple(half.shape)} has a master of shape {tuple(master.shape)}: it was "
             "reshaped or sharded since; make the optimizer after that (after FullyShardedDataParallel, say)"
         )
+
+
+def _parts(pairs: list[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Split pairs, so that the half gradients of one part are gone before those of the next are widened.
+
+    At one go both kinds of gradients would be there at once, which is when memory is shortest. The largest come first:
+    while they are there twice the others are halves still.
+    """
+    sizes = [half.numel() for half, _ in pairs]
+    room = max(sum(sizes) // _PARTS, _SMALL)
+    if sum(sizes) > room:
+        order = sorted(range(len(pairs)), key=sizes.__getitem__, reverse=True)
+        pairs, sizes = [pairs[place] for place in order], [sizes[place] for place in order]
+    begin, taken = 0, 0
+    for end, size in enumerate(sizes):
+        if taken and taken + size > room:
+            yield pairs[begin:end]
+            begin, taken = end, 0
+        taken += size
+    yield pairs[begin:]
 
 
 def _widened(grads: Sequence[Any]) -> list[Tensor]:

@@ -767,3 +767,32 @@ def test_an_optimizer_without_zero_grad() -> None:
     backward(model, optimizer)
     optimizer.step()
     assert not torch.equal(masters(optimizer)[0], before)
+
+
+def test_half_gradients_go_as_they_are_widened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autoamp.masters._SMALL", 1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 32), nn.Linear(32, 16), nn.Linear(16, 4))
+    expected = copy.deepcopy(model)
+    optimizer = sgd(model.parameters())
+    o2(model, optimizer, dtype=torch.bfloat16)
+    held: list[int] = []
+    copied = torch._foreach_copy_
+
+    def watched(new: Any, old: Any, *args: Any) -> None:
+        if old[0].dtype is torch.bfloat16:
+            held.append(sum(p.grad.numel() for p in model.parameters() if p.grad.dtype is torch.bfloat16))  # type: ignore[union-attr]
+        copied(new, old, *args)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", watched)
+    inputs = torch.randn(8, 6)
+    (model(inputs).float().sum() + 0.0).backward()
+    optimizer.step()
+    # The largest first, and none is there any more when the next one is widened.
+    assert held[0] == sum(p.numel() for p in model.parameters())
+    assert held[1] == held[0] - 32 * 16
+    assert held == sorted(set(held), reverse=True)
+    assert held[-1] <= held[0] // 8
+    expected(inputs).sum().backward()
+    for half, plain in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.allclose(master_of(half).grad, plain.grad, rtol=0.05, atol=0.05)  # type: ignore[arg-type,union-attr]
