@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -83,8 +83,8 @@ class FP16_Optimizer(torch.optim.Optimizer):  # noqa: N801
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The inner optimizer's state, by master."""
-        return self.optimizer.state
+        """The inner optimizer's state, by master; that of a half parameter is its master's."""
+        return _State(self.optimizer.state, self._masters.of)
 
     @property
     def loss_scale(self) -> float:
@@ -232,6 +232,35 @@ class FP16_Optimizer(torch.optim.Optimizer):  # noqa: N801
 
     def __repr__(self) -> str:
         return f"FP16_Optimizer({self.optimizer!r}, loss_scale={self.loss_scale:g})"
+
+
+class _State(MutableMapping[Any, Any]):
+    """A view on an optimizer's state, which is found by master and by half parameter."""
+
+    def __init__(self, state: Any, stepped: Callable[[Any], Any]) -> None:
+        self._state = state
+        self._stepped = stepped
+
+    def __getitem__(self, parameter: Any) -> Any:
+        return self._state[self._stepped(parameter)]
+
+    def __setitem__(self, parameter: Any, value: Any) -> None:
+        self._state[self._stepped(parameter)] = value
+
+    def __delitem__(self, parameter: Any) -> None:
+        del self._state[self._stepped(parameter)]
+
+    def __contains__(self, parameter: object) -> bool:
+        return self._stepped(parameter) in self._state
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+    def __repr__(self) -> str:
+        return repr(self._state)
 
 
 def _switched(on: bool) -> contextlib.AbstractContextManager[None]:

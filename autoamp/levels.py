@@ -8,7 +8,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -66,7 +66,7 @@ def initialize(
     optimizers: Any = None,
     enabled: bool | None = True,
     opt_level: str = "O1",
-    cast_model_type: torch.dtype | None = None,
+    cast_model_type: torch.dtype | Literal[False] | None = None,
     patch_torch_functions: bool | None = None,
     keep_batchnorm_fp32: bool | None = None,
     master_weights: bool | None = None,
@@ -92,7 +92,7 @@ def initialize(
         enabled: False returns the arguments as they are; ``scale_loss`` yields the loss as it is.
         opt_level: ``"O0"``: fp32. ``"O1"``: torch is patched by the cast lists. ``"O2"``: models in half precision,
             norms and master weights in fp32. ``"O3"``: models in half precision.
-        cast_model_type: Overrides the level's; None leaves it.
+        cast_model_type: Overrides the level's, as does False, which leaves models, their inputs and outputs alone.
         patch_torch_functions: Overrides the level's.
         keep_batchnorm_fp32: Overrides the level's; it says nothing where the model is not cast.
         master_weights: Overrides the level's.
@@ -168,7 +168,7 @@ def _warn(
     level: OptLevel, models: Sequence[Module], optimizers: Sequence[Any], keep_norms: Any, table: CastTable
 ) -> None:
     at = level_of_user()
-    if level.cast_model_type is None:
+    if level.cast_model_type is None and not level.master_weights:
         check_half_model(models, level.name, stacklevel=at + 1)
     if level.cast_model_type in (None, torch.float32) and keep_norms is not None:
         warnings.warn(
@@ -193,23 +193,30 @@ def _hold_models(
     half = handle.settings.dtype
     casts = level.patch_torch_functions and scope == "models"
     treatment = Treatment(outputs=outputs or (torch.float32 if casts else None), casts=casts)
+    kind = half if level.cast_model_type == "half" else level.cast_model_type
     for model in models:
-        if level.cast_model_type in ("half", half):
-            inward = Treatment(inputs=half, outputs=outputs or torch.float32)
-            handle.hold(model, inward, dtype=half, keep_norms=level.keep_batchnorm_fp32)
-        elif level.cast_model_type is torch.float32:
-            handle.hold(model, treatment, dtype=torch.float32)
+        if kind is not None:
+            inward = Treatment(kind, outputs or torch.float32, casts, doubles=not _has_doubles(model))
+            handle.hold(model, inward, dtype=kind, keep_norms=level.keep_batchnorm_fp32)
         elif treatment != Treatment():
             handle.hold(model, treatment)
+
+
+def _has_doubles(model: Module) -> bool:
+    return any(tensor.dtype is torch.float64 for tensor in (*model.parameters(), *model.buffers()))
 
 
 def _properties(opt_level: str, **overrides: Any) -> OptLevel:
     if opt_level not in tuple(LEVELS):
         raise UsageError(f"opt_level={opt_level!r} is unknown; choose 'O0', 'O1', 'O2' or 'O3'")
     level = replace(LEVELS[opt_level], **{name: value for name, value in overrides.items() if value is not None})
+    if level.cast_model_type is False:
+        level = replace(level, cast_model_type=None)
     kind = level.cast_model_type
     if kind not in (None, "half", torch.float32, *HALF_DTYPES):
-        raise UsageError(f"cast_model_type={kind!r}; choose torch.float16, torch.bfloat16, torch.float32 or None")
+        raise UsageError(
+            f"cast_model_type={kind!r}; choose torch.float16, torch.bfloat16, torch.float32, False or None"
+        )
     if level.patch_torch_functions and kind not in (None, torch.float32):
         raise UsageError(
             f"patch_torch_functions=True casts fp32 parameters as they are used, and cast_model_type={kind!r} leaves "

@@ -207,7 +207,7 @@ class MasterWeights:
                     params[index] = master = self._master(parameter)
                     _move_state(optimizer, parameter, master)
 
-    def of(self, parameter: Tensor) -> Tensor:
+    def of(self, parameter: Any) -> Any:
         """Return what the optimizer steps for a parameter of the model: its master, or the parameter itself."""
         pair = self._pairs.get(id(parameter))
         return parameter if pair is None else pair[1].master

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp.casting import Casts
@@ -41,11 +42,13 @@ class Treatment:
         inputs: The dtype that inputs are cast to; None leaves them.
         outputs: The dtype that outputs are cast to; None leaves them.
         casts: Whether the casts of the lists, off elsewhere, are on within.
+        doubles: Whether inputs in fp64 are cast too: a model with fp64 parameters wants them as they are.
     """
 
     inputs: torch.dtype | None = None
     outputs: torch.dtype | None = None
     casts: bool = False
+    doubles: bool = False
 
 
 class CastModels:
@@ -155,7 +158,7 @@ class CastModels:
         """Tell whether a module is or has a model in half precision, or a copy of one, or is a part of such a model."""
         for part in module.modules():
             treatment = self._treatments.get(part.__dict__.get(_MARK, ""))
-            if treatment is not None and treatment.inputs is not None:
+            if treatment is not None and treatment.inputs in HALF_DTYPES:
                 return True
         halves = [model for model, dtype in self._models.items() if dtype in HALF_DTYPES]
         return any(module is part for model in halves for part in model.modules())
@@ -171,7 +174,7 @@ class CastModels:
             if treatment is None:
                 return call(self, *args, **kwargs)
             if treatment.inputs is not None:
-                args, kwargs = cast_structure((args, kwargs), treatment.inputs)
+                args, kwargs = cast_structure((args, kwargs), treatment.inputs, doubles=treatment.doubles)
             with _casting(casts) if treatment.casts else contextlib.nullcontext():
                 outputs = call(self, *args, **kwargs)
             return outputs if treatment.outputs is None else cast_structure(outputs, treatment.outputs)
@@ -239,31 +242,50 @@ class CastModels:
                         load_master(half, value)
 
 
-def cast_structure(value: Any, dtype: torch.dtype) -> Any:
+def cast_structure(value: Any, dtype: torch.dtype, *, doubles: bool = False) -> Any:
     """Cast the floating tensors in a nest of containers, dataclasses and objects with a ``to`` method.
 
-    fp64, complex, integer and sparse tensors are left alone. Nothing is written to: what changes is built anew.
+    Complex, integer and sparse tensors are left alone, and without ``doubles`` fp64. Nothing is written to: what
+    changes is built anew.
     """
+    sources = _FLOATS | {torch.float64} if doubles else _FLOATS
 
     def convert(tensor: Tensor) -> Tensor:
-        castable = tensor.dtype in _FLOATS and tensor.layout in CASTABLE_LAYOUTS
+        castable = tensor.dtype in sources and tensor.layout in CASTABLE_LAYOUTS
         return tensor.to(dtype) if castable else tensor
 
     def other(leaf: Any) -> Any:
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            return _cast_dataclass(leaf, dtype)
+            return _cast_dataclass(leaf, convert, other)
         if callable(getattr(leaf, "to", None)) and not isinstance(leaf, (type, Module)):
-            return leaf.to(dtype)
+            with _OthersStay():
+                return leaf.to(dtype)
         return leaf
 
     return map_tensors(value, convert, other)
 
 
-def _cast_dataclass(value: Any, dtype: torch.dtype) -> Any:
+class _OthersStay(TorchFunctionMode):
+    """Within, `Tensor.to` and `Tensor.type` do not make floating tensors of integers, bools and complex ones.
+
+    Objects with a ``to`` pass on what they get to all that they hold: an index of 1001 would be 1000 in fp16.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (Tensor.to, Tensor.type) and not args[0].is_floating_point():
+            rest = [arg for arg in args[1:] if not isinstance(arg, torch.dtype)]
+            if len(rest) < len(args) - 1 or "dtype" in kwargs:
+                kwargs = {key: value for key, value in kwargs.items() if key != "dtype"}
+                return func(args[0], *rest, **kwargs) if rest or kwargs else args[0]
+        return func(*args, **kwargs)
+
+
+def _cast_dataclass(value: Any, convert: Callable[[Tensor], Any], other: Callable[[Any], Any]) -> Any:
     changed = {}
     for field in dataclasses.fields(value):
         old = getattr(value, field.name)
-        new = cast_structure(old, dtype)
+        new = map_tensors(old, convert, other)
         if new is not old:
             changed[field.name] = new
     if not changed:

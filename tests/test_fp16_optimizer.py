@@ -218,7 +218,7 @@ def test_is_an_optimizer() -> None:
     assert isinstance(optimizer, torch.optim.Optimizer)
     assert optimizer.optimizer is inner
     assert optimizer.param_groups is inner.param_groups
-    assert optimizer.state is inner.state
+    assert optimizer.state == inner.state
     assert optimizer.defaults["lr"] == 0.1
     calls: list[str] = []
     optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
@@ -319,6 +319,31 @@ def test_groups_that_are_added_and_mixed_dtypes() -> None:
     optimizer.step()
     assert not any(map(torch.equal, masters(optimizer), before))
     assert torch.equal(more.weight, masters(optimizer)[4].half())
+
+
+@pytest.mark.parametrize("first", ["optimizer", "half"])
+def test_state_is_found_by_the_models_weights(first: str) -> None:
+    """As pruning by momentum asks for it, whenever the model went to half precision."""
+    model = network()
+    if first == "half":
+        model.half()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = FP16_Optimizer(inner, static_loss_scale=8.0)
+    model.half()
+    for weight in model.parameters():
+        assert "momentum_buffer" not in optimizer.state[weight]
+    optimizer.backward(model(torch.ones(2, 4).half()).float().sum())
+    optimizer.step()
+    for weight, master in zip(model.parameters(), inner.param_groups[0]["params"], strict=True):
+        buffer = optimizer.state[weight]["momentum_buffer"]
+        assert buffer is inner.state[master]["momentum_buffer"]
+        assert buffer.shape == weight.shape
+        assert weight in optimizer.state
+        buffer.zero_()
+    assert len(optimizer.state) == len(inner.state) == len(list(model.parameters()))
+    assert {id(key) for key in optimizer.state} == {id(p) for p in inner.param_groups[0]["params"]}
+    with pytest.raises(KeyError):
+        del optimizer.state[torch.ones(1)]
 
 
 def test_wrong_inner_optimizers() -> None:

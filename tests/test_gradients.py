@@ -252,6 +252,19 @@ def test_a_scale_below_one_is_checked_after_it() -> None:
     assert found_any(unscale_([param], 2.0)) == [True]
 
 
+@pytest.mark.parametrize("factor", [2.0**16, 2.0**20, 2.0**-26])
+def test_a_factor_that_half_precision_does_not_hold(factor: float, half: torch.dtype, device: str) -> None:
+    """At O3 gradients are half, and those of an earlier block are brought to a scale of 65536: 0 stays 0."""
+    small = 2.0**-10 if factor > 1 else 2.0**14
+    params = [with_grad(torch.tensor([0.0, small, -small], dtype=half, device=device))]
+    scale_(params, factor)
+    assert params[0].grad.tolist() == [0.0, small * factor, -small * factor]
+    params[0].grad = torch.tensor([0.0, small, -small], dtype=half, device=device)
+    (found,) = unscale_(params, factor)
+    assert params[0].grad.tolist() == [0.0, small * factor, -small * factor]
+    assert found.item() == 0.0
+
+
 def test_fp64_keeps_its_digits() -> None:
     param = with_grad(torch.tensor([3.0], dtype=torch.float64))
     found = unscale_([param], 1 / 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import warnings
@@ -159,6 +160,30 @@ def test_cast_model_type_overrides() -> None:
     assert model[0].weight.dtype is torch.float16
     model = initialize(model.half(), opt_level="O3", cast_model_type=torch.float32)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("level", ALL_LEVELS)
+def test_cast_model_type_false_leaves_the_model(level: str, half: torch.dtype) -> None:
+    """As Apex's tests have it, with half and fp32 parameters in one model; at O2 the half ones get masters."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).to(half))
+    before = values(model)
+    optimizer = sgd(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        autoamp.initialize(
+            model, optimizer, opt_level=level, cast_model_type=False, dtype=half, device_type="cpu", lists=LISTS,
+            verbosity=0,
+        )  # fmt: skip
+    assert same(values(model), before)
+    seen = []
+    hook = model[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+    with autoamp.disable_casts(), contextlib.suppress(RuntimeError):
+        model(torch.ones(1, 3).double())
+    assert seen == [torch.float64]
+    hook.remove()
+    stepped = {param.dtype for param in autoamp.master_params(optimizer)}
+    assert stepped == ({torch.float32} if level == "O2" else {torch.float32, half})
+    assert any("is in torch" in str(warning.message) for warning in caught) is (level != "O2")
 
 
 def test_patch_torch_functions_overrides() -> None:

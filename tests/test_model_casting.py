@@ -347,6 +347,16 @@ class Custom:
         return Custom(self.data.to(dtype))
 
 
+class Graph:
+    """As a batch of PyG: ``to`` passes on what it gets to all that it holds, and is made for devices."""
+
+    def __init__(self, x: Tensor, edges: Tensor, mask: Tensor, phase: Tensor) -> None:
+        self.held = {"x": x, "edges": edges, "mask": mask, "phase": phase}
+
+    def to(self, *args: Any, **kwargs: Any) -> Graph:
+        return Graph(**{key: value.to(*args, **kwargs) for key, value in self.held.items()})
+
+
 @dataclasses.dataclass
 class Output(OrderedDict):  # type: ignore[type-arg]
     """As Hugging Face's ModelOutput: a dataclass and a dict at once, that refuses ``update``."""
@@ -417,6 +427,41 @@ def test_structures_are_cast_and_not_written_to(case: str) -> None:
         assert got is value
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_objects_keep_their_integers(dtype: torch.dtype) -> None:
+    edges, mask, phase = torch.tensor([1001, 100003]), torch.tensor([True]), torch.ones(1, dtype=torch.complex64)
+    got = cast_structure([Graph(ONE, edges, mask, phase)], dtype)[0].held
+    assert got["x"].dtype is dtype
+    assert got["edges"] is edges
+    assert got["mask"] is mask
+    assert got["phase"] is phase
+    assert edges.to(dtype).dtype is dtype
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
+@pytest.mark.parametrize("given", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_floating_inputs_of_any_dtype_are_cast(level: str, given: torch.dtype, half: torch.dtype) -> None:
+    model = initialize(nn.Linear(2, 2), opt_level=level, dtype=half)
+    seen = []
+    model.register_forward_hook(lambda _, inputs, output: seen.append((inputs[0].dtype, output.dtype)))
+    assert model(torch.ones(1, 2, dtype=given)).dtype is torch.float32
+    wanted = torch.float32 if level == "O0" else half
+    assert seen == [(wanted, wanted)]
+
+
+def test_a_model_with_fp64_parameters_gets_its_fp64_inputs_as_they_are() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide, self.low = nn.Linear(2, 2).double(), nn.Linear(2, 2)
+
+        def forward(self, wide: Tensor, low: Tensor) -> tuple[torch.dtype, ...]:
+            return self.wide(wide).dtype, self.low(low).dtype
+
+    model = initialize(Mixed())
+    assert model(torch.ones(1, 2).double(), torch.ones(1, 2)) == (torch.float64, torch.float16)
+
+
 def test_model_output_stays_consistent() -> None:
     got = cast_structure(Output(ONE, None), HALF)
     assert got.logits is got["logits"]
@@ -430,7 +475,7 @@ def test_old_namedtuples_and_defaults() -> None:
     assert cast_structure(defaultdict(list, a=ONE), HALF)["new"] == []
 
 
-@pytest.mark.parametrize("case", STRUCTURES)
+@pytest.mark.parametrize("case", [case for case in STRUCTURES if case != "fp64"])
 def test_structures_into_and_out_of_a_model(case: str) -> None:
     seen = []
 

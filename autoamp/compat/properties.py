@@ -55,11 +55,11 @@ def as_scale(value: Any) -> Any:
 
 
 def as_type(value: Any) -> Any:
-    """Return a ``cast_model_type``: a dtype or None, for which False stands too, or the name of a dtype."""
+    """Return a ``cast_model_type``: a dtype, False for none, or None; each may be given by its name."""
     if isinstance(value, str):
         found = getattr(torch, value.removeprefix("torch."), None)
         return found if isinstance(found, torch.dtype) else as_flag("cast_model_type", value)
-    return None if value is False else value
+    return value
 
 
 class Properties:

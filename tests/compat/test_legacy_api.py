@@ -853,7 +853,7 @@ def test_fp16_optimizer(apex: Any, first: bool, given: dict[str, Any]) -> None:
     assert losses[-1] < losses[0]
     assert model.weight.dtype is HALF
     assert optimizer.loss_scale > 0
-    assert optimizer.state is optimizer.optimizer.state
+    assert optimizer.state == optimizer.optimizer.state
     assert optimizer.param_groups is optimizer.optimizer.param_groups
     state = optimizer.state_dict()
     assert set(state) == {
