@@ -19,7 +19,7 @@ from autoamp.cast_cache import CastCache, ThreadState
 from autoamp.tensors import CASTABLE_LAYOUTS, HALF_DTYPES, PLAIN_TYPES, iter_tensors, map_tensors
 from autoamp.torch_private import is_any_autocast_enabled
 
-__all__ = ["Casts", "SparseArgument", "put_back"]
+__all__ = ["Casts", "SparseArgument", "on_device", "put_back"]
 
 _FLOATS = frozenset({*HALF_DTYPES, torch.float32})
 # Compiled code of these releases takes an entry away that was made within it, and fails for there is none.
@@ -161,13 +161,13 @@ class Casts:
         self, target: torch.dtype, convert: Callable[[Tensor], Tensor], *, cached: bool
     ) -> tuple[Callable[[Any], Any], Callable[[Sequence[Any]], Sequence[Any]]]:
         sources = _FLOATS - {target}
-        cache, autocast_rules, on_device = self.cache, self.autocast_rules, _on_device(self.device_type)
+        cache, autocast_rules, here = self.cache, self.autocast_rules, on_device(self.device_type)
         compiling, any_autocast = torch.compiler.is_dynamo_compiling, is_any_autocast_enabled
         strided, plain, local, pins = torch.strided, PLAIN_TYPES, self.local, cache.pins
         on_cpu, share, in_inference_mode = self.device_type == "cpu", cache.share, torch.is_inference_mode_enabled
 
         def convert_fitting(tensor: Tensor) -> Tensor:
-            if tensor.dtype not in sources or not on_device(tensor):
+            if tensor.dtype not in sources or not here(tensor):
                 return tensor
             if tensor.layout is not strided and tensor.layout not in CASTABLE_LAYOUTS:
                 raise SparseArgument
@@ -207,7 +207,7 @@ class Casts:
                 kind = type(arg)
                 if kind is Tensor or kind is Parameter:
                     dtype = arg.dtype
-                    if dtype is not target and dtype in sources and (arg.is_cpu if on_cpu else on_device(arg)):
+                    if dtype is not target and dtype in sources and (arg.is_cpu if on_cpu else here(arg)):
                         if arg.layout is not strided and arg.layout not in CASTABLE_LAYOUTS:
                             raise SparseArgument
                         if kind is Tensor:
@@ -237,7 +237,7 @@ class Casts:
         return cast, cast_args
 
 
-def _on_device(device_type: str) -> Callable[[Tensor], bool]:
+def on_device(device_type: str) -> Callable[[Tensor], bool]:
     """Return a test of a tensor's device type: where torch has an attribute for it, that costs a third."""
     if device_type == "cuda":
         return lambda tensor: tensor.is_cuda

@@ -15,17 +15,20 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from autoamp.casting import Casts
+from autoamp.casting import Casts, on_device
 from autoamp.pinned_layers import hold_layer
-from autoamp.tensors import PLAIN_TYPES
+from autoamp.tensors import HALF_DTYPES, PLAIN_TYPES
 from autoamp.torch_private import in_function_mode, is_any_autocast_enabled, tracing_state
 
-__all__ = ["OPS", "build_native"]
+__all__ = ["COMPOSITES", "OPS", "build_composite", "build_native"]
 
 _BUILTINS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _NAMES = (
     "__matmul__", "addbmm", "addmm", "baddbmm", "bmm", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
     "conv_transpose2d", "conv_transpose3d", "linear", "matmul", "mm",
+)  # fmt: skip
+_COMPOSITES = (
+    "cross_entropy", "cumulative_trapezoid", "inner", "ldexp", "sum_to_size", "trace", "trapezoid", "trapz",
 )  # fmt: skip
 # Whether somebody traces, an autocast region holds, or a mode looks at functions.
 _SPECIAL = (
@@ -46,6 +49,14 @@ OPS = frozenset(
     if isinstance(op, _BUILTINS)
 )
 """Ops that return one tensor, draw no random numbers, and that autocast runs in half on a CPU and on CUDA."""
+
+COMPOSITES = frozenset(
+    op
+    for owner in (torch, Tensor, torch.nn.functional)
+    for name in _COMPOSITES
+    if (op := getattr(owner, name, None)) is not None
+)
+"""Functions within which CUDA's autocast casts, later and less than a cast of their arguments would."""
 
 
 def build_native(original: Any, general: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
@@ -235,6 +246,48 @@ def _build_any(original: Any, general: Callable[..., Any], casts: Casts) -> Call
                 return general(*args)
             narrowed.append(arg)
         return call(*narrowed) if any_full else original(*narrowed)
+
+    return replacement
+
+
+def build_composite(original: Any, general: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
+    """Build the replacement of one of `COMPOSITES` under the policies fp32 and promote.
+
+    Args:
+        original: One of `COMPOSITES`.
+        general: The replacement that takes whatever is out of the ordinary.
+        casts: The state that the replacement reads.
+    """
+    local, blocks, here = casts.local, casts.blocks, on_device(casts.device_type)
+    compiling, any_autocast, in_function_mode, trace = _SPECIAL
+    device_type, strided = casts.device_type, torch.strided
+    switch, switch_cache, caches = _SWITCHES
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        if blocks and not local.on:
+            return original(*args, **kwargs)
+        any_half = False
+        for arg in (*args, *kwargs.values()):
+            kind = type(arg)
+            if kind is Tensor or kind is Parameter:
+                if arg.dtype in HALF_DTYPES:
+                    if arg.layout is not strided or not here(arg):
+                        return general(*args, **kwargs)
+                    any_half = True
+            elif kind not in _SKIPPED:
+                return general(*args, **kwargs)
+        if not any_half:
+            return original(*args, **kwargs)
+        if "out" in kwargs or compiling() or any_autocast() or in_function_mode() or trace() is not None:
+            return general(*args, **kwargs)
+        cached = caches()
+        try:
+            switch_cache(False)
+            switch(device_type, True)
+            return original(*args, **kwargs)
+        finally:
+            switch(device_type, False)
+            switch_cache(cached)
 
     return replacement
 

@@ -6,6 +6,8 @@ original once. It never writes to an argument, but for ``out=`` and the self of 
 
 from __future__ import annotations
 
+import math
+import sys
 import types
 import warnings
 from collections.abc import Callable
@@ -15,17 +17,32 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from autoamp.casting import Casts, SparseArgument, put_back
+from autoamp.casting import Casts, SparseArgument, on_device, put_back
 from autoamp.errors import BannedFunctionError
-from autoamp.native import OPS, build_native
+from autoamp.native import COMPOSITES, OPS, build_composite, build_native
 from autoamp.patching import dress
 from autoamp.pinned_lstm import LSTM, build_lstm
 from autoamp.rules import CastPolicy
 from autoamp.tensors import HALF_DTYPES, PLAIN_TYPES, iter_tensors, map_tensors
+from autoamp.torch_private import is_any_autocast_enabled
 from autoamp.written import build_sparing, written_by
 
 __all__ = ["build"]
 
+# Ops that take ``dtype``. Not cumsum: it keeps nothing for backward, where it would sum in half.
+_NAMES = "cumprod", "log_softmax", "matrix_norm", "nanmean", "nansum", "norm", "prod", "softmax", "sum", "vector_norm"
+_TAKE_DTYPE = frozenset(
+    op
+    for owner in (torch, Tensor, torch.nn.functional, torch.linalg, torch.special)
+    for name in _NAMES
+    if (op := getattr(owner, name, None)) is not None
+)
+# The orders of a norm whose gradient has no power in it, which in half would overflow; those of a matrix that go by
+# singular values refuse halves.
+_ORDERS = frozenset({None, "fro", 0, 1, 2, math.inf, -math.inf})
+_MATRIX_ORDERS = frozenset({None, "fro", 1, -1, math.inf, -math.inf})
+_ORDER_TYPES = frozenset({int, float, str, type(None)})
+_OF_MATRICES = torch.linalg.matrix_norm, torch.linalg.norm
 _BUILTINS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 
 
@@ -75,15 +92,18 @@ def _by_policy(original: Any, policy: CastPolicy, casts: Casts, functional: Any)
     cast_all = casts.promote if policy is CastPolicy.PROMOTE else _each(cast)
     if functional is not None:
         return _inplace(original, functional, cast_all, casts)
-    written = written_by(original)
+    written, given = written_by(original), original
     if policy is CastPolicy.FP32 and not isinstance(original, _BUILTINS):
         # fp32 is a promise on the whole of a composite function, whatever its body calls.
         original = _with_casts_off(original, casts)
     if written is not None:
         return build_sparing(original, cast_all, casts, written, to_half=policy is CastPolicy.FP16)
-    if policy is CastPolicy.PROMOTE:
-        return _promoting(original, casts)
-    replacement = _casting(original, policy, casts)
+    promotes = policy is CastPolicy.PROMOTE
+    replacement = _promoting(original, casts) if promotes else _casting(original, policy, casts)
+    if policy is not CastPolicy.FP16 and given in COMPOSITES and casts.device_type == "cuda":
+        return build_composite(given, replacement, casts)  # type: ignore[return-value]
+    if policy is CastPolicy.FP32 and given in _TAKE_DTYPE:
+        return _converting(original, replacement, casts, given)
     if policy is CastPolicy.FP16 and original in OPS and casts.device_type in ("cpu", "cuda"):
         return build_native(original, replacement, casts)  # type: ignore[return-value]
     if policy is CastPolicy.FP16 and original is LSTM and casts.device_type == "cpu":
@@ -139,7 +159,8 @@ def _casting(original: Any, policy: CastPolicy, casts: Casts) -> types.FunctionT
             if not kwargs:
                 return original(*cast_args(args))
             if kwargs.get("out") is not None:
-                return _into_out(original, _each(cast), casts, args, kwargs)
+                # A product that is written somewhere is computed in the dtype of that, as in place.
+                return original(*args, **kwargs) if half else _into_out(original, _each(cast), casts, args, kwargs)
             if kwargs.get("dtype") in HALF_DTYPES:
                 # The caller chose; autocast heeds it too, and norms refuse to narrow what was cast to fp32.
                 return original(*args, **kwargs)
@@ -152,6 +173,58 @@ def _casting(original: Any, policy: CastPolicy, casts: Casts) -> types.FunctionT
         return original(*new, **kwargs)
 
     return replacement  # type: ignore[return-value]
+
+
+def _converting(original: Any, general: Callable[..., Any], casts: Casts, op: Any) -> types.FunctionType:
+    """An op that takes ``dtype``, told to compute in fp32: it keeps its half argument for backward, and no cast of it.
+
+    Args:
+        original: What is called, which is ``op`` or calls it.
+        general: The replacement that takes whatever is out of the ordinary.
+        casts: The state that the replacement reads.
+        op: One of `_TAKE_DTYPE`.
+    """
+    local, blocks, here = casts.local, casts.blocks, on_device(casts.device_type)
+    any_autocast, strided = is_any_autocast_enabled, torch.strided
+    most, is_norm = _arguments_before_dtype(op), op.__name__.endswith("norm")
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        if blocks and not local.on:
+            return original(*args, **kwargs)
+        if (
+            not args
+            or type(args[0]) is not Tensor
+            or args[0].dtype not in HALF_DTYPES
+            or kwargs.get("out") is not None
+            or (len(args) > most and args[most] is None)
+            or args[0].layout is not strided
+            or not here(args[0])
+            or any_autocast()
+            or (is_norm and not _keeps_half(op, args, kwargs))
+        ):
+            return general(*args, **kwargs)
+        # What the caller asks for is heeded, as under autocast.
+        if len(args) <= most and kwargs.get("dtype") is None:
+            kwargs["dtype"] = torch.float32
+        return original(*args, **kwargs)
+
+    return replacement  # type: ignore[return-value]
+
+
+def _keeps_half(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell whether a norm takes a half argument, and has its gradient in range."""
+    order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p"))
+    dim = args[2] if len(args) > 2 else kwargs.get("dim")
+    of_matrix = op in _OF_MATRICES and type(dim) is not int and args[0].dim() > 1
+    return type(order) in _ORDER_TYPES and order in (_MATRIX_ORDERS if of_matrix else _ORDERS)
+
+
+def _arguments_before_dtype(op: Any) -> int:
+    """Return how many positional arguments an op of `_TAKE_DTYPE` may be given where ``dtype`` is yet to come."""
+    if isinstance(op, types.FunctionType):
+        return op.__code__.co_varnames.index("dtype")
+    # Of builtins those of softmax take it by position, the others by name alone.
+    return 2 if op.__name__.endswith("softmax") else sys.maxsize
 
 
 def _each(cast: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -197,7 +197,9 @@ def _spellings(rule: CastRule, spaces: list[tuple[Any, dict[str, Any]]]) -> Iter
         rule: A rule on a bare name.
         spaces: torch's public namespaces, each with what it holds by name.
     """
-    for name in _names(rule.target):
+    # A product in place goes on in what it is written to, as under autocast: no rule to half speaks for that.
+    names = _names(rule.target)[: 1 if rule.policy is CastPolicy.FP16 else None]
+    for name in names:
         in_torch = None
         for namespace, held in spaces:
             original = _callable(held.get(name))

@@ -13,7 +13,8 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 import autoamp
-from autoamp.native import OPS
+from autoamp.casting import Casts
+from autoamp.native import COMPOSITES, OPS, build_composite
 
 FULL = torch.float32
 NAMES = sorted({op.__name__ for op in OPS})
@@ -200,3 +201,42 @@ def test_an_operand_that_is_no_tensor_is_torch_s_own_error(half: torch.dtype, ot
 def test_every_name_was_found() -> None:
     assert len(NAMES) == 14
     assert "linear" in NAMES
+
+
+# -- composites --
+
+
+def test_composites_run_under_autocast_where_an_argument_is_half(half: torch.dtype) -> None:
+    casts, general = Casts(half, "cpu"), []
+    casts.open()
+    seen: list[tuple[bool, bool]] = []
+
+    def within(*args: Any, **kwargs: Any) -> Any:
+        seen.append((torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()))
+        return F.cross_entropy(*args, **kwargs)
+
+    def otherwise(*args: Any, **kwargs: Any) -> None:
+        general.append((args, kwargs))
+
+    replacement = build_composite(within, otherwise, casts)
+    x, labels = torch.randn(4, 8).to(half), torch.arange(4)
+    loss = replacement(x, labels, reduction="sum")
+    assert (loss.dtype, seen, general) == (torch.float32, [(True, False)], [])
+    assert torch.equal(loss, F.cross_entropy(x.float(), labels, reduction="sum"))
+    replacement(x.float(), labels)
+    assert seen.pop() == (False, True)
+    with pytest.raises((IndexError, ValueError)):
+        replacement(x, torch.arange(5))
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.is_autocast_cache_enabled()
+    assert not general
+    for args in ((x, labels, x, None, 0, x), (x.to_sparse(), labels), (object(),)):
+        replacement(*args, **({"out": x} if len(args) > 2 else {}))
+    with torch.autocast("cpu", half):
+        replacement(x, labels)
+    assert len(general) == 4
+
+
+def test_cuda_has_composites_of_its_own() -> None:
+    assert {F.cross_entropy, torch.trapezoid, torch.Tensor.trace} <= COMPOSITES
+    assert OPS.isdisjoint(COMPOSITES)

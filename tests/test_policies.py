@@ -121,6 +121,90 @@ def test_a_dtype_argument_is_respected(handle: autoamp.Handle) -> None:
     assert torch.equal(torch.softmax(x.half(), 0, dtype=HALF), torch.softmax(x.half().float(), 0).half())
 
 
+TAKE_DTYPE = {
+    "cumprod": lambda x: x.cumprod(1),
+    "linalg.matrix_norm": lambda x: torch.linalg.matrix_norm(x),
+    "linalg.norm": lambda x: torch.linalg.norm(x, 2, 1),
+    "linalg.vector_norm": lambda x: torch.linalg.vector_norm(x, 1, dim=0),
+    "nansum": lambda x: torch.nansum(x, 1),
+    "norm": lambda x: x.norm(),
+    "norm of rows": lambda x: torch.norm(x, p=2, dim=1, dtype=None),
+    "prod": lambda x: torch.prod(x, 1),
+    "softmax": lambda x: F.softmax(x, -1),
+    "softmax by position": lambda x: torch.softmax(x, 1, None),
+    "sum": lambda x: x.sum(1, keepdim=True),
+    "sum of all": lambda x: torch.sum(x),
+}
+
+
+def saved_of(call: Any, x: Tensor) -> tuple[Tensor, list[torch.dtype]]:
+    """What a call returns, and the dtypes of what it keeps for backward."""
+    saved = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor.dtype)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = call(x)
+    return result, saved
+
+
+@pytest.mark.parametrize("name", TAKE_DTYPE)
+def test_ops_that_take_dtype_compute_in_fp32_and_keep_the_half(half: torch.dtype, name: str) -> None:
+    handle = autoamp.init(device_type="cpu", dtype=half, lists="default")
+    call, x = TAKE_DTYPE[name], (torch.rand(8, 16) + 0.5).to(half).requires_grad_()
+    result, saved = saved_of(call, x)
+    with handle.disable_casts():
+        reference, saved_in_fp32 = saved_of(call, wide := x.detach().float().requires_grad_())
+    assert result.dtype == FP32
+    assert torch.equal(result, reference)
+    # The argument is kept as it came; of softmax and a sum nothing of it is.
+    of_argument = saved_in_fp32[: 1 if len(saved_in_fp32) > 1 or name == "nansum" else 0]
+    assert saved[: len(of_argument)] == [half] * len(of_argument)
+    weights = torch.rand(result.shape)
+    (result * weights).sum().backward()
+    (reference * weights).sum().backward()
+    torch.testing.assert_close(x.grad.float(), wide.grad, rtol=4 * torch.finfo(half).eps, atol=1e-3)
+
+
+@pytest.mark.parametrize("order", [3, -1, 0.5, "nuc"])
+def test_norms_whose_gradients_are_powers_keep_fp32(order: Any) -> None:
+    autoamp.init(device_type="cpu", dtype=HALF, lists="default")
+    x = (torch.eye(4) * 300).half().requires_grad_()
+    result, saved = saved_of(
+        lambda x: torch.norm(x, order) if order == "nuc" else torch.linalg.vector_norm(x, order), x
+    )
+    assert result.dtype == FP32
+    assert set(saved) == {FP32}
+    if order == 3:
+        result.backward()
+        assert x.grad.isfinite().all()
+
+
+def test_norms_by_singular_values_run_in_fp32() -> None:
+    autoamp.init(device_type="cpu", dtype=HALF, lists="default")
+    x = torch.diag(torch.tensor([3.0, 4.0])).half()
+    for norm in (torch.linalg.norm, torch.linalg.matrix_norm):
+        assert norm(x, 2).item() == pytest.approx(4.0)
+        assert norm(x, "nuc").item() == pytest.approx(7.0)
+        assert norm(x, -2).dtype == FP32
+
+
+def test_a_dtype_that_is_asked_for_is_heeded(half: torch.dtype) -> None:
+    autoamp.init(device_type="cpu", dtype=half, lists="default")
+    x = torch.rand(3, 4).to(half)
+    for dtype in (half, FP32, FP64):
+        for result in (
+            x.sum(dtype=dtype),
+            torch.softmax(x, 1, dtype),
+            F.log_softmax(x, 1, 3, dtype),
+            x.prod(dtype=dtype),
+        ):
+            assert result.dtype == dtype
+    assert x.sum(dtype=torch.int64).dtype == torch.int64
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
 def test_sparse_calls_go_through_as_they_came(handle: autoamp.Handle, layout: torch.layout) -> None:
@@ -357,35 +441,38 @@ def test_promotion_leaves_doubles_alone(handle: autoamp.Handle) -> None:
 
 
 def test_out_takes_the_value_in_its_own_dtype(handle: autoamp.Handle) -> None:
-    a, b = torch.randn(3, 4), torch.randn(4, 5)
-    value = a.half() @ b.half()
-    for dtype in (FP32, HALF, FP64):
-        out = torch.empty(3, 5, dtype=dtype)
-        assert torch.mm(a, b, out=out) is out
-        assert torch.equal(out, value.to(dtype))
-    # Of inputs that are half already, too.
-    out = torch.empty(3, 5)
-    assert torch.mm(a.half(), b.half(), out=out) is out
-    assert torch.equal(out, value.float())
     h = torch.randn(3).half()
-    out = torch.empty(3, dtype=HALF)
-    torch.exp(h, out=out)
-    assert torch.equal(out, torch.exp(h.float()).half())
+    for dtype in (FP32, HALF, FP64):
+        out = torch.empty(3, dtype=dtype)
+        assert torch.exp(h, out=out) is out
+        assert torch.equal(out, torch.exp(h.float()).to(dtype))
 
 
 def test_out_is_resized(handle: autoamp.Handle) -> None:
-    a, b = torch.randn(3, 4), torch.randn(4, 5)
-    out = torch.empty(0)
-    assert torch.mm(a, b, out=out) is out
-    assert out.shape == (3, 5)
-    assert torch.equal(out, (a @ b).float())
+    h, out = torch.randn(3, 5).half(), torch.empty(0)
+    assert torch.exp(h, out=out) is out
+    assert torch.equal(out, torch.exp(h.float()))
 
 
 def test_out_may_be_an_input(handle: autoamp.Handle) -> None:
-    a, b = torch.randn(3, 3), torch.randn(3, 3)
-    reference = (a.half() @ b.half()).float()
-    assert torch.mm(a, b, out=a) is a
-    assert torch.equal(a, reference)
+    h = torch.randn(3, 3).half()
+    reference = torch.exp(h.float()).half()
+    assert torch.exp(h, out=h) is h
+    assert torch.equal(h, reference)
+
+
+def test_products_with_out_are_computed_in_what_they_write_to(half: torch.dtype) -> None:
+    start(half)
+    a, b, c = torch.randn(3, 4), torch.randn(4, 5), torch.randn(3, 5)
+    exact = a.numpy() @ b.numpy()
+    for out in (torch.mm(a, b, out=torch.empty(3, 5)), torch.addmm(c, a, b, beta=0, out=torch.empty(0))):
+        assert out.dtype == FP32
+        torch.testing.assert_close(out, torch.from_numpy(exact))
+    narrow = torch.empty(3, 5, dtype=half)
+    assert torch.mm(a.to(half), b.to(half), out=narrow) is narrow
+    # Dtypes that do not fit are torch's to refuse.
+    with pytest.raises(RuntimeError):
+        torch.mm(a, b, out=narrow)
 
 
 def test_out_of_several_tensors(handle: autoamp.Handle) -> None:
@@ -417,15 +504,16 @@ def test_out_none_is_no_out(handle: autoamp.Handle) -> None:
 def test_out_errors_are_torch_s_own(handle: autoamp.Handle) -> None:
     x = torch.randn(2, 2)
     leaf = torch.randn(2, 2, requires_grad=True)
-    for args, out in (((leaf, x), torch.empty(2, 2)), ((x, x), leaf * 1), ((x, x), leaf)):
-        with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
-            torch.mm(*args, out=out)
-    with torch.no_grad():
-        assert torch.mm(leaf, x, out=torch.empty(2, 2)).dtype == FP32
-    with pytest.raises(RuntimeError):
-        torch.mm(x, x, out=torch.empty(2, 2, dtype=torch.int64))
-    with pytest.raises(RuntimeError):
-        torch.mm(x, x, out=torch.empty(2, 2, device="meta"))
+    for function in (torch.mm, torch.pow):
+        for args, out in (((leaf, x), torch.empty(2, 2)), ((x, x), leaf * 1), ((x, x), leaf)):
+            with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
+                function(*args, out=out)
+        with torch.no_grad():
+            assert function(leaf, x, out=torch.empty(2, 2)).dtype == FP32
+        with pytest.raises(RuntimeError):
+            function(x, x, out=torch.empty(2, 2, dtype=torch.int64))
+        with pytest.raises(RuntimeError):
+            function(x, x, out=torch.empty(2, 2, device="meta"))
 
 
 # -- in-place forms --
@@ -445,9 +533,9 @@ def test_in_place_keeps_self_s_dtype_and_computes_as_the_list_says(handle: autoa
 
 
 def test_in_place_by_keyword() -> None:
-    autoamp.init(device_type="cpu", dtype=HALF, lists={"extends": [], "fp16": ["exp"]})
+    autoamp.init(device_type="cpu", dtype=HALF, lists={"extends": [], "fp16": ["exp_"]})
     x = torch.randn(4)
-    reference = torch.exp(x).float()
+    reference = torch.exp(x.half()).float()
     assert torch.exp_(input=x) is x
     assert torch.equal(x, reference)
 
@@ -459,14 +547,33 @@ def test_in_place_operators(handle: autoamp.Handle) -> None:
     assert torch.equal(x, torch.full((2,), 9.0, dtype=HALF))
 
 
-def test_in_place_fp16(handle: autoamp.Handle) -> None:
+SUMS_IN_PLACE = {
+    "addmm_": lambda c, v: c.addmm_(v[:, None], v[None]),
+    "addmv_": lambda c, v: c[0].addmv_(v[None] * v[:, None], v),
+    "addr_": lambda c, v: c.addr_(v, v),
+    "addbmm_": lambda c, v: c.addbmm_(v[None, :, None], v[None, None]),
+    "baddbmm_": lambda c, v: c[None].baddbmm_(v[None, :, None], v[None, None]),
+}
+
+
+@pytest.mark.parametrize("name", SUMS_IN_PLACE)
+def test_sums_of_products_in_place_are_exact(half: torch.dtype, name: str) -> None:
+    autoamp.init(device_type="cpu", dtype=half)
+    c, v = torch.zeros(2, 2), torch.full((2,), 0.5)
+    for _ in range(1000):
+        SUMS_IN_PLACE[name](c, v)
+    assert c.dtype == FP32
+    assert c[0].tolist() == [250.0, 250.0]
+    narrow = torch.zeros(2, 2, dtype=half)
+    SUMS_IN_PLACE[name](narrow, v.to(half))
+    assert narrow[0].tolist() == [0.25, 0.25]
+
+
+def test_a_sum_of_products_that_is_listed_itself_is_cast() -> None:
+    autoamp.init(device_type="cpu", dtype=HALF, lists={"extends": [], "fp16": ["addmm_"]})
     x, a, b = torch.zeros(3, 3), torch.randn(3, 3), torch.randn(3, 3)
-    reference = (a.half() @ b.half()).float()
     assert x.addmm_(a, b) is x
-    assert torch.equal(x, reference)
-    half = torch.zeros(3, 3, dtype=HALF)
-    assert half.addmm_(a, b) is half
-    assert torch.equal(half, reference.half())
+    assert torch.equal(x, (a.half() @ b.half()).float())
 
 
 def test_in_place_promotion(handle: autoamp.Handle) -> None:
@@ -491,10 +598,9 @@ def test_in_place_promotion(handle: autoamp.Handle) -> None:
     [
         (lambda y: y.exp_(), lambda y: torch.exp(y)),
         (lambda y: y.pow_(3), lambda y: torch.pow(y, 3)),
-        (lambda y: y.addmm_(y.detach(), y.detach()), lambda y: torch.addmm(y, y.detach(), y.detach())),
         (lambda y: y.reciprocal_(), lambda y: torch.reciprocal(y)),
     ],
-    ids=["exp", "pow", "addmm", "reciprocal"],
+    ids=["exp", "pow", "reciprocal"],
 )
 @pytest.mark.parametrize("dtype", [HALF, FP32], ids=str)
 def test_autograd_through_in_place(handle: autoamp.Handle, in_place: Any, functional: Any, dtype: torch.dtype) -> None:

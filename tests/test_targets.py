@@ -65,7 +65,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     ],
 )
 def test_a_bare_name_is_every_public_spelling(bare: str, spellings: set[str]) -> None:
-    found = names(expand(table(rule(bare))).targets)
+    found = names(expand(table(rule(bare, CastPolicy.FP32))).targets)
     assert spellings <= found
     short = {name.rpartition(".")[2] for name in found}
     assert short <= {bare, f"{bare}_", f"__i{bare[2:]}"}
@@ -79,12 +79,18 @@ def test_softmax_is_patched_in_functional_as_python_and_in_torch_as_builtin() ->
 
 
 def test_an_in_place_form_knows_what_it_computes_with() -> None:
-    found = by_name(rule("exp"), rule("__pow__"))
+    found = by_name(rule("exp", CastPolicy.FP32), rule("__pow__", CastPolicy.PROMOTE))
     assert found["torch.Tensor.exp_"].functional is torch.Tensor.exp
     assert found["torch.exp_"].functional is torch.exp
     assert found["torch.Tensor.__ipow__"].functional is torch.Tensor.__pow__
     assert found["torch.exp"].functional is None
     assert found["torch.Tensor.__pow__"].functional is None
+
+
+def test_a_rule_to_half_leaves_in_place_forms_alone() -> None:
+    found = by_name(*map(rule, ("addmm", "addmv", "addr", "baddbmm", "addbmm", "exp")))
+    assert {"torch.Tensor.addmm", "torch.addbmm", "torch._VF.exp"} <= found.keys()
+    assert not [name for name in found if name.endswith("_")]
 
 
 def test_an_in_place_form_may_be_named_itself() -> None:
