@@ -525,3 +525,29 @@ def test_capturable_adam_resumes_and_follows_a_schedule() -> None:
             assert kept.capturable is capturable
     with pytest.raises(UsageError, match="one device"):
         FusedAdam([torch.nn.Parameter(torch.ones(1, device=d)) for d in ("cpu", "meta")], capturable=True)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_sgd_of_halves_rounds_once_a_step(nesterov: bool, half: torch.dtype) -> None:
+    """The velocity stays in fp32, and a parameter is the fp32 result of its step, rounded; torch rounds each part."""
+    torch.manual_seed(0)
+    start = torch.randn(2000).to(half)
+    param, theirs = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": nesterov}
+    optimizer, other = FusedSGD([param], **options), torch.optim.SGD([theirs], **options)
+    velocity = None
+    for _ in range(STEPS):
+        before = param.detach().float()
+        param.grad = torch.randn(2000).to(half)
+        theirs.grad = param.grad.clone()
+        grad = param.grad.float() + 0.01 * before
+        velocity = grad if velocity is None else 0.9 * velocity + grad
+        optimizer.step()
+        other.step()
+        buffer = optimizer.state[param]["momentum_buffer"]
+        assert buffer.dtype is torch.float32
+        torch.testing.assert_close(buffer, velocity, rtol=1e-6, atol=1e-6)
+        wide = before - 0.1 * (grad + 0.9 * buffer if nesterov else buffer)
+        # The same sums in another order may round another way, in a few places.
+        assert (param.detach() != wide.to(half)).float().mean() < 1e-2
+    assert (param != theirs).float().mean() > 0.05

@@ -1157,3 +1157,24 @@ def test_native_names(apex: Any) -> None:
     assert callable(autoamp.state_dict)
     assert callable(autoamp.load_state_dict)
     assert functools.reduce(getattr, ["parallel", "LARC"], importlib.import_module("autoamp.parallel") and autoamp)
+
+
+@pytest.mark.parametrize("dtype", [HALF, torch.bfloat16])
+def test_fp32_ops_in_place_on_halves_compute_in_fp32(dtype: torch.dtype) -> None:
+    """Apex raised. The list says how the op computes, and the tensor what it is written to."""
+    install_as_apex(device_type="cpu", dtype=dtype)
+    try:
+        importlib.import_module("apex").amp.init()
+        given = torch.linspace(-3, 3, 400, dtype=torch.float32)
+        for name in ("exp_", "log1p_", "rsqrt_", "expm1_", "pow_"):
+            halved = given.abs().add(0.1).to(dtype)
+            exponent = (1.7,) if name == "pow_" else ()
+            expected = getattr(halved.float(), name)(*exponent).to(dtype)
+            written = getattr(halved, name)(*exponent)
+            assert written is halved
+            assert written.dtype is dtype
+            assert torch.equal(written, expected), name
+        wide = given.clone()
+        assert wide.exp_().dtype is torch.float32
+    finally:
+        uninstall()
