@@ -56,9 +56,12 @@ class CheckpointError(AutoampError, ValueError):
 
 
 def level_of_user() -> int:
-    """Return the ``stacklevel`` by which a warning of the calling function points at the user's line."""
-    package = __name__.partition(".")[0]
+    """Return the ``stacklevel`` by which a warning of the calling function points at the user's line.
+
+    That is the innermost one outside of this package and of torch, whose modules and functions call ours.
+    """
+    between = (__name__.partition(".")[0], "contextlib", "torch")
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (package, "contextlib"):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in between:
         level, frame = level + 1, frame.f_back
     return level

@@ -7,7 +7,7 @@ import inspect
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -31,9 +31,12 @@ from autoamp.patching import PatchSet, mark, name_by, original_of
 from autoamp.policies import build
 from autoamp.rnn import build_check_input
 from autoamp.rules import CastPolicy, CastRule
+from autoamp.stepping import build_grad
 from autoamp.targets import Expansion, Target, locate, owns_its_names
 
 __all__ = ["Installation"]
+
+_NOTHING: Mapping[int, tuple[Any, Any]] = {}
 
 # Dynamo knows ops by identity, and skips a Module.__call__ that it takes for torch's own, and casts by module with it.
 _TAKES_FROM_TORCH = ("torch._dynamo.utils", "torch._dynamo.variables.tensor", "torch._dynamo.variables.torch")
@@ -73,7 +76,7 @@ class Installation:
         try:
             with self._patches.all_or_nothing():
                 self._patch_modules()
-                self._patch(_by_place(*expansion.targets, *registered))
+                self._patch(_by_place(*expansion.targets, *registered), self._patch_grad())
                 for rule in expansion.deferred:
                     self._defer(rule)
                 self._teach_dynamo()
@@ -99,7 +102,7 @@ class Installation:
         _forget_tables_of_torch()
         return foreign
 
-    def _patch(self, targets: Iterable[Target]) -> None:
+    def _patch(self, targets: Iterable[Target], beside: Mapping[int, tuple[Any, Any]] = _NOTHING) -> None:
         pairs = []
         for target in targets:
             if target.rule.policy is not CastPolicy.NONE:
@@ -108,7 +111,7 @@ class Installation:
                 pairs.append((target, replacement))
         if self._rebind:
             wanted = {id(target.original): (target.original, replacement) for target, replacement in pairs}
-            self._patches.rebind(wanted, owns_its_names)
+            self._patches.rebind({**wanted, **beside}, owns_its_names)
         for target, replacement in pairs:
             name_by(replacement, target.module, target.qualname)
 
@@ -128,6 +131,14 @@ class Installation:
             self._built[key] = (target, mark(replacement, target.original))
             self._let_torchscript_know(target.original, replacement)
         return self._built[key][1]
+
+    def _patch_grad(self) -> dict[int, tuple[Any, Any]]:
+        """Patch `torch.autograd.grad`, for which programs have names of their own, as for what is in the lists."""
+        original = original_of(torch.autograd.grad)
+        replacement = build_grad(original)
+        self._let_torchscript_know(original, replacement)
+        self._patches.replace(torch.autograd, "grad", replacement)
+        return {id(original): (original, replacement)}
 
     def _patch_modules(self) -> None:
         casts, checkpoint = self._casts, torch.utils.checkpoint

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from autoamp.casting import Casts, SparseArgument, on_device, put_back
-from autoamp.errors import BannedFunctionError
+from autoamp.errors import BannedFunctionError, level_of_user
 from autoamp.native import COMPOSITES, OPS, build_composite, build_native
 from autoamp.patching import dress
 from autoamp.pinned_lstm import LSTM, build_lstm
@@ -298,7 +298,7 @@ def _banned(
     original: Any, in_fp32: Any, casts: Casts, name: str, remedy: str, allow_banned: bool
 ) -> types.FunctionType:
     """A function whose result in half precision cannot be trusted."""
-    local, blocks = casts.local, casts.blocks
+    local, blocks, compiling = casts.local, casts.blocks, torch.compiler.is_compiling
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
         if (blocks and not local.on) or not any(
@@ -311,7 +311,9 @@ def _banned(
             )
         if name not in casts.warned:
             casts.warned.add(name)
-            warnings.warn(f"{name} is unsafe in half precision and runs in fp32: {remedy}", stacklevel=2)
+            # How many frames lie between depends on who counts. A compiler cannot trace the question.
+            level = 2 if compiling() else level_of_user()
+            warnings.warn(f"{name} is unsafe in half precision and runs in fp32: {remedy}", stacklevel=level)
         return in_fp32(*args, **kwargs)
 
     return replacement  # type: ignore[return-value]

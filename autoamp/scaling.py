@@ -42,9 +42,15 @@ _ROUNDING = 2.0**-16
 
 
 class _OpenBlocks(threading.local):
-    """How many blocks a thread is in within which the program scales its loss."""
+    """How many blocks a thread is in within which the program scales its loss.
+
+    Attributes:
+        count: So many are open.
+        differentiated: How often the program asked within one for gradients that go to no ``.grad``.
+    """
 
     count = 0
+    differentiated = 0
 
 
 open_blocks = _OpenBlocks()

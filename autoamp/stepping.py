@@ -25,11 +25,12 @@ from autoamp.checks import warn_without_gradients
 from autoamp.errors import NonFiniteGradientsError, UsageError
 from autoamp.gradients import GradientMark, Kind, ScaledMark, non_finite, scale_, total_norm, unscale_
 from autoamp.likeness import Likeness
+from autoamp.patching import dress
 from autoamp.ranks import non_finite_now, several
 from autoamp.scaling import LossScaler, open_blocks
 from autoamp.verdicts import Verdict, read, settle, unseen
 
-__all__ = ["StepGuard", "scaled_block"]
+__all__ = ["StepGuard", "build_grad", "scaled_block"]
 
 logger = logging.getLogger(__name__)
 
@@ -387,17 +388,19 @@ class scaled_block:  # noqa: N801, named as what it is in a with statement
         UsageError: One of the optimizers is in a block already.
     """
 
-    __slots__ = ("_delay_unscale", "_guards", "_scale", "_scaler")
+    __slots__ = ("_delay_unscale", "_differentiated", "_guards", "_scale", "_scaler")
 
     def __init__(self, guards: Iterable[StepGuard], scaler: LossScaler, *, delay_unscale: bool = False) -> None:
         self._guards = tuple(dict.fromkeys(guards))
         self._scaler = scaler
         self._delay_unscale = delay_unscale
         self._scale = 1.0
+        self._differentiated = 0
 
     def __enter__(self) -> float:
         self._scale = _open(self._guards, self._scaler)
         open_blocks.count += 1
+        self._differentiated = open_blocks.differentiated
         return self._scale
 
     def __exit__(
@@ -413,7 +416,8 @@ class scaled_block:  # noqa: N801, named as what it is in a with statement
                 for guard in self._guards:
                     guard.leave_block(self._scale, delayed=self._scaler if self._scaler.checks else None)
             else:
-                _leave(self._guards, self._scaler, self._scale, self._scaler.checks, warns=True)
+                warns = open_blocks.differentiated == self._differentiated
+                _leave(self._guards, self._scaler, self._scale, self._scaler.checks, warns=warns)
         finally:
             open_blocks.count -= 1
             for guard in self._guards:
@@ -513,6 +517,17 @@ class _GivenUp(BaseException):
 def _versions(params: Iterable[torch.Tensor]) -> list[int]:
     # Inference tensors keep no count.
     return [0 if param.is_inference() else param._version for param in params]
+
+
+def build_grad(original: Any) -> Any:
+    """Build the replacement of `torch.autograd.grad`: a block in which it is called need leave nothing in ``.grad``."""
+
+    def grad(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and open_blocks.count:
+            open_blocks.differentiated += 1
+        return original(*args, **kwargs)
+
+    return dress(grad, original, "torch.autograd", "grad")  # type: ignore[arg-type]
 
 
 def _is_finite(loss: Any) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
 import warnings
 from typing import Any
 
@@ -650,6 +652,28 @@ def test_banned_runs_in_fp32_and_warns_once(handle: autoamp.Handle) -> None:
         warnings.simplefilter("error")
         assert F.binary_cross_entropy(input=p, target=target).dtype == FP32
         assert torch.nn.BCELoss()(p, target.float()).dtype == FP32
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_banned_names_the_line_of_the_user(counts: bool, half: torch.dtype) -> None:
+    handle = start(dtype=half)
+    p, target = torch.rand(4).to(half), torch.rand(4)
+    criterion = torch.nn.BCELoss()
+    calls = [lambda: F.binary_cross_entropy(p, target), lambda: criterion(p, target)]
+    line = sys._getframe().f_lineno - 1
+    with handle.count() if counts else contextlib.nullcontext():
+        for call in calls:
+            handle.casts.warned.clear()
+            with pytest.warns(UserWarning, match="is unsafe") as caught:
+                call()
+            assert (caught[0].filename, caught[0].lineno) == (__file__, line)
+
+
+@pytest.mark.filterwarnings("ignore:.*is unsafe")
+def test_banned_compiles(handle: autoamp.Handle) -> None:
+    compiled = torch.compile(F.binary_cross_entropy, backend="eager")
+    p, target = torch.rand(4).half(), torch.rand(4)
+    assert torch.equal(compiled(p, target), F.binary_cross_entropy(p.float(), target))
 
 
 def test_banned_is_silent_without_half_arguments(handle: autoamp.Handle) -> None:
