@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from autoamp.errors import UsageError
+from autoamp.torch_private import update_scale_
 
 __all__ = [
     "MultiTensorApply",
@@ -190,7 +191,7 @@ def update_scale_hysteresis(
     overflow = found_inf > 0
     left = hysteresis_tracker - overflow.to(hysteresis_tracker.dtype)
     tolerated, before = overflow & (left > 0), current_scale.clone()
-    torch._amp_update_scale_(current_scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)
+    update_scale_(current_scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)
     current_scale.copy_(torch.where(tolerated, before, current_scale))
     hysteresis_tracker.copy_(torch.where(overflow, left, hysteresis))
     return current_scale

@@ -35,10 +35,7 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
         fuse_relu: Whether a ReLU follows.
     """
 
-    # Torch's own, which `forward` of both bases calls. This is no `torch.nn.SyncBatchNorm`, since torch's
-    # DistributedDataParallel refuses those on a CPU.
-    _check_input_dim = torch.nn.SyncBatchNorm._check_input_dim
-    _check_non_zero_input_channels = torch.nn.SyncBatchNorm._check_non_zero_input_channels
+    # It is no `torch.nn.SyncBatchNorm`, since torch's DistributedDataParallel refuses those on a CPU.
 
     def __init__(
         self,
@@ -55,6 +52,14 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
         self.process_group = process_group
         self.channel_last = channel_last
         self.fuse_relu = fuse_relu
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        # Torch calls it before anything else, and leaves it to each kind of batch norm.
+        if input.dim() < 2 or input.shape[1] == 0:
+            raise ValueError(f"SyncBatchNorm takes (N, C, *) with at least one channel, not {tuple(input.shape)}")
+
+    # What `torch.nn.SyncBatchNorm.forward` calls on GPUs.
+    _check_non_zero_input_channels = _check_input_dim
 
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
         """Return the normalised input, shape ``(N, C, *)``, or ``(N, *, C)`` where ``channel_last``.
