@@ -83,6 +83,9 @@ class PassVerdict(Verdict):
         reached: By guard, the ids of what the pass reaches of its optimizer's and was not dropped since.
     """
 
+    # What arrives after it was read is for another verdict, so a step is to read it.
+    is_whole = False
+
     __slots__ = ("_cleans", "_flags", "reached")
 
     def __init__(self, scaler: LossScaler, scale: float, flags: Flags, *, cleans: bool) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autoamp.device_scales import multiplied
 from autoamp.errors import CheckpointError, UsageError
 from autoamp.masters import MasterWeights
 from autoamp.runtime import current_handle
@@ -112,7 +113,7 @@ class FP16_Optimizer(torch.optim.Optimizer):  # noqa: N801
         """
         with scaled_block([self._guard], self.loss_scaler, delay_unscale=not update_master_grads) as scale:
             self._masters.before_backward()
-            (loss.float() * scale).backward(retain_graph=retain_graph)
+            multiplied(loss, scale).backward(retain_graph=retain_graph)
 
     def update_master_grads(self) -> None:
         """Unscale and check the gradients that ``backward(..., update_master_grads=False)`` left scaled."""
@@ -227,7 +228,7 @@ class FP16_Optimizer(torch.optim.Optimizer):  # noqa: N801
             yield
 
     def _stepped(self) -> None:
-        if not self._guard.last_step_skipped:
+        if self._guard.last_step_ran:
             self._masters.copy_down()
 
     def __repr__(self) -> str:

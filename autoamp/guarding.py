@@ -15,10 +15,11 @@ from torch import Tensor
 from autoamp.attaching import AttachedStep, InnerSteps
 from autoamp.casting import Casts
 from autoamp.checks import check_optimizer
+from autoamp.device_scales import multiplied
 from autoamp.errors import CheckpointError, UsageError, level_of_user
 from autoamp.masters import MasterWeights
 from autoamp.scaling import LossScaler
-from autoamp.stepping import StepGuard, scaled_block
+from autoamp.stepping import Skips, StepGuard, scaled_block
 
 __all__ = ["GuardedOptimizers", "refuse_own_scaler"]
 
@@ -33,8 +34,6 @@ class GuardedOptimizers:
     Attributes:
         scalers: As given, and those of wrapped optimizers.
         steps: How many steps of optimizers there were, skips included.
-        skipped_steps: How many steps were skipped, of all optimizers together.
-        last_step_skipped: Whether the last step of any optimizer was a skip.
         masters_for_all: Whether every optimizer that is guarded from now on gets masters for its half parameters.
         max_consecutive_skips: So many skips of one optimizer in a row are an error.
     """
@@ -42,16 +41,37 @@ class GuardedOptimizers:
     def __init__(self, casts: Casts, scalers: Sequence[LossScaler]) -> None:
         self.scalers = list(scalers)
         self.steps = 0
-        self.skipped_steps = 0
-        self.last_step_skipped = False
+        self._skipped_steps = 0
+        self._last: Skips | None = None
         self.masters_for_all = False
         self.max_consecutive_skips = 50
         self._casts = casts
         self._guards: weakref.WeakKeyDictionary[Any, StepGuard] = weakref.WeakKeyDictionary()
-        self._counted: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self._counted: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._masters: weakref.WeakKeyDictionary[Any, MasterWeights] = weakref.WeakKeyDictionary()
         self._wrapped: weakref.WeakKeyDictionary[Any, _OwnScalers] = weakref.WeakKeyDictionary()
         self._inner_steps: InnerSteps | None = None
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were skipped, of all optimizers together. Waits for the device where that alone knows."""
+        self._catch_up()
+        return self._skipped_steps
+
+    @property
+    def last_step_skipped(self) -> bool:
+        """Whether the last step of any optimizer was a skip. Waits as `skipped_steps` does."""
+        return self._last is not None and self._last.last
+
+    def _catch_up(self) -> None:
+        for guard in self._guards.values():
+            guard.skips.catch_up()
+        for scaler in self.scalers:
+            # Of optimizers that are gone.
+            scaler.late.catch_up()
+
+    def _count_skip(self) -> None:
+        self._skipped_steps += 1
 
     def scaler(self, loss_id: int) -> LossScaler:
         """Return the scaler of a loss. UsageError: there is none of that number."""
@@ -75,7 +95,7 @@ class GuardedOptimizers:
                 for optimizer in listed:
                     if optimizer in self._masters:
                         self._masters[optimizer].before_backward()
-                yield loss.float() * scale if scale != 1.0 else loss.float()
+                yield multiplied(loss, scale)
         finally:
             self._casts.cache.clear()
 
@@ -104,6 +124,7 @@ class GuardedOptimizers:
                 casts_on=lambda: self._casts.switched(True),
                 after_step=functools.partial(self._stepped, weakref.ref(optimizer), masters),
                 collect=None if masters is None else masters.collect,
+                on_skip=self._count_skip,
             )
             guard.install()
             self._guards[optimizer] = guard
@@ -256,12 +277,11 @@ class GuardedOptimizers:
         guard = self._guards.get(optimizer)
         if guard is None:
             return
-        self.last_step_skipped = guard.last_step_skipped
-        steps, skipped = self._counted.get(optimizer, (0, 0))
-        self.steps += guard.steps - steps
-        self.skipped_steps += guard.skipped_steps - skipped
-        self._counted[optimizer] = guard.steps, guard.skipped_steps
-        if masters is not None and not guard.last_step_skipped:
+        self._last = guard.skips
+        self.steps += guard.steps - self._counted.get(optimizer, 0)
+        self._counted[optimizer] = guard.steps
+        # Where the optimizer has skipped by itself the masters are as they were, and so are the halves after this.
+        if masters is not None and guard.last_step_ran:
             masters.copy_down()
 
     def state_dict(self) -> dict[str, Any]:
@@ -298,7 +318,8 @@ class GuardedOptimizers:
             scaler.check_state_dict(state[name], name)
         for name, scaler in zip(names, self.scalers, strict=True):
             scaler.load_state_dict(state[name])
-        self.skipped_steps = skipped
+        self._catch_up()
+        self._skipped_steps = skipped
         for guard in self._guards.values():
             # The skips in a row were those of the run that is left behind.
             guard.consecutive_skips = 0

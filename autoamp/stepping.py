@@ -3,17 +3,21 @@
 A `StepGuard` stands in front of one optimizer. `scaled_block` is the part of ``scale_loss`` that knows gradients: it
 brings those that are there to the scale of the block, and on the way out unscales and checks them in one pass. What it
 found lies on the device, in a `Verdict`. Nobody waits for it before ``optimizer.step()``, which reads all verdicts
-since the last step at once, tells the loss scalers, and steps or skips.
+since the last step at once, tells the loss scalers, and steps or skips. An optimizer that takes the flag of an
+overflow on its device, as torch's fused ones do for `torch.amp.GradScaler`, gets it there: nobody waits for the device
+at all, and the guard hears a little later whether that was a skip.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import itertools
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
@@ -22,15 +26,17 @@ import torch
 
 from autoamp.attaching import AttachedStep, named_params, stepped_params
 from autoamp.checks import warn_without_gradients
+from autoamp.device_scales import Scale, inverse, quotient
 from autoamp.errors import NonFiniteGradientsError, UsageError
 from autoamp.gradients import GradientMark, Kind, ScaledMark, non_finite, scale_, total_norm, unscale_
+from autoamp.late_flags import LateFlags
 from autoamp.likeness import Likeness
 from autoamp.patching import dress
 from autoamp.ranks import non_finite_now, several
 from autoamp.scaling import LossScaler, open_blocks
-from autoamp.verdicts import Verdict, read, settle, unseen
+from autoamp.verdicts import Verdict, read, settle, settle_later, unseen
 
-__all__ = ["StepGuard", "build_grad", "scaled_block"]
+__all__ = ["Skips", "StepGuard", "build_grad", "scaled_block"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +45,92 @@ _MAX_EVALUATIONS = 33
 
 # So many verdicts wait for a step at most.
 _MANY_VERDICTS = 64
+
+
+class Skips:
+    """What is known of the skips of one optimizer. Whoever reads it waits for what only the device knows.
+
+    It refers to nothing of the optimizer, so that what is waited for keeps no weights alive.
+
+    Args:
+        name: Of the optimizer, for the log.
+        on_skip: Called once for each skip, as soon as it is known.
+    """
+
+    def __init__(self, name: str, on_skip: Callable[[], None]) -> None:
+        self._name = name
+        self._on_skip = on_skip
+        self._total = self._in_a_row = 0
+        self._last = self._has_news = False
+        # Those of the scaler that hears of the last steps later than they are taken.
+        self._late: LateFlags | None = None
+
+    @property
+    def total(self) -> int:
+        """How many steps were skips."""
+        self.catch_up()
+        return self._total
+
+    @property
+    def in_a_row(self) -> int:
+        """How many skips came since the last step that was taken."""
+        self.catch_up()
+        return self._in_a_row
+
+    @in_a_row.setter
+    def in_a_row(self, count: int) -> None:
+        self.catch_up()
+        self._in_a_row = count
+
+    @property
+    def last(self) -> bool:
+        """Whether the last step was a skip."""
+        self.catch_up()
+        return self._last
+
+    @last.setter
+    def last(self, skipped: bool) -> None:
+        self.catch_up()
+        self._last = skipped
+
+    def catch_up(self) -> None:
+        """Learn what became of the last steps where that is on the device still; waits for it."""
+        if self._late is not None:
+            self._late.catch_up()
+
+    def wait_by(self, late: LateFlags) -> None:
+        """Take note of which flags tell of the next step. Steps are counted in order, so others are waited for."""
+        if self._late is not late:
+            self.catch_up()
+            self._late = late
+
+    def news(self) -> int:
+        """Return how many skips in a row are known, if the last of them came to be known since this was asked."""
+        has_news, self._has_news = self._has_news, False
+        return self._in_a_row if has_news else 0
+
+    def count(self, skipped: bool, scaler: LossScaler | None = None, scale: Scale = 1.0) -> None:
+        """Count a step. Of a skip the scaler is given, and the scale that was too high."""
+        self.catch_up()
+        self._count(skipped, scaler, scale)
+
+    def tell(self, scaler: LossScaler, scale: Scale, skipped: bool) -> None:
+        """Count a step that was taken earlier."""
+        self._has_news = skipped
+        self._count(skipped, scaler, scale)
+
+    def _count(self, skipped: bool, scaler: LossScaler | None, scale: Scale) -> None:
+        self._last = skipped
+        self._total += skipped
+        self._in_a_row = self._in_a_row + 1 if skipped else 0
+        if not skipped or scaler is None:
+            return
+        self._on_skip()
+        if self._total & (self._total - 1) == 0:
+            logger.warning(
+                "%s: step skipped, gradients overflowed at loss scale %s, the next is %g (skipped %d, in a row %d)",
+                self._name, format(scale, "g"), scaler.loss_scale, self._total, self._in_a_row,
+            )  # fmt: skip
 
 
 class StepGuard:
@@ -57,12 +149,14 @@ class StepGuard:
         collect: Called when a block begins and ends, after a closure and before a step. It moves gradients that the
             backward pass left elsewhere (on half model params) onto what ``params`` gives; by default there are none.
         max_consecutive_skips: So many skips in a row are an error.
+        on_skip: Called once for each skip, as soon as it is known.
 
     Attributes:
         stepping: Whether the optimizer is stepping now, as this guard lets it.
-        steps, skipped_steps: How many times ``step()`` was called, and how many of these were skips.
-        consecutive_skips: How many skips came since the last step that was taken.
-        last_step_skipped: Whether the last ``step()`` was a skip.
+        steps: How many times ``step()`` was called.
+        last_step_ran: Whether the optimizer was called by the last ``step()``: where it got the flag of an overflow on
+            its device it changed nothing if that was set.
+        skips: What is known of the skips.
         max_consecutive_skips: As given.
         pending: The verdicts since the last step, in order.
         grads_scale: The scale of gradients now: 1.0 outside blocks but for ``delay_unscale``.
@@ -80,16 +174,17 @@ class StepGuard:
         params: Callable[[], Sequence[torch.Tensor]] | None = None,
         collect: Callable[[], None] | None = None,
         max_consecutive_skips: int = 50,
+        on_skip: Callable[[], None] | None = None,
     ) -> None:
         self.name = type(optimizer).__name__
         self.stepping = False
         self.steps = 0
-        self.skipped_steps = 0
-        self.consecutive_skips = 0
-        self.last_step_skipped = False
+        self.last_step_ran = True
+        self.skips = Skips(self.name, on_skip or (lambda: None))
+        self._keeps_word = _keeps_word(type(optimizer))
         self.max_consecutive_skips = max_consecutive_skips
         self.pending: list[Verdict] = []
-        self.grads_scale = 1.0
+        self.grads_scale: Scale = 1.0
         self.in_block = False
         self._casts_off = casts_off
         self._casts_on = casts_on
@@ -103,6 +198,29 @@ class StepGuard:
         self._mark = GradientMark(())
         self._optimizer = weakref.ref(optimizer)
         self._attached: weakref.ref[AttachedStep] | None = None
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many calls of ``step()`` were skips. As all about skips it waits for the device if need be."""
+        return self.skips.total
+
+    @property
+    def consecutive_skips(self) -> int:
+        """How many skips came since the last step that was taken."""
+        return self.skips.in_a_row
+
+    @consecutive_skips.setter
+    def consecutive_skips(self, count: int) -> None:
+        self.skips.in_a_row = count
+
+    @property
+    def last_step_skipped(self) -> bool:
+        """Whether the last ``step()`` was a skip."""
+        return self.skips.last
+
+    @last_step_skipped.setter
+    def last_step_skipped(self, skipped: bool) -> None:
+        self.skips.last = skipped
 
     def install(self) -> None:
         """Put the guard in front of ``optimizer.step``.
@@ -132,12 +250,12 @@ class StepGuard:
         """Whether any gradient is there."""
         return any(param.grad is not None for param in self.params())
 
-    def enter_block(self, scale: float) -> None:
+    def enter_block(self, scale: Scale) -> None:
         """Take note that a block has begun, and brought all gradients to ``scale``."""
         self.grads_scale, self.in_block = scale, True
 
     def leave_block(
-        self, grads_scale: float, verdict: Verdict | None = None, delayed: LossScaler | None = None, params: Any = None
+        self, grads_scale: Scale, verdict: Verdict | None = None, delayed: LossScaler | None = None, params: Any = None
     ) -> None:
         """Take note of how a block ended: the scale it left, what it found, the scaler of a check that is still due."""
         if verdict is not None:
@@ -169,7 +287,7 @@ class StepGuard:
         abandoned, self._abandoned = self._abandoned, []
         read(abandoned)
         # At a higher scale than that of now: the scaler knows.
-        settle([one for one in abandoned if one.overflowed and one.scale <= one.scaler.loss_scale])
+        settle([one for one in abandoned if one.overflowed and float(one.scale) <= one.scaler.loss_scale])
 
     def forget_abandoned(self) -> None:
         """Settle verdicts whose gradients were dropped without a step; the scaler learns from them all the same."""
@@ -205,7 +323,7 @@ class StepGuard:
         self._end_delay()
         self.grads_scale = 1.0
         if not mark.dropped():
-            self.pending.append(Verdict(scaler, scale, unscale_(self.params(), 1.0 / scale, self.usual)))
+            self.pending.append(Verdict(scaler, scale, unscale_(self.params(), inverse(scale), self.usual)))
             self._mark = GradientMark(self.params())
 
     def guarded_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -244,14 +362,20 @@ class StepGuard:
                 f"{self.name}.step() was called inside its scale_loss block, where gradients are still multiplied by "
                 f"{self.grads_scale:g}; move optimizer.step() after the with block"
             )
-        self.steps, self.last_step_skipped = self.steps + 1, False
+        self.steps += 1
+        self.last_step_ran = True
         self.collect()
         self.finish_delayed()
         self._look_again()
         closure = args[0] if args else kwargs.get("closure")
         try:
             if callable(closure):
+                self.skips.last = False
                 return (self.step_closure or StepGuard._step_with_closure)(self, closure, original, args, kwargs)
+            flag = self._settle_later()
+            if flag is not None:
+                with self._handed(flag):
+                    return self._call(original, args, kwargs)
             blamed = self.settle()
             return self.skip(blamed) if blamed is not None else self.take(original, args, kwargs)
         finally:
@@ -263,6 +387,44 @@ class StepGuard:
             last = self.pending[-1]
             found = non_finite_now(self.params(), [flag for verdict in self.pending for flag in verdict.found])
             self.pending.append(Verdict(last.scaler, last.scale, found))
+
+    def _settle_later(self) -> torch.Tensor | None:
+        """Settle the pending verdicts on their device and return the flag; None where they are to be read."""
+        verdicts = self.pending
+        if not verdicts or self._abandoned or not self._takes_flags():
+            return None
+        scaler, scale = verdicts[0].scaler, verdicts[0].scale
+        self.skips.wait_by(scaler.late)
+        flag = settle_later(verdicts, functools.partial(self.skips.tell, scaler, scale))
+        if flag is not None:
+            self.pending = []
+            if self.skips.news() >= self.max_consecutive_skips:
+                raise self._too_many_skips(scaler)
+        return flag
+
+    def _takes_flags(self) -> bool:
+        """Tell whether the optimizer's step takes the flag of an overflow on its device, and then changes nothing.
+
+        The convention is that of `torch.amp.GradScaler`. Hooks of a step would run in a skipped one too, and a flag
+        that the program gave is its own affair.
+        """
+        optimizer: Any = self._optimizer()
+        return (
+            self._keeps_word
+            and getattr(optimizer, "_step_supports_amp_scaling", False)
+            and getattr(optimizer, "found_inf", None) is None
+            and not getattr(optimizer, "_optimizer_step_pre_hooks", None)
+            and not getattr(optimizer, "_optimizer_step_post_hooks", None)
+        )
+
+    @contextlib.contextmanager
+    def _handed(self, flag: torch.Tensor) -> Iterator[None]:
+        optimizer: Any = self._optimizer()
+        optimizer.found_inf = flag
+        try:
+            yield
+        finally:
+            del optimizer.found_inf
 
     def settle(self) -> Verdict | None:
         """Read the pending verdicts, tell the scalers, and return the verdict to blame, if any."""
@@ -277,38 +439,40 @@ class StepGuard:
 
     def take(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Let the optimizer step, with casts off."""
+        self.skips.last = False
+        result = self._call(original, args, kwargs)
+        self.skips.count(False)
+        return result
+
+    def _call(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before, self.stepping = self.stepping, True
         try:
             with self._casts_off():
-                result = original(*args, **kwargs)
+                return original(*args, **kwargs)
         finally:
             self.stepping = before
-        self.consecutive_skips = 0
-        return result
 
     def skip(self, blamed: Verdict) -> None:
         """Count a step that is not taken. NonFiniteGradientsError: there were too many in a row."""
-        self.skipped_steps += 1
-        self.consecutive_skips += 1
-        self.last_step_skipped = True
+        self.last_step_ran = False
         optimizer: Any = self._optimizer()
         # A step was due and came: LR schedulers look at this before they complain about the order of calls.
         optimizer._opt_called = True
-        if self.skipped_steps & (self.skipped_steps - 1) == 0:
-            logger.warning(
-                "%s: step skipped, gradients overflowed at loss scale %g, the next is %g (skipped %d, in a row %d)",
-                self.name, blamed.scale, blamed.scaler.loss_scale, self.skipped_steps, self.consecutive_skips,
-            )  # fmt: skip
-        if self.consecutive_skips >= self.max_consecutive_skips:
-            cleared = {id(param) for param in blamed.cleared}
-            named = [(name, param.grad) for name, param in named_params(optimizer) if param.grad is not None]
-            found = [name for name, param in named_params(optimizer) if id(param) in cleared] or non_finite(named)
-            raise NonFiniteGradientsError(
-                f"{self.consecutive_skips} steps of {self.name} in a row were skipped for inf or nan in the gradients, "
-                f"first in {', '.join(found) or 'gradients that are gone by now'}; the loss scale is "
-                f"{blamed.scaler.loss_scale:g}. Look for inf or nan in the data and the loss, for too high a learning "
-                f"rate, for ops that need fp32. max_consecutive_skips={self.max_consecutive_skips} is the limit"
-            )
+        self.skips.count(True, blamed.scaler, blamed.scale)
+        if self.skips.in_a_row >= self.max_consecutive_skips:
+            raise self._too_many_skips(blamed.scaler, blamed.cleared)
+
+    def _too_many_skips(self, scaler: LossScaler, cleared: Sequence[torch.Tensor] = ()) -> NonFiniteGradientsError:
+        optimizer: Any = self._optimizer()
+        known = {id(param) for param in cleared}
+        named = [(name, param.grad) for name, param in named_params(optimizer) if param.grad is not None]
+        found = [name for name, param in named_params(optimizer) if id(param) in known] or non_finite(named)
+        return NonFiniteGradientsError(
+            f"{self.skips.in_a_row} steps of {self.name} in a row were skipped for inf or nan in the gradients, "
+            f"first in {', '.join(found) or 'gradients that are gone by now'}; the loss scale is "
+            f"{scaler.loss_scale:g}. Look for inf or nan in the data and the loss, for too high a learning "
+            f"rate, for ops that need fp32. max_consecutive_skips={self.max_consecutive_skips} is the limit"
+        )
 
     def _step_with_closure(
         self, closure: Callable[[], Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -364,7 +528,7 @@ class StepGuard:
             self.finish_delayed()
             blamed = self.settle()
             # A lower scale helps against large gradients, not against a loss that is inf already.
-            if blamed is None or blamed.scaler.loss_scale >= blamed.scale or not _is_finite(loss):
+            if blamed is None or blamed.scaler.loss_scale >= float(blamed.scale) or not _is_finite(loss):
                 break
         return loss, blamed
 
@@ -394,10 +558,10 @@ class scaled_block:  # noqa: N801, named as what it is in a with statement
         self._guards = tuple(dict.fromkeys(guards))
         self._scaler = scaler
         self._delay_unscale = delay_unscale
-        self._scale = 1.0
+        self._scale: Scale = 1.0
         self._differentiated = 0
 
-    def __enter__(self) -> float:
+    def __enter__(self) -> Scale:
         self._scale = _open(self._guards, self._scaler)
         open_blocks.count += 1
         self._differentiated = open_blocks.differentiated
@@ -424,7 +588,7 @@ class scaled_block:  # noqa: N801, named as what it is in a with statement
                 guard.in_block = False
 
 
-def _open(guards: Sequence[StepGuard], scaler: LossScaler) -> float:
+def _open(guards: Sequence[StepGuard], scaler: LossScaler) -> Scale:
     """Bring the gradients that are there to the scale of the block, and return the scale."""
     for guard in guards:
         if guard.in_block:
@@ -435,7 +599,7 @@ def _open(guards: Sequence[StepGuard], scaler: LossScaler) -> float:
         if not scaler.checks:
             guard.finish_delayed()
     # Only now: what was settled may have changed the scale.
-    scale = scaler.loss_scale
+    scale = scaler.scale_at_hand()
     if any(guard.grads_scale != scale for guard in guards):
         _rescale(guards, scale)
     for guard in guards:
@@ -443,20 +607,20 @@ def _open(guards: Sequence[StepGuard], scaler: LossScaler) -> float:
     return scale
 
 
-def _rescale(guards: Sequence[StepGuard], scale: float) -> None:
-    by_factor: dict[float, list[torch.Tensor]] = {}
+def _rescale(guards: Sequence[StepGuard], scale: Scale) -> None:
+    by_scale: dict[Scale, list[torch.Tensor]] = {}
     seen: set[int] = set()
     for guard in guards:
         params = [param for param in guard.params() if param.grad is not None and id(param) not in seen]
         if params:
             seen.update(map(id, params))
-            by_factor.setdefault(scale / guard.grads_scale, []).extend(params)
-    for factor, params in by_factor.items():
-        if factor != 1.0:
-            scale_(params, factor)
+            by_scale.setdefault(guard.grads_scale, []).extend(params)
+    for before, params in by_scale.items():
+        if before != scale:
+            scale_(params, quotient(scale, before))
 
 
-def _leave(guards: Sequence[StepGuard], scaler: LossScaler, scale: float, checks: bool, *, warns: bool) -> None:
+def _leave(guards: Sequence[StepGuard], scaler: LossScaler, scale: Scale, checks: bool, *, warns: bool) -> None:
     """Unscale and check, and leave the verdict with every optimizer that has gradients."""
     lists = [guard.params() for guard in guards]
     present = [any(param.grad is not None for param in params) for params in lists]
@@ -470,7 +634,7 @@ def _leave(guards: Sequence[StepGuard], scaler: LossScaler, scale: float, checks
 
 
 def _judged(
-    guards: Sequence[StepGuard], lists: Sequence[Sequence[torch.Tensor]], scaler: LossScaler, scale: float
+    guards: Sequence[StepGuard], lists: Sequence[Sequence[torch.Tensor]], scaler: LossScaler, scale: Scale
 ) -> Sequence[Verdict]:
     """Unscale and check the gradients of all guards. Returns a verdict for each.
 
@@ -478,10 +642,10 @@ def _judged(
     """
     if len(guards) == 1 or not any(guard.pending for guard in guards):
         params = lists[0] if len(lists) == 1 else [*itertools.chain.from_iterable(lists)]
-        return [Verdict(scaler, scale, unscale_(params, 1.0 / scale, guards[0].usual))] * len(guards)
+        return [Verdict(scaler, scale, unscale_(params, inverse(scale), guards[0].usual))] * len(guards)
     found, new = {}, {}
     for owners, params in _by_owners(lists).items():
-        found[owners] = unscale_(params, 1.0 / scale)
+        found[owners] = unscale_(params, inverse(scale))
         new[owners] = unseen(found[owners], [verdict for place in owners for verdict in guards[place].pending])
     verdicts: list[Verdict] = []
     for place in range(len(guards)):
@@ -517,6 +681,27 @@ class _GivenUp(BaseException):
 def _versions(params: Iterable[torch.Tensor]) -> list[int]:
     # Inference tensors keep no count.
     return [0 if param.is_inference() else param._version for param in params]
+
+
+def _keeps_word(kind: type[Any]) -> bool:
+    """Tell whether a class's step can be left to itself where it says that it takes the flag of an overflow.
+
+    Not one that wants a whole `GradScaler`, as an older convention has it. Nor the step of a subclass that has its word
+    from a class of torch: what it does besides calling that one, it would do in a skipped step too.
+    """
+    step = getattr(kind, "step", None)
+    if not callable(step) or "grad_scaler" in inspect.signature(step).parameters:
+        return False
+    # Torch wraps the step of each class, so it is in every class's dict; the wrapper has the module of what it wraps.
+    if _is_torchs(step.__module__):
+        return True
+    own = [base for base in kind.__mro__ if not _is_torchs(base.__module__)]
+    inherits = any(base not in own and base is not torch.optim.Optimizer for base in kind.__mro__[:-1])
+    return not inherits or any("_step_supports_amp_scaling" in vars(base) for base in own)
+
+
+def _is_torchs(module: str) -> bool:
+    return module.startswith("torch.optim.")
 
 
 def build_grad(original: Any) -> Any:

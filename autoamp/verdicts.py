@@ -9,6 +9,7 @@ from torch import Tensor
 
 from autoamp.device_scales import Scale
 from autoamp.gradients import found_any
+from autoamp.late_flags import LateFlags
 from autoamp.scaling import LossScaler
 
 __all__ = ["Verdict", "read", "settle", "settle_later", "unseen"]
@@ -41,7 +42,10 @@ class Verdict:
         overflowed: Whether an inf or nan was there; None as long as nobody has read it.
         counted: Whether a verdict of this block was settled.
         cleared: Where all gradients were made 0 after an overflow: some of the tensors whose ``.grad`` had inf or nan.
+        is_whole: Whether nothing more is going to be found, so that a step may leave it unread.
     """
+
+    is_whole = True
 
     __slots__ = ("_telling", "cleared", "found", "overflowed", "scale", "scaler")
 
@@ -126,13 +130,13 @@ def settle_later(verdicts: Sequence[Verdict], tell: Callable[[bool], None]) -> t
         The flag, fp32 without dimensions, not 0 where any gradient overflowed. None where verdicts must be read, and
         nothing was done: some are read already, several scalers have a part in it, or the scaler lives on the host.
     """
-    found = [flag for verdict in verdicts for flag in verdict.found]
-    if not found or any(verdict.overflowed is not None for verdict in verdicts):
+    if not verdicts or any(verdict.overflowed is not None or not verdict.is_whole for verdict in verdicts):
         return None
     scaler, counted = verdicts[0].scaler, verdicts[0].counted
     if any(verdict.scaler is not scaler or verdict.counted is not counted for verdict in verdicts):
         return None
-    if not all(scaler.serves_device(flag.device) for flag in found):
+    found = [flag for verdict in verdicts for flag in verdict.found]
+    if not found or not all(scaler.serves_device(flag.device) for flag in found):
         return None
     device = found[0].device
     flags = [flag.to(device, non_blocking=True).view(()) for flag in found]
@@ -151,12 +155,14 @@ def read(verdicts: Sequence[Verdict]) -> None:
     unread = [verdict for verdict in verdicts if verdict.overflowed is None]
     if not unread:
         return
-    found = [flag for verdict in unread for flag in verdict.found]
-    late = unread[0].scaler.late
-    # What the scaler has not heard of yet is on the same device, as a rule, and comes by the same wait.
-    together = late and all(verdict.scaler.late is late for verdict in unread)
-    flags = iter(late.read(found) if together and all(late.serves(flag.device) for flag in found) else found_any(found))
-    for verdict in unread:
-        own = [next(flags) for _ in verdict.found]
-        verdict.overflowed = any(own)
+    found = [verdict.found for verdict in unread]
+    flags = iter(_values_of([flag for own in found for flag in own], unread[0].scaler.late))
+    for verdict, own in zip(unread, found, strict=True):
+        said = [next(flags) for _ in own]
+        verdict.overflowed = any(said)
         verdict.found = ()
+
+
+def _values_of(flags: Sequence[Tensor], late: LateFlags) -> list[bool]:
+    # What a scaler has not heard of yet is on the same device, as a rule, and comes by the same wait.
+    return late.read(flags) if late and all(late.serves(flag.device) for flag in flags) else found_any(flags)

@@ -345,7 +345,7 @@ def test_a_step_that_fails_is_noted_and_casts_are_on_again(optimizers: GuardedOp
 
     parameter = Parameter(torch.ones(1))
     optimizer = Own([parameter], lr=0.5)
-    optimizers.last_step_skipped = True
+    optimizers.guard(optimizer).last_step_skipped = True
     backward(optimizers, parameter, optimizer)
     with pytest.raises(ZeroDivisionError):
         optimizer.step()
