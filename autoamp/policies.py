@@ -18,17 +18,19 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from autoamp.casting import Casts, SparseArgument, on_device, put_back
+from autoamp.cudnn_rnn import LAYERS, build_recurrent
 from autoamp.errors import BannedFunctionError, level_of_user
 from autoamp.native import COMPOSITES, OPS, build_composite, build_native
 from autoamp.patching import dress
 from autoamp.pinned_lstm import LSTM, build_lstm
 from autoamp.rules import CastPolicy
 from autoamp.tensors import HALF_DTYPES, PLAIN_TYPES, iter_tensors, map_tensors
-from autoamp.torch_private import is_any_autocast_enabled
+from autoamp.torch_private import flatten_recurrent_weights, is_any_autocast_enabled
 from autoamp.written import build_sparing, written_by
 
 __all__ = ["build"]
 
+_CELLS = frozenset({torch.gru_cell, torch.lstm_cell, torch.rnn_relu_cell, torch.rnn_tanh_cell})
 # Ops that take ``dtype``. Not cumsum: it keeps nothing for backward, where it would sum in half.
 _NAMES = "cumprod", "log_softmax", "matrix_norm", "nanmean", "nansum", "norm", "prod", "softmax", "sum", "vector_norm"
 _TAKE_DTYPE = frozenset(
@@ -99,16 +101,31 @@ def _by_policy(original: Any, policy: CastPolicy, casts: Casts, functional: Any)
     if written is not None:
         return build_sparing(original, cast_all, casts, written, to_half=policy is CastPolicy.FP16)
     promotes = policy is CastPolicy.PROMOTE
-    replacement = _promoting(original, casts) if promotes else _casting(original, policy, casts)
-    if policy is not CastPolicy.FP16 and given in COMPOSITES and casts.device_type == "cuda":
-        return build_composite(given, replacement, casts)  # type: ignore[return-value]
-    if policy is CastPolicy.FP32 and given in _TAKE_DTYPE:
-        return _converting(original, replacement, casts, given)
-    if policy is CastPolicy.FP16 and original in OPS and casts.device_type in ("cpu", "cuda"):
-        return build_native(original, replacement, casts)  # type: ignore[return-value]
-    if policy is CastPolicy.FP16 and original is LSTM and casts.device_type == "cpu":
-        return build_lstm(original, replacement, casts)  # type: ignore[return-value]
-    return replacement
+    general = _promoting(original, casts) if promotes else _casting(original, policy, casts)
+    if not isinstance(given, (*_BUILTINS, types.FunctionType)):
+        # No op of torch, and maybe an object that has no hash.
+        return general
+    if policy is CastPolicy.FP16:
+        return _own_to_half(given, general, casts)
+    if given in COMPOSITES and casts.device_type == "cuda":
+        return build_composite(given, general, casts)  # type: ignore[return-value]
+    if given in _TAKE_DTYPE and not promotes:
+        return _converting(original, general, casts, given)
+    return general
+
+
+def _own_to_half(op: Any, general: types.FunctionType, casts: Casts) -> types.FunctionType:
+    """The replacement of an op that has one of its own under the policy fp16; the general one of any other."""
+    built: Any = general
+    if op in OPS and casts.device_type in ("cpu", "cuda"):
+        built = build_native(op, general, casts)
+    elif op in _CELLS:
+        built = _keeping_at_once(general, casts)
+    elif op in LAYERS and casts.device_type == "cuda" and flatten_recurrent_weights is not None:
+        built = build_recurrent(op, general, casts)
+    elif op is LSTM and casts.device_type == "cpu":
+        built = build_lstm(op, general, casts)
+    return built  # type: ignore[no-any-return]
 
 
 def _with_casts_off(original: Any, casts: Casts) -> types.FunctionType:
@@ -171,6 +188,22 @@ def _casting(original: Any, policy: CastPolicy, casts: Casts) -> types.FunctionT
         except SparseArgument:
             return original(*args, **kwargs)
         return original(*new, **kwargs)
+
+    return replacement  # type: ignore[return-value]
+
+
+def _keeping_at_once(general: Callable[..., Any], casts: Casts) -> types.FunctionType:
+    """A cell of a recurrent layer: a module calls it in a loop, so that the casts of its weights are kept at once."""
+    local, compiling = casts.local, torch.compiler.is_dynamo_compiling
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        entries = None if compiling() else local.entries
+        if entries is not None:
+            for arg in args:
+                if type(arg) is Parameter:
+                    # As if it had been cast before.
+                    entries.setdefault(id(arg), None)
+        return general(*args, **kwargs)
 
     return replacement  # type: ignore[return-value]
 

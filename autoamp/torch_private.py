@@ -35,6 +35,7 @@ __all__ = [
     "current_graph_task",
     "dispatch_modes",
     "flatten",
+    "flatten_recurrent_weights",
     "group_by_device_and_dtype",
     "in_dual_level",
     "in_function_mode",
@@ -221,6 +222,9 @@ def _recomputation() -> str | None:
 
 RECURRENT: Any = _find("torch._VF", None)
 """The namespace of the functions that recurrent layers call."""
+
+flatten_recurrent_weights: Callable[..., Tensor] | None = _find("torch._cudnn_rnn_flatten_weight", None)
+"""Lays the weights of a recurrent layer out as cuDNN takes them, and returns the flat tensor that they are views of."""
 
 CHECK_INPUT: str | None = "check_input" if _find("torch.nn.RNNBase.check_input", None) is not None else None
 """The method by which a recurrent layer refuses an input of another dtype than its weights'."""

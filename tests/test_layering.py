@@ -19,7 +19,7 @@ FLOORS: dict[float, tuple[str, ...]] = {
     1: ("attaching", "cast_cache", "checks", "gradients", "patching", "replicas", "rules", "scaling"),
     2.0: ("casting", "masters", "ranks", "targets", "verdicts"),
     2.05: ("direct_calls", "pinned_layers", "written"),
-    2.07: ("native", "pinned_lstm"),
+    2.07: ("cudnn_rnn", "native", "pinned_lstm"),
     2.1: ("autocast_regions", "counting", "drift", "model_casting", "modules", "policies", "rnn", "stepping"),
     2.15: ("unaware_closures",),
     2.2: ("backward_passes", "functions", "guarding", "installing"),

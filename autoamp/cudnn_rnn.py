@@ -1,0 +1,220 @@
+"""Recurrent layers on cuDNN: the half copy of their weights is made at once, in the layout that cuDNN takes as it is.
+
+Of weights that were cast one by one torch would make that layout at each call, with a copy of each and a warning.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import Parameter
+
+from autoamp.casting import Casts, SparseArgument, on_device
+from autoamp.torch_private import (
+    dispatch_modes,
+    flatten_recurrent_weights,
+    in_dual_level,
+    in_function_mode,
+    is_any_autocast_enabled,
+    is_transformed,
+    tracing_state,
+)
+
+__all__ = ["LAYERS", "FlatLayout", "Layer", "build_recurrent", "layout_of"]
+
+LAYERS = {
+    torch.gru: ("GRU", 3),
+    torch.lstm: ("LSTM", 4),
+    torch.rnn_relu: ("RNN_RELU", 1),
+    torch.rnn_tanh: ("RNN_TANH", 1),
+}
+"""The ops, which `torch._VF` has too: torch's name of the kind of layer, and how many gates a weight is made of."""
+
+_ARGUMENTS = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What tells the layout of a recurrent layer's weights: equal layers have the same.
+
+    Attributes:
+        kind: What torch calls it, ``"LSTM"`` say.
+        gates: How many gates a weight is made of.
+        shapes: The shapes of all weights.
+        dtype: The dtype that they are cast to.
+        count: How many layers lie upon each other.
+        bidirectional: Whether each goes in both directions.
+        batch_first: Whether batches come first.
+    """
+
+    kind: str
+    gates: int
+    shapes: tuple[torch.Size, ...]
+    dtype: torch.dtype
+    count: int
+    bidirectional: bool
+    batch_first: bool
+
+    @property
+    def each(self) -> int:
+        """How many weights one layer has in one direction: two or three, and two biases."""
+        return len(self.shapes) // (self.count * (2 if self.bidirectional else 1))
+
+
+@dataclass(frozen=True, slots=True)
+class FlatLayout:
+    """Where each weight begins in one flat tensor, and how many elements that has."""
+
+    size: int
+    offsets: tuple[int, ...]
+
+    def views(self, like: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """Return views of a new flat tensor, in the shapes of these weights."""
+        # Elements between weights, where a layout has such, are never read; a nan there would look bad all the same.
+        make = torch.empty if self.size == sum(weight.numel() for weight in like) else torch.zeros
+        flat = make(self.size, dtype=dtype, device=like[0].device)
+        return [
+            flat.narrow(0, offset, weight.numel()).view(weight.shape)
+            for offset, weight in zip(self.offsets, like, strict=True)
+        ]
+
+
+def layout_of(layer: Layer, weights: Sequence[Tensor]) -> FlatLayout:
+    """Ask cuDNN for the layout of weights: torch lays out copies of them, and tells where it put each."""
+    copies = [torch.empty(weight.shape, dtype=layer.dtype, device=weight.device) for weight in weights]
+    projection = layer.shapes[layer.each - 1][0] if layer.each in (3, 5) else 0
+    with torch.no_grad():
+        flat = flatten_recurrent_weights(
+            copies, layer.each, layer.shapes[0][1], torch.backends.cudnn.rnn.get_cudnn_mode(layer.kind),
+            layer.shapes[0][0] // layer.gates, projection, layer.count, layer.batch_first, layer.bidirectional,
+        )  # fmt: skip
+    return FlatLayout(flat.numel(), tuple(copy.storage_offset() for copy in copies))
+
+
+@functools.cache
+def _flat_copy() -> Any:
+    """Return the function that copies weights, made at its first use: most programs have no recurrent layer."""
+
+    class FlatCopy(torch.autograd.Function):
+        """Weights in another dtype, all in one tensor: one kernel forward and one backward."""
+
+        @staticmethod
+        def forward(ctx: Any, layout: FlatLayout, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
+            ctx.set_materialize_grads(False)
+            ctx.dtype = weights[0].dtype
+            views = layout.views(weights, dtype)
+            torch._foreach_copy_(views, weights)
+            return tuple(views)
+
+        @staticmethod
+        @once_differentiable  # type: ignore[untyped-decorator]
+        def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+            wanted = [grad if needs else None for grad, needs in zip(grads, ctx.needs_input_grad[2:], strict=True)]
+            given = [grad for grad in wanted if grad is not None]
+            wide = [torch.empty_like(grad, dtype=ctx.dtype) for grad in given]
+            if given:
+                torch._foreach_copy_(wide, given)
+            found = iter(wide)
+            return None, None, *(None if grad is None else next(found) for grad in wanted)
+
+    return FlatCopy.apply
+
+
+def build_recurrent(
+    original: Any,
+    general: Callable[..., Any],
+    casts: Casts,
+    find_layout: Callable[[Layer, Sequence[Tensor]], FlatLayout] = layout_of,
+    takes: Callable[[Tensor], bool] = torch.cudnn_is_acceptable,
+) -> Callable[..., Any]:
+    """Build the replacement of one of `LAYERS` under the policy fp16, on CUDA.
+
+    Args:
+        original: One of `LAYERS`.
+        general: The replacement that takes whatever is out of the ordinary.
+        casts: The state that the replacement reads.
+        find_layout: Finds the layout of a layer's weights.
+        takes: Tells whether cuDNN takes an input.
+    """
+    local, blocks, here, target = casts.local, casts.blocks, on_device(casts.device_type), casts.dtype
+    compiling = torch.compiler.is_dynamo_compiling
+    layouts: dict[Layer, FlatLayout] = {}
+    kind, gates = LAYERS[original]
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        if (
+            compiling()
+            or kwargs
+            or len(args) != _ARGUMENTS
+            or (blocks and not local.on)
+            or is_any_autocast_enabled()
+            or in_function_mode()
+            or dispatch_modes()
+            or in_dual_level()
+            or tracing_state() is not None
+        ):
+            return general(*args, **kwargs)
+        # The op's other form takes a packed sequence, whose sizes come second.
+        packed = isinstance(args[3], (list, tuple))
+        weights = args[3 if packed else 2]
+        layer = _layer(kind, gates, weights, args, packed, target)
+        if layer is None or not all(map(here, weights)) or any(map(is_transformed, weights)):
+            return general(*args)
+        try:
+            given = casts.args_to_half(args[:3] if packed else args[:2])
+        except SparseArgument:
+            return general(*args)
+        if given[0].dtype is not target or not takes(given[0]):
+            return general(*args)
+        if layer not in layouts:
+            layouts[layer] = find_layout(layer, weights)
+        narrow = _narrowed(casts, weights, layouts[layer])
+        return original(*given, narrow, *args[len(given) + 1 :])
+
+    return replacement
+
+
+def _layer(
+    kind: str, gates: int, weights: Any, args: tuple[Any, ...], packed: bool, dtype: torch.dtype
+) -> Layer | None:
+    """Describe the layer of a call; None where it is no ordinary one with weights in fp32."""
+    if not isinstance(weights, (list, tuple)) or not isinstance(args[0], Tensor):
+        return None
+    for weight in weights:
+        if type(weight) not in (Parameter, Tensor) or weight.dtype is not torch.float32 or not weight.is_contiguous():
+            return None
+    count, bidirectional = args[5 if packed else 4], bool(args[8 if packed else 7])
+    shapes = tuple(weight.shape for weight in weights)
+    layer = Layer(kind, gates, shapes, dtype, count, bidirectional, not packed and bool(args[8]))
+    groups = count * (2 if bidirectional else 1)
+    if not groups or len(weights) % groups or layer.each not in (2, 3, 4, 5) or len(shapes[0]) != 2:
+        return None
+    return layer
+
+
+def _narrowed(casts: Casts, weights: Sequence[Tensor], layout: FlatLayout) -> list[Tensor]:
+    """Return the weights in half, from one flat tensor: an earlier one where that still holds."""
+    made: dict[int, Tensor] = {}
+
+    def convert(weight: Tensor) -> Tensor:
+        if not made:
+            made.update(zip(map(id, weights), _flat_copy()(layout, casts.dtype, *weights), strict=True))
+        return made[id(weight)]
+
+    cache, entries = casts.cache, casts.local.entries
+    parameters = [weight for weight in weights if type(weight) is Parameter]
+    is_kept = cache.pins or (entries is not None and any(id(weight) in entries for weight in parameters))
+    if len(parameters) < len(weights) or not is_kept:
+        if entries is not None:
+            # As of any weight the cast is kept from the second use on.
+            entries.update(dict.fromkeys(map(id, parameters)))
+        return [convert(weight) for weight in weights]
+    narrow = [cache.cast(weight, convert) for weight in parameters]
+    # Where some of them were written to all are cast anew, since they have to lie in one tensor.
+    return [convert(weight) for weight in weights] if made else narrow
