@@ -230,20 +230,21 @@ class AutoScale:
             if any(map(is_sharded, params)):
                 sharded.append(guard)
         leaves, nodes = reached_by(roots, inputs)
-        if not sharded and owners.keys().isdisjoint(map(id, leaves)):
-            return None
-        if any(map(is_flat, leaves)):
+        shared = several()
+        if shared and owners and any(map(is_flat, leaves)):
             raise UsageError(
                 "FullyShardedDataParallel keeps shards of flat parameters, so that ranks would skip different steps; "
                 "use bf16, which needs no loss scale (dtype=torch.bfloat16, --dtype bf16), or fully_shard"
             )
+        if not sharded and owners.keys().isdisjoint(map(id, leaves)):
+            return None
         running = ScaledPass(
             self._scaler,
             owners,
             largest_scale(roots),
             retained=self._retained,
             # The inf of one rank is to be seen by all.
-            cleans=not several(),
+            cleans=not shared,
             now=self._passes.now,
         )
         for guard in sharded:

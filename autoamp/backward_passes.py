@@ -163,7 +163,7 @@ class ScaledPass:
         self.runs: list[int] = []
         self.leaves: dict[int, Tensor] = {}
         self.scale = min(scaler.loss_scale, largest_scale)
-        self._inverse = 1.0 / self.scale
+        self._factors: dict[torch.device, Tensor] = {}
         self._owners = owners
         self._retained = retained
         self._cleans = cleans
@@ -195,6 +195,9 @@ class ScaledPass:
         inner += [tensor for tensor in list(self._retained) if tensor.grad_fn in nodes]
         new = {id(tensor): tensor for tensor in inner if id(tensor) not in self._inner}
         self._flags.add([*leaves, *new.values()])
+        # Here, where the streams of all that runs wait for what this one does.
+        for device in {tensor.device for tensor in (*leaves, *new.values())} - self._factors.keys():
+            self._factors[device] = torch.full((), 1.0 / self.scale, dtype=torch.float32, device=device)
         self.leaves.update({id(leaf): leaf for leaf in leaves})
         self._inner.update({name: _InnerGradient(self, tensor) for name, tensor in new.items()})
         self._tell_guards(leaves)
@@ -249,7 +252,10 @@ class ScaledPass:
 
     def true(self, tensor: Tensor, gradient: Tensor) -> Tensor:
         """Return the true gradient of a tensor for a scaled one. Whether it overflowed is noted."""
-        return true_gradient(gradient, self._inverse, self._flags.of(tensor), clean=self._cleans)
+        factor = self._factors.get(tensor.device)
+        if factor is None:
+            factor = torch.full((), 1.0 / self.scale, dtype=torch.float32, device=tensor.device)
+        return true_gradient(gradient, 1.0 / self.scale, factor, self._flags.of(tensor), clean=self._cleans)
 
     @torch.no_grad()
     def still_overflowed(self, leaf: Tensor, gradient: Tensor) -> Tensor:

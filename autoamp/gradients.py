@@ -113,12 +113,15 @@ def _kernels(factor: Factor, device: torch.device) -> torch.Tensor:
 
 
 @torch.no_grad()
-def true_gradient(gradient: torch.Tensor, inv_scale: float, found: torch.Tensor, *, clean: bool) -> torch.Tensor:
+def true_gradient(
+    gradient: torch.Tensor, inv_scale: float, factor: torch.Tensor, found: torch.Tensor, *, clean: bool
+) -> torch.Tensor:
     """Return a gradient times ``inv_scale``, and look for inf and nan in the same pass. The gradient stays as it is.
 
     Args:
         gradient: Of any kind that `unscale_` takes.
         inv_scale: 1 / scale.
+        factor: The same as one fp32 element on the gradient's device.
         found: One fp32 element on the gradient's device, set to 1.0 if an inf or nan is there.
         clean: Whether to return 0 in place of all of a gradient with inf or nan.
 
@@ -129,25 +132,29 @@ def true_gradient(gradient: torch.Tensor, inv_scale: float, found: torch.Tensor,
         UsageError: A gradient of a dtype that cannot be unscaled.
     """
     if hasattr(gradient, "to_local"):
-        # A check of a distributed tensor is a collective, which nobody else may be about to join.
-        result = gradient * inv_scale
-        values = result.to_local().clone()
-        inv_scale, clean = 1.0, False
-    else:
-        if gradient.layout is torch.sparse_coo and gradient.dtype is torch.float16:
-            gradient = gradient.coalesce()
-        result = _copied(gradient)
-        values = _values(result)
+        return _true_shard(gradient, inv_scale, factor, found)
+    if gradient.layout is torch.sparse_coo and gradient.dtype is torch.float16:
+        # A sum of finite halves may be inf.
+        gradient = gradient.coalesce()
+    result = _copied(gradient)
+    values = _values(result)
     values = torch.view_as_real(values) if values.is_complex() else values
     if values.dtype not in _REAL:
         raise UsageError(_no_scale_for(values.dtype))
+    # As in `unscale_`: the kernel's factor is too coarse for fp64, and it looks before it multiplies.
     if values.dtype is torch.float64 or inv_scale > 1.0:
         values.mul_(inv_scale)
-        inv_scale = 1.0
-    factor = torch.full((), inv_scale, dtype=torch.float32, device=values.device)
+        factor = torch.ones_like(factor)
     unscale_and_check_([values], found, factor)
     if clean:
         values.masked_fill_(found != 0, 0.0)
+    return result
+
+
+def _true_shard(gradient: torch.Tensor, inv_scale: float, factor: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """Do so with a part of a distributed tensor, whose own check is a collective: others may not be about to join."""
+    result = gradient * inv_scale
+    unscale_and_check_([result.to_local().clone()], found, torch.ones_like(factor))  # type: ignore[attr-defined]
     return result
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
-from autoamp import pass_hooks, verdicts
+from autoamp import auto_scaling, pass_hooks, verdicts
 from autoamp.auto_scaling import AutoScale
 
 # No op is cast, so gradients must be bitwise those of plain torch.
@@ -880,7 +880,10 @@ def take_numbers_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pass_hooks, "current_graph_task", lambda: -1)
 
 
-def test_flat_parameters_are_refused(handle: autoamp.Handle, scaling: AutoScale) -> None:
+def test_flat_parameters_are_refused(
+    handle: autoamp.Handle, scaling: AutoScale, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto_scaling, "several", lambda: True)
     model, optimizer, x = make()
     model[0].weight._is_flat_param = True  # type: ignore[assignment]
     with pytest.raises(autoamp.UsageError, match=r"shards of flat parameters.*use bf16"):

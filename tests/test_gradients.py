@@ -17,7 +17,17 @@ from torch.nn import Parameter
 from autoamp import gradients
 from autoamp.device_scales import DeviceScale, inverse, quotient
 from autoamp.errors import UsageError
-from autoamp.gradients import GradientMark, Kind, ScaledMark, found_any, non_finite, scale_, total_norm, unscale_
+from autoamp.gradients import (
+    GradientMark,
+    Kind,
+    ScaledMark,
+    found_any,
+    non_finite,
+    scale_,
+    total_norm,
+    true_gradient,
+    unscale_,
+)
 from autoamp.likeness import Likeness
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
@@ -458,3 +468,60 @@ def test_a_scaled_mark_keeps_nothing_alive() -> None:
     assert mark.dropped()
     mark.end()
     assert ScaledMark([]).dropped()
+
+
+# -- one gradient, as it arrives --
+
+
+def true_of(grad: Tensor, inv_scale: float = 0.125, *, clean: bool = True) -> tuple[Tensor, bool]:
+    """Return the true gradient, and whether an overflow was found."""
+    found, factor = (torch.full((), value, device=grad.device) for value in (0.0, inv_scale))
+    return true_gradient(grad, inv_scale, factor, found, clean=clean), bool(found)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.complex128], ids=str)
+@pytest.mark.parametrize("inv_scale", [0.125, 8.0])
+def test_a_true_gradient_is_another_tensor(dtype: torch.dtype, inv_scale: float, device: str) -> None:
+    grad = torch.randn(3, 2, device=device).to(dtype)
+    for given in (grad, grad.t(), grad[:, :1].expand(3, 4), torch.conj(grad), torch._neg_view(grad), grad[0, 0]):
+        before = given.clone()
+        true, found = true_of(given, inv_scale)
+        assert not found
+        assert true.dtype is dtype
+        torch.testing.assert_close(true, before * inv_scale, rtol=0.0, atol=0.0)
+        true.add_(1.0)
+        assert torch.equal(given, before)
+
+
+def test_a_true_gradient_of_fp64_is_exact() -> None:
+    grad = torch.tensor([1.0 + 2.0**-50], dtype=torch.float64)
+    assert torch.equal(true_of(grad, 1.0 / 3.0)[0], grad * (1.0 / 3.0))
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("clean", [True, False])
+def test_a_true_gradient_that_overflowed(bad: float, clean: bool, device: str) -> None:
+    for grad in (
+        torch.tensor([1.0, bad], device=device),
+        torch.tensor(bad, device=device),
+        sparse(torch.tensor([1.0, bad]), [0, 2]),
+    ):
+        true, found = true_of(grad, clean=clean)
+        assert found
+        dense = true.to_dense() if true.is_sparse else true
+        assert bool(dense.isfinite().all()) is clean
+        assert not dense.any() or not clean
+
+
+def test_a_true_gradient_of_sparse_halves_is_judged_by_its_sums() -> None:
+    true, found = true_of(sparse(torch.full((2,), 6e4, dtype=torch.float16), [1, 1]))
+    assert found
+    assert not true.to_dense().any()
+    true, found = true_of(sparse(torch.full((2,), 2e4), [1, 1]))
+    assert not found
+    assert torch.equal(true.to_dense(), torch.tensor([0.0, 5e3, 0.0, 0.0]))
+
+
+def test_a_gradient_of_no_known_dtype_has_no_true_one() -> None:
+    with pytest.raises(UsageError, match="float8_e4m3fn cannot be scaled"):
+        true_of(torch.zeros(2).to(torch.float8_e4m3fn))
