@@ -236,7 +236,7 @@ class AutoScale:
                 "FullyShardedDataParallel keeps shards of flat parameters, so that ranks would skip different steps; "
                 "use bf16, which needs no loss scale (dtype=torch.bfloat16, --dtype bf16), or fully_shard"
             )
-        if not sharded and owners.keys().isdisjoint(map(id, leaves)):
+        if not sharded and owners.keys().isdisjoint(map(id, leaves)) and not _may_reach_more(nodes):
             return None
         running = ScaledPass(
             self._scaler,
@@ -319,6 +319,11 @@ class AutoScale:
 
     def _seeing_true(self, kind: type[Hook], hook: Any, tensor: Tensor | None) -> Hook:
         return kind(hook, self._passes, self._optimizers.without_casts, tensor)
+
+
+def _may_reach_more(nodes: Iterable[Any]) -> bool:
+    """Tell whether a checkpoint runs passes of its own within, whose leaves are known only then."""
+    return any("Checkpoint" in node.name() for node in nodes)
 
 
 def _is_torchs(module_name: str) -> bool:

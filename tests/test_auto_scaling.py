@@ -861,6 +861,18 @@ def test_gradients_of_half_activations_reach_hooks_as_they_are(casting: autoamp.
     optimizer.step()
 
 
+def test_what_leads_to_a_checkpoint_is_scaled_too(casting: autoamp.Handle) -> None:
+    """All parameters are within it, and what the program's own pass reaches is none of an optimizer's."""
+    layer, x = nn.Linear(4, 4), torch.ones(1, 4, requires_grad=True)
+    _optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    hidden = checkpoint(layer, x, use_reentrant=True)
+    assert hidden.dtype is torch.float16
+    (hidden.float().sum() * 2.0**-28).backward()
+    assert torch.equal(layer.bias.grad, torch.full((4,), 2.0**-28))
+    assert x.grad is not None
+    assert x.grad.any()
+
+
 def test_hooks_compute_in_the_precision_of_gradients(casting: autoamp.Handle) -> None:
     layer, projection = nn.Linear(4, 4, bias=False), torch.eye(4) * 2
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
