@@ -453,6 +453,14 @@ def test_convert_without_a_group() -> None:
     torch.testing.assert_close(dict(net.state_dict()), dict(plain.state_dict()), rtol=0, atol=0)
 
 
+def test_shapes_that_have_no_channels() -> None:
+    norm = parallel.SyncBatchNorm(4)
+    with pytest.raises(ValueError, match=r"not \(4,\)"):
+        norm(torch.randn(4))
+    with pytest.raises(ValueError, match="at least one channel"):
+        norm(torch.randn(3, 0))
+
+
 def test_channel_last_and_relu() -> None:
     given, added = torch.randn(3, 5, 4), torch.randn(3, 5, 4)
     norm = parallel.SyncBatchNorm(4, channel_last=True, fuse_relu=True)

@@ -108,7 +108,7 @@ class BatchNorm2d_NHWC(SyncBatchNorm):  # noqa: N801
     def _normalised(self, input: Tensor) -> Tensor:
         if self.bn_group == 1:
             # No group stands for all processes in the base.
-            return torch.nn.SyncBatchNorm.__base__.forward(self, input)  # type: ignore[union-attr, attr-defined]
+            return torch.nn.BatchNorm2d.forward(self, input)
         return super()._normalised(input)
 
 

@@ -41,6 +41,8 @@ class FusedAdam(FusedOptimizer):
     _options = (*FusedOptimizer._options, "adam_w_mode", "master_weights", "capturable", "_eps_inside_sqrt")
     # Whether eps is added under the root of the second average, for subclasses.
     _eps_inside_sqrt = False
+    # For what unpickles an optimizer that was made before there was one.
+    capturable = False
 
     def __init__(
         self,

@@ -125,7 +125,9 @@ def scaling_of(scaler: Any, optimizer: Any) -> tuple[Tensor | None, Tensor]:
     unscaled = state["stage"] is OptState.UNSCALED
     found = state["found_inf_per_device"] if unscaled else scaler._check_inf_per_device(optimizer)
     scale: Tensor = scaler._get_scale_async()
-    total = torch.stack([inf.to(scale.device, non_blocking=True).reshape(()) for inf in found.values()]).sum()
+    total = torch.zeros((), device=scale.device)
+    for inf in found.values():
+        total = total + inf.to(scale.device, non_blocking=True).reshape(())
     return None if unscaled else scale, total
 
 
