@@ -95,7 +95,7 @@ class PassVerdict(Verdict):
         self.reached: dict[StepGuard, set[int]] = {}
 
     @property
-    def found(self) -> Sequence[Tensor]:  # type: ignore[override]
+    def found(self) -> Sequence[Tensor]:
         """What is to be read, nothing once it was."""
         return self._flags.found() if self.overflowed is None else ()
 
@@ -104,7 +104,7 @@ class PassVerdict(Verdict):
         """Whoever reads it takes back what was to be read, which follows here from its having been read."""
 
     @property
-    def cleared(self) -> Sequence[Tensor]:  # type: ignore[override]
+    def cleared(self) -> Sequence[Tensor]:
         """The tensors whose gradients overflowed, if 0 took their place. Waits for the device."""
         return self._flags.flagged() if self.overflowed and self._cleans else ()
 

@@ -198,7 +198,7 @@ class _Arrival(_Ours):
 
 def _register_first(tensor: Tensor, hook: _Ours) -> Any:
     """Register a hook that is called before all others of a tensor."""
-    registered = tensor.register_hook(hook)  # type: ignore[arg-type]
+    registered = tensor.register_hook(hook)
     hooks: Any = tensor._backward_hooks
     if len(hooks) > 1:
         # The engine goes by the order of a plain dict, which is not that of move_to_end().

@@ -51,7 +51,7 @@ def non_finite_now(params: Iterable[Tensor], known: Sequence[Tensor]) -> list[Te
     plain: list[Tensor] = []
     shards: dict[Any, list[Tensor]] = {}
     for param in params:
-        gradient = param.grad
+        gradient: Any = param.grad
         if gradient is not None and is_sharded(gradient):
             shards.setdefault((gradient.device_mesh, gradient.placements, gradient.dtype), []).append(gradient)
         elif gradient is not None:

@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import autoamp
@@ -151,6 +153,20 @@ def shards_of_all(on: bool) -> list[Any]:
     return shards(on, lambda model: [model[0], model])
 
 
+def parallel_tensors(on: bool) -> list[Any]:
+    """Parameters that are distributed tensors themselves, as leaves of the graph."""
+    model, _ = make()
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+    with scaling(on) as told:
+        plan: Any = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(model, init_device_mesh("cpu", (RANKS,)), plan)
+
+        def backward(model: nn.Module, factor: float) -> None:
+            (model(x).square().mean() * factor).backward()
+
+        return train(model, backward, told)
+
+
 def flat_shards() -> list[str]:
     """Return what `FullyShardedDataParallel` is refused with: of a part, or of all, in both of its ways."""
     messages = []
@@ -179,6 +195,7 @@ PROGRAMS = [
     reduced_after_a_block,
     shards_of_a_part,
     shards_of_all,
+    parallel_tensors,
 ]
 
 

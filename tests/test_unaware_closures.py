@@ -105,6 +105,18 @@ def test_a_later_evaluation_that_overflows_is_repeated(handle: autoamp.Handle) -
     assert (handle.skipped_steps, handle.loss_scale) == (0, 2.0**15)
 
 
+@pytest.mark.parametrize("factor", [EDGE, float("inf"), float("nan")])
+def test_a_later_evaluation_for_which_no_scale_helps_is_an_error(factor: float) -> None:
+    """An optimizer would take the 0 in place of its gradient for a minimum."""
+    settings: dict[str, Any] = {"device_type": "cpu", "dtype": torch.float16, "lists": {"extends": []}}
+    autoamp.init(**settings, loss_scale=2.0**16).auto_scale()
+    program = Program(1.0, factor)
+    optimizer = torch.optim.LBFGS([program.param], lr=1.0, max_iter=3)
+    with pytest.raises(autoamp.NonFiniteGradientsError, match="LBFGS called its closure in the middle of a step"):
+        optimizer.step(program.closure)
+    assert program.calls == 2
+
+
 def test_a_pass_before_the_step_decides(handle: autoamp.Handle) -> None:
     param = torch.ones(1, requires_grad=True)
     optimizer = torch.optim.SGD([param], lr=0.25)
