@@ -53,6 +53,8 @@ DRIVER = {
     "cuOccupancyMaxActiveBlocksPerMultiprocessor": "int {0}(int *n) {{ *n = 2; return 0; }}",
     "cuModuleLoadData": "int {0}(void **m) {{ *m = (void *)16; return 0; }}",
     "cuModuleGetFunction": "int {0}(void **f) {{ *f = (void *)16; return 0; }}",
+    # Kernels that are compiled at run time.
+    "cuLaunchKernel": 'int {0}() {{ null_count(0, "compiled", 0); return 0; }}',
 }
 OF_CUDA = re.compile(r"^(_*cuda[A-Z]|cu[A-Z]|cublas|cudnn|cufft|cusparse|cusolver|curand)")
 # What the true libraries answer without a device.
@@ -233,4 +235,7 @@ def _stubs(wanted: set[str]) -> tuple[str, str]:
         else:
             stubs.append(f'int {name}() {{ return null_library("{name}"); }}')
     plain = "int {0}() {{ return 0; }}"
-    return "\n".join(stubs), "\n".join(DRIVER.get(name, plain).format(name) for name in sorted(driver))
+    functions = [DRIVER.get(name, plain).format(name) for name in sorted(driver)]
+    return "\n".join(stubs), "\n".join(
+        ["#include <stddef.h>", "void null_count(int, const char *, size_t);", *functions]
+    )
