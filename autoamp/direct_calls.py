@@ -20,7 +20,7 @@ from torch.nn import Module, Parameter
 from autoamp import torch_private
 from autoamp.patching import original_of
 
-__all__ = ["DirectCall", "Layers", "build_direct_calls", "skips_call_impl"]
+__all__ = ["DirectCall", "DirectCalls", "Layers", "build_direct_calls", "skips_call_impl"]
 
 DirectCall = Callable[[Module, dict[str, Any], Tensor], Any]
 """Takes a module without hooks, its ``__dict__`` and its only argument; returns what its ``forward`` returns."""
@@ -34,6 +34,12 @@ _REST = {"_global_forward_hooks_always_called", "_forward_hooks_always_called", 
 _MEAN, _VAR, _BATCHES = "running_mean", "running_var", "num_batches_tracked"
 _Build = Callable[[Any, Callable[..., Any], Layers], DirectCall]
 
+# What is read from a module's own tables. An attribute of that name of the class, a property say, comes before those.
+_READ = (
+    "weight", "bias", _MEAN, _VAR, _BATCHES, "padding_mode", "stride", "padding", "dilation", "groups", "eps",
+    "momentum", "normalized_shape", "training", "track_running_stats", "_parameters", "_buffers",
+)  # fmt: skip
+
 
 def skips_call_impl() -> bool:
     """Tell whether `Module._call_impl` is torch's, as this room knows it: without hooks it only calls ``forward``."""
@@ -43,30 +49,75 @@ def skips_call_impl() -> bool:
     return {name for name in names - _REST if "hook" in name} == {*_HOOKS, *(f"_global{name}" for name in _HOOKS)}
 
 
+class DirectCalls:
+    """By class what does the work of ``forward``, as long as nobody replaces what it does without.
+
+    Args:
+        layers: See `Layers`.
+
+    Attributes:
+        by_class: What `build_direct_calls` returns, by what it found at the last `refresh`.
+    """
+
+    def __init__(self, layers: Layers) -> None:
+        self._layers = layers
+        self._state = _state_of_classes()
+        self._seen: list[Any] | None = None
+        self.by_class: dict[type[Module], DirectCall] = {}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Look whether somebody has added an attribute to a class, or replaced what each call of a layer goes through.
+
+        What else there is to replace, ``forward`` and the functions, a direct call asks for itself.
+        """
+        now = self._state()
+        if now != self._seen:
+            # Another thread may be about to look one up, so that none is taken away.
+            none = dict.fromkeys(self.by_class, _by_forward)
+            self.by_class.update({**none, **build_direct_calls(self._layers)})
+            self._seen = now
+
+
+def _state_of_classes() -> Callable[[], list[Any]]:
+    """Return what tells, as cheaply as can be, how the classes of `_KINDS` and the names around them are now."""
+    tables = [vars(base) for base in {base: None for cls in _KINDS for base in cls.__mro__ if base is not object}]
+    members = vars(Module)
+    linear, conv, layer_norm, batch_norm = (
+        vars(sys.modules[cls.__module__]) for cls in (nn.Linear, nn.Conv2d, nn.LayerNorm, nn.BatchNorm2d)
+    )
+
+    def state() -> list[Any]:
+        return [
+            *map(len, tables),
+            members.get("__getattr__"), linear.get("F"), conv.get("F"), layer_norm.get("F"), batch_norm.get("F"),
+        ]  # fmt: skip
+
+    return state
+
+
 def build_direct_calls(layers: Layers) -> dict[type[Module], DirectCall]:
     """Build by class what does the work of ``forward``.
 
     Subclasses have none, since their ``forward`` may differ; nor has a class in which somebody replaced a method.
     """
-    kinds: dict[type[Module], tuple[_Build, tuple[str, ...]]] = {
-        nn.Linear: (_linear, ()),
-        nn.Conv1d: (_conv("conv1d"), ("_conv_forward",)),
-        nn.Conv2d: (_conv("conv2d"), ("_conv_forward",)),
-        nn.Conv3d: (_conv("conv3d"), ("_conv_forward",)),
-        nn.LayerNorm: (_layer_norm, ()),
-        nn.BatchNorm1d: (_batch_norm(2, 3), ("_check_input_dim",)),
-        nn.BatchNorm2d: (_batch_norm(4), ("_check_input_dim",)),
-        nn.BatchNorm3d: (_batch_norm(5), ("_check_input_dim",)),
-    }
     found: dict[type[Module], DirectCall] = {}
-    if _torchs(Module, "__getattr__") is None:
-        return found
-    for cls, (build, methods) in kinds.items():
-        forward = _torchs(cls, "forward")
-        if forward is None or None in [_torchs(cls, name) for name in methods] or hasattr(cls, "weight"):
-            continue
-        found[cls] = build(cls, forward, layers)
+    getter = _torchs(Module, "__getattr__")
+    for cls, (build, methods) in _KINDS.items():
+        functions = [_torchs(cls, name) for name in ("forward", *methods)]
+        if (
+            getter is not None
+            and getattr(cls, "__getattr__", None) is Module.__getattr__
+            and cls.__getattribute__ is object.__getattribute__
+            and not any(hasattr(cls, name) for name in _READ)
+            and all(function is not None and function.__globals__.get("F", F) is F for function in functions)
+        ):
+            found[cls] = build(cls, functions[0], layers)
     return found
+
+
+def _by_forward(self: Module, own: dict[str, Any], x: Tensor) -> Any:
+    return self.forward(x)
 
 
 def _torchs(owner: Any, name: str) -> Any:
@@ -205,3 +256,16 @@ def _batch_norm(*dims: int) -> _Build:
         return call
 
     return build
+
+
+_KINDS: dict[type[Module], tuple[_Build, tuple[str, ...]]] = {
+    nn.Linear: (_linear, ()),
+    nn.Conv1d: (_conv("conv1d"), ("_conv_forward",)),
+    nn.Conv2d: (_conv("conv2d"), ("_conv_forward",)),
+    nn.Conv3d: (_conv("conv3d"), ("_conv_forward",)),
+    nn.LayerNorm: (_layer_norm, ()),
+    nn.BatchNorm1d: (_batch_norm(2, 3), ("_check_input_dim",)),
+    nn.BatchNorm2d: (_batch_norm(4), ("_check_input_dim",)),
+    nn.BatchNorm3d: (_batch_norm(5), ("_check_input_dim",)),
+}
+"""By class what builds its direct call, and the methods that this does without beside ``forward``."""

@@ -22,7 +22,7 @@ from torch.nn import Module
 
 from autoamp import torch_private
 from autoamp.casting import Casts
-from autoamp.direct_calls import build_direct_calls, skips_call_impl
+from autoamp.direct_calls import DirectCalls, skips_call_impl
 from autoamp.errors import PatchError, UsageError
 from autoamp.patching import dress, resolve
 from autoamp.rules import ModulePrecision, ModuleRule
@@ -188,11 +188,15 @@ def build_module_call(original: types.FunctionType, casts: Casts, precisions: Mo
     # Torch's own does no more than choose an implementation, which without hooks does no more than call forward().
     wrapped, implementation = vars(Module).get("_wrapped_call_impl"), torch_private.MODULE_CALL
     known = original is wrapped and original.__code__.co_names == _NAMES and skips_call_impl()
-    direct_calls, for_all = build_direct_calls(casts.layers), torch.nn.modules.module
+    direct, for_all = DirectCalls(casts.layers), torch.nn.modules.module
+    direct_calls, refresh = direct.by_class, direct.refresh
 
     def scoped(self: Module, *args: Any, **kwargs: Any) -> Any:
         if compiling() or local.entries is not None or not cache.enabled:
             return original(self, *args, **kwargs)
+        if self.__dict__.get("_modules"):
+            # For the modules within, which are called directly. Once for all of them: it takes a microsecond.
+            refresh()
         # Written out, since a context manager would cost more than the rest of a small call.
         local.entries = {}
         try:

@@ -212,13 +212,7 @@ METHODS = [
 ]
 
 
-WHEN = [
-    (owner, name, when)
-    for owner, name in METHODS
-    for when in ("before", "after")
-    # That one is known only to what is built later.
-    if (name, when) != ("__getattr__", "after")
-]
+WHEN = [(owner, name, when) for owner, name in METHODS for when in ("before", "after")]
 
 
 @pytest.mark.parametrize("rebuilt", [False, True], ids=["built once", "built anew"])
@@ -325,6 +319,78 @@ def test_a_class_with_a_property_for_a_weight(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(nn.Linear, "weight", property(lambda self: torch.ones(3, 4)), raising=False)
     with autoamp.region(device_type="cpu", dtype=HALF):
         assert torch.equal(model(torch.ones(2, 4)).float(), torch.full((2, 3), 4.0))
+
+
+ATTRIBUTES = [
+    ("linear", nn.Linear, "weight"),
+    ("linear", nn.Linear, "bias"),
+    ("conv2d", nn.modules.conv._ConvNd, "weight"),
+    ("layer norm", Module, "weight"),
+    ("batch norm 2d", nn.BatchNorm2d, "running_mean"),
+    ("batch norm 2d", nn.modules.batchnorm._NormBase, "momentum"),
+    ("layer norm", nn.LayerNorm, "eps"),
+]
+
+
+@pytest.mark.parametrize(("name", "owner", "attribute"), ATTRIBUTES)
+def test_properties_that_come_and_go(
+    handle: autoamp.Handle, name: str, owner: Any, attribute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, shape = CASES[name]
+    module, x, seen = make(), torch.randn(shape), []
+
+    def value(self: Any) -> Any:
+        seen.append(attribute)
+        return vars(self)[attribute] if attribute in vars(self) else Module.__getattr__(self, attribute)
+
+    assert forwards(module, x) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, attribute, property(value), raising=False)
+        assert forwards(module, x) == 1
+        assert seen
+    assert forwards(module, x) == 0
+
+
+@pytest.mark.parametrize("owner", [Module, nn.Linear])
+def test_access_to_attributes_that_somebody_watches(
+    handle: autoamp.Handle, owner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, x, seen = nn.Linear(6, 5), torch.randn(3, 6), set()
+
+    def getattribute(self: Any, name: str) -> Any:
+        seen.add(name)
+        return object.__getattribute__(self, name)
+
+    assert forwards(module, x) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, "__getattribute__", getattribute, raising=False)
+        assert forwards(module, x) == 1
+        assert "weight" in seen
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.Linear, "__getattr__", lambda self, name: Module.__getattr__(self, name), raising=False)
+        assert forwards(module, x) == 1
+    assert forwards(module, x) == 0
+
+
+@pytest.mark.parametrize("name", ["linear", "conv2d", "layer norm", "batch norm 2d"])
+def test_a_namespace_of_functions_that_somebody_replaced(
+    handle: autoamp.Handle, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, shape = CASES[name]
+    module, x, seen = make(), torch.randn(shape), []
+
+    class Functions:
+        def __getattr__(self, attribute: str) -> Any:
+            seen.append(attribute)
+            return getattr(F, attribute)
+
+    home = sys.modules[type(module).__module__]
+    assert forwards(module, x) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(home, "F", Functions())
+        assert forwards(module, x) == 1
+        assert seen
+    assert forwards(module, x) == 0
 
 
 @pytest.mark.parametrize(
