@@ -260,8 +260,9 @@ def build_composite(original: Any, general: Callable[..., Any], casts: Casts) ->
     """
     local, blocks, here = casts.local, casts.blocks, on_device(casts.device_type)
     compiling, any_autocast, in_function_mode, trace = _SPECIAL
-    device_type, strided = casts.device_type, torch.strided
+    device_type, target, strided = casts.device_type, casts.dtype, torch.strided
     switch, switch_cache, caches = _SWITCHES
+    dtype_of, give_dtype = torch.get_autocast_dtype, torch.set_autocast_dtype
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
         if blocks and not local.on:
@@ -280,14 +281,17 @@ def build_composite(original: Any, general: Callable[..., Any], casts: Casts) ->
             return original(*args, **kwargs)
         if "out" in kwargs or compiling() or any_autocast() or in_function_mode() or trace() is not None:
             return general(*args, **kwargs)
-        cached = caches()
+        cached, before = caches(), dtype_of(device_type)
         try:
+            # What promotes within refuses a half dtype that is not autocast's own.
+            give_dtype(device_type, target)
             switch_cache(False)
             switch(device_type, True)
             return original(*args, **kwargs)
         finally:
             switch(device_type, False)
             switch_cache(cached)
+            give_dtype(device_type, before)
 
     return replacement
 

@@ -17,6 +17,7 @@ from autoamp.casting import Casts
 from autoamp.native import COMPOSITES, OPS, build_composite
 
 FULL = torch.float32
+HALVES = torch.float16, torch.bfloat16
 NAMES = sorted({op.__name__ for op in OPS})
 LISTS = {"extends": [], "fp16": NAMES}
 
@@ -209,10 +210,14 @@ def test_every_name_was_found() -> None:
 def test_composites_run_under_autocast_where_an_argument_is_half(half: torch.dtype) -> None:
     casts, general = Casts(half, "cpu"), []
     casts.open()
-    seen: list[tuple[bool, bool]] = []
+    seen: list[tuple[bool, bool, torch.dtype]] = []
+    other = HALVES[HALVES[0] is half]
+    torch.set_autocast_dtype("cpu", other)
 
     def within(*args: Any, **kwargs: Any) -> Any:
-        seen.append((torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()))
+        seen.append(
+            (torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled(), torch.get_autocast_dtype("cpu"))
+        )
         return F.cross_entropy(*args, **kwargs)
 
     def otherwise(*args: Any, **kwargs: Any) -> None:
@@ -221,14 +226,16 @@ def test_composites_run_under_autocast_where_an_argument_is_half(half: torch.dty
     replacement = build_composite(within, otherwise, casts)
     x, labels = torch.randn(4, 8).to(half), torch.arange(4)
     loss = replacement(x, labels, reduction="sum")
-    assert (loss.dtype, seen, general) == (torch.float32, [(True, False)], [])
+    assert (loss.dtype, seen, general) == (torch.float32, [(True, False, half)], [])
     assert torch.equal(loss, F.cross_entropy(x.float(), labels, reduction="sum"))
     replacement(x.float(), labels)
-    assert seen.pop() == (False, True)
+    assert seen.pop() == (False, True, other)
     with pytest.raises((IndexError, ValueError)):
         replacement(x, torch.arange(5))
     assert not torch.is_autocast_enabled("cpu")
     assert torch.is_autocast_cache_enabled()
+    assert torch.get_autocast_dtype("cpu") is other
+    torch.set_autocast_dtype("cpu", torch.bfloat16)
     assert not general
     for args in ((x, labels, x, None, 0, x), (x.to_sparse(), labels), (object(),)):
         replacement(*args, **({"out": x} if len(args) > 2 else {}))
