@@ -77,7 +77,8 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
     def _normalised(self, input: Tensor) -> Tensor:
         if not self.training or not _many(self.process_group):
             # What `torch.nn.BatchNorm*d` runs, with its count of batches and its momentum.
-            return _BatchNorm.forward(self, input)
+            plain: Tensor = _BatchNorm.forward(self, input)
+            return plain
         if input.is_cuda:
             return torch.nn.SyncBatchNorm.forward(cast(torch.nn.SyncBatchNorm, self), input)
         return self._by_collectives(input)
@@ -143,7 +144,8 @@ def _converted(norm: Any, process_group: Any, channel_last: bool) -> SyncBatchNo
         setattr(new, name, param)
     for name, buffer in norm.named_buffers(recurse=False):
         setattr(new, name, buffer)
-    return new.train(norm.training)
+    new.train(norm.training)
+    return new
 
 
 def create_syncbn_process_group(group_size: int) -> Any:
