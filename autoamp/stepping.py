@@ -36,7 +36,7 @@ from autoamp.ranks import non_finite_now, several
 from autoamp.scaling import LossScaler, open_blocks
 from autoamp.verdicts import Verdict, read, settle, settle_later, unseen
 
-__all__ = ["Skips", "StepGuard", "build_grad", "scaled_block"]
+__all__ = ["GivenUp", "Skips", "StepGuard", "build_grad", "scaled_block"]
 
 logger = logging.getLogger(__name__)
 
@@ -497,14 +497,14 @@ class StepGuard:
             self._after_step()
             loss, blamed = self.evaluate(closure)
             if blamed is not None:
-                raise _GivenUp(loss, blamed)
+                raise GivenUp(loss, blamed)
             return loss
 
         try:
             if args:
                 return self.take(original, (evaluate, *args[1:]), kwargs)
             return self.take(original, (), {**kwargs, "closure": evaluate})
-        except _GivenUp as given_up:
+        except GivenUp as given_up:
             for key in [] if known is None else [key for key in state if key not in known]:
                 del state[key]
             self.skip(given_up.blamed)
@@ -669,7 +669,7 @@ def _by_owners(lists: Sequence[Sequence[torch.Tensor]]) -> dict[frozenset[int], 
     return owned
 
 
-class _GivenUp(BaseException):
+class GivenUp(BaseException):
     """Leaves an optimizer's step from within its closure."""
 
     def __init__(self, loss: Any, blamed: Verdict) -> None:

@@ -9,19 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from autoamp.stepping import StepGuard
-from autoamp.verdicts import Verdict
+from autoamp.stepping import GivenUp, StepGuard
 
 __all__ = ["step_unaware"]
-
-
-class _GivenUp(BaseException):
-    """Leaves an optimizer's step from within its closure."""
-
-    def __init__(self, loss: Any, blamed: Verdict) -> None:
-        super().__init__()
-        self.loss = loss
-        self.blamed = blamed
 
 
 def step_unaware(
@@ -48,7 +38,7 @@ def step_unaware(
         first = evaluations == 1 and versions == [param._version for param in guard.params()]
         loss, blamed = guard.evaluate(closure, attempts=1 if first else None)
         if first and blamed is not None:
-            raise _GivenUp(loss, blamed)
+            raise GivenUp(loss, blamed)
         if blamed is not None:
             # What overflowed is 0 in the gradients, and an optimizer may take that for a minimum.
             raise guard.hopeless(blamed)
@@ -58,7 +48,7 @@ def step_unaware(
         if args:
             return guard.take(original, (evaluate, *args[1:]), kwargs)
         return guard.take(original, (), {**kwargs, "closure": evaluate})
-    except _GivenUp as given_up:
+    except GivenUp as given_up:
         guard.consecutive_skips = skips
         guard.skip(given_up.blamed)
         return given_up.loss

@@ -55,7 +55,7 @@ class Verdict:
         self.found = found
         self.overflowed: bool | None = None
         self.cleared: Sequence[Tensor] = ()
-        self._telling = _Telling() if block is None else block._telling
+        self._telling: _Telling = _Telling() if block is None else block._telling
 
     @property
     def counted(self) -> bool:
