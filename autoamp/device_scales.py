@@ -11,7 +11,23 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["DeviceFactor", "DeviceScale", "Factor", "Scale", "inverse", "multiplied", "quotient"]
+__all__ = ["DeviceFactor", "DeviceScale", "Factor", "Number", "Scale", "inverse", "multiplied", "number_of", "quotient"]
+
+
+class Number:
+    """A loss scale as the host knows it: None before that. Who waits for it need not keep the tensor.
+
+    Args:
+        known: The scale.
+    """
+
+    __slots__ = ("known",)
+
+    def __init__(self, known: float | None = None) -> None:
+        self.known = known
+
+    def __format__(self, form: str) -> str:
+        return "unknown" if self.known is None else format(self.known, form)
 
 
 class DeviceScale:
@@ -23,21 +39,21 @@ class DeviceScale:
 
     Attributes:
         value, lowest: As given.
-        known: The number, once the host has come to it.
+        number: The scale, once the host has come to it.
     """
 
-    __slots__ = ("known", "lowest", "value")
+    __slots__ = ("lowest", "number", "value")
 
     def __init__(self, value: Tensor, lowest: float) -> None:
         self.value = value
         self.lowest = lowest
-        self.known: float | None = None
+        self.number = Number()
 
     def __float__(self) -> float:
         """Return the number; waits for the device where it is not known."""
-        if self.known is None:
-            self.known = float(self.value.item())
-        return self.known
+        if self.number.known is None:
+            self.number.known = float(self.value.item())
+        return self.number.known
 
     def __format__(self, form: str) -> str:
         return format(float(self), form)
@@ -90,6 +106,11 @@ def multiplied(loss: Tensor, scale: Scale) -> Tensor:
     if isinstance(scale, DeviceScale):
         return loss.float() * scale.value.to(loss.device, non_blocking=True)
     return loss.float() * scale if scale != 1.0 else loss.float()
+
+
+def number_of(scale: Scale) -> Number:
+    """Return what is or will be known of a scale."""
+    return scale.number if isinstance(scale, DeviceScale) else Number(scale)
 
 
 def inverse(scale: Scale) -> Factor:

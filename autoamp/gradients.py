@@ -41,7 +41,10 @@ _COMPRESSED = frozenset((torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, t
 
 @torch.no_grad()
 def unscale_(
-    params: Iterable[torch.Tensor], inv_scale: Factor, usual: Likeness[Kind] | None = None
+    params: Iterable[torch.Tensor],
+    inv_scale: Factor,
+    usual: Likeness[Kind] | None = None,
+    flag: Callable[[torch.device], torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
     """Multiply every ``param.grad`` by ``inv_scale`` in place and look for inf and nan in the same pass.
 
@@ -52,6 +55,7 @@ def unscale_(
         params: Any tensors; those without a gradient are passed over.
         inv_scale: 1 / scale.
         usual: What was learnt of the gradients of earlier calls, and learns of these.
+        flag: Gives an fp32 tensor of one element, 0, on a device; by default a new one.
 
     Returns:
         One fp32 tensor of shape ``[1]`` for each device: 1.0 if a gradient there held an inf or nan, or holds one now,
@@ -64,7 +68,7 @@ def unscale_(
     largest = inv_scale.largest if isinstance(inv_scale, DeviceFactor) else inv_scale
     for (device, dtype), values in _values_by_kind(params, usual).items():
         if device not in found:
-            found[device] = torch.zeros(1, dtype=torch.float32, device=device)
+            found[device] = torch.zeros(1, dtype=torch.float32, device=device) if flag is None else flag(device)
         kernel_factor = inv_scale
         # The kernel takes an fp32 factor, which is too coarse for fp64, and looks before it multiplies, which misses
         # what a scale below 1 pushes out of range.

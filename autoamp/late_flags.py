@@ -52,6 +52,13 @@ class _PinnedCopy:
         return [bool(value) for value in self._host.tolist()]
 
 
+def _is_worth_it(device: torch.device) -> bool:
+    if device.type == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        # A graph that is captured would go by the same flags, and the same scale, at each replay.
+        return False
+    return device.type in _ASYNCHRONOUS
+
+
 class LateFlags:
     """A queue of flags with what is to be done with each.
 
@@ -64,7 +71,7 @@ class LateFlags:
     def __init__(
         self,
         send: Callable[[Sequence[Tensor]], Parcel] = _PinnedCopy,
-        serves: Callable[[torch.device], bool] = lambda device: device.type in _ASYNCHRONOUS,
+        serves: Callable[[torch.device], bool] = _is_worth_it,
         batch: int = _BATCH,
     ) -> None:
         self.serves = serves
@@ -73,6 +80,7 @@ class LateFlags:
         self._here: list[tuple[Tensor, Callable[[bool], None]]] = []
         self._sent: deque[tuple[Parcel, list[Callable[[bool], None]]]] = deque()
         self._telling = False
+        self._blank: dict[torch.device, list[Tensor]] = {}
 
     def __len__(self) -> int:
         """How many flags nobody knows."""
@@ -80,6 +88,13 @@ class LateFlags:
 
     def __bool__(self) -> bool:
         return bool(self._here or self._sent)
+
+    def blank(self, device: torch.device) -> Tensor:
+        """Return a flag that is not set: one fp32 element, 0. Many lie in one block of memory, and are made at once."""
+        if not self._blank.get(device):
+            with torch.inference_mode(False):
+                self._blank[device] = list(torch.zeros(_BATCH, dtype=torch.float32, device=device).split(1))
+        return self._blank[device].pop()
 
     def add(self, flag: Tensor, tell: Callable[[bool], None], *, urgent: bool = False) -> None:
         """Take a flag, and whom to tell of it. Flags are told in order, and those that have arrived are told now.

@@ -215,8 +215,7 @@ class _Setting:
 
     def __set__(self, scaler: DynamicLossScaler, value: Any) -> None:
         if self._name in vars(scaler):
-            scaler.late.catch_up()
-            scaler._on_device = None
+            scaler._leave_device()
         vars(scaler)[self._name] = value
 
 
@@ -279,8 +278,7 @@ class DynamicLossScaler(LossScaler):
 
     def update(self, found_inf: bool) -> None:
         """Lower the scale, or count towards the next growth. See `LossScaler.update`."""
-        self.late.catch_up()
-        self._on_device = None
+        self._leave_device()
         self._move(found_inf)
 
     def scale_at_hand(self) -> Scale:
@@ -302,15 +300,22 @@ class DynamicLossScaler(LossScaler):
             # A count of a longer interval: the kernel looks for this one's end alone.
             unskipped = min(self._unskipped, self.growth_interval - 1)
             self._on_device = _DeviceState(self._loss_scale, unskipped, found_inf.device)
-        before = self._on_device.scale
+        number = self._on_device.scale.number
 
         def move(found: bool) -> None:
-            before.known = self._loss_scale
+            number.known = self._loss_scale
             self._move(found)
             tell(found)
 
         self._on_device.update(found_inf, self)
         self.late.add(found_inf, move, urgent=self._lowest() < _NEAR_ONE)
+
+    def _leave_device(self) -> None:
+        """Go on from what the host knows, once it has caught up."""
+        self.late.catch_up()
+        if self._on_device is not None:
+            self._on_device.scale.number.known = self._loss_scale
+            self._on_device = None
 
     def _move(self, found_inf: bool) -> None:
         if found_inf:
@@ -325,8 +330,8 @@ class DynamicLossScaler(LossScaler):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take the scale, moved into this scaler's limits, and the count. See `LossScaler.load_state_dict`."""
+        self._leave_device()
         super().load_state_dict(state_dict)
-        self._on_device = None
         self._loss_scale = self._within_limits(_fp32(self._loss_scale))
 
     def _within_limits(self, scale: float) -> float:

@@ -26,7 +26,7 @@ import torch
 
 from autoamp.attaching import AttachedStep, named_params, stepped_params
 from autoamp.checks import warn_without_gradients
-from autoamp.device_scales import Scale, inverse, quotient
+from autoamp.device_scales import Number, Scale, inverse, number_of, quotient
 from autoamp.errors import NonFiniteGradientsError, UsageError
 from autoamp.gradients import GradientMark, Kind, ScaledMark, non_finite, scale_, total_norm, unscale_
 from autoamp.late_flags import LateFlags
@@ -114,12 +114,12 @@ class Skips:
         self.catch_up()
         self._count(skipped, scaler, scale)
 
-    def tell(self, scaler: LossScaler, scale: Scale, skipped: bool) -> None:
+    def tell(self, scaler: LossScaler, scale: Number, skipped: bool) -> None:
         """Count a step that was taken earlier."""
         self._has_news = skipped
         self._count(skipped, scaler, scale)
 
-    def _count(self, skipped: bool, scaler: LossScaler | None, scale: Scale) -> None:
+    def _count(self, skipped: bool, scaler: LossScaler | None, scale: Scale | Number) -> None:
         self._last = skipped
         self._total += skipped
         self._in_a_row = self._in_a_row + 1 if skipped else 0
@@ -323,7 +323,9 @@ class StepGuard:
         self._end_delay()
         self.grads_scale = 1.0
         if not mark.dropped():
-            self.pending.append(Verdict(scaler, scale, unscale_(self.params(), inverse(scale), self.usual)))
+            self.pending.append(
+                Verdict(scaler, scale, unscale_(self.params(), inverse(scale), self.usual, scaler.late.blank))
+            )
             self._mark = GradientMark(self.params())
 
     def guarded_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -395,7 +397,7 @@ class StepGuard:
             return None
         scaler, scale = verdicts[0].scaler, verdicts[0].scale
         self.skips.wait_by(scaler.late)
-        flag = settle_later(verdicts, functools.partial(self.skips.tell, scaler, scale))
+        flag = settle_later(verdicts, functools.partial(self.skips.tell, scaler, number_of(scale)))
         if flag is not None:
             self.pending = []
             if self.skips.news() >= self.max_consecutive_skips:
@@ -642,10 +644,12 @@ def _judged(
     """
     if len(guards) == 1 or not any(guard.pending for guard in guards):
         params = lists[0] if len(lists) == 1 else [*itertools.chain.from_iterable(lists)]
-        return [Verdict(scaler, scale, unscale_(params, inverse(scale), guards[0].usual))] * len(guards)
+        return [Verdict(scaler, scale, unscale_(params, inverse(scale), guards[0].usual, scaler.late.blank))] * len(
+            guards
+        )
     found, new = {}, {}
     for owners, params in _by_owners(lists).items():
-        found[owners] = unscale_(params, inverse(scale))
+        found[owners] = unscale_(params, inverse(scale), None, scaler.late.blank)
         new[owners] = unseen(found[owners], [verdict for place in owners for verdict in guards[place].pending])
     verdicts: list[Verdict] = []
     for place in range(len(guards)):

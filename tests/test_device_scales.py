@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import weakref
 
 import pytest
 import torch
 
-from autoamp.device_scales import DeviceFactor, DeviceScale, Factor, inverse, multiplied, quotient
+from autoamp.device_scales import DeviceFactor, DeviceScale, Factor, inverse, multiplied, number_of, quotient
 
 CPU = torch.device("cpu")
 SCALES = [2.0**16, 1000.0, 0.3000000119, 2.0**-126, 2.0**126, 7.0]
@@ -77,7 +78,16 @@ def test_a_loss_is_multiplied_as_by_the_float(scale: float, dtype: torch.dtype) 
 
 def test_the_number_is_read_where_it_is_not_known() -> None:
     scale = on_device(1000.0)
-    assert (f"{scale:g}", float(scale), scale.known) == ("1000", 1000.0, 1000.0)
+    assert (f"{scale:g}", float(scale), scale.number.known) == ("1000", 1000.0, 1000.0)
     known = DeviceScale(torch.tensor(8.0), 1.0)
-    known.known = 16.0
+    known.number.known = 16.0
     assert f"{known:g}" == "16"
+
+
+def test_what_is_known_of_a_scale_holds_no_tensor() -> None:
+    scale = on_device(8.0)
+    number, value = number_of(scale), weakref.ref(scale.value)
+    assert (f"{number:g}", f"{number_of(4.0):g}") == ("unknown", "4")
+    float(scale)
+    del scale
+    assert (f"{number:g}", value()) == ("8", None)

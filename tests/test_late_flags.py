@@ -115,3 +115,20 @@ def test_flags_of_a_device() -> None:
         late.add(torch.full((1,), value, device="cuda"), told.append)
     late.catch_up()
     assert told == [False, True, False]
+
+
+def test_blank_flags_share_no_element_and_many_a_block() -> None:
+    late = LateFlags()
+    with torch.inference_mode():
+        flags = [late.blank(torch.device("cpu")) for _ in range(40)]
+    assert len({flag.data_ptr() for flag in flags}) == 40
+    assert len({flag.untyped_storage().data_ptr() for flag in flags}) == 3
+    for flag in flags[::2]:
+        flag.fill_(1.0)
+    assert [flag.tolist() for flag in flags] == [[1.0], [0.0]] * 20
+
+
+def test_a_capture_is_not_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not LateFlags().serves(torch.device("cuda"))
