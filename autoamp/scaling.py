@@ -18,7 +18,7 @@ import numbers
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -204,16 +204,20 @@ class StaticLossScaler(LossScaler):
         return f"StaticLossScaler(loss_scale={self.loss_scale!r})"
 
 
-class _Setting:
+_Value = TypeVar("_Value", int, float)
+
+
+class _Setting(Generic[_Value]):
     """A number of the rule. Updates that came before it is set go by the old one."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = f"_{name}"
 
-    def __get__(self, scaler: Any, owner: type | None = None) -> Any:
-        return self if scaler is None else vars(scaler)[self._name]
+    def __get__(self, scaler: DynamicLossScaler, owner: type | None = None) -> _Value:
+        value: _Value = vars(scaler)[self._name]
+        return value
 
-    def __set__(self, scaler: DynamicLossScaler, value: Any) -> None:
+    def __set__(self, scaler: DynamicLossScaler, value: _Value) -> None:
         if self._name in vars(scaler):
             scaler._leave_device()
         vars(scaler)[self._name] = value
@@ -237,11 +241,11 @@ class DynamicLossScaler(LossScaler):
         LossScaleError: An argument is outside these rules.
     """
 
-    growth_factor = _Setting()
-    backoff_factor = _Setting()
-    growth_interval = _Setting()
-    min_loss_scale = _Setting()
-    max_loss_scale = _Setting()
+    growth_factor = _Setting[float]()
+    backoff_factor = _Setting[float]()
+    growth_interval = _Setting[int]()
+    min_loss_scale = _Setting[float]()
+    max_loss_scale = _Setting[float]()
 
     def __init__(
         self,

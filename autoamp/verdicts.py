@@ -47,6 +47,8 @@ class Verdict:
 
     is_whole = True
 
+    _telling: _Telling
+
     __slots__ = ("_telling", "cleared", "found", "overflowed", "scale", "scaler")
 
     def __init__(self, scaler: LossScaler, scale: Scale, found: Sequence[Tensor], block: Verdict | None = None) -> None:

@@ -98,12 +98,14 @@ def adam_on_device_(
     torch._foreach_add_(firsts, torch._foreach_mul(grads, or_else(0.0, 1.0 - beta1)))
     torch._foreach_mul_(seconds, or_else(1.0, beta2))
     torch._foreach_add_(seconds, torch._foreach_mul(torch._foreach_mul(grads, grads), or_else(0.0, 1.0 - beta2)))
+    # A multi-tensor sum with a tensor waits for the device. Only without an eps is there a division by 0 to fear.
+    small = eps if isinstance(eps, float) and eps > 0.0 else or_else(1.0, eps)
     roots = corrected(seconds, beta2)
     if eps_inside_sqrt:
-        torch._foreach_add_(roots, or_else(1.0, eps))
+        torch._foreach_add_(roots, small)
     torch._foreach_sqrt_(roots)
     if not eps_inside_sqrt:
-        torch._foreach_add_(roots, or_else(1.0, eps))
+        torch._foreach_add_(roots, small)
     updates = corrected(firsts, beta1)
     torch._foreach_div_(updates, roots)
     if decay and decoupled:
