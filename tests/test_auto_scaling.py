@@ -8,7 +8,7 @@ import gc
 import pickle
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import autoamp
 from autoamp import auto_scaling, pass_hooks, verdicts
 from autoamp.auto_scaling import AutoScale
+from autoamp.late_flags import LateFlags
 
 # No op is cast, so gradients must be bitwise those of plain torch.
 NO_CASTS: dict[str, Any] = {"device_type": "cpu", "dtype": torch.float16, "lists": {"extends": []}}
@@ -821,6 +822,40 @@ def test_an_overflow_after_a_step_in_the_middle_of_a_pass(handle: autoamp.Handle
     (first + last).backward()
     assert (float(last.detach()), float(first.detach())) == (-0.5, 0.5)
     assert (handle.skipped_steps, handle.loss_scale) == (1, 2.0**15)
+
+
+class Here:
+    """Flags that are on the host already, for optimizers that take them without waiting."""
+
+    def __init__(self, flags: Sequence[Tensor]) -> None:
+        self._flags = flags
+
+    def arrived(self) -> bool:
+        return True
+
+    def flags(self) -> list[bool]:
+        return [bool(flag) for flag in self._flags]
+
+
+@pytest.mark.parametrize("in_the_middle", [True, False])
+def test_optimizers_that_take_flags_on_the_device(
+    handle: autoamp.Handle, scaling: AutoScale, in_the_middle: bool
+) -> None:
+    handle.optimizers.scalers[0].late = LateFlags(Here, lambda device: True)
+    params = first, last = [torch.ones(1, requires_grad=True) for _ in range(2)]
+    optimizers = {id(param): torch.optim.Adam([param], lr=0.5, fused=True) for param in params}
+    for param in params if in_the_middle else ():
+        param.register_post_accumulate_grad_hook(lambda p: optimizers[id(p)].step())
+    for factor, now in ((EDGE, 1.0), (1.0, 0.5)):
+        (first * factor + last).backward()
+        if not in_the_middle:
+            for optimizer in optimizers.values():
+                optimizer.step()
+                optimizer.zero_grad()
+        assert float(first.detach()) == pytest.approx(now, abs=1e-4)
+        first.grad = last.grad = None
+        assert handle.loss_scale == 2.0**15
+    assert handle.skipped_steps == (1 if in_the_middle else 2)
 
 
 def test_passes_that_nobody_steps_do_not_pile_up(handle: autoamp.Handle, scaling: AutoScale) -> None:
