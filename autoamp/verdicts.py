@@ -41,7 +41,7 @@ class Verdict:
         found: As given, empty once it was read.
         overflowed: Whether an inf or nan was there; None as long as nobody has read it.
         counted: Whether a verdict of this block was settled.
-        cleared: Where all gradients were made 0 after an overflow: some of the tensors whose ``.grad`` had inf or nan.
+        cleared: Where 0 took the place of gradients that overflowed: the tensors that they were of.
         is_whole: Whether nothing more is going to be found, so that a step may leave it unread.
     """
 
