@@ -63,6 +63,11 @@ class Casts:
         type(self.local).forced_off = not self._on
 
     @property
+    def on_by_default(self) -> bool:
+        """Whether threads cast where no block says otherwise."""
+        return self._on
+
+    @property
     def is_open(self) -> bool:
         """Whether replacements may cast at all."""
         return self._open

@@ -64,7 +64,10 @@ class FP16_Optimizer(torch.optim.Optimizer):  # noqa: N801
             else StaticLossScaler(1.0 if static_loss_scale is None else static_loss_scale)
         )
         self.optimizer = init_optimizer
-        self._masters = MasterWeights(init_optimizer)
+        handle = current_handle()
+        # At O2 an optimizer may have its masters, and a guard that knows nothing of this one's scale.
+        kept = None if handle is None else handle.optimizers.hand_over(init_optimizer)
+        self._masters = MasterWeights(init_optimizer) if kept is None else kept
         self._guard = StepGuard(
             init_optimizer,
             casts_off=self._stepping,

@@ -6,13 +6,13 @@ import contextlib
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autoamp.attaching import AttachedStep, InnerSteps
+from autoamp.attaching import AttachedStep, InnerSteps, stepped_params
 from autoamp.casting import Casts
 from autoamp.checks import check_optimizer
 from autoamp.device_scales import multiplied
@@ -40,6 +40,12 @@ class GuardedOptimizers:
 
     def __init__(self, casts: Casts, scalers: Sequence[LossScaler]) -> None:
         self.scalers = list(scalers)
+        # Of each call of `initialize`, and of the last one, which serves optimizers that were named in none.
+        self._scalers_of: weakref.WeakKeyDictionary[Any, list[LossScaler]] = weakref.WeakKeyDictionary()
+        self._latest: list[LossScaler] | None = None
+        self._off: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._check: Callable[[], None] = lambda: None
+        self._steps_halves: Callable[[Any], bool] = lambda _: False
         self.steps = 0
         self._skipped_steps = 0
         self._last: Skips | None = None
@@ -73,12 +79,52 @@ class GuardedOptimizers:
     def _count_skip(self) -> None:
         self._skipped_steps += 1
 
-    def scaler(self, loss_id: int) -> LossScaler:
-        """Return the scaler of a loss. UsageError: there is none of that number."""
-        if not 0 <= loss_id < len(self.scalers):
-            known = " or ".join(map(str, range(len(self.scalers))))
+    def scaler(self, loss_id: int, optimizers: Any = ()) -> LossScaler:
+        """Return the scaler of a loss of these optimizers. UsageError: there is none of that number.
+
+        Of optimizers that different calls of `initialize` set up, the first whose gradients are checked decides.
+        """
+        latest = self.scalers if self._latest is None else self._latest
+        choices = [latest]
+        with contextlib.suppress(TypeError):
+            # What no weak reference can be made to is refused where it is guarded.
+            choices = [self._scalers_of.get(optimizer, latest) for optimizer in _listed(optimizers)] or choices
+        fitting = [scalers[loss_id] for scalers in choices if 0 <= loss_id < len(scalers)]
+        if not fitting:
+            known = " or ".join(map(str, range(max(map(len, choices)))))
             raise UsageError(f"loss_id={loss_id} has no scaler; choose {known}")
-        return self.scalers[loss_id]
+        return next((scaler for scaler in fitting if scaler.checks), fitting[0])
+
+    def use_scalers(self, scalers: list[LossScaler], optimizers: Iterable[Any]) -> None:
+        """Let these optimizers, and all that no call of `initialize` names, have scalers of these by ``loss_id``."""
+        self.scalers += [scaler for scaler in scalers if not any(scaler is known for known in self.scalers)]
+        self._latest = scalers
+        for optimizer in optimizers:
+            self._scalers_of[optimizer] = scalers
+            self._off.discard(optimizer)
+
+    def keep_scalers(self, scalers: Iterable[LossScaler]) -> None:
+        """Forget all scalers but these, and those of wrapped optimizers."""
+        self._catch_up()
+        wanted = {id(scaler) for scaler in (*scalers, *(s for own in self._wrapped.values() for s in own.scalers))}
+        self.scalers = [scaler for scaler in self.scalers if id(scaler) in wanted]
+
+    def switch_off(self, optimizers: Iterable[Any]) -> None:
+        """Leave the losses of these optimizers as they are."""
+        self._off.update(optimizers)
+
+    def is_off(self, optimizers: Any) -> bool:
+        """Tell whether losses of these optimizers stay as they are."""
+        listed = _listed(optimizers)
+        return bool(self._off) and bool(listed) and all(optimizer in self._off for optimizer in listed)
+
+    def serve(self, casts: Casts, check: Callable[[], None]) -> None:
+        """Belong to another handle from now on; ``check`` raises where that one is not active."""
+        self._casts, self._check = casts, check
+
+    def keep_masters_for_all(self, but: Callable[[Any], bool]) -> None:
+        """Give every optimizer that is guarded from now on masters, but those of which ``but`` is true."""
+        self.masters_for_all, self._steps_halves = True, but
 
     @contextlib.contextmanager
     def scaled(self, loss: Any, optimizers: Any, scaler: LossScaler, delay_unscale: bool) -> Iterator[Tensor]:
@@ -88,7 +134,7 @@ class GuardedOptimizers:
             raise UsageError(f"scale_loss() takes a floating tensor, not a {kind}; pass the loss, not loss.item()")
         if not loss.is_floating_point():
             raise UsageError(f"scale_loss() takes a floating tensor, and this loss is {loss.dtype}; check what made it")
-        listed = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+        listed = _listed(optimizers)
         guards = [self.guard(optimizer) for optimizer in listed]
         try:
             with scaled_block(guards, scaler, delay_unscale=delay_unscale) as scale:
@@ -116,7 +162,7 @@ class GuardedOptimizers:
                 raise UsageError(_not_an_optimizer(optimizer))
             refuse_own_scaler(optimizer)
             masters = self._masters.get(optimizer)
-            if masters is None and self.masters_for_all:
+            if masters is None and self.masters_for_all and not self._steps_halves(optimizer):
                 masters = self._masters[optimizer] = MasterWeights(optimizer)
             guard = StepGuard(
                 optimizer,
@@ -189,8 +235,43 @@ class GuardedOptimizers:
         masters = self._masters.get(optimizer)
         if masters is None:
             masters = self._masters[optimizer] = MasterWeights(optimizer, originals)
+            # One from before would know nothing of them.
+            self._drop_guard(optimizer)
             self.guard(optimizer)
+        else:
+            masters.adopt(originals)
         return masters
+
+    def hand_over(self, optimizer: Any) -> MasterWeights | None:
+        """Let go of an optimizer and return its masters, which stay in place."""
+        self._drop_guard(optimizer)
+        return self._masters.pop(optimizer, None)
+
+    def let_go(self, optimizers: Sequence[Any], params: Iterable[Tensor]) -> None:
+        """Give these optimizers, and all that step one of the parameters, back what they had of these parameters."""
+        params = list(params)
+        meant = set(map(id, params))
+        for optimizer in {*self._guards, *self._masters}:
+            masters = self._masters.get(optimizer)
+            own = [*stepped_params(optimizer), *([] if masters is None else (half for half, _ in masters.pairs))]
+            if not (any(optimizer is named for named in optimizers) or any(id(param) in meant for param in own)):
+                continue
+            if masters is not None:
+                masters.dissolve(params)
+                if len(masters):
+                    # It steps other models as well.
+                    continue
+                masters.dissolve()
+                del self._masters[optimizer]
+            self._drop_guard(optimizer)
+            if self._wrapped.pop(optimizer, None) is not None:
+                vars(optimizer).pop("scale_loss", None)
+
+    def _drop_guard(self, optimizer: Any) -> None:
+        guard = self._guards.pop(optimizer, None)
+        self._counted.pop(optimizer, None)
+        if guard is not None:
+            guard.uninstall()
 
     def masters_of(self, optimizer: Any) -> MasterWeights | None:
         """Return an optimizer's masters, None where it has none."""
@@ -215,6 +296,7 @@ class GuardedOptimizers:
             scalers: One for each loss. A scaler that serves another loss already is copied.
             check: Called before each ``scale_loss``; raises where there is nothing to scale.
         """
+        self._check = check
         guard = self.guard(optimizer)
         before = self._wrapped.get(optimizer)
         kept = [scaler for scaler in self.scalers if before is None or scaler not in before.scalers]
@@ -225,7 +307,7 @@ class GuardedOptimizers:
         reference = weakref.ref(optimizer)
 
         def scale_loss(loss: Tensor, *, delay_unscale: bool = False) -> contextlib.AbstractContextManager[Tensor]:
-            check()
+            self._check()
             return self.scaled(loss, reference(), own.next(), delay_unscale)
 
         optimizer.scale_loss = scale_loss
@@ -323,6 +405,10 @@ class GuardedOptimizers:
         for guard in self._guards.values():
             # The skips in a row were those of the run that is left behind.
             guard.consecutive_skips = 0
+
+
+def _listed(optimizers: Any) -> list[Any]:
+    return list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
 
 
 def _is_guarded(optimizer: Any) -> bool:

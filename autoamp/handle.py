@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from autoamp.attaching import stepped_params
 from autoamp.auto_scaling import AutoScale
 from autoamp.cast_cache import CastCache
 from autoamp.casting import Casts
@@ -27,7 +29,7 @@ from autoamp.scaling import LossScaler, make_scaler
 from autoamp.targets import Target, expand
 from autoamp.tensors import HALF_DTYPES, default_device_type, default_half_dtype
 
-__all__ = ["Handle", "Settings"]
+__all__ = ["Handle", "Settings", "Setup"]
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +68,28 @@ class Settings:
         return cls(loss_scale, enable_caching, verbose, allow_banned, device_type, dtype, rebind, table)
 
 
+@dataclass(frozen=True)
+class Setup:
+    """What one call of `initialize` set up.
+
+    Attributes:
+        settings: What its arguments came to.
+        patches: Whether torch is patched for it, and ``on`` whether that acts everywhere, or within its models.
+        masters: Whether optimizers of its models step master weights.
+        key: Equal for calls that share their loss scalers.
+        scalers: One for each ``loss_id``.
+        models: Those that the call named, held weakly.
+    """
+
+    settings: Settings
+    patches: bool
+    on: bool
+    masters: bool
+    key: Any
+    scalers: list[LossScaler]
+    models: weakref.WeakSet[Module]
+
+
 class Handle:
     """Patched torch, and the loss scaling that goes with it. Made by `autoamp.init()`; there is one at a time.
 
@@ -76,6 +100,7 @@ class Handle:
         optimizers: The optimizers that it guards, and the loss scalers.
         skipped_rules: Rules of shipped list sets on ops that this torch lacks.
         ended: Whether ``deactivate`` was called; a handle that was only suspended may come back.
+        setups: The calls of `initialize` that it serves, in their order.
     """
 
     def __init__(self, settings: Settings, *, on: bool = True, scalers: Sequence[LossScaler] | None = None) -> None:
@@ -91,6 +116,7 @@ class Handle:
         self._auto_scale: AutoScale | None = None
         self._counts: Counts | None = None
         self.ended = False
+        self.setups: list[Setup] = []
 
     # -- lifecycle --
 
@@ -108,6 +134,7 @@ class Handle:
             allow_banned=self.settings.allow_banned,
             rebind=self.settings.rebind,
             counts=self._counts,
+            met=self._meet if any(setup.masters for setup in self.setups) else None,
         )
         self.casts.open()
         try:
@@ -162,6 +189,61 @@ class Handle:
         self.models.restore()
         return foreign
 
+    def inherit(self, before: Handle, setups: Sequence[Setup], models: Sequence[Module], optimizers: Any) -> None:
+        """Take over what earlier calls of `initialize` set up, but for what is named again, which is let go.
+
+        Args:
+            before: The handle that served them, suspended.
+            setups: The calls of which something is left. Where there are none the handle before is deactivated.
+            models: Those that are named again, or were never set up.
+            optimizers: So are these.
+        """
+        if not setups:
+            before.deactivate()
+            return
+        if before._auto_scale is not None:
+            before._auto_scale.stop()
+        if before._counts is not None:
+            before._counts.stop()
+        before.let_go(models, optimizers)
+        before.ended = True
+        self.precisions.join(before.precisions)
+        self.models, self.optimizers, self.setups = before.models, before.optimizers, list(setups)
+        self.models.serve(self.casts)
+        self.optimizers.serve(self.casts, self._check_active)
+        self.optimizers.masters_for_all = False
+        self.optimizers.keep_scalers(scaler for setup in setups for scaler in setup.scalers)
+        before.models = CastModels(before.casts)
+        before.optimizers = GuardedOptimizers(before.casts, before.optimizers.scalers)
+
+    def let_go(self, models: Sequence[Module], optimizers: Sequence[Any]) -> None:
+        """Give these models, and the optimizers that step their parameters, back what they had."""
+        named = [*models, *self.models.overlapping(models)]
+        modules = {module for model in named for module in model.modules()}
+        # What another model shares with these stays as that one wants it.
+        kept = {id(param) for model in self.models.halves() if model not in modules for param in model.parameters()}
+        params = {id(param): param for model in named for param in model.parameters() if id(param) not in kept}
+        self.precisions.undo_within(modules)
+        self.optimizers.let_go(optimizers, params.values())
+        self.models.let_go(self.models.overlapping(models))
+
+    def steps_halves(self, optimizer: Any) -> bool:
+        """Tell whether all half parameters of an optimizer are of models whose level keeps no masters."""
+        models = [model for setup in self.setups if not setup.masters for model in setup.models]
+        without = {id(param) for model in models for param in model.parameters()}
+        stepped = [param for param in stepped_params(optimizer) if param.dtype in HALF_DTYPES]
+        return bool(stepped) and all(id(param) in without for param in stepped)
+
+    def _meet(self, optimizer: Any) -> None:
+        """Give an optimizer that was made after `initialize` masters, before anything is loaded into it."""
+        models = [model for setup in self.setups if setup.masters for model in setup.models]
+        held = {id(param) for model in models for param in model.parameters()}
+        with contextlib.suppress(AttributeError):
+            # A half-built optimizer has no groups.
+            stepped = [param for param in stepped_params(optimizer) if param.dtype in HALF_DTYPES]
+            if any(id(param) in held for param in stepped):
+                self.optimizers.keep_masters(optimizer)
+
     def patch(self, target: Target) -> None:
         """Patch one more target while active."""
         if self._installation is not None:
@@ -185,14 +267,15 @@ class Handle:
         self._check_active()
         if self._counts is None:
             self._counts = Counts(self._count_no_more)
-            self._install_anew()
+            self.install_anew()
         return self._counts
 
     def _count_no_more(self) -> None:
         self._counts = None
-        self._install_anew()
+        self.install_anew()
 
-    def _install_anew(self) -> None:
+    def install_anew(self) -> None:
+        """Take the patches back and put them in place again, by what is held now."""
         if self.is_active():
             self.suspend()
             self.activate(tuple(self._registered))
@@ -320,7 +403,7 @@ class Handle:
         self._check_active()
         if self.optimizers.wrapped:
             raise UsageError("after wrap_optimizer() use `with optimizer.scale_loss(loss)`, not handle.scale_loss")
-        return self.optimizers.scaled(loss, optimizers, self.optimizers.scaler(loss_id), delay_unscale)
+        return self.optimizers.scaled(loss, optimizers, self.optimizers.scaler(loss_id, optimizers), delay_unscale)
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
         """Give an optimizer a ``scale_loss(loss)`` of its own, with a scaler for each of ``num_loss`` losses.

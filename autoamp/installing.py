@@ -27,7 +27,7 @@ from autoamp.modules import (
     build_parallel_apply,
     build_recompute,
 )
-from autoamp.patching import PatchSet, mark, name_by, original_of
+from autoamp.patching import PatchSet, dress, mark, name_by, original_of
 from autoamp.policies import build
 from autoamp.rnn import build_check_input
 from autoamp.rules import CastPolicy, CastRule
@@ -54,6 +54,7 @@ class Installation:
         allow_banned: bool,
         rebind: bool,
         counts: Counts | None = None,
+        met: Callable[[Any], None] | None = None,
     ) -> None:
         self._casts = casts
         self._precisions = precisions
@@ -61,6 +62,7 @@ class Installation:
         self._allow_banned = allow_banned
         self._rebind = rebind
         self._counts = counts
+        self._met = met
         self._patches = PatchSet()
         # One replacement for each original, policy and in-place form, so that aliases stay the same object.
         self._built: dict[tuple[int, CastPolicy, int], tuple[Target, Any]] = {}
@@ -154,6 +156,7 @@ class Installation:
             (context, "apply", lambda original: build_function_backward(original, casts)),
             (torch.nn.Module, "__call__", self._module_call),
             *((torch.nn.Module, name, builder) for name, builder in self._models.builders()),
+            (torch.optim.Optimizer, None if self._met is None else "__init__", self._optimizer_init),
         ]
         for owner, name, builder in builders:
             if owner is None or name is None:
@@ -168,6 +171,15 @@ class Installation:
 
     def _module_call(self, original: Any) -> Any:
         return self._models.around(build_module_call(original, self._casts, self._precisions), original)
+
+    def _optimizer_init(self, original: Any) -> Any:
+        met: Any = self._met
+
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            met(self)
+
+        return dress(init, original, original.__module__, original.__qualname__)
 
     def _let_torchscript_know(self, original: Any, replacement: Any) -> None:
         # The compiler of torch.jit.script cannot compile a variadic closure. It knows builtins, and functions that are

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import gc
 import logging
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -18,7 +21,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from autoamp.checks import check_half_model, check_half_norms, check_optimizer
 from autoamp.errors import UsageError, level_of_user
 from autoamp.guarding import refuse_own_scaler
-from autoamp.handle import Handle, Settings
+from autoamp.handle import Handle, Settings, Setup
 from autoamp.model_casting import Treatment
 from autoamp.rules import CastTable
 from autoamp.runtime import current_handle, put_handle
@@ -84,7 +87,8 @@ def initialize(
 ) -> Any:
     """Set models and optimizers up for mixed precision at an opt level.
 
-    A call replaces whatever was set up before: patches are taken back, models that were cast are in fp32 again.
+    A call replaces what was set up before for the models and optimizers that it names: they are as they were, and set
+    up anew. Models and optimizers of earlier calls that it does not name stay as they are, in working order.
 
     Args:
         models: A module or a list of modules, in fp32, not yet wrapped in DataParallel or DistributedDataParallel.
@@ -119,8 +123,7 @@ def initialize(
     model_list, optimizer_list = _models(models), _optimizers(optimizers)
     result = models if optimizers is None else (models, optimizers)
     if not _flag("enabled", enabled):
-        put_handle(None)
-        _switch.on = False
+        _leave_off(model_list, optimizer_list)
         return result
     level = _properties(
         opt_level,
@@ -140,11 +143,22 @@ def initialize(
     expand(table)
     settings = replace(settings, table=table, opt_level=opt_level)
     scalers = _scalers(level, settings.dtype, num_losses, min_loss_scale, max_loss_scale)
-    # Every argument was looked at: from here on the handle before is gone.
-    put_handle(None)
-    handle = Handle(settings, on=level.patch_torch_functions and scope == "global", scalers=scalers)
+    earlier = _earlier(model_list)
+    setup = Setup(
+        settings,
+        patches=level.patch_torch_functions,
+        on=level.patch_torch_functions and scope == "global",
+        masters=level.master_weights,
+        key=(_kind_of_scale(level, scalers[0]), min_loss_scale, max_loss_scale),
+        scalers=scalers,
+        models=weakref.WeakSet(model_list),
+    )
+    # Every argument was looked at: from here on what was set up before for these models is gone.
+    handle = _handle_for(setup, earlier, model_list, optimizer_list)
+    setup = handle.setups[-1]
     try:
-        _hold_models(handle, level, model_list, cast_model_outputs, scope)
+        _hold_models(handle, setup, level, model_list, cast_model_outputs)
+        handle.optimizers.use_scalers(setup.scalers, optimizer_list)
         put_handle(handle)
         for model in model_list:
             handle.override(model)
@@ -156,12 +170,74 @@ def initialize(
         raise
     handle.models.originals.clear()
     _switch.on = True
-    # An optimizer that is built after this call gets its masters at its first scale_loss.
-    handle.optimizers.masters_for_all = level.master_weights
+    if any(one.masters for one in handle.setups):
+        handle.optimizers.keep_masters_for_all(handle.steps_halves)
     _warn(level, model_list, optimizer_list, keep_batchnorm_fp32, table)
     if verbosity:
         log.info("%s, half dtype %s, %s losses, scope %s", level, settings.dtype, num_losses, scope)
     return result
+
+
+def _earlier(models: Sequence[Module]) -> list[Setup]:
+    """Return the earlier calls whose models are alive and not named again, nor a part of one that is, or around it."""
+    handle = current_handle()
+    if handle is None or not handle.setups:
+        return []
+    named = {module for model in models for module in model.modules()}
+
+    def left(setup: Setup) -> weakref.WeakSet[Module]:
+        return weakref.WeakSet(model for model in setup.models if named.isdisjoint(model.modules()))
+
+    found = [replace(setup, models=left(setup)) for setup in handle.setups]
+    if any(setup.models for setup in found):
+        # What is alive in cycles alone would keep its patches.
+        gc.collect()
+    return [setup for setup in found if setup.models]
+
+
+def _handle_for(setup: Setup, earlier: Sequence[Setup], models: Sequence[Module], optimizers: Sequence[Any]) -> Handle:
+    """Return a new handle, not active yet, that has taken over what earlier calls set up for other models."""
+    patched = [one for one in earlier if one.patches]
+    if setup.patches and any(one.settings.table != setup.settings.table for one in patched):
+        log.warning(
+            "torch can be patched in one way at a time: the models of earlier calls of initialize() run by the lists "
+            "and the half dtype %s of this one from now on",
+            setup.settings.dtype,
+        )
+    # A level that leaves torch alone leaves it to the last one that does not.
+    ruling = setup.settings if setup.patches or not patched else patched[-1].settings
+    on = setup.on or any(one.on for one in earlier)
+    handle = Handle(replace(ruling, opt_level=setup.settings.opt_level), on=on, scalers=setup.scalers)
+    put_handle(None, functools.partial(handle.inherit, setups=earlier, models=models, optimizers=optimizers))
+    shared = next((one.scalers for one in earlier if one.key == setup.key), None)
+    if shared is not None:
+        # Later calls add to the scalers that are there.
+        shared += setup.scalers[len(shared) :]
+        setup = replace(setup, scalers=shared)
+    handle.setups.append(setup)
+    return handle
+
+
+def _leave_off(models: Sequence[Module], optimizers: Sequence[Any]) -> None:
+    """Undo what was set up for these models and optimizers, and leave their losses alone."""
+    earlier = _earlier(models)
+    handle = current_handle()
+    if handle is None or not earlier:
+        put_handle(None)
+        _switch.on = False
+        return
+    handle.let_go(models, optimizers)
+    handle.setups[:] = earlier
+    handle.optimizers.switch_off(optimizers)
+    for model in models:
+        handle.hold(model, Treatment(casts=False))
+    handle.install_anew()
+
+
+def _kind_of_scale(level: OptLevel, scaler: LossScaler) -> Any:
+    """Return what is equal for calls that want the same scale: a scaler that was given is like no other."""
+    given = isinstance(level.loss_scale, LossScaler)
+    return level.loss_scale if given else (type(scaler), scaler.loss_scale)
 
 
 def _warn(
@@ -188,10 +264,11 @@ def _warn(
 
 
 def _hold_models(
-    handle: Handle, level: OptLevel, models: Sequence[Module], outputs: torch.dtype | None, scope: str
+    handle: Handle, setup: Setup, level: OptLevel, models: Sequence[Module], outputs: torch.dtype | None
 ) -> None:
-    half = handle.settings.dtype
-    casts = level.patch_torch_functions and scope == "models"
+    half = setup.settings.dtype
+    # In a model whose level leaves torch alone nothing is cast, also where torch is patched for another.
+    casts = None if setup.on else setup.patches
     treatment = Treatment(outputs=outputs or (torch.float32 if casts else None), casts=casts)
     kind = half if level.cast_model_type == "half" else level.cast_model_type
     for model in models:
@@ -308,6 +385,8 @@ def scale_loss(
     """
     handle = current_handle()
     if handle is None and not _switch.on:
+        return contextlib.nullcontext(loss)
+    if handle is not None and handle.optimizers.is_off(optimizers):
         return contextlib.nullcontext(loss)
     return _needed(handle, "scale_loss").scale_loss(loss, optimizers, loss_id, delay_unscale=delay_unscale)
 

@@ -197,8 +197,9 @@ class MasterWeights:
         return [(half, link.master) for half, link in self._pairs.values()]
 
     @torch.no_grad()
-    def adopt(self) -> None:
-        """Give every half parameter in the optimizer's groups a master."""
+    def adopt(self, originals: Mapping[int, Tensor] | None = None) -> None:
+        """Give every half parameter in the optimizer's groups a master; ``originals`` as for the object."""
+        self._originals = originals or self._originals
         optimizer: Any = self._optimizer()
         for group in optimizer.param_groups:
             params = group["params"]

@@ -13,7 +13,7 @@ import dataclasses
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -41,13 +41,13 @@ class Treatment:
     Attributes:
         inputs: The dtype that inputs are cast to; None leaves them.
         outputs: The dtype that outputs are cast to; None leaves them.
-        casts: Whether the casts of the lists, off elsewhere, are on within.
+        casts: Whether the casts of the lists are on within, whatever they are elsewhere; None leaves them.
         doubles: Whether inputs in fp64 are cast too: a model with fp64 parameters wants them as they are.
     """
 
     inputs: torch.dtype | None = None
     outputs: torch.dtype | None = None
-    casts: bool = False
+    casts: bool | None = None
     doubles: bool = False
 
 
@@ -143,16 +143,34 @@ class CastModels:
     @torch.no_grad()
     def restore(self) -> None:
         """Cast every model that is in half precision back to fp32, after optimizers have given their masters back."""
-        for model, dtype in list(self._models.items()):
-            vars(model).pop(_MARK, None)
-            if dtype in HALF_DTYPES:
-                self.cast(model, torch.float32)
-        for optimizer in self._optimizers:
-            fit_state(optimizer)
-        self._models.clear()
+        self.let_go(list(self._models))
         self._optimizers.clear()
         self._treatments.clear()
         self.originals.clear()
+
+    @torch.no_grad()
+    def let_go(self, models: Iterable[Module]) -> None:
+        """Cast these models back to fp32, and leave what goes into them and comes out of them alone."""
+        for model in models:
+            self._treatments.pop(vars(model).pop(_MARK, ""), None)
+            if self._models.pop(model, None) in HALF_DTYPES:
+                self.cast(model, torch.float32)
+                del self._models[model]
+        for optimizer in self._optimizers:
+            fit_state(optimizer)
+
+    def overlapping(self, models: Iterable[Module]) -> list[Module]:
+        """Return the models here that are, have, or are a part of one of these."""
+        modules = {module for model in models for module in model.modules()}
+        return [model for model in self._models if not modules.isdisjoint(model.modules())]
+
+    def halves(self) -> list[Module]:
+        """Return the models that are in half precision."""
+        return [model for model, dtype in self._models.items() if dtype in HALF_DTYPES]
+
+    def serve(self, casts: Casts) -> None:
+        """Belong to another handle from now on."""
+        self._casts = casts
 
     def _holds(self, module: Module) -> bool:
         """Tell whether a module is or has a model in half precision, or a copy of one, or is a part of such a model."""
@@ -160,14 +178,19 @@ class CastModels:
             treatment = self._treatments.get(part.__dict__.get(_MARK, ""))
             if treatment is not None and treatment.inputs in HALF_DTYPES:
                 return True
-        halves = [model for model, dtype in self._models.items() if dtype in HALF_DTYPES]
-        return any(module is part for model in halves for part in model.modules())
+        return any(module is part for model in self.halves() for part in model.modules())
 
     def around(self, call: Any, original: Any) -> Any:
         """Build the module call that treats these models around another replacement of the original."""
         if not self._models:
             return call
         treatments, casts = self._treatments, self._casts
+        nothing = contextlib.nullcontext()
+        # Where torch is patched for other models.
+        off = (lambda: casts.switched(False)) if casts.on_by_default else (lambda: nothing)
+        around: dict[bool | None, Callable[[], Any]] = {
+            None: lambda: nothing, True: lambda: _casting(casts), False: off,
+        }  # fmt: skip
 
         def treated(self: Module, *args: Any, **kwargs: Any) -> Any:
             treatment = treatments.get(self.__dict__.get(_MARK, ""))
@@ -175,7 +198,7 @@ class CastModels:
                 return call(self, *args, **kwargs)
             if treatment.inputs is not None:
                 args, kwargs = cast_structure((args, kwargs), treatment.inputs, doubles=treatment.doubles)
-            with _casting(casts) if treatment.casts else contextlib.nullcontext():
+            with around[treatment.casts]():
                 outputs = call(self, *args, **kwargs)
             return outputs if treatment.outputs is None else cast_structure(outputs, treatment.outputs)
 

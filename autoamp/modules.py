@@ -13,7 +13,7 @@ import types
 import uuid
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -70,6 +70,13 @@ class Override:
                 vars(module).pop(_MARKS, None)
         self._precisions._overrides.discard(self)
 
+    def modules(self) -> Iterator[Module]:
+        """Yield the modules that are left of those that were given a precision."""
+        for reference, _ in self._marked:
+            module = reference()
+            if module is not None:
+                yield module
+
     def __enter__(self) -> Override:
         return self
 
@@ -121,6 +128,18 @@ class ModulePrecisions:
         """Undo every override that still stands."""
         for override in list(self._overrides):
             override.undo()
+
+    def undo_within(self, modules: Container[Module]) -> None:
+        """Undo the overrides that are about one of these modules."""
+        for override in list(self._overrides):
+            if any(module in modules for module in override.modules()):
+                override.undo()
+
+    def join(self, other: ModulePrecisions) -> None:
+        """Let the overrides of another object be this one's too."""
+        other._live.update(self._live)
+        other._overrides |= self._overrides
+        self._live, self._overrides, self.any = other._live, other._overrides, self.any or other.any
 
     def _kept(self, override: Override) -> Override:
         self._overrides.add(override)

@@ -63,8 +63,13 @@ class _Runtime:
         handle = self._handle
         return handle.casts if handle is not None and handle.is_active() and handle.casts.local.on else None
 
-    def put_base(self, handle: Handle | None) -> None:
-        """Make ``handle`` what is active outside of regions, and end the one before. On an error nothing changes."""
+    def put_base(self, handle: Handle | None, end: Callable[[Handle], object] | None = None) -> None:
+        """Make ``handle`` what is active outside of regions, and end the one before. On an error nothing changes.
+
+        Args:
+            handle: None for no handle.
+            end: Called with the one before, which is suspended, in the place of its ``deactivate()``.
+        """
         with self.lock:
             if any(serving is not self._base for serving, _ in self._open):
                 raise UsageError("torch cannot be patched anew while a region is open; leave the region's block first")
@@ -73,7 +78,7 @@ class _Runtime:
             self._base = handle
             if before is not None:
                 self._suspended.discard(before)
-                before.deactivate()
+                before.deactivate() if end is None else end(before)
             if handle is not None:
                 for listener in list(self.listeners):
                     listener(handle)
@@ -184,9 +189,14 @@ def init(
         return handle
 
 
-def put_handle(handle: Handle | None) -> None:
-    """Make ``handle`` the active one in place of the one before; None only takes that one back."""
-    _runtime.put_base(handle)
+def put_handle(handle: Handle | None, end: Callable[[Handle], object] | None = None) -> None:
+    """Make ``handle`` the active one in place of the one before; None only takes that one back.
+
+    Args:
+        handle: None for none.
+        end: Called with the one before in the place of its ``deactivate()``.
+    """
+    _runtime.put_base(handle, end)
 
 
 def when_put(callback: Callable[[Handle], None]) -> Callable[[], None]:

@@ -71,7 +71,20 @@ def steps(handle: Any, training: Training, *factors: float) -> None:
 # -- the handle that does nothing --
 
 # What init() and initialize() call; what a user of a handle never does.
-FOR_OTHER_ROOMS = {"activate", "ended", "suspend", "patch", "hold", "keep_masters", "step_halves"}
+FOR_OTHER_ROOMS = {
+    "inherit",
+    "install_anew",
+    "let_go",
+    "setups",
+    "steps_halves",
+    "activate",
+    "ended",
+    "suspend",
+    "patch",
+    "hold",
+    "keep_masters",
+    "step_halves",
+}
 # What a handle is composed of.
 PARTS = {"settings", "casts", "precisions", "models", "optimizers"}
 

@@ -9,7 +9,18 @@ from autoamp.handle import Handle
 from autoamp.no_op import NoOpHandle
 
 # What init and initialize call on a handle of their own making.
-INTERNAL = {"activate", "suspend", "patch", "hold", "keep_masters", "step_halves"}
+INTERNAL = {
+    "inherit",
+    "install_anew",
+    "let_go",
+    "steps_halves",
+    "activate",
+    "suspend",
+    "patch",
+    "hold",
+    "keep_masters",
+    "step_halves",
+}
 
 
 def test_the_surface_is_that_of_a_handle() -> None:
