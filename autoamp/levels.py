@@ -270,7 +270,7 @@ def _hold_models(
     # In a model whose level leaves torch alone nothing is cast, also where torch is patched for another.
     casts = None if setup.on else setup.patches
     treatment = Treatment(outputs=outputs or (torch.float32 if casts else None), casts=casts)
-    kind = half if level.cast_model_type == "half" else level.cast_model_type
+    kind: Any = half if level.cast_model_type == "half" else level.cast_model_type
     for model in models:
         if kind is not None:
             inward = Treatment(kind, outputs or torch.float32, casts, doubles=not _has_doubles(model))
@@ -287,7 +287,7 @@ def _properties(opt_level: str, **overrides: Any) -> OptLevel:
     if opt_level not in tuple(LEVELS):
         raise UsageError(f"opt_level={opt_level!r} is unknown; choose 'O0', 'O1', 'O2' or 'O3'")
     level = replace(LEVELS[opt_level], **{name: value for name, value in overrides.items() if value is not None})
-    if level.cast_model_type is False:
+    if overrides["cast_model_type"] is False:
         level = replace(level, cast_model_type=None)
     kind = level.cast_model_type
     if kind not in (None, "half", torch.float32, *HALF_DTYPES):

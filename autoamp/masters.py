@@ -91,7 +91,8 @@ class _Link:
     def take_over_unseen(self, half: Tensor, *, whole: bool) -> None:
         """Do as `take_over` does, before the first step, where a hash alone tells whether there was a write."""
         value, differs = self._compared(half)
-        written = (_fingerprint(half) != self.fingerprint).to(value.device)
+        now: Any = _fingerprint(half)
+        written = (now != self.fingerprint).to(value.device)
         master = self.master
         kept = differs & ~written if whole else ~(differs & written)
         master.copy_(torch.where(kept, master, value))
