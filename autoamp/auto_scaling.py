@@ -155,14 +155,15 @@ class AutoScale:
 
     def _notice_scaler(self, scaler: torch.amp.GradScaler) -> None:
         if getattr(scaler, "_enabled", False):
-            self._stand_aside("torch.amp.GradScaler")
+            self.stand_aside("torch.amp.GradScaler")
 
     def _notice_autocast(self, region: torch.autocast) -> None:
         # A region for an evaluation, or for another device, says nothing of how the program trains.
         if region._enabled and region.device == self._optimizers.device_type and torch.is_grad_enabled():
-            self._stand_aside("torch.autocast")
+            self.stand_aside("torch.autocast")
 
-    def _stand_aside(self, whom: str) -> None:
+    def stand_aside(self, whom: str) -> None:
+        """Scale nothing any more: that is left to ``whom``, which the program has for it."""
         if self._aside is None:
             self._aside = whom
             log.info("the program uses %s: scaling its losses is left to it", whom)

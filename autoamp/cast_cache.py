@@ -20,10 +20,16 @@ __all__ = ["CastCache", "ThreadState", "cast_for_any_mode", "serves_others"]
 
 
 class ThreadState(threading.local):
-    """What differs by thread, of one handle. The class attributes are the defaults of a thread that was never seen."""
+    """What differs by thread, of one handle. The class attributes are the defaults of a thread that was never seen.
 
-    on = True
+    ``on`` is whether the thread casts. Where that is still to be asked, by `Casts.state` or for each call, it is None
+    or something else that is false, so that a replacement need look no closer.
+    """
+
+    on: Any = True
     forced_off = False
+    # Whether a module's constructor has begun outside of modules' calls, as far as anybody has looked.
+    constructing = False
     entries: dict[int, _Entry | None] | None = None
     last: _Shared | None = None
     # The disabled torch.autocast regions around, each with the block that turns casts off for it.

@@ -31,9 +31,14 @@ class SparseArgument(Exception):
 
 
 class Casts:
-    """What casting needs to know, of one handle: the half dtype, the device type, each thread's switch, the cache."""
+    """What casting needs to know, of one handle: the half dtype, the device type, each thread's switch, the cache.
 
-    def __init__(self, dtype: torch.dtype, device_type: str, *, enable_caching: bool = True, on: bool = True) -> None:
+    These cast everywhere, or with ``on=False`` in the threads and blocks alone that turn casts on.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, device_type: str, *, enable_caching: bool = True, on: bool | None = True
+    ) -> None:
         self.dtype = dtype
         self.device_type = device_type
         # A class of its own, so that its class attributes are this handle's defaults in every thread.
@@ -60,7 +65,7 @@ class Casts:
         self._open = True
         type(self.local).on = self._on
         # A block that turns casts on, such as a module's precision, must not do so in a thread that is off by default.
-        type(self.local).forced_off = not self._on
+        type(self.local).forced_off = self._on is False
 
     @property
     def on_by_default(self) -> bool:
@@ -83,14 +88,39 @@ class Casts:
         type(self.local).forced_off = True
         self.cache.clear()
 
+    def state(self) -> bool | None:
+        """Tell whether this thread casts now; None where that is asked for each call."""
+        on: bool = self.local.on
+        return on
+
+    def wants(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Tell whether a call with these arguments is to be cast."""
+        return bool(self.local.on)
+
+    def passing(self, original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what a replacement calls where `ThreadState.on` is false: here what it replaces."""
+        return original
+
+    def around_outermost(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what stands around a module's call that is within no other: here nothing does."""
+        return call
+
+    def builders(self) -> Sequence[tuple[Any, str, Callable[[Any], Any]]]:
+        """Return what else is to be patched for these casts: owner, name and what builds the replacement."""
+        return ()
+
+    def evaluating(self) -> contextlib.AbstractContextManager[None]:
+        """Let a closure, which an optimizer calls within its step, cast as around the step."""
+        return self.switched(True)
+
     @contextlib.contextmanager
-    def switched(self, on: bool) -> Iterator[None]:
+    def switched(self, on: bool | None) -> Iterator[None]:
         """Turn this thread's casts on or off for a block. ``on`` yields to a ``disable_casts`` around it."""
         local = self.local
         own = vars(local)
         before = own.get("on")
         self.blocks.append(None)
-        local.on = on and not local.forced_off
+        put_back(own, "on", False if local.forced_off else on)
         try:
             yield
         finally:
@@ -116,9 +146,14 @@ class Casts:
         finally:
             put_back(own, "forced_off", before)
 
-    def remembered(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function so that it runs as this thread casts now, whenever and in whichever thread it is called."""
-        switches = self.switches()
+    def remembered(self, function: Callable[..., Any], args: Sequence[Any] = ()) -> Callable[..., Any]:
+        """Wrap a function so that it runs as this thread casts now, whenever and in whichever thread it is called.
+
+        Args:
+            function: What is to be called later.
+            args: What it is called with, where that is known and may tell how it casts.
+        """
+        switches = self.switches(args)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with self.switched_to(switches):
@@ -126,17 +161,18 @@ class Casts:
 
         return run
 
-    def switches(self) -> tuple[bool, bool]:
-        """Return how this thread casts now, for `switched_to`."""
-        return self.local.on, self.local.forced_off
+    def switches(self, args: Sequence[Any] = ()) -> tuple[bool | None, bool]:
+        """Return how this thread casts now, for `switched_to`, before a call with these arguments."""
+        return self.state(), self.local.forced_off
 
     @contextlib.contextmanager
-    def switched_to(self, switches: tuple[bool, bool]) -> Iterator[None]:
+    def switched_to(self, switches: tuple[bool | None, bool]) -> Iterator[None]:
         """Let this thread cast for a block as one did when it called `switches`."""
         own = vars(self.local)
         before = own.get("on"), own.get("forced_off")
         self.blocks.append(None)
-        own["on"], own["forced_off"] = switches
+        put_back(own, "on", switches[0])
+        own["forced_off"] = switches[1]
         try:
             yield
         finally:

@@ -23,9 +23,9 @@ __all__ = ["main", "set_up_child"]
 
 _RUN_HELP = """\
 Runs a program unmodified, in mixed precision. Torch is patched by the cast lists before the program's first import.
-A program that knows nothing of mixed precision has its losses scaled, its gradients unscaled before its own code sees
-them, and steps that overflow skipped. One that scales by itself (apex, torch.amp) is left to do so: `import apex`
-finds autoamp.
+What its modules compute is cast; tables, statistics and preprocessing stay as they are. In fp16 its losses are scaled,
+its gradients unscaled before its own code sees them, and steps that overflow skipped. A program that does this by
+itself (apex, torch.amp, half-precision models) is left to do so: `import apex` finds autoamp.
 """
 
 _LEVEL_HELP = """\
@@ -161,7 +161,8 @@ def _sections(found: Mapping[str, Any], measured: Sequence[probing.Measured]) ->
         ])),
         ("Device", _aligned([
             (device["kind"], device["name"]), ("half units", device["units"]),
-            ("default dtype", device["default"]), ("fp32 matmul", f"precision {device['fp32_matmul']!r}"),
+            ("default dtype", f"{device['default']}; {device['run_default']} for `autoamp run`"),
+            ("fp32 matmul", f"precision {device['fp32_matmul']!r}"),
         ])),
     ]  # fmt: skip
     if measured:
@@ -270,7 +271,9 @@ def _add_run(commands: Any) -> None:
         usage="autoamp run [options] script.py args...\n       autoamp run [options] -m module args...",
     )
     run.add_argument(
-        "--dtype", choices=list(DTYPES), help="default: fp16 on a GPU, bf16 on a CPU; fp16 after `import apex`"
+        "--dtype",
+        choices=list(DTYPES),
+        help="default: bf16 where the device has units for it, else fp16; fp16 for a program of Apex",
     )
     run.add_argument("--device-type", help="whose tensors are cast: cuda, cpu, ...; the accelerator's unless given")
     run.add_argument("--lists", action="append", default=[], metavar="LIST",

@@ -107,10 +107,10 @@ def counted(replacement: Any, name: str, policy: CastPolicy, casts: Casts, count
     """
     if isinstance(replacement, (staticmethod, classmethod)):
         return type(replacement)(counted(replacement.__func__, name, policy, casts, counts))
-    compiling, local, blocks = torch.compiler.is_compiling, casts.local, casts.blocks
+    compiling = torch.compiler.is_compiling
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not compiling() and counts.active and not (blocks and not local.on):
+        if not compiling() and counts.active and casts.wants(args, kwargs):
             _count(args, kwargs, name, policy, casts, counts)
         return replacement(*args, **kwargs)
 

@@ -76,6 +76,10 @@ class FP16_Optimizer(torch.optim.Optimizer):  # noqa: N801
             collect=self._masters.collect,
         )
         self._guard.install()
+        handle = current_handle()
+        if handle is not None:
+            handle.leave_to("FP16_Optimizer")
+            handle.optimizers.note_own(self._guard, self.loss_scaler)
         # What Optimizer.__init__ sets up besides groups and state, which here are the inner optimizer's.
         self.__setstate__({"defaults": getattr(init_optimizer, "defaults", {})})
 
@@ -231,6 +235,9 @@ class FP16_Optimizer(torch.optim.Optimizer):  # noqa: N801
             yield
 
     def _stepped(self) -> None:
+        handle = current_handle()
+        if handle is not None:
+            handle.optimizers.note_own(self._guard, self.loss_scaler)
         if self._guard.last_step_ran:
             self._masters.copy_down()
 

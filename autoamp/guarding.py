@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,32 @@ from autoamp.stepping import Skips, StepGuard, scaled_block
 __all__ = ["GuardedOptimizers", "refuse_own_scaler"]
 
 
+@dataclasses.dataclass
+class OwnSteps:
+    """Steps of optimizers that scale their losses themselves, of all together.
+
+    Attributes:
+        steps: How many there were, skips included.
+        scalers: The loss scaler of each optimizer, by what is known of its skips.
+    """
+
+    steps: int = 0
+    scalers: dict[Skips, LossScaler] = dataclasses.field(default_factory=dict)
+
+    @property
+    def skipped(self) -> int:
+        """How many of the steps were skips. Waits for the device where that alone knows."""
+        return sum(skips.total for skips in self.scalers)
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale of the last optimizer. Waits as `skipped` does."""
+        for skips in self.scalers:
+            # Scalers hear of skips no earlier than somebody asks.
+            skips.catch_up()
+        return list(self.scalers.values())[-1].loss_scale
+
+
 class GuardedOptimizers:
     """Guards optimizers as scaled losses come by.
 
@@ -34,6 +61,8 @@ class GuardedOptimizers:
     Attributes:
         scalers: As given, and those of wrapped optimizers.
         steps: How many steps of optimizers there were, skips included.
+        guarded: How many optimizers were ever guarded.
+        own: What the program's own `FP16_Optimizer` did; None where it has none.
         masters_for_all: Whether every optimizer that is guarded from now on gets masters for its half parameters.
         max_consecutive_skips: So many skips of one optimizer in a row are an error.
     """
@@ -49,6 +78,8 @@ class GuardedOptimizers:
         self.steps = 0
         self._skipped_steps = 0
         self._last: Skips | None = None
+        self.guarded = 0
+        self.own: OwnSteps | None = None
         self.masters_for_all = False
         self.max_consecutive_skips = 50
         self._casts = casts
@@ -167,13 +198,14 @@ class GuardedOptimizers:
             guard = StepGuard(
                 optimizer,
                 casts_off=lambda: self._casts.switched(False) if masters is None else self._stepping(masters),
-                casts_on=lambda: self._casts.switched(True),
+                casts_on=self._casts.evaluating,
                 after_step=functools.partial(self._stepped, weakref.ref(optimizer), masters),
                 collect=None if masters is None else masters.collect,
                 on_skip=self._count_skip,
             )
             guard.install()
             self._guards[optimizer] = guard
+            self.guarded += 1
             if check and masters is None:
                 check_optimizer(optimizer, stacklevel=level_of_user() + 1)
         guard.max_consecutive_skips = self.max_consecutive_skips
@@ -360,11 +392,22 @@ class GuardedOptimizers:
         if guard is None:
             return
         self._last = guard.skips
-        self.steps += guard.steps - self._counted.get(optimizer, 0)
-        self._counted[optimizer] = guard.steps
+        self.steps += self._new_steps(guard)
         # Where the optimizer has skipped by itself the masters are as they were, and so are the halves after this.
         if masters is not None and guard.last_step_ran:
             masters.copy_down()
+
+    def note_own(self, guard: StepGuard, scaler: LossScaler) -> None:
+        """Take note of the steps of an optimizer that scales its loss itself. Nobody waits for the device."""
+        own = self.own = self.own or OwnSteps()
+        own.steps += self._new_steps(guard)
+        own.scalers[guard.skips] = scaler
+
+    def _new_steps(self, guard: StepGuard) -> int:
+        """Return how many steps were not counted yet."""
+        steps = guard.steps - self._counted.get(guard, 0)
+        self._counted[guard] = guard.steps
+        return steps
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scalers' state and the number of skips."""

@@ -26,6 +26,7 @@ from autoamp.model_casting import CastModels, Treatment
 from autoamp.modules import ModulePrecisions, Override
 from autoamp.rules import CastRule, CastTable, load_table
 from autoamp.scaling import LossScaler, make_scaler
+from autoamp.scoping import ModuleCasts
 from autoamp.targets import Target, expand
 from autoamp.tensors import HALF_DTYPES, default_device_type, default_half_dtype
 
@@ -47,11 +48,13 @@ class Settings:
     rebind: bool
     table: CastTable
     opt_level: str | None = None
+    scope: str = "global"
 
     @classmethod
     def of(
         cls, loss_scale: Any = None, enable_caching: bool = True, verbose: bool = False, allow_banned: bool = True,
         lists: Any = None, device_type: str | None = None, dtype: torch.dtype | None = None, rebind: bool = True,
+        scope: str = "global",
     ) -> Settings:  # fmt: skip
         """Fill in the defaults and read the lists. Every wrong argument is told before anything is patched."""
         try:
@@ -63,9 +66,11 @@ class Settings:
         dtype = default_half_dtype(device_type) if dtype is None else dtype
         if dtype not in HALF_DTYPES:
             raise UsageError(f"dtype={dtype} is no half precision; choose torch.float16 or torch.bfloat16")
+        if scope not in ("global", "modules"):
+            raise UsageError(f"scope={scope!r} is unknown; choose 'global' or 'modules'")
         table = load_table(lists, base="bf16" if dtype is torch.bfloat16 else "default", device_type=device_type)
         make_scaler(loss_scale, dtype)
-        return cls(loss_scale, enable_caching, verbose, allow_banned, device_type, dtype, rebind, table)
+        return cls(loss_scale, enable_caching, verbose, allow_banned, device_type, dtype, rebind, table, scope=scope)
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,13 @@ class Handle:
 
     def __init__(self, settings: Settings, *, on: bool = True, scalers: Sequence[LossScaler] | None = None) -> None:
         self.settings = settings
-        self.casts = Casts(settings.dtype, settings.device_type, enable_caching=settings.enable_caching, on=on)
+        what, caching = (settings.dtype, settings.device_type), settings.enable_caching
+        if settings.scope == "modules":
+            by_module = ModuleCasts(*what, enable_caching=caching)
+            by_module.on_left = self._leave_scaling_to
+            self.casts: Casts = by_module
+        else:
+            self.casts = Casts(*what, enable_caching=caching, on=on)
         self.precisions = ModulePrecisions(settings.table.modules)
         self.models = CastModels(self.casts)
         self.optimizers = GuardedOptimizers(self.casts, scalers or [make_scaler(settings.loss_scale, settings.dtype)])
@@ -150,6 +161,9 @@ class Handle:
             register_optimizer_step_pre_hook(self.optimizers.before_step),
             register_optimizer_step_post_hook(lambda *_: self.casts.cache.clear()),
         ]
+        if isinstance(self.casts, ModuleCasts):
+            note_step = self.casts.note_step
+            self._step_hooks.append(register_optimizer_step_pre_hook(lambda *_: note_step()))
         if self._auto_scale is not None:
             self._auto_scale.resume()
         log.log(
@@ -437,7 +451,18 @@ class Handle:
         self._check_active()
         if self._auto_scale is None or not self._auto_scale.active:
             self._auto_scale = AutoScale(self.optimizers, self.optimizers.scaler(0)).start()
+            if isinstance(self.casts, ModuleCasts) and self.casts.left_to is not None:
+                self._auto_scale.stand_aside(self.casts.left_to)
         return self._auto_scale
+
+    def leave_to(self, whom: str) -> None:
+        """Take note that the program itself computes in half precision: with ``scope="modules"`` casts end for good."""
+        if isinstance(self.casts, ModuleCasts):
+            self.casts.leave_to(whom)
+
+    def _leave_scaling_to(self, whom: str) -> None:
+        if self._auto_scale is not None:
+            self._auto_scale.stand_aside(whom)
 
     def _check_active(self) -> None:
         if not self.is_active():

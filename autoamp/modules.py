@@ -223,19 +223,21 @@ def build_module_call(original: types.FunctionType, casts: Casts, precisions: Mo
         finally:
             local.entries = local.last = None
 
+    outermost = casts.around_outermost(scoped)
+
     def call(self: Module, *args: Any, **kwargs: Any) -> Any:
         if precisions.any and not local.forced_off:
             precision = precisions.of(self)
             if precision is not None:
                 within = precision is ModulePrecision.FP16
-                goes_on_in_fp32 = within and not local.on
+                goes_on_in_fp32 = within and casts.state() is not True
                 args, kwargs = _inputs(precision, casts, (args, kwargs))
                 with casts.switched(within):
-                    output = scoped(self, *args, **kwargs)
+                    output = outermost(self, *args, **kwargs)
                 # Code around that casts nothing, such as an fp32 module's, could not use a half result.
                 return _cast_nested(output, casts.to_fp32) if goes_on_in_fp32 else output
         if compiling() or local.entries is None or not known:
-            return scoped(self, *args, **kwargs)
+            return outermost(self, *args, **kwargs)
         own, cls = self.__dict__, type(self)
         try:
             if (
@@ -263,7 +265,7 @@ def build_module_call(original: types.FunctionType, casts: Casts, precisions: Mo
     return dress(call, original, original.__module__, original.__qualname__)  # type: ignore[arg-type]
 
 
-def build_recompute(original: Any, casts: Casts, position: int) -> Any:
+def build_recompute(original: Any, casts: Casts, position: int, *, calls_it: bool = False) -> Any:
     """Build the replacement of a function of `torch.utils.checkpoint` that keeps another to call it again in backward.
 
     By then the module around it has returned, and with it the precision that it ran in; on CUDA the thread differs too.
@@ -272,12 +274,13 @@ def build_recompute(original: Any, casts: Casts, position: int) -> Any:
         original: A function or a staticmethod.
         casts: Whose switches the kept function is to find as they are now.
         position: The kept function's place among the arguments.
+        calls_it: Whether what is replaced makes the first call too, with the arguments that follow.
     """
     if isinstance(original, staticmethod):
-        return staticmethod(build_recompute(original.__func__, casts, position))
+        return staticmethod(build_recompute(original.__func__, casts, position, calls_it=calls_it))
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        kept = casts.remembered(args[position])
+        kept = casts.remembered(args[position], args[position + 1 :] if calls_it else ())
         return original(*args[:position], kept, *args[position + 1 :], **kwargs)
 
     return dress(replacement, original, original.__module__, original.__qualname__)  # type: ignore[arg-type]

@@ -84,7 +84,7 @@ def _build_layer(original: Any, otherwise: Callable[..., Any], casts: Casts) -> 
     def layer(x: Tensor, weight: Parameter, bias: Parameter | None, *rest: Any) -> Any:
         # Called where nobody compiles or traces, with arguments of just these types.
         if blocks and not local.on:
-            return original(x, weight, bias, *rest)
+            return passed(x, weight, bias, *rest)
         dtype = x.dtype
         if (
             (
@@ -150,6 +150,7 @@ def _build_layer(original: Any, otherwise: Callable[..., Any], casts: Casts) -> 
             return layer(x, weight, bias, *args[3:])
         return otherwise(*args)
 
+    passed = casts.passing(original, layer)
     casts.layers[id(replacement)] = replacement, layer
     return replacement
 
@@ -209,7 +210,7 @@ def _build_any(original: Any, general: Callable[..., Any], casts: Casts) -> Call
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
         if blocks and not local.on:
-            return original(*args, **kwargs)
+            return passed(*args, **kwargs)
         for arg in args:
             kind = type(arg)
             if kind is Tensor or kind is Parameter:
@@ -247,6 +248,7 @@ def _build_any(original: Any, general: Callable[..., Any], casts: Casts) -> Call
             narrowed.append(arg)
         return call(*narrowed) if any_full else original(*narrowed)
 
+    passed = casts.passing(original, replacement)
     return replacement
 
 
@@ -266,7 +268,7 @@ def build_composite(original: Any, general: Callable[..., Any], casts: Casts) ->
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
         if blocks and not local.on:
-            return original(*args, **kwargs)
+            return passed(*args, **kwargs)
         any_half = False
         for arg in (*args, *kwargs.values()):
             kind = type(arg)
@@ -293,6 +295,7 @@ def build_composite(original: Any, general: Callable[..., Any], casts: Casts) ->
             switch_cache(cached)
             give_dtype(device_type, before)
 
+    passed = casts.passing(original, replacement)
     return replacement
 
 

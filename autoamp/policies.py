@@ -132,6 +132,9 @@ def _with_casts_off(original: Any, casts: Casts) -> types.FunctionType:
     local, blocks = casts.local, casts.blocks
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        if blocks and local.on is False:
+            # Nothing to switch, and nothing for compiled code to note.
+            return original(*args, **kwargs)
         # `casts.switched(False)` written out: this is the hot path of softmax and the losses.
         own = vars(local)
         before = own.get("on")
@@ -155,7 +158,7 @@ def _casting(original: Any, policy: CastPolicy, casts: Casts) -> types.FunctionT
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
         if blocks and not local.on:
-            return original(*args, **kwargs)
+            return passed(*args, **kwargs)
         # Many calls have nothing to cast: a loop that only looks saves a call, and a new list.
         for arg in args:
             kind = type(arg)
@@ -189,6 +192,7 @@ def _casting(original: Any, policy: CastPolicy, casts: Casts) -> types.FunctionT
             return original(*args, **kwargs)
         return original(*new, **kwargs)
 
+    passed = casts.passing(original, replacement)
     return replacement  # type: ignore[return-value]
 
 
@@ -223,7 +227,7 @@ def _converting(original: Any, general: Callable[..., Any], casts: Casts, op: An
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
         if blocks and not local.on:
-            return original(*args, **kwargs)
+            return passed(*args, **kwargs)
         if (
             not args
             or type(args[0]) is not Tensor
@@ -241,6 +245,7 @@ def _converting(original: Any, general: Callable[..., Any], casts: Casts, op: An
             kwargs["dtype"] = torch.float32
         return original(*args, **kwargs)
 
+    passed = casts.passing(original, replacement)
     return replacement  # type: ignore[return-value]
 
 
@@ -275,7 +280,9 @@ def _promoting(original: Any, casts: Casts) -> types.FunctionType:
     promote, local, blocks = casts.promote, casts.local, casts.blocks
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        if (blocks and not local.on) or (not kwargs and _of_one_dtype(args)):
+        if blocks and not local.on:
+            return passed(*args, **kwargs)
+        if not kwargs and _of_one_dtype(args):
             return original(*args, **kwargs)
         try:
             if kwargs.get("out") is not None:
@@ -285,6 +292,7 @@ def _promoting(original: Any, casts: Casts) -> types.FunctionType:
             pass
         return original(*args, **kwargs)
 
+    passed = casts.passing(original, replacement)
     return replacement  # type: ignore[return-value]
 
 
@@ -312,8 +320,10 @@ def _inplace(original: Any, functional: Any, cast_all: Callable[[Any], Any], cas
     def replacement(*args: Any, **kwargs: Any) -> Any:
         if not args and "input" in kwargs:
             args = (kwargs.pop("input"),)
-        if (blocks and not local.on) or not args:
+        if not args:
             return original(*args, **kwargs)
+        if blocks and not local.on:
+            return passed(*args, **kwargs)
         try:
             new, new_kwargs = cast_all((args, kwargs))
         except SparseArgument:
@@ -324,6 +334,7 @@ def _inplace(original: Any, functional: Any, cast_all: Callable[[Any], Any], cas
         # Where they do not fit, torch's own form grows self or says in its own words why it cannot.
         return copy_(args[0], value) if value.shape == args[0].shape else original(*args, **kwargs)
 
+    passed = casts.passing(original, replacement)
     return replacement  # type: ignore[return-value]
 
 
@@ -334,9 +345,9 @@ def _banned(
     local, blocks, compiling = casts.local, casts.blocks, torch.compiler.is_compiling
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        if (blocks and not local.on) or not any(
-            tensor.dtype in HALF_DTYPES and casts.eligible(tensor) for tensor in iter_tensors((args, kwargs))
-        ):
+        if blocks and not local.on:
+            return passed(*args, **kwargs)
+        if not any(tensor.dtype in HALF_DTYPES and casts.eligible(tensor) for tensor in iter_tensors((args, kwargs))):
             return original(*args, **kwargs)
         if not allow_banned:
             raise BannedFunctionError(
@@ -349,6 +360,7 @@ def _banned(
             warnings.warn(f"{name} is unsafe in half precision and runs in fp32: {remedy}", stacklevel=level)
         return in_fp32(*args, **kwargs)
 
+    passed = casts.passing(original, replacement)
     return replacement  # type: ignore[return-value]
 
 

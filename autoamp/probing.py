@@ -27,7 +27,7 @@ from autoamp.errors import UsageError
 from autoamp.patching import original_of
 from autoamp.rules import ENVIRONMENT_VARIABLE, CastTable, load_table, shipped_sets
 from autoamp.targets import expand, owns_its_names
-from autoamp.tensors import default_device_type, default_half_dtype
+from autoamp.tensors import default_device_type, default_half_dtype, half_dtype_with_units
 
 __all__ = [
     "Device",
@@ -58,6 +58,7 @@ class Device:
         name: What its maker calls it.
         units: Its half-precision units, in words.
         default: The half dtype that `autoamp.init` takes there.
+        run_default: The one that `autoamp run` takes.
         fp32_matmul: torch's setting: ``"highest"`` is true fp32, others let matmuls of fp32 use TF32 or bf16.
     """
 
@@ -65,6 +66,7 @@ class Device:
     name: str
     units: str
     default: str
+    run_default: str
     fp32_matmul: str
 
 
@@ -96,8 +98,10 @@ def device_of(kind: str | None = None) -> Device:
     if kind != "cpu" and (not torch.accelerator.is_available() or default_device_type() != kind):
         raise UsageError(f"there is no {kind} here; choose {default_device_type()!r}, or leave it out")
     name, units = _cpu() if kind == "cpu" else _accelerator(kind)
-    default = str(default_half_dtype(kind)).removeprefix("torch.")
-    return Device(kind, name, units, default, torch.get_float32_matmul_precision())
+    default, in_runs = (
+        str(dtype).removeprefix("torch.") for dtype in (default_half_dtype(kind), half_dtype_with_units(kind))
+    )
+    return Device(kind, name, units, default, in_runs, torch.get_float32_matmul_precision())
 
 
 def _cpu() -> tuple[str, str]:

@@ -22,11 +22,15 @@ def build_check_input(original: Any, casts: Casts) -> Any:
 
     The layer's input may be in half precision beside fp32 weights, and the other way round, since both will be cast.
     """
-    local = casts.local
 
     def check_input(self: Any, input: Tensor, batch_sizes: Tensor | None) -> None:
         weight = self._flat_weights[0]
-        if local.on and input.dtype != weight.dtype and casts.eligible(input) and casts.eligible(weight):
+        if (
+            input.dtype != weight.dtype
+            and casts.state() is not False
+            and casts.eligible(input)
+            and casts.eligible(weight)
+        ):
             # The original reads dtype and shape alone; a meta tensor has both and costs nothing.
             input = torch.empty(input.shape, dtype=weight.dtype, device="meta")
         return original(self, input, batch_sizes)  # type: ignore[no-any-return]

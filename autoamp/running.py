@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import platform
 import sys
 import time
@@ -19,6 +20,9 @@ from autoamp.counting import Counts, sum_of
 from autoamp.errors import UsageError
 from autoamp.handle import Handle
 from autoamp.scaling import make_scaler
+from autoamp.scoping import ModuleCasts
+from autoamp.sources import setup_call
+from autoamp.tensors import default_device_type, half_dtype_with_units
 
 __all__ = ["DTYPES", "LEVELS", "Options", "Report", "Run", "loss_scale_of", "set_up"]
 
@@ -31,7 +35,8 @@ class Options:
     """What the command line of `autoamp run` says; plain values, since children are told them as JSON.
 
     Attributes:
-        dtype: A key of `DTYPES`. None is torch's own choice for the device type, and fp16 for a program of Apex.
+        dtype: A key of `DTYPES`. None is bf16 where the device has units for it, else fp16, and fp16 for a program of
+            Apex.
         device_type: As for `autoamp.init`.
         lists: List sets and files, on top of the project's own.
         opt_level: ``"O1"`` patches torch and scales losses. The others act where the program calls ``initialize``.
@@ -86,9 +91,13 @@ class Report:
             ``functions`` None where nobody counted, as after a program's own ``initialize``.
         casts: How many arguments were cast, by the dtype that they were cast to.
         functions: The calls of each function, by the dtype that it ran in.
-        steps: Optimizer steps, the skipped ones included.
         by_program: Whether the program set mixed precision up itself.
-        scaling_left_to: What the program uses of torch, so that scaling its losses was left to it; else None.
+        loss_scale: The last scale, of the program's `FP16_Optimizer` where it has one; None where we scale no loss.
+        steps, skipped: Optimizer steps, and how many of these were skips; of the program's `FP16_Optimizer` where it
+            has one.
+        scaling_left_to: What the program scales its losses with, so that this was left to it; else None.
+        casts_left_to: What the program computes in half precision with, so that casts ended there; else None.
+        waited_for: The call in the program's source that casts waited for to the end; else None.
     """
 
     program: list[str]
@@ -98,13 +107,15 @@ class Report:
     ops: dict[str, int] | None
     casts: dict[str, int] | None
     functions: dict[str, dict[str, int]] | None
-    loss_scale: float
+    loss_scale: float | None
     steps: int
     skipped: int
     seconds: float
     exit_code: int
     by_program: bool
     scaling_left_to: str | None = None
+    casts_left_to: str | None = None
+    waited_for: str | None = None
     versions: dict[str, str] = field(default_factory=lambda: versions())
 
     def summary(self) -> str:
@@ -114,19 +125,28 @@ class Report:
             if self.opt_level in ("O2", "O3") and self.exit_code == 0:
                 why += ": that level casts what a program gives to amp.initialize(), which was not called; use O1"
             return f"autoamp: no casts {why}; {self.seconds:.1f} s"
+        if self.waited_for is not None:
+            why = f"the program's source calls {self.waited_for}(), which was not called, and no optimizer stepped"
+            return f"autoamp: no casts ({self.opt_level}): {why}; {self.seconds:.1f} s"
         level = f"{self.opt_level}, set up by the program" if self.by_program else self.opt_level
         parts = [
-            f"{self.dtype} on {self.device_type} ({level})",
+            f"{self.dtype} on {self.device_type} ({level})"
+            if self.casts_left_to is None
+            else f"casts left to the program, which has {self.casts_left_to}",
             *([] if self.ops is None else [f"ops {_listed(self.ops)}"]),
             *([] if self.casts is None else [f"casts {_listed(self.casts, 'to ')}"]),
-            *(
-                [f"loss scale {self.loss_scale:g}", f"{self.skipped} of {self.steps} steps skipped"]
-                if self.scaling_left_to is None
-                else [f"loss scaling left to the program's {self.scaling_left_to}"]
-            ),
+            self._scaling(),
             f"{self.seconds:.1f} s",
         ]
         return "autoamp: " + "; ".join(parts)
+
+    def _scaling(self) -> str:
+        """Return what became of the losses' scale."""
+        left = "" if self.scaling_left_to is None else f"loss scaling left to the program's {self.scaling_left_to}"
+        if self.loss_scale is None:
+            return left or "losses are not scaled, as no optimizer was seen"
+        scale = f"loss scale {self.loss_scale:g}; {self.skipped} of {self.steps} steps skipped"
+        return f"{left}: {scale}" if left else scale
 
     def as_json(self) -> str:
         """Return the report as a JSON object, with a line end."""
@@ -163,14 +183,17 @@ def set_up(options: Options, *, count: bool = False) -> Run:
             f"--opt-level {options.opt_level} acts where the program calls apex's amp.initialize(), and {why}; "
             "use --opt-level O1, which needs no call"
         )
-    handle = None
+    handle, (device_type, default) = None, _defaults(options.device_type)
     if options.opt_level == "O1":
-        made = runtime.init(dtype=dtype, device_type=options.device_type, lists=lists or None, loss_scale=loss_scale)
+        made = runtime.init(
+            dtype=dtype or default, device_type=device_type, lists=lists or None, loss_scale=loss_scale,
+            scope="modules",
+        )  # fmt: skip
         handle = made if isinstance(made, Handle) else None
     try:
         if alias:
             install_as_apex(
-                dtype=dtype, device_type=options.device_type, lists=lists,
+                dtype=dtype, device_type=device_type, lists=lists,
                 opt_level=options.opt_level, loss_scale=loss_scale, shadow=options.shadow_apex,
             )  # fmt: skip
         if options.fastai1:
@@ -180,6 +203,45 @@ def set_up(options: Options, *, count: bool = False) -> Run:
             handle.deactivate()
         raise
     return Run(options, handle, real, count=count)
+
+
+def _defaults(device_type: str | None) -> tuple[str | None, torch.dtype | None]:
+    """Return the device type that is cast, and the half dtype of a program that names none."""
+    if device_type not in (None, "cuda"):
+        # What this may be is for `init` to tell.
+        return device_type, None
+    device_type, name = _asked_apart(lambda: _names_of_defaults(device_type))
+    return device_type, getattr(torch, name)
+
+
+def _names_of_defaults(device_type: str | None) -> tuple[str, str]:
+    kind = default_device_type() if device_type is None else device_type
+    return kind, str(half_dtype_with_units(kind)).removeprefix("torch.")
+
+
+def _asked_apart(question: Callable[[], tuple[str, str]]) -> tuple[str, str]:
+    """Answer a question on the device in a child of this process, which is to be as a program finds it under Python.
+
+    Whoever asks CUDA what there is fixes which GPUs are visible, and cannot use them in processes that it forks.
+    """
+    if not torch.backends.cuda.is_built() or not hasattr(os, "fork") or torch.cuda.is_initialized():
+        return question()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.write(writing, json.dumps(question()).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as pipe:
+        answer = pipe.read()
+    os.waitpid(child, 0)
+    if not answer:
+        # It failed there; here its error is seen.
+        return question()
+    kind, name = json.loads(answer)
+    return kind, name
 
 
 class Run:
@@ -198,6 +260,8 @@ class Run:
         self._counts: list[Counts] = []
         self._forget: Callable[[], None] = lambda: None
         self._scaling = None if handle is None else handle.auto_scale()
+        if handle is not None and isinstance(handle.casts, ModuleCasts):
+            handle.casts.wait_for(setup_call)
         if count:
             if handle is not None:
                 self._count(handle)
@@ -213,6 +277,8 @@ class Run:
         self._forget()
         self._forget = lambda: None
         counts = sum_of(self._counts) if self._counts else None
+        casts = None if now is None else now.casts
+        scoped = casts if isinstance(casts, ModuleCasts) else None
         return Report(
             program=program,
             opt_level=(None if now is None else now.settings.opt_level) or self.options.opt_level,
@@ -221,14 +287,34 @@ class Run:
             ops=None if counts is None else counts.by_dtype(),
             casts=None if counts is None else _by_target(counts.casts),
             functions=None if counts is None else counts.ops,
-            loss_scale=1.0 if now is None else now.loss_scale,
-            steps=0 if now is None else now.optimizers.steps,
-            skipped=0 if now is None else now.skipped_steps,
+            **self._steps(now),
             seconds=time.perf_counter() - self._began,
             exit_code=exit_code,
             by_program=now is not self.handle,
-            scaling_left_to=None if self._scaling is None else self._scaling.standing_aside,
+            casts_left_to=None if scoped is None else scoped.left_to,
+            waited_for=None if scoped is None else scoped.waits_for,
         )
+
+    def _steps(self, now: Handle | None) -> dict[str, Any]:
+        """Return what a report says of steps and the loss scale."""
+        if now is None:
+            return {"loss_scale": None, "steps": 0, "skipped": 0}
+        done, left_to = now.optimizers, None if self._scaling is None else self._scaling.standing_aside
+        own = done.own
+        if own is not None:
+            return {
+                "loss_scale": own.loss_scale,
+                "steps": own.steps,
+                "skipped": own.skipped,
+                "scaling_left_to": "FP16_Optimizer",
+            }
+        ours = left_to is None and (done.guarded > 0 or now is not self.handle)
+        return {
+            "loss_scale": now.loss_scale if ours else None,
+            "steps": done.steps,
+            "skipped": now.skipped_steps,
+            "scaling_left_to": left_to,
+        }
 
 
 def _by_target(casts: Mapping[tuple[str, str], int]) -> dict[str, int]:

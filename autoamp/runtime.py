@@ -61,7 +61,7 @@ class _Runtime:
 
     def casts(self) -> Casts | None:
         handle = self._handle
-        return handle.casts if handle is not None and handle.is_active() and handle.casts.local.on else None
+        return handle.casts if handle is not None and handle.is_active() and handle.casts.state() is not False else None
 
     def put_base(self, handle: Handle | None, end: Callable[[Handle], object] | None = None) -> None:
         """Make ``handle`` what is active outside of regions, and end the one before. On an error nothing changes.
@@ -152,6 +152,7 @@ def init(
     device_type: str | None = None,
     dtype: torch.dtype | None = None,
     rebind: bool = True,
+    scope: str = "global",
 ) -> Handle | NoOpHandle:
     """Patch torch by the cast lists and return the handle that scales losses.
 
@@ -168,6 +169,8 @@ def init(
         device_type: Only tensors of this device type are cast. None is the current accelerator's, else ``"cpu"``.
         dtype: ``torch.float16`` or ``torch.bfloat16``. None is torch's own choice for the device type.
         rebind: Whether names that other modules took before (``from torch import matmul``) are rebound too.
+        scope: ``"global"``, or ``"modules"`` for code that knows nothing of mixed precision: casts act within the calls
+            of modules alone, whose outputs are fp32, and where an argument requires gradients.
 
     Raises:
         ListFileError: A list cannot be used.
@@ -179,7 +182,7 @@ def init(
         return NoOpHandle()
     if verbose:
         _show_log()
-    settings = Settings.of(loss_scale, enable_caching, verbose, allow_banned, lists, device_type, dtype, rebind)
+    settings = Settings.of(loss_scale, enable_caching, verbose, allow_banned, lists, device_type, dtype, rebind, scope)
     with _runtime.lock:
         active = _runtime.base
         if active is not None and active.settings == settings:

@@ -102,7 +102,7 @@ def build_sparing(
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
         if blocks and not local.on:
-            return original(*args, **kwargs)
+            return passed(*args, **kwargs)
         try:
             new, new_kwargs = cast_all((args, kwargs))
         except SparseArgument:
@@ -122,6 +122,7 @@ def build_sparing(
         # With a kept argument in fp32 the result may be fp32 too.
         return map_tensors(result, casts.to_half) if kept and not written.itself else result
 
+    passed = casts.passing(original, replacement)
     return replacement  # type: ignore[return-value]
 
 

@@ -33,7 +33,132 @@ for step in range(4):
 print(out.dtype, tuple(model.weight.grad[0, :2].tolist()))
 """
 
+# Notes the dtype of a linear layer's output, within a model.
+NOTES = """
+import sys, torch
+from torch import nn
+seen = []
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+    def forward(self, x):
+        y = self.layer(x)
+        seen.append(str(y.dtype).removeprefix("torch."))
+        return y
+"""
+
 SCRIPTS = {
+    # Most of what mixed precision would spoil, beside a model that trains.
+    "tables.py": NOTES
+    + """
+class Rotary(Model):
+    def __init__(self):
+        super().__init__()
+        frequencies = 1 / 10000 ** (torch.arange(0, 64, 2) / 64)
+        self.table = torch.einsum("i,j->ij", torch.arange(2048.0), frequencies).cos()
+        exact = torch.outer(torch.arange(2048.0).double(), frequencies.double()).cos()
+        print((self.table - exact).abs().max().item() < 1e-3)
+model = Rotary()
+images = 200 + torch.randn(512, 8)
+covariance = images.t() @ images
+print(covariance.isfinite().all().item(), covariance.dtype)
+projection = torch.linalg.qr(torch.randn(16, 16)).Q @ torch.randn(16, 16)
+print(projection.dtype)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    optimizer.zero_grad()
+    nn.functional.mse_loss(model(torch.ones(2, 4)), torch.ones(2, 4)).backward()
+    optimizer.step()
+with torch.no_grad():
+    print(model(torch.ones(2, 4)).numpy().dtype, *seen)
+""",
+    "sets_up.py": NOTES
+    + """
+from apex import amp
+model = Model()
+with torch.no_grad():
+    model(torch.ones(2, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+if "--amp" in sys.argv:
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+for _ in range(2):
+    optimizer.zero_grad()
+    loss = model(torch.ones(2, 4)).float().sum() / 16
+    if "--amp" in sys.argv:
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+    else:
+        loss.backward()
+    if "--evaluate" not in sys.argv:
+        optimizer.step()
+print(*seen)
+""",
+    # As transformer-xl has it: a half model within one that casts, and losses in fp32.
+    "fp16_optimizer.py": NOTES
+    + """
+class Half(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module.half()
+        self.register_buffer("positions", torch.einsum("i,j->ij", torch.arange(4.0), torch.ones(4)).half())
+    def forward(self, x):
+        return self.module(x.half() + self.positions[:2]).float()
+model = Half(nn.Sequential(Model(), nn.LayerNorm(4), nn.Linear(4, 4)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+try:
+    from apex.fp16_utils import FP16_Optimizer
+    optimizer = FP16_Optimizer(optimizer, static_loss_scale=128.0)
+except ImportError:
+    raise
+for _ in range(3):
+    optimizer.zero_grad()
+    out = model(torch.ones(2, 4))
+    attention = torch.einsum("ij,kj->ik", out, out)
+    optimizer.backward(out.sum() + attention.sum())
+    optimizer.step()
+print(*seen, attention.dtype)
+""",
+    # A half model and masters of the program's own.
+    "half_by_hand.py": NOTES
+    + """
+model = Model().half()
+masters = [p.detach().clone().float().requires_grad_() for p in model.parameters()]
+optimizer = torch.optim.SGD(masters, lr=0.1)
+for _ in range(3):
+    model.zero_grad()
+    out = model(torch.ones(2, 4).half())
+    (out.float().sum() * 64).backward()
+    for master, p in zip(masters, model.parameters()):
+        master.grad = p.grad.float() / 64
+    optimizer.step()
+    for master, p in zip(masters, model.parameters()):
+        p.data.copy_(master)
+print(*seen, model.layer.weight.grad[0, 0].item())
+""",
+    "by_hand.py": NOTES
+    + """
+model = Model()
+for _ in range(3):
+    model.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= 0.1 * p.grad
+print(*seen, model.layer.weight.grad[0, 0].item())
+""",
+    "spawns.py": NOTES
+    + """
+import torch.multiprocessing as mp
+def child(rank, queue):
+    x = torch.ones(2, 2)
+    Model()(torch.ones(2, 4))
+    queue.put(f"{(x @ x).dtype} {seen}")
+if __name__ == "__main__":
+    queue = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(child, (queue,), nprocs=1)
+    print(queue.get())
+""",
     "plain.py": TRAIN,
     "fails.py": TRAIN + "raise ValueError('wrong')\n",
     "exits.py": TRAIN + "sys.exit(256 + 5)\n",
@@ -102,6 +227,25 @@ RUNS = {
 }
 
 
+# Programs of every kind, of which most know something of mixed precision.
+PROGRAMS = {
+    **{
+        f"{name} {dtype}": [*RUN, "--dtype", dtype, f"{name}.py"]
+        for dtype in ("fp16", "bf16")
+        for name in (
+            "tables",
+            "fp16_optimizer",
+            "half_by_hand",
+            "by_hand",
+            "sets_up",
+        )
+    },
+    **{f"sets up {dtype}": [*RUN, "--dtype", dtype, "sets_up.py", "--amp"] for dtype in ("fp16", "bf16")},
+    "sets up never": [*RUN, "--report", "waits.json", "sets_up.py", "--evaluate"],
+    "spawns": [*RUN, "--quiet", "spawns.py"],
+}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the programs run."""
@@ -115,11 +259,20 @@ def ended(folder: Path) -> dict[str, Ended]:
     return launched(folder, RUNS)
 
 
+@pytest.fixture(scope="module")
+def programs(folder: Path) -> dict[str, Ended]:
+    """Every command line of PROGRAMS."""
+    return launched(folder, PROGRAMS)
+
+
 def test_plain_program_is_cast_scaled_and_summed_up_in_one_line(ended: dict[str, Ended]) -> None:
     assert ended["plain"].code == 0
     # Gradients are true ones: a sixteenth of the sum over two samples of ones.
-    assert ended["plain"].out == "torch.bfloat16 (0.125, 0.125)\n"
-    assert ended["fp16"].out == "torch.float16 (0.125, 0.125)\n"
+    # What leaves a model is fp32; what was cast is counted.
+    assert ended["plain"].out == "torch.float32 (0.125, 0.125)\n"
+    assert ended["fp16"].out == "torch.float32 (0.125, 0.125)\n"
+    assert "ops 4 bfloat16; casts 12 to bfloat16;" in ended["plain"].err
+    assert "ops 4 float16, 4 float32; casts 12 to float16;" in ended["fp16"].err
     for name in ("plain", "fp16"):
         assert ended[name].err.count("\n") == 1
     assert ended["plain"].err.startswith("autoamp: bfloat16 on cpu (O1); ")
@@ -190,6 +343,60 @@ def test_alias_is_there_unless_unwanted(ended: dict[str, Ended]) -> None:
 
 def test_program_that_scales_by_itself_is_left_to(ended: dict[str, Ended]) -> None:
     assert (ended["autocast"].code, ended["autocast"].out) == (0, "True\n")
+
+
+HALVES = pytest.mark.parametrize(("dtype", "name"), [("fp16", "float16"), ("bf16", "bfloat16")])
+
+
+@HALVES
+def test_tables_and_statistics_stay_fp32_and_the_model_is_cast(
+    dtype: str, name: str, programs: dict[str, Ended]
+) -> None:
+    one = programs[f"tables {dtype}"]
+    assert one.code == 0, one.err
+    assert one.out.splitlines() == ["True", "True torch.float32", "torch.float32", f"float32 {name} {name} {name}"]
+
+
+@HALVES
+def test_nothing_is_cast_before_amp_initialize(dtype: str, name: str, programs: dict[str, Ended]) -> None:
+    assert programs[f"sets up {dtype}"].code == 0, programs[f"sets up {dtype}"].err
+    assert programs[f"sets up {dtype}"].out == f"float32 {name} {name}\n"
+    # Without the flag the first step tells that the call is not to come.
+    assert programs[f"sets_up {dtype}"].out == f"float32 float32 {name}\n"
+    assert f"autoamp: {name} on cpu (O1); ops " in programs[f"sets_up {dtype}"].err
+
+
+def test_who_waits_to_the_end_is_told_so(folder: Path, programs: dict[str, Ended]) -> None:
+    assert programs["sets up never"].out == "float32 float32 float32\n"
+    assert "the program's source calls amp.initialize(), which was not called" in programs["sets up never"].err
+    assert json.loads((folder / "waits.json").read_text(encoding="utf-8"))["waited_for"] == "amp.initialize"
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_programs_of_half_models_run_as_they_are(dtype: str, programs: dict[str, Ended]) -> None:
+    one = programs[f"fp16_optimizer {dtype}"]
+    assert (one.code, one.out) == (0, "float16 float16 float16 torch.float32\n"), one.err
+    assert "which has FP16_Optimizer;" in one.err
+    assert "FP16_Optimizer: loss scale 128; 0 of 3 steps skipped;" in one.err
+    by_hand = programs[f"half_by_hand {dtype}"]
+    # Not scaled behind the program's back: 64 times the sum over two samples of ones.
+    assert (by_hand.code, by_hand.out) == (0, "float16 float16 float16 128.0\n"), by_hand.err
+    assert "casts left to the program, which has Model in float16;" in by_hand.err
+    assert "loss scaling left to the program's Model in float16;" in by_hand.err
+
+
+@HALVES
+def test_steps_by_hand_are_said_to_be_unscaled(dtype: str, name: str, programs: dict[str, Ended]) -> None:
+    one = programs[f"by_hand {dtype}"]
+    assert (one.code, one.out) == (0, f"{name} {name} {name} 2.0\n"), one.err
+    assert "losses are not scaled, as no optimizer was seen;" in one.err
+    assert "steps skipped" not in one.err
+
+
+def test_spawned_children_cast_by_module_too(programs: dict[str, Ended]) -> None:
+    assert (programs["spawns"].code, programs["spawns"].out) == (0, "torch.float32 ['bfloat16']\n"), programs[
+        "spawns"
+    ].err
 
 
 @pytest.mark.parametrize(

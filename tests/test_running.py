@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import autoamp
+from autoamp import running
 from autoamp.compat import uninstall
 from autoamp.compat.alias import is_installed
 from autoamp.compat.alias import options as alias_options
@@ -52,8 +54,28 @@ def test_summary_leaves_out_what_was_not_counted() -> None:
 
 
 def test_summary_says_who_scales() -> None:
-    assert replace(REPORT, ops=None, casts=None, scaling_left_to="torch.autocast").summary() == (
-        "autoamp: float16 on cuda (O1); loss scaling left to the program's torch.autocast; 12.3 s"
+    said = replace(REPORT, ops=None, casts=None, loss_scale=None, scaling_left_to="torch.autocast").summary()
+    assert said == "autoamp: float16 on cuda (O1); loss scaling left to the program's torch.autocast; 12.3 s"
+
+
+def test_summary_says_that_nothing_is_scaled() -> None:
+    said = replace(REPORT, ops=None, casts=None, loss_scale=None).summary()
+    assert said == "autoamp: float16 on cuda (O1); losses are not scaled, as no optimizer was seen; 12.3 s"
+
+
+def test_summary_tells_of_the_programs_own_half_precision() -> None:
+    own = replace(REPORT, ops=None, casts=None, scaling_left_to="FP16_Optimizer", casts_left_to="FP16_Optimizer")
+    assert own.summary() == (
+        "autoamp: casts left to the program, which has FP16_Optimizer; loss scaling left to the program's "
+        "FP16_Optimizer: loss scale 65536; 2 of 400 steps skipped; 12.3 s"
+    )
+
+
+def test_summary_tells_of_a_call_that_never_came() -> None:
+    said = replace(REPORT, waited_for="amp.initialize").summary()
+    assert said == (
+        "autoamp: no casts (O1): the program's source calls amp.initialize(), which was not called, and no optimizer "
+        "stepped; 12.3 s"
     )
 
 
@@ -89,6 +111,13 @@ def test_wrong_options_change_nothing(options: Options, error: type[Exception]) 
     assert not is_installed()
 
 
+@pytest.fixture
+def plain_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the program be none that sets mixed precision up, as this file would be."""
+    monkeypatch.setattr(running, "setup_call", lambda: None)
+
+
+@pytest.mark.usefixtures("plain_program")
 def test_set_up_patches_scales_and_installs_the_alias() -> None:
     try:
         run = set_up(Options(dtype="fp16", device_type="cpu", lists=("default",), loss_scale="8"))
@@ -108,6 +137,7 @@ def test_set_up_patches_scales_and_installs_the_alias() -> None:
         uninstall()
 
 
+@pytest.mark.usefixtures("plain_program")
 def test_ops_and_casts_are_counted_where_asked() -> None:
     try:
         silent = set_up(Options(dtype="fp16", device_type="cpu", apex=False))
@@ -142,6 +172,89 @@ def test_a_program_that_initializes_is_reported_as_it_chose() -> None:
         assert report.by_program
         assert report.ops is None
         assert (report.dtype, report.loss_scale) == ("float16", 4.0)
+    finally:
+        uninstall()
+
+
+@pytest.mark.usefixtures("plain_program")
+def test_who_steps_by_hand_is_not_scaled_and_told_so() -> None:
+    try:
+        run = set_up(Options(dtype="fp16", device_type="cpu"))
+        model = torch.nn.Linear(2, 2)
+        model(torch.ones(1, 2)).sum().backward()
+        with torch.no_grad():
+            model.weight -= 0.1 * model.weight.grad  # type: ignore[operator]
+        report = run.report(["x.py"], 0)
+        assert (report.loss_scale, report.steps, report.skipped, report.scaling_left_to) == (None, 0, 0, None)
+    finally:
+        uninstall()
+
+
+@pytest.mark.usefixtures("plain_program")
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_the_numbers_of_an_fp16_optimizer_are_those_reported(dtype: str) -> None:
+    try:
+        run = set_up(Options(dtype=dtype, device_type="cpu"))
+        model = torch.nn.Linear(2, 2).half()
+        optimizer = autoamp.FP16_Optimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            dynamic_loss_scale=True,
+            dynamic_loss_args={"init_scale": 2.0**20},
+        )
+        for _ in range(8):
+            optimizer.zero_grad()
+            optimizer.backward(model(torch.ones(1, 2).half()).float().sum())
+            optimizer.step()
+        report = run.report(["x.py"], 0)
+        # 2**20 overflows in fp16, and so do all powers of 2 above 2**15.
+        assert (report.loss_scale, report.steps, report.skipped) == (2.0**15, 8, 5)
+        assert (report.scaling_left_to, report.casts_left_to) == ("FP16_Optimizer", "FP16_Optimizer")
+    finally:
+        uninstall()
+
+
+@pytest.mark.parametrize(("supported", "dtype"), [(True, torch.bfloat16), (False, torch.float16)])
+def test_bf16_is_the_default_where_the_gpu_has_units_for_it(
+    supported: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_bf16_supported(including_emulation: bool = True) -> bool:
+        return supported or including_emulation
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
+    try:
+        run = set_up(Options(device_type="cuda"))
+        assert run.handle is not None
+        assert run.handle.settings.dtype is dtype
+        # Apex knew fp16 alone.
+        assert alias_options().dtype is torch.float16
+    finally:
+        uninstall()
+
+
+def test_the_default_on_a_cpu_is_bf16() -> None:
+    try:
+        run = set_up(Options(device_type="cpu"))
+        assert run.handle is not None
+        assert run.handle.settings.dtype is torch.bfloat16
+    finally:
+        uninstall()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the question is asked in a fork")
+def test_the_device_is_asked_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked_here: list[bool] = []
+
+    def is_bf16_supported(including_emulation: bool = True) -> bool:
+        asked_here.append(True)
+        return True
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    try:
+        run = set_up(Options(device_type="cuda"))
+        assert run.handle is not None
+        assert run.handle.settings.dtype is torch.bfloat16
+        assert not asked_here
     finally:
         uninstall()
 
