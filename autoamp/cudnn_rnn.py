@@ -89,12 +89,13 @@ def layout_of(layer: Layer, weights: Sequence[Tensor]) -> FlatLayout:
     """Ask cuDNN for the layout of weights: torch lays out copies of them, and tells where it put each."""
     copies = [torch.empty(weight.shape, dtype=layer.dtype, device=weight.device) for weight in weights]
     projection = layer.shapes[layer.each - 1][0] if layer.each in (3, 5) else 0
+    assert flatten_recurrent_weights is not None
     with torch.no_grad():
         flat = flatten_recurrent_weights(
             copies, layer.each, layer.shapes[0][1], torch.backends.cudnn.rnn.get_cudnn_mode(layer.kind),
             layer.shapes[0][0] // layer.gates, projection, layer.count, layer.batch_first, layer.bidirectional,
         )  # fmt: skip
-    return FlatLayout(flat.numel(), tuple(copy.storage_offset() for copy in copies))
+    return FlatLayout(flat.numel(), tuple(int(copy.storage_offset()) for copy in copies))
 
 
 @functools.cache
@@ -113,7 +114,7 @@ def _flat_copy() -> Any:
             return tuple(views)
 
         @staticmethod
-        @once_differentiable  # type: ignore[untyped-decorator]
+        @once_differentiable
         def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
             wanted = [grad if needs else None for grad, needs in zip(grads, ctx.needs_input_grad[2:], strict=True)]
             given = [grad for grad in wanted if grad is not None]
