@@ -70,7 +70,7 @@ class Casts:
     @property
     def on_by_default(self) -> bool:
         """Whether threads cast where no block says otherwise."""
-        return self._on
+        return self._on is not False
 
     @property
     def is_open(self) -> bool:
