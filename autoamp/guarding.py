@@ -414,6 +414,11 @@ class GuardedOptimizers:
         state: dict[str, Any] = {f"loss_scaler{i}": scaler.state_dict() for i, scaler in enumerate(self.scalers)}
         return {**state, "skipped_steps": self.skipped_steps}
 
+    def _scalers_for(self, state: Mapping[str, Any]) -> list[LossScaler]:
+        """Return the scalers that a state is of: all, or those of the last call, where earlier models just live on."""
+        latest = self.scalers if self._latest is None else self._latest
+        return latest if _count_of_scalers(state) == len(latest) else self.scalers
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned; all of it, or nothing.
 
@@ -424,7 +429,8 @@ class GuardedOptimizers:
             raise CheckpointError(
                 f"the state is a {type(state).__name__}; pass what state_dict() returned; nothing was loaded"
             )
-        names = [f"loss_scaler{i}" for i in range(len(self.scalers))]
+        scalers = self._scalers_for(state)
+        names = [f"loss_scaler{i}" for i in range(len(scalers))]
         for name in names:
             if name not in state:
                 raise CheckpointError(
@@ -439,15 +445,19 @@ class GuardedOptimizers:
         skipped = state.get("skipped_steps", 0)
         if not isinstance(skipped, int) or isinstance(skipped, bool) or skipped < 0:
             raise CheckpointError(f"key 'skipped_steps': {skipped!r} is no count of steps; nothing was loaded")
-        for name, scaler in zip(names, self.scalers, strict=True):
+        for name, scaler in zip(names, scalers, strict=True):
             scaler.check_state_dict(state[name], name)
-        for name, scaler in zip(names, self.scalers, strict=True):
+        for name, scaler in zip(names, scalers, strict=True):
             scaler.load_state_dict(state[name])
         self._catch_up()
         self._skipped_steps = skipped
         for guard in self._guards.values():
             # The skips in a row were those of the run that is left behind.
             guard.consecutive_skips = 0
+
+
+def _count_of_scalers(state: Mapping[str, Any]) -> int:
+    return sum(str(key).startswith("loss_scaler") for key in state)
 
 
 def _listed(optimizers: Any) -> list[Any]:

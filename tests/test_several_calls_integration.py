@@ -137,6 +137,21 @@ def test_calls_of_different_kinds_have_scalers_of_their_own() -> None:
     assert not same(values(d), before)
 
 
+def test_a_state_is_loaded_though_a_model_from_before_lives_on() -> None:
+    """As where a script saves, makes everything anew and loads, with other numbers."""
+    earlier, optimizer = pair(1)
+    initialize(earlier, optimizer, opt_level="O2", num_losses=2, loss_scale=64.0)
+    state = autoamp.state_dict()
+    later, optimizer = pair(2)
+    initialize(later, optimizer, opt_level="O1", num_losses=2)
+    state["loss_scaler1"]["loss_scale"] = 2.0**9
+    autoamp.load_state_dict(state)
+    assert [scaler.loss_scale for scaler in handle().optimizers.scalers] == [64.0, 64.0, 64.0, 2.0**9]
+    autoamp.load_state_dict(autoamp.state_dict())
+    with pytest.raises(autoamp.AutoampError, match="loss_scaler1"):
+        autoamp.load_state_dict({"loss_scaler0": state["loss_scaler0"]})
+
+
 def test_a_model_that_is_named_again_is_set_up_anew_and_the_other_one_left() -> None:
     d, opt_d = pair(1)
     g, opt_g = pair(2)
