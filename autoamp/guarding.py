@@ -202,6 +202,7 @@ class GuardedOptimizers:
                 after_step=functools.partial(self._stepped, weakref.ref(optimizer), masters),
                 collect=None if masters is None else masters.collect,
                 on_skip=self._count_skip,
+                serves=functools.partial(self._is_served, weakref.ref(optimizer)),
             )
             guard.install()
             self._guards[optimizer] = guard
@@ -304,6 +305,11 @@ class GuardedOptimizers:
         self._counted.pop(optimizer, None)
         if guard is not None:
             guard.uninstall()
+
+    def _is_served(self, but: weakref.ref[Any], tensor: Tensor) -> bool:
+        """Tell whether the guard of another optimizer than ``but`` sees to the gradient of a tensor."""
+        guards = [guard for optimizer, guard in list(self._guards.items()) if optimizer is not but()]
+        return any(tensor is param for guard in guards for param in guard.params())
 
     def masters_of(self, optimizer: Any) -> MasterWeights | None:
         """Return an optimizer's masters, None where it has none."""

@@ -150,6 +150,7 @@ class StepGuard:
             backward pass left elsewhere (on half model params) onto what ``params`` gives; by default there are none.
         max_consecutive_skips: So many skips in a row are an error.
         on_skip: Called once for each skip, as soon as it is known.
+        serves: Tells whether another guard sees to the gradient of a tensor.
 
     Attributes:
         stepping: Whether the optimizer is stepping now, as this guard lets it.
@@ -175,9 +176,13 @@ class StepGuard:
         collect: Callable[[], None] | None = None,
         max_consecutive_skips: int = 50,
         on_skip: Callable[[], None] | None = None,
+        serves: Callable[[torch.Tensor], bool] = lambda _: False,
     ) -> None:
         self.name = type(optimizer).__name__
         self.stepping = False
+        self._serves = serves
+        # What the last block unscaled, and its scale.
+        self._unscaled: tuple[Sequence[torch.Tensor], LossScaler, Scale] | None = None
         self.steps = 0
         self.last_step_ran = True
         self.skips = Skips(self.name, on_skip or (lambda: None))
@@ -266,6 +271,23 @@ class StepGuard:
         if delayed is not None:
             self._delayed = delayed, ScaledMark(params)
         self._mark = GradientMark(params)
+
+    def unscaled(self, params: Sequence[torch.Tensor], scaler: LossScaler, scale: Scale) -> None:
+        """Take note of what a block unscaled: a backward pass leaves what is in no optimizer at the block's scale."""
+        self._unscaled = params, scaler, scale
+
+    def take_in_joined(self) -> None:
+        """Unscale and check the gradients of what joined the optimizer after the last block."""
+        if self._unscaled is None:
+            return
+        (before, scaler, scale), params = self._unscaled, self.params()
+        if len(params) == len(before):
+            return
+        self._unscaled = params, scaler, scale
+        known = set(map(id, before))
+        joined = [p for p in params if p.grad is not None and id(p) not in known and not self._serves(p)]
+        if joined:
+            self.pending.append(Verdict(scaler, scale, unscale_(joined, inverse(scale), None, scaler.late.blank)))
 
     def expect(self, verdict: Verdict) -> None:
         """Take note of a backward pass from which gradients come with true values, and of the verdict on them."""
@@ -368,6 +390,7 @@ class StepGuard:
         self.last_step_ran = True
         self.collect()
         self.finish_delayed()
+        self.take_in_joined()
         self._look_again()
         closure = args[0] if args else kwargs.get("closure")
         try:
@@ -597,6 +620,7 @@ def _open(guards: Sequence[StepGuard], scaler: LossScaler) -> Scale:
             raise UsageError(f"{guard.name} is in a scale_loss block already; end that block before the next")
     for guard in guards:
         guard.collect()
+        guard.take_in_joined()
         guard.forget_abandoned()
         if not scaler.checks:
             guard.finish_delayed()
@@ -631,6 +655,8 @@ def _leave(guards: Sequence[StepGuard], scaler: LossScaler, scale: Scale, checks
         verdicts = _judged(guards, lists, scaler, scale)
     for guard, params, has_gradients, verdict in zip(guards, lists, present, verdicts, strict=True):
         guard.leave_block(1.0, verdict if has_gradients else None, params=params)
+        if checks:
+            guard.unscaled(params, scaler, scale)
         if warns and not has_gradients:
             warn_without_gradients(guard.name, params)
 

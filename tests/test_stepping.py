@@ -1069,3 +1069,39 @@ def test_delayed_gradients_of_which_one_was_dropped_are_unscaled() -> None:
     first.grad = None
     optimizer.step()
     assert (first.item(), second.item()) == (0.0, -1.0)
+
+
+@pytest.mark.parametrize("when", ["before the step", "before the next block"])
+def test_what_joins_the_optimizer_after_a_block_has_true_gradients(when: str) -> None:
+    setup, late = Setup(), Parameter(torch.ones(2))
+    with scale_loss((setup.param + late).sum(), setup.guard, setup.scaler) as scaled:
+        scaled.backward()
+    setup.optimizer.add_param_group({"params": [late]})
+    if when == "before the next block":
+        with scale_loss((setup.param + late).sum(), setup.guard, setup.scaler) as scaled:
+            scaled.backward()
+    setup.optimizer.step()
+    expected = 1.0 - 0.5 * (2.0 if when == "before the next block" else 1.0)
+    assert late.tolist() == setup.param.tolist() == [expected] * 2
+
+
+def test_an_overflow_in_what_joins_the_optimizer_after_a_block_skips_the_step() -> None:
+    setup, late = Setup(), Parameter(torch.ones(2))
+    with scale_loss(setup.param.sum() + (late * math.inf).sum(), setup.guard, setup.scaler) as scaled:
+        scaled.backward()
+    setup.optimizer.add_param_group({"params": [late]})
+    setup.optimizer.step()
+    assert setup.guard.last_step_skipped
+    assert setup.param.tolist() == late.tolist() == [1.0, 1.0]
+
+
+def test_what_another_optimizer_has_unscaled_joins_as_it_is() -> None:
+    handle = autoamp.init(dtype=torch.float16, device_type="cpu", loss_scale=1024.0)
+    first, second = Parameter(torch.ones(2)), Parameter(torch.ones(2))
+    one, other = torch.optim.SGD([first], lr=0.5), torch.optim.SGD([second], lr=0.5)
+    with handle.scale_loss((first + second).sum(), [one, other]) as scaled:
+        scaled.backward()
+    one.add_param_group({"params": [second]})
+    one.step()
+    assert first.tolist() == second.tolist() == [0.5, 0.5]
+    handle.deactivate()
