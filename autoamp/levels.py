@@ -228,6 +228,7 @@ def _leave_off(models: Sequence[Module], optimizers: Sequence[Any]) -> None:
         return
     handle.let_go(models, optimizers)
     handle.setups[:] = earlier
+    handle.optimizers.masters_for_all = any(setup.masters for setup in earlier)
     handle.optimizers.switch_off(optimizers)
     for model in models:
         handle.hold(model, Treatment(casts=False))

@@ -241,6 +241,19 @@ def test_a_network_that_is_left_off_leaves_the_other_one_on(level: str) -> None:
     assert autoamp.current_handle() is None
 
 
+def test_leaving_off_the_one_with_masters_leaves_none_for_others() -> None:
+    d, opt_d = pair(1)
+    g, opt_g = pair(2)
+    initialize(d, opt_d, opt_level="O2")
+    initialize(g, opt_g, opt_level="O1")
+    initialize(d, opt_d, enabled=False)
+    assert {p.dtype for p in d.parameters()} == {torch.float32}
+    assert opt_d.param_groups[0]["params"] == list(d.parameters())
+    assert not handle().optimizers.has_masters
+    step(g, opt_g, 0)
+    step(d, opt_d, 0)
+
+
 def test_a_wrong_argument_leaves_earlier_calls_alone() -> None:
     d, opt_d = pair(1)
     initialize(d, opt_d, opt_level="O2")
