@@ -26,6 +26,8 @@ def test_training(case: Case) -> None:
     with warnings.catch_warnings():
         # An eps that half precision cannot hold: no values here.
         warnings.filterwarnings("ignore", message=".*eps=")
+        # Torch's own, of models in bf16.
+        warnings.filterwarnings("ignore", message="RNN module weights")
         found = differences(case)
     wrong = verdict("training", found, **dataclasses.asdict(case))
     if wrong:
