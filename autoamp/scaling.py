@@ -213,7 +213,9 @@ class _Setting(Generic[_Value]):
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = f"_{name}"
 
-    def __get__(self, scaler: DynamicLossScaler, owner: type | None = None) -> _Value:
+    def __get__(self, scaler: DynamicLossScaler | None, owner: type | None = None) -> _Value:
+        if scaler is None:
+            raise AttributeError(f"{self._name[1:]} is an attribute of a scaler, not of its class")
         value: _Value = vars(scaler)[self._name]
         return value
 

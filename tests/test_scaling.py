@@ -372,3 +372,8 @@ def test_far_above_one_flags_travel_together_and_near_it_at_once() -> None:
     assert sent[:2] == [16, 16]
     assert set(sent[2:-32]) == {5}
     assert sent[-32:] == [1] * 32
+
+
+def test_settings_are_those_of_an_instance() -> None:
+    assert not hasattr(DynamicLossScaler, "growth_factor")
+    assert DynamicLossScaler(growth_factor=4.0).growth_factor == 4.0
