@@ -236,7 +236,10 @@ def build_module_call(original: types.FunctionType, casts: Casts, precisions: Mo
                     output = outermost(self, *args, **kwargs)
                 # Code around that casts nothing, such as an fp32 module's, could not use a half result.
                 return _cast_nested(output, casts.to_fp32) if goes_on_in_fp32 else output
-        if compiling() or local.entries is None or not known:
+        # Never None. To ask tells compiled code of this handle from that of another, which looks the same.
+        if compiling() and local.forced_off is not None:
+            return outermost(self, *args, **kwargs)
+        if local.entries is None or not known:
             return outermost(self, *args, **kwargs)
         own, cls = self.__dict__, type(self)
         try:
