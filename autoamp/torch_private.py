@@ -92,7 +92,8 @@ def _any_autocast() -> bool:
 
 
 def _tracing() -> bool | None:
-    return torch.jit.is_tracing() or None
+    jit: Any = torch.jit
+    return jit.is_tracing() or None
 
 
 is_any_autocast_enabled: Callable[[], bool] = _find("torch._C._is_any_autocast_enabled", _any_autocast)
@@ -196,7 +197,8 @@ unflatten: Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, ...]] = _find(
 
 def _normed_weight(v: Tensor, g: Tensor, dim: int) -> Tensor:
     others = None if dim == -1 else [axis for axis in range(v.dim()) if axis != dim]
-    return v * (g / torch.linalg.vector_norm(v, dim=others, keepdim=dim != -1))
+    norms: Tensor = torch.linalg.vector_norm(v, dim=others, keepdim=dim != -1)
+    return v * (g / norms)
 
 
 normed_weight: Callable[[Tensor, Tensor, int], Tensor] = _find("torch._weight_norm", _normed_weight)
