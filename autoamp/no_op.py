@@ -45,6 +45,9 @@ class NoOpHandle:
         """Return a context manager over ``loss`` as it is."""
         return contextlib.nullcontext(loss)
 
+    def leave_to(self, whom: str) -> None:
+        """Do nothing: nothing is cast."""
+
     def masters_from_model(self) -> None:
         """Do nothing: there are no masters."""
 
