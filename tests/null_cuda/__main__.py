@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.null_cuda import device
 
 FOLDER = Path(__file__).parent
-PYTEST = ["-m", "pytest", "-m", "null_cuda", "-p", "no:cacheprovider", str(FOLDER)]
+PYTEST = ["-m", "pytest", "-n", "0", "-m", "null_cuda", "-p", "no:cacheprovider", str(FOLDER)]
 
 
 def main() -> None:
