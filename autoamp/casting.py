@@ -22,8 +22,6 @@ from autoamp.torch_private import is_any_autocast_enabled
 __all__ = ["Casts", "SparseArgument", "on_device", "put_back"]
 
 _FLOATS = frozenset({*HALF_DTYPES, torch.float32})
-# Compiled code of these releases takes an entry away that was made within it, and fails for there is none.
-_KEEPS_SWITCHES = torch.__version__ < "2.13"
 
 
 class SparseArgument(Exception):
@@ -79,8 +77,6 @@ class Casts:
 
     def shut(self) -> None:
         """Make every replacement pass calls through, in all threads."""
-        if _KEEPS_SWITCHES and not self.blocks:
-            vars(self.local).pop("on", None)
         if self._on and self._open:
             self.blocks.append(None)
         self._open = False
@@ -289,10 +285,7 @@ def on_device(device_type: str) -> Callable[[Tensor], bool]:
 
 def put_back(own: dict[str, Any], name: str, before: Any) -> None:
     """Give a thread's own state what it had; None is nothing of its own, so that the default holds again."""
-    if before is not None:
-        own[name] = before
-    elif _KEEPS_SWITCHES and torch.compiler.is_dynamo_compiling():
-        # A block turns casts off where they are on, so this is what held before it.
-        own[name] = name == "on"
-    else:
+    if before is None:
         own.pop(name, None)
+    else:
+        own[name] = before

@@ -80,7 +80,7 @@ def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
     assert metadata["License-Expression"] == "BSD-3-Clause"
     assert metadata["Requires-Python"] == ">=3.11"
     required = {line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line}
-    assert required == {"torch>=2.11", "wrapt>=2.5", "numpy"}
+    assert required == {"torch>=2.13", "wrapt>=2.5", "numpy"}
     assert {"test", "examples"} <= set(metadata.get_all("Provides-Extra"))
 
 
