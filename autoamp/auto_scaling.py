@@ -34,7 +34,8 @@ from autoamp.errors import UsageError
 from autoamp.guarding import GuardedOptimizers
 from autoamp.pass_hooks import GradientHook, Hook, PostAccumulateHook, RunningPasses, is_ours
 from autoamp.patching import PatchSet, dress, original_of
-from autoamp.ranks import is_flat, is_sharded, several
+from autoamp.ranks import is_flat, is_sharded
+from autoamp.replicas import several_processes
 from autoamp.scaling import LossScaler, open_blocks
 from autoamp.stepping import StepGuard
 from autoamp.unaware_closures import step_unaware
@@ -231,7 +232,7 @@ class AutoScale:
             if any(map(is_sharded, params)):
                 sharded.append(guard)
         leaves, nodes = reached_by(roots, inputs)
-        shared = several()
+        shared = several_processes()
         if shared and owners and any(map(is_flat, leaves)):
             raise UsageError(
                 "FullyShardedDataParallel keeps shards of flat parameters, so that ranks would skip different steps; "

@@ -230,9 +230,8 @@ class MasterWeights:
 
         The first time after a DistributedDataParallel was made it is a collective.
         """
-        self.adopt()
-        self._equalise()
         self.share_gradients()
+        self._equalise()
 
     @torch.no_grad()
     def share_gradients(self) -> None:
@@ -564,12 +563,15 @@ def _fingerprint(tensor: Tensor) -> Tensor | None:
 
 
 def _version(tensor: Tensor) -> int | None:
-    # Inference tensors keep no count.
-    return None if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:
+        # Inference tensors keep no count.
+        return None
 
 
 def _address(tensor: Tensor) -> int:
-    return _local(tensor).data_ptr()
+    return (tensor if type(tensor) in _PLAIN else _local(tensor)).data_ptr()
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -15,13 +15,7 @@ from torch import Tensor
 from autoamp.gradients import unscale_
 from autoamp.torch_private import unscale_and_check_
 
-__all__ = ["is_flat", "is_sharded", "non_finite_now", "several"]
-
-
-def several() -> bool:
-    """Tell whether this process is one of several in a process group of torch."""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+__all__ = ["is_flat", "is_sharded", "non_finite_now"]
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -32,7 +32,8 @@ from autoamp.gradients import GradientMark, Kind, ScaledMark, non_finite, scale_
 from autoamp.late_flags import LateFlags
 from autoamp.likeness import Likeness
 from autoamp.patching import dress
-from autoamp.ranks import non_finite_now, several
+from autoamp.ranks import non_finite_now
+from autoamp.replicas import several_processes
 from autoamp.scaling import LossScaler, open_blocks
 from autoamp.verdicts import Verdict, read, settle, settle_later, unseen
 
@@ -408,7 +409,7 @@ class StepGuard:
 
     def _look_again(self) -> None:
         """Look at the gradients as they are now where other ranks have a part in them: inf may have come from there."""
-        if self.pending and several():
+        if self.pending and several_processes():
             last = self.pending[-1]
             found = non_finite_now(self.params(), [flag for verdict in self.pending for flag in verdict.found])
             self.pending.append(Verdict(last.scaler, last.scale, found))
@@ -720,14 +721,22 @@ def _keeps_word(kind: type[Any]) -> bool:
     from a class of torch: what it does besides calling that one, it would do in a skipped step too.
     """
     step = getattr(kind, "step", None)
-    if not callable(step) or "grad_scaler" in inspect.signature(step).parameters:
+    if not callable(step) or "grad_scaler" in _parameters(step):
         return False
     # Torch wraps the step of each class, so it is in every class's dict; the wrapper has the module of what it wraps.
-    if _is_torchs(step.__module__):
+    if _is_torchs(getattr(step, "__module__", "")):
         return True
     own = [base for base in kind.__mro__ if not _is_torchs(base.__module__)]
     inherits = any(base not in own and base is not torch.optim.Optimizer for base in kind.__mro__[:-1])
     return not inherits or any("_step_supports_amp_scaling" in vars(base) for base in own)
+
+
+def _parameters(function: Callable[..., Any]) -> Iterable[str]:
+    try:
+        return inspect.signature(function).parameters
+    except ValueError:
+        # What is written in C may have no signature.
+        return ()
 
 
 def _is_torchs(module: str) -> bool:

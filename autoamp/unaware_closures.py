@@ -25,7 +25,7 @@ def step_unaware(
 
     Gradients of an overflowed pass are 0. A later evaluation of a step, as LBFGS has them, is repeated at lower scales.
     """
-    skips, blamed = guard.consecutive_skips, guard.settle()
+    blamed = guard.settle()
     if blamed is not None:
         guard.skip(blamed)
         return guard.call(closure)
@@ -49,6 +49,5 @@ def step_unaware(
             return guard.take(original, (evaluate, *args[1:]), kwargs)
         return guard.take(original, (), {**kwargs, "closure": evaluate})
     except GivenUp as given_up:
-        guard.consecutive_skips = skips
         guard.skip(given_up.blamed)
         return given_up.loss

@@ -930,7 +930,7 @@ def take_numbers_away(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_flat_parameters_are_refused(
     handle: autoamp.Handle, scaling: AutoScale, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auto_scaling, "several", lambda: True)
+    monkeypatch.setattr(auto_scaling, "several_processes", lambda: True)
     model, optimizer, x = make()
     model[0].weight._is_flat_param = True  # type: ignore[assignment]
     with pytest.raises(autoamp.UsageError, match=r"shards of flat parameters.*use bf16"):

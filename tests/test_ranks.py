@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from autoamp.ranks import is_flat, is_sharded, non_finite_now, several
+from autoamp.ranks import is_flat, is_sharded, non_finite_now
 
 
-def test_one_process_is_alone() -> None:
-    assert not several()
+def test_a_plain_parameter_is_no_shard() -> None:
     parameter = nn.Parameter(torch.ones(2))
     assert not is_sharded(parameter)
     assert not is_flat(parameter)

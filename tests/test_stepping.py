@@ -963,6 +963,27 @@ class Watched(torch.optim.SGD):
         return losses
 
 
+def test_a_step_without_a_signature_is_guarded() -> None:
+    class WrittenInC(dict[str, Any]):
+        """Its step is a method of C, as those of compiled extensions are."""
+
+        step = dict.clear
+
+        def __init__(self, params: list[Parameter]) -> None:
+            super().__init__(kept=1)
+            self.param_groups = [{"params": params}]
+
+    param = Parameter(torch.ones(2))
+    optimizer = WrittenInC([param])
+    guard, scaler = guard_of(optimizer), DynamicLossScaler(1024.0)
+    for factor, left in ((math.inf, {"kept": 1}), (1.0, {})):
+        param.grad = None
+        with scale_loss((param * factor).sum(), guard, scaler) as scaled:
+            scaled.backward()
+        optimizer.step()  # type: ignore[call-arg]
+        assert optimizer == left
+
+
 def test_the_step_runs_with_casts_off_and_a_closure_with_casts_on() -> None:
     switch, param, after, inside = Switch(), Parameter(torch.ones(2)), [], []
     optimizer, scaler = Watched([param], switch), DynamicLossScaler(4.0)
