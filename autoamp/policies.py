@@ -179,8 +179,8 @@ def _casting(original: Any, policy: CastPolicy, casts: Casts) -> types.FunctionT
             if not kwargs:
                 return original(*cast_args(args))
             if kwargs.get("out") is not None:
-                # A product that is written somewhere is computed in the dtype of that, as in place.
-                return original(*args, **kwargs) if half else _into_out(original, _each(cast), casts, args, kwargs)
+                into_out = _product_into_out if half else _into_out
+                return into_out(original, _each(casts.to_fp32), casts, args, kwargs)
             if kwargs.get("dtype") in HALF_DTYPES:
                 # The caller chose; autocast heeds it too, and norms refuse to narrow what was cast to fp32.
                 return original(*args, **kwargs)
@@ -392,6 +392,16 @@ def _into_out(
     # Of the result's own kind, as torch returns it: a named tuple where there are several.
     written = iter(outs)
     return map_tensors(result, lambda _: next(written))
+
+
+def _product_into_out(
+    original: Any, widen_all: Callable[[Any], Any], casts: Casts, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """A product with ``out=``, computed in the dtype of that, as in place: half factors are widened for an fp32 one."""
+    out = kwargs["out"]
+    if isinstance(out, Tensor) and out.dtype is torch.float32 and casts.eligible(out):
+        args, kwargs = widen_all((args, kwargs))
+    return original(*args, **kwargs)
 
 
 def _can_hold(out: Tensor, value: Tensor) -> bool:

@@ -197,9 +197,11 @@ def _spellings(rule: CastRule, spaces: list[tuple[Any, dict[str, Any]]]) -> Iter
         rule: A rule on a bare name.
         spaces: torch's public namespaces, each with what it holds by name.
     """
-    # A product in place goes on in what it is written to, as under autocast: no rule to half speaks for that.
-    names = _names(rule.target)[: 1 if rule.policy is CastPolicy.FP16 else None]
-    for name in names:
+    for name in _names(rule.target):
+        if name != rule.target and rule.policy is CastPolicy.FP16:
+            # A product in place goes on in what it is written to, as under autocast: no rule to half speaks for that.
+            # But half factors, which the program knows nothing of, are no error.
+            rule = replace(rule, policy=CastPolicy.PROMOTE)
         in_torch = None
         for namespace, held in spaces:
             original = _callable(held.get(name))

@@ -477,6 +477,30 @@ def test_products_with_out_are_computed_in_what_they_write_to(half: torch.dtype)
         torch.mm(a, b, out=narrow)
 
 
+def test_products_of_half_factors_go_into_fp32(half: torch.dtype) -> None:
+    autoamp.init(device_type="cpu", dtype=half)
+    a, b, c = torch.randn(3, 4).to(half), torch.randn(4, 5), torch.randn(3, 5)
+    exact = a.float().numpy() @ b.numpy()
+    calls = (
+        torch.mm(a, b, out=torch.empty(3, 5)),
+        torch.addmm(c, a, b, beta=0, out=torch.empty(3, 5)),
+        torch.matmul(a, b.to(half), out=torch.empty(3, 5)),
+        torch.zeros(3, 5).addmm_(a, b),
+        torch.zeros(3).addmv_(a, b[:, 0]),
+        torch.zeros(1, 3, 5).baddbmm_(a[None], b.to(half)[None]),
+    )
+    for into, value in zip(calls, (exact, exact, a.float().numpy() @ b.to(half).float().numpy()), strict=False):
+        assert into.dtype == FP32
+        torch.testing.assert_close(into, torch.from_numpy(value))
+    torch.testing.assert_close(calls[3], torch.from_numpy(exact))
+    torch.testing.assert_close(calls[4], torch.from_numpy(exact)[:, 0])
+    assert calls[5].dtype == FP32
+    # What is half keeps its dtype, too.
+    narrow = torch.zeros(3, 5, dtype=half)
+    assert narrow.addmm_(a, b) is narrow
+    torch.testing.assert_close(narrow, torch.from_numpy(exact).to(half))
+
+
 def test_out_of_several_tensors(handle: autoamp.Handle) -> None:
     matrix = torch.eye(2, dtype=HALF) * 2
     sign, logarithm = torch.empty((), dtype=HALF), torch.empty(())

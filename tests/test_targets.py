@@ -87,10 +87,12 @@ def test_an_in_place_form_knows_what_it_computes_with() -> None:
     assert found["torch.Tensor.__pow__"].functional is None
 
 
-def test_a_rule_to_half_leaves_in_place_forms_alone() -> None:
+def test_a_rule_to_half_promotes_in_place() -> None:
     found = by_name(*map(rule, ("addmm", "addmv", "addr", "baddbmm", "addbmm", "exp")))
     assert {"torch.Tensor.addmm", "torch.addbmm", "torch._VF.exp"} <= found.keys()
-    assert not [name for name in found if name.endswith("_")]
+    in_place = {name: target.rule.policy for name, target in found.items() if name.endswith("_")}
+    assert "torch.Tensor.addmm_" in in_place
+    assert set(in_place.values()) == {CastPolicy.PROMOTE}
 
 
 def test_an_in_place_form_may_be_named_itself() -> None:
