@@ -138,6 +138,13 @@ class ModuleCasts(Casts):
             on = True
         return on, forced_off
 
+    def remembered(self, function: Callable[..., Any], args: Sequence[Any] = ()) -> Callable[..., Any]:
+        """Wrap a function as `Casts.remembered`. Where its arguments turn casts on, it gives fp32, as a module does."""
+        run, on = super().remembered(function, args), self.state()
+        if on is not None or not self.switches(args)[0]:
+            return run
+        return lambda *args, **kwargs: self._widened(run(*args, **kwargs))
+
     def wants(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Tell whether a call is to be cast: outside modules, one whose arguments derive from a model's."""
         on = self.state()
@@ -199,7 +206,7 @@ class ModuleCasts(Casts):
 
         def init(module: Module, *args: Any, **kwargs: Any) -> None:
             original(module, *args, **kwargs)
-            if not compiling() and not _is_torchs(sys._getframe(1)):
+            if not compiling() and not _is_torchs(type(module)):
                 if local.on is True:
                     local.on = _PAUSED
                 elif local.on is None:
@@ -218,9 +225,9 @@ class ModuleCasts(Casts):
         return dress(convert, original, original.__module__, original.__qualname__)  # type: ignore[arg-type]
 
 
-def _is_torchs(frame: types.FrameType) -> bool:
-    """Tell whether code is torch's own: its layers compute no tables, and Dynamo makes modules while it traces."""
-    return str(frame.f_globals.get("__name__")).partition(".")[0] == "torch"
+def _is_torchs(cls: type) -> bool:
+    """Tell whether a class is torch's own: its layers compute no tables, and Dynamo makes modules while it traces."""
+    return str(cls.__module__).partition(".")[0] == "torch"
 
 
 def _in_constructor(frame: types.FrameType | None) -> bool:

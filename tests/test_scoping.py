@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import autoamp
 from autoamp.errors import UsageError
@@ -93,6 +93,27 @@ def test_a_constructor_within_a_call_casts_nothing_and_the_call_goes_on(handle: 
     with torch.no_grad():
         model(torch.ones(2, 4))
     assert model.seen == [half, torch.float32, torch.float32, torch.float32, half, half]
+
+
+class Whitened(nn.Linear):
+    """A layer of the program's that derives from one of torch's, and measures its weight when it is made."""
+
+    def __init__(self) -> None:
+        super().__init__(DIM, DIM)
+        self.gram = self.weight @ self.weight.t()
+
+
+class BuildsLayer(Probe):
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = [Whitened().gram.dtype, self.first(x).dtype]
+        return x
+
+
+def test_a_constructor_of_a_kind_of_torchs_layers_casts_nothing(handle: Handle, half: torch.dtype) -> None:
+    assert Whitened().gram.dtype == torch.float32
+    builds = BuildsLayer()
+    builds(torch.ones(1, 4))
+    assert builds.seen == [torch.float32, half]
 
 
 def test_statistics_and_projections_outside_of_modules_stay_fp32(handle: Handle) -> None:
@@ -225,6 +246,19 @@ def test_checkpoints_recompute_as_they_computed(handle: Handle, reentrant: bool,
     (Model()(x) if in_module else block(x)).sum().backward()
     assert torch.equal(x.grad, expected[0])  # type: ignore[arg-type]
     assert torch.equal(weight.grad, expected[1])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_module_that_is_checkpointed_outside_of_modules_gives_fp32(handle: Handle, reentrant: bool) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(2, 8, requires_grad=True)
+    out = checkpoint(model, x, use_reentrant=reentrant)
+    assert out.dtype == torch.float32
+    assert torch.equal(out, model(x))
+    checkpoint_sequential(model, 2, x, use_reentrant=reentrant).sum().backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    model(x).sum().backward()
+    torch.testing.assert_close(gradients, [parameter.grad for parameter in model.parameters()], rtol=1e-2, atol=1e-2)
 
 
 def test_a_custom_functions_backward_casts_as_its_forward_did(handle: Handle, half: torch.dtype) -> None:
