@@ -177,6 +177,8 @@ class MasterWeights:
         self._originals = originals or {}
         self._pairs: dict[int, tuple[Tensor, _Link]] = {}
         self._hooks: dict[int, Any] = {}
+        # Half parameters outlive an optimizer that is dropped.
+        weakref.finalize(self, _remove_all, self._hooks).atexit = False
         self._aside = _Aside()
         self._replicated: list[_Replicated] = []
         self._asked = (-1, -1)
@@ -454,6 +456,11 @@ def _arriving(half: Tensor, master: Tensor, aside: _Aside) -> Any:
                 aside.put(parameter, master)
 
     return arrive
+
+
+def _remove_all(hooks: Mapping[int, Any]) -> None:
+    for hook in hooks.values():
+        hook.remove()
 
 
 def _drop_old(half: Tensor, master: Tensor) -> None:

@@ -725,6 +725,18 @@ def test_release_master_forgets() -> None:
     assert master_of(model[0].weight) is None
 
 
+def test_optimizers_that_are_dropped_leave_no_hooks_behind() -> None:
+    model = network()
+    o2(model, sgd(model.parameters()))
+    for _ in range(3):
+        optimizer = sgd(model.parameters())
+        backward(model, optimizer)
+        optimizer.step()
+    assert [len(param._backward_hooks or ()) for param in model.parameters()] == [1] * 4
+    del optimizer
+    assert [len(param._backward_hooks or ()) for param in model.parameters()] == [0] * 4
+
+
 def test_a_model_copies_without_masters_or_hooks() -> None:
     model = network()
     optimizer = sgd(model.parameters())
