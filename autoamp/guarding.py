@@ -72,6 +72,8 @@ class GuardedOptimizers:
         # Of each call of `initialize`, and of the last one, which serves optimizers that were named in none.
         self._scalers_of: weakref.WeakKeyDictionary[Any, list[LossScaler]] = weakref.WeakKeyDictionary()
         self._latest: list[LossScaler] | None = None
+        # Scalers of earlier calls that losses were scaled by since the last one.
+        self._used: set[LossScaler] = set()
         self._off: weakref.WeakSet[Any] = weakref.WeakSet()
         self._check: Callable[[], None] = lambda: None
         self._steps_halves: Callable[[Any], bool] = lambda _: False
@@ -124,12 +126,21 @@ class GuardedOptimizers:
         if not fitting:
             known = " or ".join(map(str, range(max(map(len, choices)))))
             raise UsageError(f"loss_id={loss_id} has no scaler; choose {known}")
-        return next((scaler for scaler in fitting if scaler.checks), fitting[0])
+        chosen = next((scaler for scaler in fitting if scaler.checks), fitting[0])
+        if self._latest is not None:
+            self._used.add(chosen)
+        return chosen
 
     def use_scalers(self, scalers: list[LossScaler], optimizers: Iterable[Any]) -> None:
-        """Let these optimizers, and all that no call of `initialize` names, have scalers of these by ``loss_id``."""
+        """Let these optimizers, and all that no call of `initialize` names, have scalers of these by ``loss_id``.
+
+        Steps and skips are counted anew.
+        """
         self.scalers += [scaler for scaler in scalers if not any(scaler is known for known in self.scalers)]
         self._latest = scalers
+        self._used.clear()
+        self._catch_up()
+        self.steps = self._skipped_steps = 0
         for optimizer in optimizers:
             self._scalers_of[optimizer] = scalers
             self._off.discard(optimizer)
@@ -416,8 +427,16 @@ class GuardedOptimizers:
         return steps
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scalers' state and the number of skips."""
-        state: dict[str, Any] = {f"loss_scaler{i}": scaler.state_dict() for i, scaler in enumerate(self.scalers)}
+        """Return the scalers' state and the number of skips.
+
+        Of the scalers of earlier calls of `initialize` those that losses were scaled by since the last one: models of
+        an earlier training may live on.
+        """
+        scalers = self.scalers
+        if self._latest is not None:
+            wanted = {*self._latest, *self._used}
+            scalers = [scaler for scaler in scalers if scaler in wanted]
+        state: dict[str, Any] = {f"loss_scaler{i}": scaler.state_dict() for i, scaler in enumerate(scalers)}
         return {**state, "skipped_steps": self.skipped_steps}
 
     def _scalers_for(self, state: Mapping[str, Any]) -> list[LossScaler]:

@@ -211,9 +211,10 @@ def _handle_for(setup: Setup, earlier: Sequence[Setup], models: Sequence[Module]
     put_handle(None, functools.partial(handle.inherit, setups=earlier, models=models, optimizers=optimizers))
     shared = next((one.scalers for one in earlier if one.key == setup.key), None)
     if shared is not None:
-        # Later calls add to the scalers that are there.
-        shared += setup.scalers[len(shared) :]
+        # All begin anew, as with Apex: a later training finds nothing of an earlier one whose model lives on.
+        shared[: len(setup.scalers)] = setup.scalers
         setup = replace(setup, scalers=shared)
+        handle.optimizers.keep_scalers(scaler for one in earlier for scaler in one.scalers)
     handle.setups.append(setup)
     return handle
 

@@ -108,9 +108,11 @@ def test_calls_of_one_kind_share_their_scalers() -> None:
     initialize(g, opt_g, opt_level="O1", num_losses=2)
     state = autoamp.state_dict()
     assert {key: value["loss_scale"] for key, value in state.items() if key != "skipped_steps"} == {
-        "loss_scaler0": 2.0**15, "loss_scaler1": 2.0**16,
+        "loss_scaler0": 2.0**16, "loss_scaler1": 2.0**16,
     }  # fmt: skip
-    assert state["skipped_steps"] == 1
+    step(d, opt_d, 1, torch.inf)
+    assert autoamp.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**15
+    assert state["skipped_steps"] == 0
     with autoamp.scale_loss(torch.ones((), requires_grad=True), [], loss_id=1) as scaled:
         assert scaled.item() == 2.0**16
     autoamp.load_state_dict(state)
