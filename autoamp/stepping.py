@@ -511,8 +511,6 @@ class StepGuard:
         blamed = self.settle()
         if blamed is not None:
             return self.skip(blamed)
-        state: Any = getattr(self._optimizer(), "state", None)
-        known = set(state) if isinstance(state, Mapping) else None
         later, versions, begun = self.guarded_closure(closure), _versions(self.params()), False
 
         def evaluate() -> Any:
@@ -526,10 +524,18 @@ class StepGuard:
                 raise GivenUp(loss, blamed)
             return loss
 
+        return self.take_with(evaluate, original, args, kwargs)
+
+    def take_with(
+        self, closure: Callable[[], Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Let the optimizer step with another closure, which may raise `GivenUp`: then this is a skip."""
+        state: Any = getattr(self._optimizer(), "state", None)
+        known = set(state) if isinstance(state, Mapping) else None
         try:
             if args:
-                return self.take(original, (evaluate, *args[1:]), kwargs)
-            return self.take(original, (), {**kwargs, "closure": evaluate})
+                return self.take(original, (closure, *args[1:]), kwargs)
+            return self.take(original, (), {**kwargs, "closure": closure})
         except GivenUp as given_up:
             for key in [] if known is None else [key for key in state if key not in known]:
                 del state[key]

@@ -44,10 +44,4 @@ def step_unaware(
             raise guard.hopeless(blamed)
         return loss
 
-    try:
-        if args:
-            return guard.take(original, (evaluate, *args[1:]), kwargs)
-        return guard.take(original, (), {**kwargs, "closure": evaluate})
-    except GivenUp as given_up:
-        guard.skip(given_up.blamed)
-        return given_up.loss
+    return guard.take_with(evaluate, original, args, kwargs)

@@ -980,7 +980,7 @@ def test_a_step_without_a_signature_is_guarded() -> None:
         param.grad = None
         with scale_loss((param * factor).sum(), guard, scaler) as scaled:
             scaled.backward()
-        optimizer.step()  # type: ignore[call-arg]
+        optimizer.step()
         assert optimizer == left
 
 

@@ -86,6 +86,14 @@ def test_an_overflow_ends_the_step_with_nothing_moved(handle: autoamp.Handle) ->
     assert not torch.equal(program.param, before)
 
 
+def test_a_first_step_that_overflows_leaves_no_state(handle: autoamp.Handle) -> None:
+    program = Program(EDGE, 0.5)
+    optimizer = torch.optim.LBFGS([program.param], max_iter=1)
+    optimizer.step(program.closure)
+    assert handle.last_step_skipped
+    assert not optimizer.state
+
+
 def test_an_overflow_after_a_move_is_evaluated_again(handle: autoamp.Handle) -> None:
     program = Program(EDGE, EDGE, 0.5)
     optimizer = Perturbing([program.param], lr=2.0**-112)
