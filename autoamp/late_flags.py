@@ -91,6 +91,9 @@ class LateFlags:
 
     def blank(self, device: torch.device) -> Tensor:
         """Return a flag that is not set: one fp32 element, 0. Many lie in one block of memory, and are made at once."""
+        if torch.compiler.is_compiling():
+            # Compiled code would be compiled anew for each length of the block that is left.
+            return torch.zeros(1, dtype=torch.float32, device=device)
         if not self._blank.get(device):
             with torch.inference_mode(False):
                 self._blank[device] = list(torch.zeros(_BATCH, dtype=torch.float32, device=device).split(1))
