@@ -177,7 +177,9 @@ def test_a_program_that_initializes_is_reported_as_it_chose() -> None:
 
 
 @pytest.mark.usefixtures("plain_program")
-def test_who_steps_by_hand_is_not_scaled_and_told_so() -> None:
+def test_who_steps_by_hand_is_not_scaled_and_told_so(collected: Any) -> None:
+    # Optimizers of other tests.
+    collected()
     try:
         run = set_up(Options(dtype="fp16", device_type="cpu"))
         model = torch.nn.Linear(2, 2)
