@@ -211,7 +211,7 @@ def build_module_call(original: types.FunctionType, casts: Casts, precisions: Mo
     direct_calls, refresh = direct.by_class, direct.refresh
 
     def scoped(self: Module, *args: Any, **kwargs: Any) -> Any:
-        if compiling() or local.entries is not None or not cache.enabled:
+        if local.entries is not None or not cache.enabled:
             return original(self, *args, **kwargs)
         if self.__dict__.get("_modules"):
             # For the modules within, which are called directly. Once for all of them: it takes a microsecond.
@@ -223,7 +223,8 @@ def build_module_call(original: types.FunctionType, casts: Casts, precisions: Mo
         finally:
             local.entries = local.last = None
 
-    outermost = casts.around_outermost(scoped)
+    # Compiled code keeps no casts from call to call: a compiler shares them itself.
+    outermost, traced = casts.around_outermost(scoped), casts.around_outermost(original)
 
     def call(self: Module, *args: Any, **kwargs: Any) -> Any:
         if precisions.any and not local.forced_off:
@@ -233,12 +234,12 @@ def build_module_call(original: types.FunctionType, casts: Casts, precisions: Mo
                 goes_on_in_fp32 = within and casts.state() is not True
                 args, kwargs = _inputs(precision, casts, (args, kwargs))
                 with casts.switched(within):
-                    output = outermost(self, *args, **kwargs)
+                    output = (traced if compiling() else outermost)(self, *args, **kwargs)
                 # Code around that casts nothing, such as an fp32 module's, could not use a half result.
                 return _cast_nested(output, casts.to_fp32) if goes_on_in_fp32 else output
         # Never None. To ask tells compiled code of this handle from that of another, which looks the same.
         if compiling() and local.forced_off is not None:
-            return outermost(self, *args, **kwargs)
+            return traced(self, *args, **kwargs)
         if local.entries is None or not known:
             return outermost(self, *args, **kwargs)
         own, cls = self.__dict__, type(self)
