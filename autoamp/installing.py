@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import threading
 import types
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -42,6 +43,10 @@ _NOTHING: Mapping[int, tuple[Any, Any]] = {}
 _TAKES_FROM_TORCH = ("torch._dynamo.utils", "torch._dynamo.variables.tensor", "torch._dynamo.variables.torch")
 
 
+# A handle that comes while another goes, in another thread, would take its replacements for torch's own functions.
+_one_at_a_time = threading.RLock()
+
+
 class Installation:
     """The patches of one handle, from the first to the last."""
 
@@ -75,6 +80,10 @@ class Installation:
 
     def install(self, expansion: Expansion, registered: tuple[Target, ...]) -> None:
         """Patch everything. Where one patch fails all are taken back, and the error goes on."""
+        with _one_at_a_time:
+            self._install(expansion, registered)
+
+    def _install(self, expansion: Expansion, registered: tuple[Target, ...]) -> None:
         try:
             with self._patches.all_or_nothing():
                 self._patch_modules()
@@ -93,6 +102,10 @@ class Installation:
 
     def remove(self) -> tuple[str, ...]:
         """Restore everything and return the names that others patched on top."""
+        with _one_at_a_time:
+            return self._remove()
+
+    def _remove(self) -> tuple[str, ...]:
         foreign = self._patches.restore()
         _, table_of_builtins = torch_private.names_of_builtins
         table = table_of_builtins()
