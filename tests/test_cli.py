@@ -104,8 +104,9 @@ class Half(nn.Module):
         self.register_buffer("positions", torch.einsum("i,j->ij", torch.arange(4.0), torch.ones(4)).half())
     def forward(self, x):
         return self.module(x.half() + self.positions[:2]).float()
+torch.manual_seed(0)
 model = Half(nn.Sequential(Model(), nn.LayerNorm(4), nn.Linear(4, 4)))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
 try:
     from apex.fp16_utils import FP16_Optimizer
     optimizer = FP16_Optimizer(optimizer, static_loss_scale=128.0)
