@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from autoamp.errors import level_of_user
+from autoamp.errors import warn_user
 from autoamp.tensors import HALF_DTYPES
 from autoamp.torch_private import MODULES_OF_NORMS
 
@@ -35,10 +34,10 @@ def warn_without_gradients(name: str, params: Iterable[Tensor]) -> None:
         )
     else:
         cause = "all of them are frozen (requires_grad=False)"
-    warnings.warn(f"no parameter of {name} has a gradient after scale_loss: {cause}", stacklevel=level_of_user())
+    warn_user(f"no parameter of {name} has a gradient after scale_loss: {cause}")
 
 
-def check_optimizer(optimizer: Any, *, stacklevel: int = 3) -> None:
+def check_optimizer(optimizer: Any) -> None:
     """Warn of an ``eps`` that is 0, and of a learning rate too small to move weights, in the parameters' half dtype.
 
     Only for optimizers that step half parameters themselves: fp32 masters have neither problem.
@@ -48,24 +47,22 @@ def check_optimizer(optimizer: Any, *, stacklevel: int = 3) -> None:
         for dtype in HALF_DTYPES:
             halves = [parameter for parameter in group["params"] if parameter.dtype is dtype]
             if halves:
-                _check_group(group, where, halves, dtype, stacklevel=stacklevel + 1)
+                _check_group(group, where, halves, dtype)
 
 
-def _check_group(group: Any, where: str, halves: list[Tensor], dtype: torch.dtype, *, stacklevel: int) -> None:
+def _check_group(group: Any, where: str, halves: list[Tensor], dtype: torch.dtype) -> None:
     eps = group.get("eps")
     if isinstance(eps, float) and eps > 0 and float(torch.tensor(eps, dtype=dtype)) == 0.0:
-        warnings.warn(
+        warn_user(
             f"{where}: eps={eps:g} is 0 in {dtype}, so a division by it gives inf; the smallest that survives "
             f"is {smallest_positive(dtype):.3g}. Set eps to that or more, or step fp32 master weights "
-            "(opt_level='O2')",
-            stacklevel=stacklevel,
+            "(opt_level='O2')"
         )
     if _moves_nothing(group.get("lr"), halves, dtype):
-        warnings.warn(
+        warn_user(
             f"{where}: lr={float(group['lr']):g} is less than half the distance between neighbouring {dtype} "
             "numbers at the size of most weights, so steps of that size are rounded away. Raise the learning rate, "
-            "or step fp32 master weights (opt_level='O2')",
-            stacklevel=stacklevel,
+            "or step fp32 master weights (opt_level='O2')"
         )
 
 
@@ -78,29 +75,27 @@ def _moves_nothing(lr: Any, halves: Iterable[Tensor], dtype: torch.dtype) -> boo
     return float(lr) < median * torch.finfo(dtype).eps / 4
 
 
-def check_half_norms(models: Iterable[Module], *, stacklevel: int = 3) -> None:
+def check_half_norms(models: Iterable[Module]) -> None:
     """Warn of norms with running statistics that are in half precision."""
     for model in models:
         for name, module in model.named_modules():
             buffer = getattr(module, "running_var", None)
             if isinstance(module, MODULES_OF_NORMS) and isinstance(buffer, Tensor) and buffer.dtype in HALF_DTYPES:
-                warnings.warn(
+                warn_user(
                     f"{type(module).__name__} {name!r} keeps its running statistics in {buffer.dtype}, where the "
-                    "running variance overflows or stops moving; pass keep_batchnorm_fp32=True",
-                    stacklevel=stacklevel,
+                    "running variance overflows or stops moving; pass keep_batchnorm_fp32=True"
                 )
                 return
 
 
-def check_half_model(models: Iterable[Module], level: str, *, stacklevel: int = 3) -> None:
+def check_half_model(models: Iterable[Module], level: str) -> None:
     """Warn of parameters that are in half precision before `initialize` has cast anything."""
     for model in models:
         for name, parameter in model.named_parameters():
             if parameter.dtype in HALF_DTYPES:
-                warnings.warn(
+                warn_user(
                     f"parameter {name!r} of {type(model).__name__} is in {parameter.dtype} already: its fp32 values "
                     f"are lost, and opt_level={level!r} steps it in half precision. Give initialize() the model in "
-                    "fp32, without .half() or .bfloat16()",
-                    stacklevel=stacklevel,
+                    "fp32, without .half() or .bfloat16()"
                 )
                 return

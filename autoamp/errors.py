@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+import warnings
+
+import torch
 
 __all__ = [
     "AutoampError",
@@ -12,7 +15,7 @@ __all__ = [
     "NonFiniteGradientsError",
     "PatchError",
     "UsageError",
-    "level_of_user",
+    "warn_user",
 ]
 
 
@@ -55,12 +58,19 @@ class CheckpointError(AutoampError, ValueError):
     """A checkpoint that is torn, foreign or too new. Nothing was loaded."""
 
 
-def level_of_user() -> int:
-    """Return the ``stacklevel`` by which a warning of the calling function points at the user's line.
+def warn_user(message: str) -> None:
+    """Warn, and point at the user's line: the innermost one outside of this package and of those that call it.
 
-    That is the innermost one outside of this package and of torch, whose modules and functions call ours.
+    Modules and functions of torch call ours, and so do wrapt's hooks of imports.
     """
-    between = (__name__.partition(".")[0], "contextlib", "torch")
+    # How many frames lie between depends on who asks. A compiler cannot trace the question.
+    level = 3 if torch.compiler.is_compiling() else _level_of_user()
+    warnings.warn(message, stacklevel=level)
+
+
+def _level_of_user() -> int:
+    """Return the ``stacklevel`` by which a warning of the calling function points at the user's line."""
+    between = (__name__.partition(".")[0], "contextlib", "torch", "wrapt")
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in between:
         level, frame = level + 1, frame.f_back

@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from autoamp.casting import Casts
-from autoamp.errors import ListFileError, PatchError
+from autoamp.errors import ListFileError, PatchError, warn_user
 from autoamp.patching import check_writable
 from autoamp.policies import build
 from autoamp.rules import CastPolicy, CastRule, Origin
@@ -116,5 +115,5 @@ class Registry:
             try:
                 found.append(target_at(module, name, rule))
             except (ListFileError, AttributeError) as error:
-                warnings.warn(f"the registration of {rule.target!r} has no effect: {error}", stacklevel=2)
+                warn_user(f"the registration of {rule.target!r} has no effect: {error}")
         return tuple(found)

@@ -17,7 +17,7 @@ from autoamp.attaching import AttachedStep, InnerSteps, stepped_params
 from autoamp.casting import Casts
 from autoamp.checks import check_optimizer
 from autoamp.device_scales import multiplied
-from autoamp.errors import CheckpointError, UsageError, level_of_user
+from autoamp.errors import CheckpointError, UsageError
 from autoamp.masters import MasterWeights
 from autoamp.scaling import LossScaler
 from autoamp.stepping import Skips, StepGuard, scaled_block
@@ -219,7 +219,7 @@ class GuardedOptimizers:
             self._guards[optimizer] = guard
             self.guarded += 1
             if check and masters is None:
-                check_optimizer(optimizer, stacklevel=level_of_user() + 1)
+                check_optimizer(optimizer)
         guard.max_consecutive_skips = self.max_consecutive_skips
         return guard
 

@@ -7,7 +7,6 @@ import inspect
 import sys
 import threading
 import types
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -18,7 +17,7 @@ from autoamp import torch_private
 from autoamp.autocast_regions import DisabledRegions
 from autoamp.casting import Casts
 from autoamp.counting import Counts, counted
-from autoamp.errors import ListFileError, PatchError
+from autoamp.errors import ListFileError, PatchError, warn_user
 from autoamp.model_casting import CastModels
 from autoamp.modules import (
     ModulePrecisions,
@@ -239,7 +238,7 @@ class Installation:
             except (ListFileError, PatchError) as error:
                 # The import of somebody's package must not fail for a typo in a list.
                 waiting.clear()
-                warnings.warn(f"a rule has no effect: {error}", stacklevel=2)
+                warn_user(f"a rule has no effect: {error}")
 
         parts = rule.target.split(".")
         for end in range(1, len(parts)):

@@ -7,7 +7,6 @@ import copy
 import functools
 import gc
 import logging
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from torch.nn import Module
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from autoamp.checks import check_half_model, check_half_norms, check_optimizer
-from autoamp.errors import UsageError, level_of_user
+from autoamp.errors import UsageError, warn_user
 from autoamp.guarding import refuse_own_scaler
 from autoamp.handle import Handle, Settings, Setup
 from autoamp.model_casting import Treatment
@@ -245,24 +244,21 @@ def _kind_of_scale(level: OptLevel, scaler: LossScaler) -> Any:
 def _warn(
     level: OptLevel, models: Sequence[Module], optimizers: Sequence[Any], keep_norms: Any, table: CastTable
 ) -> None:
-    at = level_of_user()
     if level.cast_model_type is None and not level.master_weights:
-        check_half_model(models, level.name, stacklevel=at + 1)
+        check_half_model(models, level.name)
     if level.cast_model_type in (None, torch.float32) and keep_norms is not None:
-        warnings.warn(
+        warn_user(
             f"keep_batchnorm_fp32={keep_norms!r} says nothing at opt_level={level.name!r}, which leaves models in "
-            "fp32; it is ignored",
-            stacklevel=at,
+            "fp32; it is ignored"
         )
     if table.modules and level.cast_model_type in ("half", *HALF_DTYPES):
-        warnings.warn(
+        warn_user(
             f"{table.modules[0].origin}: [modules] says nothing at opt_level={level.name!r}, which casts whole models; "
-            "use opt_level='O1' for precision by module",
-            stacklevel=at,
+            "use opt_level='O1' for precision by module"
         )
-    check_half_norms(models, stacklevel=at + 1)
+    check_half_norms(models)
     for optimizer in optimizers:
-        check_optimizer(optimizer, stacklevel=at + 1)
+        check_optimizer(optimizer)
 
 
 def _hold_models(

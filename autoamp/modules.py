@@ -11,7 +11,6 @@ import difflib
 import fnmatch
 import types
 import uuid
-import warnings
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
@@ -23,7 +22,7 @@ from torch.nn import Module
 from autoamp import torch_private
 from autoamp.casting import Casts
 from autoamp.direct_calls import DirectCalls, skips_call_impl
-from autoamp.errors import PatchError, UsageError
+from autoamp.errors import PatchError, UsageError, warn_user
 from autoamp.patching import dress, resolve
 from autoamp.rules import ModulePrecision, ModuleRule
 from autoamp.tensors import CASTABLE_LAYOUTS, map_tensors
@@ -117,10 +116,9 @@ class ModulePrecisions:
             chosen.update(dict.fromkeys(matched, _listed(rule)))
             if not matched and not self._names_a_class(rule, names.values()):
                 near = difflib.get_close_matches(rule.pattern, names, n=3)
-                warnings.warn(
+                warn_user(
                     f"{rule.origin}: {rule.pattern!r} matches no module of {type(model).__name__}"
-                    + (f"; did you mean {' or '.join(map(repr, near))}?" if near else ""),
-                    stacklevel=3,
+                    + (f"; did you mean {' or '.join(map(repr, near))}?" if near else "")
                 )
         return self._kept(Override(self, [(names[name], precision) for name, precision in chosen.items()]))
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import sys
 import types
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch.nn import Parameter
 
 from autoamp.casting import Casts, SparseArgument, on_device, put_back
 from autoamp.cudnn_rnn import LAYERS, build_recurrent
-from autoamp.errors import BannedFunctionError, level_of_user
+from autoamp.errors import BannedFunctionError, warn_user
 from autoamp.native import COMPOSITES, OPS, build_composite, build_native
 from autoamp.patching import dress
 from autoamp.pinned_lstm import LSTM, build_lstm
@@ -342,7 +341,7 @@ def _banned(
     original: Any, in_fp32: Any, casts: Casts, name: str, remedy: str, allow_banned: bool
 ) -> types.FunctionType:
     """A function whose result in half precision cannot be trusted."""
-    local, blocks, compiling = casts.local, casts.blocks, torch.compiler.is_compiling
+    local, blocks = casts.local, casts.blocks
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
         if blocks and not local.on:
@@ -355,9 +354,7 @@ def _banned(
             )
         if name not in casts.warned:
             casts.warned.add(name)
-            # How many frames lie between depends on who counts. A compiler cannot trace the question.
-            level = 2 if compiling() else level_of_user()
-            warnings.warn(f"{name} is unsafe in half precision and runs in fp32: {remedy}", stacklevel=level)
+            warn_user(f"{name} is unsafe in half precision and runs in fp32: {remedy}")
         return in_fp32(*args, **kwargs)
 
     passed = casts.passing(original, replacement)

@@ -77,7 +77,7 @@ def test_each_group_is_looked_at() -> None:
     one, two = linear().half(), linear().half()
     groups = [{"params": one.parameters(), "eps": 1e-4}, {"params": two.parameters(), "eps": 1e-9}]
     optimizer = torch.optim.Adam(groups, lr=0.1)
-    found = messages(lambda: check_optimizer(optimizer, stacklevel=2))
+    found = messages(lambda: check_optimizer(optimizer))
     assert len(found) == 1
     assert "param_groups[1]" in found[0]
 
@@ -100,7 +100,7 @@ def test_where_the_learning_rate_begins_to_move(size: float, lr: float, warned: 
     """Below 0.5 the neighbours of fp16 lie 2**-12 apart: half of that is 1.22e-4."""
     model = linear(size).half()
     optimizer = torch.optim.SGD(model.parameters(), lr)
-    assert bool(messages(lambda: check_optimizer(optimizer, stacklevel=2))) is warned
+    assert bool(messages(lambda: check_optimizer(optimizer))) is warned
     weight = model.weight.detach().clone()
     assert torch.equal(weight - torch.tensor(lr), weight) is warned
 
@@ -108,9 +108,9 @@ def test_where_the_learning_rate_begins_to_move(size: float, lr: float, warned: 
 def test_learning_rates_that_say_nothing() -> None:
     model = linear().half()
     for lr in (torch.tensor(1e-6), 0.0):
-        assert messages(lambda lr=lr: check_optimizer(torch.optim.SGD(model.parameters(), lr), stacklevel=2)) == []
+        assert messages(lambda lr=lr: check_optimizer(torch.optim.SGD(model.parameters(), lr))) == []
     empty = torch.optim.SGD([torch.zeros(0).half().requires_grad_()], 1e-9)
-    assert messages(lambda: check_optimizer(empty, stacklevel=2)) == []
+    assert messages(lambda: check_optimizer(empty)) == []
 
 
 # -- models --
@@ -124,7 +124,7 @@ def test_a_half_model_at_o1(cast: Any) -> None:
     assert f"parameter '0.weight' of Sequential is in {model[0].weight.dtype} already" in found[0]
     assert "opt_level='O1'" in found[0]
     assert "without .half()" in found[0]
-    assert messages(lambda: check_half_model([nn.Linear(1, 1)], "O1", stacklevel=2)) == []
+    assert messages(lambda: check_half_model([nn.Linear(1, 1)], "O1")) == []
 
 
 def test_a_batch_norm_in_half_at_o3() -> None:
@@ -135,7 +135,7 @@ def test_a_batch_norm_in_half_at_o3() -> None:
     assert "keep_batchnorm_fp32=True" in found[0]
     assert messages(lambda: initialize(model, opt_level="O3", keep_batchnorm_fp32=True)) == []
     plain = nn.BatchNorm1d(3, track_running_stats=False).half()
-    assert messages(lambda: check_half_norms([plain], stacklevel=2)) == []
+    assert messages(lambda: check_half_norms([plain])) == []
 
 
 @pytest.mark.parametrize("level", ["O0", "O1"])

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import sys
+from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+
+import autoamp
 from autoamp import errors
 
 
@@ -32,3 +38,38 @@ def test_a_list_file_error_says_where() -> None:
     assert str(error) == "project.toml:4: unknown op 'softmx'"
     assert (error.path, error.line) == ("project.toml", 4)
     assert str(errors.ListFileError("no such set", "lists=")) == "lists=: no such set"
+
+
+# -- warnings --
+
+
+def test_a_warning_points_at_the_users_line_through_modules_of_torch() -> None:
+    class Warns(torch.nn.Module):
+        pass
+
+    # As a method of ours, called by a module of torch.
+    Warns.forward = _compiled("autoamp.anywhere", "def f(self, x): warn_user('look here'); return x")  # type: ignore[assignment]
+    with pytest.warns(UserWarning, match="look here") as caught:
+        torch.nn.Sequential(Warns())(torch.ones(1))
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_a_warning_of_an_import_points_at_the_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "imported_late.py").write_text("def there(): pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "imported_late", raising=False)
+    lists = {"extends": [], "fp16": ["imported_late.absent"], "fp32": []}
+    handle = autoamp.init(dtype=torch.bfloat16, device_type="cpu", lists=lists)
+    try:
+        with pytest.warns(UserWarning, match="a rule has no effect") as caught:
+            import imported_late  # type: ignore[import-not-found]  # noqa: F401
+    finally:
+        handle.deactivate()
+        sys.modules.pop("imported_late", None)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def _compiled(module: str, source: str) -> Any:
+    names: dict[str, Any] = {"__name__": module, "warn_user": errors.warn_user}
+    exec(source, names)
+    return names["f"]

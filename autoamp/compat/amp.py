@@ -17,7 +17,7 @@ from autoamp.compat.alias import options
 from autoamp.compat.listed import changed_lists
 from autoamp.compat.properties import Properties, as_flag, as_number, as_scale, as_type, opt_levels
 from autoamp.compat.state import AmpHandle, AmpStash, NoOpHandle, amp_state
-from autoamp.errors import CheckpointError, UsageError, level_of_user
+from autoamp.errors import CheckpointError, UsageError, warn_user
 from autoamp.parallel import DistributedDataParallel
 from autoamp.scaling import DynamicLossScaler
 
@@ -99,10 +99,9 @@ def _enabled(enabled: Any, level: str) -> bool:
     """Tell whether amp is wanted. Published programs pass a level in this place, where Apex took it for True."""
     if isinstance(enabled, str) and enabled in opt_levels:
         if enabled != level:
-            warnings.warn(
+            warn_user(
                 f"initialize() got enabled={enabled!r}: the third argument is `enabled`, and the level is {level!r}; "
-                f"pass opt_level={enabled!r} by its name",
-                stacklevel=level_of_user(),
+                f"pass opt_level={enabled!r} by its name"
             )
         return True
     return bool(as_flag("enabled", enabled))
@@ -164,9 +163,8 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     if scalers != ours:
         if not scalers:
             raise CheckpointError("there is no key 'loss_scaler0'; pass what amp.state_dict() returned")
-        warnings.warn(
-            f"the state has {len(scalers)} loss scalers and this run {len(ours)}; those that both have are loaded",
-            stacklevel=level_of_user(),
+        warn_user(
+            f"the state has {len(scalers)} loss scalers and this run {len(ours)}; those that both have are loaded"
         )
     dropped = scalers - ours
     levels.load_state_dict({**here, **{name: value for name, value in state_dict.items() if name not in dropped}})
@@ -198,6 +196,6 @@ def maybe_print(msg: str, rank0: bool = False) -> None:
 def warn_or_err(msg: str) -> None:
     """Warn, or raise where the state says that errors are not overridden, as the internals of Apex did."""
     if amp_state.hard_override:
-        warnings.warn(msg, stacklevel=2)
+        warn_user(msg)
     else:
         raise UsageError(msg)
