@@ -43,7 +43,7 @@ class DisabledRegions:
                 casts.local.regions = (*casts.local.regions, (self, block))
             return entered
 
-        return dress(enter, original, original.__module__, original.__qualname__)  # type: ignore[arg-type]
+        return dress(enter, original)
 
     def build_exit(self, original: Any) -> Any:
         """Build the replacement of ``torch.autocast.__exit__``."""
@@ -56,7 +56,7 @@ class DisabledRegions:
                 regions[-1][1].__exit__(None, None, None)
             return original(self, *exc_info)
 
-        return dress(leave, original, original.__module__, original.__qualname__)  # type: ignore[arg-type]
+        return dress(leave, original)
 
 
 def _is_the_programs(frame: types.FrameType | None) -> bool:

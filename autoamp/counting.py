@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import types
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -114,10 +113,9 @@ def counted(replacement: Any, name: str, policy: CastPolicy, casts: Casts, count
             _count(args, kwargs, name, policy, casts, counts)
         return replacement(*args, **kwargs)
 
-    assert isinstance(run, types.FunctionType)
-    functools.update_wrapper(run, replacement, updated=())
-    run.__wrapped__ = getattr(replacement, "__wrapped__", replacement)  # type: ignore[attr-defined]
-    return run
+    counting: Any = functools.update_wrapper(run, replacement, updated=())
+    counting.__wrapped__ = getattr(replacement, "__wrapped__", replacement)
+    return counting
 
 
 def sum_of(several: Iterable[Counts]) -> Counts:

@@ -192,7 +192,7 @@ class Installation:
             original(self, *args, **kwargs)
             met(self)
 
-        return dress(init, original, original.__module__, original.__qualname__)  # type: ignore[arg-type]
+        return dress(init, original)
 
     def _let_torchscript_know(self, original: Any, replacement: Any) -> None:
         # The compiler of torch.jit.script cannot compile a variadic closure. It knows builtins, and functions that are

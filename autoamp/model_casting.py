@@ -202,7 +202,7 @@ class CastModels:
                 outputs = call(self, *args, **kwargs)
             return outputs if treatment.outputs is None else cast_structure(outputs, treatment.outputs)
 
-        return dress(treated, original, original.__module__, original.__qualname__)  # type: ignore[arg-type]
+        return dress(treated, original)
 
     def _build_state_dict(self, original: Any) -> Any:
         models, depth = self, _Depth()
@@ -223,7 +223,7 @@ class CastModels:
                 state[key] = _widened(state[key], wide.get(key), keep_vars)
             return state
 
-        return dress(state_dict, original, original.__module__, original.__qualname__)  # type: ignore[arg-type]
+        return dress(state_dict, original)
 
     def _build_load_state_dict(self, original: Any) -> Any:
         models = self
@@ -234,7 +234,7 @@ class CastModels:
                 models._load_wide(self, state_dict)
             return result
 
-        return dress(load_state_dict, original, original.__module__, original.__qualname__)  # type: ignore[arg-type]
+        return dress(load_state_dict, original)
 
     def _wide_values(self, module: Module) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield the name of each parameter and buffer that has fp32 values beside the half ones, both of them."""

@@ -264,7 +264,7 @@ def build_module_call(original: types.FunctionType, casts: Casts, precisions: Mo
             return direct_calls[cls](self, own, args[0])
         return self.forward(*args, **kwargs)
 
-    return dress(call, original, original.__module__, original.__qualname__)  # type: ignore[arg-type]
+    return dress(call, original)
 
 
 def build_recompute(original: Any, casts: Casts, position: int, *, calls_it: bool = False) -> Any:
@@ -285,7 +285,7 @@ def build_recompute(original: Any, casts: Casts, position: int, *, calls_it: boo
         kept = casts.remembered(args[position], args[position + 1 :] if calls_it else ())
         return original(*args[:position], kept, *args[position + 1 :], **kwargs)
 
-    return dress(replacement, original, original.__module__, original.__qualname__)  # type: ignore[arg-type]
+    return dress(replacement, original)
 
 
 def build_function_context(original: Any, casts: Casts) -> Any:
@@ -295,7 +295,7 @@ def build_function_context(original: Any, casts: Casts) -> Any:
         original(self, *args, **kwargs)
         self._autoamp_switches = casts, casts.switches()
 
-    return dress(init, original, "torch.autograd.function", "BackwardCFunction.__init__")  # type: ignore[arg-type]
+    return dress(init, original, "torch.autograd.function", "BackwardCFunction.__init__")
 
 
 def build_function_backward(original: Any, casts: Casts) -> Any:
@@ -311,7 +311,7 @@ def build_function_backward(original: Any, casts: Casts) -> Any:
         with casts.switched_to(switches):
             return original(self, *args)
 
-    return dress(apply, original, original.__module__, original.__qualname__)  # type: ignore[arg-type]
+    return dress(apply, original)
 
 
 def build_parallel_apply(original: Any, casts: Casts) -> Any:
@@ -320,7 +320,7 @@ def build_parallel_apply(original: Any, casts: Casts) -> Any:
     def parallel_apply(modules: Sequence[Module], *args: Any, **kwargs: Any) -> Any:
         return original([casts.remembered(module) for module in modules], *args, **kwargs)
 
-    return dress(parallel_apply, original, original.__module__, original.__qualname__)  # type: ignore[arg-type]
+    return dress(parallel_apply, original)
 
 
 def _inputs(precision: ModulePrecision, casts: Casts, inputs: Any) -> Any:

@@ -297,19 +297,23 @@ def _mark_of(value: Any) -> _Mark | None:
     return found if found is not None and found.bearer == id(value) else None
 
 
-def dress(replacement: types.FunctionType, original: Any, module: str, qualname: str) -> Any:
+def dress(
+    replacement: Callable[..., Any], original: Any, module: str | None = None, qualname: str | None = None
+) -> Any:
     """Give a replacement the original's name, docstring and signature, and remember the original.
 
     Args:
         replacement: A function made for this one purpose.
         original: What it stands for.
-        module: The module by which a replacement of a builtin is to be pickled while it is in place.
-        qualname: Its name in that module.
+        module: The module by which a replacement of a builtin is to be pickled while it is in place; by default the
+            original's own, as it always is for a function written in Python.
+        qualname: Its name in that module, by default the original's own.
     """
     functools.update_wrapper(replacement, original, assigned=("__doc__", "__name__"), updated=())
     if isinstance(original, types.FunctionType):
-        module, qualname = original.__module__, original.__qualname__
-    replacement.__module__, replacement.__qualname__ = module, qualname
+        module = qualname = None
+    replacement.__module__ = original.__module__ if module is None else module
+    replacement.__qualname__ = original.__qualname__ if qualname is None else qualname
     return mark(replacement, original)
 
 

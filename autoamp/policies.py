@@ -88,7 +88,7 @@ def build(
     return dress(replacement, original, module, qualname)
 
 
-def _by_policy(original: Any, policy: CastPolicy, casts: Casts, functional: Any) -> types.FunctionType:
+def _by_policy(original: Any, policy: CastPolicy, casts: Casts, functional: Any) -> Callable[..., Any]:
     cast = casts.to_half if policy is CastPolicy.FP16 else casts.to_fp32
     cast_all = casts.promote if policy is CastPolicy.PROMOTE else _each(cast)
     if functional is not None:
@@ -107,27 +107,26 @@ def _by_policy(original: Any, policy: CastPolicy, casts: Casts, functional: Any)
     if policy is CastPolicy.FP16:
         return _own_to_half(given, general, casts)
     if given in COMPOSITES and casts.device_type == "cuda":
-        return build_composite(given, general, casts)  # type: ignore[return-value]
+        return build_composite(given, general, casts)
     if given in _TAKE_DTYPE and not promotes:
         return _converting(original, general, casts, given)
     return general
 
 
-def _own_to_half(op: Any, general: types.FunctionType, casts: Casts) -> types.FunctionType:
+def _own_to_half(op: Any, general: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
     """The replacement of an op that has one of its own under the policy fp16; the general one of any other."""
-    built: Any = general
     if op in OPS and casts.device_type in ("cpu", "cuda"):
-        built = build_native(op, general, casts)
-    elif op in _CELLS:
-        built = _keeping_at_once(general, casts)
-    elif op in LAYERS and casts.device_type == "cuda" and flatten_recurrent_weights is not None:
-        built = build_recurrent(op, general, casts)
-    elif op is LSTM and casts.device_type == "cpu":
-        built = build_lstm(op, general, casts)
-    return built  # type: ignore[no-any-return]
+        return build_native(op, general, casts)
+    if op in _CELLS:
+        return _keeping_at_once(general, casts)
+    if op in LAYERS and casts.device_type == "cuda" and flatten_recurrent_weights is not None:
+        return build_recurrent(op, general, casts)
+    if op is LSTM and casts.device_type == "cpu":
+        return build_lstm(op, general, casts)
+    return general
 
 
-def _with_casts_off(original: Any, casts: Casts) -> types.FunctionType:
+def _with_casts_off(original: Any, casts: Casts) -> Callable[..., Any]:
     local, blocks = casts.local, casts.blocks
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -145,10 +144,10 @@ def _with_casts_off(original: Any, casts: Casts) -> types.FunctionType:
             put_back(own, "on", before)
             blocks.pop()
 
-    return run  # type: ignore[return-value]
+    return run
 
 
-def _casting(original: Any, policy: CastPolicy, casts: Casts) -> types.FunctionType:
+def _casting(original: Any, policy: CastPolicy, casts: Casts) -> Callable[..., Any]:
     """Every argument cast to one dtype. The hot path of most models: flat on purpose."""
     local, blocks, plain = casts.local, casts.blocks, PLAIN_TYPES
     half = policy is CastPolicy.FP16
@@ -192,10 +191,10 @@ def _casting(original: Any, policy: CastPolicy, casts: Casts) -> types.FunctionT
         return original(*new, **kwargs)
 
     passed = casts.passing(original, replacement)
-    return replacement  # type: ignore[return-value]
+    return replacement
 
 
-def _keeping_at_once(general: Callable[..., Any], casts: Casts) -> types.FunctionType:
+def _keeping_at_once(general: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
     """A cell of a recurrent layer: a module calls it in a loop, so that the casts of its weights are kept at once."""
     local, compiling = casts.local, torch.compiler.is_dynamo_compiling
 
@@ -208,10 +207,10 @@ def _keeping_at_once(general: Callable[..., Any], casts: Casts) -> types.Functio
                     entries.setdefault(id(arg), None)
         return general(*args, **kwargs)
 
-    return replacement  # type: ignore[return-value]
+    return replacement
 
 
-def _converting(original: Any, general: Callable[..., Any], casts: Casts, op: Any) -> types.FunctionType:
+def _converting(original: Any, general: Callable[..., Any], casts: Casts, op: Any) -> Callable[..., Any]:
     """An op that takes ``dtype``, told to compute in fp32: it keeps its half argument for backward, and no cast of it.
 
     Args:
@@ -245,7 +244,7 @@ def _converting(original: Any, general: Callable[..., Any], casts: Casts, op: An
         return original(*args, **kwargs)
 
     passed = casts.passing(original, replacement)
-    return replacement  # type: ignore[return-value]
+    return replacement
 
 
 def _keeps_half(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -274,7 +273,7 @@ def _each(cast: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return cast_all
 
 
-def _promoting(original: Any, casts: Casts) -> types.FunctionType:
+def _promoting(original: Any, casts: Casts) -> Callable[..., Any]:
     """Arguments of different floating dtypes go to the widest."""
     promote, local, blocks = casts.promote, casts.local, casts.blocks
 
@@ -292,7 +291,7 @@ def _promoting(original: Any, casts: Casts) -> types.FunctionType:
         return original(*args, **kwargs)
 
     passed = casts.passing(original, replacement)
-    return replacement  # type: ignore[return-value]
+    return replacement
 
 
 def _of_one_dtype(args: tuple[Any, ...]) -> bool:
@@ -312,7 +311,7 @@ def _of_one_dtype(args: tuple[Any, ...]) -> bool:
     return True
 
 
-def _inplace(original: Any, functional: Any, cast_all: Callable[[Any], Any], casts: Casts) -> types.FunctionType:
+def _inplace(original: Any, functional: Any, cast_all: Callable[[Any], Any], casts: Casts) -> Callable[..., Any]:
     """An in-place form: self keeps its dtype, and the value is computed as the list says."""
     local, blocks, copy_ = casts.local, casts.blocks, Tensor.copy_
 
@@ -334,12 +333,12 @@ def _inplace(original: Any, functional: Any, cast_all: Callable[[Any], Any], cas
         return copy_(args[0], value) if value.shape == args[0].shape else original(*args, **kwargs)
 
     passed = casts.passing(original, replacement)
-    return replacement  # type: ignore[return-value]
+    return replacement
 
 
 def _banned(
     original: Any, in_fp32: Any, casts: Casts, name: str, remedy: str, allow_banned: bool
-) -> types.FunctionType:
+) -> Callable[..., Any]:
     """A function whose result in half precision cannot be trusted."""
     local, blocks = casts.local, casts.blocks
 
@@ -358,7 +357,7 @@ def _banned(
         return in_fp32(*args, **kwargs)
 
     passed = casts.passing(original, replacement)
-    return replacement  # type: ignore[return-value]
+    return replacement
 
 
 def _into_out(

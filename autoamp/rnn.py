@@ -23,7 +23,7 @@ def build_check_input(original: Any, casts: Casts) -> Any:
     The layer's input may be in half precision beside fp32 weights, and the other way round, since both will be cast.
     """
 
-    def check_input(self: Any, input: Tensor, batch_sizes: Tensor | None) -> None:
+    def check_input(self: Any, input: Tensor, batch_sizes: Tensor | None) -> Any:
         weight = self._flat_weights[0]
         if (
             input.dtype != weight.dtype
@@ -33,6 +33,6 @@ def build_check_input(original: Any, casts: Casts) -> Any:
         ):
             # The original reads dtype and shape alone; a meta tensor has both and costs nothing.
             input = torch.empty(input.shape, dtype=weight.dtype, device="meta")
-        return original(self, input, batch_sizes)  # type: ignore[no-any-return]
+        return original(self, input, batch_sizes)
 
-    return dress(check_input, original, original.__module__, original.__qualname__)  # type: ignore[arg-type]
+    return dress(check_input, original)

@@ -212,7 +212,7 @@ class ModuleCasts(Casts):
                 elif local.on is None:
                     local.constructing = True
 
-        return dress(init, original, original.__module__, original.__qualname__)  # type: ignore[arg-type]
+        return dress(init, original)
 
     def _build_conversion(self, original: Any) -> Any:
         seen, compiling = self._seen, torch.compiler.is_dynamo_compiling
@@ -222,7 +222,7 @@ class ModuleCasts(Casts):
                 seen.clear()
             return original(module, *args, **kwargs)
 
-        return dress(convert, original, original.__module__, original.__qualname__)  # type: ignore[arg-type]
+        return dress(convert, original)
 
 
 def _is_torchs(cls: type) -> bool:

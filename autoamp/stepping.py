@@ -757,7 +757,7 @@ def build_grad(original: Any) -> Any:
             open_blocks.differentiated += 1
         return original(*args, **kwargs)
 
-    return dress(grad, original, "torch.autograd", "grad")  # type: ignore[arg-type]
+    return dress(grad, original, "torch.autograd", "grad")
 
 
 def _is_finite(loss: Any) -> bool:

@@ -87,7 +87,7 @@ def written_by(original: Any) -> Written | None:
 
 def build_sparing(
     original: Any, cast_all: Callable[[Any], Any], casts: Casts, written: Written, *, to_half: bool
-) -> types.FunctionType:
+) -> Callable[..., Any]:
     """Build the replacement of a function that writes to its arguments.
 
     Args:
@@ -123,7 +123,7 @@ def build_sparing(
         return map_tensors(result, casts.to_half) if kept and not written.itself else result
 
     passed = casts.passing(original, replacement)
-    return replacement  # type: ignore[return-value]
+    return replacement
 
 
 def _in_place(original: Any, given: _Call, call: _Call) -> Any:

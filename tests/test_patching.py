@@ -31,7 +31,7 @@ def replacement_of(original: Any, module: str = "shelf", qualname: str = "work")
     def replacement(*args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
 
-    return dress(replacement, original, module, qualname)  # type: ignore[arg-type]
+    return dress(replacement, original, module, qualname)
 
 
 @pytest.fixture
