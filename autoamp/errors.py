@@ -33,9 +33,14 @@ class ListFileError(AutoampError, ValueError):
     """
 
     def __init__(self, message: str, path: str, line: int | None = None) -> None:
+        self.message = message
         self.path = path
         self.line = line
         super().__init__(f"{path}:{line}: {message}" if line is not None else f"{path}: {message}")
+
+    def __reduce__(self) -> tuple[type[ListFileError], tuple[str, str, int | None]]:
+        # Worker processes send errors to their parent as pickles, which are made anew from these arguments.
+        return type(self), (self.message, self.path, self.line)
 
 
 class PatchError(AutoampError, RuntimeError):

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from autoamp import gradients, scaling
+from autoamp import scaling
 from autoamp.errors import UsageError
 from autoamp.fp16_optimizer import FP16_Optimizer
+from autoamp.gradients import non_finite
 from autoamp.tensors import map_tensors
 from autoamp.torch_private import MODULES_OF_BATCH_NORM, flatten, unflatten
 
@@ -214,4 +215,4 @@ class DynamicLossScaler(_ByHand):
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
         """Tell whether a gradient of ``params`` holds inf or nan. Waits for the device."""
-        return bool(gradients.non_finite((("", p.grad) for p in params if p.grad is not None), limit=1))
+        return bool(non_finite((("", p.grad) for p in params if p.grad is not None), limit=1))

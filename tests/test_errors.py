@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pickle
+
 import pytest
 import torch
 
@@ -73,3 +75,10 @@ def _compiled(module: str, source: str) -> Any:
     names: dict[str, Any] = {"__name__": module, "warn_user": errors.warn_user}
     exec(source, names)
     return names["f"]
+
+
+@pytest.mark.parametrize("line", [4, None])
+def test_a_list_file_error_comes_back_from_a_worker(line: int | None) -> None:
+    error = errors.ListFileError("unknown op 'softmx'", "project.toml", line)
+    back = pickle.loads(pickle.dumps(error))
+    assert (str(back), back.path, back.line) == (str(error), error.path, error.line)
