@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import Parameter
+from torch.nn import Parameter, RNNBase
 
 from autoamp.casting import Casts, SparseArgument, on_device
 from autoamp.torch_private import (
@@ -26,7 +26,7 @@ from autoamp.torch_private import (
     tracing_state,
 )
 
-__all__ = ["LAYERS", "FlatLayout", "Layer", "build_recurrent", "layout_of"]
+__all__ = ["LAYERS", "FlatLayout", "Layer", "build_recurrent", "flatten_weights", "layout_of"]
 
 LAYERS = {
     torch.gru: ("GRU", 3),
@@ -85,17 +85,54 @@ class FlatLayout:
         ]
 
 
+@torch.no_grad()
+def _move_to_one_tensor(layer: Layer, weights: Sequence[Tensor]) -> Tensor:
+    """Move weights into a flat tensor, in cuDNN's layout; returns that."""
+    projection = layer.shapes[layer.each - 1][0] if layer.each in (3, 5) else 0
+    assert flatten_recurrent_weights is not None
+    with torch.cuda.device_of(weights[0]):
+        return flatten_recurrent_weights(
+            weights, layer.each, layer.shapes[0][1], torch.backends.cudnn.rnn.get_cudnn_mode(layer.kind),
+            layer.shapes[0][0] // layer.gates, projection, layer.count, layer.batch_first, layer.bidirectional,
+        )  # fmt: skip
+
+
 def layout_of(layer: Layer, weights: Sequence[Tensor]) -> FlatLayout:
     """Ask cuDNN for the layout of weights: torch lays out copies of them, and tells where it put each."""
     copies = [torch.empty(weight.shape, dtype=layer.dtype, device=weight.device) for weight in weights]
-    projection = layer.shapes[layer.each - 1][0] if layer.each in (3, 5) else 0
-    assert flatten_recurrent_weights is not None
-    with torch.no_grad():
-        flat = flatten_recurrent_weights(
-            copies, layer.each, layer.shapes[0][1], torch.backends.cudnn.rnn.get_cudnn_mode(layer.kind),
-            layer.shapes[0][0] // layer.gates, projection, layer.count, layer.batch_first, layer.bidirectional,
+    size = _move_to_one_tensor(layer, copies).numel()
+    return FlatLayout(size, tuple(int(copy.storage_offset()) for copy in copies))
+
+
+def flatten_weights(
+    module: RNNBase,
+    move: Callable[[Layer, Sequence[Tensor]], Any] = _move_to_one_tensor,
+    takes: Callable[[Tensor], bool] = torch.cudnn_is_acceptable,
+) -> None:
+    """Move a recurrent layer's weights into one tensor, as cuDNN takes them; the parameters stay the same objects.
+
+    `RNNBase.flatten_parameters` does so, but leaves weights in bf16 alone, which cuDNN takes too, and then copies at each
+    call. Where cuDNN would not take the weights as they are they stay.
+
+    Args:
+        module: The layer.
+        move: Moves the weights of a layer.
+        takes: Tells whether cuDNN takes a weight.
+    """
+    module.flatten_parameters()
+    weights: list[Any] = module._flat_weights
+    if (
+        all(type(weight) is Parameter and weight.dtype is torch.bfloat16 and takes(weight) for weight in weights)
+        and len({weight.device for weight in weights}) == 1
+        # A weight that stands in two places cannot lie in both.
+        and len({weight.data_ptr() for weight in weights}) == len(weights)
+        and flatten_recurrent_weights is not None
+    ):
+        layer = Layer(
+            module.mode, len(weights[0]) // module.hidden_size, tuple(weight.shape for weight in weights),
+            torch.bfloat16, module.num_layers, bool(module.bidirectional), module.batch_first,
         )  # fmt: skip
-    return FlatLayout(flat.numel(), tuple(int(copy.storage_offset()) for copy in copies))
+        move(layer, weights)
 
 
 @functools.cache

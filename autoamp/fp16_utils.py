@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from autoamp import scaling
+from autoamp.cudnn_rnn import flatten_weights
 from autoamp.errors import UsageError
 from autoamp.fp16_optimizer import FP16_Optimizer
 from autoamp.gradients import non_finite
@@ -77,7 +78,7 @@ def convert_network(network: Module, dtype: torch.dtype) -> Module:
         if not (isinstance(module, MODULES_OF_BATCH_NORM) and module.affine):
             convert_module(module, dtype)
             if isinstance(module, torch.nn.RNNBase):
-                module.flatten_parameters()
+                flatten_weights(module)
     return network
 
 

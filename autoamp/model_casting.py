@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp.casting import Casts
+from autoamp.cudnn_rnn import flatten_weights
 from autoamp.masters import fit_state, load_master, master_of, release_master
 from autoamp.patching import dress
 from autoamp.tensors import CASTABLE_LAYOUTS, HALF_DTYPES, map_tensors
@@ -90,7 +91,7 @@ class CastModels:
                     module._buffers[name] = buffers[id(buffer)]
             if isinstance(module, torch.nn.RNNBase):
                 # cuDNN wants its weights in one piece; a cast has scattered them.
-                module.flatten_parameters()
+                flatten_weights(module)
         self._models[model] = dtype
 
     def _cast_parameter(self, parameter: Tensor, dtype: torch.dtype) -> None:

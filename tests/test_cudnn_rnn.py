@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp.casting import Casts
-from autoamp.cudnn_rnn import LAYERS, FlatLayout, Layer, build_recurrent
+from autoamp.cudnn_rnn import LAYERS, FlatLayout, Layer, build_recurrent, flatten_weights
 
 SIZES = {"input_size": 5, "hidden_size": 6, "num_layers": 2}
 LAYOUTS: list[Layer] = []
@@ -180,6 +180,41 @@ def test_what_is_out_of_the_ordinary_goes_the_general_way(monkeypatch: pytest.Mo
 def test_on_a_cpu_the_handle_takes_another_way(half: torch.dtype) -> None:
     autoamp.init(device_type="cpu", dtype=half)
     assert MODELS["LSTM"]()(torch.randn(4, 3, 5))[0].dtype == half
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_in_bf16_move_to_one_tensor(name: str) -> None:
+    LAYOUTS.clear()
+    model: nn.RNNBase = MODELS[name]().bfloat16()
+    before = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
+
+    def move(layer: Layer, weights: Sequence[Tensor]) -> None:
+        flat = laid_out(layer, weights).views(weights, layer.dtype)
+        for weight, place in zip(weights, flat, strict=True):
+            weight.data = place.copy_(weight.detach())
+
+    flatten_weights(model, move, takes=lambda _: True)
+    (layer,) = LAYOUTS
+    assert layer.gates == dict(LAYERS.values())[layer.kind]
+    assert layer.each * layer.count * (1 + layer.bidirectional) == len(before)
+    assert in_one_tensor(list(model.parameters()))
+    for parameter, (same, values) in zip(model.parameters(), before, strict=True):
+        assert parameter is same
+        assert torch.equal(parameter, values)
+
+
+def test_weights_that_cannot_move_stay() -> None:
+    def move(layer: Layer, weights: Sequence[Tensor]) -> None:
+        raise AssertionError
+
+    shared = MODELS["LSTM"]().bfloat16()
+    shared.bias_hh_l0 = shared.bias_ih_l0
+    mixed = MODELS["LSTM"]().bfloat16()
+    mixed.bias_hh_l0.data = mixed.bias_hh_l0.data.float()
+    # Torch's own method sees to the others.
+    for model in (shared, mixed, MODELS["LSTM"](), MODELS["LSTM"]().half()):
+        flatten_weights(model, move, takes=lambda _: True)
+    flatten_weights(MODELS["LSTM"]().bfloat16(), move)
 
 
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
