@@ -111,8 +111,8 @@ def flatten_weights(
 ) -> None:
     """Move a recurrent layer's weights into one tensor, as cuDNN takes them; the parameters stay the same objects.
 
-    `RNNBase.flatten_parameters` does so, but leaves weights in bf16 alone, which cuDNN takes too, and then copies at each
-    call. Where cuDNN would not take the weights as they are they stay.
+    `RNNBase.flatten_parameters` does so, but leaves bf16 alone, which cuDNN takes too and else copies at each call.
+    Where cuDNN would not take the weights they stay.
 
     Args:
         module: The layer.
