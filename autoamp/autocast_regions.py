@@ -33,27 +33,25 @@ class DisabledRegions:
 
     def build_enter(self, original: Any) -> Any:
         """Build the replacement of ``torch.autocast.__enter__``."""
-        casts = self._casts
+        local, device_type = self._casts.local, self._casts.device_type
 
         def enter(self: torch.autocast) -> Any:
             entered = original(self)
-            if not self._enabled and self.device == casts.device_type and _is_the_programs(sys._getframe(1)):
-                block = casts.disabled()
-                block.__enter__()
-                casts.local.regions = (*casts.local.regions, (self, block))
+            if not self._enabled and self.device == device_type and _is_the_programs(sys._getframe(1)):
+                local.regions = (*local.regions, (self, local.set(False, forced_off=True)))
             return entered
 
         return dress(enter, original)
 
     def build_exit(self, original: Any) -> Any:
         """Build the replacement of ``torch.autocast.__exit__``."""
-        casts = self._casts
+        local = self._casts.local
 
         def leave(self: torch.autocast, *exc_info: Any) -> Any:
-            regions = casts.local.regions
-            if regions and regions[-1][0] is self:
-                casts.local.regions = regions[:-1]
-                regions[-1][1].__exit__(None, None, None)
+            if local.regions and local.regions[-1][0] is self:
+                *rest, (_, token) = local.regions
+                local.regions = tuple(rest)
+                local.reset(token)
             return original(self, *exc_info)
 
         return dress(leave, original)

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from autoamp.cast_cache import CastCache, ThreadState
+from autoamp.cast_cache import CastCache, Switches, ThreadState
 from autoamp.tensors import CASTABLE_LAYOUTS, HALF_DTYPES, PLAIN_TYPES, iter_tensors, map_tensors
 from autoamp.torch_private import is_any_autocast_enabled
 
-__all__ = ["Casts", "SparseArgument", "on_device", "put_back"]
+__all__ = ["Casts", "SparseArgument", "on_device"]
 
 _FLOATS = frozenset({*HALF_DTYPES, torch.float32})
 
@@ -39,11 +39,10 @@ class Casts:
     ) -> None:
         self.dtype = dtype
         self.device_type = device_type
-        # A class of its own, so that its class attributes are this handle's defaults in every thread.
-        self.local: ThreadState = type("ThreadState", (ThreadState,), {})()
-        # Not empty while some thread may cast otherwise than most. Where it is empty no replacement need ask which
-        # thread it is in; and compiled code, which cannot watch a thread's state, watches this.
-        self.blocks: list[None] = [None]
+        self.local = ThreadState()
+        self.blocks = self.local.blocks
+        # Until `open` lets replacements cast, no thread does.
+        self.blocks.append(None)
         self._on = on
         self._open = False
         self.cache = CastCache(self.local, enable_caching)
@@ -61,9 +60,8 @@ class Casts:
         if self._on and not self._open:
             self.blocks.pop()
         self._open = True
-        type(self.local).on = self._on
-        # A block that turns casts on, such as a module's precision, must not do so in a thread that is off by default.
-        type(self.local).forced_off = self._on is False
+        # What turns casts on, such as a module's precision, must not do so in a thread that is off by default.
+        self.local.set_default(self._on, forced_off=self._on is False)
 
     @property
     def on_by_default(self) -> bool:
@@ -80,8 +78,7 @@ class Casts:
         if self._on and self._open:
             self.blocks.append(None)
         self._open = False
-        type(self.local).on = False
-        type(self.local).forced_off = True
+        self.local.set_default(False, forced_off=True)
         self.cache.clear()
 
     def state(self) -> bool | None:
@@ -110,37 +107,13 @@ class Casts:
         return self.switched(True)
 
     @contextlib.contextmanager
-    def switched(self, on: bool | None) -> Iterator[None]:
-        """Turn this thread's casts on or off for a block. ``on`` yields to a ``disable_casts`` around it."""
-        local = self.local
-        own = vars(local)
-        before = own.get("on")
-        self.blocks.append(None)
-        put_back(own, "on", False if local.forced_off else on)
+    def switched(self, on: bool | None, forced_off: bool | None = None) -> Iterator[None]:
+        """Set this thread's switches for a block, as `ThreadState.set` does."""
+        token = self.local.set(on, forced_off)
         try:
             yield
         finally:
-            put_back(own, "on", before)
-            self.blocks.pop()
-
-    def disabled(self) -> contextlib.AbstractContextManager[None]:
-        """Turn this thread's casts off for a block, whatever is within."""
-        return self._forced(off=True)
-
-    def enabled(self) -> contextlib.AbstractContextManager[None]:
-        """Turn this thread's casts on for a block, also within a ``disable_casts``."""
-        return self._forced(off=False)
-
-    @contextlib.contextmanager
-    def _forced(self, off: bool) -> Iterator[None]:
-        own = vars(self.local)
-        before = own.get("forced_off")
-        self.local.forced_off = off
-        try:
-            with self.switched(not off):
-                yield
-        finally:
-            put_back(own, "forced_off", before)
+            self.local.reset(token)
 
     def remembered(self, function: Callable[..., Any], args: Sequence[Any] = ()) -> Callable[..., Any]:
         """Wrap a function so that it runs as this thread casts now, whenever and in whichever thread it is called.
@@ -149,32 +122,20 @@ class Casts:
             function: What is to be called later.
             args: What it is called with, where that is known and may tell how it casts.
         """
-        switches = self.switches(args)
+        local, switches = self.local, self.switches(args)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with self.switched_to(switches):
+            token = local.set(*switches)
+            try:
                 return function(*args, **kwargs)
+            finally:
+                local.reset(token)
 
         return run
 
-    def switches(self, args: Sequence[Any] = ()) -> tuple[bool | None, bool]:
-        """Return how this thread casts now, for `switched_to`, before a call with these arguments."""
+    def switches(self, args: Sequence[Any] = ()) -> Switches:
+        """Return how this thread casts now, before a call with these arguments, for `ThreadState.set`."""
         return self.state(), self.local.forced_off
-
-    @contextlib.contextmanager
-    def switched_to(self, switches: tuple[bool | None, bool]) -> Iterator[None]:
-        """Let this thread cast for a block as one did when it called `switches`."""
-        own = vars(self.local)
-        before = own.get("on"), own.get("forced_off")
-        self.blocks.append(None)
-        put_back(own, "on", switches[0])
-        own["forced_off"] = switches[1]
-        try:
-            yield
-        finally:
-            put_back(own, "on", before[0])
-            put_back(own, "forced_off", before[1])
-            self.blocks.pop()
 
     def eligible(self, tensor: Tensor) -> bool:
         """Tell whether a tensor is of a dtype, device type and layout that casts apply to."""
@@ -281,11 +242,3 @@ def on_device(device_type: str) -> Callable[[Tensor], bool]:
     if device_type == "cpu":
         return lambda tensor: tensor.is_cpu
     return lambda tensor: tensor.device.type == device_type
-
-
-def put_back(own: dict[str, Any], name: str, before: Any) -> None:
-    """Give a thread's own state what it had; None is nothing of its own, so that the default holds again."""
-    if before is None:
-        own.pop(name, None)
-    else:
-        own[name] = before

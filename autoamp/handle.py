@@ -303,7 +303,7 @@ class Handle:
 
     def disable_casts(self) -> contextlib.AbstractContextManager[None]:
         """Turn casts off for a block, on this thread."""
-        return self.casts.disabled()
+        return self.casts.switched(False, forced_off=True)
 
     @contextlib.contextmanager
     def inference(self, model: Module) -> Iterator[Module]:

@@ -327,7 +327,7 @@ class _Depth(threading.local):
 
 def _casting(casts: Casts) -> contextlib.AbstractContextManager[None]:
     """Turn casts on for a block, unless a ``disable_casts`` is around it."""
-    return contextlib.nullcontext() if vars(casts.local).get("forced_off") else casts.enabled()
+    return contextlib.nullcontext() if casts.local.within_disabled() else casts.switched(True, forced_off=False)
 
 
 def _state_arguments(destination: Any = None, prefix: str = "", keep_vars: bool = False) -> tuple[Any, str, bool]:

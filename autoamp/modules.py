@@ -231,8 +231,11 @@ def build_module_call(original: types.FunctionType, casts: Casts, precisions: Mo
                 within = precision is ModulePrecision.FP16
                 goes_on_in_fp32 = within and casts.state() is not True
                 args, kwargs = _inputs(precision, casts, (args, kwargs))
-                with casts.switched(within):
+                token = local.set(within)
+                try:
                     output = (traced if compiling() else outermost)(self, *args, **kwargs)
+                finally:
+                    local.reset(token)
                 # Code around that casts nothing, such as an fp32 module's, could not use a half result.
                 return _cast_nested(output, casts.to_fp32) if goes_on_in_fp32 else output
         # Never None. To ask tells compiled code of this handle from that of another, which looks the same.
@@ -308,8 +311,11 @@ def build_function_backward(original: Any, casts: Casts) -> Any:
         noted, switches = vars(self).get("_autoamp_switches", (None, None))
         if noted is not casts or switches == casts.switches() or not casts.is_open:
             return original(self, *args)
-        with casts.switched_to(switches):
+        token = casts.local.set(*switches)
+        try:
             return original(self, *args)
+        finally:
+            casts.local.reset(token)
 
     return dress(apply, original)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from autoamp.casting import Casts, SparseArgument, on_device, put_back
+from autoamp.casting import Casts, SparseArgument, on_device
 from autoamp.cudnn_rnn import LAYERS, build_recurrent
 from autoamp.errors import BannedFunctionError, warn_user
 from autoamp.native import COMPOSITES, OPS, build_composite, build_native
@@ -96,7 +96,7 @@ def _by_policy(original: Any, policy: CastPolicy, casts: Casts, functional: Any)
     written, given = written_by(original), original
     if policy is CastPolicy.FP32 and not isinstance(original, _BUILTINS):
         # fp32 is a promise on the whole of a composite function, whatever its body calls.
-        original = _with_casts_off(original, casts)
+        original = casts.local.with_casts_off(original)
     if written is not None:
         return build_sparing(original, cast_all, casts, written, to_half=policy is CastPolicy.FP16)
     promotes = policy is CastPolicy.PROMOTE
@@ -124,27 +124,6 @@ def _own_to_half(op: Any, general: Callable[..., Any], casts: Casts) -> Callable
     if op is LSTM and casts.device_type == "cpu":
         return build_lstm(op, general, casts)
     return general
-
-
-def _with_casts_off(original: Any, casts: Casts) -> Callable[..., Any]:
-    local, blocks = casts.local, casts.blocks
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if blocks and local.on is False:
-            # Nothing to switch, and nothing for compiled code to note.
-            return original(*args, **kwargs)
-        # `casts.switched(False)` written out: this is the hot path of softmax and the losses.
-        own = vars(local)
-        before = own.get("on")
-        blocks.append(None)
-        own["on"] = False
-        try:
-            return original(*args, **kwargs)
-        finally:
-            put_back(own, "on", before)
-            blocks.pop()
-
-    return run
 
 
 def _casting(original: Any, policy: CastPolicy, casts: Casts) -> Callable[..., Any]:

@@ -237,7 +237,7 @@ class Region:
             return _runtime.handle or NoOpHandle()
         handle = _runtime.enter(self._settings, self._own_handle)
         stack.callback(_runtime.leave, handle)
-        stack.enter_context(handle.casts.enabled())
+        stack.enter_context(handle.casts.switched(True, forced_off=False))
         return handle
 
     def _own_handle(self) -> Handle:

@@ -21,9 +21,11 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from autoamp.casting import Casts, put_back
+from autoamp.cast_cache import Switches
+from autoamp.casting import Casts
 from autoamp.patching import dress
 from autoamp.tensors import HALF_DTYPES, iter_tensors, map_tensors
+from autoamp.torch_private import is_any_autocast_enabled
 
 __all__ = ["ModuleCasts"]
 
@@ -88,8 +90,7 @@ class ModuleCasts(Casts):
         self._on = on
         if self.is_open:
             # No more than the default of threads: one that is within a module's call goes on to its end.
-            type(self.local).on = on
-            type(self.local).forced_off = on is False
+            self.local.set_default(on, forced_off=on is False)
 
     def _has_begun(self) -> bool:
         if self._awaited is not None and not torch.compiler.is_dynamo_compiling():
@@ -131,8 +132,8 @@ class ModuleCasts(Casts):
             local.on = on = True
         return on
 
-    def switches(self, args: Sequence[Any] = ()) -> tuple[bool | None, bool]:
-        """Return how this thread casts now, for `switched_to`; what requires gradients in ``args`` turns casts on."""
+    def switches(self, args: Sequence[Any] = ()) -> Switches:
+        """Return how this thread casts now; what requires gradients in ``args`` turns casts on."""
         on, forced_off = super().switches()
         if on is None and any(tensor.requires_grad for tensor in iter_tensors(args)):
             on = True
@@ -153,11 +154,16 @@ class ModuleCasts(Casts):
     def passing(self, original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
         """Return what a replacement calls where `ThreadState.on` is false: it looks closer."""
 
+        local = self.local
+
         def passed(*args: Any, **kwargs: Any) -> Any:
             if not self.wants(args, kwargs):
                 return original(*args, **kwargs)
-            with self.switched(True):
+            token = local.set(True)
+            try:
                 return replacement(*args, **kwargs)
+            finally:
+                local.reset(token)
 
         return passed
 
@@ -168,15 +174,15 @@ class ModuleCasts(Casts):
         def outermost(module: Module, *args: Any, **kwargs: Any) -> Any:
             if self.state() is not None or not self._has_begun():
                 return call(module, *args, **kwargs)
-            own = vars(local)
-            before = own.get("on")
-            within = own["on"] = compiling() or self._takes(module)
+            within = compiling() or self._takes(module)
+            token = local.set(within)
             try:
                 outputs = call(module, *args, **kwargs)
             finally:
-                put_back(own, "on", before)
+                local.reset(token)
             # In an autocast region of the program's own outputs are what torch makes of them.
-            return self._widened(outputs) if within and not self.autocast_rules() else outputs
+            in_region = is_any_autocast_enabled() and self.autocast_rules()
+            return self._widened(outputs) if within and not in_region else outputs
 
         return outermost
 

@@ -238,33 +238,79 @@ def test_switched_and_nested() -> None:
 
 def test_disabled_holds_whatever_is_within() -> None:
     casts = make()
-    with casts.disabled():
+    with casts.switched(False, forced_off=True):
         assert not casts.local.on
         with casts.switched(True):
             assert not casts.local.on
-        with casts.disabled():
+        with casts.switched(False, forced_off=True):
             assert not casts.local.on
         assert not casts.local.on
-        with casts.enabled():
+        with casts.switched(True, forced_off=False):
             assert casts.local.on
         assert not casts.local.on
     assert casts.local.on
 
 
-@pytest.mark.parametrize("switch", ["switched", "disabled", "enabled"])
-def test_a_switch_is_put_back_after_an_exception(switch: str) -> None:
-    casts = make(on=switch != "enabled")
-    before = casts.local.on
+@pytest.mark.parametrize(
+    ("by_default", "switches"), [(True, (False,)), (True, (False, True)), (False, (True, False))],
+    ids=["yielding", "forced off", "forced on"],
+)  # fmt: skip
+def test_a_switch_is_put_back_after_an_exception(by_default: bool, switches: tuple[bool, ...]) -> None:
+    casts = make(on=by_default)
 
     def fail() -> None:
-        with getattr(casts, switch)(*([False] if switch == "switched" else [])):
-            assert casts.local.on != before
+        with casts.switched(*switches):
+            assert casts.local.on is not by_default
             raise KeyError
 
     with pytest.raises(KeyError):
         fail()
-    assert casts.local.on == before
+    assert casts.local.on is by_default
     assert not vars(casts.local)
+
+
+@pytest.mark.parametrize("outer", [(None, None), (False, None), (False, True), (True, False)])
+@pytest.mark.parametrize("inner", [(None, None), (True, None), (False, True), (True, False), (True, True)])
+def test_a_token_puts_back_both_switches(outer: tuple[Any, Any], inner: tuple[Any, Any]) -> None:
+    casts = make()
+    with casts.switched(*outer):
+        before, asked = dict(vars(casts.local)), list(casts.blocks)
+        token = casts.local.set(*inner)
+        assert len(casts.blocks) == len(asked) + 1
+        casts.local.reset(token)
+        assert vars(casts.local) == before
+        assert casts.blocks == asked
+
+
+@pytest.mark.parametrize("on", [True, False])
+@pytest.mark.parametrize("forced_off", [True, False])
+def test_switches_are_set_in_another_thread_as_they_are_here(on: bool, forced_off: bool) -> None:
+    casts = make()
+    with casts.switched(on, forced_off):
+        switches = casts.switches()
+
+    def there() -> tuple[Any, Any]:
+        with casts.switched(*switches):
+            return casts.local.on, casts.local.forced_off
+
+    assert in_thread(there) == (on, forced_off)
+
+
+def test_a_function_with_casts_off_puts_back_what_was_there() -> None:
+    casts = make()
+    casts.open()
+
+    def fail() -> None:
+        assert casts.local.on is False
+        raise KeyError
+
+    for outer in ((None,), (True,), (False,)):
+        with casts.switched(*outer):
+            before, asked = dict(vars(casts.local)), list(casts.blocks)
+            with pytest.raises(KeyError):
+                casts.local.with_casts_off(fail)()
+            assert vars(casts.local) == before
+            assert casts.blocks == asked
 
 
 def in_thread(function: Callable[[], Any]) -> Any:
@@ -277,10 +323,10 @@ def in_thread(function: Callable[[], Any]) -> Any:
 
 def test_switches_are_each_thread_s_own() -> None:
     casts = make()
-    with casts.disabled():
+    with casts.switched(False, forced_off=True):
         assert in_thread(lambda: casts.local.on)
     off = make(on=False)
-    with off.enabled():
+    with off.switched(True, forced_off=False):
         assert off.local.on
         assert not in_thread(lambda: off.local.on)
 
@@ -293,7 +339,7 @@ def test_nothing_but_enabled_turns_on_a_thread_that_is_off_by_default() -> None:
             return bool(casts.local.on)
 
     assert not switched()
-    with casts.enabled():
+    with casts.switched(True, forced_off=False):
         assert switched()
     assert not switched()
 

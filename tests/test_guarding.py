@@ -143,7 +143,7 @@ def test_casts_are_off_in_a_step_and_on_in_its_closure(optimizers: GuardedOptimi
     optimizer.step(lambda: seen.setdefault("closure", local.on))
     assert seen == {"step": False, "closure": True, "after": False}
     assert local.on
-    with optimizers._casts.disabled():
+    with optimizers._casts.switched(False, forced_off=True):
         seen.clear()
         optimizer.step(lambda: seen.setdefault("closure", local.on))
     assert seen == {"step": False, "closure": False, "after": False}
