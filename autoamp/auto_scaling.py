@@ -31,7 +31,7 @@ from autoamp.backward_passes import (
     scaled_gradients,
 )
 from autoamp.errors import UsageError
-from autoamp.guarding import GuardedOptimizers
+from autoamp.guarding import GuardedOptimizers, ScalesItself
 from autoamp.pass_hooks import GradientHook, Hook, PostAccumulateHook, RunningPasses, is_ours
 from autoamp.patching import PatchSet, dress, original_of
 from autoamp.ranks import is_flat, is_sharded
@@ -148,15 +148,17 @@ class AutoScale:
 
     def _meet(self, optimizer: Any) -> None:
         # An FP16_Optimizer guards what it holds, and a half-built optimizer has no groups.
-        if self.active and not isinstance(getattr(optimizer, "_guard", None), StepGuard):
+        if self.active and not isinstance(optimizer, ScalesItself):
             with contextlib.suppress(AttributeError):
                 if optimizer.param_groups:
                     self._optimizers.guard(optimizer, check=False).step_closure = step_unaware
                     self._known.add(optimizer)
 
     def _notice_scaler(self, scaler: torch.amp.GradScaler) -> None:
-        if getattr(scaler, "_enabled", False):
-            self.stand_aside("torch.amp.GradScaler")
+        # One that is half built cannot tell yet.
+        with contextlib.suppress(AttributeError):
+            if scaler.is_enabled():
+                self.stand_aside("torch.amp.GradScaler")
 
     def _notice_autocast(self, region: torch.autocast) -> None:
         # A region for an evaluation, or for another device, says nothing of how the program trains.

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from autoamp.casting import Casts
 from autoamp.device_scales import multiplied
 from autoamp.errors import CheckpointError, UsageError
+from autoamp.guarding import ScalesItself
 from autoamp.masters import MasterWeights
 from autoamp.runtime import current_handle
 from autoamp.scaling import DynamicLossScaler, LossScaler, StaticLossScaler
-from autoamp.stepping import StepGuard, scaled_block
+from autoamp.stepping import Skips, StepGuard, scaled_block
 
 __all__ = ["FP16_Optimizer"]
 
@@ -27,7 +28,7 @@ _NO_COPY = (
 )
 
 
-class FP16_Optimizer(torch.optim.Optimizer):  # noqa: N801
+class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
     """Steps fp32 master weights of half parameters and writes them back; skips steps whose gradients overflowed.
 
     A `torch.optim.Optimizer` in every respect: LR schedulers, hooks and ``isinstance`` work. It may be built before or
@@ -66,20 +67,13 @@ class FP16_Optimizer(torch.optim.Optimizer):  # noqa: N801
         self.optimizer = init_optimizer
         handle = current_handle()
         # At O2 an optimizer may have its masters, and a guard that knows nothing of this one's scale.
-        kept = None if handle is None else handle.optimizers.hand_over(init_optimizer)
-        self._masters = MasterWeights(init_optimizer) if kept is None else kept
-        self._guard = StepGuard(
-            init_optimizer,
-            casts_off=self._stepping,
-            casts_on=lambda: _switched(True),
-            after_step=self._stepped,
-            collect=self._masters.collect,
-        )
+        theirs = None if handle is None else handle.optimizers.hand_over(init_optimizer)
+        self._masters = MasterWeights(init_optimizer) if theirs is None else theirs
+        self._guard = StepGuard(init_optimizer, masters=self._masters, casts=_current_casts, on_step=self._tell_handle)
         self._guard.install()
-        handle = current_handle()
         if handle is not None:
             handle.leave_to("FP16_Optimizer")
-            handle.optimizers.note_own(self._guard, self.loss_scaler)
+        self._tell_handle(self._guard.skips)
         # What Optimizer.__init__ sets up besides groups and state, which here are the inner optimizer's.
         self.__setstate__({"defaults": getattr(init_optimizer, "defaults", {})})
 
@@ -119,7 +113,6 @@ class FP16_Optimizer(torch.optim.Optimizer):  # noqa: N801
             retain_graph: As for ``Tensor.backward``.
         """
         with scaled_block([self._guard], self.loss_scaler, delay_unscale=not update_master_grads) as scale:
-            self._masters.before_backward()
             multiplied(loss, scale).backward(retain_graph=retain_graph)
 
     def update_master_grads(self) -> None:
@@ -179,7 +172,7 @@ class FP16_Optimizer(torch.optim.Optimizer):  # noqa: N801
         return {
             "loss_scaler": self.loss_scaler.state_dict(),
             "dynamic_loss_scale": isinstance(self.loss_scaler, DynamicLossScaler),
-            "overflow": self._guard.last_step_skipped,
+            "overflow": self._guard.skips.last,
             "first_closure_call_this_step": True,
             "optimizer_state_dict": self.optimizer.state_dict(),
             "fp32_from_fp16": self._masters_by_group(),
@@ -212,7 +205,7 @@ class FP16_Optimizer(torch.optim.Optimizer):  # noqa: N801
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"key 'optimizer_state_dict': {error}") from error
         self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
-        self._guard.last_step_skipped = bool(state_dict.get("overflow", False))
+        self._guard.skips.last = bool(state_dict.get("overflow", False))
         with torch.no_grad():
             for master, value in pairs:
                 master.copy_(value)
@@ -228,18 +221,10 @@ class FP16_Optimizer(torch.optim.Optimizer):  # noqa: N801
         masters = {id(master) for _, master in self._masters.pairs}
         return [[p for p in group["params"] if id(p) in masters] for group in self.param_groups]
 
-    @contextlib.contextmanager
-    def _stepping(self) -> Any:
-        self._masters.begin_step()
-        with _switched(False):
-            yield
-
-    def _stepped(self) -> None:
+    def _tell_handle(self, skips: Skips) -> None:
         handle = current_handle()
         if handle is not None:
-            handle.optimizers.note_own(self._guard, self.loss_scaler)
-        if self._guard.last_step_ran:
-            self._masters.copy_down()
+            handle.optimizers.note_own(skips, self.loss_scaler)
 
     def __repr__(self) -> str:
         return f"FP16_Optimizer({self.optimizer!r}, loss_scale={self.loss_scale:g})"
@@ -274,9 +259,9 @@ class _State(MutableMapping[Any, Any]):
         return repr(self._state)
 
 
-def _switched(on: bool) -> contextlib.AbstractContextManager[None]:
+def _current_casts() -> Casts | None:
     handle = current_handle()
-    return contextlib.nullcontext() if handle is None else handle.casts.switched(on)
+    return None if handle is None else handle.casts
 
 
 def _dynamic_arguments(given: Mapping[str, float]) -> dict[str, Any]:

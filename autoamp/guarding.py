@@ -22,7 +22,13 @@ from autoamp.masters import MasterWeights
 from autoamp.scaling import LossScaler
 from autoamp.stepping import Skips, StepGuard, scaled_block
 
-__all__ = ["GuardedOptimizers", "refuse_own_scaler"]
+__all__ = ["GuardedOptimizers", "ScalesItself", "refuse_own_scaler"]
+
+
+class ScalesItself:
+    """Marks an optimizer that scales its losses itself: it is not for `GuardedOptimizers` to guard."""
+
+    __slots__ = ()
 
 
 @dataclasses.dataclass
@@ -30,12 +36,15 @@ class OwnSteps:
     """Steps of optimizers that scale their losses themselves, of all together.
 
     Attributes:
-        steps: How many there were, skips included.
-        scalers: The loss scaler of each optimizer, by what is known of its skips.
+        scalers: The loss scaler of each optimizer, by what is known of its steps.
     """
 
-    steps: int = 0
     scalers: dict[Skips, LossScaler] = dataclasses.field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        """How many steps there were, skips included."""
+        return sum(skips.steps for skips in self.scalers)
 
     @property
     def skipped(self) -> int:
@@ -86,8 +95,6 @@ class GuardedOptimizers:
         self.max_consecutive_skips = 50
         self._casts = casts
         self._guards: weakref.WeakKeyDictionary[Any, StepGuard] = weakref.WeakKeyDictionary()
-        self._counted: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._masters: weakref.WeakKeyDictionary[Any, MasterWeights] = weakref.WeakKeyDictionary()
         self._wrapped: weakref.WeakKeyDictionary[Any, _OwnScalers] = weakref.WeakKeyDictionary()
         self._inner_steps: InnerSteps | None = None
 
@@ -103,14 +110,23 @@ class GuardedOptimizers:
         return self._last is not None and self._last.last
 
     def _catch_up(self) -> None:
-        for guard in self._guards.values():
+        for guard in self.guards:
             guard.skips.catch_up()
         for scaler in self.scalers:
             # Of optimizers that are gone.
             scaler.late.catch_up()
 
+    def _count_step(self, skips: Skips) -> None:
+        self.steps += 1
+        self._last = skips
+
     def _count_skip(self) -> None:
         self._skipped_steps += 1
+
+    @property
+    def guards(self) -> list[StepGuard]:
+        """The guards of all optimizers that live."""
+        return list(self._guards.values())
 
     def scaler(self, loss_id: int, optimizers: Any = ()) -> LossScaler:
         """Return the scaler of a loss of these optimizers. UsageError: there is none of that number.
@@ -176,13 +192,9 @@ class GuardedOptimizers:
             raise UsageError(f"scale_loss() takes a floating tensor, not a {kind}; pass the loss, not loss.item()")
         if not loss.is_floating_point():
             raise UsageError(f"scale_loss() takes a floating tensor, and this loss is {loss.dtype}; check what made it")
-        listed = _listed(optimizers)
-        guards = [self.guard(optimizer) for optimizer in listed]
+        guards = [self.guard(optimizer) for optimizer in _listed(optimizers)]
         try:
             with scaled_block(guards, scaler, delay_unscale=delay_unscale) as scale:
-                for optimizer in listed:
-                    if optimizer in self._masters:
-                        self._masters[optimizer].before_backward()
                 yield multiplied(loss, scale)
         finally:
             self._casts.cache.clear()
@@ -203,24 +215,27 @@ class GuardedOptimizers:
             if not hasattr(optimizer, "param_groups") or not callable(getattr(optimizer, "step", None)):
                 raise UsageError(_not_an_optimizer(optimizer))
             refuse_own_scaler(optimizer)
-            masters = self._masters.get(optimizer)
-            if masters is None and self.masters_for_all and not self._steps_halves(optimizer):
-                masters = self._masters[optimizer] = MasterWeights(optimizer)
-            guard = StepGuard(
-                optimizer,
-                casts_off=lambda: self._casts.switched(False) if masters is None else self._stepping(masters),
-                casts_on=self._casts.evaluating,
-                after_step=functools.partial(self._stepped, weakref.ref(optimizer), masters),
-                collect=None if masters is None else masters.collect,
-                on_skip=self._count_skip,
-                serves=functools.partial(self._is_served, weakref.ref(optimizer)),
-            )
-            guard.install()
-            self._guards[optimizer] = guard
-            self.guarded += 1
+            masters = MasterWeights(optimizer) if self.masters_for_all and not self._steps_halves(optimizer) else None
+            guard = self._put_guard(optimizer, masters)
             if check and masters is None:
                 check_optimizer(optimizer)
         guard.max_consecutive_skips = self.max_consecutive_skips
+        return guard
+
+    def _put_guard(self, optimizer: Any, masters: MasterWeights | None) -> StepGuard:
+        reference = weakref.ref(optimizer)
+        guard = StepGuard(
+            optimizer,
+            masters=masters,
+            casts=lambda: self._casts,
+            on_step=self._count_step,
+            on_skip=self._count_skip,
+            serves=functools.partial(self._is_served, reference),
+            max_consecutive_skips=self.max_consecutive_skips,
+        )
+        guard.install()
+        self._guards[optimizer] = guard
+        self.guarded += 1
         return guard
 
     def before_step(
@@ -271,32 +286,36 @@ class GuardedOptimizers:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure) or optimizer in self._guards or _is_guarded(optimizer):
             return None
-        guarded = self.guard(optimizer).guarded_closure(closure)
+        guard = self.guard(optimizer)
+        self._last = guard.skips
+        guarded = guard.guarded_closure(closure)
         return ((args[0], guarded, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": guarded})
 
     def keep_masters(self, optimizer: Any, originals: Mapping[int, Tensor] | None = None) -> MasterWeights:
         """Let an optimizer step fp32 masters of its half parameters from now on."""
-        masters = self._masters.get(optimizer)
+        masters = self.masters_of(optimizer)
         if masters is None:
-            masters = self._masters[optimizer] = MasterWeights(optimizer, originals)
-            # One from before would know nothing of them.
+            refuse_own_scaler(optimizer)
+            # First of all: what an earlier guard left scaled is in the gradients of the half parameters.
             self._drop_guard(optimizer)
-            self.guard(optimizer)
+            masters = MasterWeights(optimizer, originals)
+            self._put_guard(optimizer, masters)
         else:
             masters.adopt(originals)
         return masters
 
     def hand_over(self, optimizer: Any) -> MasterWeights | None:
         """Let go of an optimizer and return its masters, which stay in place."""
+        masters = self.masters_of(optimizer)
         self._drop_guard(optimizer)
-        return self._masters.pop(optimizer, None)
+        return masters
 
     def let_go(self, optimizers: Sequence[Any], params: Iterable[Tensor]) -> None:
         """Give these optimizers, and all that step one of the parameters, back what they had of these parameters."""
         params = list(params)
         meant = set(map(id, params))
-        for optimizer in {*self._guards, *self._masters}:
-            masters = self._masters.get(optimizer)
+        for optimizer, guard in list(self._guards.items()):
+            masters = guard.masters
             own = [*stepped_params(optimizer), *([] if masters is None else (half for half, _ in masters.pairs))]
             if not (any(optimizer is named for named in optimizers) or any(id(param) in meant for param in own)):
                 continue
@@ -306,14 +325,12 @@ class GuardedOptimizers:
                     # It steps other models as well.
                     continue
                 masters.dissolve()
-                del self._masters[optimizer]
             self._drop_guard(optimizer)
             if self._wrapped.pop(optimizer, None) is not None:
                 vars(optimizer).pop("scale_loss", None)
 
     def _drop_guard(self, optimizer: Any) -> None:
         guard = self._guards.pop(optimizer, None)
-        self._counted.pop(optimizer, None)
         if guard is not None:
             guard.uninstall()
 
@@ -324,18 +341,20 @@ class GuardedOptimizers:
 
     def masters_of(self, optimizer: Any) -> MasterWeights | None:
         """Return an optimizer's masters, None where it has none."""
-        return self._masters.get(optimizer)
+        guard = self._guards.get(optimizer)
+        return None if guard is None else guard.masters
 
     def collect(self, optimizer: Any) -> None:
         """Let the masters of an optimizer have the gradients of half parameters now, not only when its block ends."""
-        masters = self._masters.get(optimizer)
+        masters = self.masters_of(optimizer)
         if masters is not None:
             masters.share_gradients()
 
     def read_model(self) -> None:
         """Let all masters take over what is in their half parameters."""
-        for masters in list(self._masters.values()):
-            masters.read_model()
+        for guard in self.guards:
+            if guard.masters is not None:
+                guard.masters.read_model()
 
     def wrap(self, optimizer: Any, scalers: Sequence[LossScaler], check: Callable[[], None]) -> Any:
         """Give an optimizer a ``scale_loss`` with scalers of its own; see `autoamp.handle.Handle.wrap_optimizer`.
@@ -374,7 +393,7 @@ class GuardedOptimizers:
     @property
     def has_masters(self) -> bool:
         """Whether an optimizer steps master weights, or will."""
-        return self.masters_for_all or bool(self._masters)
+        return self.masters_for_all or any(guard.masters is not None for guard in self.guards)
 
     @property
     def wrapped(self) -> bool:
@@ -384,47 +403,21 @@ class GuardedOptimizers:
     def release(self) -> None:
         """Give every optimizer its step and its parameters back."""
         self.end_steps()
-        for guard in list(self._guards.values()):
+        guards = self.guards
+        for guard in guards:
             guard.uninstall()
         self._guards.clear()
-        self._counted.clear()
         for optimizer in list(self._wrapped):
             vars(optimizer).pop("scale_loss", None)
         self._wrapped.clear()
-        for masters in list(self._masters.values()):
-            masters.dissolve()
-        self._masters.clear()
+        for guard in guards:
+            if guard.masters is not None:
+                guard.masters.dissolve()
 
-    @contextlib.contextmanager
-    def _stepping(self, masters: MasterWeights) -> Iterator[None]:
-        masters.begin_step()
-        with self._casts.switched(False):
-            yield
-
-    def _stepped(self, reference: weakref.ref[Any], masters: MasterWeights | None) -> None:
-        """Take note of a step, taken or skipped. Called too before a closure is evaluated within one."""
-        self._casts.cache.clear()
-        optimizer = reference()
-        guard = self._guards.get(optimizer)
-        if guard is None:
-            return
-        self._last = guard.skips
-        self.steps += self._new_steps(guard)
-        # Where the optimizer has skipped by itself the masters are as they were, and so are the halves after this.
-        if masters is not None and guard.last_step_ran:
-            masters.copy_down()
-
-    def note_own(self, guard: StepGuard, scaler: LossScaler) -> None:
-        """Take note of the steps of an optimizer that scales its loss itself. Nobody waits for the device."""
-        own = self.own = self.own or OwnSteps()
-        own.steps += self._new_steps(guard)
-        own.scalers[guard.skips] = scaler
-
-    def _new_steps(self, guard: StepGuard) -> int:
-        """Return how many steps were not counted yet."""
-        steps = guard.steps - self._counted.get(guard, 0)
-        self._counted[guard] = guard.steps
-        return steps
+    def note_own(self, skips: Skips, scaler: LossScaler) -> None:
+        """Take note of an optimizer that scales its loss itself. Nobody waits for the device."""
+        self.own = self.own or OwnSteps()
+        self.own.scalers[skips] = scaler
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scalers' state and the number of skips.
@@ -476,9 +469,9 @@ class GuardedOptimizers:
             scaler.load_state_dict(state[name])
         self._catch_up()
         self._skipped_steps = skipped
-        for guard in self._guards.values():
+        for guard in self.guards:
             # The skips in a row were those of the run that is left behind.
-            guard.consecutive_skips = 0
+            guard.skips.in_a_row = 0
 
 
 def _count_of_scalers(state: Mapping[str, Any]) -> int:
@@ -491,7 +484,7 @@ def _listed(optimizers: Any) -> list[Any]:
 
 def _is_guarded(optimizer: Any) -> bool:
     """Tell whether an optimizer has a guard that is none of ours: an `FP16_Optimizer`, or the one inside of it."""
-    return _scales_itself(optimizer) or isinstance(vars(optimizer).get("step"), AttachedStep)
+    return isinstance(optimizer, ScalesItself) or isinstance(vars(optimizer).get("step"), AttachedStep)
 
 
 class _OwnScalers:
@@ -500,12 +493,13 @@ class _OwnScalers:
     def __init__(self, scalers: Sequence[LossScaler], guard: StepGuard) -> None:
         self.scalers = scalers
         self._guard = guard
-        self._steps = guard.steps
+        self._steps = guard.skips.steps
         self._calls = 0
 
     def next(self) -> LossScaler:
-        if self._steps != self._guard.steps:
-            self._steps, self._calls = self._guard.steps, 0
+        steps = self._guard.skips.steps
+        if self._steps != steps:
+            self._steps, self._calls = steps, 0
         scaler = self.scalers[self._calls % len(self.scalers)]
         self._calls += 1
         return scaler
@@ -521,15 +515,11 @@ def _distinct(scalers: Sequence[LossScaler], taken: Sequence[LossScaler]) -> lis
 
 def refuse_own_scaler(optimizer: Any) -> None:
     """Raise UsageError for an `FP16_Optimizer`, whose loss would be scaled twice."""
-    if _scales_itself(optimizer):
+    if isinstance(optimizer, ScalesItself):
         raise UsageError(
             f"this {type(optimizer).__name__} scales its loss itself: call optimizer.backward(loss), or give the "
             "optimizer that it was made from"
         )
-
-
-def _scales_itself(optimizer: Any) -> bool:
-    return isinstance(getattr(optimizer, "_guard", None), StepGuard)
 
 
 def _not_an_optimizer(value: Any) -> str:

@@ -18,19 +18,20 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from autoamp.attaching import AttachedStep, named_params, stepped_params
+from autoamp.casting import Casts
 from autoamp.checks import warn_without_gradients
 from autoamp.device_scales import Number, Scale, inverse, number_of, quotient
 from autoamp.errors import NonFiniteGradientsError, UsageError
 from autoamp.gradients import GradientMark, Kind, ScaledMark, non_finite, scale_, total_norm, unscale_
 from autoamp.late_flags import LateFlags
 from autoamp.likeness import Likeness
+from autoamp.masters import MasterWeights
 from autoamp.patching import dress
 from autoamp.ranks import non_finite_now
 from autoamp.replicas import several_processes
@@ -56,9 +57,13 @@ class Skips:
     Args:
         name: Of the optimizer, for the log.
         on_skip: Called once for each skip, as soon as it is known.
+
+    Attributes:
+        steps: How many times ``step()`` was called, skips included.
     """
 
     def __init__(self, name: str, on_skip: Callable[[], None]) -> None:
+        self.steps = 0
         self._name = name
         self._on_skip = on_skip
         self._total = self._in_a_row = 0
@@ -142,23 +147,21 @@ class StepGuard:
 
     Args:
         optimizer: What to guard.
-        casts_off: Makes the context of the real step.
-        casts_on: Makes the context of a closure that is given to ``step``.
-        after_step: Called after every step, taken or skipped, also one that failed, and before each evaluation of a
-            closure that the optimizer asks for in the middle of its step: parameters may have changed.
-        params: Gives the tensors whose ``.grad`` is scaled and unscaled; by default all that the optimizer steps.
-        collect: Called when a block begins and ends, after a closure and before a step. It moves gradients that the
-            backward pass left elsewhere (on half model params) onto what ``params`` gives; by default there are none.
-        max_consecutive_skips: So many skips in a row are an error.
+        masters: The masters that it steps in place of half parameters. They take the gradients and what was written
+            into half parameters before a step, and are copied into the half parameters after it.
+        casts: Gives what casts for the program, if anything does. It is off while the optimizer steps, and on in a
+            closure that is given to ``step``; casts that it keeps are dropped once parameters may have changed.
+        on_step: Called with ``skips`` once for each step, before it is taken or skipped.
         on_skip: Called once for each skip, as soon as it is known.
         serves: Tells whether another guard sees to the gradient of a tensor.
+        max_consecutive_skips: So many skips in a row are an error.
 
     Attributes:
+        masters: As given.
         stepping: Whether the optimizer is stepping now, as this guard lets it.
-        steps: How many times ``step()`` was called.
         last_step_ran: Whether the optimizer was called by the last ``step()``: where it got the flag of an overflow on
             its device it changed nothing if that was set.
-        skips: What is known of the skips.
+        skips: What is known of its steps and skips.
         max_consecutive_skips: As given.
         pending: The verdicts since the last step, in order.
         grads_scale: The scale of gradients now: 1.0 outside blocks but for ``delay_unscale``.
@@ -170,33 +173,28 @@ class StepGuard:
         self,
         optimizer: Any,
         *,
-        casts_off: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
-        casts_on: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
-        after_step: Callable[[], None] | None = None,
-        params: Callable[[], Sequence[torch.Tensor]] | None = None,
-        collect: Callable[[], None] | None = None,
-        max_consecutive_skips: int = 50,
-        on_skip: Callable[[], None] | None = None,
+        masters: MasterWeights | None = None,
+        casts: Callable[[], Casts | None] = lambda: None,
+        on_step: Callable[[Skips], None] = lambda _: None,
+        on_skip: Callable[[], None] = lambda: None,
         serves: Callable[[torch.Tensor], bool] = lambda _: False,
+        max_consecutive_skips: int = 50,
     ) -> None:
         self.name = type(optimizer).__name__
         self.stepping = False
         self._serves = serves
         # What the last block unscaled, and its scale.
         self._unscaled: tuple[Sequence[torch.Tensor], LossScaler, Scale] | None = None
-        self.steps = 0
+        self.masters = masters
         self.last_step_ran = True
-        self.skips = Skips(self.name, on_skip or (lambda: None))
+        self.skips = Skips(self.name, on_skip)
         self._keeps_word = _keeps_word(type(optimizer))
         self.max_consecutive_skips = max_consecutive_skips
         self.pending: list[Verdict] = []
         self.grads_scale: Scale = 1.0
         self.in_block = False
-        self._casts_off = casts_off
-        self._casts_on = casts_on
-        self._after_step = after_step or (lambda: None)
-        self._params = params
-        self.collect = collect or (lambda: None)
+        self._casts = casts
+        self._on_step = on_step
         self.step_closure: Callable[..., Any] | None = None
         self._delayed: tuple[LossScaler, ScaledMark] | None = None
         self._abandoned: list[Verdict] = []
@@ -204,29 +202,6 @@ class StepGuard:
         self._mark = GradientMark(())
         self._optimizer = weakref.ref(optimizer)
         self._attached: weakref.ref[AttachedStep] | None = None
-
-    @property
-    def skipped_steps(self) -> int:
-        """How many calls of ``step()`` were skips. As all about skips it waits for the device if need be."""
-        return self.skips.total
-
-    @property
-    def consecutive_skips(self) -> int:
-        """How many skips came since the last step that was taken."""
-        return self.skips.in_a_row
-
-    @consecutive_skips.setter
-    def consecutive_skips(self, count: int) -> None:
-        self.skips.in_a_row = count
-
-    @property
-    def last_step_skipped(self) -> bool:
-        """Whether the last ``step()`` was a skip."""
-        return self.skips.last
-
-    @last_step_skipped.setter
-    def last_step_skipped(self, skipped: bool) -> None:
-        self.skips.last = skipped
 
     def install(self) -> None:
         """Put the guard in front of ``optimizer.step``.
@@ -249,8 +224,18 @@ class StepGuard:
             attached.detach()
 
     def params(self) -> Sequence[torch.Tensor]:
-        """Return the tensors whose gradients are scaled and unscaled."""
-        return stepped_params(self._optimizer()) if self._params is None else self._params()
+        """Return the tensors whose gradients are scaled and unscaled: all that the optimizer steps."""
+        return stepped_params(self._optimizer())
+
+    def collect(self) -> None:
+        """Let masters have the gradients that a backward pass left on half parameters."""
+        if self.masters is not None:
+            self.masters.collect()
+
+    def before_backward(self) -> None:
+        """Get the gradients that are there ready for a backward pass; see `MasterWeights.before_backward`."""
+        if self.masters is not None:
+            self.masters.before_backward()
 
     def has_gradients(self) -> bool:
         """Whether any gradient is there."""
@@ -336,7 +321,7 @@ class StepGuard:
     def overflowed(self) -> bool:
         """Tell whether gradients since the last step overflowed; where there are none, whether that step was a skip."""
         read(self.pending)
-        return any(verdict.overflowed for verdict in self.pending) if self.pending else self.last_step_skipped
+        return any(verdict.overflowed for verdict in self.pending) if self.pending else self.skips.last
 
     def finish_delayed(self) -> None:
         """Unscale and check what ``delay_unscale`` left scaled."""
@@ -359,7 +344,7 @@ class StepGuard:
         """
 
         def evaluate() -> Any:
-            self._after_step()
+            self._params_changed()
             loss, blamed = self.evaluate(closure)
             if blamed is not None:
                 raise self.hopeless(blamed)
@@ -387,7 +372,8 @@ class StepGuard:
                 f"{self.name}.step() was called inside its scale_loss block, where gradients are still multiplied by "
                 f"{self.grads_scale:g}; move optimizer.step() after the with block"
             )
-        self.steps += 1
+        self.skips.steps += 1
+        self._on_step(self.skips)
         self.last_step_ran = True
         self.collect()
         self.finish_delayed()
@@ -405,7 +391,16 @@ class StepGuard:
             blamed = self.settle()
             return self.skip(blamed) if blamed is not None else self.take(original, args, kwargs)
         finally:
-            self._after_step()
+            self._params_changed()
+
+    def _params_changed(self) -> None:
+        """Bring up to date what follows from the parameters, which a step may have changed."""
+        casts = self._casts()
+        if casts is not None:
+            casts.cache.clear()
+        # An optimizer that skipped by itself left the masters as they were, and so are the halves after this.
+        if self.masters is not None and self.last_step_ran:
+            self.masters.copy_down()
 
     def _look_again(self) -> None:
         """Look at the gradients as they are now where other ranks have a part in them: inf may have come from there."""
@@ -473,7 +468,10 @@ class StepGuard:
     def _call(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before, self.stepping = self.stepping, True
         try:
-            with self._casts_off():
+            if self.masters is not None:
+                self.masters.begin_step()
+            casts = self._casts()
+            with contextlib.nullcontext() if casts is None else casts.switched(False):
                 return original(*args, **kwargs)
         finally:
             self.stepping = before
@@ -518,7 +516,7 @@ class StepGuard:
             first, begun = not begun and versions == _versions(self.params()), True
             if not first:
                 return later()
-            self._after_step()
+            self._params_changed()
             loss, blamed = self.evaluate(closure)
             if blamed is not None:
                 raise GivenUp(loss, blamed)
@@ -544,7 +542,8 @@ class StepGuard:
 
     def call(self, closure: Callable[[], Any]) -> Any:
         """Call a closure as outside of a step."""
-        with self._casts_on(), torch.enable_grad():
+        casts = self._casts()
+        with contextlib.nullcontext() if casts is None else casts.evaluating(), torch.enable_grad():
             return closure()
 
     def evaluate(self, closure: Callable[[], Any], attempts: int | None = None) -> tuple[Any, Verdict | None]:
@@ -635,6 +634,8 @@ def _open(guards: Sequence[StepGuard], scaler: LossScaler) -> Scale:
     scale = scaler.scale_at_hand()
     if any(guard.grads_scale != scale for guard in guards):
         _rescale(guards, scale)
+    for guard in guards:
+        guard.before_backward()
     for guard in guards:
         guard.enter_block(scale)
     return scale

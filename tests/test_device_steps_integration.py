@@ -368,9 +368,9 @@ ASKED: list[Callable[[Any, Any], Any]] = [
     lambda handle, guard: handle.last_step_skipped,
     lambda handle, guard: handle.loss_scale,
     lambda handle, guard: handle.state_dict()["skipped_steps"],
-    lambda handle, guard: guard.skipped_steps,
-    lambda handle, guard: guard.last_step_skipped,
-    lambda handle, guard: guard.consecutive_skips,
+    lambda handle, guard: guard.skips.total,
+    lambda handle, guard: guard.skips.last,
+    lambda handle, guard: guard.skips.in_a_row,
     lambda handle, guard: guard.overflowed(),
 ]
 

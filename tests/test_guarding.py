@@ -80,7 +80,7 @@ def test_a_list_and_a_tuple_are_several_optimizers(optimizers: GuardedOptimizers
 def test_no_optimizer_no_guard(optimizers: GuardedOptimizers, wrong: Any) -> None:
     with pytest.raises(UsageError, match=r"is no optimizer: it has no param_groups and step\(\)"):
         optimizers.guard(wrong)
-    assert len(optimizers._guards) == 0
+    assert optimizers.guards == []
 
 
 def test_anything_with_groups_and_step_is_an_optimizer(optimizers: GuardedOptimizers) -> None:
@@ -175,7 +175,7 @@ def test_a_step_without_a_guard_computes_in_fp32(make: Callable[[Any], Any], hal
     expected = stepped(make)
     handle = autoamp.init(device_type="cpu", dtype=half)
     assert torch.equal(stepped(make), expected)
-    assert len(handle.optimizers._guards) == 0
+    assert handle.optimizers.guards == []
     handle.deactivate()
     assert torch.equal(stepped(make), expected)
 
@@ -335,7 +335,7 @@ def test_skips_outlast_their_optimizer(optimizers: GuardedOptimizers, collected:
         del optimizer
         collected()
     assert optimizers.skipped_steps == 3
-    assert len(optimizers._guards) == len(optimizers._counted) == 0
+    assert optimizers.guards == []
 
 
 def test_a_step_that_fails_is_noted_and_casts_are_on_again(optimizers: GuardedOptimizers) -> None:
@@ -345,7 +345,7 @@ def test_a_step_that_fails_is_noted_and_casts_are_on_again(optimizers: GuardedOp
 
     parameter = Parameter(torch.ones(1))
     optimizer = Own([parameter], lr=0.5)
-    optimizers.guard(optimizer).last_step_skipped = True
+    optimizers.guard(optimizer).skips.last = True
     backward(optimizers, parameter, optimizer)
     with pytest.raises(ZeroDivisionError):
         optimizer.step()
@@ -616,4 +616,4 @@ def test_an_fp16_optimizer_beside_a_handle_keeps_its_own_guard() -> None:
         return loss
 
     optimizer.step(closure)
-    assert len(handle.optimizers._guards) == 0
+    assert handle.optimizers.guards == []

@@ -23,6 +23,7 @@ from torch.nn import Linear, Parameter
 import autoamp
 from autoamp import stepping, verdicts
 from autoamp.errors import AutoampError, NonFiniteGradientsError, UsageError
+from autoamp.masters import MasterWeights
 from autoamp.scaling import DynamicLossScaler, LossScaler, StaticLossScaler
 from autoamp.stepping import StepGuard, scaled_block
 
@@ -92,7 +93,7 @@ def test_a_clean_step(half: torch.dtype) -> None:
         assert setup.grad == [0.25, 0.25]
         setup.optimizer.step()
         assert setup.param.tolist() == [0.875, 0.875]
-        assert (setup.guard.steps, setup.guard.skipped_steps, setup.guard.last_step_skipped) == (1, 0, False)
+        assert (setup.guard.skips.steps, setup.guard.skips.total, setup.guard.skips.last) == (1, 0, False)
         assert setup.scaler.unskipped == 1
 
 
@@ -134,14 +135,14 @@ def test_a_skip_leaves_everything_as_it_was(optimizer: Callable[..., Any]) -> No
         for name, value in entry.items():
             assert torch.equal(after["state"][index][name], value)
     assert hooks == []
-    assert (setup.guard.skipped_steps, setup.guard.consecutive_skips, setup.guard.last_step_skipped) == (1, 1, True)
+    assert (setup.guard.skips.total, setup.guard.skips.in_a_row, setup.guard.skips.last) == (1, 1, True)
     assert (setup.scaler.loss_scale, setup.scaler.unskipped) == (512.0, 0)
     setup.optimizer.zero_grad()
     setup.backward()
     setup.optimizer.step()
     assert hooks == ["pre", "post"]
-    assert (setup.guard.skipped_steps, setup.guard.consecutive_skips, setup.guard.last_step_skipped) == (1, 0, False)
-    assert setup.guard.steps == 3
+    assert (setup.guard.skips.total, setup.guard.skips.in_a_row, setup.guard.skips.last) == (1, 0, False)
+    assert setup.guard.skips.steps == 3
 
 
 def test_halves_that_overflow_by_the_scale_alone_train_on() -> None:
@@ -152,7 +153,7 @@ def test_halves_that_overflow_by_the_scale_alone_train_on() -> None:
         setup.backward(0.125)
         setup.optimizer.step()
     # 0.125 * 2**20 and * 2**19 are beyond fp16, 0.125 * 2**18 is 32768.
-    assert setup.guard.skipped_steps == 2
+    assert setup.guard.skips.total == 2
     assert setup.scaler.loss_scale == 2.0**18
     assert setup.param.tolist() == [1.0 - 3 * 0.0625] * 2
 
@@ -218,7 +219,7 @@ def test_a_step_inside_the_block_is_refused() -> None:
         scaled.backward()
         with pytest.raises(UsageError, match=r"1024; move optimizer\.step\(\) after the with block"):
             setup.optimizer.step()
-    assert setup.guard.steps == 0
+    assert setup.guard.skips.steps == 0
     setup.optimizer.step()
     assert setup.param.tolist() == [0.5, 0.5]
 
@@ -257,7 +258,7 @@ def test_sparse_gradients_are_unscaled_and_checked(half: torch.dtype) -> None:
     expected[1] -= 2.0
     expected[3] -= 1.0
     assert torch.equal(embedding.weight, expected)
-    assert guard.skipped_steps == 1
+    assert guard.skips.total == 1
 
 
 class Plain:
@@ -330,7 +331,7 @@ def test_any_micro_batch_can_overflow(bad: int) -> None:
     setup.optimizer.step()
     assert setup.param.tolist() == [1.0, 1.0]
     assert (setup.scaler.loss_scale, setup.scaler.unskipped) == (512.0, 0)
-    assert setup.guard.skipped_steps == 1
+    assert setup.guard.skips.total == 1
 
 
 def test_micro_batches_of_several_scales_and_scalers() -> None:
@@ -373,7 +374,7 @@ def test_an_abandoned_window_is_settled_and_not_skipped(drop: Callable[[Setup], 
         scaled.backward()
     setup.optimizer.step()
     assert setup.param.tolist() == [0.5, 0.5]
-    assert setup.guard.skipped_steps == 0
+    assert setup.guard.skips.total == 0
     assert setup.scaler.unskipped == (2 if factor == 1.0 else 1)
 
 
@@ -393,7 +394,7 @@ def test_clipping_between_micro_batches_hides_no_overflow(clip: Callable[[Setup]
     setup.backward(0.5)
     setup.optimizer.step()
     assert setup.param.tolist() == ([0.5, 0.5] if factor == 0.5 else [1.0, 1.0])
-    assert setup.guard.skipped_steps == (factor != 0.5)
+    assert setup.guard.skips.total == (factor != 0.5)
     assert setup.scaler.loss_scale == (1024.0 if factor == 0.5 else 512.0)
 
 
@@ -577,7 +578,7 @@ def test_optimizers_of_one_block_are_skipped_together(reads: list[int]) -> None:
     for optimizer in pair.optimizers:
         optimizer.step()
     assert [param.item() for param in pair.params] == [1.0, 1.0, 1.0]
-    assert [guard.skipped_steps for guard in pair.guards] == [1, 1]
+    assert [guard.skips.total for guard in pair.guards] == [1, 1]
     assert pair.scaler.loss_scale == 512.0
     assert reads == [1]
 
@@ -592,7 +593,7 @@ def test_optimizers_of_two_blocks_are_skipped_apart() -> None:
     for optimizer in pair.optimizers:
         optimizer.step()
     assert (first.item(), second.item()) == (1.0, 0.5)
-    assert [guard.skipped_steps for guard in pair.guards] == [1, 0]
+    assert [guard.skips.total for guard in pair.guards] == [1, 0]
 
 
 def window(pair: Pair, first: Sequence[float], both: Sequence[float]) -> None:
@@ -609,7 +610,7 @@ def test_an_earlier_overflow_is_of_its_own_optimizer(order: tuple[int, int], rea
     for place in order:
         pair.optimizers[place].step()
     assert [param.item() for param in pair.params[:2]] == [1.0, 0.5]
-    assert [guard.skipped_steps for guard in pair.guards] == [1, 0]
+    assert [guard.skips.total for guard in pair.guards] == [1, 0]
     assert (pair.scaler.loss_scale, pair.scaler.unskipped) == (512.0, 0)
     assert len(reads) == 2
 
@@ -621,7 +622,7 @@ def test_a_new_overflow_is_of_all_optimizers_of_the_block(both: tuple[float, flo
     for optimizer in pair.optimizers:
         optimizer.step()
     assert [param.item() for param in pair.params] == [1.0, 1.0, 1.0]
-    assert [guard.skipped_steps for guard in pair.guards] == [1, 1]
+    assert [guard.skips.total for guard in pair.guards] == [1, 1]
     assert pair.scaler.loss_scale == 512.0
 
 
@@ -632,7 +633,7 @@ def test_an_earlier_overflow_that_was_read_already_is_of_its_own_optimizer() -> 
     pair.backward(pair.guards, [1.0, 1.0, 0.0])
     for optimizer in pair.optimizers:
         optimizer.step()
-    assert [guard.skipped_steps for guard in pair.guards] == [1, 0]
+    assert [guard.skips.total for guard in pair.guards] == [1, 0]
 
 
 def test_an_earlier_overflow_of_a_parameter_in_common_is_of_both() -> None:
@@ -642,7 +643,7 @@ def test_an_earlier_overflow_of_a_parameter_in_common_is_of_both() -> None:
     for optimizer in pair.optimizers:
         optimizer.step()
     assert [param.item() for param in pair.params] == [1.0, 1.0, 1.0]
-    assert [guard.skipped_steps for guard in pair.guards] == [1, 1]
+    assert [guard.skips.total for guard in pair.guards] == [1, 1]
     assert pair.scaler.loss_scale == 512.0
 
 
@@ -768,7 +769,7 @@ def test_one_of_two_without_gradients_is_named_and_not_skipped() -> None:
         scaled.backward()
     setup.optimizer.step()
     other.optimizer.step()
-    assert (setup.guard.skipped_steps, other.guard.skipped_steps) == (1, 0)
+    assert (setup.guard.skips.total, other.guard.skips.total) == (1, 0)
 
 
 def test_a_delayed_block_may_leave_no_gradients() -> None:
@@ -802,7 +803,7 @@ def test_no_scheduler_warns(order: str, factor: float) -> None:
         optimizer.step()
         for scheduler in schedulers:
             scheduler.step()
-    assert guard.skipped_steps == (factor != 1.0)
+    assert guard.skips.total == (factor != 1.0)
     assert optimizer.param_groups[0]["lr"] == 0.5 ** (1 + 2 * len(schedulers))
 
 
@@ -865,7 +866,7 @@ def test_a_copy_is_not_guarded(make: Callable[[Any], Any]) -> None:
     assert "step" not in vars(clone)
     clone.param_groups[0]["params"][0].grad = torch.ones(2)
     clone.step()
-    assert setup.guard.steps == 0
+    assert setup.guard.skips.steps == 0
     assert setup.param.tolist() == [1.0, 1.0]
 
 
@@ -914,7 +915,7 @@ def test_too_many_skips_name_the_parameters() -> None:
         step(factor)
     with pytest.raises(NonFiniteGradientsError, match=r"3 steps of SGD .* first in Net\.bad\.weight;"):
         step(math.nan)
-    assert (guard.skipped_steps, guard.consecutive_skips) == (5, 3)
+    assert (guard.skips.total, guard.skips.in_a_row) == (5, 3)
 
 
 def test_the_default_is_fifty_skips() -> None:
@@ -989,9 +990,11 @@ def test_the_step_runs_with_casts_off_and_a_closure_with_casts_on() -> None:
     optimizer, scaler = Watched([param], switch), DynamicLossScaler(4.0)
     guard = guard_of(
         optimizer,
-        casts_off=lambda: switch.to(False),
-        casts_on=lambda: switch.to(True),
-        after_step=lambda: after.append(switch.on),
+        casts=lambda: types.SimpleNamespace(
+            switched=switch.to,
+            evaluating=lambda: switch.to(True),
+            cache=types.SimpleNamespace(clear=lambda: after.append(switch.on)),
+        ),
     )
 
     def closure() -> Tensor:
@@ -1015,11 +1018,13 @@ def test_the_step_runs_with_casts_off_and_a_closure_with_casts_on() -> None:
     assert inside == [(True, True)] * 4
 
 
-def test_after_step_is_called_after_skips_and_errors() -> None:
+def test_casts_are_dropped_after_skips_and_errors() -> None:
     calls: list[int] = []
     param = Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([param], lr=0.5)
-    guard = guard_of(optimizer, after_step=lambda: calls.append(guard.skipped_steps), max_consecutive_skips=2)
+    cache = types.SimpleNamespace(clear=lambda: calls.append(guard.skips.total))
+    casts = types.SimpleNamespace(cache=cache, switched=lambda _: contextlib.nullcontext())
+    guard = guard_of(optimizer, casts=lambda: casts, max_consecutive_skips=2)
     for _ in range(2):
         with scale_loss(param.sum() * math.inf, guard, DynamicLossScaler()) as scaled:
             scaled.backward()
@@ -1032,16 +1037,11 @@ def test_after_step_is_called_after_skips_and_errors() -> None:
     assert calls == [1, 2, 2]
 
 
-def test_gradients_may_be_collected_from_elsewhere() -> None:
-    weight, master = Parameter(torch.ones(2, dtype=torch.float16)), Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([master], lr=1.0)
-
-    def collect() -> None:
-        if weight.grad is not None:
-            grad, weight.grad = weight.grad.float(), None
-            master.grad = grad if master.grad is None else master.grad + grad
-
-    guard = guard_of(optimizer, collect=collect, params=lambda: [master])
+def test_masters_take_the_gradients_of_half_parameters() -> None:
+    weight = Parameter(torch.ones(2, dtype=torch.float16))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    guard = guard_of(optimizer, masters=MasterWeights(optimizer))
+    (master,) = guard.params()
     # Too small for an fp16 gradient, unless the scale is taken off in fp32.
     for _ in range(2):
         with scale_loss(weight.float().sum() * 2.0**-30, guard, DynamicLossScaler(2.0**16)) as scaled:
@@ -1076,7 +1076,7 @@ def test_an_overflow_before_an_exception_still_skips() -> None:
     with pytest.raises(ZeroDivisionError):
         interrupted()
     setup.optimizer.step()
-    assert setup.guard.last_step_skipped
+    assert setup.guard.skips.last
     assert setup.param.tolist() == before
 
 
@@ -1112,7 +1112,7 @@ def test_an_overflow_in_what_joins_the_optimizer_after_a_block_skips_the_step() 
         scaled.backward()
     setup.optimizer.add_param_group({"params": [late]})
     setup.optimizer.step()
-    assert setup.guard.last_step_skipped
+    assert setup.guard.skips.last
     assert setup.param.tolist() == late.tolist() == [1.0, 1.0]
 
 

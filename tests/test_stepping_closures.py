@@ -86,7 +86,7 @@ def test_lbfgs_trains_from_a_scale_that_overflows() -> None:
         assert ours.item() == theirs.item()
     assert torch.equal(curve.param, plain.param)
     assert curve.loss().item() < first * 1e-6
-    assert curve.guard.skipped_steps == 0
+    assert curve.guard.skips.total == 0
     assert curve.evaluations[0] == 2.0**20
     assert curve.scaler.loss_scale < 2.0**20
 
@@ -102,7 +102,7 @@ def test_a_later_evaluation_is_repeated_at_a_lower_scale() -> None:
     curve.optimizer.step(closure)
     assert curve.evaluations[:6] == [2.0**10, 2.0**10, 2.0**10, 2.0**9, 2.0**8, 2.0**8]
     assert curve.loss().item() < 1e-3
-    assert curve.guard.skipped_steps == 0
+    assert curve.guard.skips.total == 0
 
 
 def test_a_later_evaluation_that_cannot_be_saved_is_an_error() -> None:
@@ -125,7 +125,7 @@ def test_a_first_evaluation_that_cannot_be_saved_is_a_skip(scaler: LossScaler) -
     assert curve.param.tolist() == [0.0] * 4
     assert not curve.optimizer.state
     assert curve.evaluations == [64.0]
-    assert (curve.guard.skipped_steps, curve.guard.last_step_skipped) == (1, True)
+    assert (curve.guard.skips.total, curve.guard.skips.last) == (1, True)
 
 
 def test_a_nan_loss_is_not_tried_again() -> None:
@@ -134,7 +134,7 @@ def test_a_nan_loss_is_not_tried_again() -> None:
     assert curve.optimizer.step(curve.closure).isnan()
     assert curve.evaluations == [64.0]
     assert curve.scaler.loss_scale == 32.0
-    assert curve.guard.skipped_steps == 1
+    assert curve.guard.skips.total == 1
 
 
 def test_evaluations_are_bounded() -> None:
@@ -142,7 +142,7 @@ def test_evaluations_are_bounded() -> None:
     curve.limit = 0.0
     curve.optimizer.step(curve.closure)
     assert len(curve.evaluations) < 40
-    assert curve.guard.skipped_steps == 1
+    assert curve.guard.skips.total == 1
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam])
@@ -289,7 +289,7 @@ def test_an_overflow_where_the_optimizer_moved_to(helps: bool) -> None:
     if helps:
         assert optimizer.step(closure).item() == 4.0
         assert (param.item(), scaler.loss_scale) == (-2.0, 16.0)
-        assert guard.skipped_steps == 0
+        assert guard.skips.total == 0
     else:
         with pytest.raises(NonFiniteGradientsError, match="intermediate point"):
             optimizer.step(closure)
@@ -311,7 +311,7 @@ def test_a_closure_may_delay_its_unscaling() -> None:
     optimizer.step(closure)
     assert param.item() == 0.5
     assert scaler.loss_scale == 2.0**15
-    assert guard.skipped_steps == 0
+    assert guard.skips.total == 0
 
 
 def test_an_overflow_before_a_step_with_a_closure_skips_it() -> None:
@@ -321,7 +321,7 @@ def test_an_overflow_before_a_step_with_a_closure_skips_it() -> None:
     with scale_loss(param.sum() * math.inf, guard, DynamicLossScaler()) as scaled:
         scaled.backward()
     assert optimizer.step(lambda: 1 / 0) is None
-    assert guard.skipped_steps == 1
+    assert guard.skips.total == 1
 
 
 def test_a_guard_made_within_a_step_can_still_guard_the_closure() -> None:

@@ -137,7 +137,7 @@ class ScalerView:
     def _pending(self) -> list[Verdict]:
         """Return what was found in gradients of this scaler since the last step, read off the device."""
         handle = current_handle()
-        guards = [] if handle is None else list(handle.optimizers._guards.values())
+        guards = [] if handle is None else handle.optimizers.guards
         pending = [verdict for guard in guards for verdict in guard.pending if verdict.scaler is self._scaler]
         read(pending)
         return pending
