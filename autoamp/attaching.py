@@ -146,8 +146,8 @@ class InnerSteps:
 
     torch replaces the ``step`` of a class by a function that calls hooks, and then what was there before. A method that
     was bound early, the class's own function and the wrapper of an LR scheduler all lead to it, past what is attached
-    to the optimizer. What it calls in the end is in its closure, and that is what is replaced: whoever holds the step,
-    by whatever way, comes by here.
+    to the optimizer. What it calls in the end is in its closure, and that is what is replaced: whatever way a step is
+    called, it comes by here.
 
     Args:
         instead: Called for ``step(optimizer, *args)`` with the step itself, all arguments and the keyword arguments.
@@ -218,7 +218,7 @@ _HOOKING_CODE = _hooking_code()
 
 
 def _inner_cell(step: Any) -> Any:
-    """Return the cell that holds what torch's replacement of a ``step`` calls, None if there is none."""
+    """Return the cell with what torch's replacement of a ``step`` calls, None if there is none."""
     while isinstance(step, types.FunctionType):
         if step.__code__ is _HOOKING_CODE:
             return (step.__closure__ or ())[step.__code__.co_freevars.index("func")]

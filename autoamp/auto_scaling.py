@@ -36,8 +36,8 @@ from autoamp.pass_hooks import GradientHook, Hook, PostAccumulateHook, RunningPa
 from autoamp.patching import PatchSet, dress, original_of
 from autoamp.ranks import is_flat, is_sharded
 from autoamp.replicas import several_processes
-from autoamp.scaling import LossScaler, open_blocks
-from autoamp.stepping import StepGuard
+from autoamp.scaling import LossScaler
+from autoamp.stepping import StepGuard, open_blocks
 from autoamp.unaware_closures import step_unaware
 
 __all__ = ["AutoScale"]
@@ -147,7 +147,7 @@ class AutoScale:
     # -- what the program makes --
 
     def _meet(self, optimizer: Any) -> None:
-        # An FP16_Optimizer guards what it holds, and a half-built optimizer has no groups.
+        # An FP16_Optimizer guards the optimizer within it, and a half-built optimizer has no groups.
         if self.active and not isinstance(optimizer, ScalesItself):
             with contextlib.suppress(AttributeError):
                 if optimizer.param_groups:
@@ -260,7 +260,7 @@ class AutoScale:
     def _run(
         self, running: ScaledPass, roots: Iterable[Any], leaves: list[Tensor], nodes: set[Any], within: bool = False
     ) -> Iterator[None]:
-        """Get ready for a run of autograd's engine, and let it take place in a block."""
+        """Get ready for a run of autograd's engine, which takes place within the ``with`` statement."""
         self._passes.arrivals.hold(running.take(leaves, nodes, within=within))
         with self._passes.claimed(running, roots):
             yield

@@ -349,7 +349,7 @@ def can_begin_at(root: Any, gradient: Any) -> bool:
 
 
 def largest_scale(roots: Sequence[Tensor]) -> float:
-    """Return the largest scale that the gradients of all roots can hold: 2**15 in fp16, a power of 2 below its end."""
+    """Return the largest scale that fits the gradients of all roots: 2**15 in fp16, a power of 2 below its end."""
     return 2.0**15 if any(root.dtype is torch.float16 for root in roots) else math.inf
 
 

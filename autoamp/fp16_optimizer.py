@@ -40,7 +40,7 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
         dynamic_loss_scale: Whether the scale adapts to overflows.
         dynamic_loss_args: For a dynamic scale ``init_scale`` (default 2**16), ``scale_factor`` (2) and ``scale_window``
             (2000 steps without overflow before the scale grows).
-        verbose: Kept for legacy callers; skipped steps are logged to ``autoamp.stepping``.
+        verbose: For legacy callers, and ignored; skipped steps are logged to ``autoamp.stepping``.
 
     Attributes:
         optimizer: The optimizer given, whose ``param_groups`` and ``state`` are this one's too.

@@ -161,7 +161,7 @@ class GuardedOptimizers:
             self._scalers_of[optimizer] = scalers
             self._off.discard(optimizer)
 
-    def keep_scalers(self, scalers: Iterable[LossScaler]) -> None:
+    def forget_scalers_but(self, scalers: Iterable[LossScaler]) -> None:
         """Forget all scalers but these, and those of wrapped optimizers."""
         self._catch_up()
         wanted = {id(scaler) for scaler in (*scalers, *(s for own in self._wrapped.values() for s in own.scalers))}
@@ -223,14 +223,13 @@ class GuardedOptimizers:
         return guard
 
     def _put_guard(self, optimizer: Any, masters: MasterWeights | None) -> StepGuard:
-        reference = weakref.ref(optimizer)
         guard = StepGuard(
             optimizer,
             masters=masters,
             casts=lambda: self._casts,
             on_step=self._count_step,
             on_skip=self._count_skip,
-            serves=functools.partial(self._is_served, reference),
+            serves=functools.partial(self._is_served, weakref.ref(optimizer)),
             max_consecutive_skips=self.max_consecutive_skips,
         )
         guard.install()
@@ -345,7 +344,7 @@ class GuardedOptimizers:
         return None if guard is None else guard.masters
 
     def collect(self, optimizer: Any) -> None:
-        """Let the masters of an optimizer have the gradients of half parameters now, not only when its block ends."""
+        """Let the masters of an optimizer have the gradients of half parameters now, also within a block."""
         masters = self.masters_of(optimizer)
         if masters is not None:
             masters.share_gradients()
@@ -367,8 +366,8 @@ class GuardedOptimizers:
         self._check = check
         guard = self.guard(optimizer)
         before = self._wrapped.get(optimizer)
-        kept = [scaler for scaler in self.scalers if before is None or scaler not in before.scalers]
-        taken = kept if self._wrapped else []
+        others = [scaler for scaler in self.scalers if before is None or scaler not in before.scalers]
+        taken = others if self._wrapped else []
         own = _OwnScalers(_distinct(scalers, taken), guard)
         self.scalers = [*taken, *own.scalers]
         self._wrapped[optimizer] = own
@@ -387,7 +386,7 @@ class GuardedOptimizers:
         return self._casts.device_type
 
     def without_casts(self) -> contextlib.AbstractContextManager[None]:
-        """Turn casts off for a block, on this thread."""
+        """Turn this thread's casts off within a ``with`` statement."""
         return self._casts.switched(False)
 
     @property
@@ -459,7 +458,7 @@ class GuardedOptimizers:
             raise CheckpointError(
                 f"key {unknown[0]!r} is unknown; this run has {', '.join(names)} and skipped_steps; nothing was loaded"
             )
-        # Apex's checkpoints hold no count.
+        # Apex's checkpoints have no count.
         skipped = state.get("skipped_steps", 0)
         if not isinstance(skipped, int) or isinstance(skipped, bool) or skipped < 0:
             raise CheckpointError(f"key 'skipped_steps': {skipped!r} is no count of steps; nothing was loaded")

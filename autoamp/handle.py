@@ -226,7 +226,7 @@ class Handle:
         self.models.serve(self.casts)
         self.optimizers.serve(self.casts, self._check_active)
         self.optimizers.masters_for_all = False
-        self.optimizers.keep_scalers(scaler for setup in setups for scaler in setup.scalers)
+        self.optimizers.forget_scalers_but(scaler for setup in setups for scaler in setup.scalers)
         before.models = CastModels(before.casts)
         before.optimizers = GuardedOptimizers(before.casts, before.optimizers.scalers)
 

@@ -213,7 +213,7 @@ def _handle_for(setup: Setup, earlier: Sequence[Setup], models: Sequence[Module]
         # All begin anew, as with Apex: a later training finds nothing of an earlier one whose model lives on.
         shared[: len(setup.scalers)] = setup.scalers
         setup = replace(setup, scalers=shared)
-        handle.optimizers.keep_scalers(scaler for one in earlier for scaler in one.scalers)
+        handle.optimizers.forget_scalers_but(scaler for one in earlier for scaler in one.scalers)
     handle.setups.append(setup)
     return handle
 

@@ -1,6 +1,6 @@
 """Master weights: an fp32 copy of every half parameter that an optimizer steps.
 
-The optimizer's groups hold the masters, the model holds the half parameters. A backward pass leaves gradients in half
+The optimizer's groups have the masters, the model has the half parameters. A backward pass leaves gradients in half
 precision; one multi-tensor pass copies them up, and from then on a half parameter and its master share one fp32
 gradient (torch's `Tensor.grad_dtype` allows it): clipping or clearing the one is clipping or clearing the other, and
 further backward passes add up in fp32. After a step one multi-tensor pass copies the masters down.
@@ -94,8 +94,8 @@ class _Link:
         now: Any = _fingerprint(half)
         written = (now != self.fingerprint).to(value.device)
         master = self.master
-        kept = differs & ~written if whole else ~(differs & written)
-        master.copy_(torch.where(kept, master, value))
+        stays = differs & ~written if whole else ~(differs & written)
+        master.copy_(torch.where(stays, master, value))
         self.agree(half)
 
     def read(self, half: Tensor, *, whole: bool) -> None:
@@ -147,7 +147,7 @@ def release_master(parameter: Tensor) -> Tensor | None:
 
 @contextlib.contextmanager
 def equalised(parameters: Iterable[Tensor], wrapper: object) -> Iterator[list[Tensor]]:
-    """Yield the masters of parameters, for a block that broadcasts them from the process whose parameters all get.
+    """Yield the masters of parameters, to be broadcast from the process whose parameters all get.
 
     Args:
         parameters: Those of a model; what has no master is passed over.
@@ -158,7 +158,7 @@ def equalised(parameters: Iterable[Tensor], wrapper: object) -> Iterator[list[Te
     yield [link.master.detach() for _, link in pairs]
     for half, link in pairs:
         link.equal_by = weakref.ref(wrapper)
-        # Half parameters are not written to here: a graph may hold them.
+        # Half parameters are not written to here: a graph may have saved them.
         link.agree(half)
 
 
@@ -183,7 +183,7 @@ class MasterWeights:
         self._replicated: list[_Replicated] = []
         self._asked = (-1, -1)
         self.writes_seen = 0
-        # What stands at the optimizer's methods is held weakly: it holds this object.
+        # Weakly, since what stands at the optimizer's methods refers to this object.
         self._attached: list[weakref.ref[AttachedMethod]] = []
         self.adopt()
         self._watching = _wrappers.watch(self)
@@ -388,7 +388,7 @@ def fit_state(optimizer: Any) -> None:
 
 def _replace_in_groups(optimizer: Any, old: Tensor, new: Tensor) -> None:
     for group in optimizer.param_groups:
-        # In place: some optimizers (LBFGS) keep the list itself.
+        # In place: some optimizers (LBFGS) refer to the list itself.
         group["params"][:] = [new if parameter is old else parameter for parameter in group["params"]]
     _move_state(optimizer, old, new)
 
@@ -411,7 +411,7 @@ class _Replicated:
     """What of one optimizer's half parameters one DistributedDataParallel keeps equal over processes.
 
     Attributes:
-        unreduced: Whether gradients that are there may hold parts of this process alone, which ``no_sync`` left.
+        unreduced: Whether gradients that are there may be those of this process alone, which ``no_sync`` left.
     """
 
     replica: Replica
@@ -429,19 +429,19 @@ class _Aside:
 
     def __init__(self) -> None:
         self.wanted: set[int] = set()
-        self._kept: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._put: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def put(self, half: Tensor, master: Tensor) -> None:
         grad = half.grad
         if grad is not None and hasattr(grad, _SHARED):
-            self._kept.append((half, master, grad))
+            self._put.append((half, master, grad))
             half.grad = master.grad = None
 
     def take(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Return each half parameter with its master and the gradient that was put aside, and forget them."""
-        kept, self._kept = self._kept, []
+        put, self._put = self._put, []
         self.wanted.clear()
-        return kept
+        return put
 
 
 def _arriving(half: Tensor, master: Tensor, aside: _Aside) -> Any:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import ctypes
 import math
 import numbers
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
@@ -28,7 +27,7 @@ from autoamp.errors import AutoampError, CheckpointError
 from autoamp.late_flags import LateFlags
 from autoamp.torch_private import update_scale_
 
-__all__ = ["DynamicLossScaler", "LossScaleError", "LossScaler", "StaticLossScaler", "make_scaler", "open_blocks"]
+__all__ = ["DynamicLossScaler", "LossScaleError", "LossScaler", "StaticLossScaler", "make_scaler"]
 
 # Between these two the scale and its reciprocal are both normal fp32 numbers. A subnormal one may be flushed to 0.
 _SMALLEST = 2.0**-126
@@ -39,21 +38,6 @@ _NEAR_ONE = 2.0**6
 
 # By so much at most, and more, a chain of fp32 products is off.
 _ROUNDING = 2.0**-16
-
-
-class _OpenBlocks(threading.local):
-    """How many blocks a thread is in within which the program scales its loss.
-
-    Attributes:
-        count: So many are open.
-        differentiated: How often the program asked within one for gradients that go to no ``.grad``.
-    """
-
-    count = 0
-    differentiated = 0
-
-
-open_blocks = _OpenBlocks()
 
 
 class LossScaleError(AutoampError, ValueError):

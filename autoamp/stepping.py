@@ -1,11 +1,13 @@
 """What ``optimizer.step()`` must do next: step, skip, or ask its closure again at a lower loss scale.
 
-A `StepGuard` stands in front of one optimizer. `scaled_block` is the part of ``scale_loss`` that knows gradients: it
+A `StepGuard` stands in front of one optimizer. `scaled_block` is the part of ``scale_loss`` that handles gradients: it
 brings those that are there to the scale of the block, and on the way out unscales and checks them in one pass. What it
-found lies on the device, in a `Verdict`. Nobody waits for it before ``optimizer.step()``, which reads all verdicts
-since the last step at once, tells the loss scalers, and steps or skips. An optimizer that takes the flag of an
-overflow on its device, as torch's fused ones do for `torch.amp.GradScaler`, gets it there: nobody waits for the device
-at all, and the guard hears a little later whether that was a skip.
+found stays on the device, in a `Verdict`. ``optimizer.step()`` reads all verdicts since the last step at once, tells
+the loss scalers, and steps or skips. An optimizer that takes the flag of an overflow on its device, as torch's fused
+ones do for `torch.amp.GradScaler`, gets it there: nobody waits for the device at all, and the guard hears later whether
+that was a skip.
+
+A block calls the guards of its optimizers; a guard knows nothing of blocks but what they tell it.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import inspect
 import itertools
 import logging
 import math
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -35,10 +38,10 @@ from autoamp.masters import MasterWeights
 from autoamp.patching import dress
 from autoamp.ranks import non_finite_now
 from autoamp.replicas import several_processes
-from autoamp.scaling import LossScaler, open_blocks
+from autoamp.scaling import LossScaler
 from autoamp.verdicts import Verdict, read, settle, settle_later, unseen
 
-__all__ = ["GivenUp", "Skips", "StepGuard", "build_grad", "scaled_block"]
+__all__ = ["GivenUp", "Skips", "StepGuard", "build_grad", "open_blocks", "scaled_block"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +53,9 @@ _MANY_VERDICTS = 64
 
 
 class Skips:
-    """What is known of the skips of one optimizer. Whoever reads it waits for what only the device knows.
+    """How many steps one optimizer took, and which were skips. Whoever reads it waits for what only the device knows.
 
-    It refers to nothing of the optimizer, so that what is waited for keeps no weights alive.
+    It refers to nothing of the optimizer, so that flags that are still on their way keep no weights alive.
 
     Args:
         name: Of the optimizer, for the log.
@@ -142,15 +145,15 @@ class Skips:
 class StepGuard:
     """Stands in front of one optimizer's ``step`` from `install` to `uninstall`.
 
-    The optimizer is anything with ``param_groups`` and ``step``. It holds the guard, and not the guard it. A deep copy
-    of the optimizer, or an unpickled one, is not guarded.
+    The optimizer is anything with ``param_groups`` and ``step``. It refers to the guard, and the guard refers to it
+    weakly. A deep copy of the optimizer, or an unpickled one, is not guarded.
 
     Args:
         optimizer: What to guard.
         masters: The masters that it steps in place of half parameters. They take the gradients and what was written
             into half parameters before a step, and are copied into the half parameters after it.
         casts: Gives what casts for the program, if anything does. It is off while the optimizer steps, and on in a
-            closure that is given to ``step``; casts that it keeps are dropped once parameters may have changed.
+            closure that is given to ``step``. Its cached casts are dropped once parameters may have changed.
         on_step: Called with ``skips`` once for each step, before it is taken or skipped.
         on_skip: Called once for each skip, as soon as it is known.
         serves: Tells whether another guard sees to the gradient of a tensor.
@@ -188,7 +191,7 @@ class StepGuard:
         self.masters = masters
         self.last_step_ran = True
         self.skips = Skips(self.name, on_skip)
-        self._keeps_word = _keeps_word(type(optimizer))
+        self._honours_flags = _honours_flags(type(optimizer))
         self.max_consecutive_skips = max_consecutive_skips
         self.pending: list[Verdict] = []
         self.grads_scale: Scale = 1.0
@@ -209,7 +212,7 @@ class StepGuard:
         Raises:
             UsageError: This is no optimizer, or its step cannot be replaced.
         """
-        # The optimizer holds the attached step, which holds the guard: no cycle, and all go with the optimizer.
+        # The optimizer refers to the attached step, and that to the guard: no cycle, and all go with the optimizer.
         self._attached = weakref.ref(AttachedStep(self._optimizer(), self.step))
 
     def uninstall(self) -> None:
@@ -263,7 +266,11 @@ class StepGuard:
         self._unscaled = params, scaler, scale
 
     def take_in_joined(self) -> None:
-        """Unscale and check the gradients of what joined the optimizer after the last block."""
+        """Unscale and check the gradients of what joined the optimizer after the last block.
+
+        They are taken to be from that block. A gradient does not tell which backward pass made it, so one of a pass
+        that was not scaled is divided too.
+        """
         if self._unscaled is None:
             return
         (before, scaler, scale), params = self._unscaled, self.params()
@@ -294,7 +301,7 @@ class StepGuard:
     def _settle_abandoned(self) -> None:
         abandoned, self._abandoned = self._abandoned, []
         read(abandoned)
-        # At a higher scale than that of now: the scaler knows.
+        # A scaler that is lower by now has nothing to learn from an overflow at a higher scale.
         settle([one for one in abandoned if one.overflowed and float(one.scale) <= one.scaler.loss_scale])
 
     def forget_abandoned(self) -> None:
@@ -426,12 +433,12 @@ class StepGuard:
     def _takes_flags(self) -> bool:
         """Tell whether the optimizer's step takes the flag of an overflow on its device, and then changes nothing.
 
-        The convention is that of `torch.amp.GradScaler`. Hooks of a step would run in a skipped one too, and a flag
-        that the program gave is its own affair.
+        The convention is that of `torch.amp.GradScaler`. Not where the step has hooks, which would run in a skipped one
+        too, nor where the program has given a flag itself.
         """
         optimizer: Any = self._optimizer()
         return (
-            self._keeps_word
+            self._honours_flags
             and getattr(optimizer, "_step_supports_amp_scaling", False)
             and getattr(optimizer, "found_inf", None) is None
             and not getattr(optimizer, "_optimizer_step_pre_hooks", None)
@@ -564,11 +571,79 @@ class StepGuard:
         return loss, blamed
 
 
+class GivenUp(BaseException):
+    """Leaves an optimizer's step from within its closure."""
+
+    def __init__(self, loss: Any, blamed: Verdict) -> None:
+        super().__init__()
+        self.loss = loss
+        self.blamed = blamed
+
+
+def _versions(params: Iterable[torch.Tensor]) -> list[int]:
+    # Inference tensors keep no count.
+    return [0 if param.is_inference() else param._version for param in params]
+
+
+def _honours_flags(kind: type[Any]) -> bool:
+    """Tell whether a class that says it takes the flag of an overflow changes nothing in a step where that is set.
+
+    Not one that wants a whole `GradScaler`, by an older convention. Nor a subclass with a step of its own that inherits
+    ``_step_supports_amp_scaling`` from a class of torch: what its step does besides calling that one, it would do in a
+    skipped step too.
+    """
+    step = getattr(kind, "step", None)
+    if not callable(step) or "grad_scaler" in _parameters(step):
+        return False
+    # Torch wraps the step of each class, so it is in every class's dict; the wrapper has the module of what it wraps.
+    if _is_torchs(getattr(step, "__module__", "")):
+        return True
+    own = [base for base in kind.__mro__ if not _is_torchs(base.__module__)]
+    inherits = any(base not in own and base is not torch.optim.Optimizer for base in kind.__mro__[:-1])
+    return not inherits or any("_step_supports_amp_scaling" in vars(base) for base in own)
+
+
+def _parameters(function: Callable[..., Any]) -> Iterable[str]:
+    try:
+        return inspect.signature(function).parameters
+    except ValueError:
+        # What is written in C may have no signature.
+        return ()
+
+
+def _is_torchs(module: str) -> bool:
+    return module.startswith("torch.optim.")
+
+
+def _is_finite(loss: Any) -> bool:
+    if isinstance(loss, torch.Tensor):
+        return bool(loss.detach().isfinite().all())
+    return not isinstance(loss, float) or math.isfinite(loss)
+
+
+# -- blocks --
+
+
+class _OpenBlocks(threading.local):
+    """The blocks of a thread in which the program scales its loss.
+
+    Attributes:
+        count: How many are open.
+        differentiated: How often the program asked within one for gradients that go to no ``.grad``.
+    """
+
+    count = 0
+    differentiated = 0
+
+
+open_blocks = _OpenBlocks()
+
+
 class scaled_block:  # noqa: N801, named as what it is in a with statement
     """The block in which the gradients of some optimizers are those of a scaled loss.
 
     Inside, everything in ``.grad`` has the scale of the block: gradients of earlier blocks are multiplied by it first.
-    After it they hold true values again, also after an exception. A scaler that does not check (scale 1.0) costs no
+    After it they have true values again, also after an exception. A scaler that does not check (scale 1.0) costs no
     pass over the gradients.
 
     Args:
@@ -605,7 +680,7 @@ class scaled_block:  # noqa: N801, named as what it is in a with statement
             for guard in self._guards:
                 guard.collect()
             if kind is not None:
-                # Who catches the exception and steps all the same is kept from inf and nan.
+                # The program may catch the exception and step all the same: not with inf and nan.
                 _leave(self._guards, self._scaler, self._scale, self._scale != 1.0, warns=False)
             elif self._delay_unscale:
                 for guard in self._guards:
@@ -707,49 +782,6 @@ def _by_owners(lists: Sequence[Sequence[torch.Tensor]]) -> dict[frozenset[int], 
     return owned
 
 
-class GivenUp(BaseException):
-    """Leaves an optimizer's step from within its closure."""
-
-    def __init__(self, loss: Any, blamed: Verdict) -> None:
-        super().__init__()
-        self.loss = loss
-        self.blamed = blamed
-
-
-def _versions(params: Iterable[torch.Tensor]) -> list[int]:
-    # Inference tensors keep no count.
-    return [0 if param.is_inference() else param._version for param in params]
-
-
-def _keeps_word(kind: type[Any]) -> bool:
-    """Tell whether a class's step can be left to itself where it says that it takes the flag of an overflow.
-
-    Not one that wants a whole `GradScaler`, as an older convention has it. Nor the step of a subclass that has its word
-    from a class of torch: what it does besides calling that one, it would do in a skipped step too.
-    """
-    step = getattr(kind, "step", None)
-    if not callable(step) or "grad_scaler" in _parameters(step):
-        return False
-    # Torch wraps the step of each class, so it is in every class's dict; the wrapper has the module of what it wraps.
-    if _is_torchs(getattr(step, "__module__", "")):
-        return True
-    own = [base for base in kind.__mro__ if not _is_torchs(base.__module__)]
-    inherits = any(base not in own and base is not torch.optim.Optimizer for base in kind.__mro__[:-1])
-    return not inherits or any("_step_supports_amp_scaling" in vars(base) for base in own)
-
-
-def _parameters(function: Callable[..., Any]) -> Iterable[str]:
-    try:
-        return inspect.signature(function).parameters
-    except ValueError:
-        # What is written in C may have no signature.
-        return ()
-
-
-def _is_torchs(module: str) -> bool:
-    return module.startswith("torch.optim.")
-
-
 def build_grad(original: Any) -> Any:
     """Build the replacement of `torch.autograd.grad`: a block in which it is called need leave nothing in ``.grad``."""
 
@@ -759,9 +791,3 @@ def build_grad(original: Any) -> Any:
         return original(*args, **kwargs)
 
     return dress(grad, original, "torch.autograd", "grad")
-
-
-def _is_finite(loss: Any) -> bool:
-    if isinstance(loss, torch.Tensor):
-        return bool(loss.detach().isfinite().all())
-    return not isinstance(loss, float) or math.isfinite(loss)

@@ -21,7 +21,7 @@ def step_unaware(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Step an optimizer with a closure that holds passes which `AutoScale` scales. Returns what the step returns.
+    """Step an optimizer with a closure that runs passes which `AutoScale` scales. Returns what the step returns.
 
     Gradients of an overflowed pass are 0. A later evaluation of a step, as LBFGS has them, is repeated at lower scales.
     """

@@ -31,7 +31,7 @@ class Verdict:
 
     Args:
         scaler: The scaler of the block.
-        scale: The scale that the block used.
+        scale: The scale of the block.
         found: What `autoamp.gradients.unscale_` returned, and other tensors like these.
         block: A verdict of the same block.
 

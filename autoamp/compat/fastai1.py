@@ -24,7 +24,7 @@ from autoamp.fp16_optimizer import FP16_Optimizer
 from autoamp.handle import Handle
 from autoamp.patching import PatchSet, dress, original_of
 from autoamp.runtime import current_handle
-from autoamp.scaling import open_blocks
+from autoamp.stepping import open_blocks
 
 __all__ = ["disable", "enable", "watch"]
 
