@@ -19,7 +19,12 @@ import torch
 
 from autoamp.errors import UsageError
 
-__all__ = ["AttachedMethod", "AttachedStep", "InnerSteps", "named_params", "stepped_params"]
+__all__ = ["AttachedMethod", "AttachedStep", "InnerSteps", "is_optimizer", "named_params", "stepped_params"]
+
+
+def is_optimizer(value: Any) -> bool:
+    """Tell whether a value has ``param_groups`` and ``step``."""
+    return hasattr(value, "param_groups") and callable(getattr(value, "step", None))
 
 
 def stepped_params(optimizer: Any) -> list[torch.Tensor]:

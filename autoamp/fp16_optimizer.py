@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autoamp.attaching import is_optimizer
 from autoamp.casting import Casts
 from autoamp.device_scales import multiplied
 from autoamp.errors import CheckpointError, UsageError
@@ -57,7 +58,7 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
     ) -> None:
         if isinstance(init_optimizer, FP16_Optimizer):
             raise UsageError("init_optimizer is an FP16_Optimizer already; give it the optimizer that it was made from")
-        if not hasattr(init_optimizer, "param_groups") or not callable(getattr(init_optimizer, "step", None)):
+        if not is_optimizer(init_optimizer):
             raise UsageError(f"init_optimizer takes an optimizer, not {type(init_optimizer).__name__}")
         self.loss_scaler: LossScaler = (
             DynamicLossScaler(**_dynamic_arguments(dynamic_loss_args or {}))

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoamp.attaching import AttachedStep, InnerSteps, stepped_params
+from autoamp.attaching import AttachedStep, InnerSteps, is_optimizer, stepped_params
 from autoamp.casting import Casts
 from autoamp.checks import check_optimizer
 from autoamp.device_scales import multiplied
 from autoamp.errors import CheckpointError, UsageError
 from autoamp.masters import MasterWeights
-from autoamp.scaling import LossScaler
+from autoamp.scaling import LossScaler, is_count
 from autoamp.stepping import Skips, StepGuard, scaled_block
 
 __all__ = ["GuardedOptimizers", "ScalesItself", "refuse_own_scaler"]
@@ -212,7 +212,7 @@ class GuardedOptimizers:
             # What no weak reference can be made to: None, a dict, a set.
             raise UsageError(_not_an_optimizer(optimizer)) from None
         if guard is None:
-            if not hasattr(optimizer, "param_groups") or not callable(getattr(optimizer, "step", None)):
+            if not is_optimizer(optimizer):
                 raise UsageError(_not_an_optimizer(optimizer))
             refuse_own_scaler(optimizer)
             masters = MasterWeights(optimizer) if self.masters_for_all and not self._steps_halves(optimizer) else None
@@ -460,14 +460,14 @@ class GuardedOptimizers:
             )
         # Apex's checkpoints have no count.
         skipped = state.get("skipped_steps", 0)
-        if not isinstance(skipped, int) or isinstance(skipped, bool) or skipped < 0:
+        if not is_count(skipped):
             raise CheckpointError(f"key 'skipped_steps': {skipped!r} is no count of steps; nothing was loaded")
         for name, scaler in zip(names, scalers, strict=True):
             scaler.check_state_dict(state[name], name)
         for name, scaler in zip(names, scalers, strict=True):
             scaler.load_state_dict(state[name])
         self._catch_up()
-        self._skipped_steps = skipped
+        self._skipped_steps = int(skipped)
         for guard in self.guards:
             # The skips in a row were those of the run that is left behind.
             guard.skips.in_a_row = 0

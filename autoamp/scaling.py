@@ -27,7 +27,7 @@ from autoamp.errors import AutoampError, CheckpointError
 from autoamp.late_flags import LateFlags
 from autoamp.torch_private import update_scale_
 
-__all__ = ["DynamicLossScaler", "LossScaleError", "LossScaler", "StaticLossScaler", "make_scaler"]
+__all__ = ["DynamicLossScaler", "LossScaleError", "LossScaler", "StaticLossScaler", "is_count", "make_scaler"]
 
 # Between these two the scale and its reciprocal are both normal fp32 numbers. A subnormal one may be flushed to 0.
 _SMALLEST = 2.0**-126
@@ -251,7 +251,7 @@ class DynamicLossScaler(LossScaler):
             raise LossScaleError(f"growth_factor={growth_factor!r} must be above 1 and finite; 2.0 is usual")
         if not 0.0 < self.backoff_factor < 1.0:
             raise LossScaleError(f"backoff_factor={backoff_factor!r} must lie between 0 and 1; 0.5 is usual")
-        if not _is_integer(growth_interval) or growth_interval < 1:
+        if not is_count(growth_interval, 1):
             raise LossScaleError(f"growth_interval={growth_interval!r} must be a whole number of steps, at least 1")
         if self.min_loss_scale > self.max_loss_scale:
             raise LossScaleError(
@@ -421,8 +421,9 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+def is_count(value: Any, at_least: int = 0) -> bool:
+    """Tell whether a value is a whole number, and not below ``at_least``; a bool is none."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= at_least
 
 
 def _number(name: str, value: Any, rule: str) -> float:
@@ -458,6 +459,6 @@ def _read_state(state_dict: Any, key: str) -> tuple[float, int]:
         raise CheckpointError(
             f"{key!r}: 'loss_scale' is {scale!r}, not a finite number from 2**-126 to 2**126; nothing was loaded"
         )
-    if not _is_integer(unskipped) or unskipped < 0:
+    if not is_count(unskipped):
         raise CheckpointError(f"{key!r}: 'unskipped' is {unskipped!r}, no whole number from 0 on; nothing was loaded")
     return float(scale), int(unskipped)

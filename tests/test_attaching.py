@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.nn import Linear, Parameter
 
-from autoamp.attaching import AttachedStep, InnerSteps, _inner_cell, named_params, stepped_params
+from autoamp.attaching import AttachedStep, InnerSteps, _inner_cell, is_optimizer, named_params, stepped_params
 from autoamp.errors import UsageError
 
 
@@ -311,3 +311,19 @@ def test_names_that_the_optimizer_was_given_come_first() -> None:
     net = Net()
     optimizer = torch.optim.SGD(net.named_parameters())
     assert [name for name, _ in named_params(optimizer)] == ["layer1.weight", "layer1.bias", "body.0.weight"]
+
+
+def test_an_optimizer_is_what_has_groups_and_a_step() -> None:
+    class Own:
+        param_groups: tuple[()] = ()
+
+        def step(self) -> None: ...
+
+    class Broken(Own):
+        step = None  # type: ignore[assignment]
+
+    assert is_optimizer(torch.optim.SGD(Net().parameters()))
+    assert is_optimizer(Own())
+    assert not is_optimizer(Broken())
+    assert not is_optimizer(Net())
+    assert not is_optimizer(None)

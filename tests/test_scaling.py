@@ -17,7 +17,7 @@ from torch import Tensor
 from autoamp.device_scales import DeviceScale
 from autoamp.errors import AutoampError, CheckpointError
 from autoamp.late_flags import LateFlags
-from autoamp.scaling import DynamicLossScaler, LossScaleError, LossScaler, StaticLossScaler, make_scaler
+from autoamp.scaling import DynamicLossScaler, LossScaleError, LossScaler, StaticLossScaler, is_count, make_scaler
 
 FACTORS = st.sampled_from([(2.0, 0.5), (4.0, 0.25), (1.7, 0.3), (1.001, 0.999), (3.0, 0.1)])
 
@@ -377,3 +377,15 @@ def test_far_above_one_flags_travel_together_and_near_it_at_once() -> None:
 def test_settings_are_those_of_an_instance() -> None:
     assert not hasattr(DynamicLossScaler, "growth_factor")
     assert DynamicLossScaler(growth_factor=4.0).growth_factor == 4.0
+
+
+@pytest.mark.parametrize("value", [0, 3, torch.iinfo(torch.int64).max])
+def test_whole_numbers_from_0_on_are_counts(value: int) -> None:
+    assert is_count(value)
+    assert is_count(value + 1, 1)
+
+
+@pytest.mark.parametrize("value", [-1, True, 1.0, "1", None, torch.tensor(1)])
+def test_what_is_no_count(value: Any) -> None:
+    assert not is_count(value)
+    assert not is_count(0, 1)
