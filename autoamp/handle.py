@@ -20,17 +20,18 @@ from autoamp.cast_cache import CastCache
 from autoamp.casting import Casts
 from autoamp.counting import Counts
 from autoamp.errors import UsageError
+from autoamp.events import activated, suspended
 from autoamp.guarding import GuardedOptimizers
 from autoamp.installing import Installation
 from autoamp.model_casting import CastModels, Treatment
 from autoamp.modules import ModulePrecisions, Override
 from autoamp.rules import CastRule, CastTable, load_table
-from autoamp.scaling import LossScaler, make_scaler
+from autoamp.scaling import LossScaler, is_count, make_scaler
 from autoamp.scoping import ModuleCasts
 from autoamp.targets import Target, expand
 from autoamp.tensors import HALF_DTYPES, default_device_type, default_half_dtype
 
-__all__ = ["Handle", "Settings", "Setup"]
+__all__ = ["Handle", "Settings", "Setup", "device_type_of"]
 
 log = logging.getLogger(__name__)
 
@@ -57,13 +58,8 @@ class Settings:
         scope: str = "global",
     ) -> Settings:  # fmt: skip
         """Fill in the defaults and read the lists. Every wrong argument is told before anything is patched."""
-        try:
-            device_type = default_device_type() if device_type is None else str(torch.device(device_type).type)
-        except (RuntimeError, TypeError):
-            raise UsageError(
-                f"device_type={device_type!r} is unknown to torch; choose 'cuda', 'cpu', 'xpu' or 'mps', say"
-            ) from None
-        dtype = default_half_dtype(device_type) if dtype is None else dtype
+        device_type = device_type_of(device_type)
+        dtype = _half_dtype_of(device_type) if dtype is None else dtype
         if dtype not in HALF_DTYPES:
             raise UsageError(f"dtype={dtype} is no half precision; choose torch.float16 or torch.bfloat16")
         if scope not in ("global", "modules"):
@@ -71,6 +67,30 @@ class Settings:
         table = load_table(lists, base="bf16" if dtype is torch.bfloat16 else "default", device_type=device_type)
         make_scaler(loss_scale, dtype)
         return cls(loss_scale, enable_caching, verbose, allow_banned, device_type, dtype, rebind, table, scope=scope)
+
+
+def device_type_of(device: Any = None) -> str:
+    """Return the type of a device or of its name; the current accelerator's for None.
+
+    Raises:
+        UsageError: Torch knows no such device.
+    """
+    try:
+        return default_device_type() if device is None else str(torch.device(device).type)
+    except (RuntimeError, TypeError):
+        raise UsageError(
+            f"device_type={device!r} is unknown to torch; choose 'cuda', 'cpu', 'xpu' or 'mps', say"
+        ) from None
+
+
+def _half_dtype_of(device_type: str) -> torch.dtype:
+    try:
+        return default_half_dtype(device_type)
+    except RuntimeError:
+        raise UsageError(
+            f"torch has no half precision of its own for device_type={device_type!r}; give dtype=torch.float16 or "
+            "torch.bfloat16"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -137,6 +157,28 @@ class Handle:
 
     def activate(self, registered: tuple[Target, ...] = ()) -> None:
         """Put the patches in place. Where one fails torch is left as it was. Called by ``init`` and ``region``."""
+        self._patch_torch(registered)
+        self.ended = False
+        try:
+            activated.tell(self)
+        except BaseException:
+            self.suspend()
+            raise
+
+    def suspend(self) -> tuple[str, ...]:
+        """Restore torch and keep the rest, so that ``activate`` can go on where this handle stopped."""
+        if not self.is_active():
+            return ()
+        suspended.tell(self)
+        return self._restore_torch()
+
+    def install_anew(self) -> None:
+        """Take the patches back and put them in place again, by what is held now."""
+        if self.is_active():
+            self._restore_torch()
+            self._patch_torch(self._registered)
+
+    def _patch_torch(self, registered: Sequence[Target]) -> None:
         expansion = expand(self.settings.table)
         installation = Installation(
             self.casts,
@@ -149,13 +191,12 @@ class Handle:
         )
         self.casts.open()
         try:
-            installation.install(expansion, registered)
+            installation.install(expansion, tuple(registered))
         except BaseException:
             self.casts.shut()
             raise
         self._installation = installation
         self._registered = list(registered)
-        self.ended = False
         self.skipped_rules = expansion.skipped
         self._step_hooks = [
             register_optimizer_step_pre_hook(self.optimizers.before_step),
@@ -173,11 +214,9 @@ class Handle:
             len(self.skipped_rules),
         )  # fmt: skip
 
-    def suspend(self) -> tuple[str, ...]:
-        """Restore torch and keep the rest, so that ``activate`` can go on where this handle stopped."""
-        if self._installation is None:
-            return ()
+    def _restore_torch(self) -> tuple[str, ...]:
         installation, self._installation = self._installation, None
+        assert installation is not None
         if self._auto_scale is not None:
             self._auto_scale.pause()
         self.casts.shut()
@@ -288,12 +327,6 @@ class Handle:
         self._counts = None
         self.install_anew()
 
-    def install_anew(self) -> None:
-        """Take the patches back and put them in place again, by what is held now."""
-        if self.is_active():
-            self.suspend()
-            self.activate(tuple(self._registered))
-
     @property
     def cache(self) -> CastCache:
         """The cache of parameter casts."""
@@ -389,7 +422,7 @@ class Handle:
 
     @max_consecutive_skips.setter
     def max_consecutive_skips(self, count: int) -> None:
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        if not is_count(count, 1):
             raise UsageError(f"max_consecutive_skips={count!r} is no number of steps; choose 1 or more")
         self.optimizers.max_consecutive_skips = count
 
@@ -409,12 +442,15 @@ class Handle:
             delay_unscale: Leave the gradients scaled until a later call without it, or until the step.
 
         Returns:
-            A context manager over ``loss.float() * scale``.
+            A context manager over ``loss.float() * scale``; over the loss as it is for optimizers that `initialize`
+            was given with ``enabled=False``.
 
         Raises:
             UsageError: The handle is not active, or ``wrap_optimizer`` was used.
         """
         self._check_active()
+        if self.optimizers.is_off(optimizers):
+            return contextlib.nullcontext(loss)
         if self.optimizers.wrapped:
             raise UsageError("after wrap_optimizer() use `with optimizer.scale_loss(loss)`, not handle.scale_loss")
         return self.optimizers.scaled(loss, optimizers, self.optimizers.scaler(loss_id, optimizers), delay_unscale)
@@ -431,7 +467,7 @@ class Handle:
             UsageError: The handle is not active, ``num_loss`` is no number of losses, or this is no optimizer.
         """
         self._check_active()
-        if not isinstance(num_loss, int) or isinstance(num_loss, bool) or num_loss < 1:
+        if not is_count(num_loss, 1):
             raise UsageError(f"num_loss={num_loss!r} is no number of losses; choose 1 or more")
         scalers = [make_scaler(self.settings.loss_scale, self.settings.dtype) for _ in range(num_loss)]
         return self.optimizers.wrap(optimizer, scalers, self._check_active)

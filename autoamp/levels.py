@@ -17,14 +17,16 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from autoamp.attaching import is_optimizer
 from autoamp.checks import check_half_model, check_half_norms, check_optimizer
 from autoamp.errors import UsageError, warn_user
 from autoamp.guarding import refuse_own_scaler
 from autoamp.handle import Handle, Settings, Setup
 from autoamp.model_casting import Treatment
+from autoamp.no_op import NoOpHandle
 from autoamp.rules import CastTable
-from autoamp.runtime import current_handle, put_handle
-from autoamp.scaling import LossScaler, make_scaler
+from autoamp.runtime import current_handle, needed_handle, put_handle
+from autoamp.scaling import LossScaler, is_count, make_scaler
 from autoamp.targets import expand
 from autoamp.tensors import HALF_DTYPES
 
@@ -168,7 +170,6 @@ def initialize(
         handle.deactivate()
         raise
     handle.models.originals.clear()
-    _switch.on = True
     if any(one.masters for one in handle.setups):
         handle.optimizers.keep_masters_for_all(handle.steps_halves)
     _warn(level, model_list, optimizer_list, keep_batchnorm_fp32, table)
@@ -223,8 +224,7 @@ def _leave_off(models: Sequence[Module], optimizers: Sequence[Any]) -> None:
     earlier = _earlier(models)
     handle = current_handle()
     if handle is None or not earlier:
-        put_handle(None)
-        _switch.on = False
+        put_handle(NoOpHandle())
         return
     handle.let_go(models, optimizers)
     handle.setups[:] = earlier
@@ -317,7 +317,7 @@ def _scale(value: Any) -> Any:
 def _scalers(
     level: OptLevel, dtype: torch.dtype, num_losses: int, lowest: float | None, highest: float
 ) -> list[LossScaler]:
-    if not isinstance(num_losses, int) or isinstance(num_losses, bool) or num_losses < 1:
+    if not is_count(num_losses, 1):
         raise UsageError(f"num_losses={num_losses!r} is no number of losses; choose 1 or more")
     first = make_scaler(level.loss_scale, dtype, min_loss_scale=lowest, max_loss_scale=highest)
     # No loss may move the scale of another.
@@ -342,22 +342,13 @@ def _optimizers(optimizers: Any) -> list[Any]:
         return []
     found = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
     for optimizer in found:
-        if not hasattr(optimizer, "param_groups") or not callable(getattr(optimizer, "step", None)):
+        if not is_optimizer(optimizer):
             raise UsageError(
                 f"optimizers takes an optimizer or a list of them, not {type(optimizer).__name__}: it needs "
                 "`param_groups` and `step()`"
             )
         refuse_own_scaler(optimizer)
     return found
-
-
-class _Switch:
-    """Whether the last `initialize` was called with ``enabled=True``. Without one a missing handle is an error."""
-
-    on = True
-
-
-_switch = _Switch()
 
 
 def scale_loss(
@@ -381,12 +372,7 @@ def scale_loss(
     Raises:
         UsageError: Neither `initialize` nor `init` was called.
     """
-    handle = current_handle()
-    if handle is None and not _switch.on:
-        return contextlib.nullcontext(loss)
-    if handle is not None and handle.optimizers.is_off(optimizers):
-        return contextlib.nullcontext(loss)
-    return _needed(handle, "scale_loss").scale_loss(loss, optimizers, loss_id, delay_unscale=delay_unscale)
+    return needed_handle("scale_loss").scale_loss(loss, optimizers, loss_id, delay_unscale=delay_unscale)
 
 
 def state_dict() -> dict[str, Any]:
@@ -395,10 +381,7 @@ def state_dict() -> dict[str, Any]:
     Raises:
         UsageError: Neither `initialize` nor `init` was called.
     """
-    handle = current_handle()
-    if handle is None and not _switch.on:
-        return {}
-    return _needed(handle, "state_dict").state_dict()
+    return needed_handle("state_dict").state_dict()
 
 
 def load_state_dict(state: Mapping[str, Any]) -> None:
@@ -408,16 +391,7 @@ def load_state_dict(state: Mapping[str, Any]) -> None:
         CheckpointError: A key is missing, unknown or of the wrong kind. The message names it.
         UsageError: Neither `initialize` nor `init` was called.
     """
-    handle = current_handle()
-    if handle is None and not _switch.on:
-        return
-    _needed(handle, "load_state_dict").load_state_dict(state)
-
-
-def _needed(handle: Handle | None, name: str) -> Handle:
-    if handle is None:
-        raise UsageError(f"{name}() needs a handle; call autoamp.initialize(model, optimizer) or autoamp.init() first")
-    return handle
+    needed_handle("load_state_dict").load_state_dict(state)
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:

@@ -24,8 +24,9 @@ from torch import Tensor
 from autoamp import runtime
 from autoamp.compat.alias import real_apex
 from autoamp.errors import UsageError
+from autoamp.handle import Settings, device_type_of
 from autoamp.patching import original_of
-from autoamp.rules import ENVIRONMENT_VARIABLE, CastTable, load_table, shipped_sets
+from autoamp.rules import ENVIRONMENT_VARIABLE, CastTable, shipped_sets
 from autoamp.targets import expand, owns_its_names
 from autoamp.tensors import default_device_type, default_half_dtype, half_dtype_with_units
 
@@ -77,24 +78,12 @@ def default_table(lists: Any = None, kind: str | None = None) -> CastTable:
         ListFileError: A list cannot be used.
         UsageError: Torch knows no such device type, or no half precision for it.
     """
-    kind = default_device_type() if kind is None else kind
-    try:
-        half = default_half_dtype(kind)
-    except RuntimeError:
-        raise UsageError(
-            f"device_type={kind!r} is unknown to torch; choose 'cuda', 'cpu', 'xpu' or 'mps', say"
-        ) from None
-    return load_table(lists, base="bf16" if half is torch.bfloat16 else "default", device_type=kind)
+    return Settings.of(lists=lists, device_type=kind).table
 
 
 def device_of(kind: str | None = None) -> Device:
     """Describe the device that casts would act on; None is the current accelerator, else the CPU."""
-    try:
-        kind = default_device_type() if kind is None else torch.device(kind).type
-    except RuntimeError:
-        raise UsageError(
-            f"device_type={kind!r} is unknown to torch; choose 'cuda', 'cpu', 'xpu' or 'mps', say"
-        ) from None
+    kind = device_type_of(kind)
     if kind != "cpu" and (not torch.accelerator.is_available() or default_device_type() != kind):
         raise UsageError(f"there is no {kind} here; choose {default_device_type()!r}, or leave it out")
     name, units = _cpu() if kind == "cpu" else _accelerator(kind)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from autoamp import runtime
+from autoamp import events, runtime
 from autoamp.compat.alias import install_as_apex, real_apex
 from autoamp.counting import Counts, sum_of
 from autoamp.errors import UsageError
@@ -266,10 +266,13 @@ class Run:
             if handle is not None:
                 self._count(handle)
             # The program may set amp up itself, with a handle of its own.
-            self._forget = runtime.when_put(self._count)
+            self._forget = events.activated.listen(self._count)
 
     def _count(self, handle: Handle) -> None:
-        self._counts.append(handle.count())
+        counts = handle.count()
+        # A handle that was suspended, in favour of a region's, goes on with its own.
+        if counts not in self._counts:
+            self._counts.append(counts)
 
     def report(self, program: list[str], exit_code: int) -> Report:
         """Return how it went up to now."""

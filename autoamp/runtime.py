@@ -24,6 +24,7 @@ __all__ = [
     "float_function",
     "half_function",
     "init",
+    "needed_handle",
     "promote_function",
     "put_handle",
     "region",
@@ -44,10 +45,9 @@ class _Runtime:
         self.lock = threading.RLock()
         self.registry = Registry(self.casts)
         self._handle: Handle | None = None
-        self._base: Handle | None = None
+        self._base: Handle | NoOpHandle | None = None
         self._open: list[tuple[Handle, int]] = []
         self._suspended: set[Handle] = set()
-        self.listeners: list[Callable[[Handle], None]] = []
 
     @property
     def handle(self) -> Handle | None:
@@ -55,15 +55,15 @@ class _Runtime:
         return handle if handle is not None and handle.is_active() else None
 
     @property
-    def base(self) -> Handle | None:
+    def base(self) -> Handle | NoOpHandle | None:
         handle = self._base
-        return handle if handle is not None and handle.is_active() else None
+        return handle if isinstance(handle, NoOpHandle) or (handle is not None and handle.is_active()) else None
 
     def casts(self) -> Casts | None:
         handle = self._handle
         return handle.casts if handle is not None and handle.is_active() and handle.casts.state() is not False else None
 
-    def put_base(self, handle: Handle | None, end: Callable[[Handle], object] | None = None) -> None:
+    def put_base(self, handle: Handle | NoOpHandle | None, end: Callable[[Handle], object] | None = None) -> None:
         """Make ``handle`` what is active outside of regions, and end the one before. On an error nothing changes.
 
         Args:
@@ -74,14 +74,11 @@ class _Runtime:
             if any(serving is not self._base for serving, _ in self._open):
                 raise UsageError("torch cannot be patched anew while a region is open; leave the region's block first")
             before = self.handle
-            self._switch(handle)
+            self._switch(None if isinstance(handle, NoOpHandle) else handle)
             self._base = handle
             if before is not None:
                 self._suspended.discard(before)
                 before.deactivate() if end is None else end(before)
-            if handle is not None:
-                for listener in list(self.listeners):
-                    listener(handle)
 
     def enter(self, settings: Settings | None, own: Callable[[], Handle]) -> Handle:
         """Open a region and return the handle that serves it: the active one where its settings do, else ``own()``."""
@@ -105,10 +102,9 @@ class _Runtime:
             at = max(i for i, entry in enumerate(self._open) if entry == (handle, threading.get_ident()))
             del self._open[at]
             below = self._open[-1][0] if self._open else self._base
-            if below is not None and below.ended:
-                below = None
+            # One that its owner deactivated is not ours to bring back.
+            below = below if isinstance(below, Handle) and not below.ended else None
             if handle is self._handle and handle is not below:
-                # One that its owner deactivated is not ours to bring back.
                 self._switch(below if below in self._suspended else None)
                 self._suspended.discard(handle)
 
@@ -117,15 +113,17 @@ class _Runtime:
         before = self.handle
         if before is not None:
             before.suspend()
+        # It is active from within `activate` on, and whoever hears of that finds it here.
+        self._handle = handle
         try:
             if handle is not None:
                 self.registry.prepare(handle.casts)
                 handle.activate(self.registry.targets())
         except BaseException:
+            self._handle = before
             if before is not None:
                 before.activate(self.registry.targets())
             raise
-        self._handle = handle
         if before is not None:
             self._suspended.add(before)
         if handle is not None:
@@ -178,21 +176,22 @@ def init(
         ValueError: The loss scale is no scale.
     """
     if not enabled:
-        _runtime.put_base(None)
-        return NoOpHandle()
+        nothing = NoOpHandle()
+        _runtime.put_base(nothing)
+        return nothing
     if verbose:
         _show_log()
     settings = Settings.of(loss_scale, enable_caching, verbose, allow_banned, lists, device_type, dtype, rebind, scope)
     with _runtime.lock:
         active = _runtime.base
-        if active is not None and active.settings == settings:
+        if isinstance(active, Handle) and active.settings == settings:
             return active
         handle = Handle(settings)
         _runtime.put_base(handle)
         return handle
 
 
-def put_handle(handle: Handle | None, end: Callable[[Handle], object] | None = None) -> None:
+def put_handle(handle: Handle | NoOpHandle | None, end: Callable[[Handle], object] | None = None) -> None:
     """Make ``handle`` the active one in place of the one before; None only takes that one back.
 
     Args:
@@ -202,15 +201,23 @@ def put_handle(handle: Handle | None, end: Callable[[Handle], object] | None = N
     _runtime.put_base(handle, end)
 
 
-def when_put(callback: Callable[[Handle], None]) -> Callable[[], None]:
-    """Call ``callback(handle)`` whenever ``init`` or ``initialize`` makes a handle active; return what ends that."""
-    _runtime.listeners.append(callback)
-    return lambda: _runtime.listeners.remove(callback)
-
-
 def current_handle() -> Handle | None:
     """Return the active handle, None where torch is not patched."""
     return _runtime.handle
+
+
+def needed_handle(caller: str) -> Handle | NoOpHandle:
+    """Return what scales losses now: the active handle, or the one that does nothing after ``enabled=False``.
+
+    Raises:
+        UsageError: Neither `initialize` nor `init` was called. The message begins with the name of the caller.
+    """
+    handle = _runtime.handle or _runtime.base
+    if handle is None:
+        raise UsageError(
+            f"{caller}() needs a handle; call autoamp.initialize(model, optimizer) or autoamp.init() first"
+        )
+    return handle
 
 
 class Region:

@@ -91,6 +91,7 @@ def pristine_torch() -> Iterator[None]:
     handle = autoamp.current_handle()
     if handle is not None:
         handle.deactivate()
+    runtime.put_handle(None)
     runtime._runtime.registry._rules = before
     assert_pristine()
     assert not torch.is_inference_mode_enabled()

@@ -743,6 +743,11 @@ def test_an_unknown_device_type_says_so(device_type: Any) -> None:
         autoamp.init(device_type=device_type)
 
 
+def test_a_device_type_without_half_precision_says_so() -> None:
+    with pytest.raises(UsageError, match=r"no half precision of its own for device_type='meta'; give dtype="):
+        autoamp.init(device_type="meta")
+
+
 def test_an_override_of_nothing_can_be_undone() -> None:
     handle = autoamp.init(enabled=False)
     handle.override(torch.nn.Linear(2, 2), "fp32").undo()

@@ -14,7 +14,7 @@ MAX_FUNCTION_LINES = 60
 
 # A room imports only from floors strictly below its own. The fractions order the rooms within a floor of the design.
 FLOORS: dict[float, tuple[str, ...]] = {
-    0: ("device_scales", "errors", "late_flags", "table", "tensors", "toml_lines", "torch_private"),
+    0: ("device_scales", "errors", "events", "late_flags", "table", "tensors", "toml_lines", "torch_private"),
     0.5: ("likeness",),
     1: ("attaching", "cast_cache", "checks", "gradients", "patching", "replicas", "rules", "scaling"),
     2.0: ("casting", "masters", "ranks", "targets", "verdicts"),

@@ -541,15 +541,20 @@ def test_a_handle_that_is_deactivated_within_a_region_stays_so() -> None:
     assert F.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
 
 
-def test_who_wants_to_know_hears_of_each_new_handle() -> None:
-    heard: list[Handle] = []
-    forget = runtime.when_put(heard.append)
-    one = autoamp.init(device_type="cpu", dtype=torch.float16)
-    autoamp.init(device_type="cpu", dtype=torch.float16)
-    with autoamp.region(device_type="cpu", dtype=torch.bfloat16):
-        pass
-    autoamp.initialize(torch.nn.Linear(2, 2), opt_level="O1", verbosity=0)
-    assert heard == [one, autoamp.current_handle()]
-    forget()
-    autoamp.init(device_type="cpu", dtype=torch.float16)
-    assert len(heard) == 2
+# -- what scales losses --
+
+
+def test_the_needed_handle_is_the_active_one_or_the_one_that_does_nothing() -> None:
+    with pytest.raises(UsageError, match=r"anything\(\) needs a handle; call autoamp.initialize\(model, optimizer\)"):
+        runtime.needed_handle("anything")
+    nothing = autoamp.init(enabled=False)
+    assert runtime.needed_handle("anything") is nothing
+    assert autoamp.current_handle() is None
+    with autoamp.region(device_type="cpu", dtype=torch.bfloat16) as inner:
+        assert runtime.needed_handle("anything") is inner
+    assert runtime.needed_handle("anything") is nothing
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16)
+    assert runtime.needed_handle("anything") is handle
+    handle.deactivate()
+    with pytest.raises(UsageError, match="needs a handle"):
+        runtime.needed_handle("anything")

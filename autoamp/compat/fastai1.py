@@ -11,7 +11,6 @@ import functools
 import logging
 import sys
 import threading
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch.optim import Optimizer
 
 from autoamp.compat import fastai1_shims
 from autoamp.errors import UsageError
+from autoamp.events import activated, suspended
 from autoamp.fp16_optimizer import FP16_Optimizer
 from autoamp.handle import Handle
 from autoamp.patching import PatchSet, dress, original_of
@@ -69,49 +69,23 @@ class _Training:
     """
 
     def __init__(self) -> None:
-        self._following = PatchSet()
+        self._waiting = PatchSet()
         self._patches = PatchSet()
+        activated.listen(lambda _: self._patch())
+        suspended.listen(lambda _: self._patches.restore())
 
     def watch(self) -> None:
-        module = sys.modules.get(_TRAINING)
-        if module is not None:
-            self._follow(module)
-        else:
-            self._following.when_imported(_TRAINING, self._follow)
+        """Patch once fastai is imported, where a handle is active by then."""
+        self._patch_if_active()
+        self._waiting.when_imported(_TRAINING, lambda _: self._patch_if_active())
 
-    def _follow(self, module: types.ModuleType) -> None:
-        """Come and go with the handles, now that there is something to patch."""
-        if len(self._following):
-            return
-
-        def around_activate(original: Any) -> Any:
-            def activate(handle: Handle, *args: Any, **kwargs: Any) -> None:
-                original(handle, *args, **kwargs)
-                self._begin()
-
-            return activate
-
-        def around_suspend(original: Any) -> Any:
-            def suspend(handle: Handle) -> Any:
-                if handle.is_active():
-                    self._patches.restore()
-                return original(handle)
-
-            return suspend
-
-        with self._following.all_or_nothing():
-            _replace(self._following, Handle, "activate", around_activate)
-            _replace(self._following, Handle, "suspend", around_suspend)
+    def _patch_if_active(self) -> None:
         if current_handle() is not None:
-            self._patch(module)
+            self._patch()
 
-    def _begin(self) -> None:
-        module = sys.modules.get(_TRAINING)
-        if module is not None:
-            self._patch(module)
-
-    def _patch(self, module: Any) -> None:
-        if len(self._patches):
+    def _patch(self) -> None:
+        module: Any = sys.modules.get(_TRAINING)
+        if module is None or len(self._patches):
             return
         if not all(hasattr(module, name) for name in _PATCHED):
             log.warning("%s has not all of %s: its losses are not scaled", _TRAINING, ", ".join(_PATCHED))

@@ -91,12 +91,12 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         file.write_text(source)
     forget()
     monkeypatch.syspath_prepend(str(tmp_path))
-    fastai1._training._following.restore()
+    fastai1._training._waiting.restore()
     fastai1.watch()
     yield tmp_path
     fastai1.disable()
     autoamp.init(enabled=False)
-    fastai1._training._following.restore()
+    fastai1._training._waiting.restore()
     forget()
     fastai1.watch()
 
