@@ -173,8 +173,10 @@ class GuardedOptimizers:
 
     def is_off(self, optimizers: Any) -> bool:
         """Tell whether losses of these optimizers stay as they are."""
+        if not self._off:
+            return False
         listed = _listed(optimizers)
-        return bool(self._off) and bool(listed) and all(optimizer in self._off for optimizer in listed)
+        return bool(listed) and all(optimizer in self._off for optimizer in listed)
 
     def serve(self, casts: Casts, check: Callable[[], None]) -> None:
         """Belong to another handle from now on; ``check`` raises where that one is not active."""
