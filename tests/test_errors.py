@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
-
-import pickle
 
 import pytest
 import torch
