@@ -36,16 +36,11 @@ log = logging.getLogger(__name__)
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
-# Gradients are widened in about so many parts, none of which is smaller than so many elements: each costs a launch.
-_PARTS = 8
-_SMALL = 2**17
 
-# Marks a gradient that a half parameter shares with its master. Where the master's is another one by now, or none, the
-# master was cleared or written to, and the half parameter's is of an earlier step.
-_SHARED = "_autoamp_shared"
+# -- half parameters and their masters --
 
 
-class _Link:
+class Link:
     """A master, and what its half parameter was when the two last agreed.
 
     Attributes:
@@ -119,21 +114,19 @@ class _Link:
 # and it outlives an optimizer that was dropped.
 _links: Any = WeakIdKeyDictionary()
 
-_wrappers = Wrappers()
-
 
 def master_of(parameter: Tensor) -> Tensor | None:
     """Return the fp32 master of a half parameter, None where it has none. Weights written from outside are in it."""
-    link: _Link | None = _links.get(parameter)
+    link: Link | None = _links.get(parameter)
     if link is None or parameter.dtype not in HALF_DTYPES:
         return None
-    _follow([(parameter, link)])
+    follow([(parameter, link)])
     return link.master
 
 
 def load_master(parameter: Tensor, value: Tensor) -> None:
     """Give a half parameter's master an fp32 value of which the parameter has the rounded one already."""
-    link: _Link = _links[parameter]
+    link: Link = _links[parameter]
     link.master.copy_(value)
     link.agree(parameter)
 
@@ -154,12 +147,90 @@ def equalised(parameters: Iterable[Tensor], wrapper: object) -> Iterator[list[Te
         wrapper: Whatever keeps them equal from now on.
     """
     pairs = [(half, link) for half in parameters if (link := _links.get(half)) is not None]
-    _follow(pairs, local=True)
+    follow(pairs, local=True)
     yield [link.master.detach() for _, link in pairs]
     for half, link in pairs:
         link.equal_by = weakref.ref(wrapper)
         # Half parameters are not written to here: a graph may have saved them.
         link.agree(half)
+
+
+def linked(half: Tensor, original: Tensor | None) -> Link:
+    """Return the link of a half parameter, a new one if it has none: to a master with the value of ``original``."""
+    if master_of(half) is None:
+        value = half.detach().float() if original is None else original.detach()
+        _links[half] = Link(half, value.requires_grad_(half.requires_grad))
+    link: Link = _links[half]
+    return link
+
+
+def check_shapes(half: Tensor, master: Tensor) -> None:
+    """Raise UsageError where a half parameter and its master differ in shape."""
+    if half.shape != master.shape:
+        raise UsageError(
+            f"a half parameter of shape {tuple(half.shape)} has a master of shape {tuple(master.shape)}: it was "
+            "reshaped or sharded since; make the optimizer after that (after FullyShardedDataParallel, say)"
+        )
+
+
+@torch.no_grad()
+def follow(pairs: Iterable[tuple[Tensor, Link]], *, first_step: bool = False, local: bool = False) -> int:
+    """Let masters follow half parameters that were written to. Returns how many of these torch tells of.
+
+    Args:
+        pairs: Half parameters, with their links.
+        first_step: Whether a step begins, from which on masters win.
+        local: Whether the masters of other processes may be left to differ.
+    """
+    behind = [(half, link) for half, link in pairs if link.is_behind(half)]
+    if not behind:
+        return 0
+    several, told = not local and several_processes(), 0
+    for half, link in behind:
+        check_shapes(half, link.master)
+        whole = several and link.equal_by is None
+        if link.is_written(half):
+            link.take_over(half, whole=whole)
+            told += 1
+        elif link.fingerprint is not None:
+            link.take_over_unseen(half, whole=whole and first_step)
+        if first_step:
+            link.fingerprint = None
+    return told
+
+
+def _fingerprint(tensor: Tensor) -> Tensor | None:
+    return torch.hash_tensor(_local(tensor.detach())) if tensor.numel() else None
+
+
+def _version(tensor: Tensor) -> int | None:
+    try:
+        return tensor._version
+    except RuntimeError:
+        # Inference tensors keep no count.
+        return None
+
+
+def _address(tensor: Tensor) -> int:
+    return (tensor if type(tensor) in _PLAIN else _local(tensor)).data_ptr()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return the part of a DTensor that this process has, and any other tensor as it is."""
+    return tensor if type(tensor) in _PLAIN or not hasattr(tensor, "_local_tensor") else tensor._local_tensor
+
+
+# -- the masters of an optimizer --
+
+# Gradients are widened in about so many parts, none of which is smaller than so many elements: each costs a launch.
+_PARTS = 8
+_SMALL = 2**17
+
+# Marks a gradient that a half parameter shares with its master. Where the master's is another one by now, or none, the
+# master was cleared or written to, and the half parameter's is of an earlier step.
+_SHARED = "_autoamp_shared"
+
+_wrappers = Wrappers()
 
 
 class MasterWeights:
@@ -175,7 +246,7 @@ class MasterWeights:
     def __init__(self, optimizer: Any, originals: Mapping[int, Tensor] | None = None) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._originals = originals or {}
-        self._pairs: dict[int, tuple[Tensor, _Link]] = {}
+        self._pairs: dict[int, tuple[Tensor, Link]] = {}
         self._hooks: dict[int, Any] = {}
         # Half parameters outlive an optimizer that is dropped.
         weakref.finalize(self, _remove_all, self._hooks).atexit = False
@@ -217,13 +288,9 @@ class MasterWeights:
         return parameter if pair is None else pair[1].master
 
     def _master(self, parameter: Tensor) -> Tensor:
-        if master_of(parameter) is None:
-            original = self._originals.get(id(parameter))
-            value = parameter.detach().float() if original is None else original.detach()
-            _links[parameter] = _Link(parameter, value.requires_grad_(parameter.requires_grad))
+        link = linked(parameter, self._originals.get(id(parameter)))
         # None: of any dtype. What backward makes is half, as DistributedDataParallel's buckets want it.
         parameter.grad_dtype = None
-        link: _Link = _links[parameter]
         self._pairs[id(parameter)] = (parameter, link)
         return link.master
 
@@ -315,7 +382,7 @@ class MasterWeights:
 
     def begin_step(self) -> None:
         """Let masters take over what was written into the half parameters; from here on they win."""
-        written = _follow(self._pairs.values(), first_step=True)
+        written = follow(self._pairs.values(), first_step=True)
         if written:
             self.writes_seen += 1
             # A program that clips its weights does so at each step; powers of two keep the log short.
@@ -329,7 +396,7 @@ class MasterWeights:
     @torch.no_grad()
     def follow(self) -> None:
         """Let masters take over what torch tells was written into the half parameters."""
-        _follow(self._pairs.values())
+        follow(self._pairs.values())
 
     @torch.no_grad()
     def read_model(self) -> None:
@@ -343,7 +410,16 @@ class MasterWeights:
     @torch.no_grad()
     def copy_down(self) -> None:
         """Write the masters into the half parameters, in one multi-tensor pass."""
-        _copy_down(self._pairs.values())
+        pairs = self._pairs.values()
+        if pairs:
+            try:
+                torch._foreach_copy_([half for half, _ in pairs], [link.master for _, link in pairs])
+            except RuntimeError:
+                for half, link in pairs:
+                    check_shapes(half, link.master)
+                raise
+        for half, link in pairs:
+            link.agree(half)
 
     @torch.no_grad()
     def dissolve(self, only: Iterable[Tensor] | None = None) -> None:
@@ -355,7 +431,7 @@ class MasterWeights:
         chosen = self._pairs.keys() if only is None else self._pairs.keys() & set(map(id, only))
         self.share_gradients()
         pairs = [self._pairs[key] for key in self._pairs if key in chosen]
-        _follow([(half, link) for half, link in pairs if half.shape == link.master.shape], local=True)
+        follow([(half, link) for half, link in pairs if half.shape == link.master.shape], local=True)
         for half, link in pairs:
             grad, half.grad = half.grad, None
             half.data = link.master.data if half.shape == link.master.shape else half.data.float()
@@ -415,7 +491,7 @@ class _Replicated:
     """
 
     replica: Replica
-    pairs: list[tuple[Tensor, _Link]]
+    pairs: list[tuple[Tensor, Link]]
     unreduced: bool = False
 
 
@@ -476,16 +552,8 @@ def _share(half: Tensor, master: Tensor, grad: Tensor | None) -> None:
     try:
         half.grad = master.grad = grad
     except RuntimeError:
-        _check_shapes(half, master)
+        check_shapes(half, master)
         raise
-
-
-def _check_shapes(half: Tensor, master: Tensor) -> None:
-    if half.shape != master.shape:
-        raise UsageError(
-            f"a half parameter of shape {tuple(half.shape)} has a master of shape {tuple(master.shape)}: it was "
-            "reshaped or sharded since; make the optimizer after that (after FullyShardedDataParallel, say)"
-        )
 
 
 def _parts(pairs: list[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
@@ -523,64 +591,3 @@ def _narrow(halves: Iterable[Tensor]) -> None:
     for half in halves:
         if half.grad is not None:
             half.grad = half.grad.to(half.dtype)
-
-
-@torch.no_grad()
-def _copy_down(pairs: Iterable[tuple[Tensor, _Link]]) -> None:
-    pairs = list(pairs)
-    if pairs:
-        try:
-            torch._foreach_copy_([half for half, _ in pairs], [link.master for _, link in pairs])
-        except RuntimeError:
-            for half, link in pairs:
-                _check_shapes(half, link.master)
-            raise
-    for half, link in pairs:
-        link.agree(half)
-
-
-@torch.no_grad()
-def _follow(pairs: Iterable[tuple[Tensor, _Link]], *, first_step: bool = False, local: bool = False) -> int:
-    """Let masters follow half parameters that were written to. Returns how many of these torch tells of.
-
-    Args:
-        pairs: Half parameters, with their links.
-        first_step: Whether a step begins, from which on masters win.
-        local: Whether the masters of other processes may be left to differ.
-    """
-    behind = [(half, link) for half, link in pairs if link.is_behind(half)]
-    if not behind:
-        return 0
-    several, told = not local and several_processes(), 0
-    for half, link in behind:
-        _check_shapes(half, link.master)
-        whole = several and link.equal_by is None
-        if link.is_written(half):
-            link.take_over(half, whole=whole)
-            told += 1
-        elif link.fingerprint is not None:
-            link.take_over_unseen(half, whole=whole and first_step)
-        if first_step:
-            link.fingerprint = None
-    return told
-
-
-def _fingerprint(tensor: Tensor) -> Tensor | None:
-    return torch.hash_tensor(_local(tensor.detach())) if tensor.numel() else None
-
-
-def _version(tensor: Tensor) -> int | None:
-    try:
-        return tensor._version
-    except RuntimeError:
-        # Inference tensors keep no count.
-        return None
-
-
-def _address(tensor: Tensor) -> int:
-    return (tensor if type(tensor) in _PLAIN else _local(tensor)).data_ptr()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Return the part of a DTensor that this process has, and any other tensor as it is."""
-    return tensor if type(tensor) in _PLAIN or not hasattr(tensor, "_local_tensor") else tensor._local_tensor
