@@ -1,7 +1,7 @@
 """Layer and RMS norms with the signatures of `apex.normalization`, on torch's own functions.
 
-All compute in fp32. The plain ones return the dtype of their input, the mixed ones that of their weights; within
-`torch.autocast` all return its dtype, but for fp64 input.
+All compute in fp32, or in fp64 where the input is in that. The plain ones return the dtype of their input, the mixed
+ones that of their weights; within `torch.autocast` all but `manual_rms_norm` return its dtype, unless the input is fp64.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class FusedLayerNorm(torch.nn.LayerNorm):
     """`torch.nn.LayerNorm` that takes half input beside fp32 weights.
 
     Args:
-        normalized_shape: The last dimensions, over which is normalised.
+        normalized_shape: The last dimensions, over which the mean and the variance are taken.
         eps: Added to the variance.
         elementwise_affine: Whether there are a weight and a bias, of ``normalized_shape``.
         memory_efficient: Taken for the sake of callers; torch saves the input and two numbers a row in any case.
@@ -202,8 +202,8 @@ def _autocast(input: Tensor, dtype: torch.dtype) -> torch.dtype:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Return a tensor in fp32, or in fp64 if it is in that."""
-    return tensor if tensor.dtype is torch.float64 else tensor.float()
+    """Return a tensor in fp32, or as it is: in fp64, or of whole numbers, which torch's norms refuse."""
+    return tensor if tensor.dtype is torch.float64 or not tensor.is_floating_point() else tensor.float()
 
 
 def _as(weight: Tensor | None, input: Tensor) -> Tensor | None:

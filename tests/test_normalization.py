@@ -68,6 +68,12 @@ def test_mixed_needs_weights(kind: type) -> None:
         kind(5, elementwise_affine=False)
 
 
+@pytest.mark.parametrize("kind", PLAIN)
+def test_whole_numbers_are_refused_and_not_cut_off(kind: type) -> None:
+    with pytest.raises(RuntimeError):
+        kind(5)(torch.arange(10).view(2, 5))
+
+
 def test_functional_dtypes() -> None:
     value, weight, bias = torch.randn(4, 5).half(), torch.full((5,), 2.0), torch.ones(5)
     assert norms.fused_layer_norm_affine(value, weight, bias, (5,)).dtype is torch.float16

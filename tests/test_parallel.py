@@ -634,3 +634,16 @@ def test_multiproc(tmp_path: Path) -> None:
     )
     assert multiproc.main([str(script), "--world-size", "2", "x"]) == 3
     assert (tmp_path / "rank1").read_text() == "--world-size 2 x --rank 1"
+
+
+@pytest.mark.parametrize("given", [["--world-size=2"], ["--world-size", "2"]])
+def test_multiproc_takes_the_number_of_processes_in_both_spellings(given: list[str], tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys; sys.exit(int(os.environ['WORLD_SIZE']) + 10 * len(sys.argv))\n")
+    assert multiproc.main([str(script), *given]) == 2 + 10 * (1 + len(given) + 2)
+
+
+@pytest.mark.parametrize("given", [["--world-size"], ["--world-size", "many"], ["--world-size=0"], ["--world-size=-1"]])
+def test_multiproc_says_what_is_no_number_of_processes(given: list[str]) -> None:
+    with pytest.raises(UsageError, match=r"--world-size takes a number of processes from 1 on, not"):
+        multiproc.main(["script.py", *given])

@@ -27,16 +27,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status of the first process that failed, 0 where none did.
 
     Raises:
-        UsageError: There is no script.
+        UsageError: There is no script, or ``--world-size`` is no number of processes.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given:
         raise UsageError("no script was given; call it as: python -m apex.parallel.multiproc script.py arguments")
-    if "--world-size" not in given:
+    if not any(argument.partition("=")[0] == "--world-size" for argument in given):
         given += ["--world-size", str(max(1, torch.cuda.device_count()))]
-    world = int(given[given.index("--world-size") + 1])
+    world = _world_size(given)
     children = [_start(given, rank, world) for rank in range(world)]
     return next((status for status in [child.wait() for child in children] if status), 0)
+
+
+def _world_size(arguments: Sequence[str]) -> int:
+    """Return what ``--world-size N`` or ``--world-size=N`` says."""
+    words = [word for argument in arguments for word in argument.split("=", 1)]
+    text = next(iter(words[words.index("--world-size") + 1 :]), "nothing")
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(f"--world-size takes a number of processes from 1 on, not {text!r}")
+    return int(text)
 
 
 def _start(arguments: Sequence[str], rank: int, world: int) -> subprocess.Popen[bytes]:
