@@ -19,13 +19,124 @@ from autoamp.cast_cache import CastCache, Switches, ThreadState
 from autoamp.tensors import CASTABLE_LAYOUTS, HALF_DTYPES, PLAIN_TYPES, iter_tensors, map_tensors
 from autoamp.torch_private import is_any_autocast_enabled
 
-__all__ = ["Casts", "SparseArgument", "on_device"]
+__all__ = ["Casts", "SparseArgument", "build_caster", "cast_call", "on_device"]
 
-_FLOATS = frozenset({*HALF_DTYPES, torch.float32})
+CASTABLE_DTYPES = frozenset({*HALF_DTYPES, torch.float32})
 
 
 class SparseArgument(Exception):
     """Raised while arguments are cast, where one is sparse: the whole call is to go through as it came."""
+
+
+CastArgs = Callable[..., Sequence[Any]]
+"""Casts a sequence of arguments, however nested, into a new one; what needs no cast comes back as the same object.
+
+``shares=False`` keeps an activation's cast from being handed out again, as for a value that is seen once.
+"""
+
+
+def on_device(device_type: str) -> Callable[[Tensor], bool]:
+    """Return a test of a tensor's device type: where torch has an attribute for it, that costs a third.
+
+    Compilers trace it, which they cannot do with `operator.attrgetter`. Where a call has little else to ask, in the
+    loop over arguments and in the replacements of layers and products, it is written out: a call of it for each tensor
+    would be a third more Python frames there.
+    """
+    if device_type == "cuda":
+        return lambda tensor: tensor.is_cuda
+    if device_type == "cpu":
+        return lambda tensor: tensor.is_cpu
+    return lambda tensor: tensor.device.type == device_type
+
+
+def build_caster(
+    target: torch.dtype,
+    convert: Callable[[Tensor], Tensor],
+    device_type: str,
+    local: ThreadState,
+    cache: CastCache | None,
+) -> CastArgs:
+    """Build what casts arguments to one dtype.
+
+    Args:
+        target: The dtype.
+        convert: Casts one tensor to it.
+        device_type: Whose tensors are cast.
+        local: Holds the casts that this thread's running module call keeps.
+        cache: Keeps casts of parameters, and of the last activation; None to keep none.
+    """
+    cast_each = _build_loop(target, convert, device_type, cache)
+    compiling, any_autocast, autocast_rules = (
+        torch.compiler.is_dynamo_compiling, is_any_autocast_enabled, torch.is_autocast_enabled,
+    )  # fmt: skip
+    pins, in_inference_mode = None if cache is None else cache.pins, torch.is_inference_mode_enabled
+
+    def cast_args(args: Sequence[Any], shares: bool = True) -> Sequence[Any]:
+        # What holds for all arguments is asked once.
+        if compiling() or any_autocast():
+            # A compiler shares casts within its graph. An autocast region of this device type casts by itself.
+            return args if any_autocast() and autocast_rules(device_type) else cast_each(args)
+        if pins is None:
+            return cast_each(args)
+        entries = local.entries
+        return cast_each(args, entries, pins, shares and entries is not None and not in_inference_mode())
+
+    return cast_args
+
+
+def _build_loop(
+    target: torch.dtype, convert: Callable[[Tensor], Tensor], device_type: str, cache: CastCache | None
+) -> Callable[..., list[Any]]:
+    """Build the loop over arguments: the one place that casts, and flat, since most calls go through it."""
+    sources, here, on_cpu = CASTABLE_DTYPES - {target}, on_device(device_type), device_type == "cpu"
+    strided, plain = torch.strided, PLAIN_TYPES
+    cached: Any = None if cache is None else cache.cast
+    share: Any = None if cache is None else cache.share
+
+    def one_by_one(entries: Any, pins: Any) -> Callable[[Tensor], Tensor]:
+        return lambda tensor: cast_each((tensor,), entries, pins)[0]
+
+    def cast_each(args: Sequence[Any], entries: Any = None, pins: Any = None, shares: bool = False) -> list[Any]:
+        new = []
+        for arg in args:
+            kind = type(arg)
+            if kind is Tensor or kind is Parameter or (kind not in plain and isinstance(arg, Tensor)):
+                dtype = arg.dtype
+                if dtype is not target and dtype in sources and (arg.is_cpu if on_cpu else here(arg)):
+                    if arg.layout is not strided and arg.layout not in CASTABLE_LAYOUTS:
+                        raise SparseArgument
+                    if kind is Tensor:
+                        arg = share(arg, convert) if shares else convert(arg)
+                    elif kind is not Parameter:
+                        arg = convert(arg)
+                    elif (pins and id(arg) in pins) or (entries is not None and id(arg) in entries):
+                        arg = cached(arg, convert)
+                    else:
+                        if entries is not None:
+                            # Most are used once in a module call. From the second use on the cast is kept.
+                            entries[id(arg)] = None
+                        arg = convert(arg)
+            elif kind is list or kind is tuple:
+                # The weights of a recurrent layer, or its states, as a rule.
+                for item in arg:
+                    if type(item) is not Parameter and type(item) is not Tensor:
+                        arg = map_tensors(arg, one_by_one(entries, pins))
+                        break
+                else:
+                    items = cast_each(arg, entries, pins, shares)
+                    if any(map(operator.is_not, items, arg)):
+                        arg = items if kind is list else tuple(items)
+            elif kind not in plain:
+                arg = map_tensors(arg, one_by_one(entries, pins))
+            new.append(arg)
+        return new
+
+    return cast_each
+
+
+def cast_call(cast_args: CastArgs, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Cast the arguments of a call, by position and by name."""
+    return cast_args(args), dict(zip(kwargs, cast_args([*kwargs.values()]), strict=True)) if kwargs else kwargs
 
 
 class Casts:
@@ -51,9 +162,8 @@ class Casts:
         # since what somebody puts around a replacement may pass for equal to it.
         self.layers: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {}
         self.narrow = Tensor.half if dtype is torch.float16 else Tensor.bfloat16
-        # Each caster twice: of one value, however nested, and of the positional arguments of a call.
-        self.to_half, self.args_to_half = self._casters(dtype, self.narrow, cached=True)
-        self.to_fp32, self.args_to_fp32 = self._casters(torch.float32, Tensor.float, cached=False)
+        self.args_to_half = build_caster(dtype, self.narrow, device_type, self.local, self.cache)
+        self.args_to_fp32 = build_caster(torch.float32, Tensor.float, device_type, self.local, None)
 
     def open(self) -> None:
         """Let the replacements cast, in the threads that are on by default."""
@@ -140,7 +250,7 @@ class Casts:
     def eligible(self, tensor: Tensor) -> bool:
         """Tell whether a tensor is of a dtype, device type and layout that casts apply to."""
         return (
-            tensor.dtype in _FLOATS
+            tensor.dtype in CASTABLE_DTYPES
             and tensor.device.type == self.device_type
             and tensor.layout in CASTABLE_LAYOUTS
             and not self.autocast_rules()
@@ -150,95 +260,15 @@ class Casts:
         """Tell whether a torch.autocast region is in force here: then torch casts, and we step aside."""
         return is_any_autocast_enabled() and torch.is_autocast_enabled(self.device_type)
 
-    def promote(self, args: Any) -> Any:
-        """Cast a whole argument list: floating tensors of several dtypes all go to fp32, the widest."""
-        dtypes = {tensor.dtype for tensor in iter_tensors(args) if self.eligible(tensor)}
-        return map_tensors(args, self.to_fp32) if len(dtypes) > 1 else args
+    def to_half(self, value: Any) -> Any:
+        """Cast one value, however nested, to the half dtype."""
+        return self.args_to_half((value,), False)[0]
 
-    def _casters(
-        self, target: torch.dtype, convert: Callable[[Tensor], Tensor], *, cached: bool
-    ) -> tuple[Callable[[Any], Any], Callable[[Sequence[Any]], Sequence[Any]]]:
-        sources = _FLOATS - {target}
-        cache, autocast_rules, here = self.cache, self.autocast_rules, on_device(self.device_type)
-        compiling, any_autocast = torch.compiler.is_dynamo_compiling, is_any_autocast_enabled
-        strided, plain, local, pins = torch.strided, PLAIN_TYPES, self.local, cache.pins
-        on_cpu, share, in_inference_mode = self.device_type == "cpu", cache.share, torch.is_inference_mode_enabled
+    def to_fp32(self, value: Any) -> Any:
+        """Cast one value, however nested, to fp32."""
+        return self.args_to_fp32((value,), False)[0]
 
-        def convert_fitting(tensor: Tensor) -> Tensor:
-            if tensor.dtype not in sources or not here(tensor):
-                return tensor
-            if tensor.layout is not strided and tensor.layout not in CASTABLE_LAYOUTS:
-                raise SparseArgument
-            return convert(tensor)
-
-        def cast_tensor(tensor: Tensor) -> Tensor:
-            return tensor if any_autocast() and autocast_rules() else convert_fitting(tensor)
-
-        def cast_nested(tensor: Tensor) -> Tensor:
-            return cast(tensor) if type(tensor) is Parameter else cast_tensor(tensor)
-
-        def cast(value: Any) -> Any:
-            kind = type(value)
-            if kind is Tensor:
-                return value if value.dtype is target else cast_tensor(value)
-            if kind in plain:
-                return value
-            if kind is Parameter:
-                if value.dtype is target:
-                    return value
-                # A compiler traces the cast itself, and shares it within the graph. An autocast region casts itself.
-                if cached and value.dtype in sources and not compiling() and not any_autocast():
-                    return cache.cast(value, convert_fitting)
-                return cast_tensor(value)
-            return map_tensors(value, cast_nested)
-
-        def cast_args(args: Sequence[Any]) -> Sequence[Any]:
-            # The hot path of most models: what holds for all arguments is asked once.
-            if compiling() or any_autocast():
-                return [*map(cast, args)]
-            entries = local.entries if cached else None
-            return cast_each(args, entries, entries is not None and not in_inference_mode())
-
-        def cast_each(args: Sequence[Any], entries: Any, shared: bool) -> list[Any]:
-            new = []
-            for arg in args:
-                kind = type(arg)
-                if kind is Tensor or kind is Parameter:
-                    dtype = arg.dtype
-                    if dtype is not target and dtype in sources and (arg.is_cpu if on_cpu else here(arg)):
-                        if arg.layout is not strided and arg.layout not in CASTABLE_LAYOUTS:
-                            raise SparseArgument
-                        if kind is Tensor:
-                            arg = share(arg, convert) if shared else convert(arg)
-                        elif cached and ((pins and id(arg) in pins) or (entries is not None and id(arg) in entries)):
-                            arg = cache.cast(arg, convert)
-                        else:
-                            if entries is not None:
-                                # Most are used once in a module call. From the second use on the cast is kept.
-                                entries[id(arg)] = None
-                            arg = convert(arg)
-                elif kind is list or kind is tuple:
-                    # The weights of a recurrent layer, or its states, as a rule.
-                    for item in arg:
-                        if type(item) is not Parameter and type(item) is not Tensor:
-                            arg = map_tensors(arg, cast_nested)
-                            break
-                    else:
-                        items = cast_each(arg, entries, shared)
-                        if any(map(operator.is_not, items, arg)):
-                            arg = items if kind is list else tuple(items)
-                elif kind not in plain:
-                    arg = map_tensors(arg, cast_nested)
-                new.append(arg)
-            return new
-
-        return cast, cast_args
-
-
-def on_device(device_type: str) -> Callable[[Tensor], bool]:
-    """Return a test of a tensor's device type: where torch has an attribute for it, that costs a third."""
-    if device_type == "cuda":
-        return lambda tensor: tensor.is_cuda
-    if device_type == "cpu":
-        return lambda tensor: tensor.is_cpu
-    return lambda tensor: tensor.device.type == device_type
+    def promote(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        """Cast the arguments of a call: floating tensors of several dtypes all go to fp32, the widest."""
+        dtypes = {tensor.dtype for tensor in iter_tensors((args, kwargs)) if self.eligible(tensor)}
+        return cast_call(self.args_to_fp32, args, kwargs) if len(dtypes) > 1 else (args, kwargs)

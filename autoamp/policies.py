@@ -6,6 +6,7 @@ original once. It never writes to an argument, but for ``out=`` and the self of 
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 import types
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from autoamp.casting import Casts, SparseArgument, on_device
+from autoamp.casting import Casts, SparseArgument, cast_call, on_device
 from autoamp.cudnn_rnn import LAYERS, build_recurrent
 from autoamp.errors import BannedFunctionError, warn_user
 from autoamp.native import COMPOSITES, OPS, build_composite, build_native
@@ -89,8 +90,8 @@ def build(
 
 
 def _by_policy(original: Any, policy: CastPolicy, casts: Casts, functional: Any) -> Callable[..., Any]:
-    cast = casts.to_half if policy is CastPolicy.FP16 else casts.to_fp32
-    cast_all = casts.promote if policy is CastPolicy.PROMOTE else _each(cast)
+    cast_args = casts.args_to_half if policy is CastPolicy.FP16 else casts.args_to_fp32
+    cast_all = casts.promote if policy is CastPolicy.PROMOTE else functools.partial(cast_call, cast_args)
     if functional is not None:
         return _inplace(original, functional, cast_all, casts)
     written, given = written_by(original), original
@@ -131,7 +132,7 @@ def _casting(original: Any, policy: CastPolicy, casts: Casts) -> Callable[..., A
     local, blocks, plain = casts.local, casts.blocks, PLAIN_TYPES
     half = policy is CastPolicy.FP16
     target = casts.dtype if half else torch.float32
-    cast, cast_args = (casts.to_half, casts.args_to_half) if half else (casts.to_fp32, casts.args_to_fp32)
+    cast_args = casts.args_to_half if half else casts.args_to_fp32
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
         if blocks and not local.on:
@@ -157,14 +158,15 @@ def _casting(original: Any, policy: CastPolicy, casts: Casts) -> Callable[..., A
                 return original(*cast_args(args))
             if kwargs.get("out") is not None:
                 into_out = _product_into_out if half else _into_out
-                return into_out(original, _each(casts.to_fp32), casts, args, kwargs)
+                return into_out(original, functools.partial(cast_call, casts.args_to_fp32), casts, args, kwargs)
             if kwargs.get("dtype") in HALF_DTYPES:
                 # The caller chose; autocast heeds it too, and norms refuse to narrow what was cast to fp32.
                 return original(*args, **kwargs)
             new = cast_args(args)
             for value in kwargs.values():
                 if type(value) not in plain:
-                    return original(*new, **{key: cast(value) for key, value in kwargs.items()})
+                    kwargs = dict(zip(kwargs, cast_args([*kwargs.values()]), strict=True))
+                    break
         except SparseArgument:
             return original(*args, **kwargs)
         return original(*new, **kwargs)
@@ -242,16 +244,6 @@ def _arguments_before_dtype(op: Any) -> int:
     return 2 if op.__name__.endswith("softmax") else sys.maxsize
 
 
-def _each(cast: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Lift a caster of one argument to ``(args, kwargs)``. The very argument comes back where nothing changed."""
-
-    def cast_all(call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-        args, kwargs = call
-        return tuple([cast(arg) for arg in args]), {key: cast(value) for key, value in kwargs.items()}
-
-    return cast_all
-
-
 def _promoting(original: Any, casts: Casts) -> Callable[..., Any]:
     """Arguments of different floating dtypes go to the widest."""
     promote, local, blocks = casts.promote, casts.local, casts.blocks
@@ -264,7 +256,7 @@ def _promoting(original: Any, casts: Casts) -> Callable[..., Any]:
         try:
             if kwargs.get("out") is not None:
                 return _into_out(original, promote, casts, args, kwargs)
-            args, kwargs = promote((args, kwargs))
+            args, kwargs = promote(args, kwargs)
         except SparseArgument:
             pass
         return original(*args, **kwargs)
@@ -290,7 +282,7 @@ def _of_one_dtype(args: tuple[Any, ...]) -> bool:
     return True
 
 
-def _inplace(original: Any, functional: Any, cast_all: Callable[[Any], Any], casts: Casts) -> Callable[..., Any]:
+def _inplace(original: Any, functional: Any, cast_all: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
     """An in-place form: self keeps its dtype, and the value is computed as the list says."""
     local, blocks, copy_ = casts.local, casts.blocks, Tensor.copy_
 
@@ -302,7 +294,7 @@ def _inplace(original: Any, functional: Any, cast_all: Callable[[Any], Any], cas
         if blocks and not local.on:
             return passed(*args, **kwargs)
         try:
-            new, new_kwargs = cast_all((args, kwargs))
+            new, new_kwargs = cast_all(args, kwargs)
         except SparseArgument:
             return original(*args, **kwargs)
         if new[0] is args[0]:
@@ -340,7 +332,7 @@ def _banned(
 
 
 def _into_out(
-    original: Any, cast_all: Callable[[Any], Any], casts: Casts, args: tuple[Any, ...], kwargs: dict[str, Any]
+    original: Any, cast_all: Callable[..., Any], casts: Casts, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """A call with ``out=``: computed as the list says, then written into ``out`` in its own dtype."""
     inputs = {key: value for key, value in kwargs.items() if key != "out"}
@@ -349,7 +341,7 @@ def _into_out(
     # torch refuses out= where a gradient is required, or where it is no tensor; its own error says so best.
     if not outs or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
         return original(*args, **kwargs)
-    new, new_inputs = cast_all((args, inputs))
+    new, new_inputs = cast_all(args, inputs)
     pairs = zip(iter_tensors((new, new_inputs)), iter_tensors((args, inputs)), strict=True)
     if (
         all(cast is given for cast, given in pairs)
@@ -370,12 +362,12 @@ def _into_out(
 
 
 def _product_into_out(
-    original: Any, widen_all: Callable[[Any], Any], casts: Casts, args: tuple[Any, ...], kwargs: dict[str, Any]
+    original: Any, widen_all: Callable[..., Any], casts: Casts, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """A product with ``out=``, computed in the dtype of that, as in place: half factors are widened for an fp32 one."""
     out = kwargs["out"]
     if isinstance(out, Tensor) and out.dtype is torch.float32 and casts.eligible(out):
-        args, kwargs = widen_all((args, kwargs))
+        args, kwargs = widen_all(args, kwargs)
     return original(*args, **kwargs)
 
 

@@ -86,13 +86,13 @@ def written_by(original: Any) -> Written | None:
 
 
 def build_sparing(
-    original: Any, cast_all: Callable[[Any], Any], casts: Casts, written: Written, *, to_half: bool
+    original: Any, cast_all: Callable[..., Any], casts: Casts, written: Written, *, to_half: bool
 ) -> Callable[..., Any]:
     """Build the replacement of a function that writes to its arguments.
 
     Args:
         original: The function, called once.
-        cast_all: Casts ``(args, kwargs)``; what is not to be cast comes back as the same object.
+        cast_all: Casts ``args`` and ``kwargs``; what is not to be cast comes back as the same object.
         casts: The state that the replacement reads.
         written: What the function writes to.
         to_half: Whether the cast is one to half: what is written to is then kept in its own, wider dtype. A cast to
@@ -104,7 +104,7 @@ def build_sparing(
         if blocks and not local.on:
             return passed(*args, **kwargs)
         try:
-            new, new_kwargs = cast_all((args, kwargs))
+            new, new_kwargs = cast_all(args, kwargs)
         except SparseArgument:
             return original(*args, **kwargs)
         call = _Call(written.parameters, list(new), dict(new_kwargs))

@@ -159,7 +159,7 @@ def test_autocast_regions_cast_themselves() -> None:
         assert casts.autocast_rules()
         assert casts.to_half(tensor) is tensor
         assert casts.to_half(parameter) is parameter
-        assert casts.promote([tensor, tensor.half()])[1].dtype == torch.float16
+        assert casts.promote([tensor, tensor.half()], {})[0][1].dtype == torch.float16
         assert not casts.eligible(tensor)
         with torch.autocast("cpu", enabled=False):
             assert casts.to_half(tensor).dtype == torch.float16
@@ -207,8 +207,9 @@ def test_nests_are_never_mutated_and_get_the_right_dtypes(value: Any, half: torc
 @given(nested)
 def test_promotion_goes_to_fp32_where_dtypes_differ_and_nowhere_else(value: Any) -> None:
     before = snapshot(value)
-    after = make().promote(value)
+    (after,), named = make().promote((value,), {"value": value})
     assert snapshot(value) == before
+    assert [t.dtype for t in iter_tensors(named)] == [t.dtype for t in iter_tensors(after)]
     dtypes = {tensor.dtype for tensor in iter_tensors(value)} & set(CAST_DTYPES)
     if len(dtypes) < 2:
         assert after is value
@@ -218,7 +219,7 @@ def test_promotion_goes_to_fp32_where_dtypes_differ_and_nowhere_else(value: Any)
 
 
 def test_the_two_half_dtypes_promote_to_fp32() -> None:
-    a, b = make().promote((full_like(torch.float16), full_like(torch.bfloat16)))
+    (a, b), _ = make().promote((full_like(torch.float16), full_like(torch.bfloat16)), {})
     assert a.dtype == b.dtype == torch.float32
 
 
@@ -377,8 +378,9 @@ def test_cache_holds_casts_to_half_alone() -> None:
     casts = make()
     casts.local.entries = {}
     parameter, half = Parameter(torch.ones(2)), Parameter(torch.ones(2, dtype=torch.bfloat16))
+    assert casts.to_half(parameter) is not casts.to_half(parameter)
     assert casts.to_half(parameter) is casts.to_half(parameter)
-    assert casts.to_half([parameter])[0] is casts.to_half(parameter)
+    assert casts.to_half([parameter])[0] is casts.to_half({"weight": parameter})["weight"] is casts.to_half(parameter)
     assert casts.to_fp32(half) is not casts.to_fp32(half)
     assert len(casts.cache) == 1
     casts.cache.clear()
@@ -511,7 +513,8 @@ def test_cache_holds_the_old_storage_so_that_its_address_stays_taken() -> None:
     casts = make()
     casts.local.entries = {}
     parameter = Parameter(torch.zeros(1000))
-    casts.to_half(parameter)
+    assert casts.to_half(parameter) is not casts.to_half(parameter)
+    assert len(casts.cache) == 1
     address = parameter.data_ptr()
     for value in range(1, 20):
         parameter.data = torch.full((1000,), float(value))
