@@ -256,10 +256,10 @@ def _promoting(original: Any, casts: Casts) -> Callable[..., Any]:
         try:
             if kwargs.get("out") is not None:
                 return _into_out(original, promote, casts, args, kwargs)
-            args, kwargs = promote(args, kwargs)
+            new, new_kwargs = promote(args, kwargs)
         except SparseArgument:
-            pass
-        return original(*args, **kwargs)
+            return original(*args, **kwargs)
+        return original(*new, **new_kwargs)
 
     passed = casts.passing(original, replacement)
     return replacement
