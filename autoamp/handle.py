@@ -23,7 +23,7 @@ from autoamp.errors import UsageError
 from autoamp.events import activated, suspended
 from autoamp.guarding import GuardedOptimizers
 from autoamp.installing import Installation
-from autoamp.model_casting import CastModels, Treatment
+from autoamp.model_casting import CastModels, ForwardDtypes
 from autoamp.modules import ModulePrecisions, Override
 from autoamp.rules import CastRule, CastTable, load_table
 from autoamp.scaling import LossScaler, is_count, make_scaler
@@ -138,7 +138,7 @@ class Handle:
         else:
             self.casts = Casts(*what, enable_caching=caching, on=on)
         self.precisions = ModulePrecisions(settings.table.modules)
-        self.models = CastModels(self.casts)
+        self.models = CastModels()
         self.optimizers = GuardedOptimizers(self.casts, scalers or [make_scaler(settings.loss_scale, settings.dtype)])
         self.skipped_rules: tuple[CastRule, ...] = ()
         self._installation: Installation | None = None
@@ -262,11 +262,10 @@ class Handle:
         before.ended = True
         self.precisions.join(before.precisions)
         self.models, self.optimizers, self.setups = before.models, before.optimizers, list(setups)
-        self.models.serve(self.casts)
         self.optimizers.serve(self.casts, self._check_active)
         self.optimizers.masters_for_all = False
         self.optimizers.forget_scalers_but(scaler for setup in setups for scaler in setup.scalers)
-        before.models = CastModels(before.casts)
+        before.models = CastModels()
         before.optimizers = GuardedOptimizers(before.casts, before.optimizers.scalers)
 
     def let_go(self, models: Sequence[Module], optimizers: Sequence[Any]) -> None:
@@ -371,7 +370,7 @@ class Handle:
     # -- models and optimizers in half precision --
 
     def hold(
-        self, model: Module, treatment: Treatment, *, dtype: torch.dtype | None = None, keep_norms: bool = False
+        self, model: Module, forward: ForwardDtypes, *, dtype: torch.dtype | None = None, keep_norms: bool = False
     ) -> None:
         """Cast a model in place, and what goes into it and comes out of it at each call.
 
@@ -379,7 +378,7 @@ class Handle:
         """
         if dtype is not None:
             self.models.cast(model, dtype, keep_norms=keep_norms)
-        self.models.treat(model, treatment)
+        self.models.set_forward_dtypes(model, forward)
 
     def keep_masters(self, optimizer: Any) -> None:
         """Let an optimizer step fp32 masters of its half parameters. `initialize` calls this."""

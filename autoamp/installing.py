@@ -183,7 +183,7 @@ class Installation:
             self._patches.replace(sys.modules[module_name], "parallel_apply", replacement)
 
     def _module_call(self, original: Any) -> Any:
-        return self._models.around(build_module_call(original, self._casts, self._precisions), original)
+        return build_module_call(original, self._casts, self._precisions, self._models.forward_dtypes)
 
     def _optimizer_init(self, original: Any) -> Any:
         met: Any = self._met

@@ -22,7 +22,7 @@ from autoamp.checks import check_half_model, check_half_norms, check_optimizer
 from autoamp.errors import UsageError, warn_user
 from autoamp.guarding import refuse_own_scaler
 from autoamp.handle import Handle, Settings, Setup
-from autoamp.model_casting import Treatment
+from autoamp.model_casting import ForwardDtypes
 from autoamp.no_op import NoOpHandle
 from autoamp.rules import CastTable
 from autoamp.runtime import current_handle, needed_handle, put_handle
@@ -231,7 +231,7 @@ def _leave_off(models: Sequence[Module], optimizers: Sequence[Any]) -> None:
     handle.optimizers.masters_for_all = any(setup.masters for setup in earlier)
     handle.optimizers.switch_off(optimizers)
     for model in models:
-        handle.hold(model, Treatment(casts=False))
+        handle.hold(model, ForwardDtypes(casts=False))
     handle.install_anew()
 
 
@@ -267,14 +267,14 @@ def _hold_models(
     half = setup.settings.dtype
     # In a model whose level leaves torch alone nothing is cast, also where torch is patched for another.
     casts = None if setup.on else setup.patches
-    treatment = Treatment(outputs=outputs or (torch.float32 if casts else None), casts=casts)
+    forward = ForwardDtypes(outputs=outputs or (torch.float32 if casts else None), casts=casts)
     kind: Any = half if level.cast_model_type == "half" else level.cast_model_type
     for model in models:
         if kind is not None:
-            inward = Treatment(kind, outputs or torch.float32, casts, doubles=not _has_doubles(model))
+            inward = ForwardDtypes(kind, outputs or torch.float32, casts, doubles=not _has_doubles(model))
             handle.hold(model, inward, dtype=kind, keep_norms=level.keep_batchnorm_fp32)
-        elif treatment != Treatment():
-            handle.hold(model, treatment)
+        elif forward != ForwardDtypes():
+            handle.hold(model, forward)
 
 
 def _has_doubles(model: Module) -> bool:

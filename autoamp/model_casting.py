@@ -1,17 +1,15 @@
 """Models in half precision (O2, O3): their parameters and buffers are cast in place, and can be cast back.
 
 What goes into such a model and what comes out of it is cast by a patched module call, and a model carries nothing but a
-string that marks it: a deep copy is a model of its own. Its ``state_dict()`` is fp32, from the masters where there are
+tag: a deep copy is a model of its own. Its ``state_dict()`` is fp32, from the masters where there are
 some, and what is loaded reaches the masters unrounded. Buffers keep their fp32 values beside the rounded ones.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import threading
-import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -25,19 +23,19 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autoamp.casting import Casts
 from autoamp.cudnn_rnn import flatten_weights
 from autoamp.masters import fit_state, load_master, master_of, release_master
+from autoamp.module_tags import ModuleTags
 from autoamp.patching import dress
 from autoamp.tensors import CASTABLE_LAYOUTS, HALF_DTYPES, map_tensors
 from autoamp.torch_private import MODULES_OF_NORMS
 
-__all__ = ["CastModels", "Treatment", "cast_structure"]
+__all__ = ["CastModels", "ForwardDtypes", "cast_structure"]
 
-_MARK = "_autoamp_model"
 _FLOATS = frozenset({*HALF_DTYPES, torch.float32})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Treatment:
-    """What the call of a model does to its floating inputs and outputs.
+class ForwardDtypes:
+    """In which dtypes a model's call takes its floating inputs and gives its outputs, and whether it casts within.
 
     Attributes:
         inputs: The dtype that inputs are cast to; None leaves them.
@@ -51,6 +49,24 @@ class Treatment:
     casts: bool | None = None
     doubles: bool = False
 
+    def around(self, call: Callable[..., Any], casts: Casts, module: Module, args: Any, kwargs: Any) -> Any:
+        """Call a module with inputs and outputs in these dtypes."""
+        local, token = casts.local, None
+        if self.inputs is not None:
+            args, kwargs = cast_structure((args, kwargs), self.inputs, doubles=self.doubles)
+        if self.casts:
+            if not local.within_disabled():
+                token = local.set(True, forced_off=False)
+        elif self.casts is False and casts.on_by_default:
+            # Where torch is patched for other models.
+            token = local.set(False)
+        try:
+            outputs = call(module, args, kwargs)
+        finally:
+            if token is not None:
+                local.reset(token)
+        return outputs if self.outputs is None else cast_structure(outputs, self.outputs)
+
 
 class CastModels:
     """The models of a handle that are in half precision, or whose inputs and outputs are cast.
@@ -58,13 +74,13 @@ class CastModels:
     Attributes:
         originals: By ``id(parameter)`` the fp32 values that parameters had before, from which masters are made. Cleared
             once the optimizers have theirs.
+        forward_dtypes: In which dtypes models take inputs and give outputs.
     """
 
-    def __init__(self, casts: Casts) -> None:
+    def __init__(self) -> None:
         self.originals: dict[int, Tensor] = {}
-        self._casts = casts
+        self.forward_dtypes: ModuleTags[ForwardDtypes] = ModuleTags()
         self._models: weakref.WeakKeyDictionary[Module, torch.dtype | None] = weakref.WeakKeyDictionary()
-        self._treatments: dict[str, Treatment] = {}
         self._wide_buffers: Any = WeakIdKeyDictionary()
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -127,13 +143,16 @@ class CastModels:
         fit_state(optimizer)
         self._optimizers.add(optimizer)
 
-    def treat(self, model: Module, treatment: Treatment) -> None:
+    def set_forward_dtypes(self, model: Module, dtypes: ForwardDtypes) -> None:
         """Cast what goes into and comes out of a model, at each of its calls and at those of its copies."""
         self._models.setdefault(model, None)
-        # A copy carries the mark; a random one means nothing to another process or handle.
-        token = uuid.uuid4().hex
-        self._treatments[token] = treatment
-        vars(model)[_MARK] = token
+        self._drop_forward_dtypes(model)
+        self.forward_dtypes.give(model, dtypes)
+
+    def _drop_forward_dtypes(self, model: Module) -> None:
+        tag = self.forward_dtypes.find(model)
+        if tag is not None:
+            self.forward_dtypes.take(tag, model)
 
     def builders(self) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
         """The methods of `torch.nn.Module` to patch beside its call, each with the builder of its replacement."""
@@ -146,14 +165,14 @@ class CastModels:
         """Cast every model that is in half precision back to fp32, after optimizers have given their masters back."""
         self.let_go(list(self._models))
         self._optimizers.clear()
-        self._treatments.clear()
+        self.forward_dtypes.values.clear()
         self.originals.clear()
 
     @torch.no_grad()
     def let_go(self, models: Iterable[Module]) -> None:
         """Cast these models back to fp32, and leave what goes into them and comes out of them alone."""
         for model in models:
-            self._treatments.pop(vars(model).pop(_MARK, ""), None)
+            self._drop_forward_dtypes(model)
             if self._models.pop(model, None) in HALF_DTYPES:
                 self.cast(model, torch.float32)
                 del self._models[model]
@@ -169,41 +188,13 @@ class CastModels:
         """Return the models that are in half precision."""
         return [model for model, dtype in self._models.items() if dtype in HALF_DTYPES]
 
-    def serve(self, casts: Casts) -> None:
-        """Belong to another handle from now on."""
-        self._casts = casts
-
     def _holds(self, module: Module) -> bool:
         """Tell whether a module is or has a model in half precision, or a copy of one, or is a part of such a model."""
         for part in module.modules():
-            treatment = self._treatments.get(part.__dict__.get(_MARK, ""))
-            if treatment is not None and treatment.inputs in HALF_DTYPES:
+            tag = self.forward_dtypes.find(part)
+            if tag is not None and self.forward_dtypes.values[tag].inputs in HALF_DTYPES:
                 return True
         return any(module is part for model in self.halves() for part in model.modules())
-
-    def around(self, call: Any, original: Any) -> Any:
-        """Build the module call that treats these models around another replacement of the original."""
-        if not self._models:
-            return call
-        treatments, casts = self._treatments, self._casts
-        nothing = contextlib.nullcontext()
-        # Where torch is patched for other models.
-        off = (lambda: casts.switched(False)) if casts.on_by_default else (lambda: nothing)
-        around: dict[bool | None, Callable[[], Any]] = {
-            None: lambda: nothing, True: lambda: _casting(casts), False: off,
-        }  # fmt: skip
-
-        def treated(self: Module, *args: Any, **kwargs: Any) -> Any:
-            treatment = treatments.get(self.__dict__.get(_MARK, ""))
-            if treatment is None:
-                return call(self, *args, **kwargs)
-            if treatment.inputs is not None:
-                args, kwargs = cast_structure((args, kwargs), treatment.inputs, doubles=treatment.doubles)
-            with around[treatment.casts]():
-                outputs = call(self, *args, **kwargs)
-            return outputs if treatment.outputs is None else cast_structure(outputs, treatment.outputs)
-
-        return dress(treated, original)
 
     def _build_state_dict(self, original: Any) -> Any:
         models, depth = self, _Depth()
@@ -323,11 +314,6 @@ def _cast_dataclass(value: Any, convert: Callable[[Tensor], Any], other: Callabl
 
 class _Depth(threading.local):
     value = 0
-
-
-def _casting(casts: Casts) -> contextlib.AbstractContextManager[None]:
-    """Turn casts on for a block, unless a ``disable_casts`` is around it."""
-    return contextlib.nullcontext() if casts.local.within_disabled() else casts.switched(True, forced_off=False)
 
 
 def _state_arguments(destination: Any = None, prefix: str = "", keep_vars: bool = False) -> tuple[Any, str, bool]:

@@ -1,8 +1,11 @@
-"""What the runtime does around a module's call: keep parameter casts for the outermost one, and precision by module.
+"""What the runtime does around a module's call.
 
-Both live in one replacement of `torch.nn.Module.__call__`. What is recomputed in backward runs as it did in forward,
-and what `torch.nn.DataParallel` runs in threads of its own as its caller does.
-Nothing is hung on a module but strings that mark it, so a model deep-copies and pickles as it would without.
+The outermost call keeps parameter casts, modules run in a precision of their own, and models in half precision take
+inputs and give outputs in dtypes of their own: all in one replacement of `torch.nn.Module.__call__`. A module gets
+nothing but tags, so a model deep-copies and pickles as it would without.
+
+What is recomputed in backward runs as it did in forward, and what `torch.nn.DataParallel` runs in threads of its own as
+its caller does.
 """
 
 from __future__ import annotations
@@ -10,9 +13,8 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import types
-import uuid
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +25,8 @@ from autoamp import torch_private
 from autoamp.casting import Casts
 from autoamp.direct_calls import DirectCalls, skips_call_impl
 from autoamp.errors import PatchError, UsageError, warn_user
+from autoamp.model_casting import ForwardDtypes
+from autoamp.module_tags import TAGS, ModuleTags
 from autoamp.patching import dress, resolve
 from autoamp.rules import ModulePrecision, ModuleRule
 from autoamp.tensors import CASTABLE_LAYOUTS, map_tensors
@@ -37,7 +41,6 @@ __all__ = [
     "build_recompute",
 ]
 
-_MARKS = "_autoamp_precision"
 _GLOB = frozenset("*?[")
 # What Module.__call__ looks up, as long as it only chooses which implementation to call.
 _NAMES = ("_compiled_call_impl", "_call_impl")
@@ -46,32 +49,26 @@ _NAMES = ("_compiled_call_impl", "_call_impl")
 class Override:
     """Modules that run in a precision of their own until ``undo()``, or until the end of a ``with`` block."""
 
-    def __init__(self, precisions: ModulePrecisions, entries: list[tuple[Module, ModulePrecision | None]]) -> None:
-        self._precisions = precisions
-        self._marked: list[tuple[weakref.ref[Module], str]] = []
-        for module, precision in entries:
-            token = precisions._issue(precision)
-            self._marked.append((weakref.ref(module), token))
-            vars(module)[_MARKS] = (*vars(module).get(_MARKS, ()), token)
+    def __init__(
+        self,
+        tags: ModuleTags[ModulePrecision | None],
+        precisions: Mapping[Module, ModulePrecision | None],
+        undone: Callable[[Override], None],
+    ) -> None:
+        self._tags = tags
+        self._tagged = [(weakref.ref(module), tags.give(module, given)) for module, given in precisions.items()]
+        self._undone = undone
 
     def undo(self) -> None:
         """Give every module back what it had, in whatever order overrides are undone. Calling it twice does no harm."""
-        while self._marked:
-            reference, token = self._marked.pop()
-            self._precisions._withdraw(token)
-            module = reference()
-            if module is None:
-                continue
-            rest = tuple(mark for mark in vars(module).get(_MARKS, ()) if mark != token)
-            if rest:
-                vars(module)[_MARKS] = rest
-            else:
-                vars(module).pop(_MARKS, None)
-        self._precisions._overrides.discard(self)
+        while self._tagged:
+            reference, tag = self._tagged.pop()
+            self._tags.take(tag, reference())
+        self._undone(self)
 
     def modules(self) -> Iterator[Module]:
         """Yield the modules that are left of those that were given a precision."""
-        for reference, _ in self._marked:
+        for reference, _ in self._tagged:
             module = reference()
             if module is not None:
                 yield module
@@ -92,20 +89,21 @@ class ModulePrecisions:
             rule for rule in self._rules if "." in rule.pattern and not _GLOB.intersection(rule.pattern)
         )
         self._by_class: weakref.WeakKeyDictionary[type, ModulePrecision | None] = weakref.WeakKeyDictionary()
-        self._live: dict[str, ModulePrecision | None] = {}
+        self._tags: ModuleTags[ModulePrecision | None] = ModuleTags()
         self._overrides: set[Override] = set()
         self.any = bool(self._class_rules)
 
     def of(self, module: Module) -> ModulePrecision | None:
         """Return the precision a module was given, None where it runs as the list says."""
-        for token in reversed(module.__dict__.get(_MARKS, ())):
-            if token in self._live:
-                return self._live[token]
+        if TAGS in module.__dict__:
+            tag = self._tags.find(module)
+            if tag is not None:
+                return self._tags.values[tag]
         return self._of_class(type(module)) if self._class_rules else None
 
     def override(self, module: Module, precision: str) -> Override:
         """Give one module, with all it calls, a precision."""
-        return self._kept(Override(self, [(module, _precision(precision))]))
+        return self._override({module: _precision(precision)})
 
     def override_paths(self, model: Module) -> Override:
         """Give the submodules of ``model`` what the list's path patterns say, the later pattern over the earlier."""
@@ -120,7 +118,7 @@ class ModulePrecisions:
                     f"{rule.origin}: {rule.pattern!r} matches no module of {type(model).__name__}"
                     + (f"; did you mean {' or '.join(map(repr, near))}?" if near else "")
                 )
-        return self._kept(Override(self, [(names[name], precision) for name, precision in chosen.items()]))
+        return self._override({names[name]: precision for name, precision in chosen.items()})
 
     def undo_all(self) -> None:
         """Undo every override that still stands."""
@@ -135,24 +133,19 @@ class ModulePrecisions:
 
     def join(self, other: ModulePrecisions) -> None:
         """Let the overrides of another object be this one's too."""
-        other._live.update(self._live)
+        self._tags.join(other._tags)
         other._overrides |= self._overrides
-        self._live, self._overrides, self.any = other._live, other._overrides, self.any or other.any
+        self._overrides, self.any = other._overrides, self.any or other.any
 
-    def _kept(self, override: Override) -> Override:
+    def _override(self, precisions: Mapping[Module, ModulePrecision | None]) -> Override:
+        override = Override(self._tags, precisions, self._undone)
         self._overrides.add(override)
+        self.any = bool(self._class_rules or self._tags.values)
         return override
 
-    def _issue(self, precision: ModulePrecision | None) -> str:
-        # A copy of a marked module carries the mark; a random token never means anything to another process or handle.
-        token = uuid.uuid4().hex
-        self._live[token] = precision
-        self.any = True
-        return token
-
-    def _withdraw(self, token: str) -> None:
-        self._live.pop(token, None)
-        self.any = bool(self._class_rules or self._live)
+    def _undone(self, override: Override) -> None:
+        self._overrides.discard(override)
+        self.any = bool(self._class_rules or self._tags.values)
 
     def _names_a_class(self, rule: ModuleRule, modules: Iterable[Module]) -> bool:
         if rule not in self._class_rules:
@@ -198,9 +191,14 @@ def _is_named(cls: type, dotted: str) -> bool:
     return any(base is exported or f"{base.__module__}.{base.__qualname__}" == dotted for base in cls.__mro__)
 
 
-def build_module_call(original: types.FunctionType, casts: Casts, precisions: ModulePrecisions) -> Any:
+def build_module_call(
+    original: types.FunctionType,
+    casts: Casts,
+    precisions: ModulePrecisions,
+    forward_dtypes: ModuleTags[ForwardDtypes],
+) -> Any:
     """Build the replacement of ``torch.nn.Module.__call__``."""
-    local, cache = casts.local, casts.cache
+    local, cache, dtypes_by_tag = casts.local, casts.cache, forward_dtypes.values
     compiling, trace = torch.compiler.is_dynamo_compiling, torch_private.tracing_state
     # Torch's own does no more than choose an implementation, which without hooks does no more than call forward().
     wrapped, implementation = vars(Module).get("_wrapped_call_impl"), torch_private.MODULE_CALL
@@ -224,20 +222,35 @@ def build_module_call(original: types.FunctionType, casts: Casts, precisions: Mo
     # Compiled code keeps no casts from call to call: a compiler shares them itself.
     outermost, traced = casts.around_outermost(scoped), casts.around_outermost(original)
 
+    def in_precision(precision: ModulePrecision | None, self: Module, args: Any, kwargs: Any) -> Any:
+        run = traced if compiling() else outermost
+        if precision is None:
+            return run(self, *args, **kwargs)
+        within = precision is ModulePrecision.FP16
+        goes_on_in_fp32 = within and casts.state() is not True
+        args, kwargs = _inputs(precision, casts, (args, kwargs))
+        token = local.set(within)
+        try:
+            output = run(self, *args, **kwargs)
+        finally:
+            local.reset(token)
+        # Code around that casts nothing, such as an fp32 module's, could not use a half result.
+        return _cast_nested(output, casts.to_fp32) if goes_on_in_fp32 else output
+
+    def model_call(self: Module, args: Any, kwargs: Any) -> Any:
+        # Asked within: the model's own switches say whether precision by module counts.
+        precision = precisions.of(self) if precisions.any and not local.forced_off else None
+        return in_precision(precision, self, args, kwargs)
+
     def call(self: Module, *args: Any, **kwargs: Any) -> Any:
+        if dtypes_by_tag and TAGS in self.__dict__:
+            tag = forward_dtypes.find(self)
+            if tag is not None:
+                return dtypes_by_tag[tag].around(model_call, casts, self, args, kwargs)
         if precisions.any and not local.forced_off:
             precision = precisions.of(self)
             if precision is not None:
-                within = precision is ModulePrecision.FP16
-                goes_on_in_fp32 = within and casts.state() is not True
-                args, kwargs = _inputs(precision, casts, (args, kwargs))
-                token = local.set(within)
-                try:
-                    output = (traced if compiling() else outermost)(self, *args, **kwargs)
-                finally:
-                    local.reset(token)
-                # Code around that casts nothing, such as an fp32 module's, could not use a half result.
-                return _cast_nested(output, casts.to_fp32) if goes_on_in_fp32 else output
+                return in_precision(precision, self, args, kwargs)
         # Never None. To ask tells compiled code of this handle from that of another, which looks the same.
         if compiling() and local.forced_off is not None:
             return traced(self, *args, **kwargs)

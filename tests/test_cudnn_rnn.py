@@ -171,7 +171,7 @@ def test_what_is_out_of_the_ordinary_goes_the_general_way(monkeypatch: pytest.Mo
     # Weights that are half already: there is nothing to lay out.
     model(x.bfloat16())
     assert len(spy.general) == 2
-    with casts.disabled():
+    with casts.switched(False, forced_off=True):
         model(x.bfloat16())
     assert len(spy.general) == 3
     assert not LAYOUTS

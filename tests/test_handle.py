@@ -20,7 +20,7 @@ import autoamp
 from autoamp.errors import AutoampError, CheckpointError, UsageError
 from autoamp.handle import Handle
 from autoamp.installing import Installation
-from autoamp.model_casting import Treatment
+from autoamp.model_casting import ForwardDtypes
 from autoamp.no_op import NoOpHandle
 from autoamp.scaling import DynamicLossScaler, LossScaler, StaticLossScaler
 
@@ -232,7 +232,7 @@ def test_deactivate_gives_everything_back(training: Training) -> None:
         assert not {"step", "scale_loss"} & vars(one.optimizer).keys()
         assert one.model(one.inputs).dtype is torch.float32
         one.optimizer.step()
-    assert "_autoamp_precision" not in vars(training.model)
+    assert "_autoamp_tags" not in vars(training.model)
     assert handle.deactivate() == ()
 
 
@@ -268,7 +268,7 @@ def test_a_failing_activation_leaves_a_handle_that_casts_nothing(monkeypatch: py
 
 
 def test_deactivate_gives_a_model_that_it_holds_its_dtype_back(handle: Handle, training: Training) -> None:
-    handle.hold(training.model, Treatment(inputs=torch.float16), dtype=torch.float16)
+    handle.hold(training.model, ForwardDtypes(inputs=torch.float16), dtype=torch.float16)
     assert training.model.weight.dtype is torch.float16
     handle.deactivate()
     assert training.model.weight.dtype is torch.float32

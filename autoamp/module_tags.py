@@ -1,0 +1,60 @@
+"""What single modules are given: a random string in the module's ``__dict__``, and here what the string means.
+
+A module that is given something refers to nothing of ours, and nothing here refers to it. A copy carries the string
+along, and with it what the module was given; to another handle or process the string means nothing.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Generic, TypeVar
+
+from torch.nn import Module
+
+__all__ = ["TAGS", "ModuleTags"]
+
+TAGS = "_autoamp_tags"
+"""The entry of a module's ``__dict__`` that has its tags, a tuple of strings. One without tags has no such entry."""
+
+T = TypeVar("T")
+
+
+class ModuleTags(Generic[T]):
+    """Tags of one meaning.
+
+    Attributes:
+        values: What each tag stands for.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, T] = {}
+
+    def give(self, module: Module, value: T) -> str:
+        """Give a module a value, above those that it was given before, and return the tag, for `take`."""
+        tag = uuid.uuid4().hex
+        self.values[tag] = value
+        vars(module)[TAGS] = (*vars(module).get(TAGS, ()), tag)
+        return tag
+
+    def find(self, module: Module) -> str | None:
+        """Return the tag of the last value that a module was given, or the one it is a copy of; None without any."""
+        for tag in reversed(module.__dict__.get(TAGS, ())):
+            if tag in self.values:
+                return tag
+        return None
+
+    def take(self, tag: str, module: Module | None) -> None:
+        """Let a tag mean nothing any more, and the module, if it is still there, not carry it."""
+        self.values.pop(tag, None)
+        if module is None:
+            return
+        rest = tuple(other for other in vars(module).get(TAGS, ()) if other != tag)
+        if rest:
+            vars(module)[TAGS] = rest
+        else:
+            vars(module).pop(TAGS, None)
+
+    def join(self, other: ModuleTags[T]) -> None:
+        """Share all values with other tags from now on."""
+        other.values.update(self.values)
+        self.values = other.values
