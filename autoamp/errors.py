@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 import warnings
 
-import torch
-
 __all__ = [
     "AutoampError",
     "BannedFunctionError",
@@ -69,6 +67,8 @@ def warn_user(message: str) -> None:
     Modules and functions of torch call ours, and so do wrapt's hooks of imports.
     """
     # How many frames lie between depends on who asks. A compiler cannot trace the question.
+    import torch  # Lists are read without it, and raise errors of this module.
+
     level = 3 if torch.compiler.is_compiling() else _level_of_user()
     warnings.warn(message, stacklevel=level)
 
