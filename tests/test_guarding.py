@@ -493,6 +493,17 @@ def two() -> GuardedOptimizers:
     return guarded(DynamicLossScaler(1024.0), StaticLossScaler(8.0))
 
 
+def test_gradients_that_were_left_scaled_are_true_once_there_are_masters(optimizers: GuardedOptimizers) -> None:
+    parameter = Parameter(torch.ones(2, dtype=torch.float16))
+    optimizer = torch.optim.SGD([parameter], lr=0.5)
+    scaler = optimizers.scaler(0)
+    with optimizers.scaled(parameter.sum(), optimizer, scaler, delay_unscale=True) as scaled:
+        scaled.backward()
+    (master,) = (master for _, master in optimizers.keep_masters(optimizer).pairs)
+    optimizer.step()
+    assert (master.tolist(), parameter.tolist()) == ([0.5, 0.5], [0.5, 0.5])
+
+
 def test_a_state_goes_round() -> None:
     optimizers = two()
     before = optimizers.state_dict()
