@@ -48,9 +48,8 @@ def named_params(optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
 class AttachedMethod:
     """Stands at a method of an optimizer, as an attribute of the instance, from its making until `detach`.
 
-    It keeps the optimizer no more alive than it was: there is no reference to it but a weak one. A deep copy of the
-    optimizer, or an unpickled one, has the method that was there before. To those who take a bound method apart it
-    looks like one: torch's LR schedulers wrap ``step.__func__``.
+    It refers to the optimizer weakly. A deep copy of the optimizer, or an unpickled one, has the method that was there
+    before. It has the attributes of a bound method, which torch's LR schedulers ask for: they wrap ``step.__func__``.
 
     Args:
         optimizer: Gets the attribute.

@@ -122,7 +122,7 @@ class AutoScale:
 
     def _look_around(self) -> None:
         for found in gc.get_objects():
-            # By type: a proxy may answer for what it stands for.
+            # Not isinstance, which asks the object itself: a proxy may answer with another class.
             if issubclass(type(found), Optimizer):
                 self._meet(found)
             elif issubclass(type(found), torch.amp.GradScaler):
@@ -280,7 +280,7 @@ class AutoScale:
             run(roots, gradients)
 
     def _is_ours(self, roots: Sequence[Any], given: Sequence[Any]) -> bool:
-        """Tell whether a pass is ours to scale. One that is wrong is not: torch has its own errors for it."""
+        """Tell whether to scale a pass. Not one that torch refuses: then the program gets torch's own error."""
         return (
             self._scaler.checks
             and self._aside is None

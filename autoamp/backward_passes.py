@@ -243,7 +243,7 @@ class ScaledPass:
         """Return the true gradient for a scaled one that arrives at a leaf. Whether it overflowed is noted."""
         if self._verdicts[-1].overflowed is not None:
             # Somebody stepped in the middle of the pass: what comes now is for another verdict.
-            scaler = _SecondHearing(self._verdicts)
+            scaler = _ScalerOfTheRest(self._verdicts)
             self._verdicts.append(PassVerdict(scaler, self.scale, self._flags, cleans=self._cleans))
         if len(self._verdicts) > 1:
             for guard in self._owners.get(id(leaf), ()):
@@ -310,10 +310,10 @@ class _InnerGradient:
         self._before = tensor.grad
 
 
-class _SecondHearing(LossScaler):
-    """Stands for the scaler of a pass that was judged before it was over: hears only of the first overflow after that.
+class _ScalerOfTheRest(LossScaler):
+    """Stands in for the scaler in the verdict on the rest of a pass, where somebody read one before it was over.
 
-    The verdicts of one pass count as one update where all is well.
+    It passes on the first overflow of the pass alone: the scaler has heard of the pass already.
     """
 
     def __init__(self, verdicts: Sequence[PassVerdict]) -> None:
