@@ -17,7 +17,8 @@ from autoamp import probing
 from autoamp.drift import check_lists
 from autoamp.errors import AutoampError, UsageError
 from autoamp.launching import Program, prepared, take_path
-from autoamp.running import DTYPES, LEVELS, Options, Run, set_up
+from autoamp.levels import LEVELS
+from autoamp.running import DTYPES, Options, Run, set_up
 
 __all__ = ["main", "set_up_child"]
 
@@ -278,7 +279,7 @@ def _add_run(commands: Any) -> None:
     run.add_argument("--device-type", help="whose tensors are cast: cuda, cpu, ...; the accelerator's unless given")
     run.add_argument("--lists", action="append", default=[], metavar="LIST",
                      help="a list set or file, over the project's own; repeatable")  # fmt: skip
-    run.add_argument("--opt-level", default="O1", choices=LEVELS, help=_LEVEL_HELP)
+    run.add_argument("--opt-level", default="O1", choices=list(LEVELS), help=_LEVEL_HELP)
     run.add_argument(
         "--loss-scale",
         metavar="SCALE",

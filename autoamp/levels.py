@@ -30,9 +30,21 @@ from autoamp.scaling import LossScaler, is_count, make_scaler
 from autoamp.targets import expand
 from autoamp.tensors import HALF_DTYPES
 
-__all__ = ["LEVELS", "OptLevel", "initialize", "load_state_dict", "master_params", "scale_loss", "state_dict"]
+__all__ = [
+    "LEVELS",
+    "OptLevel",
+    "check_level",
+    "initialize",
+    "load_state_dict",
+    "master_params",
+    "scale_loss",
+    "state_dict",
+]
 
 log = logging.getLogger(__name__)
+
+
+# -- opt levels --
 
 
 @dataclass(frozen=True)
@@ -63,6 +75,200 @@ LEVELS = {
     "O2": OptLevel("O2", "half", False, True, True, None),
     "O3": OptLevel("O3", "half", False, False, False, 1.0),
 }
+
+
+def check_level(opt_level: Any) -> None:
+    """Raise UsageError for what is no level."""
+    if opt_level not in tuple(LEVELS):
+        raise UsageError(f"opt_level={opt_level!r} is unknown; choose 'O0', 'O1', 'O2' or 'O3'")
+
+
+def level_with(opt_level: str, **overrides: Any) -> OptLevel:
+    """Return a level with the properties that the call overrides. UsageError: they contradict one another."""
+    check_level(opt_level)
+    level = replace(LEVELS[opt_level], **{name: value for name, value in overrides.items() if value is not None})
+    if overrides["cast_model_type"] is False:
+        level = replace(level, cast_model_type=None)
+    kind = level.cast_model_type
+    if kind not in (None, "half", torch.float32, *HALF_DTYPES):
+        raise UsageError(
+            f"cast_model_type={kind!r}; choose torch.float16, torch.bfloat16, torch.float32, False or None"
+        )
+    if level.patch_torch_functions and kind not in (None, torch.float32):
+        raise UsageError(
+            f"patch_torch_functions=True casts fp32 parameters as they are used, and cast_model_type={kind!r} leaves "
+            "none; choose one of the two"
+        )
+    return level
+
+
+def scalers_for(
+    level: OptLevel, dtype: torch.dtype, num_losses: int, lowest: float | None, highest: float
+) -> list[LossScaler]:
+    """Return a scaler for each of so many losses."""
+    if not is_count(num_losses, 1):
+        raise UsageError(f"num_losses={num_losses!r} is no number of losses; choose 1 or more")
+    first = make_scaler(level.loss_scale, dtype, min_loss_scale=lowest, max_loss_scale=highest)
+    # No loss may move the scale of another.
+    return [first, *(copy.copy(first) for _ in range(num_losses - 1))]
+
+
+def kind_of_scale(level: OptLevel, scaler: LossScaler) -> Any:
+    """Return what is equal for calls that want the same scale: a scaler that was given is like no other."""
+    given = isinstance(level.loss_scale, LossScaler)
+    return level.loss_scale if given else (type(scaler), scaler.loss_scale)
+
+
+# -- checks of arguments --
+
+
+def checked_models(models: Any) -> list[Module]:
+    """Return the models as a list. UsageError: one is wrapped already, or is none."""
+    found = list(models) if isinstance(models, (list, tuple)) else [models]
+    for model in found:
+        if isinstance(model, (DataParallel, DistributedDataParallel)):
+            raise UsageError(
+                f"a model is wrapped in {type(model).__name__} already; call initialize() first and wrap what "
+                "it returns"
+            )
+        if not isinstance(model, Module):
+            raise UsageError(f"models takes a torch.nn.Module or a list of them, not {type(model).__name__}")
+    return found
+
+
+def checked_optimizers(optimizers: Any) -> list[Any]:
+    """Return the optimizers as a list. UsageError: one is none, or scales its losses itself."""
+    if optimizers is None:
+        return []
+    found = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+    for optimizer in found:
+        if not is_optimizer(optimizer):
+            raise UsageError(
+                f"optimizers takes an optimizer or a list of them, not {type(optimizer).__name__}: it needs "
+                "`param_groups` and `step()`"
+            )
+        refuse_own_scaler(optimizer)
+    return found
+
+
+def checked_flag(name: str, value: Any) -> bool | None:
+    """Return a switch that is a bool or None."""
+    if value is None or isinstance(value, bool):
+        return value
+    remedy = f"pass opt_level={value!r} by its name" if name == "enabled" and value in tuple(LEVELS) else ""
+    raise UsageError(f"{name}={value!r} is no bool; {remedy or 'choose True, False or None'}")
+
+
+def checked_scale(value: Any) -> Any:
+    """Return a loss scale whose string, if it is one, means something."""
+    if isinstance(value, str) and value != "dynamic":
+        raise UsageError(f"loss_scale={value!r} is a string; choose 'dynamic' or a number, such as 128.0")
+    return value
+
+
+def warn_of_settings(
+    level: OptLevel, models: Sequence[Module], optimizers: Sequence[Any], keep_norms: Any, table: CastTable
+) -> None:
+    """Warn of arguments that say nothing at this level, and of models and optimizers that it does not suit."""
+    if level.cast_model_type is None and not level.master_weights:
+        check_half_model(models, level.name)
+    if level.cast_model_type in (None, torch.float32) and keep_norms is not None:
+        warn_user(
+            f"keep_batchnorm_fp32={keep_norms!r} says nothing at opt_level={level.name!r}, which leaves models in "
+            "fp32; it is ignored"
+        )
+    if table.modules and level.cast_model_type in ("half", *HALF_DTYPES):
+        warn_user(
+            f"{table.modules[0].origin}: [modules] says nothing at opt_level={level.name!r}, which casts whole models; "
+            "use opt_level='O1' for precision by module"
+        )
+    check_half_norms(models)
+    for optimizer in optimizers:
+        check_optimizer(optimizer)
+
+
+# -- setup: what a call does to handles and models --
+
+
+def earlier_setups(models: Sequence[Module]) -> list[Setup]:
+    """Return the earlier calls whose models are alive and not named again, nor a part of one that is, or around it."""
+    handle = current_handle()
+    if handle is None or not handle.setups:
+        return []
+    named = {module for model in models for module in model.modules()}
+
+    def left(setup: Setup) -> weakref.WeakSet[Module]:
+        return weakref.WeakSet(model for model in setup.models if named.isdisjoint(model.modules()))
+
+    found = [replace(setup, models=left(setup)) for setup in handle.setups]
+    if any(setup.models for setup in found):
+        # What is alive in cycles alone would keep its patches.
+        gc.collect()
+    return [setup for setup in found if setup.models]
+
+
+def handle_for(setup: Setup, earlier: Sequence[Setup], models: Sequence[Module], optimizers: Sequence[Any]) -> Handle:
+    """Return a new handle, not active yet, that has taken over what earlier calls set up for other models."""
+    patched = [one for one in earlier if one.patches]
+    if setup.patches and any(one.settings.table != setup.settings.table for one in patched):
+        log.warning(
+            "torch can be patched in one way at a time: the models of earlier calls of initialize() run by the lists "
+            "and the half dtype %s of this one from now on",
+            setup.settings.dtype,
+        )
+    # A level that leaves torch alone leaves it to the last one that does not.
+    ruling = setup.settings if setup.patches or not patched else patched[-1].settings
+    on = setup.on or any(one.on for one in earlier)
+    handle = Handle(replace(ruling, opt_level=setup.settings.opt_level), on=on, scalers=setup.scalers)
+    put_handle(None, functools.partial(handle.inherit, setups=earlier, models=models, optimizers=optimizers))
+    shared = next((one.scalers for one in earlier if one.key == setup.key), None)
+    if shared is not None:
+        # All begin anew, as with Apex: a later training finds nothing of an earlier one whose model lives on.
+        shared[: len(setup.scalers)] = setup.scalers
+        setup = replace(setup, scalers=shared)
+        handle.optimizers.forget_scalers_but(scaler for one in earlier for scaler in one.scalers)
+    handle.setups.append(setup)
+    return handle
+
+
+def leave_off(models: Sequence[Module], optimizers: Sequence[Any]) -> None:
+    """Undo what was set up for these models and optimizers, and leave their losses alone."""
+    earlier = earlier_setups(models)
+    handle = current_handle()
+    if handle is None or not earlier:
+        put_handle(NoOpHandle())
+        return
+    handle.let_go(models, optimizers)
+    handle.setups[:] = earlier
+    handle.optimizers.masters_for_all = any(setup.masters for setup in earlier)
+    handle.optimizers.switch_off(optimizers)
+    for model in models:
+        handle.hold(model, ForwardDtypes(casts=False))
+    handle.install_anew()
+
+
+def hold_models(
+    handle: Handle, setup: Setup, level: OptLevel, models: Sequence[Module], outputs: torch.dtype | None
+) -> None:
+    """Cast the models as the level says, and what goes into them and comes out of them at each call."""
+    half = setup.settings.dtype
+    # In a model whose level leaves torch alone nothing is cast, also where torch is patched for another.
+    casts = None if setup.on else setup.patches
+    forward = ForwardDtypes(outputs=outputs or (torch.float32 if casts else None), casts=casts)
+    kind: Any = half if level.cast_model_type == "half" else level.cast_model_type
+    for model in models:
+        if kind is not None:
+            inward = ForwardDtypes(kind, outputs or torch.float32, casts, doubles=not _has_doubles(model))
+            handle.hold(model, inward, dtype=kind, keep_norms=level.keep_batchnorm_fp32)
+        elif forward != ForwardDtypes():
+            handle.hold(model, forward)
+
+
+def _has_doubles(model: Module) -> bool:
+    return any(tensor.dtype is torch.float64 for tensor in (*model.parameters(), *model.buffers()))
+
+
+# -- the public functions --
 
 
 def initialize(
@@ -121,18 +327,18 @@ def initialize(
         ListFileError: So is a list.
         ValueError: So is the loss scale.
     """
-    model_list, optimizer_list = _models(models), _optimizers(optimizers)
+    model_list, optimizer_list = checked_models(models), checked_optimizers(optimizers)
     result = models if optimizers is None else (models, optimizers)
-    if not _flag("enabled", enabled):
-        _leave_off(model_list, optimizer_list)
+    if not checked_flag("enabled", enabled):
+        leave_off(model_list, optimizer_list)
         return result
-    level = _properties(
+    level = level_with(
         opt_level,
         cast_model_type=cast_model_type,
-        patch_torch_functions=_flag("patch_torch_functions", patch_torch_functions),
-        keep_batchnorm_fp32=_flag("keep_batchnorm_fp32", keep_batchnorm_fp32),
-        master_weights=_flag("master_weights", master_weights),
-        loss_scale=_scale(loss_scale),
+        patch_torch_functions=checked_flag("patch_torch_functions", patch_torch_functions),
+        keep_batchnorm_fp32=checked_flag("keep_batchnorm_fp32", keep_batchnorm_fp32),
+        master_weights=checked_flag("master_weights", master_weights),
+        loss_scale=checked_scale(loss_scale),
     )
     if scope not in ("global", "models"):
         raise UsageError(f"scope={scope!r} is unknown; choose 'global' or 'models'")
@@ -143,22 +349,22 @@ def initialize(
     table = settings.table if level.patch_torch_functions else CastTable(modules=settings.table.modules)
     expand(table)
     settings = replace(settings, table=table, opt_level=opt_level)
-    scalers = _scalers(level, settings.dtype, num_losses, min_loss_scale, max_loss_scale)
-    earlier = _earlier(model_list)
+    scalers = scalers_for(level, settings.dtype, num_losses, min_loss_scale, max_loss_scale)
+    earlier = earlier_setups(model_list)
     setup = Setup(
         settings,
         patches=level.patch_torch_functions,
         on=level.patch_torch_functions and scope == "global",
         masters=level.master_weights,
-        key=(_kind_of_scale(level, scalers[0]), min_loss_scale, max_loss_scale),
+        key=(kind_of_scale(level, scalers[0]), min_loss_scale, max_loss_scale),
         scalers=scalers,
         models=weakref.WeakSet(model_list),
     )
     # Every argument was looked at: from here on what was set up before for these models is gone.
-    handle = _handle_for(setup, earlier, model_list, optimizer_list)
+    handle = handle_for(setup, earlier, model_list, optimizer_list)
     setup = handle.setups[-1]
     try:
-        _hold_models(handle, setup, level, model_list, cast_model_outputs)
+        hold_models(handle, setup, level, model_list, cast_model_outputs)
         handle.optimizers.use_scalers(setup.scalers, optimizer_list)
         put_handle(handle)
         for model in model_list:
@@ -172,183 +378,10 @@ def initialize(
     handle.models.originals.clear()
     if any(one.masters for one in handle.setups):
         handle.optimizers.keep_masters_for_all(handle.steps_halves)
-    _warn(level, model_list, optimizer_list, keep_batchnorm_fp32, table)
+    warn_of_settings(level, model_list, optimizer_list, keep_batchnorm_fp32, table)
     if verbosity:
         log.info("%s, half dtype %s, %s losses, scope %s", level, settings.dtype, num_losses, scope)
     return result
-
-
-def _earlier(models: Sequence[Module]) -> list[Setup]:
-    """Return the earlier calls whose models are alive and not named again, nor a part of one that is, or around it."""
-    handle = current_handle()
-    if handle is None or not handle.setups:
-        return []
-    named = {module for model in models for module in model.modules()}
-
-    def left(setup: Setup) -> weakref.WeakSet[Module]:
-        return weakref.WeakSet(model for model in setup.models if named.isdisjoint(model.modules()))
-
-    found = [replace(setup, models=left(setup)) for setup in handle.setups]
-    if any(setup.models for setup in found):
-        # What is alive in cycles alone would keep its patches.
-        gc.collect()
-    return [setup for setup in found if setup.models]
-
-
-def _handle_for(setup: Setup, earlier: Sequence[Setup], models: Sequence[Module], optimizers: Sequence[Any]) -> Handle:
-    """Return a new handle, not active yet, that has taken over what earlier calls set up for other models."""
-    patched = [one for one in earlier if one.patches]
-    if setup.patches and any(one.settings.table != setup.settings.table for one in patched):
-        log.warning(
-            "torch can be patched in one way at a time: the models of earlier calls of initialize() run by the lists "
-            "and the half dtype %s of this one from now on",
-            setup.settings.dtype,
-        )
-    # A level that leaves torch alone leaves it to the last one that does not.
-    ruling = setup.settings if setup.patches or not patched else patched[-1].settings
-    on = setup.on or any(one.on for one in earlier)
-    handle = Handle(replace(ruling, opt_level=setup.settings.opt_level), on=on, scalers=setup.scalers)
-    put_handle(None, functools.partial(handle.inherit, setups=earlier, models=models, optimizers=optimizers))
-    shared = next((one.scalers for one in earlier if one.key == setup.key), None)
-    if shared is not None:
-        # All begin anew, as with Apex: a later training finds nothing of an earlier one whose model lives on.
-        shared[: len(setup.scalers)] = setup.scalers
-        setup = replace(setup, scalers=shared)
-        handle.optimizers.forget_scalers_but(scaler for one in earlier for scaler in one.scalers)
-    handle.setups.append(setup)
-    return handle
-
-
-def _leave_off(models: Sequence[Module], optimizers: Sequence[Any]) -> None:
-    """Undo what was set up for these models and optimizers, and leave their losses alone."""
-    earlier = _earlier(models)
-    handle = current_handle()
-    if handle is None or not earlier:
-        put_handle(NoOpHandle())
-        return
-    handle.let_go(models, optimizers)
-    handle.setups[:] = earlier
-    handle.optimizers.masters_for_all = any(setup.masters for setup in earlier)
-    handle.optimizers.switch_off(optimizers)
-    for model in models:
-        handle.hold(model, ForwardDtypes(casts=False))
-    handle.install_anew()
-
-
-def _kind_of_scale(level: OptLevel, scaler: LossScaler) -> Any:
-    """Return what is equal for calls that want the same scale: a scaler that was given is like no other."""
-    given = isinstance(level.loss_scale, LossScaler)
-    return level.loss_scale if given else (type(scaler), scaler.loss_scale)
-
-
-def _warn(
-    level: OptLevel, models: Sequence[Module], optimizers: Sequence[Any], keep_norms: Any, table: CastTable
-) -> None:
-    if level.cast_model_type is None and not level.master_weights:
-        check_half_model(models, level.name)
-    if level.cast_model_type in (None, torch.float32) and keep_norms is not None:
-        warn_user(
-            f"keep_batchnorm_fp32={keep_norms!r} says nothing at opt_level={level.name!r}, which leaves models in "
-            "fp32; it is ignored"
-        )
-    if table.modules and level.cast_model_type in ("half", *HALF_DTYPES):
-        warn_user(
-            f"{table.modules[0].origin}: [modules] says nothing at opt_level={level.name!r}, which casts whole models; "
-            "use opt_level='O1' for precision by module"
-        )
-    check_half_norms(models)
-    for optimizer in optimizers:
-        check_optimizer(optimizer)
-
-
-def _hold_models(
-    handle: Handle, setup: Setup, level: OptLevel, models: Sequence[Module], outputs: torch.dtype | None
-) -> None:
-    half = setup.settings.dtype
-    # In a model whose level leaves torch alone nothing is cast, also where torch is patched for another.
-    casts = None if setup.on else setup.patches
-    forward = ForwardDtypes(outputs=outputs or (torch.float32 if casts else None), casts=casts)
-    kind: Any = half if level.cast_model_type == "half" else level.cast_model_type
-    for model in models:
-        if kind is not None:
-            inward = ForwardDtypes(kind, outputs or torch.float32, casts, doubles=not _has_doubles(model))
-            handle.hold(model, inward, dtype=kind, keep_norms=level.keep_batchnorm_fp32)
-        elif forward != ForwardDtypes():
-            handle.hold(model, forward)
-
-
-def _has_doubles(model: Module) -> bool:
-    return any(tensor.dtype is torch.float64 for tensor in (*model.parameters(), *model.buffers()))
-
-
-def _properties(opt_level: str, **overrides: Any) -> OptLevel:
-    if opt_level not in tuple(LEVELS):
-        raise UsageError(f"opt_level={opt_level!r} is unknown; choose 'O0', 'O1', 'O2' or 'O3'")
-    level = replace(LEVELS[opt_level], **{name: value for name, value in overrides.items() if value is not None})
-    if overrides["cast_model_type"] is False:
-        level = replace(level, cast_model_type=None)
-    kind = level.cast_model_type
-    if kind not in (None, "half", torch.float32, *HALF_DTYPES):
-        raise UsageError(
-            f"cast_model_type={kind!r}; choose torch.float16, torch.bfloat16, torch.float32, False or None"
-        )
-    if level.patch_torch_functions and kind not in (None, torch.float32):
-        raise UsageError(
-            f"patch_torch_functions=True casts fp32 parameters as they are used, and cast_model_type={kind!r} leaves "
-            "none; choose one of the two"
-        )
-    return level
-
-
-def _flag(name: str, value: Any) -> bool | None:
-    """Return a switch that is a bool or None."""
-    if value is None or isinstance(value, bool):
-        return value
-    remedy = f"pass opt_level={value!r} by its name" if name == "enabled" and value in tuple(LEVELS) else ""
-    raise UsageError(f"{name}={value!r} is no bool; {remedy or 'choose True, False or None'}")
-
-
-def _scale(value: Any) -> Any:
-    if isinstance(value, str) and value != "dynamic":
-        raise UsageError(f"loss_scale={value!r} is a string; choose 'dynamic' or a number, such as 128.0")
-    return value
-
-
-def _scalers(
-    level: OptLevel, dtype: torch.dtype, num_losses: int, lowest: float | None, highest: float
-) -> list[LossScaler]:
-    if not is_count(num_losses, 1):
-        raise UsageError(f"num_losses={num_losses!r} is no number of losses; choose 1 or more")
-    first = make_scaler(level.loss_scale, dtype, min_loss_scale=lowest, max_loss_scale=highest)
-    # No loss may move the scale of another.
-    return [first, *(copy.copy(first) for _ in range(num_losses - 1))]
-
-
-def _models(models: Any) -> list[Module]:
-    found = list(models) if isinstance(models, (list, tuple)) else [models]
-    for model in found:
-        if isinstance(model, (DataParallel, DistributedDataParallel)):
-            raise UsageError(
-                f"a model is wrapped in {type(model).__name__} already; call initialize() first and wrap what "
-                "it returns"
-            )
-        if not isinstance(model, Module):
-            raise UsageError(f"models takes a torch.nn.Module or a list of them, not {type(model).__name__}")
-    return found
-
-
-def _optimizers(optimizers: Any) -> list[Any]:
-    if optimizers is None:
-        return []
-    found = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
-    for optimizer in found:
-        if not is_optimizer(optimizer):
-            raise UsageError(
-                f"optimizers takes an optimizer or a list of them, not {type(optimizer).__name__}: it needs "
-                "`param_groups` and `step()`"
-            )
-        refuse_own_scaler(optimizer)
-    return found
 
 
 def scale_loss(

@@ -1,7 +1,8 @@
 """Layer and RMS norms with the signatures of `apex.normalization`, on torch's own functions.
 
 All compute in fp32, or in fp64 where the input is in that. The plain ones return the dtype of their input, the mixed
-ones that of their weights; within `torch.autocast` all but `manual_rms_norm` return its dtype, unless the input is fp64.
+ones that of their weights. Within `torch.autocast` all but `manual_rms_norm` return its dtype, unless the input is in
+fp64.
 """
 
 from __future__ import annotations

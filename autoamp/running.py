@@ -19,15 +19,15 @@ from autoamp.compat.alias import install_as_apex, real_apex
 from autoamp.counting import Counts, sum_of
 from autoamp.errors import UsageError
 from autoamp.handle import Handle
+from autoamp.levels import LEVELS
 from autoamp.scaling import make_scaler
 from autoamp.scoping import ModuleCasts
 from autoamp.sources import setup_call
 from autoamp.tensors import default_device_type, half_dtype_with_units
 
-__all__ = ["DTYPES", "LEVELS", "Options", "Report", "Run", "loss_scale_of", "set_up"]
+__all__ = ["DTYPES", "Options", "Report", "Run", "loss_scale_of", "set_up"]
 
 DTYPES = {"fp16": torch.float16, "float16": torch.float16, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
-LEVELS = ("O0", "O1", "O2", "O3")
 
 
 @dataclass(frozen=True)

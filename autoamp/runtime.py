@@ -18,7 +18,9 @@ from autoamp.no_op import NoOpHandle
 from autoamp.rules import CastPolicy
 
 __all__ = [
+    "ActiveHandles",
     "Region",
+    "active",
     "current_handle",
     "disable_casts",
     "float_function",
@@ -34,11 +36,15 @@ __all__ = [
 ]
 
 
-class _Runtime:
-    """Owns the active handle, since torch's namespace is one to a process, and the registrations.
+class ActiveHandles:
+    """Which handle is active, since torch's namespace is one to a process; and what was registered for all handles.
 
     ``init`` sets the base handle. Each open region stands above it, with the handle that serves it: the base, or one of
     its own in whose favour the handle below is suspended.
+
+    Attributes:
+        lock: Held while handles come and go.
+        registry: The functions that were decorated and registered.
     """
 
     def __init__(self) -> None:
@@ -51,15 +57,18 @@ class _Runtime:
 
     @property
     def handle(self) -> Handle | None:
+        """The active handle, None where torch is not patched."""
         handle = self._handle
         return handle if handle is not None and handle.is_active() else None
 
     @property
     def base(self) -> Handle | NoOpHandle | None:
+        """What serves outside of regions, if it is active or the one that does nothing."""
         handle = self._base
         return handle if isinstance(handle, NoOpHandle) or (handle is not None and handle.is_active()) else None
 
     def casts(self) -> Casts | None:
+        """Return the casts of the active handle, None where they are off."""
         handle = self._handle
         return handle.casts if handle is not None and handle.is_active() and handle.casts.state() is not False else None
 
@@ -130,13 +139,46 @@ class _Runtime:
             self._suspended.discard(handle)
 
     def register(self, module: Any, name: str, policy: CastPolicy) -> None:
+        """Put ``module.name`` under a policy, now and for handles to come."""
         with self.lock:
             target = self.registry.add(module, name, policy)
             if self.handle is not None:
                 self.handle.patch(target)
 
 
-_runtime = _Runtime()
+active = ActiveHandles()
+
+
+def put_handle(handle: Handle | NoOpHandle | None, end: Callable[[Handle], object] | None = None) -> None:
+    """Make ``handle`` the active one in place of the one before; None only takes that one back.
+
+    Args:
+        handle: None for none.
+        end: Called with the one before in the place of its ``deactivate()``.
+    """
+    active.put_base(handle, end)
+
+
+def current_handle() -> Handle | None:
+    """Return the active handle, None where torch is not patched."""
+    return active.handle
+
+
+def needed_handle(caller: str) -> Handle | NoOpHandle:
+    """Return what scales losses now: the active handle, or the one that does nothing after ``enabled=False``.
+
+    Raises:
+        UsageError: Neither `initialize` nor `init` was called. The message begins with the name of the caller.
+    """
+    handle = active.handle or active.base
+    if handle is None:
+        raise UsageError(
+            f"{caller}() needs a handle; call autoamp.initialize(model, optimizer) or autoamp.init() first"
+        )
+    return handle
+
+
+# -- the public functions --
 
 
 def init(
@@ -177,47 +219,66 @@ def init(
     """
     if not enabled:
         nothing = NoOpHandle()
-        _runtime.put_base(nothing)
+        active.put_base(nothing)
         return nothing
     if verbose:
         _show_log()
     settings = Settings.of(loss_scale, enable_caching, verbose, allow_banned, lists, device_type, dtype, rebind, scope)
-    with _runtime.lock:
-        active = _runtime.base
-        if isinstance(active, Handle) and active.settings == settings:
-            return active
+    with active.lock:
+        base = active.base
+        if isinstance(base, Handle) and base.settings == settings:
+            return base
         handle = Handle(settings)
-        _runtime.put_base(handle)
+        active.put_base(handle)
         return handle
 
 
-def put_handle(handle: Handle | NoOpHandle | None, end: Callable[[Handle], object] | None = None) -> None:
-    """Make ``handle`` the active one in place of the one before; None only takes that one back.
-
-    Args:
-        handle: None for none.
-        end: Called with the one before in the place of its ``deactivate()``.
-    """
-    _runtime.put_base(handle, end)
-
-
-def current_handle() -> Handle | None:
-    """Return the active handle, None where torch is not patched."""
-    return _runtime.handle
+def _show_log() -> None:
+    """Let ``verbose=True`` be seen in a program that has not set up logging."""
+    logger = logging.getLogger("autoamp")
+    if not logger.hasHandlers():
+        logger.addHandler(logging.StreamHandler())
+    if logger.getEffectiveLevel() > logging.INFO:
+        logger.setLevel(logging.INFO)
 
 
-def needed_handle(caller: str) -> Handle | NoOpHandle:
-    """Return what scales losses now: the active handle, or the one that does nothing after ``enabled=False``.
+def disable_casts() -> contextlib.AbstractContextManager[None]:
+    """Turn casts off for a block, on this thread. Without an active handle it does nothing."""
+    handle = active.handle
+    return handle.disable_casts() if handle is not None else contextlib.nullcontext()
 
-    Raises:
-        UsageError: Neither `initialize` nor `init` was called. The message begins with the name of the caller.
-    """
-    handle = _runtime.handle or _runtime.base
-    if handle is None:
-        raise UsageError(
-            f"{caller}() needs a handle; call autoamp.initialize(model, optimizer) or autoamp.init() first"
-        )
-    return handle
+
+def half_function(function: Any) -> Any:
+    """Decorate a function: its floating arguments are cast to the half dtype, and what it calls follows the lists."""
+    return active.registry.decorate(function, CastPolicy.FP16)
+
+
+def float_function(function: Any) -> Any:
+    """Decorate a function: its floating arguments are cast to fp32, and nothing is cast within."""
+    return active.registry.decorate(function, CastPolicy.FP32)
+
+
+def promote_function(function: Any) -> Any:
+    """Decorate a function: its floating arguments are cast to the widest dtype among them."""
+    return active.registry.decorate(function, CastPolicy.PROMOTE)
+
+
+def register_half_function(module: Any, name: str) -> None:
+    """Put ``module.name`` under the `fp16` policy, now and at each later `init`. ValueError: no such name."""
+    active.register(module, name, CastPolicy.FP16)
+
+
+def register_float_function(module: Any, name: str) -> None:
+    """Put ``module.name`` under the `fp32` policy, now and at each later `init`. ValueError: no such name."""
+    active.register(module, name, CastPolicy.FP32)
+
+
+def register_promote_function(module: Any, name: str) -> None:
+    """Put ``module.name`` under the `promote` policy, now and at each later `init`. ValueError: no such name."""
+    active.register(module, name, CastPolicy.PROMOTE)
+
+
+# -- regions --
 
 
 class Region:
@@ -241,9 +302,9 @@ class Region:
     def _enter(self, stack: contextlib.ExitStack) -> Handle | NoOpHandle:
         if not self._enabled:
             stack.enter_context(disable_casts())
-            return _runtime.handle or NoOpHandle()
-        handle = _runtime.enter(self._settings, self._own_handle)
-        stack.callback(_runtime.leave, handle)
+            return active.handle or NoOpHandle()
+        handle = active.enter(self._settings, self._own_handle)
+        stack.callback(active.leave, handle)
         stack.enter_context(handle.casts.switched(True, forced_off=False))
         return handle
 
@@ -274,48 +335,3 @@ def region(enabled: bool = True, loss_scale: Any = None, **settings: Any) -> Reg
     """
     given = bool(settings) or loss_scale is not None
     return Region(enabled, Settings.of(loss_scale=loss_scale, **settings) if given else None)
-
-
-def disable_casts() -> contextlib.AbstractContextManager[None]:
-    """Turn casts off for a block, on this thread. Without an active handle it does nothing."""
-    handle = _runtime.handle
-    return handle.disable_casts() if handle is not None else contextlib.nullcontext()
-
-
-def half_function(function: Any) -> Any:
-    """Decorate a function: its floating arguments are cast to the half dtype, and what it calls follows the lists."""
-    return _runtime.registry.decorate(function, CastPolicy.FP16)
-
-
-def float_function(function: Any) -> Any:
-    """Decorate a function: its floating arguments are cast to fp32, and nothing is cast within."""
-    return _runtime.registry.decorate(function, CastPolicy.FP32)
-
-
-def promote_function(function: Any) -> Any:
-    """Decorate a function: its floating arguments are cast to the widest dtype among them."""
-    return _runtime.registry.decorate(function, CastPolicy.PROMOTE)
-
-
-def register_half_function(module: Any, name: str) -> None:
-    """Put ``module.name`` under the `fp16` policy, now and at each later `init`. ValueError: no such name."""
-    _runtime.register(module, name, CastPolicy.FP16)
-
-
-def register_float_function(module: Any, name: str) -> None:
-    """Put ``module.name`` under the `fp32` policy, now and at each later `init`. ValueError: no such name."""
-    _runtime.register(module, name, CastPolicy.FP32)
-
-
-def register_promote_function(module: Any, name: str) -> None:
-    """Put ``module.name`` under the `promote` policy, now and at each later `init`. ValueError: no such name."""
-    _runtime.register(module, name, CastPolicy.PROMOTE)
-
-
-def _show_log() -> None:
-    """Let ``verbose=True`` be seen in a program that has not set up logging."""
-    logger = logging.getLogger("autoamp")
-    if not logger.hasHandlers():
-        logger.addHandler(logging.StreamHandler())
-    if logger.getEffectiveLevel() > logging.INFO:
-        logger.setLevel(logging.INFO)

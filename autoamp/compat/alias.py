@@ -22,6 +22,7 @@ import torch
 from autoamp.compat.missing import remedy_for
 from autoamp.errors import UsageError
 from autoamp.handle import Settings
+from autoamp.levels import check_level
 
 __all__ = ["APEX_VERSION", "Options", "install_as_apex", "is_installed", "options", "uninstall"]
 
@@ -128,8 +129,7 @@ def install_as_apex(
         ListFileError: A list cannot be used. Nothing was changed.
         LossScaleError: The loss scale is none. Nothing was changed.
     """
-    if opt_level not in ("O0", "O1", "O2", "O3"):
-        raise UsageError(f"opt_level={opt_level!r} is unknown; choose 'O0', 'O1', 'O2' or 'O3'")
+    check_level(opt_level)
     listed = list(lists) if isinstance(lists, (list, tuple)) else [] if lists is None else [lists]
     chosen = Options(torch.float16 if dtype is None else dtype, device_type, ("apex", *listed), opt_level, loss_scale)
     # Every wrong argument is told now, not at the program's first call.
