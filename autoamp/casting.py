@@ -158,9 +158,6 @@ class Casts:
         self._open = False
         self.cache = CastCache(self.local, enable_caching)
         self.warned: set[str] = set()
-        # By the id of a replacement it and what does the same for a tensor and parameters, with less to ask. By id,
-        # since what somebody puts around a replacement may pass for equal to it.
-        self.layers: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {}
         self.narrow = Tensor.half if dtype is torch.float16 else Tensor.bfloat16
         self.args_to_half = build_caster(dtype, self.narrow, device_type, self.local, self.cache)
         self.args_to_fp32 = build_caster(torch.float32, Tensor.float, device_type, self.local, None)

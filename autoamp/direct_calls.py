@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,21 +18,18 @@ from torch import Tensor, nn
 from torch.nn import Module, Parameter
 
 from autoamp import torch_private
-from autoamp.patching import original_of
+from autoamp.patching import SHORTCUT, original_of
 
-__all__ = ["DirectCall", "DirectCalls", "Layers", "build_direct_calls", "skips_call_impl"]
+__all__ = ["DirectCall", "DirectCalls", "build_direct_calls", "skips_call_impl"]
 
 DirectCall = Callable[[Module, dict[str, Any], Tensor], Any]
 """Takes a module without hooks, its ``__dict__`` and its only argument; returns what its ``forward`` returns."""
-
-Layers = Mapping[int, tuple[Any, Callable[..., Any]]]
-"""By id some replacements in `torch.nn.functional`, and what does the same for a tensor and parameters."""
 
 # What `Module._call_impl` looks at before it calls ``forward`` and nothing else, and what the rest of it is made of.
 _HOOKS = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
 _REST = {"_global_forward_hooks_always_called", "_forward_hooks_always_called", "_forward_hooks_with_kwargs"}
 _MEAN, _VAR, _BATCHES = "running_mean", "running_var", "num_batches_tracked"
-_Build = Callable[[Any, Callable[..., Any], Layers], DirectCall]
+_Build = Callable[[Any, Callable[..., Any]], DirectCall]
 
 # What is read from a module's own tables. An attribute of that name of the class, a property say, comes before those.
 _READ = (
@@ -52,15 +49,11 @@ def skips_call_impl() -> bool:
 class DirectCalls:
     """By class what does the work of ``forward``, as long as nobody replaces what it does without.
 
-    Args:
-        layers: See `Layers`.
-
     Attributes:
         by_class: What `build_direct_calls` returns, by what it found at the last `refresh`.
     """
 
-    def __init__(self, layers: Layers) -> None:
-        self._layers = layers
+    def __init__(self) -> None:
         self._state = _state_of_classes()
         self._seen: list[Any] | None = None
         self.by_class: dict[type[Module], DirectCall] = {}
@@ -75,7 +68,7 @@ class DirectCalls:
         if now != self._seen:
             # Another thread may be about to look one up, so that none is taken away.
             none = dict.fromkeys(self.by_class, _by_forward)
-            self.by_class.update({**none, **build_direct_calls(self._layers)})
+            self.by_class.update({**none, **build_direct_calls()})
             self._seen = now
 
 
@@ -96,7 +89,7 @@ def _state_of_classes() -> Callable[[], list[Any]]:
     return state
 
 
-def build_direct_calls(layers: Layers) -> dict[type[Module], DirectCall]:
+def build_direct_calls() -> dict[type[Module], DirectCall]:
     """Build by class what does the work of ``forward``.
 
     Subclasses have none, since their ``forward`` may differ; nor has a class in which somebody replaced a method.
@@ -112,7 +105,7 @@ def build_direct_calls(layers: Layers) -> dict[type[Module], DirectCall]:
             and not any(hasattr(cls, name) for name in _READ)
             and all(function is not None and function.__globals__.get("F", F) is F for function in functions)
         ):
-            found[cls] = build(cls, functions[0], layers)
+            found[cls] = build(cls, functions[0])
     return found
 
 
@@ -130,7 +123,7 @@ def _torchs(owner: Any, name: str) -> Any:
     return found if found.__code__.co_filename in files else None
 
 
-def _linear(cls: Any, forward: Any, layers: Layers) -> DirectCall:
+def _linear(cls: Any, forward: Any) -> DirectCall:
     def call(self: Module, own: dict[str, Any], x: Tensor) -> Any:
         parameters = own["_parameters"]
         try:
@@ -140,8 +133,13 @@ def _linear(cls: Any, forward: Any, layers: Layers) -> DirectCall:
         if cls.forward is not forward or "weight" in own or "bias" in own:
             return self.forward(x)
         function = F.linear
-        found = layers.get(id(function))
-        if found is not None and type(weight) is Parameter and (bias is None or type(bias) is Parameter):
+        found = getattr(function, SHORTCUT, None)
+        if (
+            found is not None
+            and found[0] is function
+            and type(weight) is Parameter
+            and (bias is None or type(bias) is Parameter)
+        ):
             return found[1](x, weight, bias)
         return function(x, weight, bias)
 
@@ -151,7 +149,7 @@ def _linear(cls: Any, forward: Any, layers: Layers) -> DirectCall:
 def _conv(name: str) -> _Build:
     functional = vars(F)
 
-    def build(cls: Any, forward: Any, layers: Layers) -> DirectCall:
+    def build(cls: Any, forward: Any) -> DirectCall:
         inner = original_of(cls._conv_forward)
 
         def call(self: Module, own: dict[str, Any], x: Tensor) -> Any:
@@ -172,8 +170,13 @@ def _conv(name: str) -> _Build:
             ):
                 return self.forward(x)
             function = functional[name]
-            found = layers.get(id(function))
-            if found is not None and type(weight) is Parameter and (bias is None or type(bias) is Parameter):
+            found = getattr(function, SHORTCUT, None)
+            if (
+                found is not None
+                and found[0] is function
+                and type(weight) is Parameter
+                and (bias is None or type(bias) is Parameter)
+            ):
                 function = found[1]
             return function(x, weight, bias, stride, padding, dilation, groups)
 
@@ -182,7 +185,7 @@ def _conv(name: str) -> _Build:
     return build
 
 
-def _layer_norm(cls: Any, forward: Any, layers: Layers) -> DirectCall:
+def _layer_norm(cls: Any, forward: Any) -> DirectCall:
     functional = _torchs(F, "layer_norm")
     in_function_mode, cudnn = torch_private.in_function_mode, torch_private.cudnn_enabled
 
@@ -213,7 +216,7 @@ def _batch_norm(*dims: int) -> _Build:
     in_function_mode, cudnn = torch_private.in_function_mode, torch_private.cudnn_enabled
     names = (_MEAN, _VAR, _BATCHES, "weight", "bias", "_check_input_dim")
 
-    def build(cls: Any, forward: Any, layers: Layers) -> DirectCall:
+    def build(cls: Any, forward: Any) -> DirectCall:
         check = original_of(cls._check_input_dim)
 
         def call(self: Module, own: dict[str, Any], x: Tensor) -> Any:

@@ -112,7 +112,6 @@ class Installation:
             table.pop(key, None)
         self._scripted.clear()
         self._built.clear()
-        self._casts.layers.clear()
         _forget_tables_of_torch()
         return foreign
 

@@ -203,7 +203,7 @@ def build_module_call(
     # Torch's own does no more than choose an implementation, which without hooks does no more than call forward().
     wrapped, implementation = vars(Module).get("_wrapped_call_impl"), torch_private.MODULE_CALL
     known = original is wrapped and original.__code__.co_names == _NAMES and skips_call_impl()
-    direct, for_all = DirectCalls(casts.layers), torch.nn.modules.module
+    direct, for_all = DirectCalls(), torch.nn.modules.module
     direct_calls, refresh = direct.by_class, direct.refresh
 
     def scoped(self: Module, *args: Any, **kwargs: Any) -> Any:

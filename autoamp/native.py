@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from autoamp.casting import Casts, on_device
+from autoamp.patching import offer_shortcut
 from autoamp.pinned_layers import hold_layer
 from autoamp.tensors import HALF_DTYPES, PLAIN_TYPES
 from autoamp.torch_private import in_function_mode, is_any_autocast_enabled, tracing_state
@@ -151,7 +152,7 @@ def _build_layer(original: Any, otherwise: Callable[..., Any], casts: Casts) -> 
         return otherwise(*args)
 
     passed = casts.passing(original, layer)
-    casts.layers[id(replacement)] = replacement, layer
+    offer_shortcut(replacement, layer)
     return replacement
 
 

@@ -22,12 +22,29 @@ import wrapt
 
 from autoamp.errors import PatchError
 
-__all__ = ["Patch", "PatchSet", "check_writable", "dress", "mark", "name_by", "original_of", "resolve"]
+__all__ = [
+    "SHORTCUT",
+    "Patch",
+    "PatchSet",
+    "check_writable",
+    "dress",
+    "mark",
+    "name_by",
+    "offer_shortcut",
+    "original_of",
+    "resolve",
+]
 
 log = logging.getLogger(__name__)
 
 _ABSENT: Any = object()
 _MARK = "__autoamp_original__"
+SHORTCUT = "__autoamp_shortcut__"
+"""The attribute of a replacement in which `offer_shortcut` keeps a pair: its bearer, and what to call in its place.
+
+Who reads it compares the bearer, since `functools.wraps` copies a function's attributes. Where that is done for each
+call, the two lines are written there: a function for them would be one more Python frame.
+"""
 _MARKED_TYPES = (types.FunctionType, staticmethod, classmethod)
 # Patches are written to what the whole process shares, so they are written by one thread at a time.
 _writing = threading.RLock()
@@ -276,6 +293,11 @@ def mark(replacement: Any, original: Any) -> Any:
     """Let `original_of` know what a function, staticmethod or classmethod stands for, and return it."""
     setattr(replacement, _MARK, _Mark(original, id(replacement)))
     return replacement
+
+
+def offer_shortcut(replacement: Callable[..., Any], shortcut: Callable[..., Any]) -> None:
+    """Let those who know their arguments call something else in place of a replacement, for as long as that stands."""
+    setattr(replacement, SHORTCUT, (replacement, shortcut))
 
 
 def original_of(value: Any) -> Any:

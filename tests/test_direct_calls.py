@@ -115,7 +115,7 @@ def test_results_are_those_of_forward(handle: autoamp.Handle, name: str, trainin
 
 def test_what_torch_has(bf16: autoamp.Handle) -> None:
     assert skips_call_impl()
-    assert {type(make()) for make, _ in CASES.values()} == set(build_direct_calls({}))
+    assert {type(make()) for make, _ in CASES.values()} == set(build_direct_calls())
 
 
 def test_an_unknown_implementation_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,17 @@ import wrapt
 
 from autoamp import patching
 from autoamp.errors import PatchError
-from autoamp.patching import Patch, PatchSet, check_writable, dress, name_by, original_of, resolve
+from autoamp.patching import (
+    SHORTCUT,
+    Patch,
+    PatchSet,
+    check_writable,
+    dress,
+    name_by,
+    offer_shortcut,
+    original_of,
+    resolve,
+)
 
 NOTHING: tuple[str, ...] = ()
 
@@ -405,3 +415,16 @@ def test_a_replacement_is_named_by_a_place_where_it_stands(shelf: types.ModuleTy
     ours.__module__ = "shelf"
     name_by(ours, "shelf_alias", "work")
     assert ours.__module__ == "shelf"
+
+
+def test_a_shortcut_names_the_replacement_that_offers_it() -> None:
+    replacement = replacement_of(len)
+    offer_shortcut(replacement, abs)
+    assert getattr(replacement, SHORTCUT) == (replacement, abs)
+
+    @functools.wraps(replacement)
+    def around(*args: Any) -> Any:
+        return replacement(*args)
+
+    # What copies the attributes of a replacement is not taken for it.
+    assert getattr(around, SHORTCUT)[0] is not around
