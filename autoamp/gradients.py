@@ -18,6 +18,7 @@ import torch
 from autoamp.device_scales import DeviceFactor, Factor
 from autoamp.errors import UsageError
 from autoamp.likeness import Likeness
+from autoamp.tensors import HALF_DTYPES
 from autoamp.torch_private import group_by_device_and_dtype, unscale_and_check_
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "total_norm",
     "true_gradient",
     "unscale_",
+    "widened",
 ]
 
 Kind: TypeAlias = tuple[torch.device, torch.dtype]
@@ -169,6 +171,24 @@ def _copied(gradient: torch.Tensor) -> torch.Tensor:
     if _overlaps_itself(gradient):
         return _contiguous_clone(gradient)
     return gradient.resolve_conj().resolve_neg().clone()
+
+
+@torch.no_grad()
+def widened(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return half tensors in fp32, dense ones by one multi-tensor copy, and all others as they are."""
+    wide: list[torch.Tensor] = []
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for tensor in tensors:
+        new = tensor
+        if tensor.dtype in HALF_DTYPES and tensor.layout is torch.strided:
+            new = torch.empty_like(tensor, dtype=torch.float32)
+            copies.append((new, tensor))
+        elif tensor.dtype in HALF_DTYPES:
+            new = tensor.float()
+        wide.append(new)
+    if copies:
+        torch._foreach_copy_([new for new, _ in copies], [tensor for _, tensor in copies])
+    return wide
 
 
 def found_any(found: Sequence[torch.Tensor]) -> list[bool]:

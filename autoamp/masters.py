@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp.attaching import AttachedMethod
 from autoamp.errors import UsageError
+from autoamp.gradients import widened
 from autoamp.replicas import Replica, Sync, Wrappers, several_processes
 from autoamp.tensors import HALF_DTYPES
 
@@ -222,8 +223,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 # -- the masters of an optimizer --
 
-# Gradients are widened in about so many parts, none of which is smaller than so many elements: each costs a launch.
-_PARTS = 8
+# So many elements of gradients are widened at one go: each part costs a launch.
 _SMALL = 2**17
 
 # Marks a gradient that a half parameter shares with its master. Where the master's is another one by now, or none, the
@@ -326,7 +326,7 @@ class MasterWeights:
             elif half.grad is not master.grad:
                 _share(half, master, half.grad)
         for some in _parts(fresh):
-            for (half, master), grad in zip(some, _widened([half.grad for half, _ in some]), strict=True):
+            for (half, master), grad in zip(some, widened(half.grad for half, _ in some), strict=True):
                 _share(half, master, grad)
         for half, master, earlier in self._aside.take():
             _share(half, master, earlier if master.grad is None else earlier.add_(master.grad))
@@ -559,32 +559,18 @@ def _share(half: Tensor, master: Tensor, grad: Tensor | None) -> None:
 def _parts(pairs: list[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """Split pairs, so that the half gradients of one part are gone before those of the next are widened.
 
-    At one go both kinds of gradients would be there at once, which is when memory is shortest. The largest come first:
-    while they are there twice the others are halves still.
+    At one go both kinds would be there at once, which is when memory is shortest. A part is half of what is left, and
+    the largest come first: while all but the last of them go over there are fewer bytes than of all of them in fp32.
     """
-    sizes = [half.numel() for half, _ in pairs]
-    room = max(sum(sizes) // _PARTS, _SMALL)
-    if sum(sizes) > room:
-        order = sorted(range(len(pairs)), key=sizes.__getitem__, reverse=True)
-        pairs, sizes = [pairs[place] for place in order], [sizes[place] for place in order]
-    begin, taken = 0, 0
-    for end, size in enumerate(sizes):
-        if taken and taken + size > room:
+    pairs = sorted(pairs, key=lambda pair: pair[0].numel(), reverse=True)
+    left, begin, taken = sum(half.numel() for half, _ in pairs), 0, 0
+    for end, (half, _) in enumerate(pairs):
+        size = half.numel()
+        if taken and left > _SMALL and taken + size > left // 2:
             yield pairs[begin:end]
-            begin, taken = end, 0
+            left, begin, taken = left - taken, end, 0
         taken += size
     yield pairs[begin:]
-
-
-def _widened(grads: Sequence[Any]) -> list[Tensor]:
-    """Return half gradients in fp32, the dense ones by one multi-tensor copy."""
-    wide = [
-        torch.empty_like(grad, dtype=torch.float32) if grad.layout is torch.strided else grad.float() for grad in grads
-    ]
-    dense = [(new, grad) for new, grad in zip(wide, grads, strict=True) if grad.layout is torch.strided]
-    if dense:
-        torch._foreach_copy_([new for new, _ in dense], [grad for _, grad in dense])
-    return wide
 
 
 def _narrow(halves: Iterable[Tensor]) -> None:

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from autoamp.errors import UsageError
-from autoamp.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
+from autoamp.optimizers import (
+    FusedAdagrad,
+    FusedAdam,
+    FusedLAMB,
+    FusedMixedPrecisionLamb,
+    FusedNovoGrad,
+    FusedSGD,
+    groups,
+)
 
 STEPS = 5
 SHAPES = [(3, 4), (5,)]
@@ -349,6 +357,55 @@ def test_closure_scheduler_and_missing_gradients() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.05
     assert used != 1.0
     assert unused == 1.0
+
+
+EVERY: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Adam": lambda p: FusedAdam(p, lr=0.01, weight_decay=0.1),
+    "Adam on the device": lambda p: FusedAdam(p, lr=0.01, weight_decay=0.1, capturable=True),
+    "Adam with masters": lambda p: FusedAdam(p, lr=0.01, weight_decay=0.1, adam_w_mode=False, master_weights=True),
+    "SGD": lambda p: FusedSGD(p, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True),
+    "LAMB": lambda p: FusedLAMB(p, lr=0.01, weight_decay=0.1),
+    "mixed LAMB": lambda p: FusedMixedPrecisionLamb(p, lr=0.01, reduced_precision_dtype=torch.bfloat16),
+    "NovoGrad": lambda p: FusedNovoGrad(p, lr=0.01, weight_decay=0.1),
+    "Adagrad": lambda p: FusedAdagrad(p, lr=0.1, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_steps_in_parts_are_those_of_all_at_once(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, found = [3, 40, 7, 8, 1, 20], []
+    given: list[list[int]] = []
+    for at_once in (16, 2**24):
+        monkeypatch.setattr(groups, "_AT_ONCE", at_once)
+        torch.manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(size, dtype=dtype)) for size in sizes]
+        optimizer = EVERY[name]([{"params": params[:5]}, {"params": params[5:]}])
+        for _ in range(3):
+            for param in params:
+                param.grad = torch.randn_like(param)
+            given.append(list(map(len, (part[0] for part in groups.in_parts(params, params)))))
+            before = [param.grad.clone() for param in params]
+            optimizer.step()
+            assert all(torch.equal(param.grad, grad) for param, grad in zip(params, before, strict=True))
+        found.append(params)
+    assert (given[0], given[-1]) == ([1, 1, 3, 1], [6])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("name", [name for name in EVERY if "masters" not in name])
+def test_fp32_parameters_are_stepped_as_they_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = [torch.nn.Parameter(torch.ones(size)) for size in (3, 4)]
+    optimizer = EVERY[name](params)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    copied = []
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda *args: copied.append(args))
+    optimizer.step()
+    assert not copied
+    assert all(float(param.detach().max()) < 1.0 for param in params)
 
 
 @pytest.mark.parametrize("set_grad_none", [True, False])

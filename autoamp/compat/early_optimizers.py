@@ -16,6 +16,7 @@ from autoamp import fp16_optimizer, optimizers
 from autoamp.compat.early_checkpoints import flat_of, native_state
 from autoamp.compat.early_scalers import PokedDynamicScaler, PokedStaticScaler
 from autoamp.errors import UsageError
+from autoamp.gradients import widened
 from autoamp.scaling import DynamicLossScaler
 
 __all__ = ["ContribFusedAdam", "FP16_Optimizer", "FusedAdam"]
@@ -151,7 +152,7 @@ class FusedAdam(optimizers.FusedAdam):
         limit = group["max_grad_norm"]
         if not grads or (self._scale == 1.0 and limit <= 0):
             return grads
-        grads = list(torch._foreach_mul(grads, 1.0 / self._scale))
+        grads = list(torch._foreach_mul(widened(grads), 1.0 / self._scale))
         if limit <= 0:
             return grads
         given = self._norms.get(id(group))

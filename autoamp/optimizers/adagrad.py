@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from autoamp.gradients import widened
 from autoamp.optimizers.formulas import adagrad_
-from autoamp.optimizers.groups import FusedOptimizer, wide_copies, write_back
+from autoamp.optimizers.groups import FusedOptimizer, write_back
 
 __all__ = ["FusedAdagrad"]
 
@@ -38,12 +39,10 @@ class FusedAdagrad(FusedOptimizer):
 
     def _step(self) -> None:
         for group in self.param_groups:
-            params, grads, sums = self._tensors(group, "sum")
-            if not params:
-                continue
-            values = wide_copies(params)
-            adagrad_(
-                values, grads, sums, lr=float(group["lr"]), eps=group["eps"], decay=group["weight_decay"],
-                decoupled=self.adagrad_w_mode,
-            )  # fmt: skip
-            write_back(params, values)
+            for params, grads, sums in self._parts(group, "sum"):
+                values = widened(params)
+                adagrad_(
+                    values, grads, sums, lr=float(group["lr"]), eps=group["eps"], decay=group["weight_decay"],
+                    decoupled=self.adagrad_w_mode,
+                )  # fmt: skip
+                write_back(params, values)

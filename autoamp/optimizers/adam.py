@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from autoamp.errors import UsageError
+from autoamp.gradients import widened
 from autoamp.optimizers.formulas import adam_on_device_, adam_updates, average_, corrections
-from autoamp.optimizers.groups import FusedOptimizer, require, scaling_of, wide_copies, write_back
+from autoamp.optimizers.groups import FusedOptimizer, require, scaling_of, wide_copy, write_back
 
 __all__ = ["FusedAdam"]
 
@@ -130,9 +131,13 @@ class FusedAdam(FusedOptimizer):
 
     def _step_group(self, group: dict[str, Any]) -> None:
         group["step"] = group.get("step", 0) + 1
-        params, grads, firsts, seconds = self._tensors(group, "exp_avg", "exp_avg_sq")
-        if not params:
-            return
+        for part in self._parts(group, "exp_avg", "exp_avg_sq"):
+            self._step_part(group, *part)
+
+    def _step_part(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], firsts: list[Tensor],
+        seconds: list[Tensor],
+    ) -> None:  # fmt: skip
         (beta1, beta2), decay = group["betas"], group["weight_decay"]
         values = self._values(params)
         if decay and not self.adam_w_mode:
@@ -154,35 +159,34 @@ class FusedAdam(FusedOptimizer):
         if found_inf is not None:
             skip = found_inf.to(device, non_blocking=True).reshape(()) > 0
         group["step"] += (~skip).to(group["step"].dtype)
-        params, grads, firsts, seconds = self._tensors(group, "exp_avg", "exp_avg_sq")
-        if not params:
-            return
-        values = self._values(params)
-        adam_on_device_(
-            values, grads, firsts, seconds, lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1],
-            eps=group["eps"], step=group["step"], bias_correction=group["bias_correction"],
-            decay=group["weight_decay"], decoupled=self.adam_w_mode, skip=skip, eps_inside_sqrt=self._eps_inside_sqrt,
-        )  # fmt: skip
-        write_back(params, values)
+        for params, grads, firsts, seconds in self._parts(group, "exp_avg", "exp_avg_sq"):
+            values = self._values(params)
+            adam_on_device_(
+                values, grads, firsts, seconds, lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1],
+                eps=group["eps"], step=group["step"], bias_correction=group["bias_correction"],
+                decay=group["weight_decay"], decoupled=self.adam_w_mode, skip=skip,
+                eps_inside_sqrt=self._eps_inside_sqrt,
+            )  # fmt: skip
+            write_back(params, values)
 
     def _prepared(self, group: dict[str, Any], grads: list[Tensor]) -> list[Tensor]:
         scale: Tensor | None = getattr(self, "grad_scale", None)
         if scale is None or not grads:
             return grads
         inverse = scale.to(grads[0].device, non_blocking=True).reshape(()).reciprocal()
-        grads = list(torch._foreach_mul(grads, inverse))
+        grads = list(torch._foreach_mul(widened(grads), inverse))
         # What the optimizer was given holds true values after the step, as after `GradScaler.unscale_`.
         write_back([grad for param in group["params"] if (grad := self._gradient(param)) is not None], grads)
         return grads
 
     def _values(self, params: list[Tensor]) -> list[Tensor]:
-        """Return what is stepped: copies in fp32, which are kept where masters were asked for."""
-        return self._masters(params) if self.master_weights else wide_copies(params)
+        """Return what is stepped, in fp32: parameters, copies of half ones, or masters where they were asked for."""
+        return self._masters(params) if self.master_weights else widened(params)
 
     def _masters(self, params: list[Tensor]) -> list[Tensor]:
         for param in params:
             if "master_param" not in self.state[param]:
-                (self.state[param]["master_param"],) = wide_copies([param.detach()])
+                self.state[param]["master_param"] = wide_copy(param)
         return [self.state[param]["master_param"] for param in params]
 
 

@@ -1,7 +1,8 @@
-"""What the optimizers share: the tensors of a group that have gradients, in fp32, with fp32 state."""
+"""What the optimizers share: the tensors of a group that have gradients, in fp32 and in parts, with fp32 state."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,8 +10,12 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from autoamp.errors import UsageError
+from autoamp.gradients import widened
 
-__all__ = ["FusedOptimizer", "require", "scaling_of", "wide_copies", "write_back"]
+__all__ = ["FusedOptimizer", "in_parts", "require", "scaling_of", "wide_copy", "write_back"]
+
+# For so many elements at a time there is what a step makes on its way: 64 MiB in fp32, enough to keep a device busy.
+_AT_ONCE = 2**24
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -54,7 +59,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _tensors(self, group: dict[str, Any], *names: str) -> tuple[list[Tensor], ...]:
-        """Return the group's parameters with gradients, these gradients in fp32, and their states by name."""
+        """Return the group's parameters with gradients, these gradients, and their states by name."""
         found = [(param, grad) for param in group["params"] if (grad := self._gradient(param)) is not None]
         params = [param for param, _ in found]
         for param, grad in found:
@@ -63,15 +68,19 @@ class FusedOptimizer(torch.optim.Optimizer):
             for name in names:
                 if name not in self.state[param]:
                     self.state[param][name] = torch.zeros_like(param, dtype=_wide(param))
-        grads = self._prepared(group, [grad.to(_wide(param)) for param, grad in found])
+        grads = self._prepared(group, [grad for _, grad in found])
         return params, grads, *([self.state[param][name] for param in params] for name in names)
+
+    def _parts(self, group: dict[str, Any], *names: str) -> Iterator[tuple[list[Tensor], ...]]:
+        """Yield what `_tensors` returns by `in_parts`."""
+        return in_parts(*self._tensors(group, *names))
 
     def _gradient(self, param: Tensor) -> Tensor | None:
         """Return the gradient of a parameter, which the step does not write to."""
         return param.grad
 
     def _prepared(self, group: dict[str, Any], grads: list[Tensor]) -> list[Tensor]:
-        """Return what a group is stepped by, given its gradients in fp32. It is not to write to these."""
+        """Return what a group is stepped by, given its gradients. It is not to write to these."""
         return grads
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -104,15 +113,29 @@ def _wide(param: Tensor) -> torch.dtype:
     return torch.float64 if param.dtype is torch.float64 else torch.float32
 
 
-def wide_copies(params: list[Tensor]) -> list[Tensor]:
-    """Return copies of parameters in fp32, or in fp64 where they are in that."""
-    return [param.to(_wide(param), copy=True) for param in params]
+def wide_copy(param: Tensor) -> Tensor:
+    """Return a copy of a parameter in fp32, or in fp64 where it is in that."""
+    return param.detach().to(_wide(param), copy=True)
+
+
+def in_parts(params: list[Tensor], grads: list[Tensor], *states: list[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
+    """Yield parameters, their gradients in fp32 and their states, so many at a time that they have `_AT_ONCE` elements.
+
+    A larger parameter comes alone. The half ones' gradients are there in fp32 for as long as their part is stepped.
+    """
+    begin, taken = 0, 0
+    for end in range(1, len(params) + 1):
+        taken += params[end - 1].numel()
+        if end == len(params) or taken + params[end].numel() > _AT_ONCE:
+            yield params[begin:end], widened(grads[begin:end]), *(state[begin:end] for state in states)
+            begin, taken = end, 0
 
 
 def write_back(params: list[Tensor], values: list[Tensor]) -> None:
-    """Write new values into parameters of whatever dtype."""
-    if params:
-        torch._foreach_copy_(params, values)
+    """Write new values into parameters of whatever dtype, where they are not the parameters themselves."""
+    pairs = [(param, value) for param, value in zip(params, values, strict=True) if param is not value]
+    if pairs:
+        torch._foreach_copy_([param for param, _ in pairs], [value for _, value in pairs])
 
 
 def scaling_of(scaler: Any, optimizer: Any) -> tuple[Tensor | None, Tensor]:

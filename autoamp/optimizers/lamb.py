@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autoamp.gradients import total_norm, widened
 from autoamp.optimizers.formulas import adam_updates, average_, corrections, trust_
-from autoamp.optimizers.groups import FusedOptimizer, require, wide_copies, write_back
+from autoamp.optimizers.groups import FusedOptimizer, in_parts, require, write_back
 
 __all__ = ["FusedLAMB"]
 
@@ -62,25 +63,25 @@ class FusedLAMB(FusedOptimizer):
 
     def _step(self) -> None:
         taken = [self._tensors(group, "exp_avg", "exp_avg_sq") for group in self.param_groups]
-        norms = [torch.linalg.vector_norm(grad) for _, grads, _, _ in taken for grad in grads]
-        if not norms:
+        every = [grad for _, grads, _, _ in taken for grad in grads]
+        if not every:
             return
-        total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
-        for group, (params, grads, firsts, seconds) in zip(self.param_groups, taken, strict=True):
+        total = total_norm(every)
+        for group, tensors in zip(self.param_groups, taken, strict=True):
             group["step"] = group.get("step", 0) + 1
-            if params:
+            for params, grads, firsts, seconds in in_parts(*tensors):
                 limit = group["max_grad_norm"]
                 if limit:
                     # Not `limit / total`: a norm of 0 must leave the gradients as they are.
                     excess = torch.clamp(total / limit, min=1.0)
                     grads = list(torch._foreach_div(grads, [excess.to(grad) for grad in grads]))
-                self._step_group(group, params, grads, firsts, seconds)
+                self._step_part(group, params, grads, firsts, seconds)
 
     def _values(self, params: list[Tensor]) -> list[Tensor]:
         """Return what is stepped."""
-        return wide_copies(params)
+        return widened(params)
 
-    def _step_group(
+    def _step_part(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], firsts: list[Tensor],
         seconds: list[Tensor],
     ) -> None:  # fmt: skip

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoamp.optimizers.groups import scaling_of, wide_copies
+from autoamp.gradients import widened
+from autoamp.optimizers.groups import scaling_of, wide_copy
 from autoamp.optimizers.lamb import FusedLAMB
 
 __all__ = ["FusedMixedPrecisionLamb"]
@@ -94,16 +95,12 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
     def _prepared(self, group: dict[str, Any], grads: list[Tensor]) -> list[Tensor]:
         inverse = self._inverse_scale
-        return grads if inverse is None else [grad * inverse.to(grad) for grad in grads]
+        return grads if inverse is None else [grad * inverse.to(grad) for grad in widened(grads)]
 
     def _values(self, params: list[Tensor]) -> list[Tensor]:
-        values = []
-        for param in params:
-            state = self.state[param]
-            if param.dtype is not self.reduced_precision_dtype:
-                values.extend(wide_copies([param]))
-                continue
-            if "master_param" not in state:
-                (state["master_param"],) = wide_copies([param])
-            values.append(state["master_param"])
-        return values
+        reduced = [param for param in params if param.dtype is self.reduced_precision_dtype]
+        for param in reduced:
+            if "master_param" not in self.state[param]:
+                self.state[param]["master_param"] = wide_copy(param)
+        masters = {id(param): self.state[param]["master_param"] for param in reduced}
+        return widened(masters.get(id(param), param) for param in params)

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autoamp.gradients import widened
 from autoamp.optimizers.formulas import blended_norms, corrections, gradient_norms, novograd_
-from autoamp.optimizers.groups import FusedOptimizer, require, wide_copies, write_back
+from autoamp.optimizers.groups import FusedOptimizer, require, write_back
 
 __all__ = ["FusedNovoGrad"]
 
@@ -66,17 +67,16 @@ class FusedNovoGrad(FusedOptimizer):
     def _step(self) -> None:
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
-            params, grads, firsts = self._tensors(group, "exp_avg")
-            if not params:
-                continue
-            (beta1, beta2), values = group["betas"], wide_copies(params)
-            novograd_(
-                values, grads, firsts, self._norms(group, params, grads), lr=float(group["lr"]), beta1=beta1,
-                weight=1.0 - beta1 if group["grad_averaging"] else 1.0, eps=group["eps"], decay=group["weight_decay"],
-                biases=corrections(beta1, beta2, group["step"], group["bias_correction"]),
-                inside=self.reg_inside_moment,
-            )  # fmt: skip
-            write_back(params, values)
+            beta1, beta2 = group["betas"]
+            for params, grads, firsts in self._parts(group, "exp_avg"):
+                values = widened(params)
+                novograd_(
+                    values, grads, firsts, self._norms(group, params, grads), lr=float(group["lr"]), beta1=beta1,
+                    weight=1.0 - beta1 if group["grad_averaging"] else 1.0, eps=group["eps"],
+                    biases=corrections(beta1, beta2, group["step"], group["bias_correction"]),
+                    decay=group["weight_decay"], inside=self.reg_inside_moment,
+                )  # fmt: skip
+                write_back(params, values)
 
     def _norms(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
         """Let the gradients' norms enter their averages, of shape ``()``, and return these."""

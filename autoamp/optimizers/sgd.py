@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import required
 
-from autoamp.optimizers.groups import FusedOptimizer, require, wide_copies, write_back
+from autoamp.gradients import widened
+from autoamp.optimizers.groups import FusedOptimizer, require, write_back
 
 __all__ = ["FusedSGD"]
 
@@ -85,22 +86,22 @@ class FusedSGD(FusedOptimizer):
     def _prepared(self, group: dict[str, Any], grads: list[Tensor]) -> list[Tensor]:
         if self.most_recent_scale == 1.0 or not grads:
             return grads
-        return list(torch._foreach_mul(grads, 1.0 / self.most_recent_scale))
+        return list(torch._foreach_mul(widened(grads), 1.0 / self.most_recent_scale))
 
     def _step(self) -> None:
         for group in self.param_groups:
-            momentum, decay = group["momentum"], group["weight_decay"]
-            params, grads = self._tensors(group)
-            if not params:
-                continue
-            values = wide_copies(params)
-            if decay and not self.wd_after_momentum:
-                grads = list(torch._foreach_add(grads, values, alpha=decay))
-            updates = self._with_momentum(group, params, grads) if momentum else grads
-            if decay and self.wd_after_momentum:
-                updates = list(torch._foreach_add(updates, values, alpha=decay))
-            torch._foreach_add_(values, updates, alpha=-float(group["lr"]))
-            write_back(params, values)
+            for params, grads in self._parts(group):
+                self._step_part(group, params, grads)
+
+    def _step_part(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
+        values, decay = widened(params), group["weight_decay"]
+        if decay and not self.wd_after_momentum:
+            grads = list(torch._foreach_add(grads, values, alpha=decay))
+        updates = self._with_momentum(group, params, grads) if group["momentum"] else grads
+        if decay and self.wd_after_momentum:
+            updates = list(torch._foreach_add(updates, values, alpha=decay))
+        torch._foreach_add_(values, updates, alpha=-float(group["lr"]))
+        write_back(params, values)
 
     def _with_momentum(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
         momentum = group["momentum"]

@@ -227,7 +227,7 @@ def ours(case: Case, batch: Batch, half: torch.dtype) -> Iterator[Step]:
 
 def measured(make: Callable[[], Batch], half: torch.dtype, way: Way) -> Found:
     """Return what a step comes to, on a model made anew from one seed."""
-    _open_libraries()
+    open_libraries()
     torch.manual_seed(0)
     gc.collect()
     before = _settled()
@@ -255,7 +255,7 @@ def _settled() -> int:
 
 
 @functools.cache
-def _open_libraries() -> None:
+def open_libraries() -> None:
     """Let cuBLAS take the memory that it keeps, for forward passes and for the thread of backward ones."""
     layer = nn.Linear(WIDTH, WIDTH, device="cuda")
     x = torch.zeros(BATCH, WIDTH, device="cuda", requires_grad=True)
