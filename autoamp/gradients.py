@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -174,7 +174,7 @@ def _copied(gradient: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def widened(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def widened(tensors: Iterable[Any]) -> list[torch.Tensor]:
     """Return half tensors in fp32, dense ones by one multi-tensor copy, and all others as they are."""
     wide: list[torch.Tensor] = []
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
