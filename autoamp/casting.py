@@ -39,8 +39,8 @@ def on_device(device_type: str) -> Callable[[Tensor], bool]:
     """Return a test of a tensor's device type: where torch has an attribute for it, that costs a third.
 
     Compilers trace it, which they cannot do with `operator.attrgetter`. Where a call has little else to ask, in the
-    loop over arguments and in the replacements of layers and products, it is written out: a call of it for each tensor
-    would be a third more Python frames there.
+    loop over arguments and in the replacements of layers and products, it is written out: called for each tensor it
+    would take `linear` from two Python frames to four, and `einsum` from three to five.
     """
     if device_type == "cuda":
         return lambda tensor: tensor.is_cuda

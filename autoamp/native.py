@@ -17,13 +17,13 @@ from torch.nn import Parameter
 
 from autoamp.casting import Casts, on_device
 from autoamp.patching import offer_shortcut
-from autoamp.pinned_layers import hold_layer
+from autoamp.pinned_layers import pin_layer
 from autoamp.tensors import HALF_DTYPES, PLAIN_TYPES
 from autoamp.torch_private import in_function_mode, is_any_autocast_enabled, tracing_state
 
-__all__ = ["COMPOSITES", "OPS", "build_composite", "build_native"]
+__all__ = ["BUILTINS", "COMPOSITES", "HALF_OPS", "build_composite", "build_to_half"]
 
-_BUILTINS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+BUILTINS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _NAMES = (
     "__matmul__", "addbmm", "addmm", "baddbmm", "bmm", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
     "conv_transpose2d", "conv_transpose3d", "linear", "matmul", "mm",
@@ -32,7 +32,7 @@ _COMPOSITES = (
     "cross_entropy", "cumulative_trapezoid", "inner", "ldexp", "sum_to_size", "trace", "trapezoid", "trapz",
 )  # fmt: skip
 # Whether somebody traces, an autocast region holds, or a mode looks at functions.
-_SPECIAL = (
+SPECIAL_CASES = (
     torch.compiler.is_dynamo_compiling,
     is_any_autocast_enabled,
     in_function_mode,
@@ -43,11 +43,11 @@ _SWITCHES = torch.set_autocast_enabled, torch.set_autocast_cache_enabled, torch.
 # No op above takes a tensor within a tuple or list.
 _SKIPPED = PLAIN_TYPES | {tuple, list}
 
-OPS = frozenset(
+HALF_OPS = frozenset(
     op
     for owner in (torch, Tensor, torch.nn.functional)
     for op in (getattr(owner, name, None) for name in _NAMES)
-    if isinstance(op, _BUILTINS)
+    if isinstance(op, BUILTINS)
 )
 """Ops that return one tensor, draw no random numbers, and that autocast runs in half on a CPU and on CUDA."""
 
@@ -60,27 +60,13 @@ COMPOSITES = frozenset(
 """Functions within which CUDA's autocast casts, later and less than a cast of their arguments would."""
 
 
-def build_native(original: Any, general: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
-    """Build the replacement of one of `OPS` under the policy fp16.
-
-    Args:
-        original: One of `OPS`.
-        general: The replacement that takes whatever is out of the ordinary.
-        casts: The state that the replacement reads; its device type is ``"cpu"`` or ``"cuda"``.
-    """
-    native = _build_any(original, general, casts)
-    if original.__name__.startswith(("linear", "conv")):
-        return _build_layer(original, native, casts)
-    return _build_product(original, native, casts) if original.__name__ in _PRODUCTS else native
-
-
-def _build_layer(original: Any, otherwise: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
+def build_layer(original: Any, otherwise: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
     """The commonest call of all: an input, a weight and maybe a bias, both fp32 parameters, and numbers."""
     local, blocks, cache = casts.local, casts.blocks, casts.cache
     pins, share = cache.pins, cache.share
     target, full, strided, on_cpu = casts.dtype, torch.float32, torch.strided, casts.device_type == "cpu"
     narrow, records = casts.narrow, torch.is_grad_enabled
-    compiling, any_autocast, in_function_mode, trace = _SPECIAL
+    compiling, any_autocast, in_function_mode, trace = SPECIAL_CASES
 
     def layer(x: Tensor, weight: Parameter, bias: Parameter | None, *rest: Any) -> Any:
         # Called where nobody compiles or traces, with arguments of just these types.
@@ -98,17 +84,17 @@ def _build_layer(original: Any, otherwise: Callable[..., Any], casts: Casts) -> 
             return otherwise(x, weight, bias, *rest)
         pin = pins.get(id(weight)) if pins else None
         if pin is not None and not records():
-            held = pin.layer
-            if held is not None and held.op is original and held.bias is bias:
+            pinned = pin.layer
+            if pinned is not None and pinned.op is original and pinned.bias is bias:
                 # What the weight is need not be asked again: somebody promised that it stays.
                 x = x if dtype is target else narrow(x)
-                if held.packed is not None:
-                    result = held.run(x, rest)
+                if pinned.packed is not None:
+                    result = pinned.run(x, rest)
                     if result is not None:
                         return result
-                    if held.narrow_weight is None:
+                    if pinned.narrow_weight is None:
                         return otherwise(x, weight, bias, *rest)
-                return original(x, held.narrow_weight, held.narrow_bias, *rest)
+                return original(x, pinned.narrow_weight, pinned.narrow_bias, *rest)
         if (
             weight.dtype is not full
             or not (weight.is_cpu if on_cpu else weight.is_cuda)
@@ -117,7 +103,7 @@ def _build_layer(original: Any, otherwise: Callable[..., Any], casts: Casts) -> 
         ):
             return otherwise(x, weight, bias, *rest)
         if pin is not None:
-            if not records() and hold_layer(cache, original, narrow, x, weight, bias, rest):
+            if not records() and pin_layer(cache, original, narrow, x, weight, bias, rest):
                 return layer(x, weight, bias, *rest)
             return otherwise(x, weight, bias, *rest)
         entries, narrow_bias = local.entries, None
@@ -126,7 +112,8 @@ def _build_layer(original: Any, otherwise: Callable[..., Any], casts: Casts) -> 
         elif dtype is full:
             x = share(x, narrow)
         if entries is not None and id(weight) in entries:
-            # It was used before in this module call: now its cast is worth keeping.
+            # It was used before in this module call: now its cast is worth keeping. That and the device are asked here,
+            # since a function for either would take `linear` from two Python frames to four.
             if bias is not None:
                 narrow_bias = cache.cast(bias, narrow)
             return original(x, cache.cast(weight, narrow), narrow_bias, *rest)
@@ -160,7 +147,7 @@ def _build_product(original: Any, otherwise: Callable[..., Any], casts: Casts) -
     """A product of two matrices, which are tensors and no parameters as a rule."""
     local, blocks = casts.local, casts.blocks
     target, full, strided, on_cpu = casts.dtype, torch.float32, torch.strided, casts.device_type == "cpu"
-    compiling, any_autocast, in_function_mode, trace = _SPECIAL
+    compiling, any_autocast, in_function_mode, trace = SPECIAL_CASES
     call = _under_autocast(original, otherwise, casts)
     device_type, usual = casts.device_type, torch.get_autocast_dtype(casts.device_type) is target
     switch, switch_cache, caches = _SWITCHES
@@ -206,7 +193,7 @@ def _build_any(original: Any, general: Callable[..., Any], casts: Casts) -> Call
     local, blocks, pins, skipped = casts.local, casts.blocks, casts.cache.pins, _SKIPPED
     target, full, strided, on_cpu = casts.dtype, torch.float32, torch.strided, casts.device_type == "cpu"
     records = torch.is_grad_enabled
-    compiling, any_autocast, in_function_mode, trace = _SPECIAL
+    compiling, any_autocast, in_function_mode, trace = SPECIAL_CASES
     call = _under_autocast(original, general, casts)
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
@@ -253,6 +240,20 @@ def _build_any(original: Any, general: Callable[..., Any], casts: Casts) -> Call
     return replacement
 
 
+def build_to_half(original: Any, general: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
+    """Build the replacement of one of `HALF_OPS` under the policy fp16.
+
+    Args:
+        original: One of `HALF_OPS`.
+        general: The replacement that takes whatever is out of the ordinary.
+        casts: The state that the replacement reads; its device type is ``"cpu"`` or ``"cuda"``.
+    """
+    native = _build_any(original, general, casts)
+    if original.__name__.startswith(("linear", "conv")):
+        return build_layer(original, native, casts)
+    return _build_product(original, native, casts) if original.__name__ in _PRODUCTS else native
+
+
 def build_composite(original: Any, general: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
     """Build the replacement of one of `COMPOSITES` under the policies fp32 and promote.
 
@@ -262,7 +263,7 @@ def build_composite(original: Any, general: Callable[..., Any], casts: Casts) ->
         casts: The state that the replacement reads.
     """
     local, blocks, here = casts.local, casts.blocks, on_device(casts.device_type)
-    compiling, any_autocast, in_function_mode, trace = _SPECIAL
+    compiling, any_autocast, in_function_mode, trace = SPECIAL_CASES
     device_type, target, strided = casts.device_type, casts.dtype, torch.strided
     switch, switch_cache, caches = _SWITCHES
     dtype_of, give_dtype = torch.get_autocast_dtype, torch.set_autocast_dtype

@@ -358,8 +358,8 @@ def _module_globals(
         # Some programs keep other things than modules in sys.modules; their attributes may be computed.
         if not isinstance(module, types.ModuleType) or skip(name):
             continue
-        held = vars(module).copy()
+        names = vars(module).copy()
         # Most modules hold none: told in one sweep, since a large program has hundreds of thousands of globals.
-        if not wanted.keys().isdisjoint(map(id, held.values())):
-            found += [(name, module, attribute, value) for attribute, value in held.items() if id(value) in wanted]
+        if not wanted.keys().isdisjoint(map(id, names.values())):
+            found += [(name, module, attribute, value) for attribute, value in names.items() if id(value) in wanted]
     return found

@@ -22,10 +22,10 @@ __all__ = [
     "PinnedLayer",
     "PinnedLinear",
     "can_pack",
-    "hold_layer",
-    "keep_layer",
-    "kept_casts",
-    "nobody_looks_on",
+    "keep_with_pins",
+    "lasting_casts",
+    "may_call_onednn",
+    "pin_layer",
 ]
 
 # Torch hands a smaller product of matrices to no library, so packing it would take another kernel. Products somewhat
@@ -35,6 +35,48 @@ _SMALLEST = 16 * 16 * 16
 _SMALL_WEIGHT = 1 << 16
 # Outputs of a convolution up to this size, or an eighth of the weight's, are sooner copied than the weight reordered.
 _SMALL_OUTPUT = 1 << 14
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Tell whether oneDNN packs weights of this dtype, on this CPU."""
+    return (
+        weight.dtype is torch.bfloat16
+        and weight.is_cpu
+        and weight.numel() > 0
+        and torch.backends.mkldnn.is_available()
+        and mkldnn.has_bf16()
+    )
+
+
+def may_call_onednn(x: Tensor) -> bool:
+    """Tell whether an op of oneDNN's own may be called for ``x``: no derivative, transform or mode would miss torch's.
+
+    And whether the user lets torch call oneDNN at all.
+    """
+    return (
+        x.is_cpu
+        and not x.is_nested
+        and mkldnn_enabled()
+        and not in_dual_level()
+        and not is_transformed(x)
+        and not dispatch_modes()
+    )
+
+
+def image_strides(shape: torch.Size) -> tuple[int, ...]:
+    """Return the strides of images in torch's usual layout: a tensor that also is in another may be taken for that."""
+    _, channels, height, width = shape
+    return channels * height * width, height * width, width, 1
+
+
+def is_alike_in_both_directions(rest: tuple[Any, ...]) -> bool:
+    """Tell whether a convolution's stride and padding are pairs of the same number twice, and the rest is 1."""
+    if len(rest) != 4 or rest[2] != (1, 1) or type(rest[3]) is not int or rest[3] != 1:
+        return False
+    return all(
+        type(pair) is tuple and len(pair) == 2 and type(pair[0]) is type(pair[1]) is int and least <= pair[0] == pair[1]
+        for pair, least in zip(rest[:2], (1, 0), strict=True)
+    )
 
 
 class PinnedLayer:
@@ -87,7 +129,7 @@ class PinnedLinear(PinnedLayer):
 
     def run(self, x: Tensor, rest: tuple[Any, ...]) -> Tensor | None:
         """Return ``linear`` of ``x``."""
-        if not nobody_looks_on(x) or x.shape[-1:] != (self.width,):
+        if not may_call_onednn(x) or x.shape[-1:] != (self.width,):
             return None
         result: Tensor = mkldnn.linear(x, self.packed, self.narrow_bias, "none", [], "")
         return result
@@ -109,8 +151,8 @@ class PinnedConv2d(PinnedLayer):
             mkldnn.conv is None
             or weight.dim() != 4
             or weight.shape[2] != weight.shape[3]
-            or weight.stride() != _strides(weight.shape)
-            or not _is_alike_in_both_directions(rest)
+            or weight.stride() != image_strides(weight.shape)
+            or not is_alike_in_both_directions(rest)
         ):
             return
         stride, padding, dilation, groups = self.rest = rest
@@ -126,14 +168,14 @@ class PinnedConv2d(PinnedLayer):
 
     def run(self, x: Tensor, rest: tuple[Any, ...]) -> Tensor | None:
         """Return ``conv2d`` of ``x``."""
-        if not nobody_looks_on(x) or rest != self.rest:
+        if not may_call_onednn(x) or rest != self.rest:
             return None
         shape = x.shape
         known, strides = self.known
         if shape != known:
             if not self._pays(shape):
                 return None
-            strides = _strides(shape)
+            strides = image_strides(shape)
             self.known = shape, strides
         if x.stride() != strides:
             return None
@@ -155,7 +197,7 @@ class PinnedConv2d(PinnedLayer):
 _KINDS: dict[Any, Any] = {F.linear: PinnedLinear, torch.conv2d: PinnedConv2d}
 
 
-def hold_layer(
+def pin_layer(
     cache: CastCache,
     original: Any,
     narrow: Callable[[Tensor], Tensor],
@@ -180,15 +222,15 @@ def hold_layer(
     """
     parameters = (weight,) if bias is None else (weight, bias)
     pins: list[Any] = [cache.pins.get(id(parameter)) for parameter in parameters]
-    narrowed = None if None in pins or pins[0].layer is not None else kept_casts(parameters, narrow)
+    narrowed = None if None in pins or pins[0].layer is not None else lasting_casts(parameters, narrow)
     if narrowed is None:
         return False
     with torch.inference_mode(False), torch.no_grad():
         layer = _KINDS.get(original, PinnedLayer)(original, parameters, narrowed, x, rest)
-    return keep_layer(cache, layer, pins)
+    return keep_with_pins(cache, layer, pins)
 
 
-def keep_layer(cache: CastCache, layer: Any, pins: Sequence[Any]) -> bool:
+def keep_with_pins(cache: CastCache, layer: Any, pins: Sequence[Any]) -> bool:
     """Keep what was made of ``layer.parameters`` with the first one's pin, if their pins are still these."""
     with cache.lock:
         # A block may have ended in another thread meanwhile.
@@ -198,51 +240,9 @@ def keep_layer(cache: CastCache, layer: Any, pins: Sequence[Any]) -> bool:
     return True
 
 
-def kept_casts(parameters: Sequence[Tensor], narrow: Callable[[Tensor], Tensor]) -> list[Tensor] | None:
+def lasting_casts(parameters: Sequence[Tensor], narrow: Callable[[Tensor], Tensor]) -> list[Tensor] | None:
     """Cast parameters so that the casts serve whoever comes later; None where they cannot."""
     if any(parameter.layout is not torch.strided for parameter in parameters):
         return None
     narrowed = [cast_for_any_mode(parameter, narrow) for parameter in parameters]
     return narrowed if all(map(serves_others, narrowed)) else None
-
-
-def nobody_looks_on(x: Tensor) -> bool:
-    """Tell whether an op of oneDNN's own may be called for ``x``: no derivative, transform or mode would miss torch's.
-
-    And whether the user lets torch call oneDNN at all.
-    """
-    return (
-        x.is_cpu
-        and not x.is_nested
-        and mkldnn_enabled()
-        and not in_dual_level()
-        and not is_transformed(x)
-        and not dispatch_modes()
-    )
-
-
-def can_pack(weight: Tensor) -> bool:
-    """Tell whether oneDNN packs weights of this dtype, on this CPU."""
-    return (
-        weight.dtype is torch.bfloat16
-        and weight.is_cpu
-        and weight.numel() > 0
-        and torch.backends.mkldnn.is_available()
-        and mkldnn.has_bf16()
-    )
-
-
-def _strides(shape: torch.Size) -> tuple[int, ...]:
-    """Return the strides of images in torch's usual layout: a tensor that also is in another may be taken for that."""
-    _, channels, height, width = shape
-    return channels * height * width, height * width, width, 1
-
-
-def _is_alike_in_both_directions(rest: tuple[Any, ...]) -> bool:
-    """Tell whether a convolution's stride and padding are pairs of the same number twice, and the rest is 1."""
-    if len(rest) != 4 or rest[2] != (1, 1) or type(rest[3]) is not int or rest[3] != 1:
-        return False
-    return all(
-        type(pair) is tuple and len(pair) == 2 and type(pair[0]) is type(pair[1]) is int and least <= pair[0] == pair[1]
-        for pair, least in zip(rest[:2], (1, 0), strict=True)
-    )

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from autoamp.cast_cache import CastCache
 from autoamp.casting import Casts
-from autoamp.pinned_layers import can_pack, keep_layer, kept_casts, nobody_looks_on
+from autoamp.pinned_layers import can_pack, keep_with_pins, lasting_casts, may_call_onednn
 from autoamp.torch_private import in_function_mode, is_any_autocast_enabled, mkldnn, tracing_state
 
 __all__ = ["LSTM", "PinnedLSTM", "build_lstm"]
@@ -126,41 +126,43 @@ def build_lstm(original: Any, otherwise: Callable[..., Any], casts: Casts) -> Ca
             return otherwise(*args)
         narrowed: list[Any] = []
         for tensor in (x, *hidden):
-            if type(tensor) is not Tensor or tensor.dim() != 3 or not nobody_looks_on(tensor):
+            if type(tensor) is not Tensor or tensor.dim() != 3 or not may_call_onednn(tensor):
                 return otherwise(*args)
             if tensor.dtype is not target:
                 if tensor.dtype is not full or tensor.layout is not strided:
                     return otherwise(*args)
                 tensor = narrow(tensor)
             narrowed.append(tensor)
-        held = _held(cache, weights, x, directions, narrow)
+        pinned = _pinned(cache, weights, x, directions, narrow)
         result = (
-            None if held is None else held.run(*narrowed, bidirectional=directions == 2, batch_first=bool(batch_first))
+            None
+            if pinned is None
+            else pinned.run(*narrowed, bidirectional=directions == 2, batch_first=bool(batch_first))
         )
         return otherwise(*args) if result is None else result
 
     return replacement
 
 
-def _held(
+def _pinned(
     cache: CastCache, weights: list[Any], x: Tensor, directions: int, narrow: Callable[[Tensor], Tensor]
 ) -> PinnedLSTM | None:
     """Return the packed weights, made at their first use; None where one is not promised to stay, or not packed."""
     pin = cache.pins.get(id(weights[0]))
     if pin is None:
         return None
-    held = pin.layer
-    if held is not None:
-        if type(held) is not PinnedLSTM or len(weights) != len(held.parameters):
+    pinned = pin.layer
+    if pinned is not None:
+        if type(pinned) is not PinnedLSTM or len(weights) != len(pinned.parameters):
             return None
-        return held if all(map(operator.is_, weights, held.parameters)) else None
+        return pinned if all(map(operator.is_, weights, pinned.parameters)) else None
     pins = [cache.pins.get(id(weight)) for weight in weights]
-    narrowed = kept_casts(weights, narrow) if None not in pins and _are_weights(weights, directions) else None
+    narrowed = lasting_casts(weights, narrow) if None not in pins and _are_weights(weights, directions) else None
     if mkldnn.lstm is None or narrowed is None or not all(map(can_pack, narrowed)):
         return None
     with torch.inference_mode(False), torch.no_grad():
-        held = PinnedLSTM(weights, narrowed, x, directions)
-    return held if keep_layer(cache, held, pins) else None
+        pinned = PinnedLSTM(weights, narrowed, x, directions)
+    return pinned if keep_with_pins(cache, pinned, pins) else None
 
 
 def _are_weights(weights: list[Any], directions: int) -> bool:

@@ -20,13 +20,13 @@ from torch.nn import Parameter
 from autoamp.casting import Casts, SparseArgument, cast_call, on_device
 from autoamp.cudnn_rnn import LAYERS, build_recurrent
 from autoamp.errors import BannedFunctionError, warn_user
-from autoamp.native import COMPOSITES, OPS, build_composite, build_native
+from autoamp.native import BUILTINS, COMPOSITES, HALF_OPS, build_composite, build_to_half
 from autoamp.patching import dress
 from autoamp.pinned_lstm import LSTM, build_lstm
 from autoamp.rules import CastPolicy
 from autoamp.tensors import HALF_DTYPES, PLAIN_TYPES, iter_tensors, map_tensors
 from autoamp.torch_private import flatten_recurrent_weights, is_any_autocast_enabled
-from autoamp.written import build_sparing, written_by
+from autoamp.written import build_mutating, mutation_of
 
 __all__ = ["build"]
 
@@ -45,7 +45,6 @@ _ORDERS = frozenset({None, "fro", 0, 1, 2, math.inf, -math.inf})
 _MATRIX_ORDERS = frozenset({None, "fro", 1, -1, math.inf, -math.inf})
 _ORDER_TYPES = frozenset({int, float, str, type(None)})
 _OF_MATRICES = torch.linalg.matrix_norm, torch.linalg.norm
-_BUILTINS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 
 
 def build(
@@ -94,15 +93,15 @@ def _by_policy(original: Any, policy: CastPolicy, casts: Casts, functional: Any)
     cast_all = casts.promote if policy is CastPolicy.PROMOTE else functools.partial(cast_call, cast_args)
     if functional is not None:
         return _inplace(original, functional, cast_all, casts)
-    written, given = written_by(original), original
-    if policy is CastPolicy.FP32 and not isinstance(original, _BUILTINS):
+    mutation, given = mutation_of(original), original
+    if policy is CastPolicy.FP32 and not isinstance(original, BUILTINS):
         # fp32 is a promise on the whole of a composite function, whatever its body calls.
         original = casts.local.with_casts_off(original)
-    if written is not None:
-        return build_sparing(original, cast_all, casts, written, to_half=policy is CastPolicy.FP16)
+    if mutation is not None:
+        return build_mutating(original, cast_all, casts, mutation, to_half=policy is CastPolicy.FP16)
     promotes = policy is CastPolicy.PROMOTE
     general = _promoting(original, casts) if promotes else _casting(original, policy, casts)
-    if not isinstance(given, (*_BUILTINS, types.FunctionType)):
+    if not isinstance(given, (*BUILTINS, types.FunctionType)):
         # No op of torch, and maybe an object that has no hash.
         return general
     if policy is CastPolicy.FP16:
@@ -116,8 +115,8 @@ def _by_policy(original: Any, policy: CastPolicy, casts: Casts, functional: Any)
 
 def _own_to_half(op: Any, general: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
     """The replacement of an op that has one of its own under the policy fp16; the general one of any other."""
-    if op in OPS and casts.device_type in ("cpu", "cuda"):
-        return build_native(op, general, casts)
+    if op in HALF_OPS and casts.device_type in ("cpu", "cuda"):
+        return build_to_half(op, general, casts)
     if op in _CELLS:
         return _keeping_at_once(general, casts)
     if op in LAYERS and casts.device_type == "cuda" and flatten_recurrent_weights is not None:

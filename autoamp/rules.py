@@ -49,21 +49,21 @@ _ARRAYS = tuple(policy for policy in CastPolicy if policy is not CastPolicy.BANN
 _KEYS = ("schema", "extends", *(policy.value for policy in CastPolicy), "modules", "versions", "devices")
 
 
-def _nearest(word: object, valid: Collection[str]) -> str:
+def nearest(word: object, valid: Collection[str]) -> str:
     close = difflib.get_close_matches(str(word), sorted(valid), n=3)
     return f"did you mean {' or '.join(map(repr, close))}?" if close else "nothing near that name is known."
 
 
-def _choices(valid: Collection[str]) -> str:
+def choices(valid: Collection[str]) -> str:
     return ", ".join(map(repr, valid))
 
 
-def _fail(origin: Origin, message: str) -> NoReturn:
+def fail(origin: Origin, message: str) -> NoReturn:
     raise ListFileError(message, origin.path, origin.line)
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class Source:
     """What holds a list set: its name, where its relative paths start, its lines, and the key that it lies under."""
 
     name: str
@@ -76,15 +76,15 @@ class _Source:
         return Origin(self.name, self.lines.of(self.under + path, item) if self.lines else None, self.shipped)
 
 
-class _ListSet:
+class ListSet:
     """One list set, checked as it is built: its own rules, and the sets that it names (`extends` may be None)."""
 
-    def __init__(self, source: _Source, data: Mapping[str, object], *, schema_needed: bool = False) -> None:
+    def __init__(self, source: Source, data: Mapping[str, object], *, schema_needed: bool = False) -> None:
         self.source = source
         valid = (*_KEYS, "lists") if source.under else _KEYS
         for key in data:
             if key not in valid:
-                _fail(source.at(str(key)), f"unknown key {key!r}; {_nearest(key, valid)} Valid: {_choices(valid)}")
+                fail(source.at(str(key)), f"unknown key {key!r}; {nearest(key, valid)} Valid: {choices(valid)}")
         self._check_schema(data, schema_needed)
         self._seen: dict[str, CastRule] = {}
         for policy in _ARRAYS:
@@ -106,7 +106,7 @@ class _ListSet:
         schema = data.get("schema", None if needed else SCHEMA)
         if type(schema) is not int or schema != SCHEMA:
             found = f"schema={schema!r} ({type(schema).__name__}) is unknown" if "schema" in data else "no schema"
-            _fail(self.source.at("schema"), f"{found}; this version reads 'schema = {SCHEMA}'")
+            fail(self.source.at("schema"), f"{found}; this version reads 'schema = {SCHEMA}'")
 
     def _strings(
         self, data: Mapping[str, object], key: str, *, lone: bool = False, above: tuple[str, ...] = ()
@@ -145,33 +145,33 @@ class _ListSet:
         for target, versions in self._entries(data, "versions"):
             origin = self.source.at("versions", target)
             if target not in self._seen:
-                _fail(origin, f"{target!r} under versions has no rule here; {_nearest(target, self._seen)}")
+                fail(origin, f"{target!r} under versions has no rule here; {nearest(target, self._seen)}")
             if not is_version_limit(versions):
-                _fail(origin, f"{target!r} under versions has {versions!r}; write '>=2.13', '<2.14' or '>=2.12,<2.14'")
+                fail(origin, f"{target!r} under versions has {versions!r}; write '>=2.13', '<2.14' or '>=2.12,<2.14'")
             self._seen[target] = replace(self._seen[target], versions=versions)
 
     def _limit_devices(self, data: Mapping[str, object]) -> None:
         for target, devices in self._entries(data, "devices"):
             origin = self.source.at("devices", target)
             if target not in self._seen:
-                _fail(origin, f"{target!r} under devices has no rule here; {_nearest(target, self._seen)}")
+                fail(origin, f"{target!r} under devices has no rule here; {nearest(target, self._seen)}")
             types = tuple(part.strip() for part in devices.split(","))
             if not DEVICE_TYPES.issuperset(types):
-                remedy = f"write one of {_choices(sorted(DEVICE_TYPES))}, or several with commas between"
-                _fail(origin, f"{target!r} under devices has {devices!r}; {remedy}")
+                remedy = f"write one of {choices(sorted(DEVICE_TYPES))}, or several with commas between"
+                fail(origin, f"{target!r} under devices has {devices!r}; {remedy}")
             self._seen[target] = replace(self._seen[target], devices=types)
 
     def _fail_type(self, key: str, wanted: str, value: object, origin: Origin) -> NoReturn:
-        _fail(origin, f"{key} must be {wanted}; got {value!r} ({type(value).__name__})")
+        fail(origin, f"{key} must be {wanted}; got {value!r} ({type(value).__name__})")
 
     def _add_rule(self, rule: CastRule) -> None:
         target, policy, origin = rule.target, rule.policy, rule.origin
         if not all(part.isidentifier() for part in target.split(".")):
             remark = "write a bare op name such as 'softmax', or a dotted name such as 'mypkg.losses.focal_loss'"
-            _fail(origin, f"{target!r} under {policy.value} is no target; {remark}")
+            fail(origin, f"{target!r} under {policy.value} is no target; {remark}")
         if (first := self._seen.get(target)) is not None:
             both = f"{first.policy.value} ({first.origin}) and again under {policy.value} ({origin})"
-            _fail(origin, f"{target!r} is under {both}; an op has one policy: remove one of the two")
+            fail(origin, f"{target!r} is under {both}; an op has one policy: remove one of the two")
         self._seen[target] = rule
 
     def _module_rules(self, data: Mapping[str, object]) -> Iterator[ModuleRule]:
@@ -180,36 +180,36 @@ class _ListSet:
             origin = self.source.at("modules", pattern)
             if pattern.split() != [pattern]:
                 remark = "write a path such as 'encoder.layers.0.*', or a class such as 'torch.nn.BatchNorm2d'"
-                _fail(origin, f"{pattern!r} under modules is no pattern; {remark}")
+                fail(origin, f"{pattern!r} under modules is no pattern; {remark}")
             if value not in valid:
-                _fail(origin, f"{pattern!r} under modules has {value!r}; choose {_choices(valid)}")
+                fail(origin, f"{pattern!r} under modules has {value!r}; choose {choices(valid)}")
             yield ModuleRule(pattern, ModulePrecision(value), origin)
 
 
-def _read(path: Path | Traversable, name: str, asked_by: Origin) -> _ListSet:
+def _read(path: Path | Traversable, name: str, asked_by: Origin) -> ListSet:
     """Read and check a list file; `asked_by` is blamed for one that is not there."""
     try:
         data, lines = parse_toml(path.read_bytes())
     except TomlError as error:
         raise ListFileError(str(error), name, error.line) from error
     except (OSError, ValueError) as error:
-        remedy = f"give the path of a list file, or a shipped set: {_choices(shipped_sets())}"
+        remedy = f"give the path of a list file, or a shipped set: {choices(shipped_sets())}"
         raise ListFileError(f"{name!r} cannot be read ({error}); {remedy}", asked_by.path, asked_by.line) from error
-    return _ListSet(_Source(name, Path(name).parent, asked_by.shipped, lines), data, schema_needed=True)
+    return ListSet(Source(name, Path(name).parent, asked_by.shipped, lines), data, schema_needed=True)
 
 
-def _read_named(ref: str, asked_by: Origin, folder: Path) -> _ListSet:
+def _read_named(ref: str, asked_by: Origin, folder: Path) -> ListSet:
     """Read a shipped set by its name, or a file by its path."""
     if not _is_name(ref):
         path = Path(os.path.abspath(folder / ref))
         return _read(path, str(path), replace(asked_by, shipped=False))
     if ref not in (valid := shipped_sets()):
-        remedy = f"Choose {_choices(valid)}, or give a path: it has a separator or ends in '.toml'"
-        _fail(asked_by, f"list set {ref!r} is unknown; {_nearest(ref, valid)} {remedy}")
+        remedy = f"Choose {choices(valid)}, or give a path: it has a separator or ends in '.toml'"
+        fail(asked_by, f"list set {ref!r} is unknown; {nearest(ref, valid)} {remedy}")
     return _read(_shipped_folder() / f"{ref}.toml", f"lists/{ref}.toml", replace(asked_by, shipped=True))
 
 
-def _read_pyproject(path: Path) -> _ListSet | None:
+def _read_pyproject(path: Path) -> ListSet | None:
     """Return the set under `[tool.autoamp]`, or None where there is no such table."""
     try:
         raw = path.read_bytes()
@@ -222,13 +222,13 @@ def _read_pyproject(path: Path) -> _ListSet | None:
     tool = data.get("tool")
     if not isinstance(tool, dict) or (table := tool.get("autoamp")) is None:
         return None
-    source = _Source(str(path), path.parent, lines=lines, under=("tool", "autoamp"))
+    source = Source(str(path), path.parent, lines=lines, under=("tool", "autoamp"))
     if not isinstance(table, dict):
-        _fail(source.at(), f"tool.autoamp must be a table; got {table!r} ({type(table).__name__})")
-    return _ListSet(source, table)
+        fail(source.at(), f"tool.autoamp must be a table; got {table!r} ({type(table).__name__})")
+    return ListSet(source, table)
 
 
-def _discover(start: Path) -> _ListSet | None:
+def _discover(start: Path) -> ListSet | None:
     """Return the list set of the nearest folder, upwards from `start`, that has one."""
     for folder in (start, *start.parents):
         project, pyproject = folder / PROJECT_FILE, folder / "pyproject.toml"
@@ -236,7 +236,7 @@ def _discover(start: Path) -> _ListSet | None:
         if os.path.isfile(project):
             origin = Origin(str(project), None, False)
             if found is not None:
-                _fail(origin, f"{PROJECT_FILE} and [tool.autoamp] of {pyproject} lie in one folder; keep one of them")
+                fail(origin, f"{PROJECT_FILE} and [tool.autoamp] of {pyproject} lie in one folder; keep one of them")
             found = _read(project, str(project), origin)
         if found is not None:
             return found
@@ -279,15 +279,15 @@ class _Layers:
             case str() | os.PathLike():
                 self.add_own(_read_named(os.path.join(folder, os.fsdecode(lists)), asked_by, folder))
             case Mapping():
-                self.add_own(_ListSet(_Source(asked_by.path, folder), lists))
+                self.add_own(ListSet(Source(asked_by.path, folder), lists))
             case list() | tuple():
                 for item in lists:
                     self.add(item, asked_by, folder)
             case _:
                 remedy = "give a shipped set's name, a path, a mapping, a CastTable, or a list of those"
-                _fail(asked_by, f"{lists!r} ({type(lists).__name__}) is no list; {remedy}")
+                fail(asked_by, f"{lists!r} ({type(lists).__name__}) is no list; {remedy}")
 
-    def add_own(self, found: _ListSet) -> None:
+    def add_own(self, found: ListSet) -> None:
         """Add what a file or mapping names and extends, then its own rules."""
         for item, ref in enumerate(found.lists):
             self.add(ref, found.source.at("lists", item=item), found.source.folder)
@@ -301,12 +301,12 @@ class _Layers:
         name = found.source.name
         if name in chain:
             cycle = " -> ".join((*chain[chain.index(name) :], name))
-            _fail(asked_by, f"extends in a circle: {cycle}; take one of these out")
+            fail(asked_by, f"extends in a circle: {cycle}; take one of these out")
         if name not in self.bases:
             self._extend(found, (*chain, name))
             self.bases[name] = found.own
 
-    def _extend(self, found: _ListSet, chain: tuple[str, ...]) -> None:
+    def _extend(self, found: ListSet, chain: tuple[str, ...]) -> None:
         self.base_chosen |= found.extends is not None
         for item, ref in enumerate(found.extends or ()):
             self.add_base(ref, found.source.at("extends", item=item), found.source.folder, chain)
@@ -384,6 +384,6 @@ def check_bare_names(table: CastTable, known: Collection[str]) -> tuple[CastRule
     lacking = tuple(rule for rule in table.rules if rule.bare and rule.target not in known)
     for rule in lacking:
         if not rule.origin.shipped:
-            remedy = f"{_nearest(rule.target, known)} Any other function takes its dotted name"
-            _fail(rule.origin, f"unknown op {rule.target!r} under {rule.policy.value}; {remedy}")
+            remedy = f"{nearest(rule.target, known)} Any other function takes its dotted name"
+            fail(rule.origin, f"unknown op {rule.target!r} under {rule.policy.value}; {remedy}")
     return lacking

@@ -119,8 +119,8 @@ class CastTable:
 
     def on(self, device_type: str) -> CastTable:
         """Return this table without the rules that hold on other device types alone."""
-        held = tuple(rule for rule in self.rules if not rule.devices or device_type in rule.devices)
-        return self if len(held) == len(self.rules) else replace(self, rules=held)
+        rules = tuple(rule for rule in self.rules if not rule.devices or device_type in rule.devices)
+        return self if len(rules) == len(self.rules) else replace(self, rules=rules)
 
     def policy_of(self, target: str) -> CastRule | None:
         """Return the rule written for exactly this target, or None. A bare name is not matched to a dotted one."""

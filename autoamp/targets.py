@@ -87,19 +87,19 @@ def known_ops() -> frozenset[str]:
     """Return every name that a bare rule may use: the callables of torch's public namespaces that are no classes."""
     names = set()
     for namespace in _namespaces():
-        for name, value in _names_held(namespace).items():
+        for name, value in _attributes(namespace).items():
             is_public = namespace is torch.Tensor or not name.startswith("__")
             if is_public and callable(value) and not isinstance(value, type):
                 names.add(name)
     return frozenset(names)
 
 
-def _names_held(namespace: Any) -> dict[str, Any]:
-    """Return what a module or a class holds by name, inherited attributes included, as it stands there."""
-    held: dict[str, Any] = {}
+def _attributes(namespace: Any) -> dict[str, Any]:
+    """Return the attributes of a module or a class, inherited ones included, as they stand there."""
+    attributes: dict[str, Any] = {}
     for base in reversed(namespace.__mro__) if isinstance(namespace, type) else [namespace]:
-        held.update(vars(base))
-    return held
+        attributes.update(vars(base))
+    return attributes
 
 
 def expand(table: CastTable) -> Expansion:
@@ -118,7 +118,7 @@ def expand(table: CastTable) -> Expansion:
     places: dict[tuple[int, str], Target] = {}
     patched: set[str] = set()
     deferred: list[CastRule] = []
-    spaces = [(namespace, _names_held(namespace)) for namespace in _namespaces()]
+    spaces = [(namespace, _attributes(namespace)) for namespace in _namespaces()]
     for rule in table.rules:
         if rule.target in lacking_targets:
             continue
@@ -171,8 +171,8 @@ def target_at(parent: Any, attribute: str, rule: CastRule) -> Target:
         ListFileError: The attribute is nothing that is called.
     """
     # Of a class the descriptor itself is patched; of an object, what a call through the object finds.
-    held = inspect.getattr_static(parent, attribute) if isinstance(parent, type) else getattr(parent, attribute)
-    original = original_of(held)
+    found = inspect.getattr_static(parent, attribute) if isinstance(parent, type) else getattr(parent, attribute)
+    original = original_of(found)
     if isinstance(original, type):
         parent, attribute, original = _method_of(original, rule)
     if not callable(original) and not isinstance(original, (staticmethod, classmethod)):
@@ -195,7 +195,7 @@ def _spellings(rule: CastRule, spaces: list[tuple[Any, dict[str, Any]]]) -> Iter
 
     Args:
         rule: A rule on a bare name.
-        spaces: torch's public namespaces, each with what it holds by name.
+        spaces: torch's public namespaces, each with its attributes.
     """
     for name in _names(rule.target):
         if name != rule.target and rule.policy is CastPolicy.FP16:
@@ -203,12 +203,12 @@ def _spellings(rule: CastRule, spaces: list[tuple[Any, dict[str, Any]]]) -> Iter
             # But half factors, which the program knows nothing of, are no error.
             rule = replace(rule, policy=CastPolicy.PROMOTE)
         in_torch = None
-        for namespace, held in spaces:
-            original = _callable(held.get(name))
+        for namespace, attributes in spaces:
+            original = _callable(attributes.get(name))
             if original is None:
                 continue
             in_torch = original if namespace is torch else in_torch
-            functional = _functional_in(held, name)
+            functional = _functional_in(attributes, name)
             if functional is None and name != rule.target:
                 # Nothing to derive it from: `normal_` fills, and no `Tensor.normal` computes what it fills with.
                 continue
@@ -233,7 +233,7 @@ def _definition(original: Any, name: str, rule: CastRule) -> Iterator[Target]:
 def _callable_at(namespace: Any, name: str) -> Any:
     if namespace is RECURRENT:
         return _callable(getattr(namespace, name, None) if hasattr(torch, name) else None)
-    return _callable(_names_held(namespace).get(name))
+    return _callable(_attributes(namespace).get(name))
 
 
 def _callable(value: Any) -> Any:
@@ -258,12 +258,12 @@ def _functional(parent: Any, attribute: str) -> Any:
         return None if name is None else _callable_at(parent, name)
     if not any(parent is namespace for namespace in _namespaces()):
         return None
-    return _functional_in(_names_held(parent), attribute)
+    return _functional_in(_attributes(parent), attribute)
 
 
-def _functional_in(held: dict[str, Any], attribute: str) -> Any:
+def _functional_in(attributes: dict[str, Any], attribute: str) -> Any:
     name = _outofplace_name(attribute)
-    return None if name is None else _callable(held.get(name))
+    return None if name is None else _callable(attributes.get(name))
 
 
 def _outofplace_name(attribute: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Written arguments: ops of torch that write to what they are given, beside `out=` and the self of an in-place form.
+"""Mutated arguments: ops of torch that write to what they are given, beside `out=` and the self of an in-place form.
 
 A cast makes a copy, and what the op writes to a copy is lost. Here stands which arguments these are, and the
 replacement that keeps them, or copies back what was written.
@@ -17,11 +17,11 @@ from torch import Tensor
 from autoamp.casting import Casts, SparseArgument
 from autoamp.tensors import map_tensors
 
-__all__ = ["Written", "build_sparing", "written_by"]
+__all__ = ["Mutation", "build_mutating", "mutation_of"]
 
 _STATISTICS = ("running_mean", "running_var")
 _NORM = ("input", "weight", "bias", *_STATISTICS)
-# What no signature can be asked for: the parameters of builtins, as far as the last that is written to.
+# What no signature can be asked for: the parameters of builtins, as far as the last that is mutated.
 _BUILTINS = {
     "batch_norm": _NORM,
     "batch_norm_gather_stats": ("input", "mean", "invstd", *_STATISTICS),
@@ -41,18 +41,18 @@ _IN_PYTHON = {
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class Mutation:
     """What a function writes to.
 
     Attributes:
         parameters: The names of its parameters, in order.
-        written: Those that it writes to.
+        mutated: Those that it writes to.
         itself: Whether its first argument is what it is there to write to, as of `Tensor.normal_`: that is never cast.
         inplace: Whether it has a flag `inplace` that makes it write to its first argument.
     """
 
     parameters: tuple[str, ...]
-    written: frozenset[str] = frozenset()
+    mutated: frozenset[str] = frozenset()
     itself: bool = False
     inplace: bool = False
 
@@ -60,12 +60,12 @@ class Written:
         """Return the parameters that stay as they are: a norm's weights go with its statistics, in their dtype."""
         if self.itself:
             return frozenset(self.parameters[:1])
-        if to_half and self.written:
-            return self.written | {"weight", "bias"}
+        if to_half and self.mutated:
+            return self.mutated | {"weight", "bias"}
         return frozenset()
 
 
-def written_by(original: Any) -> Written | None:
+def mutation_of(original: Any) -> Mutation | None:
     """Return what a function or method of torch writes to, None where that is nothing.
 
     In-place forms that have an out-of-place function beside them are not asked for here: they compute with that.
@@ -73,20 +73,20 @@ def written_by(original: Any) -> Written | None:
     name = getattr(original, "__name__", "")
     if not isinstance(original, types.FunctionType):
         if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
-            return Written(("self",), itself=True)
-        return Written(_BUILTINS[name], frozenset(_STATISTICS)) if name in _BUILTINS else None
+            return Mutation(("self",), itself=True)
+        return Mutation(_BUILTINS[name], frozenset(_STATISTICS)) if name in _BUILTINS else None
     if not original.__module__.startswith("torch."):
         return None
     if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
-        return Written(("self",), itself=True)
+        return Mutation(("self",), itself=True)
     parameters = original.__code__.co_varnames[: original.__code__.co_argcount]
     if "inplace" in parameters:
-        return Written(parameters, inplace=True)
-    return Written(parameters, frozenset(_IN_PYTHON[name])) if name in _IN_PYTHON else None
+        return Mutation(parameters, inplace=True)
+    return Mutation(parameters, frozenset(_IN_PYTHON[name])) if name in _IN_PYTHON else None
 
 
-def build_sparing(
-    original: Any, cast_all: Callable[..., Any], casts: Casts, written: Written, *, to_half: bool
+def build_mutating(
+    original: Any, cast_all: Callable[..., Any], casts: Casts, mutation: Mutation, *, to_half: bool
 ) -> Callable[..., Any]:
     """Build the replacement of a function that writes to its arguments.
 
@@ -94,11 +94,11 @@ def build_sparing(
         original: The function, called once.
         cast_all: Casts ``args`` and ``kwargs``; what is not to be cast comes back as the same object.
         casts: The state that the replacement reads.
-        written: What the function writes to.
-        to_half: Whether the cast is one to half: what is written to is then kept in its own, wider dtype. A cast to
+        mutation: What the function writes to.
+        to_half: Whether the cast is one to half: what is mutated is then kept in its own, wider dtype. A cast to
             fp32 is copied back after the call.
     """
-    local, blocks, kept = casts.local, casts.blocks, written.kept(to_half)
+    local, blocks, kept = casts.local, casts.blocks, mutation.kept(to_half)
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
         if blocks and not local.on:
@@ -107,20 +107,20 @@ def build_sparing(
             new, new_kwargs = cast_all(args, kwargs)
         except SparseArgument:
             return original(*args, **kwargs)
-        call = _Call(written.parameters, list(new), dict(new_kwargs))
-        given = _Call(written.parameters, list(args), kwargs)
-        if written.inplace and given.get("inplace"):
+        call = _Call(mutation.parameters, list(new), dict(new_kwargs))
+        given = _Call(mutation.parameters, list(args), kwargs)
+        if mutation.inplace and given.get("inplace"):
             return _in_place(original, given, call)
         for name in kept:
             call.put(name, given.get(name))
         result = original(*call.args, **call.kwargs)
-        for name in written.written:
+        for name in mutation.mutated:
             before, after = given.get(name), call.get(name)
             if isinstance(before, Tensor) and after is not before:
                 with torch.no_grad():
                     before.copy_(after)
         # With a kept argument in fp32 the result may be fp32 too.
-        return map_tensors(result, casts.to_half) if kept and not written.itself else result
+        return map_tensors(result, casts.to_half) if kept and not mutation.itself else result
 
     passed = casts.passing(original, replacement)
     return replacement

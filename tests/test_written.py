@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import autoamp
-from autoamp.written import Written, written_by
+from autoamp.written import Mutation, mutation_of
 
 HALF, FP32 = torch.float16, torch.float32
 POLICIES = ["fp16", "fp32", "promote"]
@@ -179,28 +179,28 @@ def test_errors_are_torchs_own(listed: Any) -> None:
 
 
 def test_written_by() -> None:
-    assert written_by(torch.softmax) is None
-    assert written_by(F.linear) is None
-    assert written_by(F.softmax) is None
-    assert written_by(Tensor.__add__) is None
-    assert written_by(F.relu) == Written(("input", "inplace"), inplace=True)
-    found = written_by(F.batch_norm)
+    assert mutation_of(torch.softmax) is None
+    assert mutation_of(F.linear) is None
+    assert mutation_of(F.softmax) is None
+    assert mutation_of(Tensor.__add__) is None
+    assert mutation_of(F.relu) == Mutation(("input", "inplace"), inplace=True)
+    found = mutation_of(F.batch_norm)
     assert found is not None
-    assert found.written == {"running_mean", "running_var"}
+    assert found.mutated == {"running_mean", "running_var"}
     assert found.parameters[:3] == ("input", "running_mean", "running_var")
     assert found.kept(to_half=True) == {"weight", "bias", "running_mean", "running_var"}
     assert found.kept(to_half=False) == frozenset()
-    assert written_by(Tensor.normal_) == Written(("self",), itself=True)
+    assert mutation_of(Tensor.normal_) == Mutation(("self",), itself=True)
 
     def relu_(x: Tensor, inplace: bool = True) -> Tensor:
         return x
 
-    assert written_by(relu_) is None
+    assert mutation_of(relu_) is None
 
 
 def test_the_builtins_have_the_parameters_that_torch_says() -> None:
     for name in ("batch_norm", "instance_norm", "native_batch_norm", "batch_norm_update_stats", "cudnn_batch_norm"):
-        found = written_by(getattr(torch, name))
+        found = mutation_of(getattr(torch, name))
         assert found is not None
         schema = getattr(torch.ops.aten, name).default._schema
         assert tuple(argument.name for argument in schema.arguments)[: len(found.parameters)] == found.parameters
