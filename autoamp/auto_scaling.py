@@ -261,7 +261,7 @@ class AutoScale:
         self, running: ScaledPass, roots: Iterable[Any], leaves: list[Tensor], nodes: set[Any], within: bool = False
     ) -> Iterator[None]:
         """Get ready for a run of autograd's engine, which takes place within the ``with`` statement."""
-        self._passes.arrivals.hold(running.take(leaves, nodes, within=within))
+        self._passes.arrivals.hook(running.take(leaves, nodes, within=within))
         with self._passes.claimed(running, roots):
             yield
 

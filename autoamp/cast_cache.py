@@ -1,4 +1,4 @@
-"""Casts that are kept: of parameters, while the outermost module call runs or a block promises, and of one activation.
+"""Casts that are kept: of parameters, while the outermost module call runs or they are pinned, and of one activation.
 
 A cast is handed out again only while nothing tells that its source, or the cast itself, has been written to.
 """
@@ -43,8 +43,8 @@ class ThreadState(threading.local):
         on: Whether the thread casts. Where that is still to be asked, by `Casts.state` or for each call, it is None or
             something else that is false, so that a replacement need look no closer.
         forced_off: Whether casts are off whatever is asked for within, as in a ``disable_casts``.
-        blocks: Of all threads together: not empty while some thread may cast otherwise than most. Where it is empty no
-            replacement need ask which thread it is in; and compiled code, which cannot watch a thread's state, watches
+        deviations: One for each `set` of any thread that is not yet put back. While there is none all threads cast, so
+            that no replacement need ask which it is in; and compiled code, which cannot watch a thread's state, watches
             this.
         constructing: Whether a module's constructor has begun outside of modules' calls, as far as anybody has looked.
         entries: The casts of parameters that the running module call keeps; None outside of module calls.
@@ -52,7 +52,7 @@ class ThreadState(threading.local):
         regions: The disabled torch.autocast regions around, each with the token of the switches that it set.
     """
 
-    blocks: list[None]
+    deviations: list[None]
     on: Any = True
     forced_off = False
     constructing = False
@@ -62,7 +62,7 @@ class ThreadState(threading.local):
 
     def __new__(cls) -> ThreadState:
         """Make an instance of a class of its own, whose attributes are one handle's defaults in every thread."""
-        return super().__new__(type(cls.__name__, (cls,), {"blocks": []}))
+        return super().__new__(type(cls.__name__, (cls,), {"deviations": []}))
 
     def set_default(self, on: Any, *, forced_off: bool) -> None:
         """Set the switches of all threads that have set nothing themselves."""
@@ -78,7 +78,7 @@ class ThreadState(threading.local):
         """
         own = vars(self)
         token = own.get("on"), own.get("forced_off")
-        self.blocks.append(None)
+        self.deviations.append(None)
         if forced_off is not None:
             own["forced_off"] = forced_off
         elif self.forced_off:
@@ -101,7 +101,7 @@ class ThreadState(threading.local):
             own.pop("forced_off", None)
         else:
             own["forced_off"] = forced_off
-        self.blocks.pop()
+        self.deviations.pop()
 
     def within_disabled(self) -> bool:
         """Tell whether a ``disable_casts`` is around, in this thread."""
@@ -109,16 +109,16 @@ class ThreadState(threading.local):
 
     def with_casts_off(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that calls another with casts off in this thread."""
-        blocks = self.blocks
+        deviations = self.deviations
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if blocks and self.on is False:
+            if deviations and self.on is False:
                 # Nothing to switch, and nothing for compiled code to note.
                 return function(*args, **kwargs)
             # `set` and `reset` written out, which saves two calls: this is the hot path of the losses.
             own = vars(self)
             before = own.get("on")
-            blocks.append(None)
+            deviations.append(None)
             own["on"] = False
             try:
                 return function(*args, **kwargs)
@@ -127,26 +127,26 @@ class ThreadState(threading.local):
                     own.pop("on", None)
                 else:
                     own["on"] = before
-                blocks.pop()
+                deviations.pop()
 
         return run
 
 
 class _Pin:
-    """A parameter that somebody promised not to write to, how many blocks did, its cast, and what a layer made of it.
+    """A parameter that is promised not to be written to: how many times, its cast, and what a layer made of it.
 
     The layer names its ``parameters``, all of which are pinned.
     """
 
-    __slots__ = ("blocks", "cast", "layer", "version")
+    __slots__ = ("cast", "layer", "promises", "version")
 
     def __init__(self) -> None:
-        self.blocks = 0
+        self.promises = 0
         self.cast: Tensor | None = None
         self.version = 0
         self.layer: Any = None
 
-    def held(self) -> Tensor | None:
+    def valid(self) -> Tensor | None:
         """Return the cast, unless somebody who got it has written to it."""
         cast = self.cast
         return cast if cast is not None and cast._version == self.version else None
@@ -178,15 +178,15 @@ class CastCache:
         """Keep the casts of these parameters, where no gradient is asked of them, until the block ends."""
         with self.lock:
             for parameter in parameters:
-                self.pins.setdefault(id(parameter), _Pin()).blocks += 1
+                self.pins.setdefault(id(parameter), _Pin()).promises += 1
         try:
             yield
         finally:
             with self.lock:
                 for parameter in parameters:
                     pin = self.pins[id(parameter)]
-                    pin.blocks -= 1
-                    if not pin.blocks:
+                    pin.promises -= 1
+                    if not pin.promises:
                         del self.pins[id(parameter)]
                 for pin in self.pins.values():
                     layer = pin.layer
@@ -200,9 +200,9 @@ class CastCache:
             self._local.last = None
 
     def __len__(self) -> int:
-        held = sum(entry is not None for entry in (self._local.entries or {}).values())
+        kept = sum(entry is not None for entry in (self._local.entries or {}).values())
         pins = list(self.pins.values())
-        return held + sum(
+        return kept + sum(
             (pin.cast is not None) + (0 if pin.layer is None else len(pin.layer.parameters)) for pin in pins
         )
 
@@ -213,8 +213,8 @@ class CastCache:
         if self.pins and not (grad and parameter.requires_grad) and tracing_state() is None:
             pin = self.pins.get(id(parameter))
             if pin is not None:
-                held = pin.held()
-                return held if held is not None else _pinned_cast(pin, parameter, convert)
+                cast = pin.valid()
+                return cast if cast is not None else _pinned_cast(pin, parameter, convert)
         entries = self._local.entries
         if entries is None:
             return convert(parameter)
@@ -230,7 +230,8 @@ class CastCache:
                 return cast
         cast = cast_for_any_mode(parameter, convert) if torch.is_inference_mode_enabled() else convert(parameter)
         if cast is not parameter:
-            # An inference tensor has no version to hold a cast by, which is as good as never: tried, not asked.
+            # An inference tensor has no version, so that no cast of it is kept. They are rare as parameters: an
+            # exception costs less than asking each time.
             with contextlib.suppress(RuntimeError):
                 entries[id(parameter)] = (
                     parameter, cast, parameter._version, cast._version, parameter.data_ptr(),
@@ -253,11 +254,11 @@ class CastCache:
                 tensor._version == version
                 and cast._version == cast_version
                 and tensor.data_ptr() == address
-                # A detach_() would have made it one, and its cast none that requires a gradient.
+                # A detach_() since then makes it a leaf, of which this cast is no part of the graph.
                 and tensor.is_leaf is is_leaf
                 and cast.requires_grad
                 and torch.is_grad_enabled()
-                # Another stream would have to wait for the cast, and nobody told it to.
+                # On another stream the cast may not be computed yet.
                 and (stream is None or _stream_of(tensor) == stream)
             ):
                 return cast

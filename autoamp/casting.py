@@ -151,9 +151,9 @@ class Casts:
         self.dtype = dtype
         self.device_type = device_type
         self.local = ThreadState()
-        self.blocks = self.local.blocks
+        self.deviations = self.local.deviations
         # Until `open` lets replacements cast, no thread does.
-        self.blocks.append(None)
+        self.deviations.append(None)
         self._on = on
         self._open = False
         self.cache = CastCache(self.local, enable_caching)
@@ -165,7 +165,7 @@ class Casts:
     def open(self) -> None:
         """Let the replacements cast, in the threads that are on by default."""
         if self._on and not self._open:
-            self.blocks.pop()
+            self.deviations.pop()
         self._open = True
         # What turns casts on, such as a module's precision, must not do so in a thread that is off by default.
         self.local.set_default(self._on, forced_off=self._on is False)
@@ -183,7 +183,7 @@ class Casts:
     def shut(self) -> None:
         """Make every replacement pass calls through, in all threads."""
         if self._on and self._open:
-            self.blocks.append(None)
+            self.deviations.append(None)
         self._open = False
         self.local.set_default(False, forced_off=True)
         self.cache.clear()

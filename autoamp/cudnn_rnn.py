@@ -180,7 +180,7 @@ def build_recurrent(
         find_layout: Finds the layout of a layer's weights.
         takes: Tells whether cuDNN takes an input.
     """
-    local, blocks, here, target = casts.local, casts.blocks, on_device(casts.device_type), casts.dtype
+    local, deviations, here, target = casts.local, casts.deviations, on_device(casts.device_type), casts.dtype
     compiling = torch.compiler.is_dynamo_compiling
     layouts: dict[Layer, FlatLayout] = {}
     kind, gates = LAYERS[original]
@@ -190,7 +190,7 @@ def build_recurrent(
             compiling()
             or kwargs
             or len(args) != _ARGUMENTS
-            or (blocks and not local.on)
+            or (deviations and not local.on)
             or is_any_autocast_enabled()
             or in_function_mode()
             or dispatch_modes()

@@ -39,7 +39,7 @@ _READ = (
 
 
 def skips_call_impl() -> bool:
-    """Tell whether `Module._call_impl` is torch's, as this room knows it: without hooks it only calls ``forward``."""
+    """Tell whether `Module._call_impl` is torch's, as this module knows it: without hooks it only calls ``forward``."""
     if torch_private.MODULE_CALL is None or _torchs(Module, "_call_impl") is None:
         return False
     names = set(torch_private.MODULE_CALL.__code__.co_names)
@@ -249,7 +249,7 @@ def _batch_norm(*dims: int) -> _Build:
             if (
                 F.batch_norm is functional
                 and not in_function_mode()
-                # What the function would refuse is for it to refuse.
+                # For these the function raises an error.
                 and eps > 0.0
                 and not (training and x.numel() <= x.size(1))
             ):

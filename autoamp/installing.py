@@ -209,7 +209,7 @@ class Installation:
     def _teach_dynamo(self) -> None:
         """Let what Dynamo takes from torch's namespace be the originals, whenever it is imported."""
         for module_name in _TAKES_FROM_TORCH:
-            self._patches.when_imported(module_name, _hold_originals)
+            self._patches.when_imported(module_name, _put_originals)
         trace_rules = sys.modules.get("torch._dynamo.trace_rules")
         if trace_rules is None:
             self._patches.when_imported("torch._dynamo.trace_rules", self._load_originals)
@@ -249,18 +249,18 @@ def _by_place(*targets: Target) -> list[Target]:
     return list({(id(target.parent), target.attribute): target for target in targets}.values())
 
 
-def _hold_originals(module: types.ModuleType) -> None:
-    """Let the names and tables that a module has just made of patched names hold the originals."""
+def _put_originals(module: types.ModuleType) -> None:
+    """Put the originals into the names and tables that a module has just made of patched names."""
     for name, value in list(vars(module).items()):
-        held: Any
+        restored: Any
         if type(value) is dict and not name.startswith("__"):
-            held = {original_of(key): original_of(item) for key, item in value.items()}
+            restored = {original_of(key): original_of(item) for key, item in value.items()}
         elif type(value) is frozenset:
-            held = frozenset(map(original_of, value))
+            restored = frozenset(map(original_of, value))
         else:
-            held = original_of(value)
-        if held is not value and held != value:
-            setattr(module, name, held)
+            restored = original_of(value)
+        if restored is not value and restored != value:
+            setattr(module, name, restored)
 
 
 def _forget_tables_of_torch() -> None:

@@ -38,7 +38,8 @@ class ModuleTags(Generic[T]):
 
     def find(self, module: Module) -> str | None:
         """Return the tag of the last value that a module was given, or the one it is a copy of; None without any."""
-        for tag in reversed(module.__dict__.get(TAGS, ())):
+        tags: tuple[str, ...] = module.__dict__.get(TAGS, ())
+        for tag in reversed(tags):
             if tag in self.values:
                 return tag
         return None

@@ -251,7 +251,7 @@ def build_module_call(
             precision = precisions.of(self)
             if precision is not None:
                 return in_precision(precision, self, args, kwargs)
-        # Never None. To ask tells compiled code of this handle from that of another, which looks the same.
+        # Never None: reading it makes Dynamo guard on this handle, or code compiled for another would pass for ours.
         if compiling() and local.forced_off is not None:
             return traced(self, *args, **kwargs)
         if local.entries is None or not known:
@@ -274,7 +274,7 @@ def build_module_call(
             ):
                 return original(self, *args, **kwargs)
         except KeyError:
-            # Its class did not call Module.__init__(), which torch says best.
+            # Its class did not call Module.__init__(). Torch raises the error for that.
             return original(self, *args, **kwargs)
         if cls in direct_calls and len(args) == 1 and not kwargs and type(args[0]) is Tensor and "forward" not in own:
             return direct_calls[cls](self, own, args[0])
@@ -283,23 +283,33 @@ def build_module_call(
     return dress(call, original)
 
 
+def _inputs(precision: ModulePrecision, casts: Casts, inputs: Any) -> Any:
+    if precision is ModulePrecision.NONE:
+        return inputs
+    return _cast_nested(inputs, casts.to_fp32 if precision is ModulePrecision.FP32 else casts.to_half)
+
+
+def _cast_nested(value: Any, cast: Callable[[Any], Any]) -> Any:
+    return map_tensors(value, lambda tensor: cast(tensor) if tensor.layout in CASTABLE_LAYOUTS else tensor)
+
+
 def build_recompute(original: Any, casts: Casts, position: int, *, calls_it: bool = False) -> Any:
-    """Build the replacement of a function of `torch.utils.checkpoint` that keeps another to call it again in backward.
+    """Build the replacement of a function of `torch.utils.checkpoint` that takes another to call it again in backward.
 
     By then the module around it has returned, and with it the precision that it ran in; on CUDA the thread differs too.
 
     Args:
         original: A function or a staticmethod.
-        casts: Whose switches the kept function is to find as they are now.
-        position: The kept function's place among the arguments.
+        casts: Whose switches that function is to find as they are now.
+        position: Its place among the arguments.
         calls_it: Whether what is replaced makes the first call too, with the arguments that follow.
     """
     if isinstance(original, staticmethod):
         return staticmethod(build_recompute(original.__func__, casts, position, calls_it=calls_it))
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        kept = casts.remembered(args[position], args[position + 1 :] if calls_it else ())
-        return original(*args[:position], kept, *args[position + 1 :], **kwargs)
+        function = casts.remembered(args[position], args[position + 1 :] if calls_it else ())
+        return original(*args[:position], function, *args[position + 1 :], **kwargs)
 
     return dress(replacement, original)
 
@@ -340,13 +350,3 @@ def build_parallel_apply(original: Any, casts: Casts) -> Any:
         return original([casts.remembered(module) for module in modules], *args, **kwargs)
 
     return dress(parallel_apply, original)
-
-
-def _inputs(precision: ModulePrecision, casts: Casts, inputs: Any) -> Any:
-    if precision is ModulePrecision.NONE:
-        return inputs
-    return _cast_nested(inputs, casts.to_fp32 if precision is ModulePrecision.FP32 else casts.to_half)
-
-
-def _cast_nested(value: Any, cast: Callable[[Any], Any]) -> Any:
-    return map_tensors(value, lambda tensor: cast(tensor) if tensor.layout in CASTABLE_LAYOUTS else tensor)

@@ -62,7 +62,7 @@ COMPOSITES = frozenset(
 
 def build_layer(original: Any, otherwise: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
     """The commonest call of all: an input, a weight and maybe a bias, both fp32 parameters, and numbers."""
-    local, blocks, cache = casts.local, casts.blocks, casts.cache
+    local, deviations, cache = casts.local, casts.deviations, casts.cache
     pins, share = cache.pins, cache.share
     target, full, strided, on_cpu = casts.dtype, torch.float32, torch.strided, casts.device_type == "cpu"
     narrow, records = casts.narrow, torch.is_grad_enabled
@@ -70,7 +70,7 @@ def build_layer(original: Any, otherwise: Callable[..., Any], casts: Casts) -> C
 
     def layer(x: Tensor, weight: Parameter, bias: Parameter | None, *rest: Any) -> Any:
         # Called where nobody compiles or traces, with arguments of just these types.
-        if blocks and not local.on:
+        if deviations and not local.on:
             return passed(x, weight, bias, *rest)
         dtype = x.dtype
         if (
@@ -145,7 +145,7 @@ def build_layer(original: Any, otherwise: Callable[..., Any], casts: Casts) -> C
 
 def _build_product(original: Any, otherwise: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
     """A product of two matrices, which are tensors and no parameters as a rule."""
-    local, blocks = casts.local, casts.blocks
+    local, deviations = casts.local, casts.deviations
     target, full, strided, on_cpu = casts.dtype, torch.float32, torch.strided, casts.device_type == "cpu"
     compiling, any_autocast, in_function_mode, trace = SPECIAL_CASES
     call = _under_autocast(original, otherwise, casts)
@@ -153,7 +153,7 @@ def _build_product(original: Any, otherwise: Callable[..., Any], casts: Casts) -
     switch, switch_cache, caches = _SWITCHES
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        if kwargs or len(args) != 2 or (blocks and not local.on):
+        if kwargs or len(args) != 2 or (deviations and not local.on):
             return otherwise(*args, **kwargs)
         one, other = args
         if type(one) is not Tensor or type(other) is not Tensor:
@@ -190,14 +190,14 @@ def _build_product(original: Any, otherwise: Callable[..., Any], casts: Casts) -
 
 
 def _build_any(original: Any, general: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
-    local, blocks, pins, skipped = casts.local, casts.blocks, casts.cache.pins, _SKIPPED
+    local, deviations, pins, skipped = casts.local, casts.deviations, casts.cache.pins, _SKIPPED
     target, full, strided, on_cpu = casts.dtype, torch.float32, torch.strided, casts.device_type == "cpu"
     records = torch.is_grad_enabled
     compiling, any_autocast, in_function_mode, trace = SPECIAL_CASES
     call = _under_autocast(original, general, casts)
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        if blocks and not local.on:
+        if deviations and not local.on:
             return passed(*args, **kwargs)
         for arg in args:
             kind = type(arg)
@@ -221,7 +221,7 @@ def _build_any(original: Any, general: Callable[..., Any], casts: Casts) -> Call
                         return general(*args)
                     pin = pins.get(id(arg)) if pins and kind is Parameter else None
                     if pin is not None:
-                        cast = pin.held()
+                        cast = pin.valid()
                         if cast is None or (arg.requires_grad and records()):
                             return general(*args)
                         arg = cast
@@ -262,14 +262,14 @@ def build_composite(original: Any, general: Callable[..., Any], casts: Casts) ->
         general: The replacement that takes whatever is out of the ordinary.
         casts: The state that the replacement reads.
     """
-    local, blocks, here = casts.local, casts.blocks, on_device(casts.device_type)
+    local, deviations, here = casts.local, casts.deviations, on_device(casts.device_type)
     compiling, any_autocast, in_function_mode, trace = SPECIAL_CASES
     device_type, target, strided = casts.device_type, casts.dtype, torch.strided
     switch, switch_cache, caches = _SWITCHES
     dtype_of, give_dtype = torch.get_autocast_dtype, torch.set_autocast_dtype
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        if blocks and not local.on:
+        if deviations and not local.on:
             return passed(*args, **kwargs)
         any_half = False
         for arg in (*args, *kwargs.values()):

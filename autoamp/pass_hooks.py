@@ -64,7 +64,7 @@ class RunningPasses:
             try:
                 running.close()
             finally:
-                self.arrivals.release(leaves)
+                self.arrivals.unhook(leaves)
                 with self._lock:
                     self._open.remove(running)
                     for number in running.runs:
@@ -109,8 +109,7 @@ class RunningPasses:
     def _by_thread(self, number: int) -> ScaledPass | None:
         """Find the pass of a run that no root has claimed: one that begins at a leaf, say."""
         waiting = [running for running in self._open if running.unclaimed or not TELLS_GRAPH_TASKS]
-        # Autograd's own threads, which Python has not begun, run the passes of others.
-        if not isinstance(threading.current_thread(), threading._DummyThread):
+        if not _is_autograds_thread():
             waiting = [running for running in waiting if running.thread == threading.get_ident()][-1:]
         if len(waiting) > 1:
             raise UsageError(
@@ -138,6 +137,11 @@ class RunningPasses:
             self._hooked.runs.pop()
 
 
+def _is_autograds_thread() -> bool:
+    """Tell whether Python has not begun this thread: autograd's own run the passes of others."""
+    return isinstance(threading.current_thread(), threading._DummyThread)
+
+
 class _Ours:
     """What we register ourselves."""
 
@@ -151,7 +155,7 @@ class _Claim(_Ours):
 
     def __call__(self, gradient: Any) -> None:
         mine = threading.get_ident() == self._running.thread
-        if mine or isinstance(threading.current_thread(), threading._DummyThread):
+        if mine or _is_autograds_thread():
             self._passes.claim(self._running, current_graph_task())
 
 
@@ -166,22 +170,22 @@ class Arrivals:
         self._now = now
         self._lock = threading.Lock()
         # Passes of several threads share one hook.
-        self._held: dict[int, tuple[int, Any]] = {}
+        self._hooks: dict[int, tuple[int, Any]] = {}
 
-    def hold(self, leaves: Iterable[Tensor]) -> None:
+    def hook(self, leaves: Iterable[Tensor]) -> None:
         """See to it that gradients that arrive have true values."""
         with self._lock:
             for leaf in leaves:
-                count, hook = self._held.get(id(leaf), (0, None))
-                self._held[id(leaf)] = count + 1, hook or _register_first(leaf, _Arrival(leaf, self._now))
+                count, hook = self._hooks.get(id(leaf), (0, None))
+                self._hooks[id(leaf)] = count + 1, hook or _register_first(leaf, _Arrival(leaf, self._now))
 
-    def release(self, leaves: Iterable[Tensor]) -> None:
-        """Take the hooks away again, as often as they were held."""
+    def unhook(self, leaves: Iterable[Tensor]) -> None:
+        """Take the hooks away again, once this was called as often as `hook`."""
         with self._lock:
             for leaf in leaves:
-                count, hook = self._held.pop(id(leaf), (0, None))
+                count, hook = self._hooks.pop(id(leaf), (0, None))
                 if count > 1:
-                    self._held[id(leaf)] = count - 1, hook
+                    self._hooks[id(leaf)] = count - 1, hook
                 elif hook is not None:
                     hook.remove()
 

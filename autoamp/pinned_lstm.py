@@ -90,7 +90,7 @@ def build_lstm(original: Any, otherwise: Callable[..., Any], casts: Casts) -> Ca
         otherwise: The replacement that takes whatever is not promised to stay, or cannot be packed.
         casts: The state that the replacement reads.
     """
-    local, blocks, cache, pins = casts.local, casts.blocks, casts.cache, casts.cache.pins
+    local, deviations, cache, pins = casts.local, casts.deviations, casts.cache, casts.cache.pins
     target, full, strided, narrow = casts.dtype, torch.float32, torch.strided, casts.narrow
     compiling, any_autocast, records = (
         torch.compiler.is_dynamo_compiling, is_any_autocast_enabled, torch.is_grad_enabled,
@@ -106,7 +106,7 @@ def build_lstm(original: Any, otherwise: Callable[..., Any], casts: Casts) -> Ca
             or type(args[2]) is not list
             or not args[2]
             or id(args[2][0]) not in pins
-            or (blocks and not local.on)
+            or (deviations and not local.on)
             or records()
             or any_autocast()
             or in_function_mode()

@@ -128,13 +128,13 @@ def _own_to_half(op: Any, general: Callable[..., Any], casts: Casts) -> Callable
 
 def _casting(original: Any, policy: CastPolicy, casts: Casts) -> Callable[..., Any]:
     """Every argument cast to one dtype. The hot path of most models: flat on purpose."""
-    local, blocks, plain = casts.local, casts.blocks, PLAIN_TYPES
+    local, deviations, plain = casts.local, casts.deviations, PLAIN_TYPES
     half = policy is CastPolicy.FP16
     target = casts.dtype if half else torch.float32
     cast_args = casts.args_to_half if half else casts.args_to_fp32
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        if blocks and not local.on:
+        if deviations and not local.on:
             return passed(*args, **kwargs)
         # Many calls have nothing to cast: a loop that only looks saves a call, and a new list.
         for arg in args:
@@ -199,12 +199,12 @@ def _converting(original: Any, general: Callable[..., Any], casts: Casts, op: An
         casts: The state that the replacement reads.
         op: One of `_TAKE_DTYPE`.
     """
-    local, blocks, here = casts.local, casts.blocks, on_device(casts.device_type)
+    local, deviations, here = casts.local, casts.deviations, on_device(casts.device_type)
     any_autocast, strided = is_any_autocast_enabled, torch.strided
     most, is_norm = _arguments_before_dtype(op), op.__name__.endswith("norm")
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        if blocks and not local.on:
+        if deviations and not local.on:
             return passed(*args, **kwargs)
         if (
             not args
@@ -245,10 +245,10 @@ def _arguments_before_dtype(op: Any) -> int:
 
 def _promoting(original: Any, casts: Casts) -> Callable[..., Any]:
     """Arguments of different floating dtypes go to the widest."""
-    promote, local, blocks = casts.promote, casts.local, casts.blocks
+    promote, local, deviations = casts.promote, casts.local, casts.deviations
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        if blocks and not local.on:
+        if deviations and not local.on:
             return passed(*args, **kwargs)
         if not kwargs and _of_one_dtype(args):
             return original(*args, **kwargs)
@@ -283,14 +283,14 @@ def _of_one_dtype(args: tuple[Any, ...]) -> bool:
 
 def _inplace(original: Any, functional: Any, cast_all: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
     """An in-place form: self keeps its dtype, and the value is computed as the list says."""
-    local, blocks, copy_ = casts.local, casts.blocks, Tensor.copy_
+    local, deviations, copy_ = casts.local, casts.deviations, Tensor.copy_
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
         if not args and "input" in kwargs:
             args = (kwargs.pop("input"),)
         if not args:
             return original(*args, **kwargs)
-        if blocks and not local.on:
+        if deviations and not local.on:
             return passed(*args, **kwargs)
         try:
             new, new_kwargs = cast_all(args, kwargs)
@@ -310,10 +310,10 @@ def _banned(
     original: Any, in_fp32: Any, casts: Casts, name: str, remedy: str, allow_banned: bool
 ) -> Callable[..., Any]:
     """A function whose result in half precision cannot be trusted."""
-    local, blocks = casts.local, casts.blocks
+    local, deviations = casts.local, casts.deviations
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        if blocks and not local.on:
+        if deviations and not local.on:
             return passed(*args, **kwargs)
         if not any(tensor.dtype in HALF_DTYPES and casts.eligible(tensor) for tensor in iter_tensors((args, kwargs))):
             return original(*args, **kwargs)

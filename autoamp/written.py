@@ -98,10 +98,10 @@ def build_mutating(
         to_half: Whether the cast is one to half: what is mutated is then kept in its own, wider dtype. A cast to
             fp32 is copied back after the call.
     """
-    local, blocks, kept = casts.local, casts.blocks, mutation.kept(to_half)
+    local, deviations, kept = casts.local, casts.deviations, mutation.kept(to_half)
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        if blocks and not local.on:
+        if deviations and not local.on:
             return passed(*args, **kwargs)
         try:
             new, new_kwargs = cast_all(args, kwargs)

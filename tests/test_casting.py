@@ -275,12 +275,12 @@ def test_a_switch_is_put_back_after_an_exception(by_default: bool, switches: tup
 def test_a_token_puts_back_both_switches(outer: tuple[Any, Any], inner: tuple[Any, Any]) -> None:
     casts = make()
     with casts.switched(*outer):
-        before, asked = dict(vars(casts.local)), list(casts.blocks)
+        before, asked = dict(vars(casts.local)), list(casts.deviations)
         token = casts.local.set(*inner)
-        assert len(casts.blocks) == len(asked) + 1
+        assert len(casts.deviations) == len(asked) + 1
         casts.local.reset(token)
         assert vars(casts.local) == before
-        assert casts.blocks == asked
+        assert casts.deviations == asked
 
 
 @pytest.mark.parametrize("on", [True, False])
@@ -307,11 +307,11 @@ def test_a_function_with_casts_off_puts_back_what_was_there() -> None:
 
     for outer in ((None,), (True,), (False,)):
         with casts.switched(*outer):
-            before, asked = dict(vars(casts.local)), list(casts.blocks)
+            before, asked = dict(vars(casts.local)), list(casts.deviations)
             with pytest.raises(KeyError):
                 casts.local.with_casts_off(fail)()
             assert vars(casts.local) == before
-            assert casts.blocks == asked
+            assert casts.deviations == asked
 
 
 def in_thread(function: Callable[[], Any]) -> Any:

@@ -21,7 +21,7 @@ def scaled(passes: RunningPasses, loss: Tensor, **settings: Any) -> ScaledPass:
     """Run one pass at a scale of 8."""
     running = ScaledPass(StaticLossScaler(8.0), {}, math.inf, now=passes.now, **settings)
     with passes.opened(running):
-        passes.arrivals.hold(running.take(*reached_by([loss], None)))
+        passes.arrivals.hook(running.take(*reached_by([loss], None)))
         with passes.claimed(running, [loss]):
             loss.backward(torch.full_like(loss, 8.0))
     return running
@@ -51,12 +51,12 @@ def test_hooks_that_were_there_see_what_arrived_and_nothing_stays() -> None:
 def test_hooks_that_are_held_twice_stay_until_both_let_go() -> None:
     passes = RunningPasses()
     x = torch.ones(2, requires_grad=True)
-    passes.arrivals.hold([x])
-    passes.arrivals.hold([x])
+    passes.arrivals.hook([x])
+    passes.arrivals.hook([x])
     assert len(x._backward_hooks) == 1  # type: ignore[arg-type]
-    passes.arrivals.release([x])
+    passes.arrivals.unhook([x])
     assert len(x._backward_hooks) == 1  # type: ignore[arg-type]
-    passes.arrivals.release([x])
+    passes.arrivals.unhook([x])
     assert not x._backward_hooks
 
 
