@@ -216,7 +216,9 @@ class Handle:
 
     def _restore_torch(self) -> tuple[str, ...]:
         installation, self._installation = self._installation, None
-        assert installation is not None
+        if installation is None:
+            # Another thread has restored it since.
+            return ()
         if self._auto_scale is not None:
             self._auto_scale.pause()
         self.casts.shut()
