@@ -27,6 +27,7 @@ from autoamp.errors import UsageError
 from autoamp.handle import Settings, device_type_of
 from autoamp.patching import original_of
 from autoamp.rules import ENVIRONMENT_VARIABLE, CastTable, shipped_sets
+from autoamp.running import versions
 from autoamp.targets import expand, owns_its_names
 from autoamp.tensors import default_device_type, default_half_dtype, half_dtype_with_units
 
@@ -261,12 +262,9 @@ def _wait(kind: str) -> None:
 
 def packages() -> dict[str, str | None]:
     """Tell which of the packages that matter are there: a version or a path, None where one is absent."""
-    ours = str(getattr(sys.modules["autoamp"], "__version__", ""))
     kernels = importlib.util.find_spec("autoamp_kernels")
     return {
-        "autoamp": ours,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
+        **versions(),
         "kernels": None if kernels is None else str(kernels.origin),
         "apex": real_apex() or _distribution("apex"),
     }

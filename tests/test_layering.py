@@ -32,7 +32,8 @@ FLOORS: dict[float, tuple[str, ...]] = {
     5: ("diagnostics",),
     6: ("compat",),
     6.5: ("launching", "sources"),
-    6.6: ("probing", "running"),
+    6.6: ("running",),
+    6.7: ("probing",),
     7.0: ("cli",),
     7.1: ("__init__", "__main__", "child_main"),
 }
