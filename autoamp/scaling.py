@@ -423,7 +423,7 @@ def _is_number(value: Any) -> bool:
 
 def is_count(value: Any, at_least: int = 0) -> bool:
     """Tell whether a value is a whole number, and not below ``at_least``; a bool is none."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= at_least
+    return not isinstance(value, bool) and isinstance(value, numbers.Integral) and int(value) >= at_least
 
 
 def _number(name: str, value: Any, rule: str) -> float:
