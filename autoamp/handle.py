@@ -121,7 +121,7 @@ class Handle:
     Attributes:
         casts: The casting state.
         precisions: Which modules run in a precision of their own.
-        models: The models that it holds in half precision.
+        models: The models that it set up: those in half precision, and those whose inputs or outputs are cast.
         optimizers: The optimizers that it guards, and the loss scalers.
         skipped_rules: Rules of shipped list sets on ops that this torch lacks.
         ended: Whether ``deactivate`` was called; a handle that was only suspended may come back.
@@ -173,7 +173,7 @@ class Handle:
         return self._restore_torch()
 
     def install_anew(self) -> None:
-        """Take the patches back and put them in place again, by what is held now."""
+        """Take the patches back and put them in place again, as the state of the handle asks for now."""
         if self.is_active():
             self._restore_torch()
             self._patch_torch(self._registered)
@@ -275,8 +275,8 @@ class Handle:
         named = [*models, *self.models.overlapping(models)]
         modules = {module for model in named for module in model.modules()}
         # What another model shares with these stays as that one wants it.
-        kept = {id(param) for model in self.models.halves() if model not in modules for param in model.parameters()}
-        params = {id(param): param for model in named for param in model.parameters() if id(param) not in kept}
+        shared = {id(param) for model in self.models.halves() if model not in modules for param in model.parameters()}
+        params = {id(param): param for model in named for param in model.parameters() if id(param) not in shared}
         self.precisions.undo_within(modules)
         self.optimizers.let_go(optimizers, params.values())
         self.models.let_go(self.models.overlapping(models))
@@ -291,11 +291,11 @@ class Handle:
     def _meet(self, optimizer: Any) -> None:
         """Give an optimizer that was made after `initialize` masters, before anything is loaded into it."""
         models = [model for setup in self.setups if setup.masters for model in setup.models]
-        held = {id(param) for model in models for param in model.parameters()}
+        theirs = {id(param) for model in models for param in model.parameters()}
         with contextlib.suppress(AttributeError):
             # A half-built optimizer has no groups.
             stepped = [param for param in stepped_params(optimizer) if param.dtype in HALF_DTYPES]
-            if any(id(param) in held for param in stepped):
+            if any(id(param) in theirs for param in stepped):
                 self.optimizers.keep_masters(optimizer)
 
     def patch(self, target: Target) -> None:
@@ -371,7 +371,7 @@ class Handle:
 
     # -- models and optimizers in half precision --
 
-    def hold(
+    def set_up_model(
         self, model: Module, forward: ForwardDtypes, *, dtype: torch.dtype | None = None, keep_norms: bool = False
     ) -> None:
         """Cast a model in place, and what goes into it and comes out of it at each call.

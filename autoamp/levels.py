@@ -243,11 +243,11 @@ def leave_off(models: Sequence[Module], optimizers: Sequence[Any]) -> None:
     handle.optimizers.masters_for_all = any(setup.masters for setup in earlier)
     handle.optimizers.switch_off(optimizers)
     for model in models:
-        handle.hold(model, ForwardDtypes(casts=False))
+        handle.set_up_model(model, ForwardDtypes(casts=False))
     handle.install_anew()
 
 
-def hold_models(
+def set_up_models(
     handle: Handle, setup: Setup, level: OptLevel, models: Sequence[Module], outputs: torch.dtype | None
 ) -> None:
     """Cast the models as the level says, and what goes into them and comes out of them at each call."""
@@ -259,9 +259,9 @@ def hold_models(
     for model in models:
         if kind is not None:
             inward = ForwardDtypes(kind, outputs or torch.float32, casts, doubles=not _has_doubles(model))
-            handle.hold(model, inward, dtype=kind, keep_norms=level.keep_batchnorm_fp32)
+            handle.set_up_model(model, inward, dtype=kind, keep_norms=level.keep_batchnorm_fp32)
         elif forward != ForwardDtypes():
-            handle.hold(model, forward)
+            handle.set_up_model(model, forward)
 
 
 def _has_doubles(model: Module) -> bool:
@@ -364,7 +364,7 @@ def initialize(
     handle = handle_for(setup, earlier, model_list, optimizer_list)
     setup = handle.setups[-1]
     try:
-        hold_models(handle, setup, level, model_list, cast_model_outputs)
+        set_up_models(handle, setup, level, model_list, cast_model_outputs)
         handle.optimizers.use_scalers(setup.scalers, optimizer_list)
         put_handle(handle)
         for model in model_list:

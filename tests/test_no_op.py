@@ -17,7 +17,7 @@ INTERNAL = {
     "activate",
     "suspend",
     "patch",
-    "hold",
+    "set_up_model",
     "keep_masters",
     "step_halves",
 }
