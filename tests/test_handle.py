@@ -81,7 +81,7 @@ FOR_OTHER_ROOMS = {
     "ended",
     "suspend",
     "patch",
-    "hold",
+    "set_up_model",
     "keep_masters",
     "step_halves",
 }
@@ -268,7 +268,7 @@ def test_a_failing_activation_leaves_a_handle_that_casts_nothing(monkeypatch: py
 
 
 def test_deactivate_gives_a_model_that_it_holds_its_dtype_back(handle: Handle, training: Training) -> None:
-    handle.hold(training.model, ForwardDtypes(inputs=torch.float16), dtype=torch.float16)
+    handle.set_up_model(training.model, ForwardDtypes(inputs=torch.float16), dtype=torch.float16)
     assert training.model.weight.dtype is torch.float16
     handle.deactivate()
     assert training.model.weight.dtype is torch.float32
