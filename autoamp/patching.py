@@ -70,19 +70,19 @@ def mark(replacement: Any, original: Any) -> Any:
 
 def original_of(value: Any) -> Any:
     """Return what a replacement of ours stands for, and anything else as it is."""
-    while (found := _mark_of(value)) is not None:
+    while (found := mark_of(value)) is not None:
         value = found.original
     return value
 
 
-def _alive(value: Any) -> Any:
+def below_restored(value: Any) -> Any:
     """Return what is below the replacements of sets that were restored."""
-    while (found := _mark_of(value)) is not None and not found.alive:
+    while (found := mark_of(value)) is not None and not found.alive:
         value = found.original
     return value
 
 
-def _mark_of(value: Any) -> _Mark | None:
+def mark_of(value: Any) -> _Mark | None:
     found = vars(value).get(_MARK) if type(value) in _MARKED_TYPES else None
     return found if found is not None and found.bearer == id(value) else None
 
@@ -125,7 +125,7 @@ def offer_shortcut(replacement: Callable[..., Any], shortcut: Callable[..., Any]
 # -- imports: names of modules that are imported already, or later --
 
 # Patches are written to what the whole process shares, so they are written by one thread at a time.
-_writing = threading.RLock()
+writing = threading.RLock()
 
 
 class _ImportWatcher:
@@ -136,7 +136,7 @@ class _ImportWatcher:
         self._listeners: dict[str, dict[object, list[Callable[[types.ModuleType], None]]]] = {}
 
     def listen(self, module_name: str, owner: object, callback: Callable[[types.ModuleType], None]) -> None:
-        with _writing:
+        with writing:
             if module_name in sys.modules:
                 return
             self._listeners.setdefault(module_name, {}).setdefault(owner, []).append(callback)
@@ -151,14 +151,14 @@ class _ImportWatcher:
                 del self._listeners[module_name]
 
     def _imported(self, module_name: str, module: types.ModuleType) -> None:
-        with _writing:
+        with writing:
             self._armed.discard(module_name)
             for callbacks in self._listeners.pop(module_name, {}).values():
                 for callback in callbacks:
                     callback(module)
 
 
-_watcher = _ImportWatcher()
+watcher = _ImportWatcher()
 
 
 def resolve(dotted: str) -> tuple[Any, str, Any] | None:
@@ -221,7 +221,7 @@ class Patch:
             held = vars(parent).get(attribute, _ABSENT)
         except TypeError as error:
             raise PatchError(f"{_name(parent, attribute)} cannot be replaced: {error}") from error
-        previous = _alive(held)
+        previous = below_restored(held)
         # What outlived its set, under a patch of somebody else, may have stood in for an inherited attribute.
         if previous is not held and _inherited(parent, attribute) is previous:
             previous = _ABSENT
@@ -263,7 +263,7 @@ def _inherited(parent: Any, attribute: str) -> Any:
 
 def check_writable(parent: Any, attribute: str) -> None:
     """Raise PatchError where an attribute cannot be replaced. Tries it with what is there already."""
-    with _writing:
+    with writing:
         patch = Patch.of(parent, attribute, None)
         held = vars(parent).get(attribute, _ABSENT)
         if held is _ABSENT:
@@ -292,14 +292,14 @@ class PatchSet:
         patch = Patch.of(parent, attribute, replacement)
         patch.apply()
         self._patches.append(patch)
-        found = _mark_of(replacement)
+        found = mark_of(replacement)
         if found is not None:
             found.alive = True
 
     @contextlib.contextmanager
     def all_or_nothing(self) -> Iterator[None]:
         """Keep other threads from patching for a block, and take its patches back where it fails."""
-        with _writing:
+        with writing:
             count, late_bound = len(self._patches), self.late_bound
             try:
                 yield
@@ -328,9 +328,9 @@ class PatchSet:
             The names that somebody else patched on top of ours. They are left as they are; what they wrap is a
             replacement of ours, which passes calls through once its handle is not active.
         """
-        with _writing:
-            _watcher.forget(self)
-            marked = {id(patch.replacement): (patch.replacement, _mark_of(patch.replacement)) for patch in self}
+        with writing:
+            watcher.forget(self)
+            marked = {id(patch.replacement): (patch.replacement, mark_of(patch.replacement)) for patch in self}
             foreign = self._take_back(0)
             # A module imported while the patches stood has taken replacements under names of its own.
             for _, module, attribute, value in _module_globals(marked, lambda _: False):
@@ -357,7 +357,7 @@ class PatchSet:
 
         For a module that is imported already nothing is called.
         """
-        _watcher.listen(module_name, self, callback)
+        watcher.listen(module_name, self, callback)
 
 
 def _module_globals(

@@ -20,7 +20,7 @@ from autoamp.rules import CastPolicy
 __all__ = [
     "ActiveHandles",
     "Region",
-    "active",
+    "handles",
     "current_handle",
     "disable_casts",
     "float_function",
@@ -146,7 +146,7 @@ class ActiveHandles:
                 self.handle.patch(target)
 
 
-active = ActiveHandles()
+handles = ActiveHandles()
 
 
 def put_handle(handle: Handle | NoOpHandle | None, end: Callable[[Handle], object] | None = None) -> None:
@@ -156,12 +156,12 @@ def put_handle(handle: Handle | NoOpHandle | None, end: Callable[[Handle], objec
         handle: None for none.
         end: Called with the one before in the place of its ``deactivate()``.
     """
-    active.put_base(handle, end)
+    handles.put_base(handle, end)
 
 
 def current_handle() -> Handle | None:
     """Return the active handle, None where torch is not patched."""
-    return active.handle
+    return handles.handle
 
 
 def needed_handle(caller: str) -> Handle | NoOpHandle:
@@ -170,7 +170,7 @@ def needed_handle(caller: str) -> Handle | NoOpHandle:
     Raises:
         UsageError: Neither `initialize` nor `init` was called. The message begins with the name of the caller.
     """
-    handle = active.handle or active.base
+    handle = handles.handle or handles.base
     if handle is None:
         raise UsageError(
             f"{caller}() needs a handle; call autoamp.initialize(model, optimizer) or autoamp.init() first"
@@ -219,17 +219,17 @@ def init(
     """
     if not enabled:
         nothing = NoOpHandle()
-        active.put_base(nothing)
+        handles.put_base(nothing)
         return nothing
     if verbose:
         _show_log()
     settings = Settings.of(loss_scale, enable_caching, verbose, allow_banned, lists, device_type, dtype, rebind, scope)
-    with active.lock:
-        base = active.base
+    with handles.lock:
+        base = handles.base
         if isinstance(base, Handle) and base.settings == settings:
             return base
         handle = Handle(settings)
-        active.put_base(handle)
+        handles.put_base(handle)
         return handle
 
 
@@ -244,38 +244,38 @@ def _show_log() -> None:
 
 def disable_casts() -> contextlib.AbstractContextManager[None]:
     """Turn casts off for a block, on this thread. Without an active handle it does nothing."""
-    handle = active.handle
+    handle = handles.handle
     return handle.disable_casts() if handle is not None else contextlib.nullcontext()
 
 
 def half_function(function: Any) -> Any:
     """Decorate a function: its floating arguments are cast to the half dtype, and what it calls follows the lists."""
-    return active.registry.decorate(function, CastPolicy.FP16)
+    return handles.registry.decorate(function, CastPolicy.FP16)
 
 
 def float_function(function: Any) -> Any:
     """Decorate a function: its floating arguments are cast to fp32, and nothing is cast within."""
-    return active.registry.decorate(function, CastPolicy.FP32)
+    return handles.registry.decorate(function, CastPolicy.FP32)
 
 
 def promote_function(function: Any) -> Any:
     """Decorate a function: its floating arguments are cast to the widest dtype among them."""
-    return active.registry.decorate(function, CastPolicy.PROMOTE)
+    return handles.registry.decorate(function, CastPolicy.PROMOTE)
 
 
 def register_half_function(module: Any, name: str) -> None:
     """Put ``module.name`` under the `fp16` policy, now and at each later `init`. ValueError: no such name."""
-    active.register(module, name, CastPolicy.FP16)
+    handles.register(module, name, CastPolicy.FP16)
 
 
 def register_float_function(module: Any, name: str) -> None:
     """Put ``module.name`` under the `fp32` policy, now and at each later `init`. ValueError: no such name."""
-    active.register(module, name, CastPolicy.FP32)
+    handles.register(module, name, CastPolicy.FP32)
 
 
 def register_promote_function(module: Any, name: str) -> None:
     """Put ``module.name`` under the `promote` policy, now and at each later `init`. ValueError: no such name."""
-    active.register(module, name, CastPolicy.PROMOTE)
+    handles.register(module, name, CastPolicy.PROMOTE)
 
 
 # -- regions --
@@ -302,9 +302,9 @@ class Region:
     def _enter(self, stack: contextlib.ExitStack) -> Handle | NoOpHandle:
         if not self._enabled:
             stack.enter_context(disable_casts())
-            return active.handle or NoOpHandle()
-        handle = active.enter(self._settings, self._own_handle)
-        stack.callback(active.leave, handle)
+            return handles.handle or NoOpHandle()
+        handle = handles.enter(self._settings, self._own_handle)
+        stack.callback(handles.leave, handle)
         stack.enter_context(handle.casts.switched(True, forced_off=False))
         return handle
 

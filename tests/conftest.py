@@ -86,13 +86,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pristine_torch() -> Iterator[None]:
     """Deactivate what a test left active, forget what it registered, and prove that torch is as it was."""
     torch.manual_seed(0)
-    before = dict(runtime.active.registry._rules)
+    before = dict(runtime.handles.registry._rules)
     yield
     handle = autoamp.current_handle()
     if handle is not None:
         handle.deactivate()
     runtime.put_handle(None)
-    runtime.active.registry._rules = before
+    runtime.handles.registry._rules = before
     assert_pristine()
     assert not torch.is_inference_mode_enabled()
     assert torch.is_grad_enabled()

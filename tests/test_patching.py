@@ -301,11 +301,11 @@ def test_the_watcher_does_not_grow() -> None:
 
     cycle()
     hooks = len(_post_import_hooks["never_imported_by_anyone"])
-    listeners = len(patching._watcher._listeners)
+    listeners = len(patching.watcher._listeners)
     for _ in range(20):
         cycle()
     assert len(_post_import_hooks["never_imported_by_anyone"]) == hooks == 1
-    assert len(patching._watcher._listeners) == listeners
+    assert len(patching.watcher._listeners) == listeners
     gc.collect()
     assert not [found for found in gc.get_objects() if type(found) is PatchSet and len(found)]
 
