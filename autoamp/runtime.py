@@ -20,11 +20,11 @@ from autoamp.rules import CastPolicy
 __all__ = [
     "ActiveHandles",
     "Region",
-    "handles",
     "current_handle",
     "disable_casts",
     "float_function",
     "half_function",
+    "handles",
     "init",
     "needed_handle",
     "promote_function",
