@@ -8,7 +8,7 @@ The lists decide which ops run in half precision, which in fp32 and which promot
     optimizer.step()
 """
 
-from autoamp.compat.fastai1 import watch as _watch_fastai1
+from autoamp.compat import watch_fastai1 as _watch_fastai1
 from autoamp.errors import (
     AutoampError,
     BannedFunctionError,
@@ -18,11 +18,11 @@ from autoamp.errors import (
     PatchError,
     UsageError,
 )
-from autoamp.fp16_optimizer import FP16_Optimizer
-from autoamp.handle import Handle
+from autoamp.fp16_utils import FP16_Optimizer
 from autoamp.levels import initialize, load_state_dict, master_params, scale_loss, state_dict
-from autoamp.no_op import NoOpHandle
 from autoamp.runtime import (
+    Handle,
+    NoOpHandle,
     Region,
     current_handle,
     disable_casts,

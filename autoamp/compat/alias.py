@@ -21,8 +21,8 @@ import torch
 
 from autoamp.compat.missing import remedy_for
 from autoamp.errors import UsageError
-from autoamp.handle import Settings
 from autoamp.levels import check_level
+from autoamp.runtime import Settings
 
 __all__ = ["APEX_VERSION", "Options", "install_as_apex", "is_installed", "options", "uninstall"]
 

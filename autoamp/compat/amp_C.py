@@ -3,16 +3,7 @@
 from __future__ import annotations
 
 from autoamp.compat.missing import missing_names
-from autoamp.compat.multi_tensor import (
-    multi_tensor_axpby,
-    multi_tensor_l2norm,
-    multi_tensor_l2norm_mp,
-    multi_tensor_l2norm_scale,
-    multi_tensor_scale,
-    multi_tensor_unscale_l2norm,
-    update_scale_hysteresis,
-)
-from autoamp.compat.multi_tensor_optimizers import (
+from autoamp.compat.multi_tensor.optimizers import (
     multi_tensor_adagrad,
     multi_tensor_adam,
     multi_tensor_adam_capturable,
@@ -23,6 +14,15 @@ from autoamp.compat.multi_tensor_optimizers import (
     multi_tensor_lamb_stage2,
     multi_tensor_novograd,
     multi_tensor_sgd,
+)
+from autoamp.compat.multi_tensor.tensor_lists import (
+    multi_tensor_axpby,
+    multi_tensor_l2norm,
+    multi_tensor_l2norm_mp,
+    multi_tensor_l2norm_scale,
+    multi_tensor_scale,
+    multi_tensor_unscale_l2norm,
+    update_scale_hysteresis,
 )
 
 __all__ = [

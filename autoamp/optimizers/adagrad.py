@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoamp.gradients import widened
-from autoamp.optimizers.formulas import adagrad_
 from autoamp.optimizers.groups import FusedOptimizer, write_back
+from autoamp.scaling import adagrad_, widened
 
 __all__ = ["FusedAdagrad"]
 

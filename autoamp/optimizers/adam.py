@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from autoamp.errors import UsageError
-from autoamp.gradients import widened
-from autoamp.optimizers.formulas import adam_on_device_, adam_updates, average_, corrections
 from autoamp.optimizers.groups import FusedOptimizer, require, scaling_of, wide_copy, write_back
+from autoamp.scaling import adam_on_device_, adam_updates, average_, corrections, widened
 
 __all__ = ["FusedAdam"]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from autoamp.errors import UsageError
-from autoamp.gradients import widened
+from autoamp.scaling import widened
 
 __all__ = ["FusedOptimizer", "in_parts", "require", "scaling_of", "wide_copy", "write_back"]
 

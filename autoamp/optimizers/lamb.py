@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoamp.gradients import total_norm, widened
-from autoamp.optimizers.formulas import adam_updates, average_, corrections, trust_
 from autoamp.optimizers.groups import FusedOptimizer, in_parts, require, write_back
+from autoamp.scaling import adam_updates, average_, corrections, total_norm, trust_, widened
 
 __all__ = ["FusedLAMB"]
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoamp.gradients import widened
 from autoamp.optimizers.groups import scaling_of, wide_copy
 from autoamp.optimizers.lamb import FusedLAMB
+from autoamp.scaling import widened
 
 __all__ = ["FusedMixedPrecisionLamb"]
 

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoamp.gradients import widened
-from autoamp.optimizers.formulas import blended_norms, corrections, gradient_norms, novograd_
 from autoamp.optimizers.groups import FusedOptimizer, require, write_back
+from autoamp.scaling import blended_norms, corrections, gradient_norms, novograd_, widened
 
 __all__ = ["FusedNovoGrad"]
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import required
 
-from autoamp.gradients import widened
 from autoamp.optimizers.groups import FusedOptimizer, require, write_back
+from autoamp.scaling import widened
 
 __all__ = ["FusedSGD"]
 

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from autoamp.parallel.distributed import DistributedDataParallel, Reducer, flat_dist_call
+from autoamp.parallel import multiproc
+from autoamp.parallel.distributed import (
+    DistributedDataParallel,
+    Reducer,
+    apply_flat_dist_call,
+    flat_dist_call,
+    split_by_type,
+)
 from autoamp.parallel.larc import LARC
 from autoamp.parallel.sync_batchnorm import SyncBatchNorm, convert_syncbn_model, create_syncbn_process_group
 
@@ -11,7 +18,10 @@ __all__ = [
     "DistributedDataParallel",
     "Reducer",
     "SyncBatchNorm",
+    "apply_flat_dist_call",
     "convert_syncbn_model",
     "create_syncbn_process_group",
     "flat_dist_call",
+    "multiproc",
+    "split_by_type",
 ]

@@ -15,7 +15,7 @@ from torch.nn import Module
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp.errors import UsageError
-from autoamp.masters import equalised
+from autoamp.stepping import equalised
 from autoamp.torch_private import current_graph_task, flatten, unflatten
 
 __all__ = ["DistributedDataParallel", "Reducer", "apply_flat_dist_call", "flat_dist_call", "split_by_type"]

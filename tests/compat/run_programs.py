@@ -20,8 +20,8 @@ import torch._dynamo
 import torch.distributed
 
 import autoamp
-from autoamp import runtime
 from autoamp.compat import install_as_apex, uninstall
+from autoamp.runtime import api
 
 WATCHED = (torch, torch.Tensor, torch.nn.functional, torch.linalg, torch._VF, torch.nn.Module, torch.nn.RNNBase)
 
@@ -52,7 +52,7 @@ def run(path: str, dtype: torch.dtype) -> str:
         handle = autoamp.current_handle()
         if handle is not None:
             handle.deactivate()
-        runtime.handles.registry._rules.clear()
+        api.handles.registry._rules.clear()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
     return ""

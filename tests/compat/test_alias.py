@@ -14,7 +14,7 @@ import torch
 
 from autoamp.compat import alias, install_as_apex, uninstall
 from autoamp.errors import UsageError
-from autoamp.scaling import LossScaleError
+from autoamp.scaling.loss_scale import LossScaleError
 
 TREE = Path(alias.__file__).parent / "apex"
 MODULES = sorted(

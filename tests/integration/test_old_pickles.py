@@ -60,7 +60,7 @@ def test_levels(level: str) -> None:
 
 @pytest.mark.parametrize("name", ["FP16_Optimizer", "early FP16_Optimizer"])
 def test_fp16_optimizers(name: str) -> None:
-    from autoamp.compat.early_optimizers import FP16_Optimizer as EarlyFP16Optimizer
+    from autoamp.compat.early.optimizers import FP16_Optimizer as EarlyFP16Optimizer
 
     saved = loaded(name)
     model = torch.nn.Linear(2, 2).half()

@@ -13,9 +13,9 @@ import PIL.Image
 import torch
 
 import autoamp
-from autoamp.compat import fastai1
+from autoamp.compat.fastai1 import training
 
-fastai1.enable()
+training.enable()
 handle = autoamp.init(dtype=torch.float16, device_type="cpu")
 
 from fastai.basics import Learner, accuracy, defaults, load_learner  # noqa: E402

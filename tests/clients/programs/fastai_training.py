@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 import autoamp
-from autoamp.compat import fastai1
+from autoamp.compat.fastai1 import training
 
 
 def begin() -> autoamp.Handle:
     """Put mixed precision in place, as a user would at the top of a script."""
-    fastai1.enable()
+    training.enable()
     handle = autoamp.init(dtype=torch.float16, device_type="cpu")
     assert isinstance(handle, autoamp.Handle)
     return handle
@@ -164,6 +164,6 @@ if early is not None:
     found["to_fp16"] = error_of_to_fp16()
     edit_by_hand(handle)
     found["by_hand"] = {**train(), **end(handle)}
-fastai1.disable()
+training.disable()
 found["left"] = [*patched(), *(["torch"] if basic_train.torch is not torch else [])]
 print("\n" + json.dumps(found))

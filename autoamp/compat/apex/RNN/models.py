@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
+from autoamp.compat.layers.rnn import GRU, LSTM, ReLU, Tanh, bidirectionalRNN, mLSTM, stackedRNN
 from autoamp.compat.missing import missing_names
-from autoamp.compat.rnn import GRU, LSTM, ReLU, Tanh, bidirectionalRNN, mLSTM, stackedRNN
 
 __getattr__ = missing_names(__name__)

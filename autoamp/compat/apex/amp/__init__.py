@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from autoamp.compat.amp import init, initialize, load_state_dict, scale_loss, state_dict
+from autoamp.compat.amp.api import init, initialize, load_state_dict, scale_loss, state_dict
+from autoamp.compat.amp.state import amp_state
 from autoamp.compat.missing import missing_names
-from autoamp.compat.state import amp_state
 from autoamp.levels import master_params
 from autoamp.runtime import (
     disable_casts,
@@ -14,22 +14,6 @@ from autoamp.runtime import (
     register_float_function,
     register_half_function,
     register_promote_function,
-)
-
-from . import _amp_state as _module_of_the_state
-from . import (
-    _initialize,
-    _process_optimizer,
-    amp,
-    compat,
-    frontend,
-    handle,
-    lists,
-    opt,
-    rnn_compat,
-    scaler,
-    utils,
-    wrap,
 )
 
 # The object, as Apex had it; the module of the same name is imported by its full path.

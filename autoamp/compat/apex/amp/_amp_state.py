@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from autoamp.compat.amp import maybe_print, warn_or_err
+from autoamp.compat.amp.api import maybe_print, warn_or_err
+from autoamp.compat.amp.state import AmpState
+from autoamp.compat.amp.state import amp_state as _amp_state
 from autoamp.compat.missing import missing_names
-from autoamp.compat.state import AmpState
-from autoamp.compat.state import amp_state as _amp_state
 from autoamp.levels import master_params
 
 __getattr__ = missing_names(__name__)

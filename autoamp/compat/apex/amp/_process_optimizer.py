@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
+from autoamp.compat.amp.state import AmpStash as AmpOptimizerState
 from autoamp.compat.missing import missing_names
-from autoamp.compat.state import AmpStash as AmpOptimizerState
 
 __getattr__ = missing_names(__name__)

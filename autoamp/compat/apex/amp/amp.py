@@ -6,9 +6,9 @@ import sys
 import types
 from typing import Any
 
-from autoamp.compat.amp import init
+from autoamp.compat.amp.api import init
+from autoamp.compat.amp.state import AmpHandle, amp_handle
 from autoamp.compat.missing import missing_names
-from autoamp.compat.state import AmpHandle, amp_handle
 from autoamp.runtime import (
     float_function,
     half_function,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from autoamp.compat.amp import scale_loss
+from autoamp.compat.amp.api import scale_loss
+from autoamp.compat.amp.state import AmpHandle, NoOpHandle
 from autoamp.compat.missing import missing_names
-from autoamp.compat.state import AmpHandle, NoOpHandle
 from autoamp.runtime import disable_casts
 
 __getattr__ = missing_names(__name__)

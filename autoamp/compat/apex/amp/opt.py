@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
+from autoamp.compat.amp.utils import OptimWrapper
 from autoamp.compat.missing import missing_names
-from autoamp.compat.utils import OptimWrapper
 
 __getattr__ = missing_names(__name__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
+from autoamp.compat.amp.utils import has_old_rnns
 from autoamp.compat.missing import missing_names
-from autoamp.compat.utils import has_old_rnns
 
 __getattr__ = missing_names(__name__)

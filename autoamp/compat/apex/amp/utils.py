@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from autoamp.compat.missing import missing_names
-from autoamp.compat.utils import (
+from autoamp.compat.amp.utils import (
     as_inplace,
     casted_args,
     collect_fp_tensor_types,
@@ -20,5 +19,6 @@ from autoamp.compat.utils import (
     type_string,
     verbosify,
 )
+from autoamp.compat.missing import missing_names
 
 __getattr__ = missing_names(__name__)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from autoamp.compat import utils
+from autoamp.compat.amp import utils
+from autoamp.compat.amp.wrapping import cached_cast, make_cast_wrapper, make_promote_wrapper, promote, sequence_promote
 from autoamp.compat.missing import missing_names
-from autoamp.compat.wrapping import cached_cast, make_cast_wrapper, make_promote_wrapper, promote, sequence_promote
 from autoamp.runtime import disable_casts
 
 __getattr__ = missing_names(__name__)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from autoamp.compat.early_optimizers import FP16_Optimizer
-from autoamp.compat.early_scalers import DynamicLossScaler, LossScaler
+from autoamp.compat.early.optimizers import FP16_Optimizer
+from autoamp.compat.early.scalers import DynamicLossScaler, LossScaler
 from autoamp.compat.missing import missing_names
 from autoamp.fp16_utils import (
     BN_convert_float,
@@ -19,7 +19,5 @@ from autoamp.fp16_utils import (
     to_python_float,
     tofp16,
 )
-
-from . import fp16_optimizer, fp16util, loss_scaler
 
 __getattr__ = missing_names(__name__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoamp.compat.early_scalers import DynamicLossScaler, LossScaler
+from autoamp.compat.early.scalers import DynamicLossScaler, LossScaler
 from autoamp.compat.missing import missing_names
 from autoamp.fp16_utils import to_python_float
 

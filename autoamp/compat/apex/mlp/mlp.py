@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
+from autoamp.compat.layers.mlp import MLP, mlp_function
 from autoamp.compat.missing import missing_names
-from autoamp.compat.mlp import MLP, mlp_function
 
 __getattr__ = missing_names(__name__)

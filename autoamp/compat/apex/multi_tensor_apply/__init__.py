@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from autoamp.compat.missing import missing_names
-from autoamp.compat.multi_tensor import MultiTensorApply, multi_tensor_applier
-
-from . import multi_tensor_apply
+from autoamp.compat.multi_tensor.tensor_lists import MultiTensorApply, multi_tensor_applier
 
 __getattr__ = missing_names(__name__)

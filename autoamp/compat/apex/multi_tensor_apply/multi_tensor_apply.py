@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from autoamp.compat.missing import missing_names
-from autoamp.compat.multi_tensor import MultiTensorApply
+from autoamp.compat.multi_tensor.tensor_lists import MultiTensorApply
 
 __getattr__ = missing_names(__name__)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from autoamp.compat.missing import missing_names
-from autoamp.compat.norm_functions import (
+from autoamp.compat.layers.norm_functions import (
     FusedLayerNormAffineFunction,
     FusedLayerNormAffineMixedDtypesFunction,
     FusedLayerNormFunction,
@@ -11,6 +10,7 @@ from autoamp.compat.norm_functions import (
     FusedRMSNormAffineMixedDtypesFunction,
     FusedRMSNormFunction,
 )
+from autoamp.compat.missing import missing_names
 from autoamp.normalization import (
     FusedLayerNorm,
     FusedRMSNorm,

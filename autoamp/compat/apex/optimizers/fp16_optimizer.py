@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoamp.compat.early_optimizers import FP16_Optimizer
+from autoamp.compat.early.optimizers import FP16_Optimizer
 from autoamp.compat.missing import missing_names
 
 __getattr__ = missing_names(__name__)

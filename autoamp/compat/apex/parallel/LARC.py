@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from autoamp.compat.missing import missing_names
-from autoamp.parallel.larc import LARC
+from autoamp.parallel import LARC
 
 __getattr__ = missing_names(__name__)

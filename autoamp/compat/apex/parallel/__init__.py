@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch.distributed import ReduceOp
 
 from autoamp.compat.missing import missing_names
+from autoamp.parallel import LARC as _LARC
 from autoamp.parallel import (
     DistributedDataParallel,
     Reducer,
@@ -12,10 +13,6 @@ from autoamp.parallel import (
     convert_syncbn_model,
     create_syncbn_process_group,
 )
-from autoamp.parallel.larc import LARC as _LARC
-
-from . import LARC as _module_of_larc
-from . import distributed, optimized_sync_batchnorm, sync_batchnorm
 
 # The class, as Apex had it; the module of the same name is imported by its full path.
 LARC = _LARC

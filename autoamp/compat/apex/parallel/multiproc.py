@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 
 from autoamp.compat.missing import missing_names
-from autoamp.parallel.multiproc import main
+from autoamp.parallel import multiproc
 
 __getattr__ = missing_names(__name__)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(multiproc.main())

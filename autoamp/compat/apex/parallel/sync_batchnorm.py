@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from autoamp.compat.missing import missing_names
-from autoamp.parallel.sync_batchnorm import SyncBatchNorm
+from autoamp.parallel import SyncBatchNorm
 
 __getattr__ = missing_names(__name__)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from autoamp.compat.missing import missing_names
-from autoamp.compat.weight_norm import (
+from autoamp.compat.layers.weight_norm import (
     Reparameterization,
     WeightNorm,
     apply_reparameterization,
@@ -11,7 +10,6 @@ from autoamp.compat.weight_norm import (
     remove_reparameterization,
     remove_weight_norm,
 )
-
-from . import reparameterization, weight_norm
+from autoamp.compat.missing import missing_names
 
 __getattr__ = missing_names(__name__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
+from autoamp.compat.layers.weight_norm import Reparameterization
 from autoamp.compat.missing import missing_names
-from autoamp.compat.weight_norm import Reparameterization
 
 __getattr__ = missing_names(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autoamp.compat.listed import names_of
+from autoamp.compat.amp.listed import names_of
 from autoamp.compat.missing import missing_names
 
 MODULE = torch.Tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
+from autoamp.compat.layers.vision import GroupNorm, torch_group_norm
 from autoamp.compat.missing import missing_names
-from autoamp.compat.vision import GroupNorm, torch_group_norm
 
 __getattr__ = missing_names(__name__)

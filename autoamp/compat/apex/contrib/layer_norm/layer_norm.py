@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from autoamp.compat.contrib import FastLayerNorm
+from autoamp.compat.layers.contrib import FastLayerNorm
+from autoamp.compat.layers.norm_functions import FastLayerNormFN
 from autoamp.compat.missing import missing_names
-from autoamp.compat.norm_functions import FastLayerNormFN
 
 __getattr__ = missing_names(__name__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoamp.compat.attention import EncdecMultiheadAttn
+from autoamp.compat.layers.attention import EncdecMultiheadAttn
 from autoamp.compat.missing import missing_names
 
 __getattr__ = missing_names(__name__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoamp.compat.early_optimizers import ContribFusedAdam as FusedAdam
+from autoamp.compat.early.optimizers import ContribFusedAdam as FusedAdam
 from autoamp.compat.missing import missing_names
 
 __getattr__ = missing_names(__name__)

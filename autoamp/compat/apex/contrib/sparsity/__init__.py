@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
+from autoamp.compat.layers.sparsity import ASP, create_mask
 from autoamp.compat.missing import missing_names
-from autoamp.compat.sparsity import ASP, create_mask
-
-from . import asp, sparse_masklib
 
 __getattr__ = missing_names(__name__)

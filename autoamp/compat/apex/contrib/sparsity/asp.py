@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
+from autoamp.compat.layers.sparsity import ASP
 from autoamp.compat.missing import missing_names
-from autoamp.compat.sparsity import ASP
 
 __getattr__ = missing_names(__name__)

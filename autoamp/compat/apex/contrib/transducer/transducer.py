@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
+from autoamp.compat.layers.transducer import TransducerJoint, TransducerLoss
 from autoamp.compat.missing import missing_names
-from autoamp.compat.transducer import TransducerJoint, TransducerLoss
 
 __getattr__ = missing_names(__name__)

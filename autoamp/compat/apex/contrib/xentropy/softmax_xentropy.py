@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoamp.compat.contrib import SoftmaxCrossEntropyLoss
+from autoamp.compat.layers.contrib import SoftmaxCrossEntropyLoss
 from autoamp.compat.missing import missing_names
 
 __getattr__ = missing_names(__name__)

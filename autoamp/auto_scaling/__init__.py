@@ -1,0 +1,7 @@
+"""Backward passes that nobody scaled: scaled on the way in, true where gradients arrive."""
+
+from __future__ import annotations
+
+from autoamp.auto_scaling.auto_scale import AutoScale
+
+__all__ = ["AutoScale"]

@@ -1,0 +1,330 @@
+"""Loss scaling for programs that know nothing of it: ``loss.backward()`` scales, and gradients come out unscaled.
+
+The scale goes in with the gradient of the root, so the graph is the program's own, and comes out of each gradient where
+it arrives at a leaf. What was found there goes as one verdict to the guards of the optimizers that step the leaves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import inspect
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from autoamp.auto_scaling.backward_pass import (
+    ScaledPass,
+    can_begin_at,
+    drop,
+    largest_scale,
+    listed,
+    reached_by,
+    scaled_gradients,
+)
+from autoamp.auto_scaling.hooks import GradientHook, Hook, PostAccumulateHook, RunningPasses, is_ours
+from autoamp.errors import UsageError
+from autoamp.patching import PatchSet, dress, original_of
+from autoamp.scaling import LossScaler, is_flat, is_sharded
+from autoamp.stepping import GuardedOptimizers, ScalesItself, StepGuard, open_blocks, several_processes, step_unaware
+
+__all__ = ["AutoScale"]
+
+log = logging.getLogger(__name__)
+
+
+class AutoScale:
+    """Scales every backward pass of the program that ends in parameters of an optimizer, until `stop`.
+
+    Left alone are `torch.autograd.grad`, passes with ``create_graph=True``, those that reach no optimizer's parameter,
+    and all once the program scales its losses itself: in a ``scale_loss`` block or an ``FP16_Optimizer`` for as long as
+    that runs, and for good once it has made an enabled `torch.amp.GradScaler` or has entered an enabled
+    `torch.autocast` region.
+
+    Hooks of tensors and modules see true gradients. Hooks of autograd nodes, and what runs within a custom
+    ``autograd.Function``, see scaled ones.
+
+    Args:
+        optimizers: Guards the optimizers.
+        scaler: Gives the scale.
+    """
+
+    def __init__(self, optimizers: GuardedOptimizers, scaler: LossScaler) -> None:
+        self._optimizers = optimizers
+        self._scaler = scaler
+        self._patches = PatchSet()
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+        # By identity, since tensors compare by element.
+        self._retained = WeakTensorKeyDictionary()
+        self._passes = RunningPasses()
+        self._aside: str | None = None
+        self.active = False
+
+    def start(self) -> AutoScale:
+        """Put the patches in place, and guard the optimizers that are there.
+
+        Raises:
+            UsageError: An optimizer steps master weights.
+        """
+        if self._optimizers.has_masters:
+            raise UsageError("auto_scale() is for fp32 models, and an optimizer here has masters; use scale_loss")
+        self.active = True
+        self.resume()
+        return self
+
+    def resume(self) -> None:
+        """Go on after `pause`, if it was not stopped."""
+        if self.active and not len(self._patches):
+            self._patch()
+            self._look_around()
+
+    def pause(self) -> None:
+        """Take the patches back for a while."""
+        self._patches.restore()
+
+    def _patch(self) -> None:
+        patched: list[tuple[Any, str, Callable[[Any], Any]]] = [
+            (torch.autograd, "backward", self._around_backward),
+            (Tensor, "retain_grad", self._around_retain_grad),
+            (Tensor, "register_hook", self._around_register(GradientHook)),
+            (Tensor, "register_post_accumulate_grad_hook", self._around_register(PostAccumulateHook)),
+            (Module, "register_backward_hook", self._around_register(GradientHook)),
+            (Module, "register_full_backward_hook", self._around_register(GradientHook)),
+            (Module, "register_full_backward_pre_hook", self._around_register(GradientHook)),
+            (torch.nn.modules.module, "register_module_full_backward_hook", self._around_register_for_all),
+            (torch.nn.modules.module, "register_module_full_backward_pre_hook", self._around_register_for_all),
+            (Optimizer, "__init__", lambda f: self._afterwards(f, self._meet)),
+            (Optimizer, "__setstate__", lambda f: self._afterwards(f, self._meet)),
+            (Optimizer, "zero_grad", lambda f: self._afterwards(f, self._drop_of_optimizer)),
+            (Module, "zero_grad", lambda f: self._afterwards(f, self._drop_of_module)),
+            (torch.amp.GradScaler, "__init__", lambda f: self._afterwards(f, self._notice_scaler)),
+            (torch.autocast, "__enter__", lambda f: self._afterwards(f, self._notice_autocast)),
+        ]
+        with self._patches.all_or_nothing():
+            for owner, name, around in patched:
+                # Some are inherited: Tensor has them from its base.
+                original = inspect.getattr_static(owner, name)
+                self._patches.replace(owner, name, dress(around(original), original, owner.__name__, name))
+            backward = torch.autograd.backward
+            self._patches.rebind({id(original_of(backward)): (original_of(backward), backward)}, _is_torchs)
+
+    def _look_around(self) -> None:
+        for found in gc.get_objects():
+            # Not isinstance, which asks the object itself: a proxy may answer with another class.
+            if issubclass(type(found), Optimizer):
+                self._meet(found)
+            elif issubclass(type(found), torch.amp.GradScaler):
+                self._notice_scaler(found)
+
+    def stop(self) -> None:
+        """Take the patches back. The optimizers stay guarded, for verdicts that their next step is to read."""
+        self.active = False
+        self.pause()
+
+    def __enter__(self) -> AutoScale:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+    @property
+    def standing_aside(self) -> str | None:
+        """What the program scales its losses with, None where that is left to us."""
+        return self._aside
+
+    # -- what the program makes --
+
+    def _meet(self, optimizer: Any) -> None:
+        # An FP16_Optimizer guards the optimizer within it, and a half-built optimizer has no groups.
+        if self.active and not isinstance(optimizer, ScalesItself):
+            with contextlib.suppress(AttributeError):
+                if optimizer.param_groups:
+                    self._optimizers.guard(optimizer, check=False).step_closure = step_unaware
+                    self._known.add(optimizer)
+
+    def _notice_scaler(self, scaler: torch.amp.GradScaler) -> None:
+        # One that is half built cannot tell yet.
+        with contextlib.suppress(AttributeError):
+            if scaler.is_enabled():
+                self.stand_aside("torch.amp.GradScaler")
+
+    def _notice_autocast(self, region: torch.autocast) -> None:
+        # A region for an evaluation, or for another device, says nothing of how the program trains.
+        if region._enabled and region.device == self._optimizers.device_type and torch.is_grad_enabled():
+            self.stand_aside("torch.autocast")
+
+    def stand_aside(self, whom: str) -> None:
+        """Scale nothing any more: that is left to ``whom``, which the program has for it."""
+        if self._aside is None:
+            self._aside = whom
+            log.info("the program uses %s: scaling its losses is left to it", whom)
+
+    def _drop_of_optimizer(self, optimizer: Any) -> None:
+        self._drop(param for group in optimizer.param_groups for param in group["params"])
+
+    def _drop_of_module(self, module: Any) -> None:
+        self._drop(module.parameters())
+
+    def _drop(self, params: Iterable[Tensor]) -> None:
+        """Take note that gradients were dropped: what overflowed in them skips no step."""
+        waiting = [guard for guard in self._guards() if guard.pending]
+        if waiting:
+            ids = set(map(id, params))
+            for guard in waiting:
+                drop(guard, ids)
+
+    def _afterwards(self, original: Any, notice: Callable[[Any], None]) -> Any:
+        def replacement(self_: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(self_, *args, **kwargs)
+            if not torch.compiler.is_compiling():
+                notice(self_)
+            return result
+
+        return replacement
+
+    # -- backward passes --
+
+    def _around_backward(self, original: Any) -> Any:
+        def backward(
+            tensors: Any,
+            grad_tensors: Any = None,
+            retain_graph: bool | None = None,
+            create_graph: bool = False,
+            grad_variables: Any = None,
+            inputs: Any = None,
+        ) -> None:
+            roots = listed(tensors)
+            given = listed(grad_tensors if grad_variables is None else grad_variables)
+            run = functools.partial(original, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
+            running = self._passes.joinable()
+            if running is not None:
+                self._join(running, run, roots, given, inputs)
+                return
+            plain = create_graph or not self._is_ours(roots, given)
+            opened = None if plain else self._open(roots, inputs)
+            if opened is None:
+                run(tensors, grad_tensors, grad_variables=grad_variables)
+                return
+            running, reached = opened
+            with self._passes.opened(running), self._run(running, roots, *reached):
+                run(roots, scaled_gradients(roots, given, running.scale))
+
+        return backward
+
+    def _open(self, roots: list[Any], inputs: Any) -> tuple[ScaledPass, tuple[list[Tensor], set[Any]]] | None:
+        """Make the pass that begins at the roots; None if it reaches nothing that an optimizer steps."""
+        owners: dict[int, list[StepGuard]] = {}
+        sharded: list[StepGuard] = []
+        for guard in self._guards():
+            params = guard.params()
+            for param in params:
+                owners.setdefault(id(param), []).append(guard)
+            if any(map(is_sharded, params)):
+                sharded.append(guard)
+        leaves, nodes = reached_by(roots, inputs)
+        shared = several_processes()
+        if shared and owners and any(map(is_flat, leaves)):
+            raise UsageError(
+                "FullyShardedDataParallel keeps shards of flat parameters, so that ranks would skip different steps; "
+                "use bf16, which needs no loss scale (dtype=torch.bfloat16, --dtype bf16), or fully_shard"
+            )
+        if not sharded and owners.keys().isdisjoint(map(id, leaves)) and not _may_reach_more(nodes):
+            return None
+        running = ScaledPass(
+            self._scaler,
+            owners,
+            largest_scale(roots),
+            retained=self._retained,
+            # The inf of one rank is to be seen by all.
+            cleans=not shared,
+            now=self._passes.now,
+        )
+        for guard in sharded:
+            # Its shards are not what the pass reaches: gradients are reduced onto them.
+            running.concern(guard, map(id, guard.params()))
+        return running, (leaves, nodes)
+
+    @contextlib.contextmanager
+    def _run(
+        self, running: ScaledPass, roots: Iterable[Any], leaves: list[Tensor], nodes: set[Any], within: bool = False
+    ) -> Iterator[None]:
+        """Get ready for a run of autograd's engine, which takes place within the ``with`` statement."""
+        self._passes.arrivals.hook(running.take(leaves, nodes, within=within))
+        with self._passes.claimed(running, roots):
+            yield
+
+    def _join(
+        self, running: ScaledPass, run: Callable[[Any, Any], None], roots: list[Any], given: list[Any], inputs: Any
+    ) -> None:
+        """Run a pass within a pass, such as a checkpoint's: given gradients have the scale, an implied 1 has not."""
+        if given and len(given) != len(roots):
+            run(roots, given)
+            return
+        gradients = []
+        for root, gradient in zip(roots, given or [None] * len(roots), strict=True):
+            implied = gradient is None and can_begin_at(root, None)
+            gradients.append(scaled_gradients([root], [], running.scale)[0] if implied else gradient)
+        with self._run(running, roots, *reached_by(roots, inputs), within=True):
+            run(roots, gradients)
+
+    def _is_ours(self, roots: Sequence[Any], given: Sequence[Any]) -> bool:
+        """Tell whether to scale a pass. Not one that torch refuses: then the program gets torch's own error."""
+        return (
+            self._scaler.checks
+            and self._aside is None
+            and not open_blocks.count
+            and not torch.compiler.is_compiling()
+            and (not given or len(given) == len(roots))
+            and all(map(can_begin_at, roots, given or [None] * len(roots)))
+        )
+
+    def _guards(self) -> list[StepGuard]:
+        return [self._optimizers.guard(optimizer, check=False) for optimizer in list(self._known)]
+
+    # -- what the program sees of it --
+
+    def _around_retain_grad(self, original: Any) -> Any:
+        def retain_grad(self_: Tensor) -> None:
+            original(self_)
+            if not self_.is_leaf:
+                self._retained[self_] = None
+
+        return retain_grad
+
+    def _around_register(self, kind: type[Hook]) -> Callable[[Any], Any]:
+        def around(original: Any) -> Any:
+            def register(self_: Any, hook: Any, *args: Any, **kwargs: Any) -> Any:
+                # A tensor subclass comes by twice, on its way through __torch_function__.
+                if callable(hook) and not is_ours(hook) and not torch.compiler.is_compiling():
+                    hook = self._seeing_true(kind, hook, self_ if isinstance(self_, Tensor) else None)
+                return original(self_, hook, *args, **kwargs)
+
+            return register
+
+        return around
+
+    def _around_register_for_all(self, original: Any) -> Any:
+        def register(hook: Any) -> Any:
+            return original(self._seeing_true(GradientHook, hook, None) if callable(hook) else hook)
+
+        return register
+
+    def _seeing_true(self, kind: type[Hook], hook: Any, tensor: Tensor | None) -> Hook:
+        return kind(hook, self._passes, self._optimizers.without_casts, tensor)
+
+
+def _may_reach_more(nodes: Iterable[Any]) -> bool:
+    """Tell whether a checkpoint runs passes of its own within, whose leaves are known only then."""
+    return any("Checkpoint" in node.name() for node in nodes)
+
+
+def _is_torchs(module_name: str) -> bool:
+    return module_name == "torch" or module_name.startswith("torch.")

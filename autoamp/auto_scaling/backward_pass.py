@@ -1,0 +1,383 @@
+"""One scaled backward pass: what it reaches, and what becomes of a gradient as it arrives.
+
+A gradient is divided by the scale where it arrives at a leaf, before any hook of the program sees it, and looked
+through for inf and nan there. What was found stays on the device. So ``.grad`` holds true values from the first moment.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from autoamp.scaling import LossScaler, Verdict, true_gradient
+from autoamp.stepping import StepGuard
+
+__all__ = [
+    "Flags",
+    "PassVerdict",
+    "ScaledPass",
+    "can_begin_at",
+    "drop",
+    "largest_scale",
+    "listed",
+    "reached_by",
+    "scaled_gradients",
+]
+
+
+class Flags:
+    """One flag for each tensor that a pass reaches, on its device: 1.0 where its gradient had inf or nan."""
+
+    def __init__(self) -> None:
+        self._vectors: list[tuple[list[weakref.ref[Tensor]], Tensor]] = []
+        self._of: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """Make flags for more tensors, all 0."""
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for tensor in tensors:
+            by_device.setdefault(tensor.device, []).append(tensor)
+        for device, group in by_device.items():
+            vector = torch.zeros(len(group), dtype=torch.float32, device=device)
+            references = [weakref.ref(tensor) for tensor in group]
+            self._vectors.append((references, vector))
+            self._of.update(zip(map(id, group), zip(references, vector.unbind(), strict=True), strict=True))
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return a tensor's flag, a new one where there is none."""
+        reference, flag = self._of.get(id(tensor), (None, None))
+        if flag is None or reference is None or reference() is not tensor:
+            self.add([tensor])
+            flag = self._of[id(tensor)][1]
+        return flag
+
+    def found(self) -> list[Tensor]:
+        """Return one tensor a device: 1.0 if a flag is set there by now. Nothing is waited for."""
+        return [vector.amax().view(1) for _, vector in self._vectors]
+
+    def flagged(self) -> list[Tensor]:
+        """Return the tensors that live and whose flag is set. Waits for the device."""
+        pairs = [pair for references, vector in self._vectors for pair in zip(references, vector.tolist(), strict=True)]
+        return [tensor for reference, flag in pairs if flag and (tensor := reference()) is not None]
+
+
+class PassVerdict(Verdict):
+    """The verdict on a backward pass. As long as nobody reads it, it goes by all that has arrived.
+
+    Args:
+        scaler: The scaler of the pass.
+        scale: The scale of the pass.
+        flags: What was found, and is being found.
+        cleans: Whether 0 takes the place of gradients that overflowed.
+
+    Attributes:
+        reached: By guard, the ids of what the pass reaches of its optimizer's and was not dropped since.
+    """
+
+    # What arrives after it was read is for another verdict, so a step is to read it.
+    is_whole = False
+
+    __slots__ = ("_cleans", "_flags", "reached")
+
+    def __init__(self, scaler: LossScaler, scale: float, flags: Flags, *, cleans: bool) -> None:
+        super().__init__(scaler, scale, ())
+        self._flags = flags
+        self._cleans = cleans
+        self.reached: dict[StepGuard, set[int]] = {}
+
+    @property
+    def found(self) -> Sequence[Tensor]:
+        """What is to be read, nothing once it was."""
+        return self._flags.found() if self.overflowed is None else ()
+
+    @found.setter
+    def found(self, value: Sequence[Tensor]) -> None:
+        """Whoever reads it takes back what was to be read, which follows here from its having been read."""
+
+    @property
+    def cleared(self) -> Sequence[Tensor]:
+        """The tensors whose gradients overflowed, if 0 took their place. Waits for the device."""
+        return self._flags.flagged() if self.overflowed and self._cleans else ()
+
+    @cleared.setter
+    def cleared(self, value: Sequence[Tensor]) -> None:
+        """What the base class begins with."""
+
+    def drop(self, guard: StepGuard, ids: set[int]) -> bool:
+        """Take note that gradients were dropped. Returns whether an optimizer has nothing of this pass any more."""
+        left = self.reached.get(guard)
+        if left is None or left.isdisjoint(ids):
+            return False
+        left -= ids
+        return not left
+
+
+def drop(guard: StepGuard, ids: set[int]) -> None:
+    """Take note that gradients of an optimizer were dropped: of passes of which it has no others no step is skipped."""
+    for verdict in list(guard.pending):
+        if isinstance(verdict, PassVerdict) and verdict.drop(guard, ids):
+            guard.abandon(verdict)
+
+
+class ScaledPass:
+    """One backward pass that is scaled, with all that run within its functions.
+
+    Args:
+        scaler: Gives the scale, and hears the verdict.
+        owners: The guards of the optimizers that step a tensor, by its id.
+        largest_scale: The scale is no higher.
+        retained: What ``retain_grad()`` was called for.
+        cleans: Whether 0 takes the place of a gradient that overflowed. Otherwise inf and nan stay, for a reduction
+            over ranks to carry on.
+        now: Returns the pass that calls, None outside of passes.
+
+    Attributes:
+        scale: The scale of the pass.
+        thread: Who runs it.
+        unclaimed: How many runs of autograd's engine have begun for it that are not known by their number yet.
+        runs: The numbers of those that are.
+        leaves: What gets true gradients as they arrive.
+    """
+
+    def __init__(
+        self,
+        scaler: LossScaler,
+        owners: Mapping[int, list[StepGuard]],
+        largest_scale: float,
+        *,
+        retained: Iterable[Tensor] = (),
+        cleans: bool = True,
+        now: Callable[[], ScaledPass | None],
+    ) -> None:
+        self.thread = threading.get_ident()
+        self.unclaimed = 0
+        self.runs: list[int] = []
+        self.leaves: dict[int, Tensor] = {}
+        self.scale = min(scaler.loss_scale, largest_scale)
+        self._factors: dict[torch.device, Tensor] = {}
+        self._owners = owners
+        self._retained = retained
+        self._cleans = cleans
+        self._now = now
+        self._flags = Flags()
+        self._verdicts = [PassVerdict(scaler, self.scale, self._flags, cleans=cleans)]
+        # Leaves of a pass within, whose gradients go back into this one: they keep its scale.
+        self._passed_on: dict[int, weakref.ref[Tensor]] = {}
+        self._inner: dict[int, _InnerGradient] = {}
+
+    def take(self, reached: Iterable[Tensor], nodes: set[Any], *, within: bool = False) -> list[Tensor]:
+        """Get ready for what a run is about to reach, and tell the guards.
+
+        Args:
+            reached: The leaves, and what else ``inputs=`` names.
+            nodes: The nodes of the graph.
+            within: Whether a function of the pass begins the run, as that of a checkpoint does.
+
+        Returns:
+            The leaves that were not known before.
+        """
+        reached = list(reached)
+        leaves = [leaf for leaf in reached if leaf.grad_fn is None and id(leaf) not in self.leaves]
+        if within:
+            leaves = [leaf for leaf in leaves if not self._passes_on(leaf)]
+        inner = [tensor for tensor in reached if tensor.grad_fn is not None]
+        for tensor in inner:
+            tensor.retain_grad()
+        inner += [tensor for tensor in list(self._retained) if tensor.grad_fn in nodes]
+        new = {id(tensor): tensor for tensor in inner if id(tensor) not in self._inner}
+        self._flags.add([*leaves, *new.values()])
+        # Here, where the streams of all that runs wait for what this one does.
+        for device in {tensor.device for tensor in (*leaves, *new.values())} - self._factors.keys():
+            self._factors[device] = torch.full((), 1.0 / self.scale, dtype=torch.float32, device=device)
+        self.leaves.update({id(leaf): leaf for leaf in leaves})
+        self._inner.update({name: _InnerGradient(self, tensor) for name, tensor in new.items()})
+        self._tell_guards(leaves)
+        return leaves
+
+    def _passes_on(self, leaf: Tensor) -> bool:
+        """Tell a copy that a function made of its input, to read its ``.grad``, from a leaf that the program knows."""
+        known = self._passed_on.get(id(leaf))
+        if known is not None and known() is leaf:
+            return True
+        if isinstance(leaf, Parameter) or id(leaf) in self._owners or leaf.grad is not None:
+            return False
+        self._passed_on[id(leaf)] = weakref.ref(leaf)
+        return True
+
+    def _tell_guards(self, leaves: Sequence[Tensor]) -> None:
+        """Let guards wait for the verdict, and forget those on gradients that are gone."""
+        reached: dict[StepGuard, set[int]] = {}
+        gone: dict[StepGuard, set[int]] = {}
+        for leaf in leaves:
+            for guard in self._owners.get(id(leaf), ()):
+                reached.setdefault(guard, set()).add(id(leaf))
+                if leaf.grad is None:
+                    gone.setdefault(guard, set()).add(id(leaf))
+        for guard, ids in gone.items():
+            drop(guard, ids)
+        for guard, ids in reached.items():
+            self.concern(guard, ids)
+
+    def concern(self, guard: StepGuard, ids: Iterable[int]) -> None:
+        """Let a guard wait for the verdict, as far as gradients of these tensors go."""
+        verdict = self._verdicts[-1]
+        known = verdict.reached.setdefault(guard, set())
+        known.update(ids)
+        if verdict not in guard.pending:
+            guard.expect(verdict)
+
+    def knows(self, leaf: Tensor) -> bool:
+        """Tell whether gradients have true values once they have arrived at a leaf."""
+        return id(leaf) in self.leaves
+
+    def arrived(self, leaf: Tensor, gradient: Tensor) -> Tensor:
+        """Return the true gradient for a scaled one that arrives at a leaf. Whether it overflowed is noted."""
+        if self._verdicts[-1].overflowed is not None:
+            # Somebody stepped in the middle of the pass: what comes now is for another verdict.
+            scaler = _ScalerOfTheRest(self._verdicts)
+            self._verdicts.append(PassVerdict(scaler, self.scale, self._flags, cleans=self._cleans))
+        if len(self._verdicts) > 1:
+            for guard in self._owners.get(id(leaf), ()):
+                self.concern(guard, [id(leaf)])
+        return self.true(leaf, gradient)
+
+    def true(self, tensor: Tensor, gradient: Tensor) -> Tensor:
+        """Return the true gradient of a tensor for a scaled one. Whether it overflowed is noted."""
+        factor = self._factors.get(tensor.device)
+        if factor is None:
+            factor = torch.full((), 1.0 / self.scale, dtype=torch.float32, device=tensor.device)
+        return true_gradient(gradient, 1.0 / self.scale, factor, self._flags.of(tensor), clean=self._cleans)
+
+    @torch.no_grad()
+    def still_overflowed(self, leaf: Tensor, gradient: Tensor) -> Tensor:
+        """Return nan in place of what a hook made of a gradient that overflowed, where other ranks are to see it."""
+        if self._cleans or gradient.layout is not torch.strided:
+            return gradient
+        return torch.where(self._flags.of(leaf) != 0, math.nan, gradient)
+
+    def is_now(self) -> bool:
+        """Tell whether this pass calls."""
+        return self._now() is self
+
+    def close(self) -> None:
+        """Give true gradients to what has them scaled as yet."""
+        for inner in self._inner.values():
+            inner.close()
+        for reference in self._passed_on.values():
+            leaf = reference()
+            if leaf is not None and leaf.grad is not None:
+                # Not in place: it may share memory with what went back into the pass.
+                leaf.grad = self.true(leaf, leaf.grad)
+        self.leaves, self._inner, self._passed_on = {}, {}, {}
+
+
+class _InnerGradient:
+    """The ``.grad`` of a tensor within the graph: what the pass writes there is scaled, until its node runs."""
+
+    def __init__(self, running: ScaledPass, tensor: Tensor) -> None:
+        self._running = running
+        self._tensor = tensor
+        self._before, tensor.grad = tensor.grad, None
+        # Torch writes the gradient after all hooks of the tensor, and before those of the node.
+        self._registered = tensor.grad_fn.register_prehook(self._arrived)  # type: ignore[union-attr]
+
+    def _arrived(self, gradients: Any) -> None:
+        if self._running.is_now():
+            self._finish()
+
+    def close(self) -> None:
+        """Come to an end, also where the node never ran."""
+        self._registered.remove()
+        self._finish()
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        tensor, before = self._tensor, self._before
+        if tensor.grad is None:
+            tensor.grad = before
+        elif tensor.grad is not before:
+            true = self._running.true(tensor, tensor.grad)
+            tensor.grad = true if before is None else before + true
+        self._before = tensor.grad
+
+
+class _ScalerOfTheRest(LossScaler):
+    """Stands in for the scaler in the verdict on the rest of a pass, where somebody read one before it was over.
+
+    It passes on the first overflow of the pass alone: the scaler has heard of the pass already.
+    """
+
+    def __init__(self, verdicts: Sequence[PassVerdict]) -> None:
+        self._scaler = verdicts[0].scaler
+        self._verdicts = verdicts
+        super().__init__(self._scaler.loss_scale)
+
+    @property
+    def loss_scale(self) -> float:
+        return self._scaler.loss_scale
+
+    @property
+    def checks(self) -> bool:
+        return True
+
+    def update(self, found_inf: bool) -> None:
+        if found_inf and not any(verdict.overflowed and verdict.counted for verdict in self._verdicts):
+            self._scaler.update(True)
+
+
+def listed(tensors: Any) -> list[Any]:
+    """Return one tensor, or a sequence of them, as a list; nothing as an empty one."""
+    if tensors is None:
+        return []
+    return list(tensors) if isinstance(tensors, Sequence) else [tensors]
+
+
+def can_begin_at(root: Any, gradient: Any) -> bool:
+    """Tell whether a pass can begin at a root, with the gradient that is given for it."""
+    if not isinstance(root, Tensor) or not root.requires_grad or not root.is_floating_point():
+        return False
+    return root.numel() == 1 if gradient is None else isinstance(gradient, Tensor) and gradient.shape == root.shape
+
+
+def largest_scale(roots: Sequence[Tensor]) -> float:
+    """Return the largest scale that fits the gradients of all roots: 2**15 in fp16, a power of 2 below its end."""
+    return 2.0**15 if any(root.dtype is torch.float16 for root in roots) else math.inf
+
+
+@torch.no_grad()
+def scaled_gradients(roots: Sequence[Tensor], given: Sequence[Any], scale: float) -> list[Tensor]:
+    """Return the gradients of the roots, 1 where none is given, times the scale."""
+    pairs = zip(roots, given or [None] * len(roots), strict=True)
+    return [(torch.ones_like(root) if gradient is None else gradient) * scale for root, gradient in pairs]
+
+
+def reached_by(roots: Iterable[Any], inputs: Any) -> tuple[list[Tensor], set[Any]]:
+    """Return the tensors into whose ``.grad`` a pass writes, and the nodes of its graph."""
+    leaves: dict[int, Tensor] = {}
+    nodes: set[Any] = set()
+    waiting = []
+    for root in roots:
+        if isinstance(root, Tensor) and root.grad_fn is None:
+            leaves[id(root)] = root
+        waiting.append(getattr(root, "grad_fn", None))
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in nodes:
+            continue
+        nodes.add(node)
+        # Only the node at a leaf has a variable.
+        variable = getattr(node, "variable", None) if node.name().endswith("AccumulateGrad") else None
+        if variable is not None:
+            leaves[id(variable)] = variable
+        waiting.extend(following for following, _ in node.next_functions)
+    if inputs is None:
+        return list(leaves.values()), nodes
+    wanted = [tensor for tensor in listed(inputs) if isinstance(tensor, Tensor)]
+    return wanted, nodes

@@ -1,0 +1,7 @@
+"""The command `autoamp`: run a program, look at this machine, check lists."""
+
+from __future__ import annotations
+
+from autoamp.cli.command import main
+
+__all__ = ["main"]

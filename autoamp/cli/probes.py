@@ -1,0 +1,374 @@
+"""What `autoamp doctor` finds out: the device and what half precision is worth there, the lists, the names in the way.
+
+Measures and returns plain values; printing is the command line's business.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import statistics
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoamp import runtime
+from autoamp.cli.session import versions
+from autoamp.compat import real_apex
+from autoamp.errors import UsageError
+from autoamp.ops import expand, owns_its_names
+from autoamp.patching import original_of
+from autoamp.rules import ENVIRONMENT_VARIABLE, CastTable, shipped_sets
+from autoamp.runtime import Settings, device_type_of
+from autoamp.tensors import default_device_type, default_half_dtype, half_dtype_with_units
+
+__all__ = [
+    "Device",
+    "Lists",
+    "Measured",
+    "Names",
+    "Spread",
+    "bound_names",
+    "default_table",
+    "device_of",
+    "lists_of",
+    "measure",
+    "packages",
+]
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+# Of half precision over fp32: from here on it is worth its casts.
+PAYS = 1.2
+SLOWER = 0.9
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device and what it has for half precision.
+
+    Attributes:
+        kind: Its type, ``"cuda"`` or ``"cpu"`` say.
+        name: What its maker calls it.
+        units: Its half-precision units, in words.
+        default: The half dtype that `autoamp.init` takes there.
+        run_default: The one that `autoamp run` takes.
+        fp32_matmul: torch's setting: ``"highest"`` is true fp32, others let matmuls of fp32 use TF32 or bf16.
+    """
+
+    kind: str
+    name: str
+    units: str
+    default: str
+    run_default: str
+    fp32_matmul: str
+
+
+def default_table(lists: Any = None, kind: str | None = None) -> CastTable:
+    """Find and read the lists as `autoamp.init` would here, for a device type; None is the current accelerator's.
+
+    Raises:
+        ListFileError: A list cannot be used.
+        UsageError: Torch knows no such device type, or no half precision for it.
+    """
+    return Settings.of(lists=lists, device_type=kind).table
+
+
+def device_of(kind: str | None = None) -> Device:
+    """Describe the device that casts would act on; None is the current accelerator, else the CPU."""
+    kind = device_type_of(kind)
+    if kind != "cpu" and (not torch.accelerator.is_available() or default_device_type() != kind):
+        raise UsageError(f"there is no {kind} here; choose {default_device_type()!r}, or leave it out")
+    name, units = _cpu() if kind == "cpu" else _accelerator(kind)
+    default, in_runs = (
+        str(dtype).removeprefix("torch.") for dtype in (default_half_dtype(kind), half_dtype_with_units(kind))
+    )
+    return Device(kind, name, units, default, in_runs, torch.get_float32_matmul_precision())
+
+
+def _cpu() -> tuple[str, str]:
+    ask = getattr(torch.cpu, "get_capabilities", None)
+    found: Mapping[str, Any] = ask() if ask is not None else {}
+    units = [name for name in ("amx_fp16", "amx_bf16", "avx512_fp16", "avx512_bf16") if found.get(name)]
+    name = str(found.get("cpu_name") or platform.processor() or platform.machine())
+    return f"{name}, {torch.get_num_threads()} threads", ", ".join(units) or "none that torch names"
+
+
+def _accelerator(kind: str) -> tuple[str, str]:
+    if kind != "cuda":
+        return kind, "not known; see the measurement"
+    major, minor = torch.cuda.get_device_capability()
+    name = f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}"
+    if torch.version.hip is not None:
+        return name, "not known; see the measurement"
+    if major < 7:
+        return name, "no tensor cores"
+    return name, "tensor cores for fp16 and bf16" if major >= 8 else "tensor cores for fp16, none for bf16"
+
+
+# -- measurements --
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median and the quartiles around it."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> Spread:
+        """Of at least two values."""
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median, low, high)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One dtype against fp32.
+
+    Attributes:
+        flops: Of a square matmul, floating-point operations a second.
+        bytes: Of an elementwise op, bytes read and written a second.
+        matmul: How many times as fast as in fp32 the matmul is; medians of paired runs.
+        elementwise: The same of the elementwise op, for as many elements.
+        size: The matmul's edge.
+        elements: How many elements the elementwise op has.
+    """
+
+    dtype: str
+    flops: Spread
+    bytes: Spread
+    matmul: Spread
+    elementwise: Spread
+    size: int
+    elements: int
+
+    @property
+    def verdict(self) -> str:
+        """Say whether this dtype pays here."""
+        times = (
+            f"matmul {_times(self.matmul.median)}, memory-bound ops {_times(self.elementwise.median)} the speed of fp32"
+        )
+        if self.matmul.median >= PAYS:
+            return f"{self.dtype} pays here: {times}"
+        if self.matmul.median < SLOWER:
+            return f"{self.dtype} does not pay here: {times}. It saves memory and costs time"
+        if self.elementwise.median >= PAYS:
+            return f"{self.dtype} pays here for memory-bound models only: {times}"
+        return f"{self.dtype} does not pay here: {times}. It saves memory, not time"
+
+
+def _times(ratio: float) -> str:
+    # Two digits at least: a CPU without fp16 units is a hundred times slower.
+    return f"{ratio:.{0 if ratio >= 9.95 else 1 if ratio >= 0.095 else 3}f} times"
+
+
+def measure(kind: str, seconds: float = 2.0) -> list[Measured]:
+    """Time a matmul and an elementwise op in fp32, fp16 and bf16, in turn, so that all meet the same conditions.
+
+    Args:
+        kind: The device type.
+        seconds: How long all of it may take, more or less; warming up comes on top.
+    """
+    with runtime.disable_casts(), torch.no_grad():
+        size, calls = _matmuls(kind)
+        matmul = _rounds(calls, kind, seconds / 2)
+        elements = 2**26 if kind != "cpu" else 2**23
+        elementwise = _rounds(_copies(kind, elements), kind, seconds / 2)
+    found = []
+    for name, dtype in DTYPES.items():
+        moved = 2 * elements * dtype.itemsize
+        found.append(
+            Measured(
+                dtype=name,
+                flops=Spread.of([2 * size**3 / spent for spent in matmul[name]]),
+                bytes=Spread.of([moved / spent for spent in elementwise[name]]),
+                matmul=_ratio(matmul, name),
+                elementwise=_ratio(elementwise, name),
+                size=size,
+                elements=elements,
+            )
+        )
+    return found
+
+
+def _ratio(rounds: Mapping[str, list[float]], name: str) -> Spread:
+    return Spread.of([full / half for full, half in zip(rounds["fp32"], rounds[name], strict=True)])
+
+
+def _matmuls(kind: str) -> tuple[int, dict[str, Callable[[], Any]]]:
+    """Return matmuls large enough to keep the device busy for milliseconds, and small enough for the slowest dtype."""
+    size = 256
+    while True:
+        calls = {name: _matmul(kind, size, dtype) for name, dtype in DTYPES.items()}
+        spent = {name: min(_time(call, kind) for _ in range(3)) for name, call in calls.items()}
+        if size == 8192 or min(spent.values()) > 4e-3 or max(spent.values()) > 15e-3:
+            return size, calls
+        size *= 2
+
+
+def _matmul(kind: str, size: int, dtype: torch.dtype) -> Callable[[], Any]:
+    a, b = (torch.randn(size, size, device=kind).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    return lambda: torch.mm(a, b, out=out)
+
+
+def _copies(kind: str, elements: int) -> dict[str, Callable[[], Any]]:
+    def scaled(dtype: torch.dtype) -> Callable[[], Any]:
+        x: Tensor = torch.ones(elements, device=kind, dtype=dtype)
+        out = torch.empty_like(x)
+        return lambda: torch.mul(x, 2.0, out=out)
+
+    return {name: scaled(dtype) for name, dtype in DTYPES.items()}
+
+
+def _rounds(calls: Mapping[str, Callable[[], Any]], kind: str, seconds: float) -> dict[str, list[float]]:
+    """Time each call once a round, at least five rounds and then until the time is up."""
+    for call in calls.values():
+        _time(call, kind)
+    spent: dict[str, list[float]] = {name: [] for name in calls}
+    end = time.perf_counter() + seconds
+    while len(spent["fp32"]) < 5 or (time.perf_counter() < end and len(spent["fp32"]) < 1000):
+        for name, call in calls.items():
+            spent[name].append(_time(call, kind))
+    return spent
+
+
+def _time(call: Callable[[], Any], kind: str) -> float:
+    _wait(kind)
+    start = time.perf_counter()
+    call()
+    _wait(kind)
+    return max(time.perf_counter() - start, 1e-9)
+
+
+def _wait(kind: str) -> None:
+    if kind != "cpu":
+        torch.accelerator.synchronize()
+
+
+# -- packages and lists --
+
+
+def packages() -> dict[str, str | None]:
+    """Tell which of the packages that matter are there: a version or a path, None where one is absent."""
+    kernels = importlib.util.find_spec("autoamp_kernels")
+    return {
+        **versions(),
+        "kernels": None if kernels is None else str(kernels.origin),
+        "apex": real_apex() or _distribution("apex"),
+    }
+
+
+def _distribution(name: str) -> str | None:
+    for found in importlib.metadata.distributions(name=name):
+        if type(found).__module__.partition(".")[0] != "autoamp":
+            return f"{name} {found.version}, installed but not importable"
+    return None
+
+
+@dataclass(frozen=True)
+class Lists:
+    """The list sets of this place.
+
+    Attributes:
+        shipped: Those that come with autoamp.
+        environment: What `AUTOAMP_LISTS` names.
+        used: How many rules of the merged table come from each file.
+        lacking: Rules of shipped sets on ops that this torch lacks.
+        waiting: Rules on modules that are not imported yet.
+    """
+
+    shipped: tuple[str, ...]
+    environment: str
+    used: dict[str, int]
+    lacking: tuple[str, ...]
+    waiting: tuple[str, ...]
+
+
+def lists_of(kind: str) -> Lists:
+    """Tell what lists `autoamp.init` would take here for a device type.
+
+    Raises:
+        ListFileError: A list cannot be used.
+    """
+    table = default_table(kind=kind)
+    expansion = expand(table)
+    used: dict[str, int] = {}
+    for rule in table.rules:
+        used[rule.origin.path] = used.get(rule.origin.path, 0) + 1
+    return Lists(
+        shipped_sets(),
+        os.environ.get(ENVIRONMENT_VARIABLE, ""),
+        dict(sorted(used.items())),
+        tuple(rule.target for rule in expansion.skipped),
+        tuple(rule.target for rule in expansion.deferred),
+    )
+
+
+# -- names bound before init --
+
+
+@dataclass(frozen=True)
+class Names:
+    """References to patched functions in the modules that are imported.
+
+    Attributes:
+        rebound: Module globals (``from torch import relu``), but torch's own; `autoamp.init` rebinds them.
+        unreached: What it does not reach: items of containers, attributes of classes, default arguments, partials.
+    """
+
+    rebound: tuple[str, ...]
+    unreached: tuple[str, ...]
+
+
+def bound_names() -> Names:
+    """Find the references that imported modules hold to functions that `autoamp.init` patches."""
+    with runtime.region() as handle:
+        rebound = [name for name in handle.late_bound if not name.startswith("torch.")]
+    originals = {id(target.original): target.original for target in expand(default_table()).targets}
+    unreached = []
+    for name, module in sorted(sys.modules.items()):
+        if isinstance(module, types.ModuleType) and not name.startswith("torch.") and not owns_its_names(name):
+            for attribute, value in list(vars(module).items()):
+                places = _places(value, name)
+                unreached += [
+                    f"{name}.{attribute}{place}" for place, held in places if id(original_of(held)) in originals
+                ]
+    return Names(tuple(sorted(rebound)), tuple(dict.fromkeys(unreached)))
+
+
+def _places(value: Any, module: str) -> Iterator[tuple[str, Any]]:
+    """Yield what a global holds one level down, and how it is reached. Runs no code of the program's."""
+    if type(value) is dict:
+        yield from ((f"[{key!r}]", item) for key, item in list(value.items()))
+    elif type(value) in (list, tuple):
+        yield from ((f"[{at}]", item) for at, item in enumerate(value))
+    elif type(value) is functools.partial:
+        yield ".func", value.func
+    elif isinstance(value, types.FunctionType) and value.__module__ == module:
+        yield from _defaults(value)
+    elif isinstance(value, type) and value.__module__ == module:
+        for name, held in list(vars(value).items()):
+            plain = held.__func__ if isinstance(held, (staticmethod, classmethod)) else held
+            yield f".{name}", plain
+            if isinstance(plain, types.FunctionType):
+                yield from ((f".{name}{place}", item) for place, item in _defaults(plain))
+
+
+def _defaults(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    # From the last. A named tuple's constructor has more of them than its code has names.
+    given = zip(reversed(names), reversed(function.__defaults__ or ()), strict=False)
+    yield from ((f"({name}=)", held) for name, held in given)
+    yield from ((f"({name}=)", held) for name, held in (function.__kwdefaults__ or {}).items())

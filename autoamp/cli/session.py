@@ -1,0 +1,340 @@
+"""What `autoamp run` sets up before a program and tells after it: casts, loss scaling, the alias, the report."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from autoamp import runtime
+from autoamp.cli.sources import setup_call
+from autoamp.compat import install_as_apex, real_apex
+from autoamp.diagnostics import Counts, sum_of
+from autoamp.errors import UsageError
+from autoamp.levels import LEVELS
+from autoamp.modules import ModuleCasts
+from autoamp.runtime import Handle
+from autoamp.scaling import make_scaler
+from autoamp.tensors import default_device_type, half_dtype_with_units
+
+__all__ = ["DTYPES", "Options", "Report", "Run", "loss_scale_of", "set_up", "versions"]
+
+
+# -- report --
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what takes part: autoamp, torch and Python."""
+    ours = str(getattr(sys.modules["autoamp"], "__version__", ""))
+    return {"autoamp": ours, "torch": torch.__version__, "python": platform.python_version()}
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a run went. Counts are of one process; ``dtype`` is None where nothing was cast.
+
+    Attributes:
+        ops: How often functions of the lists were called, by the dtype that they ran in. Like ``casts`` and
+            ``functions`` None where nobody counted, as after a program's own ``initialize``.
+        casts: How many arguments were cast, by the dtype that they were cast to.
+        functions: The calls of each function, by the dtype that it ran in.
+        by_program: Whether the program set mixed precision up itself.
+        loss_scale: The last scale, of the program's `FP16_Optimizer` where it has one; None where we scale no loss.
+        steps, skipped: Optimizer steps, and how many of these were skips; of the program's `FP16_Optimizer` where it
+            has one.
+        scaling_left_to: What the program scales its losses with, so that this was left to it; else None.
+        casts_left_to: What the program computes in half precision with, so that casts ended there; else None.
+        waited_for: The call in the program's source that casts waited for to the end; else None.
+    """
+
+    program: list[str]
+    opt_level: str
+    device_type: str | None
+    dtype: str | None
+    ops: dict[str, int] | None
+    casts: dict[str, int] | None
+    functions: dict[str, dict[str, int]] | None
+    loss_scale: float | None
+    steps: int
+    skipped: int
+    seconds: float
+    exit_code: int
+    by_program: bool
+    scaling_left_to: str | None = None
+    casts_left_to: str | None = None
+    waited_for: str | None = None
+    versions: dict[str, str] = field(default_factory=versions)
+
+    def summary(self) -> str:
+        """Return one line for people."""
+        if self.dtype is None:
+            why = f"({self.opt_level})"
+            if self.opt_level in ("O2", "O3") and self.exit_code == 0:
+                why += ": that level casts what a program gives to amp.initialize(), which was not called; use O1"
+            return f"autoamp: no casts {why}; {self.seconds:.1f} s"
+        if self.waited_for is not None:
+            why = f"the program's source calls {self.waited_for}(), which was not called, and no optimizer stepped"
+            return f"autoamp: no casts ({self.opt_level}): {why}; {self.seconds:.1f} s"
+        level = f"{self.opt_level}, set up by the program" if self.by_program else self.opt_level
+        parts = [
+            f"{self.dtype} on {self.device_type} ({level})"
+            if self.casts_left_to is None
+            else f"casts left to the program, which has {self.casts_left_to}",
+            *([] if self.ops is None else [f"ops {_listed(self.ops)}"]),
+            *([] if self.casts is None else [f"casts {_listed(self.casts, 'to ')}"]),
+            self._scaling(),
+            f"{self.seconds:.1f} s",
+        ]
+        return "autoamp: " + "; ".join(parts)
+
+    def _scaling(self) -> str:
+        """Return what became of the losses' scale."""
+        left = "" if self.scaling_left_to is None else f"loss scaling left to the program's {self.scaling_left_to}"
+        if self.loss_scale is None:
+            return left or "losses are not scaled, as no optimizer was seen"
+        scale = f"loss scale {self.loss_scale:g}; {self.skipped} of {self.steps} steps skipped"
+        return f"{left}: {scale}" if left else scale
+
+    def as_json(self) -> str:
+        """Return the report as a JSON object, with a line end."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+
+def _listed(counts: Mapping[str, int], before: str = "") -> str:
+    return ", ".join(f"{count:,} {before}{name}" for name, count in counts.items()) or "0"
+
+
+# -- options --
+
+DTYPES = {"fp16": torch.float16, "float16": torch.float16, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line of `autoamp run` says; plain values, since children are told them as JSON.
+
+    Attributes:
+        dtype: A key of `DTYPES`. None is bf16 where the device has units for it, else fp16, and fp16 for a program of
+            Apex.
+        device_type: As for `autoamp.init`.
+        lists: List sets and files, on top of the project's own.
+        opt_level: ``"O1"`` patches torch and scales losses. The others act where the program calls ``initialize``.
+        loss_scale: ``"dynamic"``, or a number in digits. None is `autoamp.init`'s choice.
+        apex: Whether ``import apex`` finds autoamp.
+        shadow_apex: Whether a real `apex` is hidden.
+        fastai1: Whether fastai v1 is made to run on today's torch.
+    """
+
+    dtype: str | None = None
+    device_type: str | None = None
+    lists: tuple[str, ...] = ()
+    opt_level: str = "O1"
+    loss_scale: str | None = None
+    apex: bool = True
+    shadow_apex: bool = False
+    fastai1: bool = False
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Options:
+        """Take the options out of a mapping that may have more, such as a parsed command line or JSON."""
+        chosen = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
+        return cls(**{**chosen, "lists": tuple(chosen.get("lists", ()))})
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the options as JSON has them."""
+        return {**asdict(self), "lists": list(self.lists)}
+
+
+def loss_scale_of(text: str | None) -> str | float | None:
+    """Return what `autoamp.init` takes as ``loss_scale``.
+
+    Raises:
+        UsageError: This is neither ``"dynamic"`` nor a number.
+    """
+    if text is None or text == "dynamic":
+        return text
+    try:
+        scale = float(text)
+        make_scaler(scale, torch.float16)
+        return scale
+    except ValueError:
+        raise UsageError(f"--loss-scale {text!r} is no loss scale; give 'dynamic' or a number above 0") from None
+
+
+# -- run --
+
+
+def set_up(options: Options, *, count: bool = False) -> Run:
+    """Prepare this process, or a child of it, for the program: before the program's first import.
+
+    Args:
+        options: What the command line says.
+        count: Whether calls and casts are counted, which costs some microseconds a call.
+
+    Raises:
+        UsageError: An option is wrong.
+        ListFileError: A list cannot be used.
+    """
+    loss_scale = loss_scale_of(options.loss_scale)
+    if options.opt_level not in LEVELS:
+        raise UsageError(f"--opt-level {options.opt_level!r} is unknown; choose {', '.join(LEVELS)}")
+    dtype = None if options.dtype is None else DTYPES[options.dtype]
+    lists = list(options.lists)
+    real = real_apex() if options.apex and not options.shadow_apex else None
+    alias = options.apex and real is None
+    if options.opt_level in ("O2", "O3") and not alias:
+        why = f"a real apex ({real}) takes the imports; --shadow-apex hides it" if real else "--no-apex is given"
+        raise UsageError(
+            f"--opt-level {options.opt_level} acts where the program calls apex's amp.initialize(), and {why}; "
+            "use --opt-level O1, which needs no call"
+        )
+    handle, (device_type, default) = None, _defaults(options.device_type)
+    if options.opt_level == "O1":
+        made = runtime.init(
+            dtype=dtype or default, device_type=device_type, lists=lists or None, loss_scale=loss_scale,
+            scope="modules",
+        )  # fmt: skip
+        handle = made if isinstance(made, Handle) else None
+    try:
+        if alias:
+            install_as_apex(
+                dtype=dtype, device_type=device_type, lists=lists,
+                opt_level=options.opt_level, loss_scale=loss_scale, shadow=options.shadow_apex,
+            )  # fmt: skip
+        if options.fastai1:
+            importlib.import_module("autoamp.compat.fastai1").enable()
+    except BaseException:
+        if handle is not None:
+            handle.deactivate()
+        raise
+    return Run(options, handle, real, count=count)
+
+
+def _defaults(device_type: str | None) -> tuple[str | None, torch.dtype | None]:
+    """Return the device type that is cast, and the half dtype of a program that names none."""
+    if device_type not in (None, "cuda"):
+        # What this may be is for `init` to tell.
+        return device_type, None
+    device_type, name = _asked_apart(lambda: _names_of_defaults(device_type))
+    return device_type, getattr(torch, name)
+
+
+def _names_of_defaults(device_type: str | None) -> tuple[str, str]:
+    kind = default_device_type() if device_type is None else device_type
+    return kind, str(half_dtype_with_units(kind)).removeprefix("torch.")
+
+
+def _asked_apart(question: Callable[[], tuple[str, str]]) -> tuple[str, str]:
+    """Answer a question on the device in a child of this process, which is to be as a program finds it under Python.
+
+    Whoever asks CUDA what there is fixes which GPUs are visible, and cannot use them in processes that it forks.
+    """
+    if not torch.backends.cuda.is_built() or not hasattr(os, "fork") or torch.cuda.is_initialized():
+        return question()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.write(writing, json.dumps(question()).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as pipe:
+        answer = pipe.read()
+    os.waitpid(child, 0)
+    if not answer:
+        # It failed there; here its error is seen.
+        return question()
+    kind, name = json.loads(answer)
+    return kind, name
+
+
+class Run:
+    """A program's run: the handle that it began with, and the time.
+
+    Attributes:
+        handle: What `set_up` made; None where the opt level patches nothing.
+        real_apex: Where the real `apex` lies that the program will import, None where it is autoamp's or none.
+    """
+
+    def __init__(self, options: Options, handle: Handle | None, real: str | None, *, count: bool) -> None:
+        self.options = options
+        self.handle = handle
+        self.real_apex = real
+        self._began = time.perf_counter()
+        self._counts: list[Counts] = []
+        self._forget: Callable[[], None] = lambda: None
+        self._scaling = None if handle is None else handle.auto_scale()
+        if handle is not None and isinstance(handle.casts, ModuleCasts):
+            handle.casts.wait_for(setup_call)
+        if count:
+            if handle is not None:
+                self._count(handle)
+            # The program may set amp up itself, with a handle of its own.
+            self._forget = runtime.activated.listen(self._count)
+
+    def _count(self, handle: Handle) -> None:
+        counts = handle.count()
+        # A handle that was suspended, in favour of a region's, goes on with its own.
+        if counts not in self._counts:
+            self._counts.append(counts)
+
+    def report(self, program: list[str], exit_code: int) -> Report:
+        """Return how it went up to now."""
+        now = runtime.current_handle() or self.handle
+        self._forget()
+        self._forget = lambda: None
+        counts = sum_of(self._counts) if self._counts else None
+        casts = None if now is None else now.casts
+        scoped = casts if isinstance(casts, ModuleCasts) else None
+        return Report(
+            program=program,
+            opt_level=(None if now is None else now.settings.opt_level) or self.options.opt_level,
+            device_type=None if now is None else now.settings.device_type,
+            dtype=None if now is None else str(now.settings.dtype).removeprefix("torch."),
+            ops=None if counts is None else counts.by_dtype(),
+            casts=None if counts is None else _by_target(counts.casts),
+            functions=None if counts is None else counts.ops,
+            **self._steps(now),
+            seconds=time.perf_counter() - self._began,
+            exit_code=exit_code,
+            by_program=now is not self.handle,
+            casts_left_to=None if scoped is None else scoped.left_to,
+            waited_for=None if scoped is None else scoped.waits_for,
+        )
+
+    def _steps(self, now: Handle | None) -> dict[str, Any]:
+        """Return what a report says of steps and the loss scale."""
+        if now is None:
+            return {"loss_scale": None, "steps": 0, "skipped": 0}
+        done, left_to = now.optimizers, None if self._scaling is None else self._scaling.standing_aside
+        own = done.own
+        if own is not None:
+            return {
+                "loss_scale": own.loss_scale,
+                "steps": own.steps,
+                "skipped": own.skipped,
+                "scaling_left_to": "FP16_Optimizer",
+            }
+        ours = left_to is None and (done.guarded > 0 or now is not self.handle)
+        return {
+            "loss_scale": now.loss_scale if ours else None,
+            "steps": done.steps,
+            "skipped": now.skipped_steps,
+            "scaling_left_to": left_to,
+        }
+
+
+def _by_target(casts: Mapping[tuple[str, str], int]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for (_, after), count in sorted(casts.items()):
+        found[after] = found.get(after, 0) + count
+    return found

@@ -1,0 +1,201 @@
+"""The functions of `apex.amp`, with its signatures and what its callers pass."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoamp import levels, runtime
+from autoamp.compat.alias import options
+from autoamp.compat.amp.listed import changed_lists
+from autoamp.compat.amp.properties import Properties, as_flag, as_number, as_scale, as_type, opt_levels
+from autoamp.compat.amp.state import AmpHandle, AmpStash, NoOpHandle, amp_state
+from autoamp.errors import CheckpointError, UsageError, warn_user
+from autoamp.parallel import DistributedDataParallel
+from autoamp.scaling import DynamicLossScaler
+
+__all__ = ["init", "initialize", "load_state_dict", "maybe_print", "scale_loss", "state_dict", "warn_or_err"]
+
+log = logging.getLogger(__name__)
+
+
+class _Unnamed(str):
+    """The level of a call that names none. Libraries that pass a signature's defaults on name none either."""
+
+
+_UNNAMED = _Unnamed("O1")
+
+
+def initialize(
+    models: Any,
+    optimizers: Any = None,
+    enabled: Any = True,
+    opt_level: Any = _UNNAMED,
+    cast_model_type: Any = None,
+    patch_torch_functions: Any = None,
+    keep_batchnorm_fp32: Any = None,
+    master_weights: Any = None,
+    loss_scale: Any = None,
+    cast_model_outputs: torch.dtype | None = None,
+    num_losses: Any = 1,
+    verbosity: Any = 1,
+    min_loss_scale: Any = None,
+    max_loss_scale: Any = 2.0**24,
+) -> Any:
+    """Set models and optimizers up, as ``apex.amp.initialize`` did; see `autoamp.initialize`.
+
+    The half dtype, the device type and the lists are those that `install_as_apex` was given, and so are the level and
+    the loss scale where none is named. Flags and numbers may be strings, as command lines give them. A level in the
+    place of ``enabled`` means True.
+    """
+    _refuse_wrapped(models)
+    chosen = options()
+    level = chosen.opt_level if opt_level is None or isinstance(opt_level, _Unnamed) else opt_level
+    on = _enabled(enabled, level)
+    overrides = {
+        "cast_model_type": as_type(cast_model_type),
+        "patch_torch_functions": as_flag("patch_torch_functions", patch_torch_functions),
+        "keep_batchnorm_fp32": as_flag("keep_batchnorm_fp32", keep_batchnorm_fp32),
+        "master_weights": as_flag("master_weights", master_weights),
+        "loss_scale": chosen.loss_scale if loss_scale is None else as_scale(loss_scale),
+    }
+    loudness = int(as_number("verbosity", verbosity) or 0)
+    lowest, highest = as_number("min_loss_scale", min_loss_scale), as_number("max_loss_scale", max_loss_scale)
+    with warnings.catch_warnings():
+        if amp_state.allow_incoming_model_not_fp32:
+            warnings.filterwarnings("ignore", message=".*its fp32 values are lost")
+        result = levels.initialize(
+            models, optimizers, on, level, **overrides, cast_model_outputs=cast_model_outputs,
+            num_losses=as_number("num_losses", num_losses), verbosity=loudness, min_loss_scale=lowest,
+            max_loss_scale=highest, dtype=chosen.dtype, device_type=chosen.device_type,
+            lists=[*chosen.lists, *changed_lists()],
+        )  # fmt: skip
+    amp_state.verbosity, amp_state.min_loss_scale, amp_state.max_loss_scale = loudness, lowest, highest
+    if on:
+        amp_state.put(_properties(level, overrides))
+        for optimizer in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
+            if optimizer is not None:
+                AmpStash(optimizer).attach(optimizer)
+    return result
+
+
+def _refuse_wrapped(models: Any) -> None:
+    for model in models if isinstance(models, (list, tuple)) else [models]:
+        if isinstance(model, DistributedDataParallel):
+            raise UsageError(
+                "a model is wrapped in apex.parallel.DistributedDataParallel already; call initialize() first and wrap "
+                "what it returns"
+            )
+
+
+def _enabled(enabled: Any, level: str) -> bool:
+    """Tell whether amp is wanted. Published programs pass a level in this place, where Apex took it for True."""
+    if isinstance(enabled, str) and enabled in opt_levels:
+        if enabled != level:
+            warn_user(
+                f"initialize() got enabled={enabled!r}: the third argument is `enabled`, and the level is {level!r}; "
+                f"pass opt_level={enabled!r} by its name"
+            )
+        return True
+    return bool(as_flag("enabled", enabled))
+
+
+def _properties(level: str, overrides: Mapping[str, Any]) -> Properties:
+    properties = opt_levels[level](Properties())
+    for name, value in overrides.items():
+        if value is not None:
+            setattr(properties, name, value)
+    handle = runtime.current_handle()
+    if handle is not None:
+        scaler = handle.optimizers.scalers[0]
+        properties.loss_scale = "dynamic" if isinstance(scaler, DynamicLossScaler) else scaler.loss_scale
+    return properties
+
+
+@contextlib.contextmanager
+def scale_loss(
+    loss: Tensor,
+    optimizers: Any,
+    loss_id: int = 0,
+    model: Any = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> Iterator[Tensor]:
+    """Scale a loss for its backward pass; see `autoamp.scale_loss`.
+
+    Raises:
+        UsageError: ``initialize`` was not called before. It is a RuntimeError.
+    """
+    with levels.scale_loss(loss, optimizers, loss_id, model, delay_unscale, delay_overflow_check) as scaled_loss:
+        yield scaled_loss
+
+
+def state_dict(destination: MutableMapping[str, Any] | None = None) -> MutableMapping[str, Any]:
+    """Return ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``, and nothing else, as Apex did.
+
+    Args:
+        destination: Where to write the entries; a new dict unless given.
+    """
+    found: MutableMapping[str, Any] = OrderedDict() if destination is None else destination
+    found.update({name: entry for name, entry in levels.state_dict().items() if name.startswith("loss_scaler")})
+    return found
+
+
+def load_state_dict(state_dict: Mapping[str, Any]) -> None:
+    """Load what `state_dict` returned. Of a run with another number of losses those are loaded that both have.
+
+    Raises:
+        CheckpointError: A key is unknown or of the wrong kind. The message names it, and nothing was loaded.
+    """
+    here = levels.state_dict()
+    if not here or not isinstance(state_dict, Mapping):
+        levels.load_state_dict(state_dict)
+        return
+    scalers = {name for name in state_dict if str(name).startswith("loss_scaler")}
+    ours = {name for name in here if name.startswith("loss_scaler")}
+    if scalers != ours:
+        if not scalers:
+            raise CheckpointError("there is no key 'loss_scaler0'; pass what amp.state_dict() returned")
+        warn_user(
+            f"the state has {len(scalers)} loss scalers and this run {len(ours)}; those that both have are loaded"
+        )
+    dropped = scalers - ours
+    levels.load_state_dict({**here, **{name: value for name, value in state_dict.items() if name not in dropped}})
+
+
+def init(
+    enabled: Any = True,
+    loss_scale: Any = "dynamic",
+    enable_caching: bool = True,
+    verbose: bool = False,
+    allow_banned: bool = False,
+) -> AmpHandle:
+    """Patch torch and return the handle of the old API, as ``apex.amp.init`` did; see `autoamp.init`."""
+    chosen = options()
+    on = as_flag("enabled", enabled)
+    handle = runtime.init(
+        bool(on), as_scale(loss_scale), enable_caching, verbose, allow_banned,
+        dtype=chosen.dtype, device_type=chosen.device_type, lists=[*chosen.lists, *changed_lists()],
+    )  # fmt: skip
+    return AmpHandle(handle, verbose) if on else NoOpHandle()
+
+
+def maybe_print(msg: str, rank0: bool = False) -> None:
+    """Log a message at the verbosity that ``initialize`` was given."""
+    if amp_state.verbosity > 0:
+        log.info("%s", msg)
+
+
+def warn_or_err(msg: str) -> None:
+    """Warn, or raise where the state says that errors are not overridden, as the internals of Apex did."""
+    if amp_state.hard_override:
+        warn_user(msg)
+    else:
+        raise UsageError(msg)

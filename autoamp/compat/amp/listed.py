@@ -1,0 +1,49 @@
+"""The list set `apex` by the names that `apex.amp.lists` had, and what programs changed in these lists."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from autoamp.ops import expand
+from autoamp.rules import CastPolicy, load_table
+
+__all__ = ["changed_lists", "names_of"]
+
+_MODULES = ("functional_overrides", "tensor_overrides", "torch_overrides")
+_POLICIES = {"FP16_FUNCS": "fp16", "FP32_FUNCS": "fp32", "CASTS": "promote", "SEQUENCE_CASTS": "promote"}
+
+
+def names_of(owner: Any) -> dict[str, list[str]]:
+    """Return, by policy, the attributes of a module or class that the list set `apex` names, sorted."""
+    found: dict[str, set[str]] = {policy.value: set() for policy in CastPolicy}
+    for target in expand(load_table(["apex"], base="apex")).targets:
+        if target.parent is owner:
+            found[target.rule.policy.value].add(target.attribute)
+    return {policy: sorted(names) for policy, names in found.items()}
+
+
+def changed_lists() -> list[dict[str, list[str]]]:
+    """Return what a program has added to or taken from `apex.amp.lists`, as ``lists=`` takes it; empty for nothing.
+
+    A name that was added goes under its new policy, whatever list it was in before. One that is in no list any more is
+    left alone. Names that the module or class does not have are passed over, as Apex did.
+    """
+    changes: dict[str, list[str]] = {}
+    for name in _MODULES:
+        module = sys.modules.get(f"apex.amp.lists.{name}")
+        if module is None:
+            continue
+        owner, before = module.MODULE, module.names
+        # Functions of torch.nn.functional call tensor methods of the same name, which have to follow: a bare name.
+        prefix = "" if name == _MODULES[0] else "torch.Tensor." if isinstance(owner, type) else "torch."
+        now: set[str] = set()
+        for attribute, policy in _POLICIES.items():
+            listed = getattr(module, attribute)
+            now.update(listed)
+            added = [entry for entry in listed if entry not in before[policy] and hasattr(owner, entry)]
+            changes.setdefault(policy, []).extend(f"{prefix}{entry}" for entry in added)
+        gone = {entry for policy in _POLICIES.values() for entry in before[policy]} - now
+        changes.setdefault("none", []).extend(f"{prefix}{entry}" for entry in sorted(gone))
+    changes = {policy: sorted(set(entries)) for policy, entries in changes.items() if entries}
+    return [changes] if changes else []

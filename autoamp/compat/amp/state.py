@@ -1,0 +1,387 @@
+"""Apex's state as code reads and pokes it: `_amp_state`, its scalers, ``optimizer._amp_stash``, the handle of ``init``.
+
+All are views on the active handle. They hold nothing but what Apex had and autoamp has no use for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoamp.casting import CastCache
+from autoamp.compat.amp.properties import Properties
+from autoamp.errors import UsageError
+from autoamp.runtime import Handle, current_handle
+from autoamp.runtime import NoOpHandle as NativeNoOpHandle
+from autoamp.scaling import DynamicLossScaler, LossScaler, Verdict, read
+from autoamp.stepping import MasterWeights, StepGuard, scaled_block
+
+__all__ = ["AmpHandle", "AmpStash", "AmpState", "NoOpHandle", "ScalerView", "amp_handle", "amp_state"]
+
+
+class ScalerView:
+    """One loss scaler, by the names of Apex. Writing ``_loss_scale`` takes effect.
+
+    Args:
+        scaler: The native scaler.
+    """
+
+    def __init__(self, scaler: LossScaler) -> None:
+        self._scaler = scaler
+        self._buffer: Tensor | None = None
+
+    def loss_scale(self) -> float:
+        """Return the scale for the next loss."""
+        return self._scaler.loss_scale
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the scale follows overflows."""
+        return isinstance(self._scaler, DynamicLossScaler)
+
+    @property
+    def _loss_scale(self) -> float:
+        return self._scaler.loss_scale
+
+    @_loss_scale.setter
+    def _loss_scale(self, scale: float) -> None:
+        if isinstance(self._scaler, DynamicLossScaler):
+            # Apex took any scale that was written; the bounds held for its own moves.
+            self._scaler.max_loss_scale = max(self._scaler.max_loss_scale, float(scale))
+            self._scaler.min_loss_scale = min(self._scaler.min_loss_scale, float(scale))
+        self._load(float(scale), self._scaler.unskipped)
+
+    @property
+    def _unskipped(self) -> int:
+        return self._scaler.unskipped
+
+    @_unskipped.setter
+    def _unskipped(self, count: int) -> None:
+        self._load(self._scaler.loss_scale, int(count))
+
+    @property
+    def _scale_seq_len(self) -> int:
+        return self._scaler.growth_interval if isinstance(self._scaler, DynamicLossScaler) else 0
+
+    @_scale_seq_len.setter
+    def _scale_seq_len(self, steps: int) -> None:
+        if isinstance(self._scaler, DynamicLossScaler):
+            self._scaler.growth_interval = int(steps)
+
+    @property
+    def _max_loss_scale(self) -> float | None:
+        return getattr(self._scaler, "max_loss_scale", None)
+
+    @_max_loss_scale.setter
+    def _max_loss_scale(self, scale: float) -> None:
+        if isinstance(self._scaler, DynamicLossScaler):
+            self._scaler.max_loss_scale = float(scale)
+
+    @property
+    def _min_loss_scale(self) -> float | None:
+        return getattr(self._scaler, "min_loss_scale", None)
+
+    @_min_loss_scale.setter
+    def _min_loss_scale(self, scale: float) -> None:
+        if isinstance(self._scaler, DynamicLossScaler):
+            self._scaler.min_loss_scale = float(scale)
+
+    @property
+    def _overflow_buf(self) -> Tensor:
+        if self._buffer is None:
+            handle = current_handle()
+            device = "cpu" if handle is None else handle.settings.device_type
+            self._buffer = torch.zeros(1, dtype=torch.int, device=device)
+        return self._buffer
+
+    @_overflow_buf.setter
+    def _overflow_buf(self, buffer: Tensor) -> None:
+        self._buffer = buffer
+
+    @property
+    def _has_overflow(self) -> bool:
+        handle, pending = current_handle(), self._pending()
+        if pending:
+            return any(verdict.overflowed for verdict in pending)
+        return handle is not None and handle.last_step_skipped
+
+    def clear_overflow_state(self) -> None:
+        """Forget an overflow that was put into ``_overflow_buf``."""
+        if self._buffer is not None:
+            self._buffer.zero_()
+
+    def update_scale(self) -> bool:
+        """Move the scale by what this step's gradients were found to be, and tell whether the step is to be skipped.
+
+        For programs that check gradients themselves, between `scale_loss` and ``optimizer.step()``: an overflow that
+        they put into ``_overflow_buf`` counts too. Elsewhere the scale moves at the step, and need not be asked to.
+        """
+        pending = [verdict for verdict in self._pending() if not verdict.counted]
+        noted = self._buffer is not None and bool(self._buffer.any())
+        if not pending and not noted:
+            return self._has_overflow
+        overflow = noted or any(verdict.overflowed for verdict in pending)
+        self._scaler.update(overflow)
+        for verdict in pending:
+            # The step does not tell the scaler again.
+            verdict.counted = True
+        return overflow
+
+    def _pending(self) -> list[Verdict]:
+        """Return what was found in gradients of this scaler since the last step, read off the device."""
+        handle = current_handle()
+        guards = [] if handle is None else handle.optimizers.guards
+        pending = [verdict for guard in guards for verdict in guard.pending if verdict.scaler is self._scaler]
+        read(pending)
+        return pending
+
+    def _load(self, scale: float, unskipped: int) -> None:
+        self._scaler.load_state_dict({"loss_scale": scale, "unskipped": unskipped})
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_scaler", "_buffer"):
+            raise AttributeError(name)
+        # `min_loss_scale`, `max_loss_scale` and what else the scaler has of its own.
+        return getattr(self._scaler, name)
+
+
+class AmpState:
+    """The object ``amp._amp_state``."""
+
+    def __init__(self) -> None:
+        self.verbosity = 1
+        self.hard_override = False
+        self.allow_incoming_model_not_fp32 = False
+        self.min_loss_scale: float | None = None
+        self.max_loss_scale = 2.0**24
+        self._views: list[ScalerView] = []
+        self._initialized: tuple[weakref.ref[Handle] | None, Properties] = (None, Properties())
+
+    def put(self, properties: Properties) -> None:
+        """Take the properties of the handle that ``initialize`` has just set up."""
+        handle = current_handle()
+        self._initialized = None if handle is None else weakref.ref(handle), properties
+
+    @property
+    def opt_properties(self) -> Properties:
+        """What ``initialize`` came to. ``enabled`` is False before it, and after ``initialize(enabled=False)``."""
+        reference, properties = self._initialized
+        handle = current_handle()
+        return properties if handle is not None and reference is not None and reference() is handle else Properties()
+
+    @property
+    def handle(self) -> AmpHandle | None:
+        """The handle of ``amp.init``, None before."""
+        return amp_handle()
+
+    @property
+    def loss_scalers(self) -> list[ScalerView]:
+        """A view of each loss's scaler, the same as long as the scaler is; empty before ``initialize``."""
+        handle = current_handle()
+        scalers = handle.optimizers.scalers if handle is not None else []
+        known = {id(view._scaler): view for view in self._views}
+        self._views = [known.get(id(scaler)) or ScalerView(scaler) for scaler in scalers]
+        return self._views
+
+
+amp_state = AmpState()
+
+
+class AmpStash:
+    """The object ``optimizer._amp_stash``: which parameters have masters. Other names may be written to it.
+
+    Args:
+        optimizer: Referred to weakly. Without one there are no parameters.
+    """
+
+    def __init__(self, optimizer: Any = None) -> None:
+        self._optimizer = (lambda: None) if optimizer is None else weakref.ref(optimizer)
+        self.lazy_init_called = True
+        self.params_have_scaled_gradients = False
+        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._found: list[Verdict] = []
+
+    def attach(self, optimizer: Any) -> None:
+        """Give the optimizer this stash and the methods that Apex gave it."""
+        optimizer._amp_stash = self
+        optimizer._amp_lazy_init = optimizer._lazy_init_maybe_master_weights = _nothing_left_to_do
+        optimizer._master_params_to_model_params = self.copy_down
+        optimizer._prepare_amp_backward, optimizer._post_amp_backward = self.prepare_backward, self.post_backward
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy belongs to a copy of the optimizer, which has no masters.
+        return AmpStash, ()
+
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        masters = self._masters()
+        return [] if masters is None else masters.pairs
+
+    def _masters(self) -> MasterWeights | None:
+        handle, optimizer = current_handle(), self._optimizer()
+        return handle.optimizers.masters_of(optimizer) if handle is not None and optimizer is not None else None
+
+    def copy_down(self) -> None:
+        """Write the masters into the half parameters, which each step does by itself."""
+        masters = self._masters()
+        if masters is not None:
+            masters.copy_down()
+
+    def prepare_backward(self) -> None:
+        """Put gradients aside before a backward pass whose loss the program scales itself, in place of `scale_loss`.
+
+        Raises:
+            UsageError: A ``scale_loss`` block is open, or there was no ``initialize``.
+        """
+        guard, masters = self._guard("_prepare_amp_backward"), self._masters()
+        if self.params_have_scaled_gradients or self._kept:
+            return
+        # Gradients of half parameters become their masters'; each is kept once.
+        guard.collect()
+        guard.forget_abandoned()
+        self._kept = [(param, param.grad) for param in guard.params() if param.grad is not None]
+        # What was found in them is of no gradient that the block of `post_backward` will see.
+        self._found, guard.pending = guard.pending, []
+        for param in [*guard.params(), *([] if masters is None else self.all_fp16_params)]:
+            param.grad = None
+
+    def post_backward(self, scaler: ScalerView) -> None:
+        """Unscale and check the gradients of such a pass, and add what was put aside. The step heeds what was found.
+
+        Args:
+            scaler: One of ``amp._amp_state.loss_scalers``; the loss was multiplied by its ``loss_scale()``.
+
+        Raises:
+            UsageError: A ``scale_loss`` block is open, or there was no ``initialize``.
+        """
+        guard = self._guard("_post_amp_backward")
+        (kept, found), self._kept, self._found = (self._kept, self._found), [], []
+        # As after ``delay_unscale``: the block finds them at its scale, and on its way out makes them true.
+        guard.grads_scale = scaler.loss_scale()
+        with scaled_block([guard], scaler._scaler):
+            pass
+        for param, grad in kept:
+            param.grad = grad if param.grad is None else param.grad.add_(grad)
+        guard.collect()
+        guard.pending = [*found, *guard.pending]
+        # The guard takes note of the gradients as they are now.
+        guard.leave_block(guard.grads_scale)
+
+    def _guard(self, name: str) -> StepGuard:
+        handle, optimizer = current_handle(), self._optimizer()
+        if handle is None or optimizer is None:
+            raise UsageError(f"optimizer.{name}() was called before amp.initialize; call that first")
+        guard = handle.optimizers.guard(optimizer)
+        if guard.in_block:
+            raise UsageError(f"optimizer.{name}() was called inside a scale_loss block, which does all of it; drop it")
+        return guard
+
+    @property
+    def all_fp16_params(self) -> list[Tensor]:
+        """Half parameters of the model."""
+        return [half for half, _ in self._pairs()]
+
+    @property
+    def all_fp32_from_fp16_params(self) -> list[Tensor]:
+        """Their masters, in the same order."""
+        return [master for _, master in self._pairs()]
+
+    @property
+    def all_fp32_from_fp32_params(self) -> list[Tensor]:
+        """Parameters that are stepped themselves."""
+        return [param for group in self.fp32_from_fp32_groups for param in group]
+
+    @property
+    def fp16_groups(self) -> list[list[Tensor]]:
+        """Half parameters, by group of the optimizer."""
+        halves = {id(master): half for half, master in self._pairs()}
+        return [[halves[id(param)] for param in group if id(param) in halves] for group in self._groups()]
+
+    @property
+    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
+        """Their masters, by group."""
+        masters = {id(master) for _, master in self._pairs()}
+        return [[param for param in group if id(param) in masters] for group in self._groups()]
+
+    @property
+    def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
+        """Parameters that are stepped themselves, by group."""
+        masters = {id(master) for _, master in self._pairs()}
+        return [[param for param in group if id(param) not in masters] for group in self._groups()]
+
+    def _groups(self) -> list[list[Tensor]]:
+        optimizer = self._optimizer()
+        return [group["params"] for group in optimizer.param_groups] if optimizer is not None else []
+
+
+def _nothing_left_to_do() -> None:
+    """Masters are made by ``initialize`` itself."""
+
+
+class AmpHandle:
+    """The handle of the old API, by its names; all else is the native handle's.
+
+    Args:
+        handle: What `autoamp.init` returned.
+        verbose: As given to ``amp.init``.
+    """
+
+    def __init__(self, handle: Handle | NativeNoOpHandle, verbose: bool = False) -> None:
+        self._handle = handle
+        self.verbose = verbose
+
+    def scale_loss(self, loss: Tensor, optimizer: Any, **options: Any) -> contextlib.AbstractContextManager[Tensor]:
+        """Scale a loss for its backward pass; see `autoamp.Handle.scale_loss`."""
+        return self._handle.scale_loss(loss, optimizer, **options)
+
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
+        """Give the optimizer a ``scale_loss`` of its own; see `autoamp.Handle.wrap_optimizer`."""
+        return self._handle.wrap_optimizer(optimizer, num_loss)
+
+    def is_active(self) -> bool:
+        """Tell whether torch is patched."""
+        return self._handle.is_active()
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether casts of parameters are kept while a module call runs."""
+        return self._handle.cache.enabled
+
+    @property
+    def cache(self) -> CastCache:
+        """The casts of parameters that are kept."""
+        return self._handle.cache
+
+    def remove_cache(self, param: Tensor) -> None:
+        """Drop the cast of a parameter, and with it all others: each is made again at its next use."""
+        self._handle.cache.clear()
+
+    def _clear_cache(self) -> None:
+        self._handle.cache.clear()
+
+    def _deactivate(self) -> None:
+        self._handle.deactivate()
+
+    def _disable_casts(self) -> contextlib.AbstractContextManager[None]:
+        return self._handle.disable_casts()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_handle":
+            raise AttributeError(name)
+        return getattr(self._handle, name)
+
+
+class NoOpHandle(AmpHandle):
+    """The handle of ``init(enabled=False)``: the surface of the other, with nothing behind it."""
+
+    def __init__(self) -> None:
+        super().__init__(NativeNoOpHandle())
+
+
+def amp_handle() -> AmpHandle | None:
+    """Return the active handle by the names of Apex, None before ``amp.init``, `autoamp.init` and the like."""
+    handle = current_handle()
+    return AmpHandle(handle, handle.settings.verbose) if handle is not None else None

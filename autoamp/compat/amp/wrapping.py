@@ -1,0 +1,68 @@
+"""`apex.amp.wrap`, whose functions wrote casts into a module's namespace: each is a registration now."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from autoamp.compat.amp.utils import casted_args, maybe_float, maybe_half
+from autoamp.errors import UsageError
+from autoamp.runtime import (
+    current_handle,
+    promote_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
+
+__all__ = ["cached_cast", "make_cast_wrapper", "make_promote_wrapper", "promote", "sequence_promote"]
+
+
+def cached_cast(
+    mod: Any, fn: str, cast_fn: Callable[..., Any], handle: Any, try_caching: bool = False, verbose: bool = False
+) -> None:
+    """Put ``mod.fn`` under a policy: ``cast_fn`` is `maybe_half` or `maybe_float` of `apex.amp.utils`.
+
+    Raises:
+        UsageError: It is another function.
+    """
+    if not hasattr(mod, fn):
+        return
+    if cast_fn is maybe_half:
+        register_half_function(mod, fn)
+    elif cast_fn is maybe_float:
+        register_float_function(mod, fn)
+    else:
+        raise UsageError(f"cast_fn={cast_fn!r} is unknown; choose apex.amp.utils.maybe_half or maybe_float")
+
+
+def promote(mod: Any, fn: str, handle: Any, verbose: bool = False) -> None:
+    """Put ``mod.fn`` under the policy that casts arguments to the widest dtype among them."""
+    if hasattr(mod, fn):
+        register_promote_function(mod, fn)
+
+
+def sequence_promote(mod: Any, fn: str, handle: Any, verbose: bool = False) -> None:
+    """Do as `promote`, for functions that take a sequence of tensors."""
+    promote(mod, fn, handle, verbose)
+
+
+def make_cast_wrapper(
+    orig_fn: Callable[..., Any], cast_fn: Callable[..., Any], handle: Any, try_caching: bool = False
+) -> Callable[..., Any]:
+    """Return ``orig_fn`` with its floating arguments cast by ``cast_fn`` while a handle is active."""
+
+    @functools.wraps(orig_fn)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        active = current_handle()
+        if active is None or not active.casts.local.on:
+            return orig_fn(*args, **kwargs)
+        return orig_fn(*casted_args(cast_fn, args, kwargs), **kwargs)
+
+    return wrapper
+
+
+def make_promote_wrapper(orig_fn: Callable[..., Any], cast_fn: Any, handle: Any = None) -> Callable[..., Any]:
+    """Return ``orig_fn`` with its floating arguments cast to the widest dtype among them."""
+    return promote_function(orig_fn)  # type: ignore[no-any-return]

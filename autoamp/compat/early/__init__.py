@@ -1,0 +1,1 @@
+"""Scalers, optimizers and checkpoints of the Apex of early 2019."""

@@ -1,0 +1,279 @@
+"""The optimizers of early 2019 (Apex before `apex.amp.initialize`), and what programs of that time reach into.
+
+`FusedAdam` takes the arguments of both eras. `FP16_Optimizer` is the native one with the names of the old one's inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from autoamp import fp16_utils, optimizers
+from autoamp.compat.early.checkpoints import flat_of, native_state
+from autoamp.compat.early.scalers import PokedDynamicScaler, PokedStaticScaler
+from autoamp.errors import UsageError
+from autoamp.scaling import DynamicLossScaler, widened
+
+__all__ = ["ContribFusedAdam", "FP16_Optimizer", "FusedAdam"]
+
+
+class FusedAdam(optimizers.FusedAdam):
+    """`autoamp.optimizers.FusedAdam` that takes the arguments of early 2019 too.
+
+    With ``bias_correction=False``, as BERT scripts have it, the step is that of both eras. With it ``eps`` and the
+    decay are those of the later one, which corrects the averages and not the learning rate.
+
+    Args:
+        params: Parameters or groups of them. ``max_grad_norm`` may be one of a group's options.
+        lr: The learning rate.
+        bias_correction: Whether the averages are divided by ``1 - beta ** step``.
+        betas: Decay of the averages of the gradient and of its square.
+        eps: Added to the root of the second average.
+        adam_w_mode: Whether the decay is decoupled (AdamW), or added to the gradient.
+        weight_decay: The factor of the decay.
+        amsgrad: Not supported.
+        set_grad_none: Whether ``zero_grad`` sets gradients to None.
+        capturable: Whether the learning rate and the number of steps are tensors on the device.
+        master_weights: Whether half parameters are stepped as fp32 copies that the state keeps.
+        eps_inside_sqrt: Whether ``eps`` is added under the root instead.
+        max_grad_norm: The gradients of each group are scaled down to this norm, after unscaling; 0 for no clipping.
+        use_mt: No effect: every step is a multi-tensor one.
+        amp_scale_adjustment: No effect.
+
+    Raises:
+        UsageError: ``amsgrad=True``.
+    """
+
+    # Set for the time of a step.
+    _given: Any = None
+    _scale = 1.0
+    _norms: Mapping[int, Any] = {}
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+        *,
+        eps_inside_sqrt: bool = False,
+        max_grad_norm: float = 0.0,
+        use_mt: bool = False,
+        amp_scale_adjustment: float = 1.0,
+    ) -> None:
+        super().__init__(
+            params, lr, bias_correction, betas, eps, adam_w_mode, weight_decay, amsgrad, set_grad_none, capturable,
+            master_weights,
+        )  # fmt: skip
+        self._eps_inside_sqrt = bool(eps_inside_sqrt)
+        self.defaults["max_grad_norm"] = max_grad_norm
+        for group in self.param_groups:
+            group.setdefault("max_grad_norm", max_grad_norm)
+
+    def step(
+        self,
+        closure: Any = None,
+        grads: Any = None,
+        output_params: Any = None,
+        scale: float | None = 1.0,
+        grad_norms: Sequence[Any] | None = None,
+        **scaling: Any,
+    ) -> Any:
+        """Take one step.
+
+        Args:
+            closure: Evaluates the loss again, with gradients; its value is returned.
+            grads: The gradients, in place of those of the parameters: a list, or one for each group. None in it stands
+                for none.
+            output_params: Tensors of any dtype, in the same form, that the new values are written to as well.
+            scale: The gradients are divided by it; None, which later callers pass, is 1.
+            grad_norms: The norm of each group's gradients, before the division; by default it is computed.
+            **scaling: See `autoamp.optimizers.FusedAdam.step`.
+
+        Raises:
+            UsageError: The lists do not fit the groups. Nothing was written.
+        """
+        given = self._by_param("grads", grads)
+        outputs = self._by_param("output_params", output_params)
+        if grad_norms is not None and len(grad_norms) != len(self.param_groups):
+            raise UsageError(
+                f"FusedAdam.step: {len(grad_norms)} grad_norms for {len(self.param_groups)} groups; give one a group"
+            )
+        norms = {id(group): norm for group, norm in zip(self.param_groups, grad_norms or (), strict=False)}
+        try:
+            self._given, self._scale, self._norms = given, 1.0 if scale is None else scale, norms
+            loss = super().step(closure, **scaling)
+        finally:
+            self._given, self._scale, self._norms = None, 1.0, {}
+        if outputs:
+            with torch.no_grad():
+                torch._foreach_copy_(list(outputs.values()), list(outputs))
+        return loss
+
+    def _by_param(self, name: str, given: Any) -> Any:
+        """Return tensors by parameter, given a list of them or one for each group; None where none are given."""
+        if given is None:
+            return None
+        lists = list(given)
+        if not lists or lists[0] is None or isinstance(lists[0], Tensor):
+            lists = [lists]
+        groups = [group["params"] for group in self.param_groups]
+        lists = [list(tensors) for tensors in lists]
+        if [len(tensors) for tensors in lists] != [len(params) for params in groups]:
+            raise UsageError(
+                f"FusedAdam.step: {name} has lists of {[len(tensors) for tensors in lists]} tensors, the groups have "
+                f"{[len(params) for params in groups]} parameters; give a list for each group"
+            )
+        found = WeakIdKeyDictionary()
+        for params, tensors in zip(groups, lists, strict=True):
+            found.update({param: tensor for param, tensor in zip(params, tensors, strict=True) if tensor is not None})
+        return found
+
+    def _gradient(self, param: Tensor) -> Tensor | None:
+        if self._given is None:
+            return param.grad
+        grad: Tensor | None = self._given.get(param)
+        return grad
+
+    def _prepared(self, group: dict[str, Any], grads: list[Tensor]) -> list[Tensor]:
+        grads = super()._prepared(group, grads)
+        limit = group["max_grad_norm"]
+        if not grads or (self._scale == 1.0 and limit <= 0):
+            return grads
+        grads = list(torch._foreach_mul(widened(grads), 1.0 / self._scale))
+        if limit <= 0:
+            return grads
+        given = self._norms.get(id(group))
+        norm = torch.nn.utils.get_total_norm(grads) if given is None else torch.as_tensor(given) / self._scale
+        # Not `limit / norm`: a norm of 0 must leave the gradients as they are.
+        excess = torch.clamp(norm / limit, min=1.0)
+        torch._foreach_div_(grads, [excess.to(grad) for grad in grads])
+        return grads
+
+
+class ContribFusedAdam(FusedAdam):
+    """`FusedAdam` with the positional arguments of early 2019, as `apex.contrib.optimizers` kept them."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        amsgrad: bool = False,
+        use_mt: bool = False,
+        amp_scale_adjustment: float = 1.0,
+    ) -> None:
+        super().__init__(
+            params, lr, bias_correction, betas, eps, weight_decay=weight_decay, amsgrad=amsgrad,
+            eps_inside_sqrt=eps_inside_sqrt, max_grad_norm=max_grad_norm,
+        )  # fmt: skip
+
+
+class FP16_Optimizer(fp16_utils.FP16_Optimizer):  # noqa: N801
+    """`autoamp.FP16_Optimizer` with what programs of its time read and write inside.
+
+    The arguments are those of the native one. ``loss_scaler`` has ``cur_scale``; so has the optimizer, as that of
+    `apex.optimizers` had.
+    """
+
+    def __init__(
+        self,
+        init_optimizer: Any,
+        static_loss_scale: float | None = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: Mapping[str, float] | None = None,
+        verbose: bool = True,
+    ) -> None:
+        super().__init__(init_optimizer, static_loss_scale, dynamic_loss_scale, dynamic_loss_args, verbose)
+        made = self.loss_scaler
+        self.loss_scaler = (
+            PokedDynamicScaler(
+                made.loss_scale, made.growth_factor, made.backoff_factor, made.growth_interval, made.min_loss_scale,
+                made.max_loss_scale,
+            )
+            if isinstance(made, DynamicLossScaler)
+            else PokedStaticScaler(made.loss_scale)
+        )  # fmt: skip
+
+    @property
+    def cur_scale(self) -> float:
+        """The loss scale; writing it takes effect."""
+        return self.loss_scaler.loss_scale
+
+    @cur_scale.setter
+    def cur_scale(self, scale: float) -> None:
+        scaler: Any = self.loss_scaler
+        scaler.cur_scale = scale
+
+    # As `FP16_Optimizer` of `apex.fp16_utils` called it.
+    loss_scale = cur_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the scale adapts to overflows."""
+        return isinstance(self.loss_scaler, DynamicLossScaler)
+
+    @property
+    def fp16_groups(self) -> list[list[Tensor]]:
+        """The half parameters of the model, a list for each group."""
+        halves = {id(master): half for half, master in self._masters.pairs}
+        return [[halves[id(p)] for p in group] for group in self._masters_by_group()]
+
+    @property
+    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
+        """The masters of ``fp16_groups``, in the same order."""
+        return self._masters_by_group()
+
+    @property
+    def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
+        """The parameters that are in fp32 in the model too, a list for each group."""
+        masters = {id(master) for _, master in self._masters.pairs}
+        return [[p for p in group["params"] if id(p) not in masters] for group in self.param_groups]
+
+    @property
+    def fp32_groups(self) -> list[list[Tensor]]:
+        """``fp32_from_fp16_groups``, as `apex.contrib.optimizers` called it."""
+        return self._masters_by_group()
+
+    @property
+    def fp32_groups_flat(self) -> list[Tensor]:
+        """The masters of each group in one buffer, shape ``(n,)``, of which they are parts from now on.
+
+        Raises:
+            UsageError: The masters of a group are on several devices.
+        """
+        return [flat_of("fp32_groups_flat", group) for group in self.fp32_groups]
+
+    @property
+    def fp16_groups_flat(self) -> list[Tensor]:
+        """The half parameters of each group in one buffer, shape ``(n,)``, of which they are parts from now on.
+
+        Raises:
+            UsageError: A group has both half dtypes, or several devices.
+        """
+        return [flat_of("fp16_groups_flat", group) for group in self.fp16_groups]
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what ``state_dict`` returned, or a checkpoint of early 2019: all of it, or nothing.
+
+        Raises:
+            CheckpointError: A key is missing or does not fit. The message names it.
+        """
+        known = isinstance(state_dict, Mapping)
+        super().load_state_dict(native_state(state_dict, self.fp32_groups) if known else state_dict)

@@ -1,0 +1,7 @@
+"""fastai v1 under mixed precision: its training loop follows the active handle, and its imports find what they need."""
+
+from __future__ import annotations
+
+from autoamp.compat.fastai1.training import disable, enable, watch
+
+__all__ = ["disable", "enable", "watch"]

@@ -1,0 +1,218 @@
+"""fastai v1: a `Learner` trains under ``autoamp.init()`` as it is, and runs on today's torch after ``enable()``.
+
+Two parts, and neither needs the other. While a handle is active, the backward pass of every batch that fastai trains
+on is scaled, and a step that is skipped decays no weights. `enable` mends what fastai 1.0.61 does that today's torch
+and pandas no longer take. Both come into force when fastai is imported, before or after; without it they cost nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from autoamp.compat.fastai1 import shims
+from autoamp.errors import UsageError
+from autoamp.fp16_utils import FP16_Optimizer
+from autoamp.patching import PatchSet, dress, original_of
+from autoamp.runtime import Handle, activated, current_handle, suspended
+from autoamp.stepping import open_blocks
+
+__all__ = ["disable", "enable", "watch"]
+
+log = logging.getLogger(__name__)
+
+_TRAINING = "fastai.basic_train"
+_PATCHED = ("loss_batch", "CallbackHandler", "OptimWrapper")
+
+
+def enable() -> None:
+    """Let fastai 1.0.61 run on today's torch, pandas and torchvision. `disable` undoes it; a second call does nothing.
+
+    It may be called before fastai is imported, or after. What it does, to fastai alone:
+
+    - ``torch.load`` as fastai's own modules call it takes whole pickles again, as `Learner.load`, `load_learner` and
+      ``lr_find`` need. Such a file runs code when it is loaded: load those that you trust.
+    - ``Categorify`` assigns whole columns: pandas 2 keeps the old dtype when it assigns through ``df.loc``.
+    - ``add_datepart`` finds the week, and seconds, in the dates of pandas 2 and later.
+    - ``OptimWrapper.zero_grad`` keeps gradients as zeros, which ``AccumulateScheduler`` divides.
+    - ``get_transforms`` with a perspective warp solves by `torch.linalg.solve`.
+    - torchvision's wheel from PyPI is built for CUDA: where a CPU torch cannot load its operators, the two that it
+      looks for when it is imported are declared. These declarations stay, as a torchvision that was imported needs
+      them.
+    """
+    shims.enable()
+
+
+def disable() -> None:
+    """Take `enable` back: every patched attribute is again the object it was."""
+    shims.disable()
+
+
+def watch() -> None:
+    """Let fastai's training loop follow the active handle, from when fastai is imported. ``import autoamp`` does it."""
+    _training.watch()
+
+
+class _Training:
+    """Owns the patches of fastai's training loop, which stand while a handle is active.
+
+    Patched are ``basic_train.loss_batch``, ``CallbackHandler.on_backward_begin`` and ``OptimWrapper.step``.
+    """
+
+    def __init__(self) -> None:
+        self._waiting = PatchSet()
+        self._patches = PatchSet()
+        activated.listen(lambda _: self._patch())
+        suspended.listen(lambda _: self._patches.restore())
+
+    def watch(self) -> None:
+        """Patch once fastai is imported, where a handle is active by then."""
+        self._patch_if_active()
+        self._waiting.when_imported(_TRAINING, lambda _: self._patch_if_active())
+
+    def _patch_if_active(self) -> None:
+        if current_handle() is not None:
+            self._patch()
+
+    def _patch(self) -> None:
+        module: Any = sys.modules.get(_TRAINING)
+        if module is None or len(self._patches):
+            return
+        if not all(hasattr(module, name) for name in _PATCHED):
+            log.warning("%s has not all of %s: its losses are not scaled", _TRAINING, ", ".join(_PATCHED))
+            return
+        with self._patches.all_or_nothing():
+            around_loss_batch = functools.partial(_around_loss_batch, module.OptimWrapper)
+            _replace(self._patches, module, "loss_batch", around_loss_batch)
+            _replace(self._patches, module.CallbackHandler, "on_backward_begin", _around_on_backward_begin)
+            _replace(self._patches, module.OptimWrapper, "step", _around_step)
+            # Others hold it by `from fastai.basic_train import *`.
+            taken = original_of(module.loss_batch)
+            self._patches.rebind({id(taken): (taken, module.loss_batch)}, lambda name: name == _TRAINING)
+
+
+def _replace(patches: PatchSet, owner: Any, name: str, around: Callable[[Any], Any]) -> None:
+    original = vars(owner)[name]
+    patches.replace(owner, name, dress(around(original), original, owner.__name__, name))
+
+
+_training = _Training()
+
+
+class _Batch:
+    """One training batch: its loss scales itself when ``backward()`` is called on it, and has its true value.
+
+    The method is put on the tensor and not on a scaled copy, since the loss is what callbacks and the recorder see.
+    """
+
+    def __init__(self, handle: Handle, optimizer: Optimizer) -> None:
+        self._handle = handle
+        self._optimizer = optimizer
+        self._loss: Tensor | None = None
+
+    def take(self, loss: Any) -> None:
+        """Let this be the loss of the batch."""
+        self.let_go()
+        if isinstance(loss, Tensor) and loss.is_floating_point():
+            self._loss = loss
+            vars(loss)["backward"] = self._backward
+
+    def let_go(self) -> Tensor | None:
+        """Leave the loss as it was, and return it."""
+        loss, self._loss = self._loss, None
+        if loss is not None:
+            vars(loss).pop("backward", None)
+        return loss
+
+    def _backward(self, *args: Any, **kwargs: Any) -> None:
+        loss = self.let_go()
+        if loss is None:
+            raise UsageError("backward() of this loss was called before; call it once, on the loss itself")
+        if open_blocks.count:
+            # A loss_batch that was edited by hand scales by itself.
+            loss.backward(*args, **kwargs)
+            return
+        with self._handle.scale_loss(loss, self._optimizer) as scaled_loss:
+            scaled_loss.backward(*args, **kwargs)
+
+
+class _Batches(threading.local):
+    """The batches that a thread is in: fastai's callbacks may train on others within one."""
+
+    def __init__(self) -> None:
+        self.open: list[_Batch] = []
+
+
+_batches = _Batches()
+
+
+def _around_loss_batch(wrapper: Any, original: Any) -> Any:
+    def loss_batch(*args: Any, **kwargs: Any) -> Any:
+        opt = args[4] if len(args) > 4 else kwargs.get("opt")
+        # An OptimWrapper answers every name, so what it wraps is asked for by its type.
+        optimizer = opt.opt if isinstance(opt, wrapper) else opt
+        handle = current_handle()
+        if handle is None or optimizer is None or not _is_guardable(optimizer):
+            return original(*args, **kwargs)
+        _refuse_own_scaling(args[5] if len(args) > 5 else kwargs.get("cb_handler"))
+        batch = _Batch(handle, optimizer)
+        _batches.open.append(batch)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _batches.open.remove(batch)
+            batch.let_go()
+
+    return loss_batch
+
+
+def _around_on_backward_begin(original: Any) -> Any:
+    def on_backward_begin(self: Any, loss: Any) -> Any:
+        result = original(self, loss)
+        if _batches.open:
+            _batches.open[-1].take(result[0])
+        return result
+
+    return on_backward_begin
+
+
+def _around_step(original: Any) -> Any:
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _will_skip(self.opt):
+            # fastai decays the weights before the optimizer is asked, and its guard is to see the step that it skips.
+            self.opt.step()
+            return None
+        return original(self, *args, **kwargs)
+
+    return step
+
+
+def _will_skip(optimizer: Any) -> bool:
+    handle = current_handle()
+    if handle is None or not _is_guardable(optimizer):
+        return False
+    guard = handle.optimizers.guard(optimizer, check=False)
+    guard.finish_delayed()
+    return bool(guard.pending) and guard.overflowed()
+
+
+def _is_guardable(optimizer: Any) -> bool:
+    """Tell whether a handle can scale for it: fastai's FakeOptimizer steps nothing, an FP16_Optimizer scales itself."""
+    return isinstance(optimizer, Optimizer) and not isinstance(optimizer, FP16_Optimizer)
+
+
+def _refuse_own_scaling(cb_handler: Any) -> None:
+    module: Any = sys.modules.get("fastai.callbacks.fp16")
+    own = getattr(module, "MixedPrecision", ())
+    if any(isinstance(callback, own) for callback in getattr(cb_handler, "callbacks", None) or ()):
+        raise UsageError(
+            "learn.to_fp16() scales the loss itself and makes the model half; leave that call out, autoamp's casts and "
+            "scaling serve the fp32 learner; or deactivate() the handle"
+        )

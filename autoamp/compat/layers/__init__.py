@@ -1,0 +1,1 @@
+"""Layers of Apex, on torch's own functions."""

@@ -1,0 +1,336 @@
+"""`apex.contrib.sparsity`: weights of which two in four are zero, for GPUs that multiply such matrices faster.
+
+The method: Mishra et al. 2021, Accelerating Sparse Deep Neural Networks, arXiv:2104.08378. A trained model is pruned by
+magnitude, two of each four weights along the input channels, and trained on with the zeros held.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Module
+
+from autoamp.errors import UsageError
+from autoamp.stepping import master_of
+
+__all__ = ["ASP", "create_mask", "m4n2_1d", "m4n2_2d_best", "m4n2_2d_greedy"]
+
+logger = logging.getLogger(__name__)
+
+_LAYERS: dict[type[Module], list[str]] = {
+    torch.nn.Linear: ["weight"], torch.nn.Conv1d: ["weight"], torch.nn.Conv2d: ["weight"], torch.nn.Conv3d: ["weight"]
+}  # fmt: skip
+# What the GPU's instructions want: a weight of other sizes would be pruned for nothing.
+_MULTIPLES = (8, 16)
+
+
+def m4n2_1d(matrix: Tensor, density: float = 0.5) -> Tensor:
+    """Return a mask, fp32, that keeps the two largest of each four values in a row of a matrix."""
+    rows, columns = matrix.shape
+    groups = F.pad(matrix.detach().float().abs(), (0, -columns % 4)).view(-1, 4)
+    mask = torch.zeros_like(groups).scatter_(1, groups.topk(2, dim=1).indices, 1.0)
+    return mask.view(rows, -1)[:, :columns].contiguous()
+
+
+def m4n2_2d_best(matrix: Tensor, density: float = 0.5) -> Tensor:
+    """Return a mask that keeps two of each four in rows and in columns: of each 4 x 4 block the best one of 90."""
+    blocks = _blocks(matrix)
+    patterns = _patterns().to(matrix.device)
+    best = (blocks @ patterns.t()).argmax(dim=1)
+    return _from_blocks(patterns[best], matrix.shape)
+
+
+def m4n2_2d_greedy(matrix: Tensor, density: float = 0.5) -> Tensor:
+    """Return a mask like `m4n2_2d_best`'s, by taking the values of a block from the largest on while they fit.
+
+    Some blocks get fewer than eight, where what is left fits no more.
+    """
+    blocks = _blocks(matrix)
+    mask = torch.zeros_like(blocks)
+    in_row, in_column = torch.zeros_like(blocks[:, :4]), torch.zeros_like(blocks[:, :4])
+    for place in blocks.argsort(dim=1, descending=True).unbind(1):
+        place = place[:, None]
+        row, column = place // 4, place % 4
+        fits = ((in_row.gather(1, row) < 2) & (in_column.gather(1, column) < 2)).float()
+        mask.scatter_(1, place, fits)
+        in_row.scatter_add_(1, row, fits)
+        in_column.scatter_add_(1, column, fits)
+    return _from_blocks(mask, matrix.shape)
+
+
+_PATTERNS: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "m4n2_1d": m4n2_1d, "m4n2_2d_best": m4n2_2d_best, "m4n2_2d_greedy": m4n2_2d_greedy
+}  # fmt: skip
+
+
+def create_mask(tensor: Tensor, pattern: str = "m4n2_1d", density: float = 0.5) -> Tensor:
+    """Return a mask of zeros and ones for a weight, of its shape and dtype.
+
+    Args:
+        tensor: Shape ``(columns,)``, ``(rows, columns)``, or ``(out, in, *kernel)`` of a convolution, which is pruned
+            along ``in``.
+        pattern: ``"m4n2_1d"``, ``"m4n2_2d_best"`` or ``"m4n2_2d_greedy"``.
+        density: The share that is kept: 0.5.
+
+    Raises:
+        UsageError: The pattern or the density is another.
+    """
+    if pattern not in _PATTERNS:
+        raise UsageError(
+            f"pattern={pattern!r} is unknown; choose {', '.join(map(repr, _PATTERNS))}, or pass a function"
+        )
+    if density != 0.5:
+        raise UsageError(f"density={density} cannot be had by two in four; leave it 0.5")
+    if tensor.dim() < 2:
+        return _PATTERNS[pattern](tensor.view(1, -1), density).view(tensor.shape).to(tensor.dtype)
+    # Rows are the outputs of one place of the kernel, columns the inputs.
+    matrix = tensor.flatten(2) if tensor.dim() > 2 else tensor[..., None]
+    matrix = matrix.permute(2, 0, 1)
+    mask = torch.stack([_PATTERNS[pattern](each, density) for each in matrix])
+    return mask.permute(1, 2, 0).reshape(tensor.shape).to(tensor.dtype)
+
+
+class _Pruned:
+    """One weight, its mask, and what the mask took away, where that is kept."""
+
+    def __init__(self, name: str, module: Module, leaf: str, weight: Tensor, keeps: bool) -> None:
+        self.name, self.weight = name, weight
+        self._module, self._mask, self._taken = module, f"__{leaf}_mma_mask", f"__{leaf}_mma_pruned_p"
+        self._keeps = keeps
+        # Buffers, by Apex's names: a checkpoint has them.
+        module.register_buffer(self._mask, torch.ones_like(weight, dtype=torch.bool))
+        if keeps:
+            module.register_buffer(self._taken, torch.zeros_like(weight, device="cpu"))
+
+    @property
+    def mask(self) -> Tensor:
+        return self._module.get_buffer(self._mask)
+
+    @property
+    def is_sparse(self) -> bool:
+        return not bool(self.mask.all())
+
+    def compute(self, calculate: Callable[[Tensor], Tensor]) -> None:
+        """Restore what was taken, and mask anew."""
+        if self.is_sparse:
+            self.restore()
+        mask = calculate(self.weight).to(self.weight.device, torch.bool)
+        if mask.shape != self.weight.shape:
+            raise UsageError(
+                f"the mask of {self.name} has shape {tuple(mask.shape)}, the weight {tuple(self.weight.shape)}; "
+                "the function that was given as mask_calculator must return one of the weight's shape"
+            )
+        if self._keeps:
+            self._module.get_buffer(self._taken).copy_(self.weight * ~mask)
+        self.mask.copy_(mask)
+        self.apply()
+
+    def restore(self) -> None:
+        if not self._keeps:
+            raise UsageError(
+                f"what was pruned from {self.name} was not kept; use "
+                "ASP.init_model_for_pruning(..., allow_recompute_mask=True)"
+            )
+        taken = self._module.get_buffer(self._taken)
+        for tensor in self._values():
+            tensor.add_(taken.to(tensor.device))
+        taken.zero_()
+        self.mask.fill_(True)
+
+    def apply(self) -> None:
+        for tensor in self._values():
+            tensor.mul_(self.mask)
+
+    def apply_to_gradient(self) -> None:
+        if self.weight.grad is not None:
+            self.weight.grad.mul_(self.mask)
+
+    def _values(self) -> Iterator[Tensor]:
+        yield self.weight
+        master = master_of(self.weight)
+        if master is not None:
+            yield master
+
+
+class _Pruning:
+    """The pruned weights of a model, and the optimizer that is to leave their zeros."""
+
+    def __init__(self, calculate: Callable[[Tensor], Tensor], weights: list[_Pruned]) -> None:
+        self.calculate, self.weights = calculate, weights
+        self.hooks: list[Any] = []
+
+    @torch.no_grad()
+    def before_step(self, *_: Any) -> None:
+        for weight in self.weights:
+            weight.apply_to_gradient()
+
+    @torch.no_grad()
+    def after_step(self, *_: Any) -> None:
+        for weight in self.weights:
+            weight.apply()
+
+
+class ASP:
+    """Automatic sparsity, two in four: one model and one optimizer of the process at a time.
+
+    A model is prepared (`init_model_for_pruning`), so is its optimizer (`init_optimizer_for_pruning`), and masked where
+    the program wants it (`compute_sparse_masks`); or all three by `prune_trained_model`. From then on every step of the
+    optimizer leaves the zeros. Input channels are not permuted, which Apex did to lose less by the pruning.
+    """
+
+    _pruning: _Pruning | None = None
+
+    @classmethod
+    def init_model_for_pruning(
+        cls, model: Module, mask_calculator: str | Callable[[Tensor], Tensor] = "m4n2_1d", verbosity: int = 3,
+        whitelist: Sequence[type[Module]] = tuple(_LAYERS), allowed_layer_names: Sequence[str] | None = None,
+        disallowed_layer_names: Sequence[str] = (), allow_recompute_mask: bool = False,
+        custom_layer_dict: dict[type[Module], list[str]] | None = None, allow_permutation: bool = True,
+    ) -> None:  # fmt: skip
+        """Give the weights of a model masks, which keep all of them at first.
+
+        Args:
+            model: On its device, and cast already.
+            mask_calculator: A pattern of `create_mask`, or a function that returns a mask given a weight.
+            verbosity: No effect: what happens is logged.
+            whitelist: The classes of layers whose weights are pruned, exactly these.
+            allowed_layer_names: Only layers of these names, where given.
+            disallowed_layer_names: No layers of these names.
+            allow_recompute_mask: Whether what is pruned is kept, in the memory of the host, for `compute_sparse_masks`
+                to start from all of a weight again, and for `restore_pruned_weights`.
+            custom_layer_dict: Names of weights by classes of layers of your own, which are added to ``whitelist``.
+            allow_permutation: No effect: channels are not permuted.
+
+        Raises:
+            UsageError: A model was prepared already, or there is a class whose weights nobody named.
+        """
+        if cls._pruning is not None:
+            raise UsageError("ASP has a model already; it prunes one at a time: call ASP.reset() before the next")
+        known = {**_LAYERS, **(custom_layer_dict or {})}
+        wanted = (*whitelist, *(custom_layer_dict or {}))
+        unknown = [kind.__name__ for kind in wanted if kind not in known]
+        if unknown:
+            raise UsageError(f"the weights of {', '.join(unknown)} are not known; name them in custom_layer_dict")
+        if isinstance(mask_calculator, str):
+            create_mask(torch.zeros(1, 4), mask_calculator)
+            calculate: Callable[[Tensor], Tensor] = functools.partial(create_mask, pattern=mask_calculator)
+        else:
+            calculate = mask_calculator
+        weights = []
+        for name, module in list(model.named_modules()):
+            if type(module) not in wanted or name in disallowed_layer_names:
+                continue
+            if allowed_layer_names is None or name in allowed_layer_names:
+                weights += _pruned(name, module, known[type(module)], allow_recompute_mask)
+        cls._pruning = _Pruning(calculate, weights)
+
+    @classmethod
+    def init_optimizer_for_pruning(cls, optimizer: torch.optim.Optimizer) -> None:
+        """Let every step of an optimizer leave masked weights at zero. UsageError: it is none, or there is one."""
+        pruning = cls._prepared()
+        if pruning.hooks:
+            raise UsageError("ASP has an optimizer already; call ASP.reset() before the next")
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise UsageError(f"a {type(optimizer).__name__} is no torch.optim.Optimizer, whose step ASP can follow")
+        pruning.hooks = [
+            optimizer.register_step_pre_hook(pruning.before_step), optimizer.register_step_post_hook(pruning.after_step)
+        ]  # fmt: skip
+
+    @classmethod
+    @torch.no_grad()
+    def compute_sparse_masks(cls) -> None:
+        """Mask the weights by what they are now. UsageError: they are masked, and what was pruned was not kept."""
+        pruning = cls._prepared()
+        for weight in pruning.weights:
+            weight.compute(pruning.calculate)
+            logger.info("%s: %.1f %% zeros", weight.name, 100.0 - 100.0 * float(weight.mask.float().mean()))
+
+    @classmethod
+    @torch.no_grad()
+    def restore_pruned_weights(cls) -> None:
+        """Give the weights back what was pruned, and keep all of them. UsageError: it was not kept."""
+        for weight in cls._prepared().weights:
+            if weight.is_sparse:
+                weight.restore()
+
+    @classmethod
+    def is_sparsity_enabled(cls) -> bool:
+        """Tell whether the weights are masked. UsageError: some are and some are not."""
+        found = {weight.is_sparse for weight in cls._prepared().weights}
+        if len(found) > 1:
+            raise UsageError("some weights are masked and some are not; call ASP.compute_sparse_masks()")
+        return found == {True}
+
+    @classmethod
+    def already_init_asp_model(cls) -> bool:
+        """Tell whether a model was prepared."""
+        return cls._pruning is not None
+
+    @classmethod
+    def prune_trained_model(cls, model: Module, optimizer: torch.optim.Optimizer) -> None:
+        """Prepare a model and its optimizer, and mask the weights of linear layers and 2d convolutions."""
+        cls.init_model_for_pruning(model, "m4n2_1d", whitelist=[torch.nn.Linear, torch.nn.Conv2d])
+        cls.init_optimizer_for_pruning(optimizer)
+        cls.compute_sparse_masks()
+
+    @classmethod
+    def set_permutation_saving_params(
+        cls, allow_permutation: bool = True, save_permutation_graph: bool = False, permutation_output_dir: str = "."
+    ) -> None:
+        """Do nothing: channels are not permuted."""
+
+    @classmethod
+    def reset(cls) -> None:
+        """Forget the model and the optimizer, which steps as before; the weights stay as they are."""
+        for hook in cls._pruning.hooks if cls._pruning is not None else ():
+            hook.remove()
+        cls._pruning = None
+
+    @classmethod
+    def _prepared(cls) -> _Pruning:
+        if cls._pruning is None:
+            raise UsageError("ASP has no model; call ASP.init_model_for_pruning(model) first")
+        return cls._pruning
+
+
+def _pruned(name: str, module: Module, leaves: list[str], keeps: bool) -> list[_Pruned]:
+    found = []
+    for leaf, weight in module.named_parameters():
+        if leaf not in leaves or not weight.requires_grad:
+            continue
+        if weight.dim() < 2 or any(size % factor for size, factor in zip(weight.shape, _MULTIPLES, strict=False)):
+            logger.warning(
+                "%s.%s of shape %s is not pruned: outputs must be a multiple of %d, inputs of %d",
+                name, leaf, tuple(weight.shape), *_MULTIPLES,
+            )  # fmt: skip
+            continue
+        # A buffer's name has no dots.
+        found.append(_Pruned(f"{name}.{leaf}", module, leaf.rpartition(".")[2], weight, keeps))
+    return found
+
+
+@functools.cache
+def _patterns() -> Tensor:
+    rows = [row for row in itertools.product((0.0, 1.0), repeat=4) if sum(row) == 2]
+    found = torch.tensor(list(itertools.product(rows, repeat=4)))
+    return found[(found.sum(dim=1) == 2).all(dim=1)].flatten(1)
+
+
+def _blocks(matrix: Tensor) -> Tensor:
+    """Return the absolute values of the 4 x 4 blocks of a matrix, padded by zeros, shape ``(blocks, 16)``."""
+    rows, columns = matrix.shape
+    padded = F.pad(matrix.detach().float().abs(), (0, -columns % 4, 0, -rows % 4))
+    return padded.unfold(0, 4, 4).unfold(1, 4, 4).reshape(-1, 16)
+
+
+def _from_blocks(blocks: Tensor, shape: Sequence[int]) -> Tensor:
+    down, across = -(-shape[0] // 4), -(-shape[1] // 4)
+    matrix = blocks.view(down, across, 4, 4).transpose(1, 2).reshape(4 * down, 4 * across)
+    return matrix[: shape[0], : shape[1]].contiguous()

@@ -1,0 +1,1 @@
+"""What stands behind `amp_C`: functions of lists of tensors."""

@@ -1,0 +1,452 @@
+"""The optimizer steps of `amp_C`: one call updates lists of gradients, parameters and state in place.
+
+Each takes ``(chunk_size, noop_flag, tensor_lists, ...)`` as the functions of `autoamp.compat.multi_tensor` do, computes
+in fp32, or fp64 for fp64 tensors, and does nothing where ``noop_flag`` is set; that flag is read once a call, which
+waits for the device. Gradients stay as they are.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from autoamp.compat.multi_tensor.tensor_lists import TensorLists, checked, store, wide
+from autoamp.errors import UsageError
+from autoamp.scaling import (
+    adagrad_,
+    adam_on_device_,
+    adam_updates,
+    average_,
+    blended_norms,
+    corrections,
+    gradient_norms,
+    novograd_,
+    trust_,
+)
+
+__all__ = [
+    "multi_tensor_adagrad",
+    "multi_tensor_adam",
+    "multi_tensor_adam_capturable",
+    "multi_tensor_adam_capturable_master",
+    "multi_tensor_lamb",
+    "multi_tensor_lamb_mp",
+    "multi_tensor_lamb_stage1",
+    "multi_tensor_lamb_stage2",
+    "multi_tensor_novograd",
+    "multi_tensor_sgd",
+]
+
+
+@torch.no_grad()
+def multi_tensor_sgd(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, wd: float, momentum: float, dampening: float,
+    lr: float, nesterov: bool, first_run: bool, wd_after_momentum: bool, scale: float = 1.0,
+) -> None:  # fmt: skip
+    """Take a step of SGD with momentum: Sutskever et al. 2013, in the form of `torch.optim.SGD`.
+
+    Args:
+        chunk_size: No effect.
+        noop_flag: One element; nothing is done where it is set.
+        tensor_lists: ``[grads, params, momentums]``, or with a fourth list of copies of the parameters in any dtype.
+        wd: Weight decay, added to the gradient before or after the momentum, as ``wd_after_momentum`` says.
+        momentum: 0 for none; the momentums are not touched then.
+        dampening: The gradient enters the momentum with ``1 - dampening``.
+        lr: The learning rate.
+        nesterov: Whether to use Nesterov's momentum.
+        first_run: Whether the momentums are not filled yet; they become the gradients.
+        wd_after_momentum: See ``wd``.
+        scale: The gradients are multiplied by it.
+
+    Raises:
+        UsageError: The lists do not fit. Nothing was written.
+    """
+    names = ("grads", "params", "momentums", "copies")
+    lists = checked("multi_tensor_sgd", tensor_lists, *names[: 4 if len(tensor_lists) == 4 else 3])
+    grads, params, momentums = (wide(tensors) for tensors in lists[:3])
+    if _nothing_to_do(noop_flag, grads):
+        return
+    updates = list(torch._foreach_mul(grads, scale))
+    if wd and not wd_after_momentum:
+        torch._foreach_add_(updates, params, alpha=wd)
+    if momentum:
+        if first_run:
+            torch._foreach_copy_(momentums, updates)
+        else:
+            torch._foreach_mul_(momentums, momentum)
+            torch._foreach_add_(momentums, updates, alpha=1.0 - dampening)
+        if nesterov:
+            torch._foreach_add_(updates, momentums, alpha=momentum)
+        else:
+            torch._foreach_copy_(updates, momentums)
+        store(lists[2], momentums)
+    if wd and wd_after_momentum:
+        torch._foreach_add_(updates, params, alpha=wd)
+    torch._foreach_add_(params, updates, alpha=-lr)
+    store(lists[1], params)
+    if len(lists) == 4:
+        store(lists[3], params)
+
+
+@torch.no_grad()
+def multi_tensor_adam(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, lr: float, beta1: float, beta2: float,
+    epsilon: float, step: int, mode: int, bias_correction: int, weight_decay: float,
+) -> None:  # fmt: skip
+    """Take a step of Adam (Kingma, Ba 2015, arXiv:1412.6980) or AdamW (Loshchilov, Hutter 2019, arXiv:1711.05101).
+
+    Args:
+        chunk_size: No effect.
+        noop_flag: One element; nothing is done where it is set.
+        tensor_lists: ``[grads, params, exp_avgs, exp_avg_sqs]``.
+        lr: The learning rate.
+        beta1: Decay of the average of the gradient.
+        beta2: Decay of the average of its square.
+        epsilon: Added to the root.
+        step: The number of this step, from 1.
+        mode: 0 adds the decay to the gradient, 1 is AdamW.
+        bias_correction: Whether the averages are divided by ``1 - beta ** step``.
+        weight_decay: The factor of the decay.
+
+    Raises:
+        UsageError: The lists do not fit, or the mode is unknown. Nothing was written.
+    """
+    lists = checked("multi_tensor_adam", tensor_lists, "grads", "params", "exp_avgs", "exp_avg_sqs")
+    _check_mode("multi_tensor_adam", mode)
+    grads, params, firsts, seconds = (wide(tensors) for tensors in lists)
+    if _nothing_to_do(noop_flag, grads):
+        return
+    if weight_decay and mode == 0:
+        grads = list(torch._foreach_add(grads, params, alpha=weight_decay))
+    average_(grads, firsts, seconds, beta1, 1.0 - beta1, beta2)
+    updates = _updates(firsts, seconds, corrections(beta1, beta2, step, bias_correction), epsilon)
+    if weight_decay and mode == 1:
+        torch._foreach_add_(updates, params, alpha=weight_decay)
+    torch._foreach_add_(params, updates, alpha=-lr)
+    for tensors, values in zip(lists[1:], (params, firsts, seconds), strict=True):
+        store(tensors, values)
+
+
+@torch.no_grad()
+def multi_tensor_adam_capturable(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, lr: Tensor, beta1: float, beta2: float,
+    epsilon: float, step: Tensor, mode: int, bias_correction: int, weight_decay: float, inv_scale: Tensor,
+) -> None:  # fmt: skip
+    """Take a step of Adam or AdamW, as `multi_tensor_adam`, without waiting for the device.
+
+    Args:
+        chunk_size: No effect.
+        noop_flag: One element; where it is set all tensors stay as they are.
+        tensor_lists: ``[grads, params, exp_avgs, exp_avg_sqs]``. The gradients are multiplied by ``inv_scale`` in
+            place.
+        lr: The learning rate, one element.
+        beta1: Decay of the average of the gradient.
+        beta2: Decay of the average of its square.
+        epsilon: Added to the root.
+        step: The number of this step, from 1; one element.
+        mode: 0 adds the decay to the gradient, 1 is AdamW.
+        bias_correction: Whether the averages are divided by ``1 - beta ** step``.
+        weight_decay: The factor of the decay.
+        inv_scale: What the gradients are multiplied by first, one element.
+
+    Raises:
+        UsageError: The lists do not fit, or the mode is unknown. Nothing was written.
+    """
+    lists = checked("multi_tensor_adam_capturable", tensor_lists, "grads", "params", "exp_avgs", "exp_avg_sqs")
+    _adam_on_device(noop_flag, [*lists, lists[1]], lr, beta1, beta2, epsilon, step, mode, bias_correction,
+                    weight_decay, inv_scale)  # fmt: skip
+
+
+@torch.no_grad()
+def multi_tensor_adam_capturable_master(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, lr: Tensor, beta1: float, beta2: float,
+    epsilon: float, step: Tensor, mode: int, bias_correction: int, weight_decay: float, inv_scale: Tensor,
+) -> None:  # fmt: skip
+    """Step masters as `multi_tensor_adam_capturable` steps parameters, and write them to the parameters too.
+
+    ``tensor_lists`` is ``[grads, params, exp_avgs, exp_avg_sqs, masters]``; the other arguments are the same.
+
+    Raises:
+        UsageError: The lists do not fit, or the mode is unknown. Nothing was written.
+    """
+    names = ("grads", "params", "exp_avgs", "exp_avg_sqs", "masters")
+    lists = checked("multi_tensor_adam_capturable_master", tensor_lists, *names)
+    _adam_on_device(noop_flag, lists, lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay, inv_scale)
+
+
+def _adam_on_device(
+    noop_flag: Tensor, lists: list[list[Tensor]], lr: Tensor, beta1: float, beta2: float, epsilon: float, step: Tensor,
+    mode: int, bias_correction: int, weight_decay: float, inv_scale: Tensor,
+) -> None:  # fmt: skip
+    _check_mode("multi_tensor_adam_capturable", mode)
+    grads, params, firsts, seconds, masters = lists
+    if not grads:
+        return
+    device = grads[0].device
+    number, count, factor, flag = (
+        tensor.to(device, non_blocking=True).reshape(()) for tensor in (lr, step, inv_scale, noop_flag)
+    )
+    skip = flag != 0
+    wide_grads = list(torch._foreach_mul(wide(grads), factor))
+    # New tensors where the masters are the parameters and in half precision; written back below.
+    values, first_values, second_values = wide(masters), wide(firsts), wide(seconds)
+    adam_on_device_(
+        values, wide_grads, first_values, second_values, lr=number, beta1=beta1, beta2=beta2, eps=epsilon, step=count,
+        bias_correction=bias_correction, decay=weight_decay, decoupled=mode == 1, skip=skip,
+    )  # fmt: skip
+    for tensors, new in zip((masters, firsts, seconds), (values, first_values, second_values), strict=True):
+        store(tensors, new)
+    store(grads, [torch.where(skip, grad, new) for grad, new in zip(grads, wide_grads, strict=True)])
+    if params is not masters:
+        store(params, [torch.where(skip, param, new) for param, new in zip(params, values, strict=True)])
+
+
+@torch.no_grad()
+def multi_tensor_adagrad(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, lr: float, epsilon: float, mode: int,
+    weight_decay: float,
+) -> None:  # fmt: skip
+    """Take a step of Adagrad: Duchi et al. 2011. ``tensor_lists`` is ``[grads, params, sums]``.
+
+    ``mode`` 0 adds the decay to the gradient; 1 decouples it, as AdamW does.
+
+    Raises:
+        UsageError: The lists do not fit, or the mode is unknown. Nothing was written.
+    """
+    lists = checked("multi_tensor_adagrad", tensor_lists, "grads", "params", "sums")
+    _check_mode("multi_tensor_adagrad", mode)
+    grads, params, sums = (wide(tensors) for tensors in lists)
+    if _nothing_to_do(noop_flag, grads):
+        return
+    adagrad_(params, grads, sums, lr=lr, eps=epsilon, decay=weight_decay, decoupled=mode == 1)
+    store(lists[1], params)
+    store(lists[2], sums)
+
+
+@torch.no_grad()
+def multi_tensor_novograd(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, grad_norms: Tensor, lr: float, beta1: float,
+    beta2: float, epsilon: float, step: int, bias_correction: int, weight_decay: float, grad_averaging: int,
+    mode: int, norm_type: int,
+) -> None:  # fmt: skip
+    """Take a step of NovoGrad: Ginsburg et al. 2019 (arXiv:1905.11286). One second moment for each tensor.
+
+    Args:
+        chunk_size: No effect.
+        noop_flag: One element; nothing is done where it is set.
+        tensor_lists: ``[grads, params, exp_avgs]``.
+        grad_norms: Shape ``(n,)``: the average of each gradient's norm. Updated in place.
+        lr: The learning rate.
+        beta1: Decay of the average of the normalised gradient.
+        beta2: Decay of the average of the norm.
+        epsilon: Added to the norm.
+        step: The number of this step, from 1.
+        bias_correction: Whether the averages are divided by ``1 - beta1 ** step`` and ``sqrt(1 - beta2 ** step)``.
+        weight_decay: The factor of the decay.
+        grad_averaging: Whether the gradient enters its average with ``1 - beta1``, or with 1.
+        mode: 0 normalises the gradient and adds the decay before the average, 1 after it.
+        norm_type: 2 averages squares of 2-norms, 0 averages largest absolute values.
+
+    Raises:
+        UsageError: The lists do not fit, or the mode or the norm is unknown. Nothing was written.
+    """
+    lists = checked("multi_tensor_novograd", tensor_lists, "grads", "params", "exp_avgs")
+    _check_mode("multi_tensor_novograd", mode)
+    if norm_type not in (0, 2):
+        raise UsageError(f"multi_tensor_novograd: norm_type={norm_type!r} is unknown; choose 2, or 0 for inf")
+    grads, params, firsts = (wide(tensors) for tensors in lists)
+    if _nothing_to_do(noop_flag, grads):
+        return
+    new = torch.stack([norm.to(grad_norms) for norm in gradient_norms(grads, norm_type)])
+    grad_norms.copy_(blended_norms(grad_norms, new, beta2, norm_type))
+    novograd_(
+        params, grads, firsts, list(grad_norms.unbind()), lr=lr, beta1=beta1,
+        weight=1.0 - beta1 if grad_averaging else 1.0, biases=corrections(beta1, beta2, step, bias_correction),
+        eps=epsilon, decay=weight_decay, inside=mode == 0,
+    )  # fmt: skip
+    store(lists[1], params)
+    store(lists[2], firsts)
+
+
+@torch.no_grad()
+def multi_tensor_lamb(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, lr: float, beta1: float, beta2: float,
+    epsilon: float, step: int, bias_correction: int, weight_decay: float, grad_averaging: int, mode: int,
+    global_grad_norm: Tensor | float, max_grad_norm: float, use_nvlamb: bool | None = False,
+) -> None:  # fmt: skip
+    """Take a step of LAMB: You et al. 2020 (arXiv:1904.00962), with gradients clipped by their global norm.
+
+    Args:
+        chunk_size: No effect.
+        noop_flag: One element; nothing is done where it is set.
+        tensor_lists: ``[grads, params, exp_avgs, exp_avg_sqs]``.
+        lr: The learning rate.
+        beta1: Decay of the average of the gradient.
+        beta2: Decay of the average of its square.
+        epsilon: Added to the root.
+        step: The number of this step, from 1.
+        bias_correction: Whether the averages are divided by ``1 - beta ** step``.
+        weight_decay: The factor of the decay.
+        grad_averaging: Whether the gradient enters its average with ``1 - beta1``, or with 1.
+        mode: 0 adds the decay to the gradient, 1 to the update.
+        global_grad_norm: The norm of all gradients, a number or a tensor of one element.
+        max_grad_norm: Gradients are scaled down to this norm; 0 or less for no clipping.
+        use_nvlamb: Whether there is a trust ratio without weight decay too.
+
+    Raises:
+        UsageError: The lists do not fit, or the mode is unknown. Nothing was written.
+    """
+    lists = checked("multi_tensor_lamb", tensor_lists, "grads", "params", "exp_avgs", "exp_avg_sqs")
+    _check_mode("multi_tensor_lamb", mode)
+    grads, params, firsts, seconds = (wide(tensors) for tensors in lists)
+    if _nothing_to_do(noop_flag, grads):
+        return
+    grads = _clipped(grads, global_grad_norm, max_grad_norm)
+    if weight_decay and mode == 0:
+        torch._foreach_add_(grads, params, alpha=weight_decay)
+    average_(grads, firsts, seconds, beta1, 1.0 - beta1 if grad_averaging else 1.0, beta2)
+    updates = _updates(firsts, seconds, corrections(beta1, beta2, step, bias_correction), epsilon)
+    if weight_decay and mode == 1:
+        torch._foreach_add_(updates, params, alpha=weight_decay)
+    if weight_decay or use_nvlamb:
+        trust_(updates, torch._foreach_norm(params, 2), torch._foreach_norm(updates, 2))
+    torch._foreach_add_(params, updates, alpha=-lr)
+    for tensors, values in zip(lists[1:], (params, firsts, seconds), strict=True):
+        store(tensors, values)
+
+
+@torch.no_grad()
+def multi_tensor_lamb_mp(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, lr: Tensor, beta1: float, beta2: float,
+    epsilon: float, step: Tensor, bias_correction: int, weight_decay: float, grad_averaging: int, mode: int,
+    global_grad_norm: Tensor, max_grad_norm: Tensor, use_nvlamb: bool | None, found_inf: Tensor, inv_scale: Tensor,
+) -> None:  # fmt: skip
+    """Take a step of LAMB (arXiv:1904.00962), as `multi_tensor_lamb`, by gradients that are scaled.
+
+    The numbers are tensors of one element, as a capturable optimizer has them; they are read, which waits for the
+    device.
+
+    Args:
+        chunk_size: No effect.
+        noop_flag: One element; nothing is done where it is set.
+        tensor_lists: ``[grads, params, exp_avgs, exp_avg_sqs]``, or with a fifth list of copies of the parameters in
+            any dtype, which is written too.
+        lr: The learning rate.
+        beta1: Decay of the average of the gradient.
+        beta2: Decay of the average of its square.
+        epsilon: Added to the root.
+        step: The number of this step, from 1.
+        bias_correction: Whether the averages are divided by ``1 - beta ** step``.
+        weight_decay: The factor of the decay.
+        grad_averaging: Whether the gradient enters its average with ``1 - beta1``, or with 1.
+        mode: 0 adds the decay to the gradient, 1 to the update.
+        global_grad_norm: The norm of all gradients, after they are unscaled.
+        max_grad_norm: Gradients are scaled down to this norm; 0 or less for no clipping.
+        use_nvlamb: Whether there is a trust ratio without weight decay too.
+        found_inf: Nothing is done where it is set.
+        inv_scale: What the gradients are multiplied by first; they stay as they are.
+
+    Raises:
+        UsageError: The lists do not fit, or the mode is unknown. Nothing was written.
+    """
+    names = ("grads", "params", "exp_avgs", "exp_avg_sqs", "copies")
+    lists = checked("multi_tensor_lamb_mp", tensor_lists, *names[: 5 if len(tensor_lists) == 5 else 4])
+    if bool(found_inf.any()) or _nothing_to_do(noop_flag, lists[0]):
+        return
+    grads = list(torch._foreach_mul(wide(lists[0]), float(inv_scale)))
+    multi_tensor_lamb(
+        chunk_size, noop_flag, [grads, *lists[1:4]], float(lr), beta1, beta2, epsilon, int(step), bias_correction,
+        weight_decay, grad_averaging, mode, global_grad_norm, float(max_grad_norm), use_nvlamb,
+    )  # fmt: skip
+    if len(lists) == 5:
+        store(lists[4], lists[1])
+
+
+@torch.no_grad()
+def multi_tensor_lamb_stage1(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, per_tensor_decay: Tensor, step: int,
+    beta1: float, beta2: float, epsilon: float, global_grad_norm: Tensor | float, max_global_grad_norm: float,
+) -> None:  # fmt: skip
+    """Compute LAMB's updates (arXiv:1904.00962) before their trust ratios.
+
+    Args:
+        chunk_size: No effect.
+        noop_flag: One element; nothing is done where it is set.
+        tensor_lists: ``[grads, params, exp_avgs, exp_avg_sqs, updates]``; the last is written.
+        per_tensor_decay: Shape ``(n,)``: the weight decay of each parameter.
+        step: The number of steps before this one: from 0.
+        beta1: Decay of the average of the gradient.
+        beta2: Decay of the average of its square.
+        epsilon: Added to the root.
+        global_grad_norm: The norm of all gradients, a number or a tensor of one element.
+        max_global_grad_norm: Gradients are scaled down to this norm; 0 or less for no clipping.
+
+    Raises:
+        UsageError: The lists do not fit. Nothing was written.
+    """
+    names = ("grads", "params", "exp_avgs", "exp_avg_sqs", "updates")
+    lists = checked("multi_tensor_lamb_stage1", tensor_lists, *names)
+    grads, params, firsts, seconds, _ = (wide(tensors) for tensors in lists)
+    if _nothing_to_do(noop_flag, grads):
+        return
+    grads = _clipped(grads, global_grad_norm, max_global_grad_norm)
+    average_(grads, firsts, seconds, beta1, 1.0 - beta1, beta2)
+    updates = _updates(firsts, seconds, corrections(beta1, beta2, step + 1, True), epsilon)
+    decays = [decay.to(param) for decay, param in zip(per_tensor_decay.unbind(), params, strict=True)]
+    torch._foreach_add_(updates, torch._foreach_mul(params, decays))
+    for tensors, values in zip(lists[2:], (firsts, seconds, updates), strict=True):
+        store(tensors, values)
+
+
+@torch.no_grad()
+def multi_tensor_lamb_stage2(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, per_tensor_param_norm: Tensor,
+    per_tensor_update_norm: Tensor, lr: float, weight_decay: float | None = None, use_nvlamb: bool | None = False,
+) -> None:  # fmt: skip
+    """Add LAMB's updates to the parameters, by ``-lr * |param| / |update|``; ``tensor_lists`` is ``[params, updates]``.
+
+    Args:
+        chunk_size: No effect.
+        noop_flag: One element; nothing is done where it is set.
+        tensor_lists: Two lists; the parameters are written.
+        per_tensor_param_norm: Shape ``(n,)``. A norm of 0 makes the ratio 1.
+        per_tensor_update_norm: Shape ``(n,)``, likewise.
+        lr: The learning rate.
+        weight_decay: 0 makes the ratio 1, unless ``use_nvlamb``. None, as in the older form without it, does not.
+        use_nvlamb: See ``weight_decay``.
+
+    Raises:
+        UsageError: The lists do not fit. Nothing was written.
+    """
+    lists = checked("multi_tensor_lamb_stage2", tensor_lists, "params", "updates")
+    params, updates = (wide(tensors) for tensors in lists)
+    if _nothing_to_do(noop_flag, params):
+        return
+    updates = list(torch._foreach_mul(updates, lr))
+    if weight_decay is None or weight_decay or use_nvlamb:
+        trust_(updates, per_tensor_param_norm.unbind(), per_tensor_update_norm.unbind())
+    torch._foreach_sub_(params, updates)
+    store(lists[0], params)
+
+
+def _nothing_to_do(noop_flag: Tensor, tensors: list[Tensor]) -> bool:
+    return not tensors or bool(noop_flag.any())
+
+
+def _check_mode(op: str, mode: int) -> None:
+    if mode not in (0, 1):
+        raise UsageError(f"{op}: mode={mode!r} is unknown; choose 0 or 1")
+
+
+def _updates(firsts: list[Tensor], seconds: list[Tensor], biases: tuple[float, float], epsilon: float) -> list[Tensor]:
+    return adam_updates(firsts, seconds, biases, epsilon, eps_inside_sqrt=False)
+
+
+def _clipped(grads: list[Tensor], norm: Tensor | float, limit: float) -> list[Tensor]:
+    """Return new tensors, scaled down to a norm."""
+    if limit <= 0:
+        return [grad.clone() for grad in grads]
+    excess = torch.as_tensor(norm, dtype=torch.float32).reshape(()) / limit
+    # Not a clamp: a norm of nan leaves the gradients as they are.
+    factor = torch.where(excess > 1.0, excess, 1.0)
+    return list(torch._foreach_div(grads, [factor.to(grad) for grad in grads]))

@@ -1,0 +1,167 @@
+"""Counting: how often each function of the cast lists was called, in which dtype it ran, and what was cast for it.
+
+A count is asked for, and costs nothing where it is not: the replacements are installed anew with a layer above each
+that counts, and again without it when the count stops. The layer tells by the function's policy what the replacement
+does with the arguments, and so knows nothing of how it does it.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoamp.casting import Casts
+from autoamp.rules import CastPolicy
+from autoamp.tensors import CASTABLE_LAYOUTS, iter_tensors
+
+__all__ = ["Counts", "counted", "sum_of"]
+
+
+class Counts:
+    """The calls since ``handle.count()``; also a context manager, which stops at its end.
+
+    Not counted are functions under no rule, what torch.compile compiles, and calls where casts are off: in
+    ``optimizer.step()``, within a composite function that runs in fp32, in `disable_casts`. The numbers stay after
+    `stop`.
+
+    Args:
+        on_stop: Called once by `stop`.
+    """
+
+    def __init__(self, on_stop: Callable[[], None] | None = None) -> None:
+        self._on_stop = on_stop
+        self._lock = threading.Lock()
+        self._ops: Counter[tuple[str, torch.dtype]] = Counter()
+        self._casts: Counter[tuple[torch.dtype, torch.dtype]] = Counter()
+
+    @property
+    def active(self) -> bool:
+        """Whether calls are counted now."""
+        return self._on_stop is not None
+
+    @property
+    def ops(self) -> dict[str, dict[str, int]]:
+        """Calls by function and dtype, of several the widest: ``{"torch.matmul": {"float16": 3}}``."""
+        found: dict[str, dict[str, int]] = {}
+        with self._lock:
+            for (name, dtype), calls in sorted(self._ops.items(), key=lambda item: (item[0][0], str(item[0][1]))):
+                found.setdefault(name, {})[_short(dtype)] = calls
+        return found
+
+    @property
+    def casts(self) -> dict[tuple[str, str], int]:
+        """Arguments that a function got in another dtype: ``{("float32", "float16"): 5}``.
+
+        A parameter whose cast was kept from an earlier use counts at each use.
+        """
+        with self._lock:
+            return {(_short(before), _short(after)): count for (before, after), count in self._casts.items()}
+
+    def by_dtype(self) -> dict[str, int]:
+        """Return the calls by the dtype they ran in, of all functions together."""
+        found: Counter[str] = Counter()
+        for calls in self.ops.values():
+            found.update(calls)
+        return dict(sorted(found.items()))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain JSON values: ``{"ops": ..., "by_dtype": ..., "casts": {"float32->float16": 5}}``."""
+        casts = {f"{before}->{after}": count for (before, after), count in sorted(self.casts.items())}
+        return {"ops": self.ops, "by_dtype": self.by_dtype(), "casts": casts}
+
+    def stop(self) -> None:
+        """Count no more, and take the layer that counts away."""
+        on_stop, self._on_stop = self._on_stop, None
+        if on_stop is not None:
+            on_stop()
+
+    def add(self, name: str, dtype: torch.dtype, casts: Iterable[tuple[torch.dtype, torch.dtype]]) -> None:
+        """Take note of one call: the function, the dtype it runs in, and the casts as (from, to)."""
+        with self._lock:
+            self._ops[name, dtype] += 1
+            self._casts.update(casts)
+
+    def numbers(self) -> tuple[Counter[tuple[str, torch.dtype]], Counter[tuple[torch.dtype, torch.dtype]]]:
+        """Return copies of the numbers: calls by function and dtype, casts by the dtypes they go from and to."""
+        with self._lock:
+            return self._ops.copy(), self._casts.copy()
+
+    def include(self, ops: Counter[tuple[str, torch.dtype]], casts: Counter[tuple[torch.dtype, torch.dtype]]) -> None:
+        """Add what `numbers` of another returned."""
+        with self._lock:
+            self._ops.update(ops)
+            self._casts.update(casts)
+
+    def __enter__(self) -> Counts:
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self.stop()
+
+
+def counted(replacement: Any, name: str, policy: CastPolicy, casts: Casts, counts: Counts) -> Any:
+    """Return a replacement of the same kind that counts its calls.
+
+    Args:
+        replacement: A function, staticmethod or classmethod that `autoamp.ops.build` made.
+        name: What to count it as.
+        policy: The policy that it was built by.
+        casts: The state that it reads.
+        counts: Where calls are added.
+    """
+    if isinstance(replacement, (staticmethod, classmethod)):
+        return type(replacement)(counted(replacement.__func__, name, policy, casts, counts))
+    compiling = torch.compiler.is_compiling
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not compiling() and counts.active and casts.wants(args, kwargs):
+            _count(args, kwargs, name, policy, casts, counts)
+        return replacement(*args, **kwargs)
+
+    counting: Any = functools.update_wrapper(run, replacement, updated=())
+    counting.__wrapped__ = getattr(replacement, "__wrapped__", replacement)
+    return counting
+
+
+def sum_of(several: Iterable[Counts]) -> Counts:
+    """Return counts that hold the numbers of several, and are not active."""
+    total = Counts()
+    for counts in several:
+        total.include(*counts.numbers())
+    return total
+
+
+def _count(
+    args: tuple[Any, ...], kwargs: dict[str, Any], name: str, policy: CastPolicy, casts: Casts, counts: Counts
+) -> None:
+    given = (args, {key: value for key, value in kwargs.items() if key != "out"})
+    tensors = [tensor for tensor in iter_tensors(given) if tensor.is_floating_point() or tensor.is_complex()]
+    if not tensors:
+        return
+    target = _target(tensors, policy, casts)
+    cast = [] if target is None else [t for t in tensors if casts.eligible(t) and t.dtype is not target]
+    left = {tensor.dtype for tensor in tensors if not any(tensor is other for other in cast)}
+    dtypes = left | ({target} if cast and target is not None else set())
+    counts.add(name, functools.reduce(torch.promote_types, dtypes), [(t.dtype, target) for t in cast if target])
+
+
+def _target(tensors: list[Tensor], policy: CastPolicy, casts: Casts) -> torch.dtype | None:
+    """Return what a policy casts these arguments to, None where it leaves them."""
+    # One sparse argument, and the whole call goes through as it came.
+    if policy is not CastPolicy.PROMOTE and any(tensor.layout not in CASTABLE_LAYOUTS for tensor in tensors):
+        return None
+    if policy is CastPolicy.FP16:
+        return casts.dtype
+    if policy is CastPolicy.PROMOTE and len({t.dtype for t in tensors if casts.eligible(t)}) < 2:
+        return None
+    return torch.float32
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,37 @@
+"""Manual mixed precision: networks cast by hand, masters beside them, scalers, `FP16_Optimizer`."""
+
+from __future__ import annotations
+
+from autoamp.fp16_utils.fp16_optimizer import FP16_Optimizer
+from autoamp.fp16_utils.models import (
+    BN_convert_float,
+    DynamicLossScaler,
+    FP16Model,
+    LossScaler,
+    clip_grad_norm,
+    convert_module,
+    convert_network,
+    master_params_to_model_params,
+    model_grads_to_master_grads,
+    network_to_half,
+    prep_param_lists,
+    to_python_float,
+    tofp16,
+)
+
+__all__ = [
+    "BN_convert_float",
+    "DynamicLossScaler",
+    "FP16Model",
+    "FP16_Optimizer",
+    "LossScaler",
+    "clip_grad_norm",
+    "convert_module",
+    "convert_network",
+    "master_params_to_model_params",
+    "model_grads_to_master_grads",
+    "network_to_half",
+    "prep_param_lists",
+    "to_python_float",
+    "tofp16",
+]

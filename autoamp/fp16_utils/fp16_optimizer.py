@@ -1,0 +1,290 @@
+"""`FP16_Optimizer`: any optimizer over half parameters, stepped in fp32, with the loss scaling built in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoamp.casting import Casts
+from autoamp.errors import CheckpointError, UsageError
+from autoamp.runtime import current_handle
+from autoamp.scaling import DynamicLossScaler, LossScaler, StaticLossScaler, multiplied
+from autoamp.stepping import MasterWeights, ScalesItself, Skips, StepGuard, is_optimizer, scaled_block
+
+__all__ = ["FP16_Optimizer"]
+
+# The legacy names of a dynamic scaler's arguments.
+_DYNAMIC_ARGUMENTS = ("init_scale", "scale_factor", "scale_window")
+
+_NO_COPY = (
+    "an FP16_Optimizer cannot be copied or pickled: its masters belong to the parameters of one model; copy or save "
+    "its state_dict(), and load that into an FP16_Optimizer of the other model"
+)
+
+
+class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
+    """Steps fp32 master weights of half parameters and writes them back; skips steps whose gradients overflowed.
+
+    A `torch.optim.Optimizer` in every respect: LR schedulers, hooks and ``isinstance`` work. It may be built before or
+    after ``model.half()``.
+
+    Args:
+        init_optimizer: The optimizer that does the arithmetic. Its half parameters are replaced by fp32 masters.
+        static_loss_scale: The loss scale unless it is dynamic; None is 1.0.
+        dynamic_loss_scale: Whether the scale adapts to overflows.
+        dynamic_loss_args: For a dynamic scale ``init_scale`` (default 2**16), ``scale_factor`` (2) and ``scale_window``
+            (2000 steps without overflow before the scale grows).
+        verbose: For legacy callers, and ignored; skipped steps are logged to ``autoamp.stepping``.
+
+    Attributes:
+        optimizer: The optimizer given, whose ``param_groups`` and ``state`` are this one's too.
+        loss_scaler: The scaler.
+    """
+
+    def __init__(
+        self,
+        init_optimizer: Any,
+        static_loss_scale: float | None = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: Mapping[str, float] | None = None,
+        verbose: bool = True,
+    ) -> None:
+        if isinstance(init_optimizer, FP16_Optimizer):
+            raise UsageError("init_optimizer is an FP16_Optimizer already; give it the optimizer that it was made from")
+        if not is_optimizer(init_optimizer):
+            raise UsageError(f"init_optimizer takes an optimizer, not {type(init_optimizer).__name__}")
+        self.loss_scaler: LossScaler = (
+            DynamicLossScaler(**_dynamic_arguments(dynamic_loss_args or {}))
+            if dynamic_loss_scale
+            else StaticLossScaler(1.0 if static_loss_scale is None else static_loss_scale)
+        )
+        self.optimizer = init_optimizer
+        handle = current_handle()
+        # At O2 an optimizer may have its masters, and a guard that knows nothing of this one's scale.
+        theirs = None if handle is None else handle.optimizers.hand_over(init_optimizer)
+        self._masters = MasterWeights(init_optimizer) if theirs is None else theirs
+        self._guard = StepGuard(init_optimizer, masters=self._masters, casts=_current_casts, on_step=self._tell_handle)
+        self._guard.install()
+        if handle is not None:
+            handle.leave_to("FP16_Optimizer")
+        self._tell_handle(self._guard.skips)
+        # What Optimizer.__init__ sets up besides groups and state, which here are the inner optimizer's.
+        self.__setstate__({"defaults": getattr(init_optimizer, "defaults", {})})
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The inner optimizer's groups, with fp32 masters in place of half parameters."""
+        groups: list[dict[str, Any]] = self.optimizer.param_groups
+        return groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The inner optimizer's state, by master; that of a half parameter is its master's."""
+        return _State(self.optimizer.state, self._masters.of)
+
+    @property
+    def loss_scale(self) -> float:
+        """The current loss scale."""
+        return self.loss_scaler.loss_scale
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the gradients of the step at hand overflowed, or those of the last step. Waits for the device."""
+        return self._guard.overflowed()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the inner optimizer; its half parameters get masters."""
+        self.optimizer.add_param_group(param_group)
+        self._masters.adopt()
+
+    def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
+        """Run the backward pass of a scaled loss, in place of ``loss.backward()``.
+
+        Args:
+            loss: A scalar floating tensor.
+            update_master_grads: Whether gradients are unscaled and checked right away. With False several backward
+                passes add up, until `update_master_grads` or `step`.
+            retain_graph: As for ``Tensor.backward``.
+        """
+        with scaled_block([self._guard], self.loss_scaler, delay_unscale=not update_master_grads) as scale:
+            multiplied(loss, scale).backward(retain_graph=retain_graph)
+
+    def update_master_grads(self) -> None:
+        """Unscale and check the gradients that ``backward(..., update_master_grads=False)`` left scaled."""
+        self._guard.finish_delayed()
+
+    def masters_from_model(self) -> None:
+        """Set the masters to the half parameters: for weights that were written through ``.data`` in mid-training."""
+        self._masters.read_model()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step the masters and write them into the half parameters, unless the gradients overflowed.
+
+        Args:
+            closure: Clears the gradients, runs the model and ``optimizer.backward(loss)``, and returns the loss.
+        """
+        return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True, *, set_grads_to_None: bool | None = None) -> None:  # noqa: N803
+        """Clear the gradients of masters and half parameters alike. ``set_grads_to_None`` is the legacy keyword."""
+        set_to_none = set_to_none if set_grads_to_None is None else set_grads_to_None
+        self._masters.share_gradients()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad = None if set_to_none else parameter.grad.detach().zero_()
+        # Now the half parameters, which follow their masters.
+        self._masters.share_gradients()
+
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """Clip the total norm of the masters' gradients.
+
+        Args:
+            max_norm: The largest norm to let through.
+            norm_type: The p of the p-norm; ``inf`` is allowed.
+
+        Returns:
+            The norm before clipping, or -1 if the gradients overflowed and nothing was clipped.
+        """
+        self.update_master_grads()
+        if self.overflow:
+            return -1.0
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        return float(norm)
+
+    def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
+        """Return the masters' gradients, a list for each group, or None after an overflow."""
+        self.update_master_grads()
+        if self.overflow:
+            return None
+        return [[None if p.grad is None else p.grad.data for p in group["params"]] for group in self.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scaler's state, the inner optimizer's and the masters, by the legacy keys."""
+        self._masters.follow()
+        return {
+            "loss_scaler": self.loss_scaler.state_dict(),
+            "dynamic_loss_scale": isinstance(self.loss_scaler, DynamicLossScaler),
+            "overflow": self._guard.skips.last,
+            "first_closure_call_this_step": True,
+            "optimizer_state_dict": self.optimizer.state_dict(),
+            "fp32_from_fp16": self._masters_by_group(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned: all of it, or nothing.
+
+        Raises:
+            CheckpointError: A key is missing or does not fit. The message names it.
+        """
+        if not isinstance(state_dict, Mapping):
+            raise CheckpointError(
+                f"the state is a {type(state_dict).__name__}; pass what FP16_Optimizer.state_dict() returned"
+            )
+        for key in ("loss_scaler", "dynamic_loss_scale", "optimizer_state_dict", "fp32_from_fp16"):
+            if key not in state_dict:
+                raise CheckpointError(f"key {key!r} is missing; pass what FP16_Optimizer.state_dict() returned")
+        dynamic = isinstance(self.loss_scaler, DynamicLossScaler)
+        if bool(state_dict["dynamic_loss_scale"]) is not dynamic:
+            raise CheckpointError(
+                f"key 'dynamic_loss_scale' is {state_dict['dynamic_loss_scale']!r}, and this optimizer was built with "
+                f"{dynamic}"
+            )
+        self.loss_scaler.check_state_dict(state_dict["loss_scaler"], "loss_scaler")
+        self._masters.adopt()
+        pairs = _matched(self._masters_by_group(), state_dict["fp32_from_fp16"])
+        try:
+            self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"key 'optimizer_state_dict': {error}") from error
+        self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
+        self._guard.skips.last = bool(state_dict.get("overflow", False))
+        with torch.no_grad():
+            for master, value in pairs:
+                master.copy_(value)
+        self._masters.copy_down()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise UsageError(_NO_COPY)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(_NO_COPY)
+
+    def _masters_by_group(self) -> list[list[Tensor]]:
+        masters = {id(master) for _, master in self._masters.pairs}
+        return [[p for p in group["params"] if id(p) in masters] for group in self.param_groups]
+
+    def _tell_handle(self, skips: Skips) -> None:
+        handle = current_handle()
+        if handle is not None:
+            handle.optimizers.note_own(skips, self.loss_scaler)
+
+    def __repr__(self) -> str:
+        return f"FP16_Optimizer({self.optimizer!r}, loss_scale={self.loss_scale:g})"
+
+
+class _State(MutableMapping[Any, Any]):
+    """A view on an optimizer's state, which is found by master and by half parameter."""
+
+    def __init__(self, state: Any, stepped: Callable[[Any], Any]) -> None:
+        self._state = state
+        self._stepped = stepped
+
+    def __getitem__(self, parameter: Any) -> Any:
+        return self._state[self._stepped(parameter)]
+
+    def __setitem__(self, parameter: Any, value: Any) -> None:
+        self._state[self._stepped(parameter)] = value
+
+    def __delitem__(self, parameter: Any) -> None:
+        del self._state[self._stepped(parameter)]
+
+    def __contains__(self, parameter: object) -> bool:
+        return self._stepped(parameter) in self._state
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+    def __repr__(self) -> str:
+        return repr(self._state)
+
+
+def _current_casts() -> Casts | None:
+    handle = current_handle()
+    return None if handle is None else handle.casts
+
+
+def _dynamic_arguments(given: Mapping[str, float]) -> dict[str, Any]:
+    unknown = sorted(set(given) - set(_DYNAMIC_ARGUMENTS))
+    if unknown:
+        raise UsageError(f"dynamic_loss_args has no {unknown[0]!r}; choose among {', '.join(_DYNAMIC_ARGUMENTS)}")
+    init_scale = float(given.get("init_scale", 2.0**16))
+    factor = float(given.get("scale_factor", 2.0))
+    return {
+        "init_scale": init_scale,
+        "growth_factor": factor,
+        "backoff_factor": 1.0 / factor,
+        "growth_interval": int(given.get("scale_window", 2000)),
+        # The legacy scaler knew no highest scale, and programs begin at 2**32.
+        "max_loss_scale": max(init_scale, 2.0**24),
+    }
+
+
+def _matched(ours: list[list[Tensor]], theirs: Any) -> list[tuple[Tensor, Tensor]]:
+    shapes = [[tuple(tensor.shape) for tensor in group] for group in ours]
+    try:
+        found = [[tuple(tensor.shape) for tensor in group] for group in theirs]
+    except (TypeError, AttributeError):
+        raise CheckpointError("key 'fp32_from_fp16' is no list of lists of tensors") from None
+    if shapes != found:
+        raise CheckpointError(
+            f"key 'fp32_from_fp16' holds masters of shapes {found}, this optimizer has masters of shapes {shapes}"
+        )
+    return [pair for group, values in zip(ours, theirs, strict=True) for pair in zip(group, values, strict=True)]

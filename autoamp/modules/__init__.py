@@ -1,0 +1,28 @@
+"""Around a module's call: precisions of single modules, models cast to half, shorter ways to torch's own layers."""
+
+from __future__ import annotations
+
+from autoamp.modules.call import (
+    ModulePrecisions,
+    Override,
+    build_function_backward,
+    build_function_context,
+    build_module_call,
+    build_parallel_apply,
+    build_recompute,
+)
+from autoamp.modules.half_models import CastModels, ForwardDtypes
+from autoamp.modules.scope import ModuleCasts
+
+__all__ = [
+    "CastModels",
+    "ForwardDtypes",
+    "ModuleCasts",
+    "ModulePrecisions",
+    "Override",
+    "build_function_backward",
+    "build_function_context",
+    "build_module_call",
+    "build_parallel_apply",
+    "build_recompute",
+]

@@ -1,0 +1,327 @@
+"""Models in half precision (O2, O3): their parameters and buffers are cast in place, and can be cast back.
+
+What goes into such a model and what comes out of it is cast by a patched module call, and a model carries nothing but a
+tag: a deep copy is a model of its own. Its ``state_dict()`` is fp32, from the masters where there are
+some, and what is loaded reaches the masters unrounded. Buffers keep their fp32 values beside the rounded ones.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from autoamp.casting import Casts
+from autoamp.modules.tags import ModuleTags
+from autoamp.ops import flatten_weights
+from autoamp.patching import dress
+from autoamp.stepping import fit_state, load_master, master_of, release_master
+from autoamp.tensors import CASTABLE_LAYOUTS, HALF_DTYPES, map_tensors
+from autoamp.torch_private import MODULES_OF_NORMS
+
+__all__ = ["CastModels", "ForwardDtypes", "cast_structure"]
+
+_FLOATS = frozenset({*HALF_DTYPES, torch.float32})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ForwardDtypes:
+    """In which dtypes a model's call takes its floating inputs and gives its outputs, and whether it casts within.
+
+    Attributes:
+        inputs: The dtype that inputs are cast to; None leaves them.
+        outputs: The dtype that outputs are cast to; None leaves them.
+        casts: Whether the casts of the lists are on within, whatever they are elsewhere; None leaves them.
+        doubles: Whether inputs in fp64 are cast too: a model with fp64 parameters wants them as they are.
+    """
+
+    inputs: torch.dtype | None = None
+    outputs: torch.dtype | None = None
+    casts: bool | None = None
+    doubles: bool = False
+
+    def around(self, call: Callable[..., Any], casts: Casts, module: Module, args: Any, kwargs: Any) -> Any:
+        """Call a module with inputs and outputs in these dtypes."""
+        local, token = casts.local, None
+        if self.inputs is not None:
+            args, kwargs = cast_structure((args, kwargs), self.inputs, doubles=self.doubles)
+        if self.casts:
+            if not local.within_disabled():
+                token = local.set(True, forced_off=False)
+        elif self.casts is False and casts.on_by_default:
+            # Where torch is patched for other models.
+            token = local.set(False)
+        try:
+            outputs = call(module, args, kwargs)
+        finally:
+            if token is not None:
+                local.reset(token)
+        return outputs if self.outputs is None else cast_structure(outputs, self.outputs)
+
+
+class CastModels:
+    """The models of a handle that are in half precision, or whose inputs and outputs are cast.
+
+    Attributes:
+        originals: By ``id(parameter)`` the fp32 values that parameters had before, from which masters are made. Cleared
+            once the optimizers have theirs.
+        forward_dtypes: In which dtypes models take inputs and give outputs.
+    """
+
+    def __init__(self) -> None:
+        self.originals: dict[int, Tensor] = {}
+        self.forward_dtypes: ModuleTags[ForwardDtypes] = ModuleTags()
+        self._models: weakref.WeakKeyDictionary[Module, torch.dtype | None] = weakref.WeakKeyDictionary()
+        self._wide_buffers: Any = WeakIdKeyDictionary()
+        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @torch.no_grad()
+    def cast(self, model: Module, dtype: torch.dtype, *, keep_norms: bool = False) -> None:
+        """Cast a model's floating parameters and buffers in place: parameters stay the same objects.
+
+        Args:
+            model: Any module. Parameters and buffers that occur more than once stay shared. fp64 is left alone.
+            dtype: fp32 or a half dtype.
+            keep_norms: Whether batch and instance norms keep their parameters and running statistics as they are.
+        """
+        buffers: dict[int, Tensor] = {}
+        for module in model.modules():
+            if keep_norms and isinstance(module, MODULES_OF_NORMS):
+                continue
+            for parameter in module._parameters.values():
+                if parameter is not None and parameter.dtype in _FLOATS and parameter.dtype is not dtype:
+                    self._cast_parameter(parameter, dtype)
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.dtype in _FLOATS and buffer.dtype is not dtype:
+                    if id(buffer) not in buffers:
+                        buffers[id(buffer)] = self._cast_buffer(buffer, dtype)
+                    module._buffers[name] = buffers[id(buffer)]
+            if isinstance(module, torch.nn.RNNBase):
+                # cuDNN wants its weights in one piece; a cast has scattered them.
+                flatten_weights(module)
+        self._models[model] = dtype
+
+    def _cast_parameter(self, parameter: Tensor, dtype: torch.dtype) -> None:
+        grad, parameter.grad = parameter.grad, None
+        if dtype is torch.float32:
+            # An optimizer that was dropped left its masters. Before there are any, the values are as they were.
+            wide = release_master(parameter)
+            wide = self.originals.get(id(parameter)) if wide is None else wide
+            parameter.data = parameter.data.float() if wide is None else wide.detach()
+        else:
+            if parameter.dtype is torch.float32:
+                self.originals[id(parameter)] = parameter.data
+            parameter.data = parameter.data.to(dtype)
+        if grad is not None:
+            parameter.grad = grad.to(dtype)
+
+    def _cast_buffer(self, buffer: Tensor, dtype: torch.dtype) -> Tensor:
+        if dtype is torch.float32:
+            wide = self._wide_buffer(buffer)
+            return buffer.float() if wide is None else wide
+        half = buffer.to(dtype)
+        if buffer.dtype is torch.float32:
+            self._wide_buffers[half] = buffer
+        return half
+
+    def _wide_buffer(self, buffer: Tensor) -> Tensor | None:
+        """Return the fp32 values of a half buffer, None if it was written to since."""
+        wide: Tensor | None = self._wide_buffers.get(buffer)
+        return wide if wide is not None and torch.equal(wide.to(buffer.dtype), buffer) else None
+
+    def step_halves(self, optimizer: Any) -> None:
+        """Let an optimizer's state be of the dtype of the parameters, now and when these are cast back."""
+        fit_state(optimizer)
+        self._optimizers.add(optimizer)
+
+    def set_forward_dtypes(self, model: Module, dtypes: ForwardDtypes) -> None:
+        """Cast what goes into and comes out of a model, at each of its calls and at those of its copies."""
+        self._models.setdefault(model, None)
+        self._drop_forward_dtypes(model)
+        self.forward_dtypes.give(model, dtypes)
+
+    def _drop_forward_dtypes(self, model: Module) -> None:
+        tag = self.forward_dtypes.find(model)
+        if tag is not None:
+            self.forward_dtypes.take(tag, model)
+
+    def builders(self) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
+        """The methods of `torch.nn.Module` to patch beside its call, each with the builder of its replacement."""
+        if not self._models:
+            return ()
+        return ("state_dict", self._build_state_dict), ("load_state_dict", self._build_load_state_dict)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Cast every model that is in half precision back to fp32, after optimizers have given their masters back."""
+        self.let_go(list(self._models))
+        self._optimizers.clear()
+        self.forward_dtypes.values.clear()
+        self.originals.clear()
+
+    @torch.no_grad()
+    def let_go(self, models: Iterable[Module]) -> None:
+        """Cast these models back to fp32, and leave what goes into them and comes out of them alone."""
+        for model in models:
+            self._drop_forward_dtypes(model)
+            if self._models.pop(model, None) in HALF_DTYPES:
+                self.cast(model, torch.float32)
+                del self._models[model]
+        for optimizer in self._optimizers:
+            fit_state(optimizer)
+
+    def overlapping(self, models: Iterable[Module]) -> list[Module]:
+        """Return the models here that are, have, or are a part of one of these."""
+        modules = {module for model in models for module in model.modules()}
+        return [model for model in self._models if not modules.isdisjoint(model.modules())]
+
+    def halves(self) -> list[Module]:
+        """Return the models that are in half precision."""
+        return [model for model, dtype in self._models.items() if dtype in HALF_DTYPES]
+
+    def _holds(self, module: Module) -> bool:
+        """Tell whether a module is or has a model in half precision, or a copy of one, or is a part of such a model."""
+        for part in module.modules():
+            tag = self.forward_dtypes.find(part)
+            if tag is not None and self.forward_dtypes.values[tag].inputs in HALF_DTYPES:
+                return True
+        return any(module is part for model in self.halves() for part in model.modules())
+
+    def _build_state_dict(self, original: Any) -> Any:
+        models, depth = self, _Depth()
+
+        def state_dict(self: Module, *args: Any, **kwargs: Any) -> Any:
+            # torch calls this anew for each child; the outermost call does the work, once.
+            if depth.value or not models._holds(self):
+                return original(self, *args, **kwargs)
+            depth.value = 1
+            try:
+                destination, prefix, keep_vars = _state_arguments(*args, **kwargs)
+                others = set(destination or ())
+                state = original(self, *args, **kwargs)
+            finally:
+                depth.value = 0
+            wide = {prefix + name: values for name, _, values in models._wide_values(self)}
+            for key in state.keys() - others:
+                state[key] = _widened(state[key], wide.get(key), keep_vars)
+            return state
+
+        return dress(state_dict, original)
+
+    def _build_load_state_dict(self, original: Any) -> Any:
+        models = self
+
+        def load_state_dict(self: Module, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+            result = original(self, state_dict, *args, **kwargs)
+            if models._holds(self):
+                models._load_wide(self, state_dict)
+            return result
+
+        return dress(load_state_dict, original)
+
+    def _wide_values(self, module: Module) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield the name of each parameter and buffer that has fp32 values beside the half ones, both of them."""
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            master = master_of(parameter)
+            if master is not None:
+                yield name, parameter, master
+        for name, buffer in module.named_buffers(remove_duplicate=False):
+            wide = self._wide_buffer(buffer)
+            if wide is not None:
+                yield name, buffer, wide
+
+    @torch.no_grad()
+    def _load_wide(self, module: Module, state_dict: Mapping[str, Any]) -> None:
+        """Bring a checkpoint's fp32 values, of which the half ones were just loaded, to masters and wide buffers."""
+        for buffer in module.buffers():
+            if buffer in self._wide_buffers:
+                self._wide_buffers[buffer] = buffer.float()
+        for name, half, wide in self._wide_values(module):
+            value = state_dict.get(name)
+            # A hook of the module may have loaded something else than what stands under this name.
+            if isinstance(value, Tensor) and value.shape == half.shape:
+                value = value.to(device=half.device)
+                if torch.equal(value.to(half.dtype), half):
+                    if half in self._wide_buffers:
+                        wide.copy_(value)
+                    else:
+                        load_master(half, value)
+
+
+def cast_structure(value: Any, dtype: torch.dtype, *, doubles: bool = False) -> Any:
+    """Cast the floating tensors in a nest of containers, dataclasses and objects with a ``to`` method.
+
+    Complex, integer and sparse tensors are left alone, and without ``doubles`` fp64. Nothing is written to: what
+    changes is built anew.
+    """
+    sources = _FLOATS | {torch.float64} if doubles else _FLOATS
+
+    def convert(tensor: Tensor) -> Tensor:
+        castable = tensor.dtype in sources and tensor.layout in CASTABLE_LAYOUTS
+        return tensor.to(dtype) if castable else tensor
+
+    def other(leaf: Any) -> Any:
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            return _cast_dataclass(leaf, convert, other)
+        if callable(getattr(leaf, "to", None)) and not isinstance(leaf, (type, Module)):
+            with _OthersStay():
+                return leaf.to(dtype)
+        return leaf
+
+    return map_tensors(value, convert, other)
+
+
+class _OthersStay(TorchFunctionMode):
+    """Within, `Tensor.to` and `Tensor.type` do not make floating tensors of integers, bools and complex ones.
+
+    Objects with a ``to`` pass on what they get to all that they hold: an index of 1001 would be 1000 in fp16.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (Tensor.to, Tensor.type) and not args[0].is_floating_point():
+            rest = [arg for arg in args[1:] if not isinstance(arg, torch.dtype)]
+            if len(rest) < len(args) - 1 or "dtype" in kwargs:
+                kwargs = {key: value for key, value in kwargs.items() if key != "dtype"}
+                return func(args[0], *rest, **kwargs) if rest or kwargs else args[0]
+        return func(*args, **kwargs)
+
+
+def _cast_dataclass(value: Any, convert: Callable[[Tensor], Any], other: Callable[[Any], Any]) -> Any:
+    changed = {}
+    for field in dataclasses.fields(value):
+        old = getattr(value, field.name)
+        new = map_tensors(old, convert, other)
+        if new is not old:
+            changed[field.name] = new
+    if not changed:
+        return value
+    # A copy, not `replace`: that one runs __init__, which may do more than take fields.
+    rebuilt = copy.copy(value)
+    for name, new in changed.items():
+        object.__setattr__(rebuilt, name, new)
+    return rebuilt
+
+
+class _Depth(threading.local):
+    value = 0
+
+
+def _state_arguments(destination: Any = None, prefix: str = "", keep_vars: bool = False) -> tuple[Any, str, bool]:
+    return destination, prefix, keep_vars
+
+
+def _widened(value: Any, wide: Tensor | None, keep_vars: bool) -> Any:
+    """Return an entry of a state dict in fp32: its wide values where there are some."""
+    if wide is not None:
+        return wide if keep_vars else wide.detach()
+    return value.float() if isinstance(value, Tensor) and value.dtype in HALF_DTYPES else value

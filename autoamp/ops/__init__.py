@@ -1,0 +1,23 @@
+"""From a rule to a replacement: the functions that torch's names are patched with."""
+
+from __future__ import annotations
+
+from autoamp.ops.autocast_regions import DisabledRegions
+from autoamp.ops.cudnn import flatten_weights
+from autoamp.ops.policies import build
+from autoamp.ops.recurrent import build_check_input
+from autoamp.ops.targets import Expansion, Target, expand, known_ops, locate, owns_its_names, target_at
+
+__all__ = [
+    "DisabledRegions",
+    "Expansion",
+    "Target",
+    "build",
+    "build_check_input",
+    "expand",
+    "flatten_weights",
+    "known_ops",
+    "locate",
+    "owns_its_names",
+    "target_at",
+]

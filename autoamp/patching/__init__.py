@@ -1,0 +1,27 @@
+"""Attributes of other people's modules and classes: replaced, marked, and restored exactly."""
+
+from __future__ import annotations
+
+from autoamp.patching.patches import (
+    SHORTCUT,
+    PatchSet,
+    check_writable,
+    dress,
+    mark,
+    name_by,
+    offer_shortcut,
+    original_of,
+    resolve,
+)
+
+__all__ = [
+    "SHORTCUT",
+    "PatchSet",
+    "check_writable",
+    "dress",
+    "mark",
+    "name_by",
+    "offer_shortcut",
+    "original_of",
+    "resolve",
+]

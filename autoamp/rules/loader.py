@@ -1,0 +1,381 @@
+"""Cast lists: what they say, how their files are found, read, checked and merged.
+
+This room knows names only: it resolves none, and imports nothing that a list names. Other rooms expand and patch them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.resources
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from autoamp.errors import ListFileError
+from autoamp.rules.table import CastPolicy, CastRule, CastTable, ModulePrecision, ModuleRule, Origin, is_version_limit
+from autoamp.rules.toml_lines import TomlError, TomlLines, parse_toml
+
+__all__ = [
+    "CastPolicy",
+    "CastRule",
+    "CastTable",
+    "ModulePrecision",
+    "ModuleRule",
+    "Origin",
+    "check_bare_names",
+    "load_table",
+    "shipped_sets",
+    "shipped_table",
+]
+
+SCHEMA = 1
+ENVIRONMENT_VARIABLE = "AUTOAMP_LISTS"
+PROJECT_FILE = "autoamp.toml"
+# torch is not asked for them: nothing here needs it.
+DEVICE_TYPES = frozenset({"cpu", "cuda", "hpu", "ipu", "maia", "mps", "mtia", "npu", "xla", "xpu"})
+
+_ARRAYS = tuple(policy for policy in CastPolicy if policy is not CastPolicy.BANNED)
+_KEYS = ("schema", "extends", *(policy.value for policy in CastPolicy), "modules", "versions", "devices")
+
+
+def nearest(word: object, valid: Collection[str]) -> str:
+    close = difflib.get_close_matches(str(word), sorted(valid), n=3)
+    return f"did you mean {' or '.join(map(repr, close))}?" if close else "nothing near that name is known."
+
+
+def choices(valid: Collection[str]) -> str:
+    return ", ".join(map(repr, valid))
+
+
+def fail(origin: Origin, message: str) -> NoReturn:
+    raise ListFileError(message, origin.path, origin.line)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What holds a list set: its name, where its relative paths start, its lines, and the key that it lies under."""
+
+    name: str
+    folder: Path
+    shipped: bool = False
+    lines: TomlLines | None = None
+    under: tuple[str, ...] = ()
+
+    def at(self, *path: str, item: int | None = None) -> Origin:
+        return Origin(self.name, self.lines.of(self.under + path, item) if self.lines else None, self.shipped)
+
+
+class ListSet:
+    """One list set, checked as it is built: its own rules, and the sets that it names (`extends` may be None)."""
+
+    def __init__(self, source: Source, data: Mapping[str, object], *, schema_needed: bool = False) -> None:
+        self.source = source
+        valid = (*_KEYS, "lists") if source.under else _KEYS
+        for key in data:
+            if key not in valid:
+                fail(source.at(str(key)), f"unknown key {key!r}; {nearest(key, valid)} Valid: {choices(valid)}")
+        self._check_schema(data, schema_needed)
+        self._seen: dict[str, CastRule] = {}
+        for policy in _ARRAYS:
+            if policy is not CastPolicy.NONE or not isinstance(data.get("none"), Mapping):
+                for item, target in enumerate(self._strings(data, policy.value)):
+                    self._add_rule(CastRule(target, policy, source.at(policy.value, item=item)))
+        for rule in self._reasoned(data.get("none")):
+            self._add_rule(rule)
+        for target, remedy in self._entries(data, "banned"):
+            self._add_rule(CastRule(target, CastPolicy.BANNED, source.at("banned", target), remedy))
+        self._limit_versions(data)
+        self._limit_devices(data)
+        rules = sorted(self._seen.values(), key=lambda rule: not rule.bare)
+        self.own = CastTable(tuple(rules), tuple(self._module_rules(data)), (source.name,))
+        self.extends = self._strings(data, "extends", lone=True) if "extends" in data else None
+        self.lists = self._strings(data, "lists", lone=True)
+
+    def _check_schema(self, data: Mapping[str, object], needed: bool) -> None:
+        schema = data.get("schema", None if needed else SCHEMA)
+        if type(schema) is not int or schema != SCHEMA:
+            found = f"schema={schema!r} ({type(schema).__name__}) is unknown" if "schema" in data else "no schema"
+            fail(self.source.at("schema"), f"{found}; this version reads 'schema = {SCHEMA}'")
+
+    def _strings(
+        self, data: Mapping[str, object], key: str, *, lone: bool = False, above: tuple[str, ...] = ()
+    ) -> tuple[str, ...]:
+        value = data.get(key, [])
+        items: Collection[Any] = value if isinstance(value, list | tuple) else [value]
+        wrong = [item for item in items if not isinstance(item, str)] + [value] * (items is not value and not lone)
+        if wrong:
+            remark = f"{'a string or ' * lone}an array of strings"
+            self._fail_type(" ".join((*above, key)), remark, wrong[0], self.source.at(*above, key))
+        return tuple(items)
+
+    def _entries(self, data: Mapping[str, object], key: str) -> Iterator[tuple[str, str]]:
+        table = data.get(key, {})
+        if not isinstance(table, Mapping):
+            self._fail_type(key, "a table", table, self.source.at(key))
+        for name, value in table.items():
+            if not isinstance(name, str) or not isinstance(value, str):
+                remark = "a string, under a name that stands in quotes if it has a dot"
+                wrong = value if isinstance(name, str) else name
+                self._fail_type(f"{key} {name!r}", remark, wrong, self.source.at(key, str(name)))
+            yield name, value
+
+    def _reasoned(self, none: object) -> Iterator[CastRule]:
+        """The rules of a `[none]` table: an array of names for each class of reason."""
+        if isinstance(none, Mapping):
+            for reason in none:
+                if not isinstance(reason, str) or not isinstance(none[reason], list | tuple):
+                    remark = "an array of names, under the reason why they are left alone"
+                    self._fail_type(f"none {reason!r}", remark, none[reason], self.source.at("none", str(reason)))
+                for item, target in enumerate(self._strings(none, reason, above=("none",))):
+                    origin = self.source.at("none", reason, item=item)
+                    yield CastRule(target, CastPolicy.NONE, origin, reason=reason)
+
+    def _limit_versions(self, data: Mapping[str, object]) -> None:
+        for target, versions in self._entries(data, "versions"):
+            origin = self.source.at("versions", target)
+            if target not in self._seen:
+                fail(origin, f"{target!r} under versions has no rule here; {nearest(target, self._seen)}")
+            if not is_version_limit(versions):
+                fail(origin, f"{target!r} under versions has {versions!r}; write '>=2.13', '<2.14' or '>=2.12,<2.14'")
+            self._seen[target] = replace(self._seen[target], versions=versions)
+
+    def _limit_devices(self, data: Mapping[str, object]) -> None:
+        for target, devices in self._entries(data, "devices"):
+            origin = self.source.at("devices", target)
+            if target not in self._seen:
+                fail(origin, f"{target!r} under devices has no rule here; {nearest(target, self._seen)}")
+            types = tuple(part.strip() for part in devices.split(","))
+            if not DEVICE_TYPES.issuperset(types):
+                remedy = f"write one of {choices(sorted(DEVICE_TYPES))}, or several with commas between"
+                fail(origin, f"{target!r} under devices has {devices!r}; {remedy}")
+            self._seen[target] = replace(self._seen[target], devices=types)
+
+    def _fail_type(self, key: str, wanted: str, value: object, origin: Origin) -> NoReturn:
+        fail(origin, f"{key} must be {wanted}; got {value!r} ({type(value).__name__})")
+
+    def _add_rule(self, rule: CastRule) -> None:
+        target, policy, origin = rule.target, rule.policy, rule.origin
+        if not all(part.isidentifier() for part in target.split(".")):
+            remark = "write a bare op name such as 'softmax', or a dotted name such as 'mypkg.losses.focal_loss'"
+            fail(origin, f"{target!r} under {policy.value} is no target; {remark}")
+        if (first := self._seen.get(target)) is not None:
+            both = f"{first.policy.value} ({first.origin}) and again under {policy.value} ({origin})"
+            fail(origin, f"{target!r} is under {both}; an op has one policy: remove one of the two")
+        self._seen[target] = rule
+
+    def _module_rules(self, data: Mapping[str, object]) -> Iterator[ModuleRule]:
+        valid = [precision.value for precision in ModulePrecision]
+        for pattern, value in self._entries(data, "modules"):
+            origin = self.source.at("modules", pattern)
+            if pattern.split() != [pattern]:
+                remark = "write a path such as 'encoder.layers.0.*', or a class such as 'torch.nn.BatchNorm2d'"
+                fail(origin, f"{pattern!r} under modules is no pattern; {remark}")
+            if value not in valid:
+                fail(origin, f"{pattern!r} under modules has {value!r}; choose {choices(valid)}")
+            yield ModuleRule(pattern, ModulePrecision(value), origin)
+
+
+def _read(path: Path | Traversable, name: str, asked_by: Origin) -> ListSet:
+    """Read and check a list file; `asked_by` is blamed for one that is not there."""
+    try:
+        data, lines = parse_toml(path.read_bytes())
+    except TomlError as error:
+        raise ListFileError(str(error), name, error.line) from error
+    except (OSError, ValueError) as error:
+        remedy = f"give the path of a list file, or a shipped set: {choices(shipped_sets())}"
+        raise ListFileError(f"{name!r} cannot be read ({error}); {remedy}", asked_by.path, asked_by.line) from error
+    return ListSet(Source(name, Path(name).parent, asked_by.shipped, lines), data, schema_needed=True)
+
+
+def _read_named(ref: str, asked_by: Origin, folder: Path) -> ListSet:
+    """Read a shipped set by its name, or a file by its path."""
+    if not _is_name(ref):
+        path = Path(os.path.abspath(folder / ref))
+        return _read(path, str(path), replace(asked_by, shipped=False))
+    if ref not in (valid := shipped_sets()):
+        remedy = f"Choose {choices(valid)}, or give a path: it has a separator or ends in '.toml'"
+        fail(asked_by, f"list set {ref!r} is unknown; {nearest(ref, valid)} {remedy}")
+    return _read(_shipped_folder() / f"{ref}.toml", f"lists/{ref}.toml", replace(asked_by, shipped=True))
+
+
+def _read_pyproject(path: Path) -> ListSet | None:
+    """Return the set under `[tool.autoamp]`, or None where there is no such table."""
+    try:
+        raw = path.read_bytes()
+        # A file that never mentions autoamp is somebody else's: not even an error in it concerns us.
+        data, lines = parse_toml(raw if b"autoamp" in raw else b"")
+    except TomlError as error:
+        raise ListFileError(str(error), str(path), error.line) from error
+    except OSError:
+        return None
+    tool = data.get("tool")
+    if not isinstance(tool, dict) or (table := tool.get("autoamp")) is None:
+        return None
+    source = Source(str(path), path.parent, lines=lines, under=("tool", "autoamp"))
+    if not isinstance(table, dict):
+        fail(source.at(), f"tool.autoamp must be a table; got {table!r} ({type(table).__name__})")
+    return ListSet(source, table)
+
+
+def _discover(start: Path) -> ListSet | None:
+    """Return the list set of the nearest folder, upwards from `start`, that has one."""
+    for folder in (start, *start.parents):
+        project, pyproject = folder / PROJECT_FILE, folder / "pyproject.toml"
+        found = _read_pyproject(pyproject)
+        if os.path.isfile(project):
+            origin = Origin(str(project), None, False)
+            if found is not None:
+                fail(origin, f"{PROJECT_FILE} and [tool.autoamp] of {pyproject} lie in one folder; keep one of them")
+            found = _read(project, str(project), origin)
+        if found is not None:
+            return found
+    return None
+
+
+def _shipped_folder() -> Traversable:
+    try:
+        return importlib.resources.files("autoamp.lists")
+    except ModuleNotFoundError:
+        # A checkout that is merely on sys.path has no package autoamp.lists: the folder lies beside autoamp/.
+        return Path(__file__).resolve().parents[2] / "lists"
+
+
+def shipped_sets() -> tuple[str, ...]:
+    """Return the names of the list sets that come with the package, sorted."""
+    return tuple(sorted(file.name[:-5] for file in _shipped_folder().iterdir() if file.name.endswith(".toml")))
+
+
+def _is_name(text: str) -> bool:
+    return not text.endswith(".toml") and not any(mark in text for mark in ("/", os.sep))
+
+
+@dataclass
+class _Layers:
+    """Gathers list sets: the bases (shipped names, whatever is extended), and above them the sources' own rules."""
+
+    bases: dict[str, CastTable] = field(default_factory=dict)
+    own: list[CastTable] = field(default_factory=list)
+    base_chosen: bool = False
+
+    def add(self, lists: object, asked_by: Origin, folder: Path) -> None:
+        """Add a source of any kind that `load_table` takes; relative paths start at `folder`."""
+        match lists:
+            case CastTable():
+                self.base_chosen = True
+                self.own.append(lists)
+            case str() if _is_name(lists):
+                self.add_base(lists, asked_by, folder, ())
+            case str() | os.PathLike():
+                self.add_own(_read_named(os.path.join(folder, os.fsdecode(lists)), asked_by, folder))
+            case Mapping():
+                self.add_own(ListSet(Source(asked_by.path, folder), lists))
+            case list() | tuple():
+                for item in lists:
+                    self.add(item, asked_by, folder)
+            case _:
+                remedy = "give a shipped set's name, a path, a mapping, a CastTable, or a list of those"
+                fail(asked_by, f"{lists!r} ({type(lists).__name__}) is no list; {remedy}")
+
+    def add_own(self, found: ListSet) -> None:
+        """Add what a file or mapping names and extends, then its own rules."""
+        for item, ref in enumerate(found.lists):
+            self.add(ref, found.source.at("lists", item=item), found.source.folder)
+        self._extend(found, (found.source.name,))
+        self.own.append(found.own)
+
+    def add_base(self, ref: str, asked_by: Origin, folder: Path, chain: tuple[str, ...]) -> None:
+        """Add a set to the bases, and below it what it extends; one that is there already keeps its place."""
+        self.base_chosen = True
+        found = _read_named(ref, asked_by, folder)
+        name = found.source.name
+        if name in chain:
+            cycle = " -> ".join((*chain[chain.index(name) :], name))
+            fail(asked_by, f"extends in a circle: {cycle}; take one of these out")
+        if name not in self.bases:
+            self._extend(found, (*chain, name))
+            self.bases[name] = found.own
+
+    def _extend(self, found: ListSet, chain: tuple[str, ...]) -> None:
+        self.base_chosen |= found.extends is not None
+        for item, ref in enumerate(found.extends or ()):
+            self.add_base(ref, found.source.at("extends", item=item), found.source.folder, chain)
+
+
+def load_table(
+    lists: object = None,
+    *,
+    base: str = "default",
+    device_type: str | None = None,
+    start: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> CastTable:
+    """Find, read, check and merge every list set that applies, into one table.
+
+    Names choose the base, files edit it. Sources, the later over the earlier: `[tool.autoamp]` of the nearest
+    pyproject.toml or an `autoamp.toml`, found upwards from `start`; `AUTOAMP_LISTS` in `environ` (names or paths,
+    separated by `os.pathsep`); `lists`. Shipped sets that any of them names, and whatever any of them extends, lie
+    below, each once; `base` does where there is none of these. A `CastTable` and an `extends = []` keep `base` out.
+
+    Args:
+        lists: A shipped set's name, a path, a mapping with a list file's keys, a `CastTable`, or a list of those.
+        base: The shipped set to build on where no source chooses one.
+        device_type: Whose tensors are cast: rules that hold on others alone are left out. By default none are.
+        start: The folder where the search begins; by default the current one.
+        environ: By default `os.environ`.
+
+    Raises:
+        ListFileError: With file, line and remedy, for anything in any source that cannot be used.
+    """
+    layers = _Layers()
+    here = Path.cwd()
+    if (found := _discover(here / start if start else here)) is not None:
+        layers.add_own(found)
+    paths = (os.environ if environ is None else environ).get(ENVIRONMENT_VARIABLE, "")
+    layers.add([item for item in paths.split(os.pathsep) if item], Origin(ENVIRONMENT_VARIABLE, None, False), here)
+    layers.add(() if lists is None else lists, Origin("lists=", None, False), here)
+    if not layers.base_chosen:
+        layers.add_base(base, Origin("base=", None, False), here, ())
+    return _merged((*layers.bases.values(), *layers.own), device_type)
+
+
+def shipped_table(name: str, device_type: str | None = None) -> CastTable:
+    """Return one shipped set with what it extends, and nothing of any project.
+
+    Args:
+        name: The set's name.
+        device_type: As for `load_table`.
+
+    Raises:
+        ListFileError: There is no such set.
+    """
+    layers = _Layers()
+    layers.add_base(name, Origin("shipped_table", None, False), Path.cwd(), ())
+    return _merged(layers.bases.values(), device_type)
+
+
+def _merged(layers: Iterable[CastTable], device_type: str | None) -> CastTable:
+    table = CastTable()
+    for layer in layers:
+        # Before it is laid over the others: what does not hold here must not take an earlier rule away.
+        table = table.overlaid(layer if device_type is None else layer.on(device_type))
+    return table
+
+
+def check_bare_names(table: CastTable, known: Collection[str]) -> tuple[CastRule, ...]:
+    """Check that every bare name is one of `known`, the op names that the installed torch has.
+
+    Returns:
+        The rules of shipped sets whose op this torch lacks, to be skipped and reported: no mistake of the user.
+
+    Raises:
+        ListFileError: A bare name of any other source is not known; the message gives the nearest names.
+    """
+    lacking = tuple(rule for rule in table.rules if rule.bare and rule.target not in known)
+    for rule in lacking:
+        if not rule.origin.shipped:
+            remedy = f"{nearest(rule.target, known)} Any other function takes its dotted name"
+            fail(rule.origin, f"unknown op {rule.target!r} under {rule.policy.value}; {remedy}")
+    return lacking

@@ -1,0 +1,520 @@
+"""The handle: `init()` composes the rooms below into patched torch, loss scaling and guarded optimizer steps."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from autoamp.auto_scaling import AutoScale
+from autoamp.casting import CastCache, Casts
+from autoamp.diagnostics import Counts
+from autoamp.errors import UsageError
+from autoamp.modules import CastModels, ForwardDtypes, ModuleCasts, ModulePrecisions, Override
+from autoamp.ops import Target, expand
+from autoamp.rules import CastRule, CastTable, load_table
+from autoamp.runtime.events import activated, suspended
+from autoamp.runtime.installation import Installation
+from autoamp.scaling import LossScaler, is_count, make_scaler
+from autoamp.stepping import GuardedOptimizers, stepped_params
+from autoamp.tensors import HALF_DTYPES, default_device_type, default_half_dtype
+
+__all__ = ["Handle", "Settings", "Setup", "device_type_of"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of ``init`` after defaults are filled in. Equal settings mean the same handle."""
+
+    loss_scale: Any
+    enable_caching: bool
+    verbose: bool
+    allow_banned: bool
+    device_type: str
+    dtype: torch.dtype
+    rebind: bool
+    table: CastTable
+    opt_level: str | None = None
+    scope: str = "global"
+
+    @classmethod
+    def of(
+        cls, loss_scale: Any = None, enable_caching: bool = True, verbose: bool = False, allow_banned: bool = True,
+        lists: Any = None, device_type: str | None = None, dtype: torch.dtype | None = None, rebind: bool = True,
+        scope: str = "global",
+    ) -> Settings:  # fmt: skip
+        """Fill in the defaults and read the lists. Every wrong argument is told before anything is patched."""
+        device_type = device_type_of(device_type)
+        dtype = _half_dtype_of(device_type) if dtype is None else dtype
+        if dtype not in HALF_DTYPES:
+            raise UsageError(f"dtype={dtype} is no half precision; choose torch.float16 or torch.bfloat16")
+        if scope not in ("global", "modules"):
+            raise UsageError(f"scope={scope!r} is unknown; choose 'global' or 'modules'")
+        table = load_table(lists, base="bf16" if dtype is torch.bfloat16 else "default", device_type=device_type)
+        make_scaler(loss_scale, dtype)
+        return cls(loss_scale, enable_caching, verbose, allow_banned, device_type, dtype, rebind, table, scope=scope)
+
+
+def device_type_of(device: Any = None) -> str:
+    """Return the type of a device or of its name; the current accelerator's for None.
+
+    Raises:
+        UsageError: Torch knows no such device.
+    """
+    try:
+        return default_device_type() if device is None else str(torch.device(device).type)
+    except (RuntimeError, TypeError):
+        raise UsageError(
+            f"device_type={device!r} is unknown to torch; choose 'cuda', 'cpu', 'xpu' or 'mps', say"
+        ) from None
+
+
+def _half_dtype_of(device_type: str) -> torch.dtype:
+    try:
+        return default_half_dtype(device_type)
+    except RuntimeError:
+        raise UsageError(
+            f"torch has no half precision of its own for device_type={device_type!r}; give dtype=torch.float16 or "
+            "torch.bfloat16"
+        ) from None
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What one call of `initialize` set up.
+
+    Attributes:
+        settings: What its arguments came to.
+        patches: Whether torch is patched for it, and ``on`` whether that acts everywhere, or within its models.
+        masters: Whether optimizers of its models step master weights.
+        key: Equal for calls that share their loss scalers.
+        scalers: One for each ``loss_id``.
+        models: Those that the call named, held weakly.
+    """
+
+    settings: Settings
+    patches: bool
+    on: bool
+    masters: bool
+    key: Any
+    scalers: list[LossScaler]
+    models: weakref.WeakSet[Module]
+
+
+class Handle:
+    """Patched torch, and the loss scaling that goes with it. Made by `autoamp.init()`; there is one at a time.
+
+    Attributes:
+        casts: The casting state.
+        precisions: Which modules run in a precision of their own.
+        models: The models that it set up: those in half precision, and those whose inputs or outputs are cast.
+        optimizers: The optimizers that it guards, and the loss scalers.
+        skipped_rules: Rules of shipped list sets on ops that this torch lacks.
+        ended: Whether ``deactivate`` was called; a handle that was only suspended may come back.
+        setups: The calls of `initialize` that it serves, in their order.
+    """
+
+    def __init__(self, settings: Settings, *, on: bool = True, scalers: Sequence[LossScaler] | None = None) -> None:
+        self.settings = settings
+        what, caching = (settings.dtype, settings.device_type), settings.enable_caching
+        if settings.scope == "modules":
+            by_module = ModuleCasts(*what, enable_caching=caching)
+            by_module.on_left = self._leave_scaling_to
+            self.casts: Casts = by_module
+        else:
+            self.casts = Casts(*what, enable_caching=caching, on=on)
+        self.precisions = ModulePrecisions(settings.table.modules)
+        self.models = CastModels()
+        self.optimizers = GuardedOptimizers(self.casts, scalers or [make_scaler(settings.loss_scale, settings.dtype)])
+        self.skipped_rules: tuple[CastRule, ...] = ()
+        self._installation: Installation | None = None
+        self._step_hooks: list[Any] = []
+        self._registered: list[Target] = []
+        self._auto_scale: AutoScale | None = None
+        self._counts: Counts | None = None
+        self.ended = False
+        self.setups: list[Setup] = []
+
+    # -- lifecycle --
+
+    def is_active(self) -> bool:
+        """Tell whether this handle's patches are in place."""
+        return self._installation is not None
+
+    def activate(self, registered: tuple[Target, ...] = ()) -> None:
+        """Put the patches in place. Where one fails torch is left as it was. Called by ``init`` and ``region``."""
+        self._patch_torch(registered)
+        self.ended = False
+        try:
+            activated.tell(self)
+        except BaseException:
+            self.suspend()
+            raise
+
+    def suspend(self) -> tuple[str, ...]:
+        """Restore torch and keep the rest, so that ``activate`` can go on where this handle stopped."""
+        if not self.is_active():
+            return ()
+        suspended.tell(self)
+        return self._restore_torch()
+
+    def install_anew(self) -> None:
+        """Take the patches back and put them in place again, as the state of the handle asks for now."""
+        if self.is_active():
+            self._restore_torch()
+            self._patch_torch(self._registered)
+
+    def _patch_torch(self, registered: Sequence[Target]) -> None:
+        expansion = expand(self.settings.table)
+        installation = Installation(
+            self.casts,
+            self.precisions,
+            self.models,
+            allow_banned=self.settings.allow_banned,
+            rebind=self.settings.rebind,
+            counts=self._counts,
+            met=self._meet if any(setup.masters for setup in self.setups) else None,
+        )
+        self.casts.open()
+        try:
+            installation.install(expansion, tuple(registered))
+        except BaseException:
+            self.casts.shut()
+            raise
+        self._installation = installation
+        self._registered = list(registered)
+        self.skipped_rules = expansion.skipped
+        self._step_hooks = [
+            register_optimizer_step_pre_hook(self.optimizers.before_step),
+            register_optimizer_step_post_hook(lambda *_: self.casts.cache.clear()),
+        ]
+        if isinstance(self.casts, ModuleCasts):
+            note_step = self.casts.note_step
+            self._step_hooks.append(register_optimizer_step_pre_hook(lambda *_: note_step()))
+        if self._auto_scale is not None:
+            self._auto_scale.resume()
+        log.log(
+            logging.INFO if self.settings.verbose else logging.DEBUG,
+            "casting to %s on %s: %d targets patched, %d names rebound, %d rules skipped",
+            self.settings.dtype, self.settings.device_type, len(expansion.targets), len(self.late_bound),
+            len(self.skipped_rules),
+        )  # fmt: skip
+
+    def _restore_torch(self) -> tuple[str, ...]:
+        installation, self._installation = self._installation, None
+        if installation is None:
+            # Another thread has restored it since.
+            return ()
+        if self._auto_scale is not None:
+            self._auto_scale.pause()
+        self.casts.shut()
+        for hook in self._step_hooks:
+            hook.remove()
+        self.optimizers.end_steps()
+        return installation.remove()
+
+    def deactivate(self) -> tuple[str, ...]:
+        """Restore torch, the optimizers and the modules. Every patched attribute is again the object it was.
+
+        Returns:
+            The names that somebody else patched on top, which are left as they are.
+        """
+        if self._auto_scale is not None:
+            self._auto_scale.stop()
+        foreign = self.suspend()
+        if self._counts is not None:
+            self._counts.stop()
+        self.ended = True
+        self.precisions.undo_all()
+        self.optimizers.release()
+        self.models.restore()
+        return foreign
+
+    def inherit(self, before: Handle, setups: Sequence[Setup], models: Sequence[Module], optimizers: Any) -> None:
+        """Take over what earlier calls of `initialize` set up, but for what is named again, which is let go.
+
+        Args:
+            before: The handle that served them, suspended.
+            setups: The calls of which something is left. Where there are none the handle before is deactivated.
+            models: Those that are named again, or were never set up.
+            optimizers: So are these.
+        """
+        if not setups:
+            before.deactivate()
+            return
+        if before._auto_scale is not None:
+            before._auto_scale.stop()
+        if before._counts is not None:
+            before._counts.stop()
+        before.let_go(models, optimizers)
+        before.ended = True
+        self.precisions.join(before.precisions)
+        self.models, self.optimizers, self.setups = before.models, before.optimizers, list(setups)
+        self.optimizers.serve(self.casts, self._check_active)
+        self.optimizers.masters_for_all = False
+        self.optimizers.forget_scalers_but(scaler for setup in setups for scaler in setup.scalers)
+        before.models = CastModels()
+        before.optimizers = GuardedOptimizers(before.casts, before.optimizers.scalers)
+
+    def let_go(self, models: Sequence[Module], optimizers: Sequence[Any]) -> None:
+        """Give these models, and the optimizers that step their parameters, back what they had."""
+        named = [*models, *self.models.overlapping(models)]
+        modules = {module for model in named for module in model.modules()}
+        # What another model shares with these stays as that one wants it.
+        shared = {id(param) for model in self.models.halves() if model not in modules for param in model.parameters()}
+        params = {id(param): param for model in named for param in model.parameters() if id(param) not in shared}
+        self.precisions.undo_within(modules)
+        self.optimizers.let_go(optimizers, params.values())
+        self.models.let_go(self.models.overlapping(models))
+
+    def steps_halves(self, optimizer: Any) -> bool:
+        """Tell whether all half parameters of an optimizer are of models whose level keeps no masters."""
+        models = [model for setup in self.setups if not setup.masters for model in setup.models]
+        without = {id(param) for model in models for param in model.parameters()}
+        stepped = [param for param in stepped_params(optimizer) if param.dtype in HALF_DTYPES]
+        return bool(stepped) and all(id(param) in without for param in stepped)
+
+    def _meet(self, optimizer: Any) -> None:
+        """Give an optimizer that was made after `initialize` masters, before anything is loaded into it."""
+        models = [model for setup in self.setups if setup.masters for model in setup.models]
+        theirs = {id(param) for model in models for param in model.parameters()}
+        with contextlib.suppress(AttributeError):
+            # A half-built optimizer has no groups.
+            stepped = [param for param in stepped_params(optimizer) if param.dtype in HALF_DTYPES]
+            if any(id(param) in theirs for param in stepped):
+                self.optimizers.keep_masters(optimizer)
+
+    def patch(self, target: Target) -> None:
+        """Patch one more target while active."""
+        if self._installation is not None:
+            self._installation.add(target)
+            self._registered.append(target)
+
+    @property
+    def late_bound(self) -> tuple[str, ...]:
+        """Names that other modules had taken from torch before ``init()``, and that were rebound."""
+        return self._installation.late_bound if self._installation is not None else ()
+
+    def count(self) -> Counts:
+        """Count the calls of listed functions and what is cast for them, from now on. Costs microseconds a call.
+
+        Returns:
+            The numbers, which ends the counting: ``stop()``, or the end of a ``with`` block. `deactivate` does too.
+
+        Raises:
+            UsageError: The handle is not active.
+        """
+        self._check_active()
+        if self._counts is None:
+            self._counts = Counts(self._count_no_more)
+            self.install_anew()
+        return self._counts
+
+    def _count_no_more(self) -> None:
+        self._counts = None
+        self.install_anew()
+
+    @property
+    def cache(self) -> CastCache:
+        """The cache of parameter casts."""
+        return self.casts.cache
+
+    # -- casts --
+
+    def disable_casts(self) -> contextlib.AbstractContextManager[None]:
+        """Turn casts off for a block, on this thread."""
+        return self.casts.switched(False, forced_off=True)
+
+    @contextlib.contextmanager
+    def inference(self, model: Module) -> Iterator[Module]:
+        """Promise that the weights of ``model`` stay as they are, and keep them in half precision for the block.
+
+        Where gradients are not recorded each parameter is cast once, at its first use, and on a CPU with bf16 units
+        kept in the layout that oneDNN wants. A weight that is written to within the block, against the promise, goes
+        unseen. Costs about half of the fp32 weights in memory.
+        """
+        if not isinstance(model, Module):
+            raise UsageError(f"inference() takes a torch.nn.Module, not {_kind(model)}")
+        with self.casts.cache.pin(list(model.parameters())):
+            yield model
+
+    def override(self, module: Module, precision: str | None = None) -> Override:
+        """Run a module in a precision of its own, forward and backward, with all it calls.
+
+        Args:
+            module: The module. Without ``precision`` the model under which the list's path patterns are looked up.
+            precision: ``"fp32"``: floating inputs go to fp32 and nothing is cast within. ``"fp16"``: inputs go to the
+                half dtype and the lists hold within, also inside of an ``"fp32"`` module. ``"none"``: nothing is cast.
+
+        Returns:
+            An object with ``undo()``, which is also a context manager.
+        """
+        if not isinstance(module, Module):
+            raise UsageError(f"override() takes a torch.nn.Module, not {_kind(module)}")
+        if precision is None:
+            return self.precisions.override_paths(module)
+        return self.precisions.override(module, precision)
+
+    # -- models and optimizers in half precision --
+
+    def set_up_model(
+        self, model: Module, forward: ForwardDtypes, *, dtype: torch.dtype | None = None, keep_norms: bool = False
+    ) -> None:
+        """Cast a model in place, and what goes into it and comes out of it at each call.
+
+        `initialize` calls this before the handle is activated, which puts the patches for it in place.
+        """
+        if dtype is not None:
+            self.models.cast(model, dtype, keep_norms=keep_norms)
+        self.models.set_forward_dtypes(model, forward)
+
+    def keep_masters(self, optimizer: Any) -> None:
+        """Let an optimizer step fp32 masters of its half parameters. `initialize` calls this."""
+        self.optimizers.keep_masters(optimizer, self.models.originals)
+
+    def step_halves(self, optimizer: Any) -> None:
+        """Let an optimizer step half parameters themselves. `initialize` calls this."""
+        self.models.step_halves(optimizer)
+        self.optimizers.guard(optimizer, check=False)
+
+    def masters_from_model(self) -> None:
+        """Set every fp32 master to its half parameter: for weights that were written through ``.data`` in mid-training.
+
+        In a process group of several processes all of a master is read, so that masters are equal where weights are;
+        elsewhere elements that agree with their rounded master keep its low bits.
+        """
+        self.optimizers.read_model()
+
+    # -- loss scaling --
+
+    @property
+    def loss_scale(self) -> float:
+        """The current scale of the first loss."""
+        return self.optimizers.scalers[0].loss_scale
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many optimizer steps were skipped because gradients overflowed."""
+        return self.optimizers.skipped_steps
+
+    @property
+    def last_step_skipped(self) -> bool:
+        """Whether the last optimizer step was skipped."""
+        return self.optimizers.last_step_skipped
+
+    @property
+    def max_consecutive_skips(self) -> int:
+        """After so many skipped steps of one optimizer in a row `NonFiniteGradientsError` is raised; 50 by default."""
+        return self.optimizers.max_consecutive_skips
+
+    @max_consecutive_skips.setter
+    def max_consecutive_skips(self, count: int) -> None:
+        if not is_count(count, 1):
+            raise UsageError(f"max_consecutive_skips={count!r} is no number of steps; choose 1 or more")
+        self.optimizers.max_consecutive_skips = count
+
+    def scale_loss(
+        self, loss: Tensor, optimizers: Any, loss_id: int = 0, *, delay_unscale: bool = False
+    ) -> contextlib.AbstractContextManager[Tensor]:
+        """Scale a loss for its backward pass; at the end of the block unscale the gradients and check them.
+
+        Gradients of earlier blocks may be there: they are added to. Whether the gradients overflowed is known to
+        ``optimizer.step()``, which then skips.
+
+        Args:
+            loss: A floating tensor, as a rule a scalar.
+            optimizers: The optimizer whose gradients the loss contributes to, several of them, or ``[]``. An
+                overflow in this block skips the next step of all of them; one of an earlier block that of its own.
+            loss_id: Which scaler to use.
+            delay_unscale: Leave the gradients scaled until a later call without it, or until the step.
+
+        Returns:
+            A context manager over ``loss.float() * scale``; over the loss as it is for optimizers that `initialize`
+            was given with ``enabled=False``.
+
+        Raises:
+            UsageError: The handle is not active, or ``wrap_optimizer`` was used.
+        """
+        self._check_active()
+        if self.optimizers.is_off(optimizers):
+            return contextlib.nullcontext(loss)
+        if self.optimizers.wrapped:
+            raise UsageError("after wrap_optimizer() use `with optimizer.scale_loss(loss)`, not handle.scale_loss")
+        return self.optimizers.scaled(loss, optimizers, self.optimizers.scaler(loss_id, optimizers), delay_unscale)
+
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
+        """Give an optimizer a ``scale_loss(loss)`` of its own, with a scaler for each of ``num_loss`` losses.
+
+        Between two steps the first call scales the first loss, the second call the second, and so on.
+
+        Returns:
+            The optimizer itself.
+
+        Raises:
+            UsageError: The handle is not active, ``num_loss`` is no number of losses, or this is no optimizer.
+        """
+        self._check_active()
+        if not is_count(num_loss, 1):
+            raise UsageError(f"num_loss={num_loss!r} is no number of losses; choose 1 or more")
+        scalers = [make_scaler(self.settings.loss_scale, self.settings.dtype) for _ in range(num_loss)]
+        return self.optimizers.wrap(optimizer, scalers, self._check_active)
+
+    def auto_scale(self) -> AutoScale:
+        """Scale every ``loss.backward()`` of the program from now on, and skip the steps that overflow.
+
+        For code that knows nothing of loss scaling: gradients have true values wherever it can see them. It serves
+        every `torch.optim.Optimizer` of the process, those that are there and those to come.
+
+        Returns:
+            What ends it: ``stop()``, or the end of a ``with`` block. `deactivate` does too.
+
+        Raises:
+            UsageError: The handle is not active, or its optimizers step master weights.
+        """
+        self._check_active()
+        if self._auto_scale is None or not self._auto_scale.active:
+            self._auto_scale = AutoScale(self.optimizers, self.optimizers.scaler(0)).start()
+            if isinstance(self.casts, ModuleCasts) and self.casts.left_to is not None:
+                self._auto_scale.stand_aside(self.casts.left_to)
+        return self._auto_scale
+
+    def leave_to(self, whom: str) -> None:
+        """Take note that the program itself computes in half precision: with ``scope="modules"`` casts end for good."""
+        if isinstance(self.casts, ModuleCasts):
+            self.casts.leave_to(whom)
+
+    def _leave_scaling_to(self, whom: str) -> None:
+        if self._auto_scale is not None:
+            self._auto_scale.stand_aside(whom)
+
+    def _check_active(self) -> None:
+        if not self.is_active():
+            raise UsageError("this handle is not active; call autoamp.init() and use the handle that it returns")
+
+    # -- checkpoints --
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scalers' state: ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``, and skips."""
+        return self.optimizers.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what ``state_dict`` returned; all of it, or nothing.
+
+        Raises:
+            CheckpointError: A key is missing, unknown or of the wrong kind. The message names it.
+        """
+        self.optimizers.load_state_dict(state)
+
+
+def _kind(value: Any) -> str:
+    return f"a {type(value).__name__}" if value is not None else "None"

@@ -1,0 +1,99 @@
+"""The handle of ``init(enabled=False)``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from autoamp.auto_scaling import AutoScale
+from autoamp.casting import CastCache, Casts
+from autoamp.diagnostics import Counts
+from autoamp.modules import ModulePrecisions, Override
+from autoamp.rules import CastRule
+from autoamp.scaling import StaticLossScaler
+from autoamp.stepping import GuardedOptimizers
+
+__all__ = ["NoOpHandle"]
+
+
+class NoOpHandle:
+    """What ``init(enabled=False)`` returns: the surface of `Handle`, with nothing behind it."""
+
+    loss_scale = 1.0
+    skipped_steps = 0
+    last_step_skipped = False
+    max_consecutive_skips = 50
+    late_bound: tuple[str, ...] = ()
+    skipped_rules: tuple[CastRule, ...] = ()
+
+    def __init__(self) -> None:
+        self._casts = Casts(torch.float16, "cpu", enable_caching=False, on=False)
+
+    @property
+    def cache(self) -> CastCache:
+        """A cache that stays empty."""
+        return self._casts.cache
+
+    def scale_loss(
+        self, loss: Any, optimizers: Any, loss_id: int = 0, *, delay_unscale: bool = False
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Return a context manager over ``loss`` as it is."""
+        return contextlib.nullcontext(loss)
+
+    def leave_to(self, whom: str) -> None:
+        """Do nothing: nothing is cast."""
+
+    def masters_from_model(self) -> None:
+        """Do nothing: there are no masters."""
+
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
+        """Give the optimizer a ``scale_loss`` that yields the loss as it is, and return it."""
+        optimizer.scale_loss = _unscaled
+        return optimizer
+
+    def auto_scale(self) -> AutoScale:
+        """Return what scales nothing."""
+        scaler = StaticLossScaler(1.0)
+        return AutoScale(GuardedOptimizers(self._casts, [scaler]), scaler)
+
+    def count(self) -> Counts:
+        """Return counts that stay at 0."""
+        return Counts()
+
+    @contextlib.contextmanager
+    def disable_casts(self) -> Iterator[None]:
+        """Do nothing for a block."""
+        yield
+
+    @contextlib.contextmanager
+    def inference(self, model: Module) -> Iterator[Module]:
+        """Do nothing for a block."""
+        yield model
+
+    def override(self, module: Module, precision: str | None = None) -> Override:
+        """Do nothing, and hand out what undoes nothing."""
+        return ModulePrecisions(()).override_paths(module)
+
+    def is_active(self) -> bool:
+        """Return False: no patch is in place."""
+        return False
+
+    def deactivate(self) -> tuple[str, ...]:
+        """Do nothing."""
+        return ()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return an empty state."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Ignore the state: a run without scaling has no use for it."""
+
+
+@contextlib.contextmanager
+def _unscaled(loss: Any, *, delay_unscale: bool = False) -> Iterator[Any]:
+    yield loss

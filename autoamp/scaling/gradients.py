@@ -1,0 +1,455 @@
+"""Gradients, many at a time: scale, unscale and check for inf and nan, norms.
+
+Everything here goes through torch's multi-tensor functions, one call for all tensors of a device and dtype. Nothing
+waits for a device but `found_any` and `non_finite`, which return Python values.
+
+Which gradients are taken: dense and sparse ones, fp16, bf16, fp32 and fp64, and complex ones as pairs of reals. Integer
+and bool tensors carry no gradient of a loss and are left alone. Any other dtype is an error.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+
+from autoamp.errors import UsageError
+from autoamp.scaling.device_scale import DeviceFactor, Factor
+from autoamp.scaling.gradient_layout import Likeness
+from autoamp.tensors import HALF_DTYPES
+from autoamp.torch_private import group_by_device_and_dtype, unscale_and_check_
+
+__all__ = [
+    "GradientMark",
+    "Kind",
+    "ScaledMark",
+    "found_any",
+    "non_finite",
+    "scale_",
+    "total_norm",
+    "true_gradient",
+    "unscale_",
+    "widened",
+]
+
+Kind: TypeAlias = tuple[torch.device, torch.dtype]
+_Name = TypeVar("_Name")
+
+_REAL = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+_COMPRESSED = frozenset((torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc))
+
+
+@torch.no_grad()
+def unscale_(
+    params: Iterable[torch.Tensor],
+    inv_scale: Factor,
+    usual: Likeness[Kind] | None = None,
+    flag: Callable[[torch.device], torch.Tensor] | None = None,
+) -> list[torch.Tensor]:
+    """Multiply every ``param.grad`` by ``inv_scale`` in place and look for inf and nan in the same pass.
+
+    The parameters are taken, not the gradients, as some gradients cannot be written in place or hold one element in
+    parts (see `_writable`): ``param.grad`` is a new tensor then. What comes twice is unscaled once.
+
+    Args:
+        params: Any tensors; those without a gradient are passed over.
+        inv_scale: 1 / scale.
+        usual: What was learnt of the gradients of earlier calls, and learns of these.
+        flag: Gives an fp32 tensor of one element, 0, on a device; by default a new one.
+
+    Returns:
+        One fp32 tensor of shape ``[1]`` for each device: 1.0 if a gradient there held an inf or nan, or holds one now,
+        else 0.0. Nothing was read from the device. An empty list if there was no gradient.
+
+    Raises:
+        UsageError: A gradient of a dtype that cannot be unscaled.
+    """
+    found: dict[torch.device, torch.Tensor] = {}
+    largest = inv_scale.largest if isinstance(inv_scale, DeviceFactor) else inv_scale
+    for (device, dtype), values in _values_by_kind(params, usual).items():
+        if device not in found:
+            found[device] = torch.zeros(1, dtype=torch.float32, device=device) if flag is None else flag(device)
+        kernel_factor = inv_scale
+        # The kernel takes an fp32 factor, which is too coarse for fp64, and looks before it multiplies, which misses
+        # what a scale below 1 pushes out of range.
+        if dtype is torch.float64 or largest > 1.0:
+            _multiply_(values, device, dtype, inv_scale)
+            kernel_factor = 1.0
+        unscale_and_check_(values, found[device], _kernels(kernel_factor, device))
+    return list(found.values())
+
+
+@torch.no_grad()
+def scale_(params: Iterable[torch.Tensor], factor: Factor) -> None:
+    """Multiply every ``param.grad`` by ``factor`` in place; the rules are those of `unscale_`.
+
+    Args:
+        params: Any tensors; those without a gradient are passed over.
+        factor: A finite number. A power of two keeps every bit unless the result leaves the dtype's range.
+
+    Raises:
+        UsageError: A gradient of a dtype that cannot be scaled.
+    """
+    for (device, dtype), values in _values_by_kind(params).items():
+        _multiply_(values, device, dtype, factor)
+
+
+def _multiply_(values: list[torch.Tensor], device: torch.device, dtype: torch.dtype, factor: Factor) -> None:
+    if (
+        dtype is torch.float16
+        or dtype is torch.bfloat16
+        or (dtype is torch.float32 and isinstance(factor, DeviceFactor))
+    ):
+        # A product of half tensors takes the factor as a half, on a CPU or as a tensor, which has no room for a scale.
+        # This kernel takes it in fp32; what it finds on the way is not asked for.
+        spare = torch.empty(1, dtype=torch.float32, device=device)
+        unscale_and_check_(values, spare, _kernels(factor, device))
+    elif isinstance(factor, DeviceFactor):
+        torch._foreach_mul_(values, factor.on(device, dtype))
+    else:
+        torch._foreach_mul_(values, factor)
+
+
+def _kernels(factor: Factor, device: torch.device) -> torch.Tensor:
+    if isinstance(factor, DeviceFactor):
+        return factor.on(device, torch.float32)
+    return torch.full((), factor, dtype=torch.float32, device=device)
+
+
+@torch.no_grad()
+def true_gradient(
+    gradient: torch.Tensor, inv_scale: float, factor: torch.Tensor, found: torch.Tensor, *, clean: bool
+) -> torch.Tensor:
+    """Return a gradient times ``inv_scale``, and look for inf and nan in the same pass. The gradient stays as it is.
+
+    Args:
+        gradient: Of any kind that `unscale_` takes.
+        inv_scale: 1 / scale.
+        factor: The same as one fp32 element on the gradient's device.
+        found: One fp32 element on the gradient's device, set to 1.0 if an inf or nan is there.
+        clean: Whether to return 0 in place of all of a gradient with inf or nan.
+
+    Returns:
+        A new tensor, of the same dtype.
+
+    Raises:
+        UsageError: A gradient of a dtype that cannot be unscaled.
+    """
+    if hasattr(gradient, "to_local"):
+        return _true_shard(gradient, inv_scale, factor, found)
+    if gradient.layout is torch.sparse_coo and gradient.dtype is torch.float16:
+        # A sum of finite halves may be inf.
+        gradient = gradient.coalesce()
+    result = _copied(gradient)
+    values = _values(result)
+    values = torch.view_as_real(values) if values.is_complex() else values
+    if values.dtype not in _REAL:
+        raise UsageError(_no_scale_for(values.dtype))
+    # As in `unscale_`: the kernel's factor is too coarse for fp64, and it looks before it multiplies.
+    if values.dtype is torch.float64 or inv_scale > 1.0:
+        values.mul_(inv_scale)
+        factor = torch.ones_like(factor)
+    unscale_and_check_([values], found, factor)
+    if clean:
+        values.masked_fill_(found != 0, 0.0)
+    return result
+
+
+def _true_shard(gradient: torch.Tensor, inv_scale: float, factor: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """Do so with a part of a distributed tensor, whose own check is a collective: others may not be about to join."""
+    result = gradient * inv_scale
+    unscale_and_check_([result.to_local().clone()], found, torch.ones_like(factor))  # type: ignore[attr-defined]
+    return result
+
+
+def _copied(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a copy in which no two elements share memory, and without marks of a lazy conjugation or negation."""
+    if gradient.layout is not torch.strided:
+        return gradient.clone()
+    if _overlaps_itself(gradient):
+        return _contiguous_clone(gradient)
+    return gradient.resolve_conj().resolve_neg().clone()
+
+
+@torch.no_grad()
+def widened(tensors: Iterable[Any]) -> list[torch.Tensor]:
+    """Return half tensors in fp32, dense ones by one multi-tensor copy, and all others as they are."""
+    wide: list[torch.Tensor] = []
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for tensor in tensors:
+        new = tensor
+        if tensor.dtype in HALF_DTYPES and tensor.layout is torch.strided:
+            new = torch.empty_like(tensor, dtype=torch.float32)
+            copies.append((new, tensor))
+        elif tensor.dtype in HALF_DTYPES:
+            new = tensor.float()
+        wide.append(new)
+    if copies:
+        torch._foreach_copy_([new for new, _ in copies], [tensor for _, tensor in copies])
+    return wide
+
+
+def found_any(found: Sequence[torch.Tensor]) -> list[bool]:
+    """Read found_inf tensors, with one device synchronisation for each device among them.
+
+    Args:
+        found: Tensors of shape ``[1]`` as `unscale_` returns them.
+
+    Returns:
+        For each tensor whether it is not 0.
+    """
+    if len(found) == 1:
+        return [bool(found[0].item())]
+    by_device: dict[torch.device, list[int]] = {}
+    for index, tensor in enumerate(found):
+        by_device.setdefault(tensor.device, []).append(index)
+    flags = [False] * len(found)
+    for indices in by_device.values():
+        for index, value in zip(indices, torch.cat([found[i] for i in indices]).tolist(), strict=True):
+            flags[index] = bool(value)
+    return flags
+
+
+def non_finite(named_grads: Iterable[tuple[_Name, torch.Tensor]], limit: int = 3) -> list[_Name]:
+    """Return the names, or what else is given with them, of the first ``limit`` tensors that hold inf or nan.
+
+    This is for error messages: it waits for the device once for each tensor, and stops as soon as it has enough.
+    """
+    names: list[_Name] = []
+    for name, grad in named_grads:
+        if len(names) >= limit:
+            break
+        if not bool(torch.isfinite(_values(grad)).all()):
+            names.append(name)
+    return names
+
+
+@torch.no_grad()
+def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+    """Return the norm of all elements of all tensors taken as one vector.
+
+    Args:
+        tensors: Floating-point or complex tensors, dense or sparse, of any devices. One that comes twice counts twice.
+        norm_type: The p of the p-norm, above 0; ``inf`` is the largest absolute value.
+
+    Returns:
+        A tensor without dimensions on the first tensor's device, fp32 (fp64 if a tensor is fp64 or complex128). It is
+        computed in that precision, so fp16 tensors do not overflow on the way. Nothing is read from the device.
+
+    Raises:
+        UsageError: ``norm_type`` is not above 0.
+    """
+    norm_type = float(norm_type)
+    if not norm_type > 0.0:
+        raise UsageError(f"norm_type={norm_type!r} must be above 0; choose 2.0, another p, or inf")
+    # An uncoalesced tensor holds an element in parts, whose norm is not that of the sum.
+    values = [_values(t.coalesce() if t.layout is torch.sparse_coo else t) for t in tensors]
+    groups = _grouped_by_kind([t for t in values if t.numel() > 0])
+    norms: list[torch.Tensor] = []
+    for (_, dtype), group in groups.items():
+        double = dtype in (torch.float64, torch.complex128)
+        real = torch.float64 if double else torch.float32
+        compute = real if dtype.is_floating_point else (torch.complex128 if double else torch.complex64)
+        norms.extend(one.to(real) for one in torch._foreach_norm(group, norm_type, dtype=compute))
+    if not norms:
+        return torch.zeros((), dtype=torch.float32, device=values[0].device if values else None)
+    widest = torch.float64 if any(one.dtype is torch.float64 for one in norms) else torch.float32
+    stacked = torch.stack([one.to(device=values[0].device, dtype=widest) for one in norms])
+    norm: torch.Tensor = torch.linalg.vector_norm(stacked, norm_type)
+    return norm
+
+
+class GradientMark:
+    """Remembers gradients, to tell later whether they are still the same. It keeps no tensor alive.
+
+    The first gradient stands for all, which costs next to nothing.
+
+    Args:
+        params: The parameters whose gradients are meant.
+    """
+
+    def __init__(self, params: Iterable[torch.Tensor]) -> None:
+        self._kept: tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor], int | None] | None = None
+        for param in params:
+            grad = param.grad
+            if grad is not None:
+                self._kept = weakref.ref(param), weakref.ref(grad), _version(grad)
+                break
+
+    def replaced(self) -> bool:
+        """Whether the gradient is gone, or another tensor. True also if there was none."""
+        return self._same() is None
+
+    def touched(self) -> bool:
+        """Whether the gradient is gone, another tensor, or was written in place. True also if there was none."""
+        grad = self._same()
+        return grad is None or self._kept is None or _version(grad) != self._kept[2]
+
+    def _same(self) -> torch.Tensor | None:
+        if self._kept is None:
+            return None
+        param, grad = self._kept[0](), self._kept[1]()
+        return grad if param is not None and grad is not None and param.grad is grad else None
+
+
+class ScaledMark:
+    """Watches gradients that were left scaled, to tell later whether they were dropped. It keeps no tensor alive.
+
+    Others in their place count as made of them, ``p.grad = p.grad * 0.5``, unless a backward pass made them.
+
+    Args:
+        params: The parameters whose gradients are meant.
+    """
+
+    def __init__(self, params: Iterable[torch.Tensor]) -> None:
+        kept = [param for param in params if param.grad is not None]
+        self._params = [weakref.ref(param) for param in kept]
+        self._made_anew = False
+        # One stands for all. A leaf's hook is called before its gradient is added to what is there.
+        first = next((param for param in kept if param.is_leaf and param.requires_grad), None)
+        self._hook = None if first is None else first.register_hook(_noticing(weakref.ref(self), weakref.ref(first)))
+
+    def dropped(self) -> bool:
+        """Whether all gradients are gone, or were gone when a backward pass came. True also if there was none."""
+        params = [param for reference in self._params if (param := reference()) is not None]
+        return self._made_anew or all(param.grad is None for param in params)
+
+    def end(self) -> None:
+        """Watch no longer."""
+        if self._hook is not None:
+            self._hook.remove()
+
+    def notice(self, param: torch.Tensor) -> None:
+        """Take note that a backward pass is about to add to a gradient."""
+        self._made_anew = self._made_anew or param.grad is None
+
+
+def _noticing(mark: weakref.ref[ScaledMark], param: weakref.ref[torch.Tensor]) -> Callable[[torch.Tensor], None]:
+    def notice(_: torch.Tensor) -> None:
+        watching, reached = mark(), param()
+        if watching is not None and reached is not None:
+            watching.notice(reached)
+
+    return notice
+
+
+def _values_by_kind(
+    params: Iterable[torch.Tensor], usual: Likeness[Kind] | None = None
+) -> dict[Kind, list[torch.Tensor]]:
+    """Return the values of all gradients as `_writable_grads` does, by device and dtype."""
+    params = list(params)
+    grads = [grad for param in params if (grad := param.grad) is not None]
+    kind = None if usual is None else usual.recall(grads)
+    if kind is not None:
+        return {kind: grads}
+    # The usual gradients, told by a few sweeps in C: dense, of a real dtype, each its own, writable in place.
+    try:
+        simple = (
+            bool(grads)
+            and all(map(torch.Tensor.is_contiguous, grads))
+            and not any(map(torch.Tensor.is_inference, grads))
+            and not any(map(torch.Tensor.is_neg, grads))
+            and len(set(map(id, grads))) == len(grads)
+        )
+    except RuntimeError:
+        # Sparse tensors have no is_contiguous().
+        simple = False
+    if simple:
+        groups = _grouped(grads)
+        if all(dtype in _REAL for _, dtype in groups):
+            if usual is not None and len(groups) == 1:
+                usual.learn(grads, *groups)
+            return groups
+    groups = _grouped(_writable_grads(params))
+    for _, dtype in groups:
+        if dtype not in _REAL:
+            raise UsageError(_no_scale_for(dtype))
+    return groups
+
+
+def _no_scale_for(dtype: torch.dtype) -> str:
+    return f"a gradient of {dtype} cannot be scaled; keep the parameters in float16, bfloat16, float32 or float64"
+
+
+def _writable_grads(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the values of all gradients as real dense tensors that can be written in place, each one once."""
+    values: dict[int, torch.Tensor] = {}
+    refuses_inference = not torch.is_inference_mode_enabled()
+    for param in params:
+        grad = param.grad
+        if grad is None:
+            continue
+        if (
+            grad.layout is torch.strided
+            and grad.dtype in _REAL
+            and grad.is_contiguous()
+            and not grad.is_neg()
+            and not (refuses_inference and grad.is_inference())
+        ):
+            values[id(grad)] = grad
+        elif grad.is_floating_point() or grad.is_complex():
+            writable = _writable(grad)
+            if writable is not grad:
+                param.grad = writable
+            inner = _values(writable)
+            values[id(writable)] = torch.view_as_real(inner) if inner.is_complex() else inner
+    return list(values.values())
+
+
+def _writable(grad: torch.Tensor) -> torch.Tensor:
+    """Return ``grad``, or its copy if a multiplication in place is refused or would be wrong.
+
+    Refused: expanded and inference tensors, and lazily conjugated or negated ones. Wrong: strides by which elements
+    share memory. A sparse fp16 gradient is coalesced too, since a sum of finite halves may be inf and must be seen.
+    """
+    if grad.layout is torch.sparse_coo and grad.dtype is torch.float16 and not grad.is_coalesced():
+        grad = grad.coalesce()
+    values = _values(grad)
+    locked = values.is_inference() and not torch.is_inference_mode_enabled()
+    if locked or values.is_conj() or values.is_neg() or _overlaps_itself(values):
+        # A clone keeps strides that overlap, unless they are 0, and the marks of a lazy conjugation or negation.
+        return _contiguous_clone(grad) if values is grad else grad.clone()
+    return grad
+
+
+def _contiguous_clone(grad: torch.Tensor) -> torch.Tensor:
+    return grad.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements may lie at one address. False is sure, True may be wrong for unusual strides."""
+    reach = 0
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.size(), strict=True) if n > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the dense tensor that holds a tensor's values: itself, or what a sparse one keeps."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values()
+    if tensor.layout in _COMPRESSED:
+        return tensor.values()
+    return tensor
+
+
+def _grouped(values: list[torch.Tensor]) -> dict[Kind, list[torch.Tensor]]:
+    """Group tensors in C++, which refuses an empty list."""
+    found = group_by_device_and_dtype([values], False) if values else {}
+    return {kind: lists[0] for kind, (lists, _) in found.items()}
+
+
+def _grouped_by_kind(tensors: Iterable[torch.Tensor]) -> dict[Kind, list[torch.Tensor]]:
+    groups: dict[Kind, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return groups
+
+
+def _version(tensor: torch.Tensor | None) -> int | None:
+    # Inference tensors keep no count.
+    return None if tensor is None or tensor.is_inference() else tensor._version

@@ -1,0 +1,464 @@
+"""The loss scale and the rule for its next value.
+
+A loss that is multiplied by a scale gives gradients that are multiplied by it too, so small ones survive the range of
+half precision. The rule runs on the host, as floats. Where an optimizer takes the flag of an overflow on its device
+(`LossScaler.update_later`), it runs there as well, in the same arithmetic, and the host follows when the flags arrive:
+whoever reads the scale then waits for the device, and a training step has no need to.
+
+- `StaticLossScaler`: one scale for the whole run.
+- `DynamicLossScaler`: lower after an overflow, higher after a long time without one.
+- `make_scaler`: the scaler for a ``loss_scale=`` argument.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import numbers
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from autoamp.errors import AutoampError, CheckpointError
+from autoamp.scaling.device_scale import DeviceScale, Scale
+from autoamp.scaling.late_flags import LateFlags
+from autoamp.torch_private import update_scale_
+
+__all__ = ["DynamicLossScaler", "LossScaleError", "LossScaler", "StaticLossScaler", "is_count", "make_scaler"]
+
+# Between these two the scale and its reciprocal are both normal fp32 numbers. A subnormal one may be flushed to 0.
+_SMALLEST = 2.0**-126
+_LARGEST = 2.0**126
+
+# Gradients take two passes where a scale may be below 1. Before it may have got there, one asks how high it is.
+_NEAR_ONE = 2.0**6
+
+# By so much at most, and more, a chain of fp32 products is off.
+_ROUNDING = 2.0**-16
+
+
+class LossScaleError(AutoampError, ValueError):
+    """A loss scale, or an argument of its rule, that cannot be used."""
+
+
+class LossScaler(ABC):
+    """The scale of one loss. `update` is told once a step whether the gradients overflowed.
+
+    Attributes:
+        late: Flags of updates that the host has not made yet. Reading the scale makes them.
+    """
+
+    def __init__(self, loss_scale: float) -> None:
+        self._loss_scale = loss_scale
+        self._unskipped = 0
+        self.late = LateFlags()
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor for the next loss: finite and above 0. Waits for the device where that alone knows it."""
+        self.late.catch_up()
+        return self._loss_scale
+
+    @property
+    def unskipped(self) -> int:
+        """How many updates without an overflow came since the last overflow, or since the scale last grew."""
+        self.late.catch_up()
+        return self._unskipped
+
+    @property
+    @abstractmethod
+    def checks(self) -> bool:
+        """Whether gradients must be unscaled and looked through for inf and nan at all."""
+
+    @abstractmethod
+    def update(self, found_inf: bool) -> None:
+        """Move on by one step.
+
+        Args:
+            found_inf: Whether a gradient of this step held inf or nan.
+        """
+
+    def scale_at_hand(self) -> Scale:
+        """Return the factor for the next loss, without waiting for a device."""
+        return self.loss_scale
+
+    def serves_device(self, device: torch.device) -> bool:
+        """Tell whether `update_later` may be called with flags on this device."""
+        return False
+
+    def update_later(self, found_inf: Tensor, tell: Callable[[bool], None]) -> None:
+        """Move on by one step, by a flag that stays on its device.
+
+        Args:
+            found_inf: One fp32 element, not 0 where a gradient held inf or nan. It is written to no more.
+            tell: Called after the host's update, once the flag is known; it raises nothing.
+        """
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return ``{"loss_scale": float, "unskipped": int}``, all that a resumed run needs."""
+        return {"loss_scale": self.loss_scale, "unskipped": self.unskipped}
+
+    def check_state_dict(self, state_dict: Any, key: str) -> None:
+        """Raise unless `load_state_dict` would take this state.
+
+        Args:
+            state_dict: What `state_dict` returned, perhaps in another process.
+            key: The name of this entry in the whole checkpoint, for the message.
+
+        Raises:
+            CheckpointError: An entry is missing, unknown or of a wrong kind; the message names it.
+        """
+        _read_state(state_dict, key)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take the scale and the count of a checkpoint; the checkpoint's scale wins over the one given here.
+
+        Args:
+            state_dict: What `state_dict` returned.
+
+        Raises:
+            CheckpointError: As `check_state_dict`; nothing was changed then.
+        """
+        state = _read_state(state_dict, "loss_scaler")
+        self.late.catch_up()
+        self._loss_scale, self._unskipped = state
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy gets: the state now, and nothing that is under way."""
+        self.late.catch_up()
+        return {name: value for name, value in vars(self).items() if name != "late"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.late = LateFlags()
+
+
+class StaticLossScaler(LossScaler):
+    """A scale that never changes. A step that overflows is skipped all the same.
+
+    With the scale 1.0 there is nothing to unscale, so nothing is checked either: training runs as if without amp,
+    without a pass over the gradients and without waiting for the device. That is what bf16 takes by default, whose
+    range is that of fp32.
+
+    Args:
+        loss_scale: A number from 2**-126 to 2**126.
+
+    Raises:
+        LossScaleError: ``loss_scale`` is no such number.
+    """
+
+    def __init__(self, loss_scale: float = 1.0) -> None:
+        super().__init__(_scale_argument("loss_scale", loss_scale))
+
+    @property
+    def checks(self) -> bool:
+        """False for the scale 1.0 alone."""
+        return self._loss_scale != 1.0
+
+    def update(self, found_inf: bool) -> None:
+        """Count the steps without an overflow. See `LossScaler.update`."""
+        self.late.catch_up()
+        self._count(found_inf)
+
+    def scale_at_hand(self) -> float:
+        """Return the scale. See `LossScaler.scale_at_hand`."""
+        return self._loss_scale
+
+    def serves_device(self, device: torch.device) -> bool:
+        """Tell whether flags on this device are worth it. See `LossScaler.serves_device`."""
+        return type(self).update is StaticLossScaler.update and self.late.serves(device)
+
+    def update_later(self, found_inf: Tensor, tell: Callable[[bool], None]) -> None:
+        """Count this step later. See `LossScaler.update_later`."""
+
+        def count(found: bool) -> None:
+            self._count(found)
+            tell(found)
+
+        self.late.add(found_inf, count)
+
+    def _count(self, found_inf: bool) -> None:
+        self._unskipped = 0 if found_inf else self._unskipped + 1
+
+    def __repr__(self) -> str:
+        return f"StaticLossScaler(loss_scale={self.loss_scale!r})"
+
+
+_Value = TypeVar("_Value", int, float)
+
+
+class _Setting(Generic[_Value]):
+    """A number of the rule. Updates that came before it is set go by the old one."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = f"_{name}"
+
+    def __get__(self, scaler: DynamicLossScaler | None, owner: type | None = None) -> _Value:
+        if scaler is None:
+            raise AttributeError(f"{self._name[1:]} is an attribute of a scaler, not of its class")
+        value: _Value = vars(scaler)[self._name]
+        return value
+
+    def __set__(self, scaler: DynamicLossScaler, value: _Value) -> None:
+        if self._name in vars(scaler):
+            scaler._leave_device()
+        vars(scaler)[self._name] = value
+
+
+class DynamicLossScaler(LossScaler):
+    """The rule of `torch.amp.GradScaler`, in its arithmetic (fp32), within limits.
+
+    After an overflow the scale is multiplied by ``backoff_factor``; after ``growth_interval`` updates in a row without
+    one, by ``growth_factor``. It stays in ``[min_loss_scale, max_loss_scale]``, the first value included.
+
+    Args:
+        init_scale: The first scale.
+        growth_factor: Above 1.
+        backoff_factor: Between 0 and 1.
+        growth_interval: A whole number of updates, at least 1.
+        min_loss_scale: The lower limit; None is 2**-126, the smallest normal fp32 number.
+        max_loss_scale: The upper limit; None is 2**126.
+
+    Raises:
+        LossScaleError: An argument is outside these rules.
+    """
+
+    growth_factor = _Setting[float]()
+    backoff_factor = _Setting[float]()
+    growth_interval = _Setting[int]()
+    min_loss_scale = _Setting[float]()
+    max_loss_scale = _Setting[float]()
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float | None = 2.0**24,
+    ) -> None:
+        init_scale = _scale_argument("init_scale", init_scale)
+        self.growth_factor = _number("growth_factor", growth_factor, "a number above 1, such as 2.0")
+        self.backoff_factor = _number("backoff_factor", backoff_factor, "a number between 0 and 1, such as 0.5")
+        self.min_loss_scale = _SMALLEST if min_loss_scale is None else _scale_argument("min_loss_scale", min_loss_scale)
+        self.max_loss_scale = _LARGEST if max_loss_scale is None else _scale_argument("max_loss_scale", max_loss_scale)
+        if not 1.0 < self.growth_factor < math.inf:
+            raise LossScaleError(f"growth_factor={growth_factor!r} must be above 1 and finite; 2.0 is usual")
+        if not 0.0 < self.backoff_factor < 1.0:
+            raise LossScaleError(f"backoff_factor={backoff_factor!r} must lie between 0 and 1; 0.5 is usual")
+        if not is_count(growth_interval, 1):
+            raise LossScaleError(f"growth_interval={growth_interval!r} must be a whole number of steps, at least 1")
+        if self.min_loss_scale > self.max_loss_scale:
+            raise LossScaleError(
+                f"min_loss_scale={min_loss_scale!r} is above max_loss_scale={max_loss_scale!r}; lower the first"
+            )
+        self.growth_interval = int(growth_interval)
+        self._on_device: _DeviceState | None = None
+        super().__init__(self._within_limits(_fp32(init_scale)))
+
+    @property
+    def checks(self) -> bool:
+        """Always True: the rule lives on the checks."""
+        return True
+
+    def update(self, found_inf: bool) -> None:
+        """Lower the scale, or count towards the next growth. See `LossScaler.update`."""
+        self._leave_device()
+        self._move(found_inf)
+
+    def scale_at_hand(self) -> Scale:
+        """Return the scale, from the device where that alone knows it. See `LossScaler.scale_at_hand`."""
+        if self._on_device is None or not self.late:
+            return self.loss_scale
+        self._on_device.scale.lowest = self._lowest()
+        return self._on_device.scale
+
+    def serves_device(self, device: torch.device) -> bool:
+        """Tell whether flags on this device are worth it. See `LossScaler.serves_device`."""
+        return self.late.serves(device) and type(self).update is DynamicLossScaler.update and self._fits_fp32()
+
+    def update_later(self, found_inf: Tensor, tell: Callable[[bool], None]) -> None:
+        """Move the scale on the device now, and that of the host later. See `LossScaler.update_later`."""
+
+        if self._on_device is None or self._on_device.scale.value.device != found_inf.device:
+            self.late.catch_up()
+            # A count of a longer interval: the kernel looks for this one's end alone.
+            unskipped = min(self._unskipped, self.growth_interval - 1)
+            self._on_device = _DeviceState(self._loss_scale, unskipped, found_inf.device)
+        number = self._on_device.scale.number
+
+        def move(found: bool) -> None:
+            number.known = self._loss_scale
+            self._move(found)
+            tell(found)
+
+        self._on_device.update(found_inf, self)
+        self.late.add(found_inf, move, urgent=self._lowest() < _NEAR_ONE)
+
+    def _leave_device(self) -> None:
+        """Go on from what the host knows, once it has caught up."""
+        self.late.catch_up()
+        if self._on_device is not None:
+            self._on_device.scale.number.known = self._loss_scale
+            self._on_device = None
+
+    def _move(self, found_inf: bool) -> None:
+        if found_inf:
+            self._loss_scale = self._within_limits(_fp32(self._loss_scale * self.backoff_factor))
+            self._unskipped = 0
+            return
+        self._unskipped += 1
+        # A checkpoint of a longer interval may have brought a count beyond this one's.
+        if self._unskipped >= self.growth_interval:
+            self._loss_scale = self._within_limits(_fp32(self._loss_scale * self.growth_factor))
+            self._unskipped = 0
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take the scale, moved into this scaler's limits, and the count. See `LossScaler.load_state_dict`."""
+        self._leave_device()
+        super().load_state_dict(state_dict)
+        self._loss_scale = self._within_limits(_fp32(self._loss_scale))
+
+    def _within_limits(self, scale: float) -> float:
+        return min(max(scale, self.min_loss_scale), self.max_loss_scale)
+
+    def _fits_fp32(self) -> bool:
+        """Tell whether the rule comes to the same on a device, where limits are fp32 and nothing grows beyond."""
+        limits = self.min_loss_scale, self.max_loss_scale
+        return limits == tuple(map(_fp32, limits)) and math.isfinite(_fp32(limits[1] * self.growth_factor))
+
+    def _lowest(self, more: int = 0) -> float:
+        """Return below what the scale is not, were every update that is not known yet an overflow, and so many more."""
+        unknown = len(self.late) + more
+        return max(self._loss_scale * self.backoff_factor**unknown * (1.0 - _ROUNDING), self.min_loss_scale)
+
+    def _may_leave_limits(self) -> bool:
+        """Tell whether the next update of the device may be one that ends at a limit."""
+        growths = (self._unskipped + len(self.late) + 1) // self.growth_interval
+        # By logarithms, as a power may leave the range; where they round, a limit is looked at in vain.
+        room = math.log2(self.max_loss_scale / self._loss_scale)
+        return self._lowest(1) <= self.min_loss_scale or growths * math.log2(self.growth_factor) >= room - 1e-6
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_on_device": None}
+
+    def __repr__(self) -> str:
+        return (
+            f"DynamicLossScaler(loss_scale={self.loss_scale!r}, growth_factor={self.growth_factor!r}, "
+            f"backoff_factor={self.backoff_factor!r}, growth_interval={self.growth_interval!r}, "
+            f"min_loss_scale={self.min_loss_scale!r}, max_loss_scale={self.max_loss_scale!r})"
+        )
+
+
+class _DeviceState:
+    """A dynamic scaler's scale and count on a device, which follow the rule without the host.
+
+    Attributes:
+        scale: The scale for the next loss; a new object after each update, since blocks hold on to theirs.
+    """
+
+    def __init__(self, loss_scale: float, unskipped: int, device: torch.device) -> None:
+        self.scale = DeviceScale(torch.full((), loss_scale, dtype=torch.float32, device=device), loss_scale)
+        self._unskipped = torch.full((), unskipped, dtype=torch.int32, device=device)
+
+    @torch.no_grad()
+    def update(self, found_inf: Tensor, rule: DynamicLossScaler) -> None:
+        """Do what `DynamicLossScaler.update` does."""
+        lowest, highest = rule.min_loss_scale, rule.max_loss_scale
+        # It is within its limits: what comes out is a copy, by a kernel as small as any.
+        scale = self.scale.value.clamp(lowest, highest)
+        update_scale_(scale, self._unskipped, found_inf, rule.growth_factor, rule.backoff_factor, rule.growth_interval)
+        if rule._may_leave_limits():
+            scale.clamp_(lowest, highest)
+        self.scale = DeviceScale(scale, 0.0)
+
+
+def make_scaler(
+    loss_scale: float | str | LossScaler | None,
+    dtype: torch.dtype,
+    *,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float | None = 2.0**24,
+) -> LossScaler:
+    """Return the scaler that a ``loss_scale=`` argument asks for.
+
+    Args:
+        loss_scale: None (dynamic for fp16, 1.0 for any other dtype), ``"dynamic"``, a number, a number as a string
+            (as command lines give it), or a scaler, which is returned as it is.
+        dtype: The half dtype in use.
+        min_loss_scale: The lower limit of a dynamic scaler made here.
+        max_loss_scale: The upper limit of a dynamic scaler made here.
+
+    Raises:
+        LossScaleError: ``loss_scale`` is none of these.
+    """
+    if isinstance(loss_scale, LossScaler):
+        return loss_scale
+    if loss_scale is None:
+        loss_scale = "dynamic" if dtype == torch.float16 else 1.0
+    if isinstance(loss_scale, str):
+        if loss_scale.strip().lower() == "dynamic":
+            return DynamicLossScaler(min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
+        try:
+            loss_scale = float(loss_scale)
+        except ValueError:
+            raise LossScaleError(
+                f"loss_scale={loss_scale!r} is unknown; choose 'dynamic', a number such as 128.0, or None"
+            ) from None
+    return StaticLossScaler(loss_scale)
+
+
+def _fp32(value: float) -> float:
+    return ctypes.c_float(value).value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def is_count(value: Any, at_least: int = 0) -> bool:
+    """Tell whether a value is a whole number, and not below ``at_least``; a bool is none."""
+    return not isinstance(value, bool) and isinstance(value, numbers.Integral) and int(value) >= at_least
+
+
+def _number(name: str, value: Any, rule: str) -> float:
+    if not _is_number(value):
+        raise LossScaleError(f"{name}={value!r} is not a number; give {rule}")
+    return float(value)
+
+
+def _scale_argument(name: str, value: Any) -> float:
+    scale = _number(name, value, "a number above 0, such as 128.0")
+    # Written so that nan fails too.
+    if not _SMALLEST <= scale <= _LARGEST:
+        raise LossScaleError(
+            f"{name}={value!r} is no usable scale: it must be above 0, from 2**-126 to 2**126; 128.0 is usual"
+        )
+    return scale
+
+
+def _read_state(state_dict: Any, key: str) -> tuple[float, int]:
+    if not isinstance(state_dict, Mapping):
+        raise CheckpointError(
+            f"{key!r} is a {type(state_dict).__name__}, no dict with 'loss_scale' and 'unskipped'; nothing was loaded"
+        )
+    for name in ("loss_scale", "unskipped"):
+        if name not in state_dict:
+            raise CheckpointError(f"{key!r} has no entry {name!r}, so it is torn or foreign; nothing was loaded")
+    unknown = sorted(str(name) for name in state_dict if name not in ("loss_scale", "unskipped"))
+    if unknown:
+        raise CheckpointError(f"{key!r} has the unknown entry {unknown[0]!r}; nothing was loaded")
+    scale, unskipped = state_dict["loss_scale"], state_dict["unskipped"]
+    # Compared as it is: a whole number may be too large for a float.
+    if not _is_number(scale) or not _SMALLEST <= scale <= _LARGEST:
+        raise CheckpointError(
+            f"{key!r}: 'loss_scale' is {scale!r}, not a finite number from 2**-126 to 2**126; nothing was loaded"
+        )
+    if not is_count(unskipped):
+        raise CheckpointError(f"{key!r}: 'unskipped' is {unskipped!r}, no whole number from 0 on; nothing was loaded")
+    return float(scale), int(unskipped)

@@ -1,0 +1,170 @@
+"""What the gradients of a scaled loss turned out to be, and which loss scaler hears of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from autoamp.scaling.device_scale import Scale
+from autoamp.scaling.gradients import found_any
+from autoamp.scaling.late_flags import LateFlags
+from autoamp.scaling.loss_scale import LossScaler
+
+__all__ = ["Verdict", "read", "settle", "settle_later", "unseen"]
+
+
+class _Telling:
+    """Whether the scaler has heard of a block."""
+
+    __slots__ = ("done",)
+
+    def __init__(self) -> None:
+        self.done = False
+
+
+class Verdict:
+    """What one scaled block found in the gradients, read or still on the device.
+
+    Optimizers that share a block share its verdict, or have one each: the scaler hears of the block once.
+
+    Args:
+        scaler: The scaler of the block.
+        scale: The scale of the block.
+        found: What `autoamp.scaling.unscale_` returned, and other tensors like these.
+        block: A verdict of the same block.
+
+    Attributes:
+        scaler: As given.
+        scale: As given.
+        found: As given, empty once it was read.
+        overflowed: Whether an inf or nan was there; None as long as nobody has read it.
+        counted: Whether a verdict of this block was settled.
+        cleared: Where 0 took the place of gradients that overflowed: the tensors that they were of.
+        is_whole: Whether nothing more is going to be found, so that a step may leave it unread.
+    """
+
+    is_whole = True
+
+    _telling: _Telling
+
+    __slots__ = ("_telling", "cleared", "found", "overflowed", "scale", "scaler")
+
+    def __init__(self, scaler: LossScaler, scale: Scale, found: Sequence[Tensor], block: Verdict | None = None) -> None:
+        self.scaler = scaler
+        self.scale = scale
+        self.found = found
+        self.overflowed: bool | None = None
+        self.cleared: Sequence[Tensor] = ()
+        self._telling: _Telling = _Telling() if block is None else block._telling
+
+    @property
+    def counted(self) -> bool:
+        """Whether a verdict of this block was settled."""
+        return self._telling.done
+
+    @counted.setter
+    def counted(self, counted: bool) -> None:
+        self._telling.done = counted
+
+
+@torch.no_grad()
+def unseen(found: Sequence[Tensor], earlier: Sequence[Verdict]) -> list[Tensor]:
+    """Return what was found in some gradients but for the inf and nan that earlier blocks left in them.
+
+    Args:
+        found: What `autoamp.scaling.unscale_` returned.
+        earlier: The verdicts of earlier blocks on these gradients, read or not.
+
+    Returns:
+        Tensors like ``found``, 0 where an earlier verdict says that an inf or nan was there. Nothing is read.
+    """
+    if any(verdict.overflowed for verdict in earlier):
+        return []
+    flags = [flag for verdict in earlier for flag in verdict.found]
+    new = []
+    for one in found:
+        for flag in flags:
+            if flag.device == one.device:
+                one = one * (flag == 0)
+        new.append(one)
+    return new
+
+
+def settle(verdicts: Sequence[Verdict]) -> Verdict | None:
+    """Read the verdicts of one step, with one device synchronisation, and tell every scaler among them once.
+
+    The first that overflowed is to blame, and its scaler goes lower. Those before it were clean. Those after it say
+    nothing, as an inf stays in a gradient that is accumulated, so they are not counted.
+
+    Args:
+        verdicts: In the order of the blocks. Those that were settled for another optimizer are not counted again.
+
+    Returns:
+        The verdict to blame, None if no gradient overflowed.
+    """
+    read(verdicts)
+    blamed = next((verdict for verdict in verdicts if verdict.overflowed), None)
+    clean = verdicts if blamed is None else verdicts[: verdicts.index(blamed)]
+    told = {id(verdict.scaler) for verdict in clean if verdict.counted}
+    if blamed is not None:
+        told.add(id(blamed.scaler))
+        if not blamed.counted:
+            blamed.scaler.update(True)
+    for verdict in clean:
+        if id(verdict.scaler) not in told:
+            told.add(id(verdict.scaler))
+            verdict.scaler.update(False)
+    for verdict in verdicts:
+        verdict.counted = True
+    return blamed
+
+
+def settle_later(verdicts: Sequence[Verdict], tell: Callable[[bool], None]) -> torch.Tensor | None:
+    """Settle the verdicts of one step without reading them: the scaler moves on by a flag that stays on the device.
+
+    Args:
+        verdicts: As for `settle`.
+        tell: Called with whether they overflowed, once that is known; it raises nothing.
+
+    Returns:
+        The flag, fp32 without dimensions, not 0 where any gradient overflowed. None where verdicts must be read, and
+        nothing was done: some are read already, several scalers have a part in it, or the scaler lives on the host.
+    """
+    if not verdicts or any(verdict.overflowed is not None or not verdict.is_whole for verdict in verdicts):
+        return None
+    scaler, counted = verdicts[0].scaler, verdicts[0].counted
+    if any(verdict.scaler is not scaler or verdict.counted is not counted for verdict in verdicts):
+        return None
+    found = [flag for verdict in verdicts for flag in verdict.found]
+    if not found or not all(scaler.serves_device(flag.device) for flag in found):
+        return None
+    device = found[0].device
+    flags = [flag.to(device, non_blocking=True).view(()) for flag in found]
+    flag = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
+    if counted:
+        scaler.late.add(flag, tell)
+    else:
+        scaler.update_later(flag, tell)
+    for verdict in verdicts:
+        verdict.counted = True
+    return flag
+
+
+def read(verdicts: Sequence[Verdict]) -> None:
+    """Read those verdicts that nobody has read, with one synchronisation of each device, and tell no scaler."""
+    unread = [verdict for verdict in verdicts if verdict.overflowed is None]
+    if not unread:
+        return
+    found = [verdict.found for verdict in unread]
+    flags = iter(_values_of([flag for own in found for flag in own], unread[0].scaler.late))
+    for verdict, own in zip(unread, found, strict=True):
+        said = [next(flags) for _ in own]
+        verdict.overflowed = any(said)
+        verdict.found = ()
+
+
+def _values_of(flags: Sequence[Tensor], late: LateFlags) -> list[bool]:
+    # What a scaler has not heard of yet is on the same device, as a rule, and comes by the same wait.
+    return late.read(flags) if late and all(late.serves(flag.device) for flag in flags) else found_any(flags)

@@ -1,0 +1,35 @@
+"""What `optimizer.step()` does: guarded steps, `scale_loss` blocks, fp32 masters."""
+
+from __future__ import annotations
+
+from autoamp.stepping.attach import is_optimizer, stepped_params
+from autoamp.stepping.checks import check_half_model, check_half_norms, check_optimizer
+from autoamp.stepping.closures import step_unaware
+from autoamp.stepping.guard import Skips, StepGuard, build_grad, open_blocks, scaled_block
+from autoamp.stepping.masters import MasterWeights, equalised, fit_state, load_master, master_of, release_master
+from autoamp.stepping.optimizers import GuardedOptimizers, ScalesItself, refuse_own_scaler
+from autoamp.stepping.replicas import several_processes
+
+__all__ = [
+    "GuardedOptimizers",
+    "MasterWeights",
+    "ScalesItself",
+    "Skips",
+    "StepGuard",
+    "build_grad",
+    "check_half_model",
+    "check_half_norms",
+    "check_optimizer",
+    "equalised",
+    "fit_state",
+    "is_optimizer",
+    "load_master",
+    "master_of",
+    "open_blocks",
+    "refuse_own_scaler",
+    "release_master",
+    "scaled_block",
+    "several_processes",
+    "step_unaware",
+    "stepped_params",
+]

@@ -1,0 +1,809 @@
+"""What ``optimizer.step()`` must do next: step, skip, or ask its closure again at a lower loss scale.
+
+A `StepGuard` stands in front of one optimizer. `scaled_block` is the part of ``scale_loss`` that handles gradients: it
+brings those that are there to the scale of the block, and on the way out unscales and checks them in one pass. What it
+found stays on the device, in a `Verdict`. ``optimizer.step()`` reads all verdicts since the last step at once, tells
+the loss scalers, and steps or skips. An optimizer that takes the flag of an overflow on its device, as torch's fused
+ones do for `torch.amp.GradScaler`, gets it there: nobody waits for the device at all, and the guard hears later whether
+that was a skip.
+
+A block calls the guards of its optimizers; a guard knows nothing of blocks but what they tell it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import itertools
+import logging
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from autoamp.casting import Casts
+from autoamp.errors import NonFiniteGradientsError, UsageError
+from autoamp.patching import dress
+from autoamp.scaling import (
+    GradientMark,
+    Kind,
+    LateFlags,
+    Likeness,
+    LossScaler,
+    Number,
+    Scale,
+    ScaledMark,
+    Verdict,
+    inverse,
+    non_finite,
+    non_finite_now,
+    number_of,
+    quotient,
+    read,
+    scale_,
+    settle,
+    settle_later,
+    total_norm,
+    unscale_,
+    unseen,
+)
+from autoamp.stepping.attach import AttachedStep, named_params, stepped_params
+from autoamp.stepping.checks import warn_without_gradients
+from autoamp.stepping.masters import MasterWeights
+from autoamp.stepping.replicas import several_processes
+
+__all__ = ["GivenUp", "Skips", "StepGuard", "build_grad", "open_blocks", "scaled_block"]
+
+logger = logging.getLogger(__name__)
+
+# From the highest default scale, 2**24, so many halvings lead far below 1, where no scale is to blame any more.
+_MAX_EVALUATIONS = 33
+
+# So many verdicts wait for a step at most.
+_MANY_VERDICTS = 64
+
+
+class Skips:
+    """How many steps one optimizer took, and which were skips. Whoever reads it waits for what only the device knows.
+
+    It refers to nothing of the optimizer, so that flags that are still on their way keep no weights alive.
+
+    Args:
+        name: Of the optimizer, for the log.
+        on_skip: Called once for each skip, as soon as it is known.
+
+    Attributes:
+        steps: How many times ``step()`` was called, skips included.
+    """
+
+    def __init__(self, name: str, on_skip: Callable[[], None]) -> None:
+        self.steps = 0
+        self._name = name
+        self._on_skip = on_skip
+        self._total = self._in_a_row = 0
+        self._last = self._has_news = False
+        # Those of the scaler that hears of the last steps later than they are taken.
+        self._late: LateFlags | None = None
+
+    @property
+    def total(self) -> int:
+        """How many steps were skips."""
+        self.catch_up()
+        return self._total
+
+    @property
+    def in_a_row(self) -> int:
+        """How many skips came since the last step that was taken."""
+        self.catch_up()
+        return self._in_a_row
+
+    @in_a_row.setter
+    def in_a_row(self, count: int) -> None:
+        self.catch_up()
+        self._in_a_row = count
+
+    @property
+    def last(self) -> bool:
+        """Whether the last step was a skip."""
+        self.catch_up()
+        return self._last
+
+    @last.setter
+    def last(self, skipped: bool) -> None:
+        self.catch_up()
+        self._last = skipped
+
+    def catch_up(self) -> None:
+        """Learn what became of the last steps where that is on the device still; waits for it."""
+        if self._late is not None:
+            self._late.catch_up()
+
+    def wait_by(self, late: LateFlags) -> None:
+        """Take note of which flags tell of the next step. Steps are counted in order, so others are waited for."""
+        if self._late is not late:
+            self.catch_up()
+            self._late = late
+
+    def news(self) -> int:
+        """Return how many skips in a row are known, if the last of them came to be known since this was asked."""
+        has_news, self._has_news = self._has_news, False
+        return self._in_a_row if has_news else 0
+
+    def count(self, skipped: bool, scaler: LossScaler | None = None, scale: Scale = 1.0) -> None:
+        """Count a step. Of a skip the scaler is given, and the scale that was too high."""
+        self.catch_up()
+        self._count(skipped, scaler, scale)
+
+    def tell(self, scaler: LossScaler, scale: Number, skipped: bool) -> None:
+        """Count a step that was taken earlier."""
+        self._has_news = skipped
+        self._count(skipped, scaler, scale)
+
+    def _count(self, skipped: bool, scaler: LossScaler | None, scale: Scale | Number) -> None:
+        self._last = skipped
+        self._total += skipped
+        self._in_a_row = self._in_a_row + 1 if skipped else 0
+        if not skipped or scaler is None:
+            return
+        self._on_skip()
+        if self._total & (self._total - 1) == 0:
+            logger.warning(
+                "%s: step skipped, gradients overflowed at loss scale %s, the next is %g (skipped %d, in a row %d)",
+                self._name, format(scale, "g"), scaler.loss_scale, self._total, self._in_a_row,
+            )  # fmt: skip
+
+
+class StepGuard:
+    """Stands in front of one optimizer's ``step`` from `install` to `uninstall`.
+
+    The optimizer is anything with ``param_groups`` and ``step``. It refers to the guard, and the guard refers to it
+    weakly. A deep copy of the optimizer, or an unpickled one, is not guarded.
+
+    Args:
+        optimizer: What to guard.
+        masters: The masters that it steps in place of half parameters. They take the gradients and what was written
+            into half parameters before a step, and are copied into the half parameters after it.
+        casts: Gives what casts for the program, if anything does. It is off while the optimizer steps, and on in a
+            closure that is given to ``step``. Its cached casts are dropped once parameters may have changed.
+        on_step: Called with ``skips`` once for each step, before it is taken or skipped.
+        on_skip: Called once for each skip, as soon as it is known.
+        serves: Tells whether another guard sees to the gradient of a tensor.
+        max_consecutive_skips: So many skips in a row are an error.
+
+    Attributes:
+        masters: As given.
+        stepping: Whether the optimizer is stepping now, as this guard lets it.
+        last_step_ran: Whether the optimizer was called by the last ``step()``: where it got the flag of an overflow on
+            its device it changed nothing if that was set.
+        skips: What is known of its steps and skips.
+        max_consecutive_skips: As given.
+        pending: The verdicts since the last step, in order.
+        grads_scale: The scale of gradients now: 1.0 outside blocks but for ``delay_unscale``.
+        in_block: Whether a block of this optimizer is open.
+        step_closure: Steps with a closure in place of what this guard would do.
+        usual: What gradients that are unscaled for this guard are like."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        *,
+        masters: MasterWeights | None = None,
+        casts: Callable[[], Casts | None] = lambda: None,
+        on_step: Callable[[Skips], None] = lambda _: None,
+        on_skip: Callable[[], None] = lambda: None,
+        serves: Callable[[torch.Tensor], bool] = lambda _: False,
+        max_consecutive_skips: int = 50,
+    ) -> None:
+        self.name = type(optimizer).__name__
+        self.stepping = False
+        self._serves = serves
+        # What the last block unscaled, and its scale.
+        self._unscaled: tuple[Sequence[torch.Tensor], LossScaler, Scale] | None = None
+        self.masters = masters
+        self.last_step_ran = True
+        self.skips = Skips(self.name, on_skip)
+        self._honours_flags = _honours_flags(type(optimizer))
+        self.max_consecutive_skips = max_consecutive_skips
+        self.pending: list[Verdict] = []
+        self.grads_scale: Scale = 1.0
+        self.in_block = False
+        self._casts = casts
+        self._on_step = on_step
+        self.step_closure: Callable[..., Any] | None = None
+        self._delayed: tuple[LossScaler, ScaledMark] | None = None
+        self._abandoned: list[Verdict] = []
+        self.usual: Likeness[Kind] = Likeness()
+        self._mark = GradientMark(())
+        self._optimizer = weakref.ref(optimizer)
+        self._attached: weakref.ref[AttachedStep] | None = None
+
+    def install(self) -> None:
+        """Put the guard in front of ``optimizer.step``.
+
+        Raises:
+            UsageError: This is no optimizer, or its step cannot be replaced.
+        """
+        # The optimizer refers to the attached step, and that to the guard: no cycle, and all go with the optimizer.
+        self._attached = weakref.ref(AttachedStep(self._optimizer(), self.step))
+
+    def uninstall(self) -> None:
+        """Put back the step that was there; under a wrapper that somebody layered above, let all calls pass.
+
+        Pending verdicts are dropped; gradients that ``delay_unscale`` left scaled get their true values.
+        """
+        attached = None if self._attached is None else self._attached()
+        if attached is not None and self._optimizer() is not None:
+            self.finish_delayed()
+            self.pending = []
+            attached.detach()
+
+    def params(self) -> Sequence[torch.Tensor]:
+        """Return the tensors whose gradients are scaled and unscaled: all that the optimizer steps."""
+        return stepped_params(self._optimizer())
+
+    def collect(self) -> None:
+        """Let masters have the gradients that a backward pass left on half parameters."""
+        if self.masters is not None:
+            self.masters.collect()
+
+    def before_backward(self) -> None:
+        """Get the gradients that are there ready for a backward pass; see `MasterWeights.before_backward`."""
+        if self.masters is not None:
+            self.masters.before_backward()
+
+    def has_gradients(self) -> bool:
+        """Whether any gradient is there."""
+        return any(param.grad is not None for param in self.params())
+
+    def enter_block(self, scale: Scale) -> None:
+        """Take note that a block has begun, and brought all gradients to ``scale``."""
+        self.grads_scale, self.in_block = scale, True
+
+    def leave_block(
+        self, grads_scale: Scale, verdict: Verdict | None = None, delayed: LossScaler | None = None, params: Any = None
+    ) -> None:
+        """Take note of how a block ended: the scale it left, what it found, the scaler of a check that is still due."""
+        if verdict is not None:
+            self.pending.append(verdict)
+        self.grads_scale = grads_scale
+        params = self.params() if params is None else params
+        self._end_delay()
+        if delayed is not None:
+            self._delayed = delayed, ScaledMark(params)
+        self._mark = GradientMark(params)
+
+    def unscaled(self, params: Sequence[torch.Tensor], scaler: LossScaler, scale: Scale) -> None:
+        """Take note of what a block unscaled: a backward pass leaves what is in no optimizer at the block's scale."""
+        self._unscaled = params, scaler, scale
+
+    def take_in_joined(self) -> None:
+        """Unscale and check the gradients of what joined the optimizer after the last block.
+
+        They are taken to be from that block. A gradient does not tell which backward pass made it, so one of a pass
+        that was not scaled is divided too.
+        """
+        if self._unscaled is None:
+            return
+        (before, scaler, scale), params = self._unscaled, self.params()
+        if len(params) == len(before):
+            return
+        self._unscaled = params, scaler, scale
+        known = set(map(id, before))
+        joined = [p for p in params if p.grad is not None and id(p) not in known and not self._serves(p)]
+        if joined:
+            self.pending.append(Verdict(scaler, scale, unscale_(joined, inverse(scale), None, scaler.late.blank)))
+
+    def expect(self, verdict: Verdict) -> None:
+        """Take note of a backward pass from which gradients come with true values, and of the verdict on them."""
+        self.finish_delayed()
+        if len(self.pending) >= _MANY_VERDICTS:
+            # Nobody steps. To read them all in one go now and then is enough.
+            blamed = self.settle()
+            self.pending = [] if blamed is None else [blamed]
+        self.pending.append(verdict)
+
+    def abandon(self, verdict: Verdict) -> None:
+        """Take note that a verdict is on gradients that were dropped: it skips no step, and its scaler hears of it."""
+        self.pending.remove(verdict)
+        self._abandoned.append(verdict)
+        if len(self._abandoned) >= _MANY_VERDICTS:
+            self._settle_abandoned()
+
+    def _settle_abandoned(self) -> None:
+        abandoned, self._abandoned = self._abandoned, []
+        read(abandoned)
+        # A scaler that is lower by now has nothing to learn from an overflow at a higher scale.
+        settle([one for one in abandoned if one.overflowed and float(one.scale) <= one.scaler.loss_scale])
+
+    def forget_abandoned(self) -> None:
+        """Settle verdicts whose gradients were dropped without a step; the scaler learns from them all the same."""
+        if self.pending:
+            # Where an overflow was cleared all is 0 anyway: whoever clips that goes on to the step, which is skipped.
+            cleared = any(verdict.cleared for verdict in self.pending)
+            if self._mark.replaced() if cleared else self._mark.touched() and not self._holds_any():
+                self.settle()
+        if self._delayed is not None and self._delayed[1].dropped():
+            self._end_delay()
+            self.grads_scale = 1.0
+
+    def _holds_any(self) -> bool:
+        """Tell gradients that were written to, as by clipping, from those that were cleared. Waits for the device."""
+        grads = [grad for param in self.params() if (grad := param.grad) is not None]
+        return bool(grads) and float(total_norm(grads, math.inf)) != 0.0
+
+    def _end_delay(self) -> None:
+        if self._delayed is not None:
+            self._delayed[1].end()
+            self._delayed = None
+
+    def overflowed(self) -> bool:
+        """Tell whether gradients since the last step overflowed; where there are none, whether that step was a skip."""
+        read(self.pending)
+        return any(verdict.overflowed for verdict in self.pending) if self.pending else self.skips.last
+
+    def finish_delayed(self) -> None:
+        """Unscale and check what ``delay_unscale`` left scaled."""
+        if self._delayed is None:
+            return
+        (scaler, mark), scale = self._delayed, self.grads_scale
+        self._end_delay()
+        self.grads_scale = 1.0
+        if not mark.dropped():
+            self.pending.append(
+                Verdict(scaler, scale, unscale_(self.params(), inverse(scale), self.usual, scaler.late.blank))
+            )
+            self._mark = GradientMark(self.params())
+
+    def guarded_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return what an optimizer may call within its step: ``closure``, at lower scales until nothing overflows.
+
+        Raises:
+            NonFiniteGradientsError: When called: no lower scale is to be had, or it does not help.
+        """
+
+        def evaluate() -> Any:
+            self._params_changed()
+            loss, blamed = self.evaluate(closure)
+            if blamed is not None:
+                raise self.hopeless(blamed)
+            return loss
+
+        return evaluate
+
+    def hopeless(self, blamed: Verdict) -> NonFiniteGradientsError:
+        """Return the error for a closure that overflows at all scales with the step half done."""
+        return NonFiniteGradientsError(
+            f"gradients overflowed at loss scale {blamed.scale:g} when {self.name} called its closure in the middle of "
+            "a step, and a lower scale is not to be had or does not help: the parameters are at an intermediate point. "
+            "Load the last checkpoint; train with a lower static loss scale, bf16 or fp32"
+        )
+
+    def step(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Step or skip: what ``optimizer.step(*args, **kwargs)`` does, where ``original`` does it without a guard.
+
+        Raises:
+            UsageError: A block of this optimizer is open.
+            NonFiniteGradientsError: There were too many skips in a row.
+        """
+        if self.in_block:
+            raise UsageError(
+                f"{self.name}.step() was called inside its scale_loss block, where gradients are still multiplied by "
+                f"{self.grads_scale:g}; move optimizer.step() after the with block"
+            )
+        self.skips.steps += 1
+        self._on_step(self.skips)
+        self.last_step_ran = True
+        self.collect()
+        self.finish_delayed()
+        self.take_in_joined()
+        self._look_again()
+        closure = args[0] if args else kwargs.get("closure")
+        try:
+            if callable(closure):
+                self.skips.last = False
+                return (self.step_closure or StepGuard._step_with_closure)(self, closure, original, args, kwargs)
+            flag = self._settle_later()
+            if flag is not None:
+                with self._handed(flag):
+                    return self._call(original, args, kwargs)
+            blamed = self.settle()
+            return self.skip(blamed) if blamed is not None else self.take(original, args, kwargs)
+        finally:
+            self._params_changed()
+
+    def _params_changed(self) -> None:
+        """Bring up to date what follows from the parameters, which a step may have changed."""
+        casts = self._casts()
+        if casts is not None:
+            casts.cache.clear()
+        # An optimizer that skipped by itself left the masters as they were, and so are the halves after this.
+        if self.masters is not None and self.last_step_ran:
+            self.masters.copy_down()
+
+    def _look_again(self) -> None:
+        """Look at the gradients as they are now where other ranks have a part in them: inf may have come from there."""
+        if self.pending and several_processes():
+            last = self.pending[-1]
+            found = non_finite_now(self.params(), [flag for verdict in self.pending for flag in verdict.found])
+            self.pending.append(Verdict(last.scaler, last.scale, found))
+
+    def _settle_later(self) -> torch.Tensor | None:
+        """Settle the pending verdicts on their device and return the flag; None where they are to be read."""
+        verdicts = self.pending
+        if not verdicts or self._abandoned or not self._takes_flags():
+            return None
+        scaler, scale = verdicts[0].scaler, verdicts[0].scale
+        self.skips.wait_by(scaler.late)
+        flag = settle_later(verdicts, functools.partial(self.skips.tell, scaler, number_of(scale)))
+        if flag is not None:
+            self.pending = []
+            if self.skips.news() >= self.max_consecutive_skips:
+                raise self._too_many_skips(scaler)
+        return flag
+
+    def _takes_flags(self) -> bool:
+        """Tell whether the optimizer's step takes the flag of an overflow on its device, and then changes nothing.
+
+        The convention is that of `torch.amp.GradScaler`. Not where the step has hooks, which would run in a skipped one
+        too, nor where the program has given a flag itself.
+        """
+        optimizer: Any = self._optimizer()
+        return (
+            self._honours_flags
+            and getattr(optimizer, "_step_supports_amp_scaling", False)
+            and getattr(optimizer, "found_inf", None) is None
+            and not getattr(optimizer, "_optimizer_step_pre_hooks", None)
+            and not getattr(optimizer, "_optimizer_step_post_hooks", None)
+        )
+
+    @contextlib.contextmanager
+    def _handed(self, flag: torch.Tensor) -> Iterator[None]:
+        optimizer: Any = self._optimizer()
+        optimizer.found_inf = flag
+        try:
+            yield
+        finally:
+            del optimizer.found_inf
+
+    def settle(self) -> Verdict | None:
+        """Read the pending verdicts, tell the scalers, and return the verdict to blame, if any."""
+        pending, self.pending = self.pending, []
+        if not self._abandoned:
+            return settle(pending)
+        # All at one go, since to read is to wait for the device.
+        read([*pending, *self._abandoned])
+        blamed = settle(pending)
+        self._settle_abandoned()
+        return blamed
+
+    def take(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Let the optimizer step, with casts off."""
+        self.skips.last = False
+        result = self._call(original, args, kwargs)
+        self.skips.count(False)
+        return result
+
+    def _call(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        before, self.stepping = self.stepping, True
+        try:
+            if self.masters is not None:
+                self.masters.begin_step()
+            casts = self._casts()
+            with contextlib.nullcontext() if casts is None else casts.switched(False):
+                return original(*args, **kwargs)
+        finally:
+            self.stepping = before
+
+    def skip(self, blamed: Verdict) -> None:
+        """Count a step that is not taken. NonFiniteGradientsError: there were too many in a row."""
+        self.last_step_ran = False
+        optimizer: Any = self._optimizer()
+        # A step was due and came: LR schedulers look at this before they complain about the order of calls.
+        optimizer._opt_called = True
+        self.skips.count(True, blamed.scaler, blamed.scale)
+        if self.skips.in_a_row >= self.max_consecutive_skips:
+            raise self._too_many_skips(blamed.scaler, blamed.cleared)
+
+    def _too_many_skips(self, scaler: LossScaler, cleared: Sequence[torch.Tensor] = ()) -> NonFiniteGradientsError:
+        optimizer: Any = self._optimizer()
+        known = {id(param) for param in cleared}
+        named = [(name, param.grad) for name, param in named_params(optimizer) if param.grad is not None]
+        found = [name for name, param in named_params(optimizer) if id(param) in known] or non_finite(named)
+        return NonFiniteGradientsError(
+            f"{self.skips.in_a_row} steps of {self.name} in a row were skipped for inf or nan in the gradients, "
+            f"first in {', '.join(found) or 'gradients that are gone by now'}; the loss scale is "
+            f"{scaler.loss_scale:g}. Look for inf or nan in the data and the loss, for too high a learning "
+            f"rate, for ops that need fp32. max_consecutive_skips={self.max_consecutive_skips} is the limit"
+        )
+
+    def _step_with_closure(
+        self, closure: Callable[[], Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Step an optimizer that evaluates the loss itself, once (SGD) or many times (LBFGS).
+
+        The closure is called when the optimizer calls it, since some move the parameters first (SAM). Where none has
+        moved and no lower scale helps, the step is given up from within the first evaluation.
+        """
+        blamed = self.settle()
+        if blamed is not None:
+            return self.skip(blamed)
+        later, versions, begun = self.guarded_closure(closure), _versions(self.params()), False
+
+        def evaluate() -> Any:
+            nonlocal begun
+            first, begun = not begun and versions == _versions(self.params()), True
+            if not first:
+                return later()
+            self._params_changed()
+            loss, blamed = self.evaluate(closure)
+            if blamed is not None:
+                raise GivenUp(loss, blamed)
+            return loss
+
+        return self.take_with(evaluate, original, args, kwargs)
+
+    def take_with(
+        self, closure: Callable[[], Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Let the optimizer step with another closure, which may raise `GivenUp`: then this is a skip."""
+        state: Any = getattr(self._optimizer(), "state", None)
+        known = set(state) if isinstance(state, Mapping) else None
+        try:
+            if args:
+                return self.take(original, (closure, *args[1:]), kwargs)
+            return self.take(original, (), {**kwargs, "closure": closure})
+        except GivenUp as given_up:
+            for key in [] if known is None else [key for key in state if key not in known]:
+                del state[key]
+            self.skip(given_up.blamed)
+            return given_up.loss
+
+    def call(self, closure: Callable[[], Any]) -> Any:
+        """Call a closure as outside of a step."""
+        casts = self._casts()
+        with contextlib.nullcontext() if casts is None else casts.evaluating(), torch.enable_grad():
+            return closure()
+
+    def evaluate(self, closure: Callable[[], Any], attempts: int | None = None) -> tuple[Any, Verdict | None]:
+        """Evaluate a closure, at lower scales if it overflows. Returns its loss, and the verdict left to blame."""
+        had_gradients = self.has_gradients()
+        for attempt in range(attempts or _MAX_EVALUATIONS):
+            if attempt and not had_gradients:
+                # The closure may leave zero_grad() to the lines before the step: give it what it found at first.
+                for param in self.params():
+                    param.grad = None
+            loss = self.call(closure)
+            self.collect()
+            self.finish_delayed()
+            blamed = self.settle()
+            # A lower scale helps against large gradients, not against a loss that is inf already.
+            if blamed is None or blamed.scaler.loss_scale >= float(blamed.scale) or not _is_finite(loss):
+                break
+        return loss, blamed
+
+
+class GivenUp(BaseException):
+    """Leaves an optimizer's step from within its closure."""
+
+    def __init__(self, loss: Any, blamed: Verdict) -> None:
+        super().__init__()
+        self.loss = loss
+        self.blamed = blamed
+
+
+def _versions(params: Iterable[torch.Tensor]) -> list[int]:
+    # Inference tensors keep no count.
+    return [0 if param.is_inference() else param._version for param in params]
+
+
+def _honours_flags(kind: type[Any]) -> bool:
+    """Tell whether a class that says it takes the flag of an overflow changes nothing in a step where that is set.
+
+    Not one that wants a whole `GradScaler`, by an older convention. Nor a subclass with a step of its own that inherits
+    ``_step_supports_amp_scaling`` from a class of torch: what its step does besides calling that one, it would do in a
+    skipped step too.
+    """
+    step = getattr(kind, "step", None)
+    if not callable(step) or "grad_scaler" in _parameters(step):
+        return False
+    # Torch wraps the step of each class, so it is in every class's dict; the wrapper has the module of what it wraps.
+    if _is_torchs(getattr(step, "__module__", "")):
+        return True
+    own = [base for base in kind.__mro__ if not _is_torchs(base.__module__)]
+    inherits = any(base not in own and base is not torch.optim.Optimizer for base in kind.__mro__[:-1])
+    return not inherits or any("_step_supports_amp_scaling" in vars(base) for base in own)
+
+
+def _parameters(function: Callable[..., Any]) -> Iterable[str]:
+    try:
+        return inspect.signature(function).parameters
+    except ValueError:
+        # What is written in C may have no signature.
+        return ()
+
+
+def _is_torchs(module: str) -> bool:
+    return module.startswith("torch.optim.")
+
+
+def _is_finite(loss: Any) -> bool:
+    if isinstance(loss, torch.Tensor):
+        return bool(loss.detach().isfinite().all())
+    return not isinstance(loss, float) or math.isfinite(loss)
+
+
+# -- blocks --
+
+
+class _OpenBlocks(threading.local):
+    """The blocks of a thread in which the program scales its loss.
+
+    Attributes:
+        count: How many are open.
+        differentiated: How often the program asked within one for gradients that go to no ``.grad``.
+    """
+
+    count = 0
+    differentiated = 0
+
+
+open_blocks = _OpenBlocks()
+
+
+class scaled_block:  # noqa: N801, named as what it is in a with statement
+    """The block in which the gradients of some optimizers are those of a scaled loss.
+
+    Inside, everything in ``.grad`` has the scale of the block: gradients of earlier blocks are multiplied by it first.
+    After it they have true values again, also after an exception. A scaler that does not check (scale 1.0) costs no
+    pass over the gradients.
+
+    Args:
+        guards: Of the optimizers whose gradients the loss makes; none where only the gradients of inputs are wanted.
+        scaler: Gives the scale, and is told later what became of it.
+        delay_unscale: Leave the gradients scaled, for a later block or the step to unscale and check.
+
+    Yields:
+        The scale: multiply the loss by it.
+
+    Raises:
+        UsageError: One of the optimizers is in a block already.
+    """
+
+    __slots__ = ("_delay_unscale", "_differentiated", "_guards", "_scale", "_scaler")
+
+    def __init__(self, guards: Iterable[StepGuard], scaler: LossScaler, *, delay_unscale: bool = False) -> None:
+        self._guards = tuple(dict.fromkeys(guards))
+        self._scaler = scaler
+        self._delay_unscale = delay_unscale
+        self._scale: Scale = 1.0
+        self._differentiated = 0
+
+    def __enter__(self) -> Scale:
+        self._scale = _open(self._guards, self._scaler)
+        open_blocks.count += 1
+        self._differentiated = open_blocks.differentiated
+        return self._scale
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            for guard in self._guards:
+                guard.collect()
+            if kind is not None:
+                # The program may catch the exception and step all the same: not with inf and nan.
+                _leave(self._guards, self._scaler, self._scale, self._scale != 1.0, warns=False)
+            elif self._delay_unscale:
+                for guard in self._guards:
+                    guard.leave_block(self._scale, delayed=self._scaler if self._scaler.checks else None)
+            else:
+                warns = open_blocks.differentiated == self._differentiated
+                _leave(self._guards, self._scaler, self._scale, self._scaler.checks, warns=warns)
+        finally:
+            open_blocks.count -= 1
+            for guard in self._guards:
+                guard.in_block = False
+
+
+def _open(guards: Sequence[StepGuard], scaler: LossScaler) -> Scale:
+    """Bring the gradients that are there to the scale of the block, and return the scale."""
+    for guard in guards:
+        if guard.in_block:
+            raise UsageError(f"{guard.name} is in a scale_loss block already; end that block before the next")
+    for guard in guards:
+        guard.collect()
+        guard.take_in_joined()
+        guard.forget_abandoned()
+        if not scaler.checks:
+            guard.finish_delayed()
+    # Only now: what was settled may have changed the scale.
+    scale = scaler.scale_at_hand()
+    if any(guard.grads_scale != scale for guard in guards):
+        _rescale(guards, scale)
+    for guard in guards:
+        guard.before_backward()
+    for guard in guards:
+        guard.enter_block(scale)
+    return scale
+
+
+def _rescale(guards: Sequence[StepGuard], scale: Scale) -> None:
+    by_scale: dict[Scale, list[torch.Tensor]] = {}
+    seen: set[int] = set()
+    for guard in guards:
+        params = [param for param in guard.params() if param.grad is not None and id(param) not in seen]
+        if params:
+            seen.update(map(id, params))
+            by_scale.setdefault(guard.grads_scale, []).extend(params)
+    for before, params in by_scale.items():
+        if before != scale:
+            scale_(params, quotient(scale, before))
+
+
+def _leave(guards: Sequence[StepGuard], scaler: LossScaler, scale: Scale, checks: bool, *, warns: bool) -> None:
+    """Unscale and check, and leave the verdict with every optimizer that has gradients."""
+    lists = [guard.params() for guard in guards]
+    present = [any(param.grad is not None for param in params) for params in lists]
+    verdicts: Sequence[Verdict | None] = [None] * len(lists)
+    if checks and any(present):
+        verdicts = _judged(guards, lists, scaler, scale)
+    for guard, params, has_gradients, verdict in zip(guards, lists, present, verdicts, strict=True):
+        guard.leave_block(1.0, verdict if has_gradients else None, params=params)
+        if checks:
+            guard.unscaled(params, scaler, scale)
+        if warns and not has_gradients:
+            warn_without_gradients(guard.name, params)
+
+
+def _judged(
+    guards: Sequence[StepGuard], lists: Sequence[Sequence[torch.Tensor]], scaler: LossScaler, scale: Scale
+) -> Sequence[Verdict]:
+    """Unscale and check the gradients of all guards. Returns a verdict for each.
+
+    An overflow in this block is the overflow of all. What an earlier block left is that of its own optimizers alone.
+    """
+    if len(guards) == 1 or not any(guard.pending for guard in guards):
+        params = lists[0] if len(lists) == 1 else [*itertools.chain.from_iterable(lists)]
+        return [Verdict(scaler, scale, unscale_(params, inverse(scale), guards[0].usual, scaler.late.blank))] * len(
+            guards
+        )
+    found, new = {}, {}
+    for owners, params in _by_owners(lists).items():
+        found[owners] = unscale_(params, inverse(scale), None, scaler.late.blank)
+        new[owners] = unseen(found[owners], [verdict for place in owners for verdict in guards[place].pending])
+    verdicts: list[Verdict] = []
+    for place in range(len(guards)):
+        flags = [flag for owners in found for flag in (found if place in owners else new)[owners]]
+        verdicts.append(Verdict(scaler, scale, flags, block=verdicts[0] if verdicts else None))
+    return verdicts
+
+
+def _by_owners(lists: Sequence[Sequence[torch.Tensor]]) -> dict[frozenset[int], list[torch.Tensor]]:
+    """Sort parameters by the lists that they, or others with the same gradient, are in."""
+    by_grad: dict[int, tuple[list[torch.Tensor], set[int]]] = {}
+    for place, params in enumerate(lists):
+        for param in params:
+            if param.grad is not None:
+                sharing, places = by_grad.setdefault(id(param.grad), ([], set()))
+                sharing.append(param)
+                places.add(place)
+    owned: dict[frozenset[int], list[torch.Tensor]] = {}
+    for sharing, places in by_grad.values():
+        owned.setdefault(frozenset(places), []).extend(sharing)
+    return owned
+
+
+def build_grad(original: Any) -> Any:
+    """Build the replacement of `torch.autograd.grad`: a block in which it is called need leave nothing in ``.grad``."""
+
+    def grad(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and open_blocks.count:
+            open_blocks.differentiated += 1
+        return original(*args, **kwargs)
+
+    return dress(grad, original, "torch.autograd", "grad")

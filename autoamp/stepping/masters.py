@@ -1,0 +1,579 @@
+"""Master weights: an fp32 copy of every half parameter that an optimizer steps.
+
+The optimizer's groups have the masters, the model has the half parameters. A backward pass leaves gradients in half
+precision; one multi-tensor pass copies them up, and from then on a half parameter and its master share one fp32
+gradient (torch's `Tensor.grad_dtype` allows it): clipping or clearing the one is clipping or clearing the other, and
+further backward passes add up in fp32. After a step one multi-tensor pass copies the masters down.
+
+Masters win. What is written into a half parameter afterwards reaches its master where torch tells of the write: by the
+parameter's version, or by the address of its data. A write through ``.data`` is not told of, and the next step undoes
+it; a write into a master by whatever way stays. Until the first step it is the other way round, since programs load
+and broadcast weights through ``.data`` before they train: a hash of the half values tells whether they were written to.
+Nothing of this waits for the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from autoamp.errors import UsageError
+from autoamp.scaling import widened
+from autoamp.stepping.attach import AttachedMethod
+from autoamp.stepping.replicas import Replica, Sync, Wrappers, several_processes
+from autoamp.tensors import HALF_DTYPES
+
+__all__ = ["MasterWeights", "equalised", "fit_state", "load_master", "master_of", "release_master"]
+
+log = logging.getLogger(__name__)
+
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+
+
+# -- half parameters and their masters --
+
+
+class Link:
+    """A master, and what its half parameter was when the two last agreed.
+
+    Attributes:
+        master: The fp32 tensor.
+        equal_by: The wrapper that made the masters of all processes equal, referred to weakly; None before that.
+        fingerprint: A hash of the half values, until the first step; None from then on.
+    """
+
+    __slots__ = ("_address", "_master_version", "_version", "equal_by", "fingerprint", "master")
+
+    def __init__(self, half: Tensor, master: Tensor) -> None:
+        self.master = master
+        self.equal_by: weakref.ref[Any] | None = None
+        self.fingerprint = _fingerprint(half)
+        self.agree(half)
+
+    def agree(self, half: Tensor) -> None:
+        """Take note that the half parameter is the rounded master now."""
+        self._version, self._address = _version(half), _address(half)
+        self._master_version = _version(self.master)
+        if self.fingerprint is not None:
+            self.fingerprint = _fingerprint(half)
+
+    def is_equal_by(self, wrapper: object) -> bool:
+        """Tell whether this wrapper made the masters of all processes equal."""
+        return self.equal_by is not None and self.equal_by() is wrapper
+
+    def is_behind(self, half: Tensor) -> bool:
+        """Tell whether somebody wrote into the half parameter, or, before the first step, may have done so."""
+        return self.fingerprint is not None or self.is_written(half)
+
+    def is_written(self, half: Tensor) -> bool:
+        """Tell whether torch tells of a write into the half parameter."""
+        return _version(half) != self._version or _address(half) != self._address
+
+    def take_over(self, half: Tensor, *, whole: bool) -> None:
+        """Set the master to what was written into the half parameter; where both were written to, masters win."""
+        if _version(self.master) == self._master_version:
+            self.read(half, whole=whole)
+        else:
+            self.agree(half)
+
+    def take_over_unseen(self, half: Tensor, *, whole: bool) -> None:
+        """Do as `take_over` does, before the first step, where a hash alone tells whether there was a write."""
+        value, differs = self._compared(half)
+        now: Any = _fingerprint(half)
+        written = (now != self.fingerprint).to(value.device)
+        master = self.master
+        stays = differs & ~written if whole else ~(differs & written)
+        master.copy_(torch.where(stays, master, value))
+        self.agree(half)
+
+    def read(self, half: Tensor, *, whole: bool) -> None:
+        """Set the master to the half parameter.
+
+        Elements in which both are the same, inf and nan included, keep the bits that half precision has no room for;
+        but not with ``whole``, by which the masters of all processes become equal where the half parameters are.
+        """
+        value, differs = self._compared(half)
+        self.master.copy_(value if whole else torch.where(differs, value, self.master))
+        self.agree(half)
+
+    def _compared(self, half: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the half parameter in fp32, and where it is not the rounded master."""
+        value = half.detach().to(device=self.master.device, dtype=self.master.dtype)
+        rounded = self.master.detach().to(half.dtype).to(self.master.dtype)
+        return value, (value != rounded) & ~(value.isnan() & rounded.isnan())
+
+
+# The one master of each half parameter, for as long as the parameter lives: optimizers that share a parameter share it,
+# and it outlives an optimizer that was dropped.
+_links: Any = WeakIdKeyDictionary()
+
+
+def master_of(parameter: Tensor) -> Tensor | None:
+    """Return the fp32 master of a half parameter, None where it has none. Weights written from outside are in it."""
+    link: Link | None = _links.get(parameter)
+    if link is None or parameter.dtype not in HALF_DTYPES:
+        return None
+    follow([(parameter, link)])
+    return link.master
+
+
+def load_master(parameter: Tensor, value: Tensor) -> None:
+    """Give a half parameter's master an fp32 value of which the parameter has the rounded one already."""
+    link: Link = _links[parameter]
+    link.master.copy_(value)
+    link.agree(parameter)
+
+
+def release_master(parameter: Tensor) -> Tensor | None:
+    """Return what `master_of` does, and forget it."""
+    master = master_of(parameter)
+    _links.pop(parameter, None)
+    return master
+
+
+@contextlib.contextmanager
+def equalised(parameters: Iterable[Tensor], wrapper: object) -> Iterator[list[Tensor]]:
+    """Yield the masters of parameters, to be broadcast from the process whose parameters all get.
+
+    Args:
+        parameters: Those of a model; what has no master is passed over.
+        wrapper: Whatever keeps them equal from now on.
+    """
+    pairs = [(half, link) for half in parameters if (link := _links.get(half)) is not None]
+    follow(pairs, local=True)
+    yield [link.master.detach() for _, link in pairs]
+    for half, link in pairs:
+        link.equal_by = weakref.ref(wrapper)
+        # Half parameters are not written to here: a graph may have saved them.
+        link.agree(half)
+
+
+def linked(half: Tensor, original: Tensor | None) -> Link:
+    """Return the link of a half parameter, a new one if it has none: to a master with the value of ``original``."""
+    if master_of(half) is None:
+        value = half.detach().float() if original is None else original.detach()
+        _links[half] = Link(half, value.requires_grad_(half.requires_grad))
+    link: Link = _links[half]
+    return link
+
+
+def check_shapes(half: Tensor, master: Tensor) -> None:
+    """Raise UsageError where a half parameter and its master differ in shape."""
+    if half.shape != master.shape:
+        raise UsageError(
+            f"a half parameter of shape {tuple(half.shape)} has a master of shape {tuple(master.shape)}: it was "
+            "reshaped or sharded since; make the optimizer after that (after FullyShardedDataParallel, say)"
+        )
+
+
+@torch.no_grad()
+def follow(pairs: Iterable[tuple[Tensor, Link]], *, first_step: bool = False, local: bool = False) -> int:
+    """Let masters follow half parameters that were written to. Returns how many of these torch tells of.
+
+    Args:
+        pairs: Half parameters, with their links.
+        first_step: Whether a step begins, from which on masters win.
+        local: Whether the masters of other processes may be left to differ.
+    """
+    behind = [(half, link) for half, link in pairs if link.is_behind(half)]
+    if not behind:
+        return 0
+    several, told = not local and several_processes(), 0
+    for half, link in behind:
+        check_shapes(half, link.master)
+        whole = several and link.equal_by is None
+        if link.is_written(half):
+            link.take_over(half, whole=whole)
+            told += 1
+        elif link.fingerprint is not None:
+            link.take_over_unseen(half, whole=whole and first_step)
+        if first_step:
+            link.fingerprint = None
+    return told
+
+
+def _fingerprint(tensor: Tensor) -> Tensor | None:
+    return torch.hash_tensor(_local(tensor.detach())) if tensor.numel() else None
+
+
+def _version(tensor: Tensor) -> int | None:
+    try:
+        return tensor._version
+    except RuntimeError:
+        # Inference tensors keep no count.
+        return None
+
+
+def _address(tensor: Tensor) -> int:
+    return (tensor if type(tensor) in _PLAIN else _local(tensor)).data_ptr()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return the part of a DTensor that this process has, and any other tensor as it is."""
+    return tensor if type(tensor) in _PLAIN or not hasattr(tensor, "_local_tensor") else tensor._local_tensor
+
+
+# -- the masters of an optimizer --
+
+# So many elements of gradients are widened at one go: each part costs a launch.
+_SMALL = 2**17
+
+# Marks a gradient that a half parameter shares with its master. Where the master's is another one by now, or none, the
+# master was cleared or written to, and the half parameter's is of an earlier step.
+_SHARED = "_autoamp_shared"
+
+_wrappers = Wrappers()
+
+
+class MasterWeights:
+    """The masters of one optimizer.
+
+    Args:
+        optimizer: Its groups' half parameters are replaced by masters, now and whenever a group is added. State that
+            belongs to a half parameter goes over to its master. ``optimizer.zero_grad()`` clears both their gradients.
+        originals: fp32 values by ``id(parameter)``, of parameters that were in fp32 before: their masters start from
+            these, not from the rounded ones.
+    """
+
+    def __init__(self, optimizer: Any, originals: Mapping[int, Tensor] | None = None) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._originals = originals or {}
+        self._pairs: dict[int, tuple[Tensor, Link]] = {}
+        self._hooks: dict[int, Any] = {}
+        # Half parameters outlive an optimizer that is dropped.
+        weakref.finalize(self, _remove_all, self._hooks).atexit = False
+        self._aside = _Aside()
+        self._replicated: list[_Replicated] = []
+        self._asked = (-1, -1)
+        self.writes_seen = 0
+        # Weakly, since what stands at the optimizer's methods refers to this object.
+        self._attached: list[weakref.ref[AttachedMethod]] = []
+        self.adopt()
+        self._watching = _wrappers.watch(self)
+        for method, instead in (("zero_grad", self._clear), ("add_param_group", self._add_group)):
+            if callable(getattr(optimizer, method, None)):
+                self._attached.append(weakref.ref(AttachedMethod(optimizer, method, instead)))
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    @property
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Each half parameter with its master, in the order in which they were adopted."""
+        return [(half, link.master) for half, link in self._pairs.values()]
+
+    @torch.no_grad()
+    def adopt(self, originals: Mapping[int, Tensor] | None = None) -> None:
+        """Give every half parameter in the optimizer's groups a master; ``originals`` as for the object."""
+        self._originals = originals or self._originals
+        optimizer: Any = self._optimizer()
+        for group in optimizer.param_groups:
+            params = group["params"]
+            for index, parameter in enumerate(params):
+                if parameter.dtype in HALF_DTYPES:
+                    params[index] = master = self._master(parameter)
+                    _move_state(optimizer, parameter, master)
+
+    def of(self, parameter: Any) -> Any:
+        """Return what the optimizer steps for a parameter of the model: its master, or the parameter itself."""
+        pair = self._pairs.get(id(parameter))
+        return parameter if pair is None else pair[1].master
+
+    def _master(self, parameter: Tensor) -> Tensor:
+        link = linked(parameter, self._originals.get(id(parameter)))
+        # None: of any dtype. What backward makes is half, as DistributedDataParallel's buckets want it.
+        parameter.grad_dtype = None
+        self._pairs[id(parameter)] = (parameter, link)
+        return link.master
+
+    def collect(self) -> None:
+        """Make ready for what needs gradients: called when a block begins, when it ends, and before a step.
+
+        The first time after a DistributedDataParallel was made it is a collective.
+        """
+        self.share_gradients()
+        self._equalise()
+
+    @torch.no_grad()
+    def share_gradients(self) -> None:
+        """Let each half parameter and its master have one fp32 gradient.
+
+        ``zero_grad()`` on the model or ``p.grad = None`` has cleared the half parameter, or the master: the other one
+        follows.
+        """
+        self.adopt()
+        fresh = []
+        for half, master in self.pairs:
+            if half.requires_grad is not master.requires_grad:
+                master.requires_grad_(half.requires_grad)
+            if half.requires_grad and id(half) not in self._hooks:
+                # In a backward pass outside of any block this is the last moment to tell old gradients from new ones.
+                self._hooks[id(half)] = half.register_hook(_arriving(half, master, self._aside))
+            _drop_old(half, master)
+            if half.grad is None and master.grad is not None and not hasattr(master.grad, _SHARED):
+                # Somebody gave the master a gradient of his own.
+                _share(half, master, master.grad)
+            elif half.grad is not None and half.grad.dtype in HALF_DTYPES:
+                fresh.append((half, master))
+            elif half.grad is not master.grad:
+                _share(half, master, half.grad)
+        for some in _parts(fresh):
+            for (half, master), grad in zip(some, widened(half.grad for half, _ in some), strict=True):
+                _share(half, master, grad)
+        for half, master, earlier in self._aside.take():
+            _share(half, master, earlier if master.grad is None else earlier.add_(master.grad))
+
+    @torch.no_grad()
+    def before_backward(self) -> None:
+        """Make way for the reducer of torch's DistributedDataParallel; called within a block, before its backward pass.
+
+        Gradients add up in fp32. The reducer averages all that it finds in ``.grad``, and takes the parameter's dtype
+        alone: so fp32 sums that were averaged already are put aside until the pass is over, and what ``no_sync`` left,
+        which it has yet to average, goes to half precision.
+        """
+        for part in self._replicated:
+            present = [half for half, _ in part.pairs if half.grad is not None]
+            sync = part.replica.sync()
+            if sync is Sync.YES and not part.unreduced:
+                self._aside.wanted.update(map(id, present))
+            elif sync is not Sync.NO:
+                _narrow(present)
+            part.unreduced = sync is not Sync.YES
+        # The flat parameters of FullyShardedDataParallel have gradients of their own dtype too.
+        _narrow([half for half, _ in self._pairs.values() if hasattr(half, "_fsdp_flattened")])
+
+    @torch.no_grad()
+    def _equalise(self) -> None:
+        """Broadcast the masters with which a DistributedDataParallel was made since this was asked last."""
+        if self._asked == (_wrappers.seen, len(self._pairs)):
+            return
+        self._asked = (_wrappers.seen, len(self._pairs))
+        self._replicated = []
+        left = dict(self._pairs)
+        # Of several around one parameter the newest counts: one from before may not be collected yet.
+        for replica in reversed(list(_wrappers)):
+            pairs = [left.pop(id(param)) for param in replica.parameters() if id(param) in left]
+            stale = [(half, link) for half, link in pairs if not link.is_equal_by(replica.wrapper)]
+            if stale:
+                with equalised([half for half, _ in stale], replica.wrapper) as masters:
+                    replica.broadcast(masters)
+            self._replicated.append(_Replicated(replica, pairs))
+
+    def _clear(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Stand in for ``optimizer.zero_grad``, which knows the masters alone: half parameters let go as well."""
+        original(*args, **kwargs)
+        self.adopt()
+        for half, master in self.pairs:
+            if half.grad is not None:
+                half.grad = master.grad
+
+    def _add_group(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Stand in for ``optimizer.add_param_group``: what is loaded next finds the masters there."""
+        original(*args, **kwargs)
+        self.adopt()
+
+    def begin_step(self) -> None:
+        """Let masters take over what was written into the half parameters; from here on they win."""
+        written = follow(self._pairs.values(), first_step=True)
+        if written:
+            self.writes_seen += 1
+            # A program that clips its weights does so at each step; powers of two keep the log short.
+            if self.writes_seen & (self.writes_seen - 1) == 0:
+                log.warning(
+                    "%d half parameters were written to since the last step; their masters follow (seen %d times)",
+                    written,
+                    self.writes_seen,
+                )
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Let masters take over what torch tells was written into the half parameters."""
+        follow(self._pairs.values())
+
+    @torch.no_grad()
+    def read_model(self) -> None:
+        """Set each master to its half parameter, however that was written to. Elements that agree keep their low bits.
+
+        Not in a group of several processes: there all of a master is read, so that all processes have the same.
+        """
+        for half, link in self._pairs.values():
+            link.read(half, whole=several_processes())
+
+    @torch.no_grad()
+    def copy_down(self) -> None:
+        """Write the masters into the half parameters, in one multi-tensor pass."""
+        pairs = self._pairs.values()
+        if pairs:
+            try:
+                torch._foreach_copy_([half for half, _ in pairs], [link.master for _, link in pairs])
+            except RuntimeError:
+                for half, link in pairs:
+                    check_shapes(half, link.master)
+                raise
+        for half, link in pairs:
+            link.agree(half)
+
+    @torch.no_grad()
+    def dissolve(self, only: Iterable[Tensor] | None = None) -> None:
+        """Undo everything: the parameters get the masters' fp32 values, and their places in the optimizer back.
+
+        Args:
+            only: The parameters that are meant. Where others are left the rest stays in place.
+        """
+        chosen = self._pairs.keys() if only is None else self._pairs.keys() & set(map(id, only))
+        self.share_gradients()
+        pairs = [self._pairs[key] for key in self._pairs if key in chosen]
+        follow([(half, link) for half, link in pairs if half.shape == link.master.shape], local=True)
+        for half, link in pairs:
+            grad, half.grad = half.grad, None
+            half.data = link.master.data if half.shape == link.master.shape else half.data.float()
+            half.grad = grad
+            _replace_in_groups(self._optimizer(), link.master, half)
+            release_master(half)
+            self._pairs.pop(id(half))
+            hook = self._hooks.pop(id(half), None)
+            if hook is not None:
+                hook.remove()
+        if not self._pairs or only is None:
+            for reference in self._attached:
+                attached = reference()
+                if attached is not None:
+                    attached.detach()
+            self._attached.clear()
+            self._replicated.clear()
+            self._watching()
+
+
+def fit_state(optimizer: Any) -> None:
+    """Bring an optimizer's state to the dtypes of its parameters, where these were cast after the state was made."""
+    state = getattr(optimizer, "state", None)
+    if isinstance(state, Mapping):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in state and parameter.dtype in (torch.float32, *HALF_DTYPES):
+                    _move_state(optimizer, parameter, parameter)
+
+
+def _replace_in_groups(optimizer: Any, old: Tensor, new: Tensor) -> None:
+    for group in optimizer.param_groups:
+        # In place: some optimizers (LBFGS) refer to the list itself.
+        group["params"][:] = [new if parameter is old else parameter for parameter in group["params"]]
+    _move_state(optimizer, old, new)
+
+
+def _move_state(optimizer: Any, old: Tensor, new: Tensor) -> None:
+    """Move an optimizer's state to another parameter and its dtype, by the rule of ``Optimizer.load_state_dict``."""
+    state = getattr(optimizer, "state", None)
+    if not isinstance(state, Mapping) or old not in state:
+        return
+
+    def fitted(key: Any, value: Any) -> Any:
+        castable = key != "step" and isinstance(value, Tensor) and value.dtype in (torch.float32, *HALF_DTYPES)
+        return value.to(new.dtype) if castable else value
+
+    state[new] = {key: fitted(key, value) for key, value in state.pop(old).items()}  # type: ignore[index,attr-defined]
+
+
+@dataclass
+class _Replicated:
+    """What of one optimizer's half parameters one DistributedDataParallel keeps equal over processes.
+
+    Attributes:
+        unreduced: Whether gradients that are there may be those of this process alone, which ``no_sync`` left.
+    """
+
+    replica: Replica
+    pairs: list[tuple[Tensor, Link]]
+    unreduced: bool = False
+
+
+class _Aside:
+    """Gradients that are put aside while torch's reducer is at work.
+
+    Attributes:
+        wanted: The half parameters whose shared gradient is put aside when the next one arrives, by id. Not before: a
+            ``zero_grad()`` between here and there is to be seen.
+    """
+
+    def __init__(self) -> None:
+        self.wanted: set[int] = set()
+        self._put: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def put(self, half: Tensor, master: Tensor) -> None:
+        grad = half.grad
+        if grad is not None and hasattr(grad, _SHARED):
+            self._put.append((half, master, grad))
+            half.grad = master.grad = None
+
+    def take(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Return each half parameter with its master and the gradient that was put aside, and forget them."""
+        put, self._put = self._put, []
+        self.wanted.clear()
+        return put
+
+
+def _arriving(half: Tensor, master: Tensor, aside: _Aside) -> Any:
+    """Return a hook for a half parameter, which runs before a gradient is added to what is there."""
+    reference = weakref.ref(half)
+
+    def arrive(_: Tensor) -> None:
+        parameter = reference()
+        if parameter is not None:
+            _drop_old(parameter, master)
+            if id(parameter) in aside.wanted:
+                aside.put(parameter, master)
+
+    return arrive
+
+
+def _remove_all(hooks: Mapping[int, Any]) -> None:
+    for hook in hooks.values():
+        hook.remove()
+
+
+def _drop_old(half: Tensor, master: Tensor) -> None:
+    """Where the master's gradient was cleared or replaced, let go of the one that was shared."""
+    grad = half.grad
+    if grad is not None and grad is not master.grad and hasattr(grad, _SHARED):
+        half.grad = master.grad
+
+
+def _share(half: Tensor, master: Tensor, grad: Tensor | None) -> None:
+    if grad is not None:
+        setattr(grad, _SHARED, True)
+    try:
+        half.grad = master.grad = grad
+    except RuntimeError:
+        check_shapes(half, master)
+        raise
+
+
+def _parts(pairs: list[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Split pairs, so that the half gradients of one part are gone before those of the next are widened.
+
+    At one go both kinds would be there at once, which is when memory is shortest. A part is half of what is left, and
+    the largest come first: while all but the last of them go over there are fewer bytes than of all of them in fp32.
+    """
+    pairs = sorted(pairs, key=lambda pair: pair[0].numel(), reverse=True)
+    left, begin, taken = sum(half.numel() for half, _ in pairs), 0, 0
+    for end, (half, _) in enumerate(pairs):
+        size = half.numel()
+        if taken and left > _SMALL and taken + size > left // 2:
+            yield pairs[begin:end]
+            left, begin, taken = left - taken, end, 0
+        taken += size
+    yield pairs[begin:]
+
+
+def _narrow(halves: Iterable[Tensor]) -> None:
+    for half in halves:
+        if half.grad is not None:
+            half.grad = half.grad.to(half.dtype)

@@ -1,0 +1,527 @@
+"""The optimizers of a handle: their guards and master weights, the losses' scalers, and the skips of them all."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoamp.casting import Casts
+from autoamp.errors import CheckpointError, UsageError
+from autoamp.scaling import LossScaler, is_count, multiplied
+from autoamp.stepping.attach import AttachedStep, InnerSteps, is_optimizer, stepped_params
+from autoamp.stepping.checks import check_optimizer
+from autoamp.stepping.guard import Skips, StepGuard, scaled_block
+from autoamp.stepping.masters import MasterWeights
+
+__all__ = ["GuardedOptimizers", "ScalesItself", "refuse_own_scaler"]
+
+
+class ScalesItself:
+    """Marks an optimizer that scales its losses itself: it is not for `GuardedOptimizers` to guard."""
+
+    __slots__ = ()
+
+
+@dataclasses.dataclass
+class OwnSteps:
+    """Steps of optimizers that scale their losses themselves, of all together.
+
+    Attributes:
+        scalers: The loss scaler of each optimizer, by what is known of its steps.
+    """
+
+    scalers: dict[Skips, LossScaler] = dataclasses.field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        """How many steps there were, skips included."""
+        return sum(skips.steps for skips in self.scalers)
+
+    @property
+    def skipped(self) -> int:
+        """How many of the steps were skips. Waits for the device where that alone knows."""
+        return sum(skips.total for skips in self.scalers)
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale of the last optimizer. Waits as `skipped` does."""
+        for skips in self.scalers:
+            # Scalers hear of skips no earlier than somebody asks.
+            skips.catch_up()
+        return list(self.scalers.values())[-1].loss_scale
+
+
+class GuardedOptimizers:
+    """Guards optimizers as scaled losses come by.
+
+    Args:
+        casts: Turned off while an optimizer steps.
+        scalers: One for each ``loss_id``.
+
+    Attributes:
+        scalers: As given, and those of wrapped optimizers.
+        steps: How many steps of optimizers there were, skips included.
+        guarded: How many optimizers were ever guarded.
+        own: What the program's own `FP16_Optimizer` did; None where it has none.
+        masters_for_all: Whether every optimizer that is guarded from now on gets masters for its half parameters.
+        max_consecutive_skips: So many skips of one optimizer in a row are an error.
+    """
+
+    def __init__(self, casts: Casts, scalers: Sequence[LossScaler]) -> None:
+        self.scalers = list(scalers)
+        # Of each call of `initialize`, and of the last one, which serves optimizers that were named in none.
+        self._scalers_of: weakref.WeakKeyDictionary[Any, list[LossScaler]] = weakref.WeakKeyDictionary()
+        self._latest: list[LossScaler] | None = None
+        # Scalers of earlier calls that losses were scaled by since the last one.
+        self._used: set[LossScaler] = set()
+        self._off: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._check: Callable[[], None] = lambda: None
+        self._steps_halves: Callable[[Any], bool] = lambda _: False
+        self.steps = 0
+        self._skipped_steps = 0
+        self._last: Skips | None = None
+        self.guarded = 0
+        self.own: OwnSteps | None = None
+        self.masters_for_all = False
+        self.max_consecutive_skips = 50
+        self._casts = casts
+        self._guards: weakref.WeakKeyDictionary[Any, StepGuard] = weakref.WeakKeyDictionary()
+        self._wrapped: weakref.WeakKeyDictionary[Any, _OwnScalers] = weakref.WeakKeyDictionary()
+        self._inner_steps: InnerSteps | None = None
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were skipped, of all optimizers together. Waits for the device where that alone knows."""
+        self._catch_up()
+        return self._skipped_steps
+
+    @property
+    def last_step_skipped(self) -> bool:
+        """Whether the last step of any optimizer was a skip. Waits as `skipped_steps` does."""
+        return self._last is not None and self._last.last
+
+    def _catch_up(self) -> None:
+        for guard in self.guards:
+            guard.skips.catch_up()
+        for scaler in self.scalers:
+            # Of optimizers that are gone.
+            scaler.late.catch_up()
+
+    def _count_step(self, skips: Skips) -> None:
+        self.steps += 1
+        self._last = skips
+
+    def _count_skip(self) -> None:
+        self._skipped_steps += 1
+
+    @property
+    def guards(self) -> list[StepGuard]:
+        """The guards of all optimizers that live."""
+        return list(self._guards.values())
+
+    def scaler(self, loss_id: int, optimizers: Any = ()) -> LossScaler:
+        """Return the scaler of a loss of these optimizers. UsageError: there is none of that number.
+
+        Of optimizers that different calls of `initialize` set up, the first whose gradients are checked decides.
+        """
+        latest = self.scalers if self._latest is None else self._latest
+        choices = [latest]
+        with contextlib.suppress(TypeError):
+            # What no weak reference can be made to is refused where it is guarded.
+            choices = [self._scalers_of.get(optimizer, latest) for optimizer in _listed(optimizers)] or choices
+        fitting = [scalers[loss_id] for scalers in choices if 0 <= loss_id < len(scalers)]
+        if not fitting:
+            known = " or ".join(map(str, range(max(map(len, choices)))))
+            raise UsageError(f"loss_id={loss_id} has no scaler; choose {known}")
+        chosen = next((scaler for scaler in fitting if scaler.checks), fitting[0])
+        if self._latest is not None:
+            self._used.add(chosen)
+        return chosen
+
+    def use_scalers(self, scalers: list[LossScaler], optimizers: Iterable[Any]) -> None:
+        """Let these optimizers, and all that no call of `initialize` names, have scalers of these by ``loss_id``.
+
+        Steps and skips are counted anew.
+        """
+        self.scalers += [scaler for scaler in scalers if not any(scaler is known for known in self.scalers)]
+        self._latest = scalers
+        self._used.clear()
+        self._catch_up()
+        self.steps = self._skipped_steps = 0
+        for optimizer in optimizers:
+            self._scalers_of[optimizer] = scalers
+            self._off.discard(optimizer)
+
+    def forget_scalers_but(self, scalers: Iterable[LossScaler]) -> None:
+        """Forget all scalers but these, and those of wrapped optimizers."""
+        self._catch_up()
+        wanted = {id(scaler) for scaler in (*scalers, *(s for own in self._wrapped.values() for s in own.scalers))}
+        self.scalers = [scaler for scaler in self.scalers if id(scaler) in wanted]
+
+    def switch_off(self, optimizers: Iterable[Any]) -> None:
+        """Leave the losses of these optimizers as they are."""
+        self._off.update(optimizers)
+
+    def is_off(self, optimizers: Any) -> bool:
+        """Tell whether losses of these optimizers stay as they are."""
+        if not self._off:
+            return False
+        listed = _listed(optimizers)
+        return bool(listed) and all(optimizer in self._off for optimizer in listed)
+
+    def serve(self, casts: Casts, check: Callable[[], None]) -> None:
+        """Belong to another handle from now on; ``check`` raises where that one is not active."""
+        self._casts, self._check = casts, check
+
+    def keep_masters_for_all(self, but: Callable[[Any], bool]) -> None:
+        """Give every optimizer that is guarded from now on masters, but those of which ``but`` is true."""
+        self.masters_for_all, self._steps_halves = True, but
+
+    @contextlib.contextmanager
+    def scaled(self, loss: Any, optimizers: Any, scaler: LossScaler, delay_unscale: bool) -> Iterator[Tensor]:
+        """Yield ``loss.float() * scale``; see `autoamp.runtime.Handle.scale_loss`."""
+        if not isinstance(loss, Tensor):
+            kind = type(loss).__name__
+            raise UsageError(f"scale_loss() takes a floating tensor, not a {kind}; pass the loss, not loss.item()")
+        if not loss.is_floating_point():
+            raise UsageError(f"scale_loss() takes a floating tensor, and this loss is {loss.dtype}; check what made it")
+        guards = [self.guard(optimizer) for optimizer in _listed(optimizers)]
+        try:
+            with scaled_block(guards, scaler, delay_unscale=delay_unscale) as scale:
+                yield multiplied(loss, scale)
+        finally:
+            self._casts.cache.clear()
+
+    def guard(self, optimizer: Any, *, check: bool = True) -> StepGuard:
+        """Return the optimizer's guard, a new one the first time. UsageError: this is no optimizer to guard.
+
+        Args:
+            optimizer: Anything with ``param_groups`` and ``step``.
+            check: Whether to warn, the first time, of settings that half parameters without masters cannot take.
+        """
+        try:
+            guard = self._guards.get(optimizer)
+        except TypeError:
+            # What no weak reference can be made to: None, a dict, a set.
+            raise UsageError(_not_an_optimizer(optimizer)) from None
+        if guard is None:
+            if not is_optimizer(optimizer):
+                raise UsageError(_not_an_optimizer(optimizer))
+            refuse_own_scaler(optimizer)
+            masters = MasterWeights(optimizer) if self.masters_for_all and not self._steps_halves(optimizer) else None
+            guard = self._put_guard(optimizer, masters)
+            if check and masters is None:
+                check_optimizer(optimizer)
+        guard.max_consecutive_skips = self.max_consecutive_skips
+        return guard
+
+    def _put_guard(self, optimizer: Any, masters: MasterWeights | None) -> StepGuard:
+        guard = StepGuard(
+            optimizer,
+            masters=masters,
+            casts=lambda: self._casts,
+            on_step=self._count_step,
+            on_skip=self._count_skip,
+            serves=functools.partial(self._is_served, weakref.ref(optimizer)),
+            max_consecutive_skips=self.max_consecutive_skips,
+        )
+        guard.install()
+        self._guards[optimizer] = guard
+        self.guarded += 1
+        return guard
+
+    def before_step(
+        self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Look to it that `_step` runs in place of a step that is about to begin: torch's hook before any step."""
+        if torch.compiler.is_compiling():
+            return None
+        if self._inner_steps is None:
+            self._inner_steps = InnerSteps(self._step)
+        if self._inner_steps.reach(type(optimizer)):
+            return None
+        return self._guard_closure(optimizer, args, kwargs)
+
+    def _step(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the step of any optimizer: with casts off, and as its guard says, if it has one that it went past.
+
+        One with a closure gets a guard: its step has begun when the closure scales the first loss.
+        """
+        optimizer, given = args[0], args[1:]
+        guard = self._guards.get(optimizer)
+        if guard is None and callable(given[0] if given else kwargs.get("closure")) and not _is_guarded(optimizer):
+            guard = self.guard(optimizer)
+        if guard is None:
+            with self._casts.switched(False):
+                return step(*args, **kwargs)
+        if guard.stepping:
+            return step(*args, **kwargs)
+        return guard.step(functools.partial(step, optimizer), given, kwargs)
+
+    def end_steps(self) -> None:
+        """Let torch's optimizers step as they are."""
+        inner_steps, self._inner_steps = self._inner_steps, None
+        if inner_steps is not None:
+            inner_steps.restore()
+
+    def _guard_closure(
+        self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Guard a closure where `_step` cannot stand around the step. UsageError: it is to be skipped."""
+        guard = self._guards.get(optimizer)
+        blamed = guard.settle() if guard is not None and guard.pending else None
+        if guard is not None and blamed is not None and not blamed.cleared:
+            raise UsageError(
+                f"this step of {guard.name} goes past optimizer.step, and its gradients overflowed; "
+                "call optimizer.step(), not the class's function or a method bound before the first scale_loss"
+            )
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure) or optimizer in self._guards or _is_guarded(optimizer):
+            return None
+        guard = self.guard(optimizer)
+        self._last = guard.skips
+        guarded = guard.guarded_closure(closure)
+        return ((args[0], guarded, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": guarded})
+
+    def keep_masters(self, optimizer: Any, originals: Mapping[int, Tensor] | None = None) -> MasterWeights:
+        """Let an optimizer step fp32 masters of its half parameters from now on."""
+        masters = self.masters_of(optimizer)
+        if masters is None:
+            refuse_own_scaler(optimizer)
+            # First of all: what an earlier guard left scaled is in the gradients of the half parameters.
+            self._drop_guard(optimizer)
+            masters = MasterWeights(optimizer, originals)
+            self._put_guard(optimizer, masters)
+        else:
+            masters.adopt(originals)
+        return masters
+
+    def hand_over(self, optimizer: Any) -> MasterWeights | None:
+        """Let go of an optimizer and return its masters, which stay in place."""
+        masters = self.masters_of(optimizer)
+        self._drop_guard(optimizer)
+        return masters
+
+    def let_go(self, optimizers: Sequence[Any], params: Iterable[Tensor]) -> None:
+        """Give these optimizers, and all that step one of the parameters, back what they had of these parameters."""
+        params = list(params)
+        meant = set(map(id, params))
+        for optimizer, guard in list(self._guards.items()):
+            masters = guard.masters
+            own = [*stepped_params(optimizer), *([] if masters is None else (half for half, _ in masters.pairs))]
+            if not (any(optimizer is named for named in optimizers) or any(id(param) in meant for param in own)):
+                continue
+            if masters is not None:
+                masters.dissolve(params)
+                if len(masters):
+                    # It steps other models as well.
+                    continue
+                masters.dissolve()
+            self._drop_guard(optimizer)
+            if self._wrapped.pop(optimizer, None) is not None:
+                vars(optimizer).pop("scale_loss", None)
+
+    def _drop_guard(self, optimizer: Any) -> None:
+        guard = self._guards.pop(optimizer, None)
+        if guard is not None:
+            guard.uninstall()
+
+    def _is_served(self, but: weakref.ref[Any], tensor: Tensor) -> bool:
+        """Tell whether the guard of another optimizer than ``but`` sees to the gradient of a tensor."""
+        guards = [guard for optimizer, guard in list(self._guards.items()) if optimizer is not but()]
+        return any(tensor is param for guard in guards for param in guard.params())
+
+    def masters_of(self, optimizer: Any) -> MasterWeights | None:
+        """Return an optimizer's masters, None where it has none."""
+        guard = self._guards.get(optimizer)
+        return None if guard is None else guard.masters
+
+    def collect(self, optimizer: Any) -> None:
+        """Let the masters of an optimizer have the gradients of half parameters now, also within a block."""
+        masters = self.masters_of(optimizer)
+        if masters is not None:
+            masters.share_gradients()
+
+    def read_model(self) -> None:
+        """Let all masters take over what is in their half parameters."""
+        for guard in self.guards:
+            if guard.masters is not None:
+                guard.masters.read_model()
+
+    def wrap(self, optimizer: Any, scalers: Sequence[LossScaler], check: Callable[[], None]) -> Any:
+        """Give an optimizer a ``scale_loss`` with scalers of its own; see `autoamp.runtime.Handle.wrap_optimizer`.
+
+        Args:
+            optimizer: Wrapped for the first time, or again with other scalers.
+            scalers: One for each loss. A scaler that serves another loss already is copied.
+            check: Called before each ``scale_loss``; raises where there is nothing to scale.
+        """
+        self._check = check
+        guard = self.guard(optimizer)
+        before = self._wrapped.get(optimizer)
+        others = [scaler for scaler in self.scalers if before is None or scaler not in before.scalers]
+        taken = others if self._wrapped else []
+        own = _OwnScalers(_distinct(scalers, taken), guard)
+        self.scalers = [*taken, *own.scalers]
+        self._wrapped[optimizer] = own
+        reference = weakref.ref(optimizer)
+
+        def scale_loss(loss: Tensor, *, delay_unscale: bool = False) -> contextlib.AbstractContextManager[Tensor]:
+            self._check()
+            return self.scaled(loss, reference(), own.next(), delay_unscale)
+
+        optimizer.scale_loss = scale_loss
+        return optimizer
+
+    @property
+    def device_type(self) -> str:
+        """The device type that is cast."""
+        return self._casts.device_type
+
+    def without_casts(self) -> contextlib.AbstractContextManager[None]:
+        """Turn this thread's casts off within a ``with`` statement."""
+        return self._casts.switched(False)
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether an optimizer steps master weights, or will."""
+        return self.masters_for_all or any(guard.masters is not None for guard in self.guards)
+
+    @property
+    def wrapped(self) -> bool:
+        """Whether an optimizer has scalers of its own."""
+        return bool(self._wrapped)
+
+    def release(self) -> None:
+        """Give every optimizer its step and its parameters back."""
+        self.end_steps()
+        guards = self.guards
+        for guard in guards:
+            guard.uninstall()
+        self._guards.clear()
+        for optimizer in list(self._wrapped):
+            vars(optimizer).pop("scale_loss", None)
+        self._wrapped.clear()
+        for guard in guards:
+            if guard.masters is not None:
+                guard.masters.dissolve()
+
+    def note_own(self, skips: Skips, scaler: LossScaler) -> None:
+        """Take note of an optimizer that scales its loss itself. Nobody waits for the device."""
+        self.own = self.own or OwnSteps()
+        self.own.scalers[skips] = scaler
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scalers' state and the number of skips.
+
+        Of the scalers of earlier calls of `initialize` those that losses were scaled by since the last one: models of
+        an earlier training may live on.
+        """
+        scalers = self.scalers
+        if self._latest is not None:
+            wanted = {*self._latest, *self._used}
+            scalers = [scaler for scaler in scalers if scaler in wanted]
+        state: dict[str, Any] = {f"loss_scaler{i}": scaler.state_dict() for i, scaler in enumerate(scalers)}
+        return {**state, "skipped_steps": self.skipped_steps}
+
+    def _scalers_for(self, state: Mapping[str, Any]) -> list[LossScaler]:
+        """Return the scalers that a state is of: all, or those of the last call, where earlier models just live on."""
+        latest = self.scalers if self._latest is None else self._latest
+        return latest if _count_of_scalers(state) == len(latest) else self.scalers
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned; all of it, or nothing.
+
+        Raises:
+            CheckpointError: A key is missing, unknown or of the wrong kind. The message names it.
+        """
+        if not isinstance(state, Mapping):
+            raise CheckpointError(
+                f"the state is a {type(state).__name__}; pass what state_dict() returned; nothing was loaded"
+            )
+        scalers = self._scalers_for(state)
+        names = [f"loss_scaler{i}" for i in range(len(scalers))]
+        for name in names:
+            if name not in state:
+                raise CheckpointError(
+                    f"key {name!r} is missing; this run has the loss scalers {', '.join(names)}; nothing was loaded"
+                )
+        unknown = sorted(str(key) for key in state if key not in {*names, "skipped_steps"})
+        if unknown:
+            raise CheckpointError(
+                f"key {unknown[0]!r} is unknown; this run has {', '.join(names)} and skipped_steps; nothing was loaded"
+            )
+        # Apex's checkpoints have no count.
+        skipped = state.get("skipped_steps", 0)
+        if not is_count(skipped):
+            raise CheckpointError(f"key 'skipped_steps': {skipped!r} is no count of steps; nothing was loaded")
+        for name, scaler in zip(names, scalers, strict=True):
+            scaler.check_state_dict(state[name], name)
+        for name, scaler in zip(names, scalers, strict=True):
+            scaler.load_state_dict(state[name])
+        self._catch_up()
+        self._skipped_steps = int(skipped)
+        for guard in self.guards:
+            # The skips in a row were those of the run that is left behind.
+            guard.skips.in_a_row = 0
+
+
+def _count_of_scalers(state: Mapping[str, Any]) -> int:
+    return sum(str(key).startswith("loss_scaler") for key in state)
+
+
+def _listed(optimizers: Any) -> list[Any]:
+    return list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+
+
+def _is_guarded(optimizer: Any) -> bool:
+    """Tell whether an optimizer has a guard that is none of ours: an `FP16_Optimizer`, or the one inside of it."""
+    return isinstance(optimizer, ScalesItself) or isinstance(vars(optimizer).get("step"), AttachedStep)
+
+
+class _OwnScalers:
+    """The scalers of one wrapped optimizer: the first loss of a step takes the first, and so on."""
+
+    def __init__(self, scalers: Sequence[LossScaler], guard: StepGuard) -> None:
+        self.scalers = scalers
+        self._guard = guard
+        self._steps = guard.skips.steps
+        self._calls = 0
+
+    def next(self) -> LossScaler:
+        steps = self._guard.skips.steps
+        if self._steps != steps:
+            self._steps, self._calls = steps, 0
+        scaler = self.scalers[self._calls % len(self.scalers)]
+        self._calls += 1
+        return scaler
+
+
+def _distinct(scalers: Sequence[LossScaler], taken: Sequence[LossScaler]) -> list[LossScaler]:
+    """Return the scalers, a copy of what serves another loss already: no loss may move the scale of another."""
+    distinct: list[LossScaler] = []
+    for scaler in scalers:
+        distinct.append(copy.copy(scaler) if scaler in taken or scaler in distinct else scaler)
+    return distinct
+
+
+def refuse_own_scaler(optimizer: Any) -> None:
+    """Raise UsageError for an `FP16_Optimizer`, whose loss would be scaled twice."""
+    if isinstance(optimizer, ScalesItself):
+        raise UsageError(
+            f"this {type(optimizer).__name__} scales its loss itself: call optimizer.backward(loss), or give the "
+            "optimizer that it was made from"
+        )
+
+
+def _not_an_optimizer(value: Any) -> str:
+    name = "None" if value is None else f"a {type(value).__name__}"
+    return f"{name} is no optimizer: it has no param_groups and step(); pass an optimizer, or a list or tuple of them"

@@ -1,0 +1,1 @@
+"""Who may import whom, and the rules that each file keeps."""

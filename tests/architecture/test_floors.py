@@ -1,0 +1,165 @@
+"""Packages and floors: who may import whom, and the rules that each file of the package keeps."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "autoamp"
+MAX_FUNCTION_LINES = 60
+
+# A package imports only from floors below its own, and only what an `__init__` there exports.
+FLOORS: dict[int, tuple[str, ...]] = {
+    1: ("errors", "tensors", "torch_private"),
+    2: ("rules", "patching", "casting", "scaling"),
+    3: ("inference", "stepping"),
+    4: ("ops", "modules", "auto_scaling"),
+    5: ("diagnostics",),
+    6: ("runtime",),
+    7: ("levels", "fp16_utils", "normalization", "optimizers", "parallel"),
+    8: ("compat",),
+    9: ("cli",),
+    10: ("__init__", "__main__"),
+}
+FLOOR_OF = {package: floor for floor, packages in FLOORS.items() for package in packages}
+
+# What is imported by one package alone, so that there is one place to look when it changes.
+SOLE_IMPORTERS = {"wrapt": "patching", "autoamp_kernels": "scaling"}
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+TEXTS = {path: path.read_text(encoding="utf-8") for path in FILES}
+
+
+def package_of(path: Path) -> str:
+    """Return the package on a floor that a file belongs to, or the name of a file that stands on one itself."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[int, str, str | None]]:
+    """Yield the line, the module and the name of all that is imported, at the top of a file or within.
+
+    The name is None for ``import module``.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, "." * node.level + (node.module or ""), alias.name) for alias in node.names)
+
+
+def exported(module: str) -> set[str] | None:
+    """Return what the ``__init__`` of a package exports; None where the module is a file of a package."""
+    file = ROOT.joinpath(*module.split("."), "__init__.py")
+    if not file.is_file():
+        return None
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return set(ast.literal_eval(node.value))
+    return set()
+
+
+def violations_of_imports(package: str, source: str) -> list[str]:
+    """Return the imports of a source text that its package may not have, a line for each."""
+    found = []
+    for line, module, name in imports(ast.parse(source)):
+        where = f"{package}:{line}"
+        if module.startswith("."):
+            found.append(f"{where} imports {module}: the package is named in full here")
+        keeper = SOLE_IMPORTERS.get(module.partition(".")[0], package)
+        if keeper != package:
+            found.append(f"{where} imports {module}, which {keeper} alone may")
+        parts = module.split(".")
+        if parts[0] != "autoamp" or parts[1:2] == ["lists"]:
+            continue
+        other = parts[1] if len(parts) > 1 else name if name in FLOOR_OF else "__init__"
+        assert other is not None
+        if other == package:
+            continue
+        if FLOOR_OF.get(other, max(FLOORS)) >= FLOOR_OF[package]:
+            found.append(f"{where} imports {other}, which is not on a floor below")
+        elif len(parts) > 1 and (PACKAGE / other).is_dir():
+            names = exported(module)
+            if names is None:
+                found.append(f"{where} imports {module}, a file of another package; import from {parts[0]}.{other}")
+            elif name is not None and name not in {*names, "__all__"}:
+                found.append(f"{where} imports {name}, which {module} does not export")
+    return found
+
+
+def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Return how many lines the statements of a function take, without its docstring and the functions within it."""
+    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    if not body:
+        return 0
+    inner = [node for node in ast.walk(function) if isinstance(node, ast.FunctionDef) and node is not function]
+    nested = {line for node in inner for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    return len(set(range(body[0].lineno, (body[-1].end_lineno or body[-1].lineno) + 1)) - nested)
+
+
+def violations_of_style(source: str) -> list[str]:
+    """Return the functions of a source text that are too long, and its prints."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
+            found.append(f"line {node.lineno} prints; use a logger")
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and lines_of(node) > MAX_FUNCTION_LINES:
+            found.append(f"{node.name} has {lines_of(node)} lines; {MAX_FUNCTION_LINES} are allowed")
+    return found
+
+
+def private_names_of_others(source: str) -> list[str]:
+    """Return the private attributes that a source text reads of objects and does not give to any itself."""
+    tree = ast.parse(source)
+    used: dict[str, int] = {}
+    given = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__"):
+            on_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            if on_self or isinstance(node.ctx, ast.Store):
+                given.add(node.attr)
+            else:
+                used.setdefault(node.attr, node.lineno)
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            given.add(node.name)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            given.add(node.target.id)
+        elif isinstance(node, ast.Assign):
+            given |= {name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+            given |= {text.value for text in ast.walk(node.value) if isinstance(text, ast.Constant)}
+    return [f"line {line}: {name}" for name, line in used.items() if name not in given]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_file_keeps_the_rules(path: Path) -> None:
+    assert package_of(path) in FLOOR_OF, f"{package_of(path)} is on no floor; add it to FLOORS"
+    assert violations_of_imports(package_of(path), TEXTS[path]) == []
+    assert violations_of_style(TEXTS[path]) == []
+
+
+def module_of(path: Path) -> str:
+    """Return the dotted name of a file."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@pytest.mark.parametrize("package", [name for name in FLOOR_OF if (PACKAGE / name).is_dir()])
+def test_no_circles_inside(package: str) -> None:
+    modules = {module_of(path): path for path in FILES if package_of(path) == package}
+    needs: dict[str, set[str]] = defaultdict(set)
+    for name, path in modules.items():
+        for _, module, imported in imports(ast.parse(TEXTS[path])):
+            whole = f"{module}.{imported}"
+            needs[name] |= {whole if whole in modules else module} & modules.keys() - {name}
+    # Raises CycleError, with the circle.
+    assert len(list(graphlib.TopologicalSorter(needs).static_order())) >= len(needs)
+
+
+def test_each_package_is_on_one_floor() -> None:
+    assert len(FLOOR_OF) == sum(len(packages) for packages in FLOORS.values())
+    assert set(FLOOR_OF) == {package_of(path) for path in FILES}

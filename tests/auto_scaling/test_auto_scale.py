@@ -1,0 +1,1250 @@
+"""Scaling for programs that know nothing of it: true gradients wherever they look, and no step that overflowed."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import pickle
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import autoamp
+from autoamp.auto_scaling import auto_scale, hooks
+from autoamp.auto_scaling.auto_scale import AutoScale
+from autoamp.scaling import verdict
+from autoamp.scaling.late_flags import LateFlags
+
+# No op is cast, so gradients must be bitwise those of plain torch.
+NO_CASTS: dict[str, Any] = {"device_type": "cpu", "dtype": torch.float16, "lists": {"extends": []}}
+
+
+@pytest.fixture
+def handle() -> autoamp.Handle:
+    return autoamp.init(**NO_CASTS)
+
+
+@pytest.fixture
+def scaling(handle: autoamp.Handle) -> AutoScale:
+    return handle.auto_scale()
+
+
+def make() -> tuple[nn.Sequential, torch.optim.Optimizer, Tensor]:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), torch.randn(5, 4)
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def plain(function: Callable[[], Any]) -> Any:
+    """Run a function with nothing patched."""
+    handle = autoamp.current_handle()
+    if handle is not None:
+        handle.deactivate()
+    return function()
+
+
+def scaled(function: Callable[[], Any]) -> Any:
+    """Run a function under automatic scaling, and see that its passes were scaled."""
+    handle = autoamp.init(**NO_CASTS)
+    seen: list[float] = []
+    with handle.auto_scale() as scaling:
+        opened = scaling._open
+
+        def spied(*args: Any) -> Any:
+            found = opened(*args)
+            if found is not None:
+                seen.append(found[0].scale)
+            return found
+
+        scaling._open = spied  # type: ignore[method-assign]
+        result = function()
+    assert seen
+    assert min(seen) > 1
+    handle.deactivate()
+    return result
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    if isinstance(one, Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            assert_equal(a, b)
+    else:
+        assert one == other
+
+
+# -- programs, each run with and without --
+
+
+def trains() -> Any:
+    model, optimizer, x = make()
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    return list(model.parameters())
+
+
+def accumulates() -> Any:
+    model, optimizer, x = make()
+    flat = torch.zeros(sum(p.numel() for p in model.parameters()))
+    views = flat.split([p.numel() for p in model.parameters()])
+    for parameter, view in zip(model.parameters(), views, strict=True):
+        parameter.grad = view.view_as(parameter)
+    seen = []
+    for step in range(6):
+        (model(x * step).square().mean() / 3).backward()
+        # A flat buffer that gradients are views of stays one.
+        seen.append(flat.clone())
+        if step % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    return seen, list(model.parameters())
+
+
+def clips() -> Any:
+    model, optimizer, x = make()
+    norms = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        nn.utils.clip_grad_value_(model.parameters(), 0.05)
+        optimizer.step()
+    return norms, list(model.parameters())
+
+
+def has_closures() -> Any:
+    model, _optimizer, x = make()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
+    losses = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+    return losses, list(model.parameters())
+
+
+def has_two_optimizers() -> Any:
+    torch.manual_seed(1)
+    generator, critic = nn.Linear(3, 4), nn.Linear(4, 1)
+    opt_g, opt_c = torch.optim.Adam(generator.parameters()), torch.optim.Adam(critic.parameters())
+    for _ in range(3):
+        opt_c.zero_grad()
+        fake = generator(torch.randn(6, 3))
+        (critic(fake.detach()).mean() - critic(torch.randn(6, 4)).mean()).backward()
+        opt_c.step()
+        opt_g.zero_grad()
+        (-critic(fake).mean()).backward()
+        opt_g.step()
+    return [*generator.parameters(), *critic.parameters()]
+
+
+def has_several_losses() -> Any:
+    model, optimizer, x = make()
+    output = model(x)
+    output.square().mean().backward(retain_graph=True)
+    torch.autograd.backward([output.sum(), output[0]], [None, torch.ones(2)])  # type: ignore[list-item]
+    seen = gradients(model)
+    optimizer.step()
+    return seen, list(model.parameters())
+
+
+def limits_the_inputs() -> Any:
+    model, _optimizer, x = make()
+    x.requires_grad_()
+    model(x).sum().backward(inputs=[x, model[0].weight])
+    assert model[2].weight.grad is None
+    assert x.grad is not None
+    return x.grad, gradients(model)
+
+
+def wants_gradients_of_inputs() -> Any:
+    model, _optimizer, x = make()
+    x.requires_grad_()
+    hidden = model[0](x)
+    hidden.retain_grad()
+    for _ in range(2):
+        model[2](hidden).sum().backward(retain_graph=True)
+    return x.grad, hidden.grad, gradients(model)
+
+
+def checkpoints() -> Any:
+    model, optimizer, x = make()
+    x.requires_grad_()
+    seen = []
+    for use_reentrant in (True, False):
+        for _ in range(2):
+            checkpoint(model, x, use_reentrant=use_reentrant).square().mean().backward()
+        seen.append(gradients(model))
+        optimizer.step()
+    return seen, list(model.parameters())
+
+
+def has_hooks() -> Any:
+    model, optimizer, x = make()
+    seen: list[Any] = []
+    model[2].weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+    model[0].weight.register_hook(lambda gradient: gradient * 2)
+    model[2].register_full_backward_hook(lambda _, into, out: seen.extend([*into, *out]))
+    model[0].register_full_backward_pre_hook(lambda _, out: (out[0] * 3,))
+    model(x).square().mean().backward()
+    optimizer.step()
+    return seen, gradients(model), list(model.parameters())
+
+
+def steps_in_backward() -> Any:
+    model, _optimizer, x = make()
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+
+    def hook(parameter: Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(hook)
+    for _ in range(3):
+        model(x).square().mean().backward()
+    return list(model.parameters())
+
+
+def shares_parameters() -> Any:
+    model, one, x = make()
+    other = torch.optim.SGD(model[0].parameters(), lr=0.01)
+    model(x).square().mean().backward()
+    one.step()
+    other.step()
+    return list(model.parameters())
+
+
+def has_sparse_gradients() -> Any:
+    torch.manual_seed(2)
+    table = nn.Embedding(6, 3, sparse=True)
+    optimizer = torch.optim.SparseAdam(table.parameters(), lr=0.1)
+    for indices in ([0, 1, 1], [2, 5, 0]):
+        optimizer.zero_grad()
+        table(torch.tensor(indices)).square().sum().backward()
+        optimizer.step()
+    return table.weight
+
+
+def has_double_backward() -> Any:
+    model, optimizer, x = make()
+    x.requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    (gradient.norm() + model(x).sum()).backward()
+    seen = gradients(model)
+    optimizer.zero_grad()
+    model(x).square().sum().backward(create_graph=True)
+    return seen, [parameter.grad for parameter in model.parameters()]
+
+
+def catches_exceptions() -> Any:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            raise KeyError("torn")
+
+    model, _optimizer, x = make()
+    with pytest.raises(KeyError, match="torn"):
+        model[2](Fails.apply(model[0](x))).sum().backward()
+    seen = gradients(model)
+    model(x).sum().backward()
+    return seen, gradients(model)
+
+
+def has_learning_rates_and_param_groups() -> Any:
+    model, optimizer, x = make()
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=6)
+    late = nn.Linear(2, 2)
+    for step in range(5):
+        if step == 2:
+            optimizer.add_param_group(
+                {
+                    "params": late.parameters(),
+                    "lr": 0.01,
+                    "max_lr": 0.1,
+                    "initial_lr": 0.01,
+                    "min_lr": 0.0,
+                    "max_momentum": 0.9,
+                    "base_momentum": 0.8,
+                }
+            )
+        optimizer.zero_grad()
+        late(model(x)).square().mean().backward()
+        optimizer.step()
+        schedule.step()
+    return [*model.parameters(), *late.parameters()]
+
+
+class Kind(Tensor):
+    """A subclass, whose methods go through __torch_function__."""
+
+
+def has_hooks_of_every_kind() -> Any:
+    model, optimizer, x = make()
+    seen: list[Any] = []
+    hidden = model[0](x).as_subclass(Kind)
+    hidden.register_hook(lambda gradient: seen.append(gradient.as_subclass(Tensor).clone()))
+    model[2].weight.register_hook(lambda gradient: (gradient.mul_(2), None)[1])
+
+    def runs_another_pass(gradient: Tensor) -> None:
+        with torch.enable_grad():
+            (model[0].bias.sum() * 3).backward()
+
+    model[2].bias.register_hook(runs_another_pass)
+    model[2](hidden.as_subclass(Tensor)).square().mean().backward()
+    optimizer.step()
+    return seen, gradients(model), list(model.parameters())
+
+
+def has_gradients_with_a_graph() -> Any:
+    model, optimizer, x = make()
+    model(x).square().sum().backward(create_graph=True)
+    sum(parameter.grad.square().sum() for parameter in model.parameters()).backward()
+    optimizer.step()
+    return list(model.parameters())
+
+
+def has_hooks_of_old_and_for_all() -> Any:
+    model, optimizer, x = make()
+    seen: list[Any] = []
+    modules: Any = torch.nn.modules.module
+    model[2].register_backward_hook(lambda _, into, out: seen.extend([into[0], *out]))
+    every = [
+        modules.register_module_full_backward_hook(lambda _, into, out: seen.extend(out)),
+        modules.register_module_full_backward_pre_hook(lambda _, out: seen.extend(out)),
+    ]
+    model(x).square().mean().backward()
+    optimizer.step()
+    for registered in every:
+        registered.remove()
+    return seen, gradients(model)
+
+
+class Clipping(torch.optim.Adam):
+    """Its step has another name, or is replaced on the instance."""
+
+    def clipped_step(self) -> Any:
+        nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 0.5)
+        return super().step()
+
+
+def steps_by_other_ways() -> Any:
+    model, _optimizer, x = make()
+    optimizer = Clipping(model.parameters(), lr=0.01)
+    losses = []
+    for count in range(6):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        if count == 2:
+            optimizer.step = functools.partial(optimizer.step)  # type: ignore[method-assign]
+        if count == 4:
+            torch.optim.Adam.step(optimizer)
+        else:
+            losses.append(optimizer.clipped_step() if count % 2 else optimizer.step())
+    return losses, list(model.parameters())
+
+
+def looks_at_gradients_from_hooks() -> Any:
+    model, optimizer, x = make()
+    seen: list[Tensor] = []
+
+    def at_the_end() -> None:
+        seen.extend(gradients(model))
+
+    def clips_in_place(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        seen.append(parameter.grad.clone())
+        parameter.grad.clamp_(-0.01, 0.01)
+
+    def within(module: nn.Module, into: Any, out: Any) -> None:
+        seen.extend(gradients(model))
+        torch.autograd.Variable._execution_engine.queue_callback(at_the_end)
+
+    model[2].weight.register_post_accumulate_grad_hook(clips_in_place)
+    model[0].register_full_backward_hook(within)
+    model[0].bias.register_hook(lambda gradient: seen.extend([gradient.clone(), *gradients(model)]))
+    for _ in range(2):
+        model(x).square().mean().backward()
+    optimizer.step()
+    return seen, gradients(model), list(model.parameters())
+
+
+def reverses_gradients() -> Any:
+    model, optimizer, x = make()
+    hidden = model[0](x)
+    hidden.register_hook(lambda gradient: -gradient)
+    hidden.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05))
+    model[2](hidden).sum().backward()
+    optimizer.step()
+    return gradients(model), list(model.parameters())
+
+
+class Adds(nn.Module):
+    """What a checkpoint's inner pass reaches shares memory with what goes back into the outer one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = (nn.Parameter(torch.full((3, 3), value)) for value in (0.5, 0.25))
+        self.row, self.table = nn.Parameter(torch.ones(3)), nn.Embedding(3, 3, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.table(torch.tensor([0, 2, 2]))
+        return (x + self.one.unsqueeze(0) + self.other[None] + self.row.view(1, 1, 3) + rows + self.one.t()).square()
+
+
+def checkpoints_what_shares_memory() -> Any:
+    torch.manual_seed(5)
+    model, head, free = Adds(), nn.Linear(3, 3), torch.full((3, 3), 0.125, requires_grad=True)
+    optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+    seen = []
+    for _ in range(3):
+        x = head(torch.randn(1, 3, 3))
+        # Nobody but the program knows of this one, and only the checkpoint reaches it.
+        x = checkpoint(lambda x: model(x) * free, x, use_reentrant=True)
+        checkpoint(lambda x: model(x) + free, x, use_reentrant=True).sum().backward()
+        seen.append(
+            [parameter.grad.to_dense().clone() for parameter in (*model.parameters(), *head.parameters(), free)]
+        )
+    optimizer.step()
+    return seen, list(model.parameters())
+
+
+def steps_what_is_in_no_optimizer() -> Any:
+    model, _optimizer, x = make()
+    by_hand = nn.Linear(2, 2)
+
+    def step(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        with torch.no_grad():
+            parameter -= 0.1 * parameter.grad
+        parameter.grad = None
+
+    for parameter in by_hand.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    for _ in range(3):
+        by_hand(model(x)).square().mean().backward()
+    return list(by_hand.parameters()), gradients(model)
+
+
+def adds_a_group_late() -> Any:
+    model, optimizer, x = make()
+    late = nn.Linear(2, 2)
+    late(model(x)).square().mean().backward()
+    optimizer.add_param_group({"params": late.parameters()})
+    late(model(x)).square().mean().backward()
+    optimizer.step()
+    return list(late.parameters()), list(model.parameters())
+
+
+def runs_passes_with_gradients_of_hooks() -> Any:
+    """What a hook runs backward begins with true gradients, and is a pass of its own."""
+    model, optimizer, x = make()
+    other = nn.Linear(2, 2)
+    optimizer.add_param_group({"params": other.parameters()})
+    output = model(x)
+
+    def hook(gradient: Tensor) -> None:
+        with torch.enable_grad():
+            other(torch.ones(5, 2)).backward(gradient)
+            checkpoint(other, torch.ones(5, 2, requires_grad=True), use_reentrant=True).backward(gradient)
+
+    output.register_hook(hook)
+    output.square().sum().backward()
+    return gradients(model), gradients(other)
+
+
+def looks_at_retained_gradients_from_hooks() -> Any:
+    model, _optimizer, x = make()
+    seen: list[Tensor] = []
+    for _ in range(2):
+        hidden = model[0](x)
+        hidden.retain_grad()
+        model[0].weight.register_hook(lambda _, hidden=hidden: seen.append(hidden.grad.clone()))
+        for _ in range(2):
+            hidden.tanh().square().sum().backward(retain_graph=True)
+    return seen, gradients(model)
+
+
+def runs_backward_in_threads() -> Any:
+    model, _optimizer, x = make()
+    model[0].weight.register_hook(lambda gradient: gradient * 2)
+    problems: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for _ in range(10):
+                hidden = model[0](x)
+                # So that what is added up has no rounding, in whatever order.
+                hidden.register_hook(lambda gradient: gradient.round())
+                checkpoint(model[1], hidden, use_reentrant=True).sum().round().backward()
+                (model[2].weight.sum() * 3).backward()
+        except BaseException as problem:
+            problems.append(problem)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not problems
+    return model[2].weight.grad, model[0].weight.grad.isfinite().all()
+
+
+PROGRAMS = [
+    looks_at_gradients_from_hooks, reverses_gradients, checkpoints_what_shares_memory, steps_what_is_in_no_optimizer,
+    adds_a_group_late, runs_passes_with_gradients_of_hooks, looks_at_retained_gradients_from_hooks,
+    runs_backward_in_threads,
+    has_hooks_of_every_kind, has_hooks_of_old_and_for_all, has_gradients_with_a_graph, steps_by_other_ways,
+    trains, accumulates, clips, has_closures, has_two_optimizers, has_several_losses, limits_the_inputs,
+    wants_gradients_of_inputs, checkpoints, has_hooks, steps_in_backward, shares_parameters, has_sparse_gradients,
+    has_double_backward, catches_exceptions, has_learning_rates_and_param_groups,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, p: x + p.unsqueeze(0),
+        lambda x, p: x + p.view(1, 3, 3),
+        lambda x, p: x[0] + p.t(),
+        lambda x, p: x + p[None] + F.embedding(torch.tensor([[0, 2, 2]]), p, sparse=False),
+        lambda x, p: x[0] + F.embedding(torch.tensor([0, 2, 2]), p, sparse=True),
+    ],
+    ids=["unsqueeze", "view", "t", "two", "sparse"],
+)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_what_a_checkpoint_reaches_and_passes_on_may_share_memory(function: Any, batch: int) -> None:
+    def program() -> Any:
+        x, p = torch.randn(batch, 3, 3, requires_grad=True), nn.Parameter(torch.randn(3, 3))
+        optimizer = torch.optim.SGD([p], lr=0.1)
+        for _ in range(2):
+            hidden = x * 3.0
+            checkpoint(function, hidden, p, use_reentrant=True).sum().backward()
+            checkpoint(lambda hidden: function(hidden, p), hidden.detach() * x, use_reentrant=True).sum().backward()
+        optimizer.step()
+        return x.grad, p.grad.to_dense(), p
+
+    torch.manual_seed(3)
+    expected = plain(program)
+    torch.manual_seed(3)
+    # The parts of a sparse gradient may be added up in another order.
+    torch.testing.assert_close(scaled(program), expected)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_a_program_computes_what_it_computes_without(program: Callable[[], Any]) -> None:
+    assert_equal(scaled(program), plain(program))
+
+
+# -- overflows --
+
+
+def test_a_step_that_overflowed_is_skipped(handle: autoamp.Handle, scaling: AutoScale) -> None:
+    model, optimizer, x = make()
+    model(x).sum().backward()
+    optimizer.step()
+    before, state = copy.deepcopy(list(model.parameters())), copy.deepcopy(optimizer.state_dict())
+    optimizer.zero_grad()
+    (model(x).sum() * float("inf")).backward()
+    optimizer.step()
+    assert_equal(list(model.parameters()), before)
+    assert_equal(optimizer.state_dict()["state"][0]["momentum_buffer"], state["state"][0]["momentum_buffer"])
+    assert handle.loss_scale == 2.0**15
+    assert (handle.optimizers.steps, handle.skipped_steps, handle.last_step_skipped) == (2, 1, True)
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model[0].weight, before[0])
+    assert (handle.optimizers.steps, handle.skipped_steps) == (3, 1)
+
+
+def test_what_the_scale_alone_makes_overflow_is_skipped_and_then_trains() -> None:
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16)
+    model, optimizer, x = make()
+    with handle.auto_scale():
+        for _ in range(12):
+            optimizer.zero_grad()
+            (model(x).square().sum() * 50).backward()
+            optimizer.step()
+    assert 0 < handle.skipped_steps < 12
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_one_of_several_passes_overflows(handle: autoamp.Handle, scaling: AutoScale) -> None:
+    model, optimizer, x = make()
+    before = copy.deepcopy(list(model.parameters()))
+    for factor in (1.0, float("inf"), 1.0):
+        (model(x).sum() * factor).backward()
+    optimizer.step()
+    assert_equal(list(model.parameters()), before)
+    # The scaler hears of it once.
+    assert handle.loss_scale == 2.0**15
+
+
+def test_gradients_of_an_overflowed_pass_are_zero(handle: autoamp.Handle, scaling: AutoScale) -> None:
+    """Whoever clips, keeps or steps them by hand never meets the inf of our scale."""
+    model, _optimizer, x = make()
+    by_hand = nn.Linear(2, 2)
+    x.requires_grad_()
+    hidden = model(x)
+    hidden.retain_grad()
+    (by_hand(hidden).sum() * float("inf")).backward()
+    for tensor in (*model.parameters(), *by_hand.parameters(), x, hidden):
+        assert tensor.grad is not None
+        assert not tensor.grad.any()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    assert float(norm) == 0.0
+
+
+def test_parts_are_clipped_one_after_the_other(handle: autoamp.Handle, scaling: AutoScale) -> None:
+    """An actor whose pass overflows, and a critic with one optimizer for both: the step is skipped, and they go on."""
+    actor, critic, x = nn.Linear(4, 2), nn.Linear(4, 1), torch.randn(5, 4)
+    optimizer = torch.optim.Adam([*actor.parameters(), *critic.parameters()])
+    before = copy.deepcopy([*actor.parameters(), *critic.parameters()])
+    for factor, skipped in ((float("inf"), 1), (1.0, 1)):
+        optimizer.zero_grad()
+        for part, by in ((actor, factor), (critic, 1.0)):
+            (part(x).sum() * by).backward()
+            nn.utils.clip_grad_norm_(part.parameters(), 0.5)
+        optimizer.step()
+        assert handle.skipped_steps == skipped
+        now = [*actor.parameters(), *critic.parameters()]
+        assert all(torch.equal(a, b) for a, b in zip(before, now, strict=True)) == (factor != 1.0)
+        assert all(parameter.isfinite().all() for parameter in now)
+
+
+def test_the_error_names_what_overflowed_first(handle: autoamp.Handle, scaling: AutoScale) -> None:
+    handle.max_consecutive_skips = 2
+    model, optimizer, x = make()
+    model[0].requires_grad_(False)
+    (model(x).sum() * float("inf")).backward()
+    optimizer.step()
+    (model(x).sum() * float("inf")).backward()
+    with pytest.raises(autoamp.NonFiniteGradientsError, match=r"first in Sequential\.2\.weight, Sequential\.2\.bias"):
+        optimizer.step()
+
+
+def test_gradients_that_are_dropped_skip_nothing(handle: autoamp.Handle, scaling: AutoScale) -> None:
+    model, optimizer, x = make()
+    (model(x).sum() * float("inf")).backward()
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    optimizer.step()
+    assert handle.skipped_steps == 0
+    assert handle.loss_scale == 2.0**15
+
+
+def test_optimizers_in_backward_tell_the_scaler_once(handle: autoamp.Handle, scaling: AutoScale) -> None:
+    model, _optimizer, x = make()
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
+    before = copy.deepcopy(list(model.parameters()))
+    (model(x).sum() * float("inf")).backward()
+    assert_equal(list(model.parameters()), before)
+    assert handle.loss_scale == 2.0**15
+    assert handle.skipped_steps == 4
+
+
+def test_a_half_loss_holds_any_scale(scaling: AutoScale) -> None:
+    model, _optimizer, x = make()
+    model(x).sum().half().backward()
+    assert all(gradient.isfinite().all() for gradient in gradients(model))
+    assert float(model[2].bias.grad[0]) == 5.0
+
+
+def test_half_parameters_accumulate(scaling: AutoScale) -> None:
+    layer = nn.Linear(2, 2).half()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    for count in (1, 2):
+        (layer(torch.ones(1, 2).half()) * 2.0**-5).sum().backward()
+        assert layer.bias.grad is not None
+        assert torch.equal(layer.bias.grad, torch.full((2,), count * 2.0**-5).half())
+    optimizer.step()
+
+
+def test_the_scale_grows() -> None:
+    scaler = autoamp.DynamicLossScaler(init_scale=4.0, growth_interval=3)
+    handle = autoamp.init(**NO_CASTS, loss_scale=scaler)
+    model, optimizer, x = make()
+    with handle.auto_scale():
+        for _ in range(6):
+            model(x).sum().backward()
+            optimizer.step()
+    assert handle.loss_scale == 16.0
+
+
+def test_a_step_that_goes_past_its_guard(handle: autoamp.Handle) -> None:
+    model, optimizer, x = make()
+    early = optimizer.step
+    for step in (early, lambda: type(optimizer).step(optimizer)):
+        for factor in (float("inf"), 1.0):
+            optimizer.zero_grad()
+            before = model[0].weight.detach().clone()
+            with handle.scale_loss(model(x).sum() * factor, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            step()
+            assert torch.equal(model[0].weight, before) is (factor != 1.0)
+            assert handle.last_step_skipped is (factor != 1.0)
+    # Every verdict was read, and the scaler told.
+    assert handle.loss_scale == 2.0**14
+
+
+# Times a scale of 2**16 this leaves fp32's range; times 2**15 it does not.
+EDGE = 2.0**112
+
+
+@pytest.mark.parametrize("hides", [lambda g: g.nan_to_num(0.0, 1.0, -1.0), lambda g: g.clamp(-1.0, 1.0) * 0 + 10.0])
+@pytest.mark.parametrize("where", ["tensor", "in place", "post accumulate"])
+def test_no_hook_hides_an_overflow(handle: autoamp.Handle, scaling: AutoScale, hides: Any, where: str) -> None:
+    param = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([param], lr=0.5)
+    if where == "post accumulate":
+        param.register_post_accumulate_grad_hook(lambda p: (p.grad.copy_(hides(p.grad)), None)[1])
+    else:
+        param.register_hook(hides if where == "tensor" else lambda g: (g.copy_(hides(g)), None)[1])
+    (param.sum() * EDGE).backward()
+    optimizer.step()
+    assert torch.equal(param.detach(), torch.ones(2))
+    assert (handle.skipped_steps, handle.loss_scale) == (1, 2.0**15)
+
+
+def test_gradients_may_be_replaced_between_passes(handle: autoamp.Handle, scaling: AutoScale) -> None:
+    param = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([param], lr=0.5)
+    for factor in (EDGE, 1.0, EDGE, 1.0):
+        (param.sum() * factor).backward()
+        assert param.grad is not None
+        param.grad = param.grad.clone()
+        param.grad.mul_(0.5)
+    optimizer.step()
+    assert torch.equal(param.detach(), torch.ones(2))
+    # One step, one overflow, whatever was written to gradients in between.
+    assert (handle.skipped_steps, handle.loss_scale) == (1, 2.0**15)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("whose", ["optimizer", "module", "by hand"])
+def test_a_batch_that_is_dropped_costs_no_good_step(
+    handle: autoamp.Handle, scaling: AutoScale, set_to_none: bool, whose: str
+) -> None:
+    model, optimizer, x = make()
+    before = copy.deepcopy(list(model.parameters()))
+    (model(x).sum() * float("inf")).backward()
+    if whose == "by hand":
+        for parameter in model.parameters():
+            parameter.grad = None
+    else:
+        (optimizer if whose == "optimizer" else model).zero_grad(set_to_none=set_to_none)
+    model(x).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model[0].weight, before[0])
+    assert (handle.skipped_steps, handle.loss_scale) == (0, 2.0**15)
+
+
+def test_what_another_part_overflowed_in_is_dropped_alone(handle: autoamp.Handle, scaling: AutoScale) -> None:
+    """As a critic's gradients are, which the generator's pass left behind."""
+    generator, critic = nn.Linear(2, 2), nn.Linear(2, 1)
+    opt_g, opt_c = (torch.optim.SGD(module.parameters(), lr=0.1) for module in (generator, critic))
+    (critic(generator(torch.ones(1, 2))).sum() * float("inf")).backward()
+    critic.zero_grad(set_to_none=False)
+    critic(torch.ones(1, 2)).sum().backward()
+    opt_c.step()
+    assert handle.skipped_steps == 0
+    opt_g.step()
+    assert handle.skipped_steps == 1
+    assert handle.loss_scale == 2.0**15
+
+
+def test_what_was_accumulated_before_an_overflow_stays(handle: autoamp.Handle, scaling: AutoScale) -> None:
+    model, _optimizer, x = make()
+    by_hand = torch.ones(2, requires_grad=True)
+    model(x * by_hand.sum()).sum().backward()
+    before = [by_hand.grad.clone(), *gradients(model)]  # type: ignore[union-attr]
+    (model(x * by_hand.sum()).sum() * float("inf")).backward()
+    assert_equal([by_hand.grad, *gradients(model)], before)
+    # And what nobody's optimizer steps goes on.
+    model(x * by_hand.sum()).sum().backward()
+    assert_equal([by_hand.grad, *gradients(model)], [2 * gradient for gradient in before])
+
+
+def test_a_step_of_many_passes_waits_for_the_device_once(
+    handle: autoamp.Handle, scaling: AutoScale, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[int] = []
+    found_any = verdict.found_any
+    monkeypatch.setattr(verdict, "found_any", lambda found: (reads.append(len(found)), found_any(found))[1])
+    model, optimizer, x = make()
+    for _ in range(3):
+        for _ in range(4):
+            model(x).sum().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert reads == [4, 4, 4]
+
+
+def test_an_overflow_after_a_step_in_the_middle_of_a_pass(handle: autoamp.Handle, scaling: AutoScale) -> None:
+    first, last = (torch.ones(1, requires_grad=True) for _ in range(2))
+    optimizers = {id(param): torch.optim.SGD([param], lr=0.5) for param in (first, last)}
+    for param in (first, last):
+        param.register_post_accumulate_grad_hook(lambda p: optimizers[id(p)].step())
+    # Its gradient arrives first, and is stepped.
+    (first * EDGE + last).backward()
+    assert (float(last.detach()), float(first.detach())) == (0.5, 1.0)
+    assert (handle.skipped_steps, handle.loss_scale) == (1, 2.0**15)
+    (first + last).backward()
+    assert (float(last.detach()), float(first.detach())) == (-0.5, 0.5)
+    assert (handle.skipped_steps, handle.loss_scale) == (1, 2.0**15)
+
+
+class Here:
+    """Flags that are on the host already, for optimizers that take them without waiting."""
+
+    def __init__(self, flags: Sequence[Tensor]) -> None:
+        self._flags = flags
+
+    def arrived(self) -> bool:
+        return True
+
+    def flags(self) -> list[bool]:
+        return [bool(flag) for flag in self._flags]
+
+
+@pytest.mark.parametrize("in_the_middle", [True, False])
+def test_optimizers_that_take_flags_on_the_device(
+    handle: autoamp.Handle, scaling: AutoScale, in_the_middle: bool
+) -> None:
+    handle.optimizers.scalers[0].late = LateFlags(Here, lambda device: True)
+    params = first, last = [torch.ones(1, requires_grad=True) for _ in range(2)]
+    optimizers = {id(param): torch.optim.Adam([param], lr=0.5, fused=True) for param in params}
+    for param in params if in_the_middle else ():
+        param.register_post_accumulate_grad_hook(lambda p: optimizers[id(p)].step())
+    for factor, now in ((EDGE, 1.0), (1.0, 0.5)):
+        (first * factor + last).backward()
+        if not in_the_middle:
+            for optimizer in optimizers.values():
+                optimizer.step()
+                optimizer.zero_grad()
+        assert float(first.detach()) == pytest.approx(now, abs=1e-4)
+        first.grad = last.grad = None
+        assert handle.loss_scale == 2.0**15
+    assert handle.skipped_steps == (1 if in_the_middle else 2)
+
+
+def test_passes_that_nobody_steps_do_not_pile_up(handle: autoamp.Handle, scaling: AutoScale) -> None:
+    model, optimizer, x = make()
+    for count in range(200):
+        (model(x).sum() * (float("inf") if count == 3 else 1.0)).backward()
+    guard = handle.optimizers.guard(optimizer)
+    assert len(guard.pending) < 100
+    optimizer.step()
+    assert (handle.skipped_steps, handle.loss_scale) == (1, 2.0**15)
+    for _ in range(200):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+    assert len(guard.pending) + len(guard._abandoned) < 100
+
+
+# -- hooks, where ops are cast --
+
+
+@pytest.fixture
+def casting() -> autoamp.Handle:
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16)
+    handle.auto_scale()
+    return handle
+
+
+def test_gradients_of_half_activations_reach_hooks_as_they_are(casting: autoamp.Handle) -> None:
+    """Half precision has no room for them, and a hook that turns them around must not make them 0."""
+    layer = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    seen: list[Tensor] = []
+    hidden = layer(torch.ones(1, 4))
+    assert hidden.dtype is torch.float16
+    hidden.register_hook(lambda gradient: (seen.append(gradient.clone()), -gradient)[1])
+    (hidden.float().sum() * 2.0**-28).backward()
+    assert_equal(seen, [torch.full((1, 4), 2.0**-28)])
+    assert torch.equal(layer.bias.grad, torch.full((4,), -(2.0**-28)))
+    optimizer.step()
+
+
+def test_what_leads_to_a_checkpoint_is_scaled_too(casting: autoamp.Handle) -> None:
+    """All parameters are within it, and what the program's own pass reaches is none of an optimizer's."""
+    layer, x = nn.Linear(4, 4), torch.ones(1, 4, requires_grad=True)
+    _optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    hidden = checkpoint(layer, x, use_reentrant=True)
+    assert hidden.dtype is torch.float16
+    (hidden.float().sum() * 2.0**-28).backward()
+    assert torch.equal(layer.bias.grad, torch.full((4,), 2.0**-28))
+    assert x.grad is not None
+    assert x.grad.any()
+
+
+def test_hooks_compute_in_the_precision_of_gradients(casting: autoamp.Handle) -> None:
+    layer, projection = nn.Linear(4, 4, bias=False), torch.eye(4) * 2
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    layer.weight.register_hook(lambda gradient: gradient @ projection)
+    layer.weight.register_hook(lambda gradient: gradient.double())
+    (layer(torch.ones(1, 4)).float().sum() * 2.0**-28).backward()
+    assert torch.equal(layer.weight.grad, torch.full((4, 4), 2.0**-27))
+    optimizer.step()
+
+
+# -- what cannot be kept true is refused --
+
+
+def take_numbers_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do as under a torch that does not number the runs of its engine."""
+    monkeypatch.setattr(hooks, "TELLS_GRAPH_TASKS", False)
+    monkeypatch.setattr(hooks, "current_graph_task", lambda: -1)
+
+
+def test_flat_parameters_are_refused(
+    handle: autoamp.Handle, scaling: AutoScale, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto_scale, "several_processes", lambda: True)
+    model, optimizer, x = make()
+    model[0].weight._is_flat_param = True  # type: ignore[assignment]
+    with pytest.raises(autoamp.UsageError, match=r"shards of flat parameters.*use bf16"):
+        model(x).sum().backward()
+    assert not gradients(model)
+    assert not handle.optimizers.guard(optimizer).pending
+
+
+@pytest.mark.parametrize(
+    "program", [has_hooks_of_every_kind, checkpoints, steps_in_backward, checkpoints_what_shares_memory]
+)
+def test_a_torch_that_does_not_number_its_runs(monkeypatch: pytest.MonkeyPatch, program: Any) -> None:
+    expected = plain(program)
+    take_numbers_away(monkeypatch)
+    assert_equal(scaled(program), expected)
+
+
+def test_threads_under_a_torch_that_does_not_number_its_runs(
+    scaling: AutoScale, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_numbers_away(monkeypatch)
+    model, _optimizer, x = make()
+    problems: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            model(x).sum().backward()
+        except autoamp.UsageError as problem:
+            problems.append(problem)
+
+    def hook(gradient: Tensor) -> None:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+
+    model[2].weight.register_hook(hook)
+    model(x).sum().backward()
+    assert len(problems) == 1
+    assert "two threads run backward at once" in str(problems[0])
+
+
+# -- who is scaled --
+
+
+def test_optimizers_of_before_and_after_and_copies(handle: autoamp.Handle) -> None:
+    model, early, x = make()
+    scaling = handle.auto_scale()
+    late = torch.optim.SGD(model.parameters(), lr=0.1)
+    copied = copy.deepcopy(late)
+    for optimizer in (early, late):
+        optimizer.zero_grad()
+        (model(x).sum() * float("inf")).backward()
+        optimizer.step()
+    assert handle.skipped_steps == 2
+    (copied.param_groups[0]["params"][0].sum() * float("inf")).backward()
+    copied.step()
+    assert handle.skipped_steps == 3
+    assert scaling.active
+
+
+def test_an_optimizer_of_the_user_s(handle: autoamp.Handle, scaling: AutoScale) -> None:
+    class Signed(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {})
+            self.calls = 0
+
+        def step(self, closure: Any = None) -> None:
+            self.calls += 1
+
+    layer = nn.Linear(2, 1)
+    optimizer = Signed(layer.parameters())
+    (layer(torch.ones(1, 2)).sum() * float("nan")).backward()
+    optimizer.step()
+    layer(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert (optimizer.calls, handle.skipped_steps) == (1, 1)
+    assert layer.bias.grad is not None
+    assert float(layer.bias.grad) == 1.0
+
+
+def test_a_thread_s_hooks_are_those_of_its_own_pass(scaling: AutoScale) -> None:
+    """One thread trains; while its pass runs another looks at the gradients of a frozen model."""
+    model, _optimizer, x = make()
+    frozen = nn.Linear(2, 1).requires_grad_(False)
+    seen: list[Tensor] = []
+
+    def look() -> None:
+        image = torch.ones(1, 2, requires_grad=True)
+        image.register_hook(seen.append)
+        frozen(image).sum().backward()
+
+    def hook(gradient: Tensor) -> None:
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+
+    model[0].weight.register_hook(hook)
+    model(x).sum().backward()
+    assert_equal(seen, [frozen.weight])
+
+
+def test_passes_without_an_optimizer_are_left_alone(handle: autoamp.Handle, scaling: AutoScale) -> None:
+    x = torch.ones(2, requires_grad=True)
+    seen: list[Any] = []
+    x.register_hook(lambda gradient: seen.append(scaling._passes.now()))
+    x.sum().backward()
+    assert seen == [None]
+    assert torch.equal(torch.autograd.grad(x.sum(), x)[0], torch.ones(2))
+
+
+def test_torch_s_own_errors(scaling: AutoScale) -> None:
+    model, _optimizer, x = make()
+    for wrong, message in (
+        (lambda: model(x).backward(), "grad can be implicitly created only for scalar outputs"),
+        (lambda: x.sum().backward(), "does not require grad"),
+        (lambda: model(x).backward(torch.ones(3)), "Mismatch in shape"),
+    ):
+        with pytest.raises((RuntimeError, ValueError), match=message):
+            wrong()
+        assert not gradients(model)
+
+
+def test_names_taken_before(handle: autoamp.Handle) -> None:
+    import types
+
+    module = types.ModuleType("took_backward")
+    module.backward = torch.autograd.backward  # type: ignore[attr-defined]
+    import sys
+
+    sys.modules[module.__name__] = module
+    try:
+        original = module.backward  # type: ignore[attr-defined]
+        with handle.auto_scale():
+            assert module.backward is torch.autograd.backward  # type: ignore[attr-defined]
+            assert module.backward is not original  # type: ignore[attr-defined]
+        assert module.backward is original  # type: ignore[attr-defined]
+    finally:
+        del sys.modules[module.__name__]
+
+
+# -- standing aside --
+
+
+def test_blocks_of_the_program_are_its_own(handle: autoamp.Handle, scaling: AutoScale) -> None:
+    model, optimizer, x = make()
+    with handle.scale_loss(model(x).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        assert float(model[2].bias.grad[0]) == 5.0 * 2.0**16
+    assert float(model[2].bias.grad[0]) == 5.0
+    optimizer.zero_grad()
+    with handle.scale_loss(model(x).sum(), []) as scaled_loss:
+        scaled_loss.backward()
+    assert float(model[2].bias.grad[0]) == 5.0 * 2.0**16
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    assert float(model[2].bias.grad[0]) == 5.0
+    assert scaling.standing_aside is None
+
+
+def test_fp16_optimizers_scale_themselves(handle: autoamp.Handle, scaling: AutoScale) -> None:
+    layer = nn.Linear(2, 1).half()
+    optimizer = autoamp.FP16_Optimizer(torch.optim.SGD(layer.parameters(), lr=0.1), static_loss_scale=8.0)
+    optimizer.backward(layer(torch.ones(1, 2).half()).sum())
+    assert float(optimizer.param_groups[0]["params"][1].grad[0]) == 1.0
+    optimizer.step()
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_grad_scaler_is_left_to_do_it(handle: autoamp.Handle, before: bool) -> None:
+    model, optimizer, x = make()
+    grad_scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if before else None
+    scaling = handle.auto_scale()
+    torch.amp.GradScaler("cpu", enabled=False)
+    assert before or scaling.standing_aside is None
+    grad_scaler = grad_scaler or torch.amp.GradScaler("cpu", init_scale=4.0)
+    assert scaling.standing_aside == "torch.amp.GradScaler"
+    grad_scaler.scale(model(x).sum()).backward()
+    assert float(model[2].bias.grad[0]) == 20.0
+    grad_scaler.step(optimizer)
+    grad_scaler.update()
+    assert float(model[2].bias.grad[0]) == 5.0
+
+
+def test_an_autocast_region_is_left_to_do_it(scaling: AutoScale) -> None:
+    with torch.autocast("cpu", enabled=False):
+        pass
+    # For an evaluation, and for what is not cast.
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        pass
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        pass
+    assert scaling.standing_aside is None
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        pass
+    assert scaling.standing_aside == "torch.autocast"
+
+
+def test_nothing_to_check_costs_nothing() -> None:
+    handle = autoamp.init(device_type="cpu", dtype=torch.bfloat16)
+    model, optimizer, x = make()
+    with handle.auto_scale() as scaling:
+        scaling._open = None  # type: ignore[assignment, method-assign]
+        model(x).float().sum().backward()
+        optimizer.step()
+    assert handle.loss_scale == 1.0
+
+
+# -- its own life --
+
+
+def test_it_ends(handle: autoamp.Handle) -> None:
+    model, optimizer, x = make()
+    original = torch.autograd.backward
+    scaling = handle.auto_scale()
+    assert handle.auto_scale() is scaling
+    assert torch.autograd.backward is not original
+    (model(x).sum() * float("inf")).backward()
+    scaling.stop()
+    assert not scaling.active
+    assert torch.autograd.backward is original
+    # The verdict of before is still heard.
+    optimizer.step()
+    assert handle.skipped_steps == 1
+    assert handle.auto_scale() is not scaling
+    handle.deactivate()
+    assert torch.autograd.backward is original
+    with pytest.raises(autoamp.UsageError, match="not active"):
+        handle.auto_scale()
+
+
+def test_it_rests_while_another_region_holds(handle: autoamp.Handle, scaling: AutoScale) -> None:
+    patched = torch.autograd.backward
+    with autoamp.region(device_type="cpu", dtype=torch.bfloat16):
+        assert torch.autograd.backward is not patched
+    assert scaling.active
+    model, optimizer, x = make()
+    (model(x).sum() * float("inf")).backward()
+    optimizer.step()
+    assert handle.skipped_steps == 1
+
+
+def test_masters_want_scale_loss() -> None:
+    layer = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    autoamp.initialize(layer, optimizer, opt_level="O2", dtype=torch.float16, verbosity=0)
+    handle = autoamp.current_handle()
+    assert handle is not None
+    with pytest.raises(autoamp.UsageError, match="masters"):
+        handle.auto_scale()
+
+
+def test_the_disabled_handle() -> None:
+    with autoamp.init(enabled=False).auto_scale() as scaling:
+        assert not scaling.active
+
+
+def test_models_and_optimizers_are_collectable(scaling: AutoScale, collected: Any) -> None:
+    model, optimizer, x = make()
+    hidden = model[0](x)
+    hidden.retain_grad()
+    model[2](hidden).sum().backward()
+    optimizer.step()
+    references = [weakref.ref(model[0].weight), weakref.ref(optimizer), weakref.ref(hidden)]
+    del model, optimizer, hidden
+    collected()
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 3
+
+
+def test_compiled_models(scaling: AutoScale) -> None:
+    model, optimizer, x = make()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled(x).square().mean().backward()
+    got = gradients(model)
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    torch.testing.assert_close(got, gradients(model))
+    torch._dynamo.reset()
+
+
+def test_accuracy_is_that_of_fp32() -> None:
+    torch.manual_seed(0)
+    x, labels = torch.randn(256, 8), torch.randint(3, (256,))
+    x[range(256), labels] += 2.0
+
+    def train() -> float:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 3))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        for _ in range(60):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), labels)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        return float(loss.detach())
+
+    fp32 = train()
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16)
+    handle.auto_scale()
+    assert train() == pytest.approx(fp32, rel=0.05)
+
+
+def noted(module: nn.Module, into: Any, out: Any) -> None:
+    """A hook that pickles by its name."""
+
+
+def test_modules_with_hooks_are_copied_and_pickled(scaling: AutoScale) -> None:
+    layer = nn.Linear(2, 2)
+    layer.register_full_backward_hook(noted)
+    loaded = pickle.loads(pickle.dumps(layer))
+    assert list(loaded._backward_hooks.values()) == [noted]
+    copied = copy.deepcopy(layer)
+    optimizer = torch.optim.SGD(copied.parameters(), lr=0.1)
+    copied(torch.ones(1, 2)).sum().backward()
+    optimizer.step()

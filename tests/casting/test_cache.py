@@ -1,0 +1,185 @@
+"""What is kept of casts is never handed out once its source, or it itself, was written to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import Parameter
+
+import autoamp
+from autoamp.casting.cache import CastCache, ThreadState
+
+HALF = torch.bfloat16
+
+
+@pytest.fixture
+def handle() -> Iterator[autoamp.Handle]:
+    handle = autoamp.init(device_type="cpu", dtype=HALF)
+    yield handle
+    handle.deactivate()
+
+
+class Calls(nn.Module):
+    """A module whose forward is a function of it."""
+
+    def __init__(self, function: Callable[..., Any], size: int = 2) -> None:
+        super().__init__()
+        self.function = function
+        self.a, self.b = nn.Linear(size, size, bias=False), nn.Linear(size, size, bias=False)
+        for layer in (self.a, self.b):
+            nn.init.eye_(layer.weight)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
+@autoamp.half_function
+def doubles(value: Tensor) -> Tensor:
+    """Writes to what it is given, which is a cast."""
+    return value.mul_(2)
+
+
+@pytest.mark.parametrize("of_weight", [True, False], ids=["weight", "activation"])
+def test_a_cast_that_was_written_to_is_made_anew(handle: autoamp.Handle, of_weight: bool) -> None:
+    def run(self: Calls, x: Tensor) -> list[float]:
+        given = self.a.weight if of_weight else x * 1
+        return [doubles(given)[0, 0].item() for _ in range(4)]
+
+    x = torch.ones(2, 2, requires_grad=True)
+    model = Calls(run)
+    assert model(x) == [2.0] * 4
+    with torch.no_grad(), handle.inference(model):
+        assert model(x) == [2.0] * 4
+        # A view of a cast is as good as the cast.
+        for _ in range(3):
+            torch.einsum("ij->ji", model.a.weight).mul_(2)
+            assert torch.equal(model.a(x), torch.ones(2, 2, dtype=HALF))
+
+
+def test_a_layer_whose_cast_was_written_to(handle: autoamp.Handle) -> None:
+    layer, x = nn.Linear(4, 4), torch.randn(3, 4)
+    with torch.no_grad(), handle.inference(layer):
+        expected = layer(x)
+        for parameter in layer.parameters():
+            doubles(parameter)
+            assert torch.equal(layer(x), expected)
+
+
+def test_detach_between_two_uses(handle: autoamp.Handle) -> None:
+    found: list[Tensor] = []
+
+    def run(self: Calls, x: Tensor) -> Tensor:
+        y = x * 1
+        self.a(y)
+        found.append(y.detach_().requires_grad_())
+        return self.b(y)  # type: ignore[no-any-return]
+
+    x = torch.ones(1, 2, requires_grad=True)
+    Calls(run)(x).float().sum().backward()
+    assert x.grad is None
+    assert found[0].grad is not None
+
+
+def test_writes_that_torch_does_not_count(handle: autoamp.Handle) -> None:
+    """As of numpy, or of a collective: a tensor without gradients is cast for each use."""
+
+    def run(self: Calls, x: Tensor) -> tuple[Tensor, Tensor]:
+        before = self.a(x)
+        x.numpy()[:] = 2
+        return before, self.b(x)
+
+    before, after = Calls(run)(torch.ones(1, 2))
+    assert before[0, 0].item() == 1.0
+    assert after[0, 0].item() == 2.0
+
+
+def test_fake_tensors_are_not_kept(handle: autoamp.Handle) -> None:
+    layer, x = nn.Linear(96, 64), torch.randn(3, 96)
+    expected = F.linear(x, layer.weight.detach(), layer.bias.detach())
+    with torch.no_grad(), handle.inference(layer):
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            assert layer(torch.empty(3, 96)).shape == (3, 64)
+        torch.testing.assert_close(layer(x), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_traces_hold_the_weights_and_no_casts(handle: autoamp.Handle) -> None:
+    layer, x = nn.Linear(4, 4), torch.randn(3, 4)
+    with torch.no_grad(), handle.inference(layer):
+        layer(x)
+        traced = torch.jit.trace(layer, x)
+    with torch.no_grad():
+        layer.weight.zero_()
+        layer.bias.fill_(1.0)
+        assert torch.equal(traced(x), torch.ones(3, 4, dtype=HALF))
+
+
+def test_a_model_that_changes_its_dtype_against_the_promise(handle: autoamp.Handle) -> None:
+    layer, x = nn.Linear(4, 4, bias=False), torch.randn(3, 4)
+    with torch.no_grad(), handle.inference(layer):
+        F.linear(x, weight=layer.weight)
+        layer.double()
+        assert F.linear(x.double(), weight=layer.weight).dtype is torch.float64
+        assert layer(x.double()).dtype is torch.float64
+
+
+def test_layers_that_are_not_cast_at_all(handle: autoamp.Handle) -> None:
+    """On another device than the handle's, or sparse."""
+    weight = Parameter(torch.eye(4).to_sparse_csr(), requires_grad=False)
+    holder = nn.Module()
+    holder.weight = weight
+    x = torch.randn(3, 4)
+    with torch.no_grad(), handle.inference(holder):
+        assert torch.equal(F.linear(x, weight), x)
+    handle.deactivate()
+    other = autoamp.init(device_type="cuda", dtype=HALF)
+    for layer, given in ((nn.Linear(96, 64), torch.randn(3, 96)), (nn.Conv2d(3, 4, 3), torch.randn(1, 3, 5, 5))):
+        with torch.no_grad(), other.inference(layer):
+            for _ in range(2):
+                assert layer(given).dtype is torch.float32
+
+
+def test_blocks_that_end_while_others_cast(handle: autoamp.Handle) -> None:
+    layer, x = nn.Linear(16, 16), torch.randn(3, 16)
+    errors: list[BaseException] = []
+    stop = threading.Event()
+    with torch.no_grad():
+        expected = layer(x)
+
+    def call() -> None:
+        try:
+            with torch.no_grad():
+                while not stop.is_set():
+                    assert torch.equal(layer(x), expected)
+                    len(handle.cache)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(200):
+        with handle.inference(layer):
+            pass
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+def test_a_cast_in_inference_mode_has_a_version() -> None:
+    local = ThreadState()
+    cache, parameter = CastCache(local), Parameter(torch.ones(2))
+    local.entries = {}
+    with torch.inference_mode():
+        first = cache.cast(parameter, Tensor.bfloat16)
+        assert cache.cast(parameter, Tensor.bfloat16) is first
+        first.mul_(2)
+    assert torch.equal(cache.cast(parameter, Tensor.bfloat16), parameter.to(HALF))

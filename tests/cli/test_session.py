@@ -1,0 +1,286 @@
+"""What `autoamp run` sets up, and how its summary reads. How whole programs fare is in test_cli.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import autoamp
+from autoamp.auto_scaling import auto_scale
+from autoamp.cli import session
+from autoamp.cli.session import Options, Report, loss_scale_of, set_up
+from autoamp.compat import uninstall
+from autoamp.compat.alias import is_installed
+from autoamp.compat.alias import options as alias_options
+from autoamp.errors import ListFileError, UsageError
+
+REPORT = Report(
+    program=["train.py"], opt_level="O1", device_type="cuda", dtype="float16", ops={"float16": 12345, "float32": 6},
+    casts={"float16": 78}, functions={"torch.mm": {"float16": 12345, "float32": 6}}, loss_scale=65536.0, steps=400,
+    skipped=2, seconds=12.34, exit_code=0,
+    by_program=False,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "scale"), [(None, None), ("dynamic", "dynamic"), ("128", 128.0), ("1e3", 1000.0)])
+def test_loss_scale_is_read(text: str | None, scale: object) -> None:
+    assert loss_scale_of(text) == scale
+
+
+def test_options_survive_json() -> None:
+    options = Options(dtype="bf16", lists=("a", "b.toml"), opt_level="O2", apex=False)
+    assert Options.of(json.loads(json.dumps(options.as_dict()))) == options
+    assert Options.of({"dtype": "fp16", "command": "run"}) == Options(dtype="fp16")
+
+
+def test_summary_is_one_line() -> None:
+    assert REPORT.summary() == (
+        "autoamp: float16 on cuda (O1); ops 12,345 float16, 6 float32; casts 78 to float16; loss scale 65536; "
+        "2 of 400 steps skipped; 12.3 s"
+    )
+
+
+def test_summary_leaves_out_what_was_not_counted() -> None:
+    assert replace(REPORT, ops=None, casts=None).summary() == (
+        "autoamp: float16 on cuda (O1); loss scale 65536; 2 of 400 steps skipped; 12.3 s"
+    )
+    assert "; ops 0; casts 0;" in replace(REPORT, ops={}, casts={}).summary()
+
+
+def test_summary_says_who_scales() -> None:
+    said = replace(REPORT, ops=None, casts=None, loss_scale=None, scaling_left_to="torch.autocast").summary()
+    assert said == "autoamp: float16 on cuda (O1); loss scaling left to the program's torch.autocast; 12.3 s"
+
+
+def test_summary_says_that_nothing_is_scaled() -> None:
+    said = replace(REPORT, ops=None, casts=None, loss_scale=None).summary()
+    assert said == "autoamp: float16 on cuda (O1); losses are not scaled, as no optimizer was seen; 12.3 s"
+
+
+def test_summary_tells_of_the_programs_own_half_precision() -> None:
+    own = replace(REPORT, ops=None, casts=None, scaling_left_to="FP16_Optimizer", casts_left_to="FP16_Optimizer")
+    assert own.summary() == (
+        "autoamp: casts left to the program, which has FP16_Optimizer; loss scaling left to the program's "
+        "FP16_Optimizer: loss scale 65536; 2 of 400 steps skipped; 12.3 s"
+    )
+
+
+def test_summary_tells_of_a_call_that_never_came() -> None:
+    said = replace(REPORT, waited_for="amp.initialize").summary()
+    assert said == (
+        "autoamp: no casts (O1): the program's source calls amp.initialize(), which was not called, and no optimizer "
+        "stepped; 12.3 s"
+    )
+
+
+def test_summary_without_casts() -> None:
+    none = replace(REPORT, dtype=None, device_type=None, opt_level="O0", ops=None, casts=None)
+    assert none.summary() == "autoamp: no casts (O0); 12.3 s"
+    assert "use O1" in replace(none, opt_level="O3").summary()
+    # One that failed may have had no time to call anything.
+    assert "use O1" not in replace(none, opt_level="O3", exit_code=1).summary()
+
+
+def test_report_is_json() -> None:
+    report = json.loads(REPORT.as_json())
+    assert report["ops"] == {"float16": 12345, "float32": 6}
+    assert report["versions"]["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (Options(loss_scale="much"), UsageError),
+        (Options(loss_scale="-1"), UsageError),
+        (Options(opt_level="O4"), UsageError),
+        (Options(opt_level="O2", apex=False), UsageError),
+        (Options(device_type="toaster"), UsageError),
+        (Options(lists=("no_such_set",)), ListFileError),
+    ],
+)
+def test_wrong_options_change_nothing(options: Options, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        set_up(options)
+    assert autoamp.current_handle() is None
+    assert not is_installed()
+
+
+@pytest.fixture
+def plain_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the program be none that sets mixed precision up, as this file would be."""
+    monkeypatch.setattr(session, "setup_call", lambda: None)
+
+
+@pytest.mark.usefixtures("plain_program")
+def test_set_up_patches_scales_and_installs_the_alias() -> None:
+    try:
+        run = set_up(Options(dtype="fp16", device_type="cpu", lists=("default",), loss_scale="8"))
+        handle = autoamp.current_handle()
+        assert handle is not None
+        assert run.handle is handle
+        assert (handle.settings.dtype, handle.settings.device_type) == (torch.float16, "cpu")
+        assert handle.loss_scale == 8
+        assert alias_options().lists == ("apex", "default")
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        report = run.report(["x.py"], 3)
+        assert (report.steps, report.skipped, report.exit_code, report.loss_scale) == (1, 0, 3, 8.0)
+    finally:
+        uninstall()
+
+
+@pytest.mark.usefixtures("plain_program")
+def test_ops_and_casts_are_counted_where_asked() -> None:
+    try:
+        silent = set_up(Options(dtype="fp16", device_type="cpu", apex=False))
+        assert silent.report(["x.py"], 0).ops is None
+        run = set_up(Options(dtype="fp16", device_type="cpu", apex=False), count=True)
+        torch.nn.Linear(2, 2)(torch.ones(1, 2))
+        report = run.report(["x.py"], 0)
+        assert report.functions is not None
+        assert report.functions["torch.nn.functional.linear"] == {"float16": 1}
+        assert report.casts == {"float16": 3}
+    finally:
+        uninstall()
+
+
+def test_a_program_that_initializes_is_reported_as_it_chose() -> None:
+    try:
+        run = set_up(Options(device_type="cpu"))
+        first = run.handle
+        assert first is not None
+        model = torch.nn.Linear(2, 2)
+        autoamp.initialize(
+            model,
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            opt_level="O1",
+            dtype=torch.float16,
+            device_type="cpu",
+            loss_scale=4.0,
+        )
+        assert not first.is_active()
+        model(torch.ones(1, 2))
+        report = run.report(["x.py"], 0)
+        assert report.by_program
+        assert report.ops is None
+        assert (report.dtype, report.loss_scale) == ("float16", 4.0)
+    finally:
+        uninstall()
+
+
+@pytest.mark.usefixtures("plain_program")
+def test_who_steps_by_hand_is_not_scaled_and_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Optimizers of other tests may live on.
+    monkeypatch.setattr(auto_scale.gc, "get_objects", list)
+    try:
+        run = set_up(Options(dtype="fp16", device_type="cpu"))
+        model = torch.nn.Linear(2, 2)
+        model(torch.ones(1, 2)).sum().backward()
+        with torch.no_grad():
+            model.weight -= 0.1 * model.weight.grad  # type: ignore[operator]
+        report = run.report(["x.py"], 0)
+        assert (report.loss_scale, report.steps, report.skipped, report.scaling_left_to) == (None, 0, 0, None)
+    finally:
+        uninstall()
+
+
+@pytest.mark.usefixtures("plain_program")
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_the_numbers_of_an_fp16_optimizer_are_those_reported(dtype: str) -> None:
+    try:
+        run = set_up(Options(dtype=dtype, device_type="cpu"))
+        model = torch.nn.Linear(2, 2).half()
+        optimizer = autoamp.FP16_Optimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            dynamic_loss_scale=True,
+            dynamic_loss_args={"init_scale": 2.0**20},
+        )
+        for _ in range(8):
+            optimizer.zero_grad()
+            optimizer.backward(model(torch.ones(1, 2).half()).float().sum())
+            optimizer.step()
+        report = run.report(["x.py"], 0)
+        # 2**20 overflows in fp16, and so do all powers of 2 above 2**15.
+        assert (report.loss_scale, report.steps, report.skipped) == (2.0**15, 8, 5)
+        assert (report.scaling_left_to, report.casts_left_to) == ("FP16_Optimizer", "FP16_Optimizer")
+    finally:
+        uninstall()
+
+
+@pytest.mark.parametrize(("supported", "dtype"), [(True, torch.bfloat16), (False, torch.float16)])
+def test_bf16_is_the_default_where_the_gpu_has_units_for_it(
+    supported: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_bf16_supported(including_emulation: bool = True) -> bool:
+        return supported or including_emulation
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
+    try:
+        run = set_up(Options(device_type="cuda"))
+        assert run.handle is not None
+        assert run.handle.settings.dtype is dtype
+        # Apex knew fp16 alone.
+        assert alias_options().dtype is torch.float16
+    finally:
+        uninstall()
+
+
+def test_the_default_on_a_cpu_is_bf16() -> None:
+    try:
+        run = set_up(Options(device_type="cpu"))
+        assert run.handle is not None
+        assert run.handle.settings.dtype is torch.bfloat16
+    finally:
+        uninstall()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the question is asked in a fork")
+def test_the_device_is_asked_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked_here: list[bool] = []
+
+    def is_bf16_supported(including_emulation: bool = True) -> bool:
+        asked_here.append(True)
+        return True
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    try:
+        run = set_up(Options(device_type="cuda"))
+        assert run.handle is not None
+        assert run.handle.settings.dtype is torch.bfloat16
+        assert not asked_here
+    finally:
+        uninstall()
+
+
+def test_fastai_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    fake = ModuleType("autoamp.compat.fastai1")
+    vars(fake)["enable"] = lambda: calls.append(1)
+    monkeypatch.setitem(sys.modules, "autoamp.compat.fastai1", fake)
+    try:
+        set_up(Options(opt_level="O0", fastai1=True))
+        set_up(Options(opt_level="O0"))
+    finally:
+        uninstall()
+    assert calls == [1]
+
+
+def test_a_real_apex_is_found_and_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").write_text("", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    run = set_up(Options(opt_level="O0"))
+    assert run.real_apex is not None
+    assert not is_installed()
+    with pytest.raises(UsageError, match="--shadow-apex"):
+        set_up(Options(opt_level="O2"))

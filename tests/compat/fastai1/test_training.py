@@ -1,0 +1,529 @@
+"""fastai v1's training loop and the shims, on a stand-in for fastai; tests/clients trains with fastai itself."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoamp
+from autoamp.compat.fastai1 import shims
+from autoamp.compat.fastai1 import training as fastai1
+
+ROOT = Path(__file__).resolve().parents[3]
+
+# As much of fastai as is patched, with its names and its order of calls.
+SOURCES = {
+    "__init__": "",
+    "callback": """
+import torch
+
+class OptimWrapper:
+    def __init__(self, opt, wd=0.0):
+        self.opt, self.decay = opt, wd
+
+    def __getattr__(self, name):
+        return getattr(self.opt, name, None)
+
+    def step(self):
+        for group in self.opt.param_groups:
+            for param in group["params"]:
+                param.data.mul_(1 - self.decay)
+        self.opt.step()
+
+    def zero_grad(self):
+        self.opt.zero_grad()
+
+class CallbackHandler:
+    def __init__(self, callbacks=(), change=lambda loss: loss):
+        self.callbacks, self.change, self.seen = callbacks, change, []
+
+    def on_backward_begin(self, loss):
+        return self.change(loss), False
+
+    def on_backward_end(self):
+        self.seen.append("end")
+        return False
+
+    def on_step_end(self):
+        return True
+""",
+    "basic_train": """
+import torch
+from fastai.callback import CallbackHandler, OptimWrapper
+
+def loss_batch(model, xb, yb, loss_func=None, opt=None, cb_handler=None):
+    "A batch."
+    handler = cb_handler or CallbackHandler()
+    loss = loss_func(model(xb), yb)
+    if opt is not None:
+        loss, skip = handler.on_backward_begin(loss)
+        if not skip:
+            loss.backward()
+        if not handler.on_backward_end():
+            opt.step()
+        if not handler.on_step_end():
+            opt.zero_grad()
+    return loss
+""",
+    "basics": "from fastai.basic_train import loss_batch\n",
+    "callbacks/__init__": "",
+    "callbacks/fp16": "class MixedPrecision:\n    pass\n",
+    "vision/__init__": "",
+    "vision/transform": "def _solve_func(right, matrix):\n    raise RuntimeError('torch.solve is gone')\n",
+}
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package `fastai` that can be imported, and is not."""
+    for name, source in SOURCES.items():
+        file = tmp_path / "fastai" / f"{name}.py"
+        file.parent.mkdir(exist_ok=True, parents=True)
+        file.write_text(source)
+    forget()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    fastai1._training._waiting.restore()
+    fastai1.watch()
+    yield tmp_path
+    fastai1.disable()
+    autoamp.init(enabled=False)
+    fastai1._training._waiting.restore()
+    forget()
+    fastai1.watch()
+
+
+def forget() -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("fastai", "torchvision")]:
+        del sys.modules[name]
+
+
+def load(name: str = "basic_train") -> Any:
+    return importlib.import_module(f"fastai.{name}")
+
+
+def active(**settings: Any) -> autoamp.Handle:
+    handle = autoamp.init(**{"dtype": torch.float16, "device_type": "cpu", **settings})
+    assert isinstance(handle, autoamp.Handle)
+    return handle
+
+
+class Training:
+    """A linear model, and what its output's gradients were."""
+
+    def __init__(self, wd: float = 0.0) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(4, 2)
+        self.sgd = torch.optim.SGD(self.model.parameters(), 0.1)
+        self.opt = load("callback").OptimWrapper(self.sgd, wd)
+        self.gradients: list[float] = []
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        output.register_hook(lambda gradient: self.gradients.append(float(gradient.float().abs().max())))
+        return (output.float() - target).pow(2).mean()
+
+    def batch(self, loss_batch: Callable[..., Any] | None = None, factor: float = 1.0, **given: Any) -> Tensor:
+        inputs, target = torch.ones(3, 4), torch.zeros(3, 2)
+        call = load().loss_batch if loss_batch is None else loss_batch
+
+        def loss(output: Tensor, target: Tensor) -> Tensor:
+            return self.loss(output, target) * factor
+
+        result: Tensor = call(self.model, inputs, target, loss, **{"opt": self.opt, **given})
+        return result
+
+
+def unscaled() -> float:
+    """The largest gradient that a batch has without a scale."""
+    plain = Training()
+    plain.batch()
+    return plain.gradients[0]
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("auto", [True, False])
+def test_the_backward_pass_is_scaled_and_all_else_sees_true_values(package: Path, first: bool, auto: bool) -> None:
+    handle = active() if first else None
+    load()
+    expected = 0.0
+    if handle is None:
+        expected = unscaled()
+        handle = active()
+    if auto:
+        handle.auto_scale()
+    training = Training()
+    loss = training.batch()
+    assert float(loss.detach()) < 10
+    assert "backward" not in vars(loss)
+    assert training.gradients[0] / 2**16 < 10 < training.gradients[0]
+    if expected:
+        assert training.gradients[0] == pytest.approx(expected * 2**16, rel=0.01)
+    assert training.model.weight.grad is not None
+    assert float(training.model.weight.grad.abs().max()) < 10
+    assert handle.optimizers.steps == 1
+
+
+def test_names_that_others_took_are_patched_and_restored(package: Path) -> None:
+    taken = load("basics").loss_batch
+    handle = active()
+    training = Training()
+    training.batch(load("basics").loss_batch)
+    assert training.gradients[0] > 10
+    handle.deactivate()
+    assert load("basics").loss_batch is load().loss_batch is taken
+
+
+def test_a_plain_optimizer_and_positional_arguments_are_taken(package: Path) -> None:
+    handle = active()
+    training = Training()
+    load().loss_batch(training.model, torch.ones(3, 4), torch.zeros(3, 2), training.loss, training.sgd)
+    assert training.gradients[0] > 10
+    assert handle.optimizers.steps == 1
+
+
+def test_validation_and_other_optimizers_are_left_alone(package: Path) -> None:
+    class FakeOptimizer:
+        def step(self) -> None: ...
+        def zero_grad(self) -> None: ...
+
+    active()
+    training = Training()
+    training.batch(opt=None)
+    training.batch(opt=FakeOptimizer())
+    assert len(training.gradients) == 1
+    assert training.gradients[0] < 10
+
+
+def test_a_skipped_step_decays_no_weights(package: Path) -> None:
+    handle = active()
+    training = Training(wd=0.5)
+    before = training.model.weight.detach().clone()
+    training.batch(factor=1e30)
+    assert torch.equal(training.model.weight, before)
+    assert handle.skipped_steps == 1
+    assert handle.loss_scale == 2**15
+    training.sgd.param_groups[0]["lr"] = 0.0
+    training.sgd.zero_grad()
+    training.batch()
+    assert torch.equal(training.model.weight, before * 0.5)
+
+
+def test_a_delayed_verdict_is_asked_for_before_weights_decay(package: Path) -> None:
+    handle = active()
+    load()
+    training = Training(wd=0.5)
+    before = training.model.weight.detach().clone()
+    output = training.model(torch.ones(3, 4))
+    loss = training.loss(output, torch.zeros(3, 2)) * 1e30
+    with handle.scale_loss(loss, training.sgd, delay_unscale=True) as scaled_loss:
+        scaled_loss.backward()
+    training.opt.step()
+    assert torch.equal(training.model.weight, before)
+    assert handle.skipped_steps == 1
+
+
+@pytest.mark.parametrize("loss_scale", [None, 1.0])
+def test_a_loss_batch_that_was_edited_by_hand_scales_once(package: Path, loss_scale: float | None) -> None:
+    module = load()
+    expected = unscaled()
+    handle = active(loss_scale=loss_scale)
+    source = (package / "fastai" / "basic_train.py").read_text()
+    edited = source.replace(
+        "            loss.backward()",
+        "            with amp_handle.scale_loss(loss, opt.opt) as scaled_loss: scaled_loss.backward()",
+    )
+    vars(module)["amp_handle"] = handle
+    exec(edited, vars(module))
+    by_hand = module.loss_batch
+    training = Training()
+    training.batch()
+    assert training.gradients[0] == pytest.approx(expected * handle.loss_scale, rel=0.01)
+    # What is found edited when a handle is activated is patched, and scales once too.
+    autoamp.init(enabled=False)
+    vars(module)["amp_handle"] = again = active(loss_scale=loss_scale)
+    assert module.loss_batch is not by_hand
+    training = Training()
+    training.batch()
+    assert training.gradients[0] == pytest.approx(expected * again.loss_scale, rel=0.01)
+
+
+def test_the_loss_that_a_callback_returns_is_scaled(package: Path) -> None:
+    active(loss_scale=128.0)
+    training = Training()
+    handler = load("callback").CallbackHandler(change=lambda loss: loss * 3.0)
+    training.batch(cb_handler=handler)
+    other = Training()
+    other.batch()
+    assert training.gradients[0] == pytest.approx(3 * other.gradients[0], rel=0.01)
+    assert handler.seen == ["end"]
+
+
+def test_a_batch_within_a_batch_is_scaled_for_its_own_optimizer(package: Path) -> None:
+    handle = active()
+    inner, outer = Training(), Training()
+
+    def change(loss: Tensor) -> Tensor:
+        inner.batch()
+        return loss
+
+    outer.batch(cb_handler=load("callback").CallbackHandler(change=change))
+    assert inner.gradients == outer.gradients
+    assert inner.gradients[0] > 10
+    assert handle.optimizers.steps == 2
+
+
+def test_an_exception_leaves_the_loss_as_it_was(package: Path) -> None:
+    active()
+    training = Training()
+    losses: list[Tensor] = []
+
+    class Failing:
+        callbacks = ()
+
+        def on_backward_begin(self, loss: Tensor) -> tuple[Tensor, bool]:
+            losses.append(loss)
+            return load("callback").CallbackHandler.on_backward_begin(self, loss)  # type: ignore[no-any-return]
+
+        change = staticmethod(lambda loss: loss)
+
+        def on_backward_end(self) -> None:
+            raise KeyError("stop")
+
+    with pytest.raises(KeyError, match="stop"):
+        training.batch(cb_handler=Failing())
+    assert "backward" not in vars(losses[0])
+    # Not within loss_batch the handler is fastai's own.
+    loss = torch.ones(2, requires_grad=True).sum()
+    load("callback").CallbackHandler().on_backward_begin(loss)
+    assert "backward" not in vars(loss)
+
+
+def test_fastais_own_mixed_precision_is_refused(package: Path) -> None:
+    active()
+    training = Training()
+    handler = load("callback").CallbackHandler(callbacks=[load("callbacks.fp16").MixedPrecision()])
+    with pytest.raises(autoamp.UsageError, match="to_fp16"):
+        training.batch(cb_handler=handler)
+    assert training.gradients == []
+
+
+def test_the_patches_come_and_go_with_each_handle(package: Path) -> None:
+    module = load()
+    owners = module, module.OptimWrapper, module.CallbackHandler
+    before = [dict(vars(owner)) for owner in owners]
+
+    def pristine() -> bool:
+        return [dict(vars(owner)) for owner in owners] == before
+
+    handle = active()
+    assert not pristine()
+    assert module.loss_batch.__doc__ == "A batch."
+    with autoamp.region(dtype=torch.bfloat16, device_type="cpu"):
+        assert not pristine()
+    assert not pristine()
+    handle.deactivate()
+    assert pristine()
+    with autoamp.region(dtype=torch.float16, device_type="cpu") as inside:
+        training = Training()
+        training.batch()
+        assert training.gradients[0] > 10
+        assert inside.skipped_steps == 0
+    assert pristine()
+    handle.deactivate()
+    assert pristine()
+
+
+def test_another_thread_is_not_taken_for_the_one_that_trains(package: Path) -> None:
+    active()
+    losses: list[Tensor] = []
+
+    def change(loss: Tensor) -> Tensor:
+        def other() -> None:
+            apart = torch.ones(2, requires_grad=True).sum()
+            load("callback").CallbackHandler().on_backward_begin(apart)
+            losses.append(apart)
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        return loss
+
+    Training().batch(cb_handler=load("callback").CallbackHandler(change=change))
+    assert "backward" not in vars(losses[0])
+
+
+def test_another_fastai_is_left_alone(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (package / "fastai" / "basic_train.py").write_text("def fit(): ...\n")
+    told: list[str] = []
+    monkeypatch.setattr(fastai1.log, "warning", lambda message, *args: told.append(message % args))
+    module = load()
+    assert vars(module).keys() >= {"fit"}
+    handle = active()
+    assert ["not scaled" in message for message in told] == [True]
+    handle.deactivate()
+    assert module.fit() is None
+
+
+# -- shims --
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_whole_pickles_are_loaded_by_fastai_alone(package: Path, tmp_path: Path, first: bool) -> None:
+    file = tmp_path / "state.pth"
+    torch.save({"lr": Fraction(3)}, file)
+    if first:
+        fastai1.enable()
+    module = load()
+    if not first:
+        fastai1.enable()
+    fastai1.enable()
+    assert module.torch.load(file)["lr"].value == 3
+    assert module.torch.nn is torch.nn
+    with pytest.raises(Exception, match=r"weights_only|Weights only"):
+        module.torch.load(file, weights_only=True)
+    with pytest.raises(Exception, match=r"weights_only|Weights only"):
+        torch.load(file)
+    fastai1.disable()
+    assert module.torch is torch
+    fastai1.disable()
+
+
+class Fraction:
+    """Something that is no tensor."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+def test_gradients_are_kept_as_zeros(package: Path) -> None:
+    training = Training()
+    original = vars(load("callback").OptimWrapper)["zero_grad"]
+    fastai1.enable()
+    training.batch()
+    training.opt.zero_grad()
+    assert training.model.weight.grad is not None
+    assert not training.model.weight.grad.any()
+    fastai1.disable()
+    assert vars(load("callback").OptimWrapper)["zero_grad"] is original
+
+
+def test_an_optimizer_without_that_choice_clears_as_it_does(package: Path) -> None:
+    class Clearing:
+        cleared = 0
+
+        def zero_grad(self) -> None:
+            self.cleared += 1
+
+    fastai1.enable()
+    clearing = Clearing()
+    load("callback").OptimWrapper(clearing).zero_grad()
+    assert clearing.cleared == 1
+
+
+def test_the_warp_is_solved(package: Path) -> None:
+    fastai1.enable()
+    matrix, solution = torch.tensor([[2.0, 1.0], [0.0, 4.0]]), torch.tensor([[1.0], [3.0]])
+    solved = load("vision.transform")._solve_func(matrix @ solution, matrix)
+    assert torch.allclose(solved[0][:, 0], solution[:, 0])
+    fastai1.disable()
+    with pytest.raises(RuntimeError, match="gone"):
+        load("vision.transform")._solve_func(matrix, matrix)
+
+
+TORCHVISION = """
+import sys
+import torch
+from torchvision import inner
+sys.tried = [*getattr(sys, "tried", ()), inner]
+torch.library.register_fake("torchvision::nms")(lambda dets, scores, threshold: dets)
+"""
+
+
+def test_torchvision_without_its_operators_is_imported(tmp_path: Path) -> None:
+    """In a process of its own, since what is declared to torch stays."""
+    directory = tmp_path / "torchvision"
+    directory.mkdir()
+    (directory / "__init__.py").write_text(TORCHVISION)
+    (directory / "inner.py").write_text("")
+    program = (
+        "import sys\n"
+        f"sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]\n"
+        "from autoamp.compat import fastai1\n"
+        "before = list(sys.meta_path)\n"
+        "try:\n"
+        "    import torchvision\n"
+        "except RuntimeError as error:\n"
+        "    print('operator' in str(error))\n"
+        "sys.modules.pop('torchvision.inner')\n"
+        "fastai1.enable()\n"
+        "import torchvision\n"
+        "fastai1.disable()\n"
+        "tried = sys.tried\n"
+        "print(len(tried), tried[1] is not tried[2], sys.meta_path == before, torchvision.__spec__.name)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.splitlines() == ["True", "3 True True torchvision"], done.stderr
+
+
+def test_another_error_of_torchvision_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tmp_path / "torchvision"
+    directory.mkdir()
+    (directory / "__init__.py").write_text("raise RuntimeError('broken')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    forget()
+    fastai1.enable()
+    try:
+        with pytest.raises(RuntimeError, match="broken"):
+            importlib.import_module("torchvision")
+    finally:
+        fastai1.disable()
+        forget()
+
+
+def test_weeks_are_what_pandas_gave() -> None:
+    class Weeks(list[float]):
+        def isna(self) -> Weeks:
+            return Weeks(value is None for value in self)
+
+        def any(self) -> bool:
+            return any(self)
+
+        def astype(self, dtype: str) -> tuple[str, list[float]]:
+            return dtype, list(self)
+
+    class Calendar(ModuleType):
+        week = Weeks([1, 2])
+
+    class Dates:
+        year = 2020
+
+        def isocalendar(self) -> Any:
+            return Calendar("calendar")
+
+    assert shims._getattr_with_week(Dates(), "week") == ("int64", [1, 2])
+    Calendar.week = Weeks([1, None])
+    assert shims._getattr_with_week(Dates(), "week") == ("float64", [1, None])
+    assert shims._getattr_with_week(Dates(), "year") == 2020
+    assert shims._getattr_with_week(Dates(), "month", 5) == 5
+    with pytest.raises(AttributeError):
+        shims._getattr_with_week(Dates(), "month")
+
+
+def test_importing_autoamp_imports_no_library_for_this() -> None:
+    program = "import sys, autoamp; print([n for n in ('fastai', 'pandas', 'torchvision') if n in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.stdout.strip() == "[]", done.stderr

@@ -1,0 +1,152 @@
+"""The parts of contrib against plain formulas in fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoamp
+from autoamp.compat.layers.contrib import FastLayerNorm, SoftmaxCrossEntropyLoss, clip_grad_norm_, index_mul_2d
+from autoamp.errors import UsageError
+
+LABELS = torch.tensor([1, 0, 4, 2])
+
+
+def smoothed(logits: Tensor, labels: Tensor, smoothing: float, padding: int) -> Tensor:
+    """Return the cross entropy against the smoothed one-hot target, by its formula."""
+    target = torch.full_like(logits, smoothing / logits.shape[1])
+    for row, label in enumerate(labels.tolist()):
+        if label != padding:
+            target[row, label] += 1.0 - smoothing
+    losses = -(target * (logits - logits.logsumexp(1, keepdim=True))).sum(1)
+    return torch.where(labels == padding, 0.0, losses)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("padding", [0, 2, -100])
+@pytest.mark.parametrize("active", [False, True])
+def test_cross_entropy(smoothing: float, padding: int, active: bool, half: torch.dtype) -> None:
+    logits = torch.randn(4, 5).to(half)
+    mine, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    if active:
+        autoamp.init(dtype=half, device_type="cpu")
+    labels = torch.where(LABELS == 0, padding, LABELS) if padding < 0 else LABELS
+    losses = SoftmaxCrossEntropyLoss.apply(mine, labels, smoothing, padding, True)
+    expected = smoothed(exact, labels, smoothing, padding)
+    assert losses.dtype is torch.float32
+    torch.testing.assert_close(losses, expected.float())
+    losses.sum().backward()
+    expected.sum().backward()
+    assert mine.grad is not None
+    assert mine.grad.dtype is half
+    torch.testing.assert_close(mine.grad, exact.grad.to(half))  # type: ignore[union-attr]
+    rounded = SoftmaxCrossEntropyLoss.apply(logits, labels, smoothing, padding)
+    assert rounded.dtype is half
+    torch.testing.assert_close(rounded, expected.to(half))
+
+
+def test_cross_entropy_gradcheck_and_defaults() -> None:
+    logits = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda given: SoftmaxCrossEntropyLoss.apply(given, LABELS, 0.2, 2), logits)
+    losses = SoftmaxCrossEntropyLoss.apply(logits, LABELS.int())
+    torch.testing.assert_close(losses, smoothed(logits, LABELS, 0.0, 0))
+    assert losses[1] == 0
+
+
+@pytest.mark.parametrize(("logits", "labels"), [((2, 3, 5), (2, 3)), ((4, 5), (4, 1)), ((4, 5), (3,))])
+def test_cross_entropy_shapes(logits: tuple[int, ...], labels: tuple[int, ...]) -> None:
+    with pytest.raises(UsageError, match=r"view\(-1, classes\)"):
+        SoftmaxCrossEntropyLoss.apply(torch.randn(logits), torch.zeros(labels, dtype=torch.long))
+
+
+def with_grads(*grads: Tensor) -> list[nn.Parameter]:
+    parameters = [nn.Parameter(torch.zeros_like(grad)) for grad in grads]
+    for parameter, grad in zip(parameters, grads, strict=True):
+        parameter.grad = grad.clone()
+    return [*parameters, nn.Parameter(torch.zeros(2))]
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("active", [False, True])
+def test_clipping(norm_type: float, active: bool, half: torch.dtype) -> None:
+    grads = [torch.randn(3).to(half), torch.randn(2, 2), torch.randn(4, dtype=torch.float64)]
+    parameters = with_grads(*grads)
+    exact = torch.cat([grad.double().flatten() for grad in grads]).norm(norm_type)
+    if active:
+        autoamp.init(dtype=half, device_type="cpu")
+    norm = clip_grad_norm_(parameters, 0.5, norm_type)
+    torch.testing.assert_close(norm, exact, rtol=1e-6, atol=0)
+    for parameter, grad in zip(parameters, grads, strict=False):
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, (grad.double() * 0.5 / (exact + 1e-6)).to(grad.dtype))
+    assert parameters[-1].grad is None
+
+
+def test_clipping_leaves_small_gradients() -> None:
+    parameters = with_grads(torch.tensor([3.0, 4.0]))
+    assert clip_grad_norm_(iter(parameters), 5.1).item() == 5.0
+    assert parameters[0].grad.tolist() == [3.0, 4.0]  # type: ignore[union-attr]
+    assert clip_grad_norm_(parameters[0], 1).item() == 5.0
+    torch.testing.assert_close(parameters[0].grad, torch.tensor([0.6, 0.8]))
+    assert clip_grad_norm_([], 1.0).item() == 0.0
+
+
+def test_clipping_of_halves_does_not_overflow() -> None:
+    parameters = with_grads(torch.full((100,), 6e4, dtype=torch.float16))
+    assert clip_grad_norm_(parameters, 100.0).item() == pytest.approx(6e5, rel=1e-3)
+    torch.testing.assert_close(parameters[0].grad, torch.full((100,), 10.0, dtype=torch.float16))
+
+
+def test_clipping_what_is_not_finite() -> None:
+    parameters = with_grads(torch.tensor([1.0, float("inf")]), torch.ones(2))
+    with pytest.raises(UsageError, match="inf"):
+        clip_grad_norm_(parameters, 1.0, error_if_nonfinite=True)
+    assert parameters[1].grad.tolist() == [1.0, 1.0]  # type: ignore[union-attr]
+    assert clip_grad_norm_(parameters, 1.0).item() == float("inf")
+    assert parameters[1].grad.tolist() == [0.0, 0.0]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("active", [False, True])
+def test_fast_layer_norm(active: bool, half: torch.dtype) -> None:
+    norm, plain = FastLayerNorm(6, eps=1e-3), nn.LayerNorm(6, eps=1e-3, dtype=torch.float64)
+    with torch.no_grad():
+        norm.weight.copy_(torch.randn(6))
+        norm.bias.copy_(torch.randn(6))
+    plain.load_state_dict(norm.state_dict())
+    input = torch.randn(3, 6)
+    if active:
+        autoamp.init(dtype=half, device_type="cpu")
+    torch.testing.assert_close(norm(input), plain(input.double()).float())
+    torch.testing.assert_close(norm(input.to(half)), plain(input.to(half).double()).to(half))
+    assert norm.epsilon == 1e-3
+
+
+def test_indexed_product() -> None:
+    first, second = (torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in (4, 6))
+    index = torch.tensor([0, 3, 3, 1, 0, 0])
+    expected = torch.stack([first[row] * second[place] for place, row in enumerate(index.tolist())])
+    torch.testing.assert_close(index_mul_2d(first, second, index), expected)
+    assert torch.autograd.gradcheck(lambda one, two: index_mul_2d(one, two, index), (first, second))
+    with pytest.raises(UsageError, match="must be"):
+        index_mul_2d(first, second[:5], index)
+    with pytest.raises(UsageError, match="one dtype"):
+        index_mul_2d(first, second.float(), index)
+
+
+def test_by_the_names_of_apex(apex: Any) -> None:
+    import apex.contrib.clip_grad
+    import apex.contrib.index_mul_2d.index_mul_2d
+    import apex.contrib.layer_norm
+    from apex.contrib.xentropy import SoftmaxCrossEntropyLoss as theirs  # noqa: N813
+
+    logits = torch.randn(4, 5)
+    torch.testing.assert_close(theirs.apply(logits, LABELS, 0.1, 0, True), smoothed(logits, LABELS, 0.1, 0))
+    assert apex.contrib.clip_grad.clip_grad_norm_ is clip_grad_norm_
+    assert apex.contrib.layer_norm.FastLayerNorm is FastLayerNorm
+    assert callable(apex.contrib.index_mul_2d.index_mul_2d)
+    for missing in ("apex.contrib.bottleneck", "apex.contrib.fmha", "apex.contrib.peer_memory"):
+        with pytest.raises(ImportError, match="does not provide it"):
+            __import__(missing)

@@ -1,0 +1,392 @@
+"""Layers of a model whose weights are promised to stay: cast or packed once, with the results of any other call."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autoamp
+from autoamp.inference.layers import PinnedConv2d, PinnedLayer
+
+HALF = torch.bfloat16
+OPS: dict[str, Any] = {"extends": [], "fp16": ["linear", "conv2d", "conv_transpose2d", "lstm"]}
+packs = pytest.mark.skipif(
+    not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()),
+    reason="oneDNN packs no bf16 weights on this CPU",
+)
+
+
+@pytest.fixture
+def handle() -> Iterator[autoamp.Handle]:
+    # autoamp's casts alone, of linear and conv2d.
+    handle = autoamp.init(device_type="cpu", dtype=HALF, lists={"extends": [], "fp16": ["linear", "conv2d"]})
+    yield handle
+    handle.deactivate()
+
+
+def layer_of(handle: autoamp.Handle, weight: Tensor) -> PinnedLayer:
+    found = handle.casts.cache.pins[id(weight)].layer
+    assert isinstance(found, PinnedLayer)
+    return found
+
+
+def by_hand(x: Tensor, layer: nn.Linear) -> Tensor:
+    bias = None if layer.bias is None else layer.bias.detach().to(HALF)
+    return torch._C._nn.linear(x.to(HALF), layer.weight.detach().to(HALF), bias)
+
+
+SHAPES = [(96,), (1, 96), (5, 96), (2, 3, 96), (0, 96), (3, 0, 96)]
+
+
+@packs
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_packed_weights_give_what_plain_ones_give(handle: autoamp.Handle, shape: tuple[int, ...], bias: bool) -> None:
+    layer = nn.Linear(96, 64, bias=bias)
+    for x in (torch.randn(shape), torch.randn(shape).to(HALF), torch.randn((*shape[:-1], 192))[..., ::2]):
+        expected = by_hand(x, layer)
+        with torch.no_grad(), handle.inference(layer):
+            found = [layer(x) for _ in range(2)]
+            assert layer_of(handle, layer.weight).packed is not None
+            # The packed weight stands in for the plain one, so that memory holds one of them.
+            assert handle.casts.cache.pins[id(layer.weight)].cast is None
+        for result in found:
+            assert (result.dtype, result.stride()) == (HALF, expected.stride())
+            torch.testing.assert_close(result, expected)
+
+
+@packs
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_packed_weights_cannot_serve_is_computed_otherwise(handle: autoamp.Handle, mode: Any) -> None:
+    layer, x = nn.Linear(96, 64), torch.randn(5, 96)
+    expected = by_hand(x, layer)
+    seen: list[str] = []
+
+    class Looks(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with mode(), handle.inference(layer):
+        layer(x)
+        assert layer_of(handle, layer.weight).packed is not None
+        torch.testing.assert_close(torch.func.vmap(layer)(x), expected, rtol=2e-2, atol=2e-2)
+        with Looks():
+            torch.testing.assert_close(layer(x), expected)
+        assert seen
+        assert not any("mkldnn::" in name for name in seen)
+        with torch.backends.mkldnn.flags(enabled=False):
+            torch.testing.assert_close(layer(x), expected, rtol=2e-2, atol=2e-2)
+        with pytest.raises(RuntimeError, match=r"mat1 and mat2 shapes cannot be multiplied \(5x95 and 96x64\)"):
+            layer(x[:, 1:])
+
+
+@packs
+def test_forward_mode_derivatives_pass_through(handle: autoamp.Handle) -> None:
+    layer, x, tangent = nn.Linear(96, 64), torch.randn(5, 96), torch.randn(5, 96)
+    with torch.no_grad(), handle.inference(layer):
+        layer(x)
+        with forward_ad.dual_level():
+            result = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, tangent)))
+    assert result.tangent is not None
+    expected = torch._C._nn.linear(tangent.to(HALF), layer.weight.detach().to(HALF))
+    torch.testing.assert_close(result.tangent.to(HALF), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_small_weights_and_fp16_are_not_packed(handle: autoamp.Handle) -> None:
+    small, x = nn.Linear(16, 16), torch.randn(3, 16)
+    with torch.no_grad(), handle.inference(small):
+        small(x)
+        assert layer_of(handle, small.weight).packed is None
+    handle.deactivate()
+    other = autoamp.init(device_type="cpu", dtype=torch.float16)
+    large = nn.Linear(96, 64)
+    with torch.no_grad(), other.inference(large):
+        large(torch.randn(3, 96))
+        assert layer_of(other, large.weight).packed is None
+
+
+def test_one_weight_with_several_biases(handle: autoamp.Handle) -> None:
+    layer, x = nn.Linear(96, 64), torch.randn(5, 96)
+    other = nn.Linear(96, 64)
+    other.weight = layer.weight
+    model = nn.ModuleList([layer, other])
+    with torch.no_grad(), handle.inference(model):
+        for _ in range(2):
+            torch.testing.assert_close(layer(x), by_hand(x, layer))
+            torch.testing.assert_close(other(x), by_hand(x, other))
+            torch.testing.assert_close(F.linear(x, layer.weight), by_hand(x, layer) - layer.bias.to(HALF),
+                                       rtol=2e-2, atol=2e-2)  # fmt: skip
+
+
+def test_a_bias_that_is_promised_for_less_long(handle: autoamp.Handle) -> None:
+    layer, x = nn.Linear(16, 16), torch.randn(3, 16)
+    holder = nn.Module()
+    holder.weight = layer.weight
+    with torch.no_grad(), handle.inference(holder):
+        with handle.inference(layer):
+            layer(x)
+        layer.bias.add_(1.0)
+        assert torch.equal(layer(x), by_hand(x, layer))
+
+
+def test_a_bias_that_is_no_parameter(handle: autoamp.Handle) -> None:
+    weight, bias, x = Parameter(torch.randn(16, 16)), torch.randn(16), torch.randn(3, 16)
+    holder = nn.Module()
+    holder.weight = weight
+    with torch.no_grad(), handle.inference(holder):
+        for _ in range(2):
+            expected = torch._C._nn.linear(x.to(HALF), weight.to(HALF), bias.to(HALF))
+            assert torch.equal(F.linear(x, weight, bias), expected)
+            bias.add_(1.0)
+
+
+@packs
+@pytest.mark.parametrize("shape", [(), (1,), (1, 64), (5, 64)], ids=str)
+def test_a_bias_that_is_broadcast(handle: autoamp.Handle, shape: tuple[int, ...]) -> None:
+    holder = nn.Module()
+    holder.weight, holder.bias = Parameter(torch.randn(64, 96)), Parameter(torch.randn(shape))
+    x = torch.randn(5, 96)
+    with torch.no_grad():
+        expected = F.linear(x, holder.weight, holder.bias)
+        with handle.inference(holder):
+            for _ in range(2):
+                assert torch.equal(F.linear(x, holder.weight, holder.bias), expected)
+
+
+@packs
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_go_to_plain_weights(handle: autoamp.Handle) -> None:
+    layer, parts = nn.Linear(96, 64), [torch.randn(2, 96), torch.randn(3, 96)]
+    with torch.no_grad(), handle.inference(layer):
+        layer(parts[0])
+        found = layer(torch.nested.nested_tensor(parts)).unbind()
+    for result, part in zip(found, parts, strict=True):
+        torch.testing.assert_close(result, by_hand(part, layer), rtol=2e-2, atol=2e-2)
+
+
+def packed_conv(handle: autoamp.Handle, layer: nn.Conv2d) -> PinnedConv2d:
+    found = layer_of(handle, layer.weight)
+    assert isinstance(found, PinnedConv2d)
+    return found
+
+
+def check_same(found: Tensor, expected: Tensor) -> None:
+    assert (found.dtype, found.shape, found.stride()) == (expected.dtype, expected.shape, expected.stride())
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+CONVOLUTIONS: dict[str, tuple[Callable[[], nn.Conv2d], tuple[int, ...]]] = {
+    "plain": (lambda: nn.Conv2d(3, 4, 3), (2, 3, 9, 8)),
+    "without bias": (lambda: nn.Conv2d(3, 4, 3, bias=False), (2, 3, 9, 8)),
+    "strided and padded": (lambda: nn.Conv2d(8, 6, 3, stride=2, padding=1), (1, 8, 9, 8)),
+    "of one pixel": (lambda: nn.Conv2d(8, 6, 1), (2, 8, 1, 1)),
+    "of one channel": (lambda: nn.Conv2d(1, 1, 3), (2, 1, 5, 5)),
+    "that leaves one pixel": (lambda: nn.Conv2d(8, 6, 5), (2, 8, 5, 5)),
+    "with a large weight": (lambda: nn.Conv2d(96, 96, 3, padding=1), (1, 96, 6, 6)),
+}
+
+
+@packs
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_packed_convolutions_give_what_plain_ones_give(handle: autoamp.Handle, name: str) -> None:
+    make, shape = CONVOLUTIONS[name]
+    layer, x = make(), torch.randn(shape)
+    large = torch.randn(shape[0], shape[1], 64, 80)
+    with torch.no_grad():
+        inputs = (x, x.to(HALF), x.flip(0), torch.randn(3, *shape[1:]), x[0], x.to(memory_format=torch.channels_last),
+                  x.transpose(2, 3), large)  # fmt: skip
+        expected = []
+        for given in inputs:
+            try:
+                expected.append(layer(given))
+            except RuntimeError as error:
+                expected.append(error)
+        with handle.inference(layer):
+            for _ in range(2):
+                for given, result in zip(inputs, expected, strict=True):
+                    if isinstance(result, RuntimeError):
+                        with pytest.raises(RuntimeError, match="Kernel size"):
+                            layer(given)
+                    else:
+                        check_same(layer(given), result)
+            held = packed_conv(handle, layer)
+            assert held.packed is not None
+            # Memory holds one form of a large weight.
+            assert (held.narrow_weight is None) is (name == "with a large weight")
+
+
+@packs
+def test_large_outputs_of_small_weights_are_not_worth_it(handle: autoamp.Handle) -> None:
+    layer, x = nn.Conv2d(4, 8, 3), torch.randn(2, 4, 64, 64)
+    with torch.no_grad():
+        expected = layer(x)
+        with handle.inference(layer):
+            assert torch.equal(layer(x), expected)
+            assert packed_conv(handle, layer).packed is None
+
+
+# Of the first three oneDNN makes garbage, or kills the process.
+@packs
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda: nn.Conv2d(1, 16, (3, 8), stride=(1, 8)), (2, 1, 20, 8)),
+        (lambda: nn.Conv2d(6, 66, (3, 1), (4, 2), (1, 1), (1, 2), groups=2), (1, 6, 6, 1)),
+        (lambda: nn.Conv2d(1, 2, (2, 3), (1, 2), (1, 0), (2, 1)), (2, 1, 5, 3)),
+        (lambda: nn.Conv2d(8, 8, 3, groups=8), (2, 8, 9, 8)),
+        (lambda: nn.Conv2d(8, 8, 3, dilation=2), (2, 8, 9, 8)),
+        (lambda: nn.Conv2d(8, 8, 3, stride=2, padding=1), (2, 8, 2, 2)),
+        (lambda: nn.Conv2d(8, 8, 3, stride=2, padding=1), (2, 8, 5, 1)),
+    ],
+)
+def test_convolutions_that_are_not_packed(
+    handle: autoamp.Handle, make: Callable[[], nn.Conv2d], shape: tuple[int, ...]
+) -> None:
+    layer, x = make(), torch.randn(shape)
+    with torch.no_grad():
+        expected = layer(x)
+        with handle.inference(layer):
+            for _ in range(2):
+                check_same(layer(x), expected)
+            assert packed_conv(handle, layer).packed is None
+
+
+@packs
+def test_random_convolutions(handle: autoamp.Handle) -> None:
+    rng = random.Random(0)
+    packed = 0
+    for _ in range(300):
+        kernel = rng.choice((1, 2, 3, 5, 7))
+        layer = nn.Conv2d(
+            rng.choice((1, 3, 8, 17, 64)), rng.choice((1, 4, 16, 33)), kernel, rng.randint(1, 4),
+            rng.randint(0, kernel), bias=rng.random() < 0.5,
+        )  # fmt: skip
+        x = torch.randn(rng.randint(1, 3), layer.in_channels, rng.randint(kernel, 20), rng.randint(kernel, 20))
+        with torch.no_grad():
+            expected = layer(x)
+            with handle.inference(layer):
+                for given, result in ((x, expected), (x.flip(0), expected.flip(0))):
+                    found = layer(given)
+                    assert found.stride() == result.stride()
+                    torch.testing.assert_close(found, result, rtol=2e-2, atol=2e-2)
+                packed += packed_conv(handle, layer).packed is not None
+    assert packed > 200
+
+
+@packs
+@pytest.mark.parametrize(
+    "rest", [(1, 0, 1, 1), ((1, 1), "same", (1, 1), 1), ([1, 1], [0, 0], [1, 1], 1), ((1,), (0,), (1,), 1), ()], ids=str
+)
+def test_numbers_of_other_forms(handle: autoamp.Handle, rest: tuple[Any, ...]) -> None:
+    layer, x = nn.Conv2d(4, 6, 3), torch.randn(2, 4, 5, 5)
+    with torch.no_grad():
+        expected = F.conv2d(x, layer.weight, layer.bias, *rest)
+        with handle.inference(layer):
+            for _ in range(2):
+                check_same(F.conv2d(x, layer.weight, layer.bias, *rest), expected)
+            assert packed_conv(handle, layer).packed is None
+
+
+@packs
+def test_one_weight_with_several_numbers(handle: autoamp.Handle) -> None:
+    layer, x = nn.Conv2d(4, 6, 3), torch.randn(2, 4, 7, 7)
+    strided = nn.Conv2d(4, 6, 3, stride=2, padding=1)
+    strided.weight, strided.bias = layer.weight, layer.bias
+    with torch.no_grad():
+        expected = [layer(x), strided(x)]
+        with handle.inference(layer):
+            for _ in range(2):
+                check_same(layer(x), expected[0])
+                check_same(strided(x), expected[1])
+
+
+@packs
+def test_convolutions_that_torch_refuses(handle: autoamp.Handle) -> None:
+    layer = nn.Conv2d(4, 6, 3)
+    with torch.no_grad(), handle.inference(layer):
+        layer(torch.randn(2, 4, 5, 5))
+        assert packed_conv(handle, layer).packed is not None
+        for shape in ((2, 5, 5, 5), (2, 4, 2, 2), (2, 4, 5), (2, 4, 5, 5, 5)):
+            with autoamp.disable_casts(), pytest.raises(RuntimeError) as expected:
+                layer(torch.randn(shape))
+            with pytest.raises(RuntimeError) as found:
+                layer(torch.randn(shape))
+            assert str(found.value)[:40] == str(expected.value)[:40]
+        with pytest.raises(RuntimeError, match="stride"):
+            F.conv2d(torch.randn(2, 4, 5, 5), layer.weight, layer.bias, (0, 0), (0, 0), (1, 1), 1)
+        # Torch takes an empty batch.
+        assert layer(torch.randn(0, 4, 5, 5)).shape == (0, 6, 3, 3)
+
+
+@packs
+def test_convolutions_that_somebody_looks_at(handle: autoamp.Handle) -> None:
+    layer, x = nn.Conv2d(4, 6, 3), torch.randn(2, 4, 5, 5)
+    with torch.no_grad():
+        expected = layer(x)
+        with handle.inference(layer):
+            layer(x)
+            check_same(torch.func.vmap(layer)(x[:, None])[:, 0], expected)
+            with torch.backends.mkldnn.flags(enabled=False):
+                check_same(layer(x), expected)
+            with autoamp.disable_casts():
+                assert layer(x).dtype is torch.float32
+
+
+@packs
+def test_one_weight_with_several_ops(handle: autoamp.Handle) -> None:
+    layer, x = nn.Conv2d(8, 8, 3, stride=2, padding=1, bias=False), torch.randn(2, 8, 8, 8)
+    with torch.no_grad(), autoamp.region(device_type="cpu", dtype=HALF, lists=OPS):
+        expected = layer(x)
+        transposed = F.conv_transpose2d(expected, layer.weight, None, (2, 2), (1, 1), (1, 1), 1)
+    with torch.no_grad(), autoamp.region(device_type="cpu", dtype=HALF, lists=OPS) as both, both.inference(layer):
+        for _ in range(2):
+            check_same(layer(x), expected)
+            found = F.conv_transpose2d(expected, layer.weight, None, (2, 2), (1, 1), (1, 1), 1)
+            check_same(found, transposed)
+
+
+@packs
+def test_a_weight_of_an_lstm_in_a_linear_layer() -> None:
+    handle = autoamp.init(device_type="cpu", dtype=HALF, lists=OPS)
+    lstm, x = nn.LSTM(6, 8), torch.randn(5, 3, 6)
+    with torch.no_grad():
+        expected = lstm(x)[0], F.linear(x, lstm.weight_ih_l0, lstm.bias_ih_l0)
+        with handle.inference(lstm):
+            for _ in range(2):
+                check_same(lstm(x)[0], expected[0])
+                check_same(F.linear(x, lstm.weight_ih_l0, lstm.bias_ih_l0), expected[1])
+        with handle.inference(lstm):
+            for _ in range(2):
+                check_same(F.linear(x, lstm.weight_ih_l0, lstm.bias_ih_l0), expected[1])
+                check_same(lstm(x)[0], expected[0])
+
+
+def test_padding_by_name(handle: autoamp.Handle) -> None:
+    layer, x = nn.Conv2d(3, 4, 3, stride=2, padding="valid"), torch.randn(2, 3, 9, 9)
+    with torch.no_grad():
+        expected = layer(x)
+        with handle.inference(layer):
+            for given in (x, x, x.to(HALF)):
+                assert torch.equal(layer(given), expected)
+            assert layer_of(handle, layer.weight).packed is None
+
+
+def test_casts_go_with_the_block(handle: autoamp.Handle) -> None:
+    layer, x = nn.Linear(96, 64), torch.randn(3, 96)
+    for _ in range(2):
+        with torch.no_grad(), handle.inference(layer):
+            torch.testing.assert_close(layer(x), by_hand(x, layer))
+            assert len(handle.cache) == 2
+        assert len(handle.cache) == 0
+        layer.weight.data.mul_(2.0)
+        layer.bias.data.add_(1.0)

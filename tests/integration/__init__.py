@@ -1,0 +1,1 @@
+"""What crosses packages, and whole programs."""

@@ -1,0 +1,247 @@
+"""Checkpoints: a run that is interrupted and resumed in another process is bitwise the run that was not."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import autoamp
+from autoamp.errors import CheckpointError
+from autoamp.fp16_utils.models import convert_network
+
+LISTS = {"extends": [], "fp16": ["linear", "conv2d"], "fp32": ["cross_entropy"]}
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+    "adam": lambda params: torch.optim.Adam(params, lr=0.01, eps=1e-4),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, eps=1e-4),
+}
+HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+SETUPS = ["O0", "O1", "O2", "O3", "FP16_Optimizer"]
+# Of those whose gradients overflow: the step before the interruption is one of them, and one comes after it.
+OVERFLOWS = (1, 3, 5)
+INTERRUPTED, STEPS = 4, 6
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(7)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(16, 8),
+        nn.Dropout(0.1),
+        nn.Linear(8, 3),
+    )
+
+
+class Run:
+    """A model in training at a level, or by FP16_Optimizer."""
+
+    def __init__(self, setup: str, optimizer: str, half: str, saved: dict[str, Any] | None = None, order: str = "imoa"):
+        self.setup = setup
+        self.model: Any = network()
+        if saved is not None:
+            # Weights that are not the checkpoint's.
+            nn.init.zeros_(self.model[4].weight)
+        if setup == "FP16_Optimizer":
+            self.model = convert_network(self.model, HALVES[half])
+        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
+        for part in order:
+            if part == "i":
+                self._initialize(half)
+            elif saved is not None:
+                self._load(part, saved)
+        self.step = 0 if saved is None else saved["step"]
+        if saved is not None:
+            torch.set_rng_state(saved["random"])
+
+    def _initialize(self, half: str) -> None:
+        if self.setup == "FP16_Optimizer":
+            arguments = {"init_scale": 2.0**10, "scale_window": 2}
+            self.optimizer = autoamp.FP16_Optimizer(
+                self.optimizer, dynamic_loss_scale=True, dynamic_loss_args=arguments
+            )
+            return
+        scaler = autoamp.DynamicLossScaler(init_scale=2.0**10, growth_interval=2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            autoamp.initialize(
+                self.model, self.optimizer, opt_level=self.setup, dtype=HALVES[half], device_type="cpu", lists=LISTS,
+                loss_scale=scaler, verbosity=0, num_losses=2,
+            )  # fmt: skip
+
+    def _load(self, part: str, saved: dict[str, Any]) -> None:
+        if part == "m":
+            self.model.load_state_dict(saved["model"], strict=True)
+        elif part == "o":
+            self.optimizer.load_state_dict(saved["optimizer"])
+        elif part == "a" and self.setup != "FP16_Optimizer":
+            autoamp.load_state_dict(saved["amp"])
+
+    def train(self, until: int) -> None:
+        while self.step < until:
+            generator = torch.Generator().manual_seed(self.step)
+            inputs = torch.randn(5, 1, 4, 4, generator=generator)
+            labels = torch.randint(0, 3, (5,), generator=generator)
+            self.optimizer.zero_grad()
+            if self.setup == "FP16_Optimizer":
+                inputs = inputs.to(self.model[0].weight.dtype)
+            loss = cross_entropy(self.model(inputs).float(), labels)
+            if self.step in OVERFLOWS:
+                loss = loss * torch.inf
+            if self.setup == "FP16_Optimizer":
+                self.optimizer.backward(loss)
+            else:
+                with autoamp.scale_loss(loss, self.optimizer, loss_id=self.step % 2) as scaled:
+                    scaled.backward()
+            self.optimizer.step()
+            self.step += 1
+
+    def state(self) -> dict[str, Any]:
+        amp = {} if self.setup == "FP16_Optimizer" else autoamp.state_dict()
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "amp": amp,
+            "step": self.step,
+            "random": torch.get_rng_state(),
+        }
+
+
+def differences(one: Any, other: Any, path: str = "") -> list[str]:
+    """Name the places where two states differ in a bit."""
+    if isinstance(one, Tensor):
+        same = isinstance(other, Tensor) and one.dtype is other.dtype and torch.equal(one, other)
+        return [] if same else [path]
+    if isinstance(one, dict):
+        keys = [f"{path} keys"] if one.keys() != other.keys() else []
+        return keys + [d for k in one.keys() & other.keys() for d in differences(one[k], other[k], f"{path}/{k}")]
+    if isinstance(one, (list, tuple)):
+        lengths = [f"{path} length"] if len(one) != len(other) else []
+        pairs = enumerate(zip(one, other, strict=False))
+        return lengths + [d for i, (a, b) in pairs for d in differences(a, b, f"{path}/{i}")]
+    return [] if type(one) is type(other) and one == other else [path]
+
+
+def resume_all(folder: Path, threads: int) -> None:
+    """Resume every checkpoint of a folder and save what came of it. Run in a process of its own.
+
+    Sums in torch's kernels depend on the number of threads.
+    """
+    torch.set_num_threads(threads)
+    for path in sorted(folder.glob("*.saved")):
+        setup, optimizer, half = path.stem.split("-")
+        run = Run(setup, optimizer, half, torch.load(path, weights_only=True))
+        run.train(STEPS)
+        torch.save(run.state(), path.with_suffix(".resumed"))
+
+
+def test_resumed_in_a_new_process_is_bitwise_the_same(tmp_path: Path) -> None:
+    expected = {}
+    for setup, optimizer, half in itertools.product(SETUPS, OPTIMIZERS, HALVES):
+        name = f"{setup}-{optimizer}-{half}"
+        run = Run(setup, optimizer, half)
+        run.train(INTERRUPTED)
+        torch.save(run.state(), tmp_path / f"{name}.saved")
+        run.train(STEPS)
+        expected[name] = copy.deepcopy(run.state())
+    code = f"import sys; sys.path[:0] = {sys.path!r}; from test_checkpoints_integration import *; "
+    code += f"resume_all(Path(sys.argv[1]), {torch.get_num_threads()})"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, cwd=Path(__file__).parent)
+    got = {name: torch.load(tmp_path / f"{name}.resumed", weights_only=True) for name in expected}
+    assert {name: differences(expected[name], got[name]) for name in expected} == {name: [] for name in expected}
+    skips = {expected[n]["amp"]["skipped_steps"] for n in expected if "FP16" not in n}
+    assert skips == {len(OVERFLOWS)}
+
+
+# The checkpoint is restored in any order, amp after initialize.
+ORDERS = ["".join(order) for order in itertools.permutations("imoa") if order.index("a") > order.index("i")]
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize(("optimizer", "half"), [("adam", "fp16"), ("sgd", "bf16")])
+def test_restored_in_any_order(setup: str, optimizer: str, half: str) -> None:
+    run = Run(setup, optimizer, half)
+    run.train(INTERRUPTED)
+    saved = copy.deepcopy(run.state())
+    run.train(STEPS)
+    expected = copy.deepcopy(run.state())
+    for order in ORDERS:
+        if setup == "FP16_Optimizer" and order.index("o") < order.index("i"):
+            # Its state is its own, not that of the optimizer within.
+            continue
+        other = Run(setup, optimizer, half, copy.deepcopy(saved), order)
+        other.train(STEPS)
+        assert differences(expected, other.state()) == [], order
+
+
+@pytest.mark.parametrize("setup", ["O0", "O1", "O2", "O3"])
+def test_every_step_can_be_the_last(setup: str) -> None:
+    run = Run(setup, "adam", "fp16")
+    checkpoints = []
+    for step in range(1, STEPS):
+        run.train(step)
+        checkpoints.append(copy.deepcopy(run.state()))
+    run.train(STEPS)
+    expected = copy.deepcopy(run.state())
+    for saved in checkpoints:
+        other = Run(setup, "adam", "fp16", saved)
+        other.train(STEPS)
+        assert differences(expected, other.state()) == []
+
+
+def test_a_checkpoint_of_one_level_loads_at_another() -> None:
+    run = Run("O2", "sgd", "fp16")
+    run.train(3)
+    saved = copy.deepcopy(run.state())
+    other = Run("O1", "sgd", "fp16", saved)
+    assert differences(saved["model"], other.model.state_dict()) == []
+    assert differences(saved["optimizer"]["state"], other.optimizer.state_dict()["state"]) == []
+
+
+# -- what cannot be loaded --
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "torn": ({"loss_scaler0": {"loss_scale": 2.0, "unskipped": 1}}, "'loss_scaler1' is missing"),
+    "torn within": ({"loss_scaler1": {"loss_scale": 2.0}}, "'loss_scaler1' has no entry 'unskipped'"),
+    "unknown": ({"loss_scaler2": {"loss_scale": 2.0, "unskipped": 1}}, "'loss_scaler2' is unknown"),
+    "unknown within": ({"loss_scaler0": {"loss_scale": 2.0, "unskipped": 1, "x": 0}}, "'loss_scaler0' .* 'x'"),
+    "foreign": ({"scale": 3.0, "growth_factor": 2.0}, "'loss_scaler0' is missing"),
+    "scale": ({"loss_scaler1": {"loss_scale": "big", "unskipped": 1}}, "'loss_scaler1': 'loss_scale' is 'big'"),
+    "count": ({"loss_scaler1": {"loss_scale": 2.0, "unskipped": -1}}, "'loss_scaler1': 'unskipped' is -1"),
+    "skips": ({"skipped_steps": "many"}, "'skipped_steps': 'many' is no count"),
+    "no dict": ([1], "the state is a list"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_be_loaded_changes_nothing(case: str) -> None:
+    run = Run("O2", "sgd", "fp16")
+    run.train(2)
+    before = copy.deepcopy(autoamp.state_dict())
+    given, message = WRONG[case]
+    if case not in ("torn", "foreign", "no dict"):
+        fine = {f"loss_scaler{i}": {"loss_scale": 4.0, "unskipped": 0} for i in range(2)}
+        given = {**fine, "skipped_steps": 9, **given}
+    with pytest.raises(CheckpointError, match=message):
+        autoamp.load_state_dict(given)
+    assert autoamp.state_dict() == before
+
+
+def test_a_checkpoint_of_apex() -> None:
+    Run("O2", "sgd", "fp16")
+    older = {f"loss_scaler{i}": {"loss_scale": 64.0, "unskipped": 1} for i in range(2)}
+    autoamp.load_state_dict(older)
+    assert autoamp.state_dict() == {**older, "skipped_steps": 0}
+    assert autoamp.state_dict()["loss_scaler0"]["loss_scale"] == 64.0

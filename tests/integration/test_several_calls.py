@@ -1,0 +1,352 @@
+"""Several calls of initialize(), one for each network: what each leaves alone, adds, and sets up anew."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import autoamp
+from autoamp.scaling.loss_scale import DynamicLossScaler, StaticLossScaler
+from autoamp.stepping.masters import master_of
+
+LISTS = {"extends": [], "fp16": ["linear"], "fp32": ["cross_entropy"]}
+LEVELS = ["O0", "O1", "O2", "O3"]
+
+
+def initialize(models: Any, optimizers: Any = None, **kwargs: Any) -> Any:
+    defaults = {"dtype": torch.float16, "device_type": "cpu", "lists": LISTS, "verbosity": 0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return autoamp.initialize(models, optimizers, **{**defaults, **kwargs})
+
+
+def network(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def sgd(*models: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD([p for model in models for p in model.parameters()], 0.1, momentum=0.9)
+
+
+def pair(seed: int) -> tuple[nn.Sequential, torch.optim.SGD]:
+    model = network(seed)
+    return model, sgd(model)
+
+
+def step(model: nn.Module, optimizer: Any, seed: int, factor: float = 1.0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    inputs, labels = torch.randn(5, 6, generator=generator), torch.randint(0, 3, (5,), generator=generator)
+    optimizer.zero_grad()
+    loss = cross_entropy(model(inputs).float(), labels) * factor
+    with autoamp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [value.detach().clone() for value in model.state_dict().values()]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def handle() -> autoamp.Handle:
+    found = autoamp.current_handle()
+    assert isinstance(found, autoamp.Handle)
+    return found
+
+
+def alone(seed: int, level: str, dtype: torch.dtype) -> list[Tensor]:
+    model, optimizer = pair(seed)
+    initialize(model, optimizer, opt_level=level, dtype=dtype)
+    for turn in range(3):
+        step(model, optimizer, turn)
+    found = values(model)
+    handle().deactivate()
+    return found
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.product(LEVELS, LEVELS)))
+def test_each_network_trains_as_if_it_were_alone(first: str, second: str, half: torch.dtype) -> None:
+    d, opt_d = pair(1)
+    g, opt_g = pair(2)
+    originals = [*d.parameters(), *g.parameters()]
+    initialize(d, opt_d, opt_level=first, dtype=half)
+    step(d, opt_d, 0)
+    initialize(g, opt_g, opt_level=second, dtype=half)
+    for turn in range(3):
+        if turn:
+            step(d, opt_d, turn)
+        step(g, opt_g, turn)
+    trained = values(d), values(g)
+    handle().deactivate()
+    # The way back is for both.
+    assert {p.dtype for p in (*d.parameters(), *g.parameters())} == {torch.float32}
+    assert [p for o in (opt_d, opt_g) for p in o.param_groups[0]["params"]] == originals
+    assert same(values(d), trained[0])
+    assert same(values(g), trained[1])
+    for optimizer in (opt_d, opt_g):
+        assert vars(optimizer).keys().isdisjoint({"step", "zero_grad", "add_param_group"})
+    assert d(torch.ones(2, 6)).dtype is torch.float32
+    assert same(trained[0], alone(1, first, half))
+    assert same(trained[1], alone(2, second, half))
+
+
+def test_calls_of_one_kind_share_their_scalers() -> None:
+    d, opt_d = pair(1)
+    g, opt_g = pair(2)
+    initialize(d, opt_d, opt_level="O2")
+    step(d, opt_d, 0, torch.inf)
+    initialize(g, opt_g, opt_level="O1", num_losses=2)
+    state = autoamp.state_dict()
+    assert {key: value["loss_scale"] for key, value in state.items() if key != "skipped_steps"} == {
+        "loss_scaler0": 2.0**16, "loss_scaler1": 2.0**16,
+    }  # fmt: skip
+    step(d, opt_d, 1, torch.inf)
+    assert autoamp.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**15
+    assert state["skipped_steps"] == 0
+    with autoamp.scale_loss(torch.ones((), requires_grad=True), [], loss_id=1) as scaled:
+        assert scaled.item() == 2.0**16
+    autoamp.load_state_dict(state)
+
+
+def test_calls_of_different_kinds_have_scalers_of_their_own() -> None:
+    d, opt_d = pair(1)
+    g, opt_g = pair(2)
+    initialize(d, opt_d, opt_level="O2")
+    initialize(g, opt_g, opt_level="O0")
+    assert [type(scaler) for scaler in handle().optimizers.scalers] == [DynamicLossScaler, StaticLossScaler]
+    for optimizers, scale in ((opt_d, 2.0**16), (opt_g, 1.0), ([opt_g, opt_d], 2.0**16), ([], 1.0)):
+        with warnings.catch_warnings():
+            # No parameter gets a gradient here.
+            warnings.simplefilter("ignore")
+            with autoamp.scale_loss(torch.ones((), requires_grad=True), optimizers) as scaled:
+                assert scaled.item() == scale
+    step(d, opt_d, 0, torch.inf)
+    step(g, opt_g, 0)
+    before = values(d)
+    assert handle().skipped_steps == 1
+    assert handle().optimizers.scalers[0].loss_scale == 2.0**15
+    step(d, opt_d, 1)
+    assert not same(values(d), before)
+
+
+def test_a_state_is_loaded_though_a_model_from_before_lives_on() -> None:
+    """As where a script saves, makes everything anew and loads, with other numbers."""
+    earlier, optimizer = pair(1)
+    initialize(earlier, optimizer, opt_level="O2", num_losses=2, loss_scale=64.0)
+    state = autoamp.state_dict()
+    later, optimizer = pair(2)
+    initialize(later, optimizer, opt_level="O1", num_losses=2)
+    state["loss_scaler1"]["loss_scale"] = 2.0**9
+    autoamp.load_state_dict(state)
+    assert [scaler.loss_scale for scaler in handle().optimizers.scalers] == [64.0, 64.0, 64.0, 2.0**9]
+    autoamp.load_state_dict(autoamp.state_dict())
+    with pytest.raises(autoamp.AutoampError, match="loss_scaler1"):
+        autoamp.load_state_dict({"loss_scaler0": state["loss_scaler0"]})
+
+
+def test_a_model_that_is_named_again_is_set_up_anew_and_the_other_one_left() -> None:
+    d, opt_d = pair(1)
+    g, opt_g = pair(2)
+    initialize(d, opt_d, opt_level="O2")
+    initialize(g, opt_g, opt_level="O2")
+    step(d, opt_d, 0)
+    step(g, opt_g, 0)
+    master, kept = master_of(g[0].weight), values(d)
+    again = sgd(d)
+    initialize(d, again, opt_level="O1")
+    assert {p.dtype for p in d.parameters()} == {torch.float32}
+    assert same(values(d), kept)
+    assert opt_d.param_groups[0]["params"] == list(d.parameters())
+    assert "step" not in vars(opt_d)
+    assert master_of(g[0].weight) is master
+    assert g[0].weight.dtype is torch.float16
+    step(g, opt_g, 1)
+    assert torch.equal(g[0].weight, master.half())
+    step(d, again, 1)
+    assert d(torch.ones(2, 6)).dtype is torch.float16
+
+
+def test_all_models_named_again_begin_from_the_start() -> None:
+    model, optimizer = pair(1)
+    for _ in range(3):
+        initialize(model, optimizer, opt_level="O2")
+        assert handle().loss_scale == 2.0**16
+        assert handle().skipped_steps == 0
+        assert len(handle().setups) == 1
+        step(model, optimizer, 0, torch.inf)
+        assert handle().loss_scale == 2.0**15
+
+
+def test_one_optimizer_over_both_networks() -> None:
+    d, g = network(1), network(2)
+    optimizer = sgd(d, g)
+    initialize(d, optimizer, opt_level="O2")
+    before = values(g)
+    initialize(g, optimizer, opt_level="O2")
+    assert same(values(g), before)
+    assert {p.dtype for p in optimizer.param_groups[0]["params"]} == {torch.float32}
+    assert len(handle().optimizers.masters_of(optimizer)) == 8
+    step(nn.Sequential(d, nn.Linear(3, 6), g), optimizer, 0)
+    assert not same(values(g), before)
+    assert torch.equal(g[0].weight, master_of(g[0].weight).half())
+    handle().deactivate()
+    assert optimizer.param_groups[0]["params"] == [*d.parameters(), *g.parameters()]
+
+
+def test_models_that_are_gone_leave_nothing() -> None:
+    model, optimizer = pair(1)
+    initialize(model, optimizer, opt_level="O1")
+    model.itself = [model]  # type: ignore[assignment]
+    del model, optimizer
+    other, optimizer = pair(2)
+    initialize(other, optimizer, opt_level="O0")
+    assert len(handle().setups) == 1
+    assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype is torch.float32
+
+
+def test_an_o0_model_beside_an_o1_model_is_not_cast() -> None:
+    one, plain = network(1), network(2)
+    initialize(one, opt_level="O1")
+    seen = []
+    plain[0].register_forward_hook(lambda *args: seen.append(args[2].dtype))
+    initialize(plain, opt_level="O0")
+    plain(torch.ones(2, 6))
+    assert seen == [torch.float32]
+    assert one(torch.ones(2, 6)).dtype is torch.float16
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_network_that_is_left_off_leaves_the_other_one_on(level: str) -> None:
+    d, opt_d = pair(1)
+    g, opt_g = pair(2)
+    initialize(d, opt_d, opt_level=level)
+    assert initialize(g, opt_g, enabled=False) == (g, opt_g)
+    loss = g(torch.ones(2, 6)).sum()
+    assert loss.dtype is torch.float32
+    with autoamp.scale_loss(loss, opt_g) as scaled:
+        assert scaled is loss
+    step(g, opt_g, 0)
+    step(d, opt_d, 0)
+    assert handle().optimizers.steps == 1
+    assert d[0](torch.ones(2, 6).half()).dtype is torch.float16
+    initialize(d, opt_d, enabled=False)
+    assert autoamp.current_handle() is None
+
+
+def test_leaving_off_the_one_with_masters_leaves_none_for_others() -> None:
+    d, opt_d = pair(1)
+    g, opt_g = pair(2)
+    initialize(d, opt_d, opt_level="O2")
+    initialize(g, opt_g, opt_level="O1")
+    initialize(d, opt_d, enabled=False)
+    assert {p.dtype for p in d.parameters()} == {torch.float32}
+    assert opt_d.param_groups[0]["params"] == list(d.parameters())
+    assert not handle().optimizers.has_masters
+    step(g, opt_g, 0)
+    step(d, opt_d, 0)
+
+
+def test_a_wrong_argument_leaves_earlier_calls_alone() -> None:
+    d, opt_d = pair(1)
+    initialize(d, opt_d, opt_level="O2")
+    before = handle()
+    with pytest.raises(autoamp.AutoampError):
+        initialize(network(2), opt_level="O9")
+    assert handle() is before
+    step(d, opt_d, 0)
+
+
+def test_a_part_of_an_earlier_model_is_that_model() -> None:
+    whole, optimizer = pair(1)
+    initialize(whole, optimizer, opt_level="O2")
+    step(whole, optimizer, 0)
+    kept = values(whole)
+    initialize(whole[3], sgd(whole[3]), opt_level="O0")
+    assert {p.dtype for p in whole.parameters()} == {torch.float32}
+    assert same(values(whole), kept)
+    assert len(handle().setups) == 1
+
+
+def test_overrides_of_earlier_models_stay() -> None:
+    d, g = network(1), network(2)
+    initialize(d, opt_level="O1")
+    override = handle().override(d[3], "fp32")
+    initialize(g, opt_level="O1")
+    assert d(torch.ones(2, 6)).dtype is torch.float32
+    assert g(torch.ones(2, 6)).dtype is torch.float16
+    override.undo()
+    assert d(torch.ones(2, 6)).dtype is torch.float16
+
+
+# -- optimizers and groups that come later --
+
+
+def trained_state(half: torch.dtype, make: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    model = network(1)
+    optimizer = make(model.parameters())
+    initialize(model, optimizer, opt_level="O2", dtype=half)
+    for turn in range(3):
+        step(model, optimizer, turn)
+    state = model.state_dict(), optimizer.state_dict()
+    copy = {key: value.clone() for key, value in state[0].items()}, state[1]
+    handle().deactivate()
+    return copy
+
+
+@pytest.mark.parametrize("how", ["built", "added"])
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.Adagrad])
+def test_what_comes_after_initialize_is_loaded_unrounded(how: str, make: Any, half: torch.dtype) -> None:
+    weights, state = trained_state(half, lambda params: make(params, lr=0.01))
+    model = network(2)
+    if how == "built":
+        initialize(model, opt_level="O2", dtype=half)
+        optimizer = make(model.parameters(), lr=0.01)
+    else:
+        optimizer = make(model[0].parameters(), lr=0.01)
+        initialize(model, optimizer, opt_level="O2", dtype=half)
+        optimizer.add_param_group({"params": [p for layer in model[1:] for p in layer.parameters()]})
+        state = {**state, "param_groups": optimizer.state_dict()["param_groups"]}
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    assert same(values(model), list(weights.values()))
+    for group in optimizer.param_groups:
+        assert {param.dtype for param in group["params"]} == {torch.float32}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for index, param in enumerate(params):
+        for key, value in state["state"][index].items():
+            assert torch.equal(optimizer.state[param][key], value)
+            assert optimizer.state[param][key].dtype is value.dtype
+    step(model, optimizer, 3)
+
+
+def test_optimizers_of_other_parameters_are_left_alone() -> None:
+    initialize(network(1), opt_level="O2")
+    free = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    optimizer = torch.optim.SGD([free], 0.1)
+    assert optimizer.param_groups[0]["params"] == [free]
+    assert "step" not in vars(optimizer)
+
+
+def test_fp16_optimizer_takes_the_masters_that_are_there() -> None:
+    model = network(1)
+    initialize(model, opt_level="O2")
+    inner = sgd(model)
+    masters = list(inner.param_groups[0]["params"])
+    optimizer = autoamp.FP16_Optimizer(inner, static_loss_scale=8.0)
+    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], masters, strict=True))
+    before = masters[0].detach().clone()
+    optimizer.backward(model(torch.randn(4, 6)).square().mean())
+    assert masters[0].grad is model[0].weight.grad
+    optimizer.step()
+    assert not torch.equal(masters[0], before)
+    assert torch.equal(model[0].weight, masters[0].half())

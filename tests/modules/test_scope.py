@@ -1,0 +1,516 @@
+"""Casts within the calls of modules, and of what derives from them: ``init(scope="modules")``."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+import autoamp
+from autoamp.errors import UsageError
+from autoamp.modules.scope import ModuleCasts
+from autoamp.runtime.handle import Handle
+
+DIM, POSITIONS = 64, 2048
+
+
+@pytest.fixture
+def handle(half: torch.dtype) -> Iterator[Handle]:
+    """Return a handle that casts by module."""
+    made = autoamp.init(dtype=half, device_type="cpu", scope="modules")
+    assert isinstance(made, Handle)
+    yield made
+    made.deactivate()
+
+
+def casts_of(handle: Handle) -> ModuleCasts:
+    assert isinstance(handle.casts, ModuleCasts)
+    return handle.casts
+
+
+class Rotary(nn.Module):
+    """Makes its table in its constructor, as rotary embeddings do, and calls a part of itself there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        frequencies = 1.0 / 10000 ** (torch.arange(0, DIM, 2) / DIM)
+        self.angles = torch.einsum("i,j->ij", torch.arange(float(POSITIONS)), frequencies)
+        self.part = nn.Linear(4, 4)
+        self.tried = self.part(torch.ones(1, 4))
+        self.later = torch.arange(float(POSITIONS))[:, None] @ frequencies[None]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(x)
+
+
+class Probe(nn.Module):
+    """Notes the dtypes of what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.first(x)
+        self.seen = [inner.dtype, (x @ x.t()).dtype]
+        return self.second(inner)
+
+
+class Builds(Probe):
+    """Constructs a module within its call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.first(x).dtype
+        rotary = Rotary()
+        self.seen = [before, rotary.angles.dtype, rotary.tried.dtype, rotary.later.dtype]
+        self.seen += [(x @ x.t()).dtype, self.second(x).dtype]
+        return x
+
+
+def test_tables_of_a_constructor_stay_as_precise_as_plain_ones(handle: Handle) -> None:
+    made = Rotary()
+    handle.deactivate()
+    plain = Rotary()
+    assert torch.equal(made.angles.cos(), plain.angles.cos())
+    assert torch.equal(made.later, plain.later)
+    assert made.tried.dtype is torch.float32
+
+
+def test_a_constructor_within_a_call_casts_nothing_and_the_call_goes_on(handle: Handle, half: torch.dtype) -> None:
+    model = Builds()
+    model(torch.ones(2, 4))
+    assert model.seen == [half, torch.float32, torch.float32, torch.float32, half, half]
+    # The same where gradients are not recorded.
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    assert model.seen == [half, torch.float32, torch.float32, torch.float32, half, half]
+
+
+class Whitened(nn.Linear):
+    """A layer of the program's that derives from one of torch's, and measures its weight when it is made."""
+
+    def __init__(self) -> None:
+        super().__init__(DIM, DIM)
+        self.gram = self.weight @ self.weight.t()
+
+
+class BuildsLayer(Probe):
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = [Whitened().gram.dtype, self.first(x).dtype]
+        return x
+
+
+def test_a_constructor_of_a_kind_of_torchs_layers_casts_nothing(handle: Handle, half: torch.dtype) -> None:
+    assert Whitened().gram.dtype == torch.float32
+    builds = BuildsLayer()
+    builds(torch.ones(1, 4))
+    assert builds.seen == [torch.float32, half]
+
+
+def test_statistics_and_projections_outside_of_modules_stay_fp32(handle: Handle) -> None:
+    x = torch.full((64, 8), 100.0) + torch.randn(64, 8)
+    made = [x.t() @ x, torch.linalg.qr(x).Q @ x.t()[:, :8].t(), torch.einsum("ij,ik->jk", x, x), F.softmax(x, -1)]
+    handle.deactivate()
+    plain = [x.t() @ x, torch.linalg.qr(x).Q @ x.t()[:, :8].t(), torch.einsum("ij,ik->jk", x, x), F.softmax(x, -1)]
+    assert all(torch.equal(one, other) for one, other in zip(made, plain, strict=True))
+    assert made[0].isfinite().all()
+
+
+def test_a_call_of_a_module_is_cast_and_its_output_is_fp32(handle: Handle, half: torch.dtype) -> None:
+    model = Probe()
+    with handle.count() as counts:
+        output = model(torch.ones(2, 4))
+    assert model.seen == [half, half]
+    assert output.dtype is torch.float32
+    assert counts.by_dtype() == {str(half).removeprefix("torch."): 3}
+    with torch.no_grad():
+        assert model(torch.ones(2, 4)).dtype is torch.float32
+    assert model.seen == [half, half]
+
+
+def test_outputs_in_containers_are_fp32(handle: Handle, half: torch.dtype) -> None:
+    class Several(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, Any]:
+            return {"a": x @ x, "b": [(x @ x).int(), (x @ x, None)], "c": x.double()}
+
+    found = Several()(torch.ones(2, 2))
+    assert found["a"].dtype is torch.float32
+    assert found["b"][0].dtype is torch.int32
+    assert found["b"][1][0].dtype is torch.float32
+    assert found["c"].dtype is torch.float64
+
+
+def test_what_requires_gradients_is_cast_outside_of_modules_too(handle: Handle, half: torch.dtype) -> None:
+    weight, x = nn.Parameter(torch.randn(4, 4)), torch.randn(2, 4)
+    assert F.linear(x, weight).dtype is half
+    assert (x @ weight).dtype is half
+    assert torch.einsum("ij,jk->ik", x, weight).dtype is half
+    assert F.cross_entropy(F.linear(x, weight), torch.tensor([0, 1])).dtype is torch.float32
+    assert torch.cat([F.linear(x, weight), x]).dtype is torch.float32
+    with torch.no_grad():
+        assert F.linear(x, weight).dtype is torch.float32
+    with torch.inference_mode():
+        assert (x @ weight).dtype is torch.float32
+
+
+def test_what_got_out_in_half_precision_is_computed_as_the_lists_say(handle: Handle, half: torch.dtype) -> None:
+    kept: list[Tensor] = []
+    model = Probe()
+    model.first.register_forward_hook(lambda module, args, output: kept.append(output))
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+        assert kept[0].dtype is half
+        # Plain torch refuses the first, and computes the second in half precision.
+        assert (kept[0] @ torch.ones(4, 4)).dtype is half
+        assert F.mse_loss(kept[0], kept[0]).dtype is torch.float32
+
+
+CALLS: dict[str, Any] = {
+    "product": lambda x: x @ x,
+    "layer": lambda x: F.linear(x, torch.ones(4, 4), torch.ones(4)),
+    "sum of products": lambda x: torch.addmm(x, x, x),
+    "casting": lambda x: torch.einsum("ij,jk->ik", x, x),
+    "softmax": lambda x: F.log_softmax(x, -1),
+    "norm": lambda x: torch.linalg.vector_norm(x),
+    "loss": lambda x: F.cross_entropy(x, torch.arange(4)),
+    "fp32": lambda x: torch.linspace(1, 2, 4) * torch.erfinv(x / 10),
+    "promote": lambda x: torch.addcmul(x, torch.ones(4, 4), x),
+    "in place": lambda x: x.clone().exp_(),
+    "composite": lambda x: F.smooth_l1_loss(x, torch.ones(4, 4)),
+}
+
+
+def test_every_kind_of_replacement_asks_its_arguments(half: torch.dtype) -> None:
+    def dtypes(dtype: torch.dtype, requires_grad: bool = False) -> dict[str, torch.dtype]:
+        arguments = {name: torch.ones(4, 4, dtype=dtype, requires_grad=requires_grad) for name in CALLS}
+        return {name: call(arguments[name]).dtype for name, call in CALLS.items()}
+
+    plain, found = dtypes(torch.float32), []
+    for scope in ("global", "modules"):
+        handle = autoamp.init(dtype=half, device_type="cpu", scope=scope)
+        found.append((dtypes(half), dtypes(torch.float32, requires_grad=True)))
+        if scope == "modules":
+            assert dtypes(torch.float32) == plain
+        handle.deactivate()
+    assert found[0] == found[1]
+    assert found[0][1] != plain
+
+
+def test_a_model_learns_as_in_the_global_scope(half: torch.dtype) -> None:
+    found = []
+    for scope in ("global", "modules"):
+        handle = autoamp.init(dtype=half, device_type="cpu", scope=scope, loss_scale=1.0)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x, y = torch.randn(32, 8), torch.randint(4, (32,))
+        for _ in range(5):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        found.append(list(model.parameters()))
+        handle.deactivate()
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("in_module", [False, True])
+def test_checkpoints_recompute_as_they_computed(handle: Handle, reentrant: bool, in_module: bool) -> None:
+    weight, x = nn.Parameter(torch.randn(8, 8)), torch.randn(4, 8, requires_grad=True)
+    seen: list[torch.dtype] = []
+
+    def block(x: Tensor) -> Tensor:
+        table = torch.ones(8, 8) @ torch.ones(8, 8)
+        y = x @ weight
+        seen.extend([table.dtype, y.dtype])
+        return F.softmax(y, -1) @ table
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(block, x, use_reentrant=reentrant)
+
+    output = Model()(x) if in_module else checkpoint(block, x, use_reentrant=reentrant)
+    output.sum().backward()
+    assert len(seen) == 4
+    assert seen[:2] == seen[2:]
+    expected, x.grad, weight.grad = (x.grad, weight.grad), None, None
+    (Model()(x) if in_module else block(x)).sum().backward()
+    assert torch.equal(x.grad, expected[0])  # type: ignore[arg-type]
+    assert torch.equal(weight.grad, expected[1])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_module_that_is_checkpointed_outside_of_modules_gives_fp32(handle: Handle, reentrant: bool) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(2, 8, requires_grad=True)
+    out = checkpoint(model, x, use_reentrant=reentrant)
+    assert out.dtype == torch.float32
+    assert torch.equal(out, model(x))
+    checkpoint_sequential(model, 2, x, use_reentrant=reentrant).sum().backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    model(x).sum().backward()
+    torch.testing.assert_close(gradients, [parameter.grad for parameter in model.parameters()], rtol=1e-2, atol=1e-2)
+
+
+def test_a_custom_functions_backward_casts_as_its_forward_did(handle: Handle, half: torch.dtype) -> None:
+    seen: list[torch.dtype] = []
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            seen.append((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            seen.append((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+            return gradient * 2
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return Product.apply(x)
+
+    Model()(torch.ones(2, 2, requires_grad=True)).sum().backward()
+    assert seen == [half, half]
+    seen.clear()
+    Product.apply(torch.ones(2, 2, requires_grad=True)).sum().backward()
+    assert seen == [torch.float32, torch.float32]
+
+
+def test_threads_have_their_own_calls(handle: Handle, half: torch.dtype) -> None:
+    inside, done, seen = threading.Event(), threading.Event(), []
+
+    class Waits(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            inside.set()
+            assert done.wait(30)
+            return x @ x
+
+    model = Probe()
+
+    def other() -> None:
+        assert inside.wait(30)
+        x = torch.ones(4, 4)
+        seen.append((x @ x).dtype)
+        model(x)
+        seen.append((x @ x).dtype)
+        done.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    Waits()(torch.ones(2, 2))
+    thread.join()
+    assert seen == [torch.float32, torch.float32]
+    assert model.seen == [half, half]
+    assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
+
+
+def test_replicas_cast_as_their_caller(handle: Handle, half: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What parallel_apply asks of an accelerator, answered by the CPU.
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.accelerator, "device_index", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+    replicas = [Probe(), Probe()]
+
+    class Parallel(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return nn.parallel.parallel_apply(replicas, [(x,), (x,)])
+
+    outputs = Parallel()(torch.ones(2, 4))
+    assert [replica.seen for replica in replicas] == [[half, half]] * 2
+    assert [output.dtype for output in outputs] == [torch.float32] * 2
+
+
+def test_blocks_go_over_the_scope(handle: Handle, half: torch.dtype) -> None:
+    x, model = torch.ones(2, 2), Probe()
+    with handle.disable_casts():
+        model(torch.ones(2, 4))
+        assert model.seen == [torch.float32] * 2
+        assert F.linear(x, nn.Parameter(x)).dtype is torch.float32
+    with autoamp.region():
+        assert (x @ x).dtype is half
+        nn.Linear(2, 2)
+        assert (x @ x).dtype is half
+    assert (x @ x).dtype is torch.float32
+
+
+def test_within_autocast_outputs_are_torchs(handle: Handle, half: torch.dtype) -> None:
+    model = Probe()
+    with torch.autocast("cpu", dtype=half):
+        assert model(torch.ones(2, 4)).dtype is half
+    with torch.autocast("cpu", enabled=False):
+        assert model(torch.ones(2, 4)).dtype is torch.float32
+        assert model.seen == [torch.float32] * 2
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "none"])
+def test_precision_by_module_goes_over_the_scope(handle: Handle, half: torch.dtype, precision: str) -> None:
+    model = Probe()
+    with handle.override(model, precision):
+        assert model(torch.ones(2, 4)).dtype is torch.float32
+    assert model.seen == [half if precision == "fp16" else torch.float32] * 2
+
+
+def test_a_closure_casts_as_around_the_step(handle: Handle, half: torch.dtype) -> None:
+    model, tables = Probe(), []
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    handle.auto_scale()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        tables.append((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+        loss = model(torch.ones(2, 4)).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert model.seen == [half, half]
+    assert set(tables) == {torch.float32}
+
+
+def test_recurrent_layers_take_half_inputs(handle: Handle) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.into, self.layer = nn.Linear(4, 4), nn.LSTM(4, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.layer(self.into(x))
+
+    output, (state, _) = Model()(torch.ones(3, 2, 4))
+    assert (output.dtype, state.dtype) == (torch.float32, torch.float32)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_compiled_code_casts_as_eager_code(handle: Handle, whole: bool) -> None:
+    torch._dynamo.reset()
+    graphs: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(sum(node.target in ("half", "bfloat16") for node in graph.graph.nodes))
+        return graph
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1), nn.Linear(4, 4))
+    x, y = torch.randn(2, 4), torch.tensor([0, 1])
+
+    def loss_of(x: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), y)
+
+    expected = loss_of(x)
+    if whole:
+        compiled: Any = torch.compile(loss_of, backend=backend, fullgraph=True)
+    else:
+        inner = torch.compile(model, backend=backend, fullgraph=True)
+        compiled = lambda x: F.cross_entropy(inner(x), y)  # noqa: E731
+    try:
+        for _ in range(2):
+            assert torch.equal(compiled(x), expected)
+        with handle.disable_casts():
+            plain = loss_of(x)
+            assert torch.equal(compiled(x), plain)
+        assert torch.equal(compiled(x), expected)
+    finally:
+        torch._dynamo.reset()
+    assert not torch.equal(plain, expected)
+    assert graphs[0] > 0
+
+
+# -- programs that compute in half precision themselves --
+
+
+def test_a_half_model_ends_the_casts(handle: Handle, half: torch.dtype) -> None:
+    scaling = handle.auto_scale()
+    model = Probe().to(half)
+    assert casts_of(handle).left_to is None
+    model(torch.ones(2, 4, dtype=half))
+    assert casts_of(handle).left_to == f"Probe in {str(half).removeprefix('torch.')}"
+    assert scaling.standing_aside == casts_of(handle).left_to
+    other = Probe()
+    other(torch.ones(2, 4))
+    assert other.seen == [torch.float32] * 2
+    assert F.linear(torch.ones(2, 4), other.first.weight).dtype is torch.float32
+    # Counting installs everything anew; that must not bring casts back.
+    with handle.count():
+        other(torch.ones(2, 4))
+    assert other.seen == [torch.float32] * 2
+
+
+def test_a_model_that_was_seen_in_fp32_may_become_half(handle: Handle, half: torch.dtype) -> None:
+    model = Probe()
+    model(torch.ones(2, 4))
+    assert model.seen == [half] * 2
+    model.half()
+    model(torch.ones(2, 4, dtype=torch.float16))
+    assert model.seen == [torch.float16] * 2
+    assert casts_of(handle).left_to == "Probe in float16"
+
+
+def test_a_half_copy_of_a_trained_model_ends_nothing(handle: Handle, half: torch.dtype) -> None:
+    model = Probe()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    copied = copy.deepcopy(model).half()
+    assert copied(torch.ones(2, 4, dtype=torch.float16)).dtype is torch.float16
+    assert copied.seen == [torch.float16] * 2
+    model(torch.ones(2, 4))
+    assert model.seen == [half] * 2
+    assert casts_of(handle).left_to is None
+
+
+def test_fp16_optimizer_ends_the_casts(handle: Handle) -> None:
+    handle.auto_scale()
+    model = Probe()
+    optimizer = autoamp.FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), static_loss_scale=8.0)
+    assert casts_of(handle).left_to == "FP16_Optimizer"
+    optimizer.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+    assert model.seen == [torch.float32] * 2
+    own = handle.optimizers.own
+    assert own is not None
+    assert (own.loss_scale, own.steps, own.skipped) == (8.0, 1, 0)
+    optimizer.backward(model(torch.full((2, 4), float("inf"))).sum())
+    optimizer.step()
+    assert (own.steps, own.skipped) == (2, 1)
+
+
+# -- programs that set mixed precision up themselves --
+
+
+def test_nothing_is_cast_before_an_awaited_call_or_the_first_step(handle: Handle, half: torch.dtype) -> None:
+    casts, asked, model = casts_of(handle), [], Probe()
+    casts.wait_for(lambda: asked.append(1) or "amp.initialize")  # type: ignore[func-returns-value]
+    torch.ones(2, 2) @ torch.ones(2, 2)
+    assert not asked
+    model(torch.ones(2, 4))
+    assert model.seen == [torch.float32] * 2
+    assert casts.waits_for == "amp.initialize"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    assert model.seen == [torch.float32] * 2
+    optimizer.step()
+    assert casts.waits_for is None
+    model(torch.ones(2, 4))
+    assert model.seen == [half] * 2
+    assert len(asked) == 1
+
+
+def test_who_awaits_nothing_is_cast_at_once(handle: Handle, half: torch.dtype) -> None:
+    casts_of(handle).wait_for(lambda: None)
+    assert F.linear(torch.ones(2, 4), nn.Parameter(torch.ones(4, 4))).dtype is half
+
+
+def test_an_unknown_scope_is_refused() -> None:
+    with pytest.raises(UsageError, match="scope='module' is unknown; choose 'global' or 'modules'"):
+        autoamp.init(scope="module")

@@ -1,0 +1,237 @@
+"""Recurrent layers on cuDNN: the flat copy of their weights, tried on the CPU with a layout that is made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoamp
+from autoamp.casting.casts import Casts
+from autoamp.ops.cudnn import LAYERS, FlatLayout, Layer, build_recurrent, flatten_weights
+
+SIZES = {"input_size": 5, "hidden_size": 6, "num_layers": 2}
+LAYOUTS: list[Layer] = []
+
+MODELS: dict[str, Any] = {
+    "LSTM": lambda: nn.LSTM(**SIZES),
+    "LSTM in both directions": lambda: nn.LSTM(**SIZES, bidirectional=True, batch_first=True),
+    "LSTM with a projection": lambda: nn.LSTM(**SIZES, proj_size=3),
+    "LSTM without bias": lambda: nn.LSTM(**SIZES, bias=False),
+    "GRU": lambda: nn.GRU(**SIZES),
+    "RNN": lambda: nn.RNN(**SIZES),
+    "RNN with relu": lambda: nn.RNN(**SIZES, nonlinearity="relu", bidirectional=True),
+}
+
+
+def laid_out(layer: Layer, weights: Sequence[Tensor]) -> FlatLayout:
+    """Biases first, and two elements between the weights."""
+    LAYOUTS.append(layer)
+    offsets, size = {}, 0
+    for index in sorted(range(len(weights)), key=lambda index: weights[index].dim()):
+        offsets[index] = size
+        size += weights[index].numel() + 2
+    return FlatLayout(size, tuple(offsets[index] for index in range(len(weights))))
+
+
+def op_of(model: nn.RNNBase) -> Any:
+    kind = model.mode
+    return {kind_of: op for op, (kind_of, _) in LAYERS.items()}[kind]
+
+
+def started(half: torch.dtype) -> Casts:
+    LAYOUTS.clear()
+    casts = Casts(half, "cpu")
+    casts.open()
+    return casts
+
+
+class Spy:
+    """The replacement of a model's op, what it hands to the op, and the calls that it leaves to the general way."""
+
+    def __init__(self, model: nn.RNNBase, casts: Casts, monkeypatch: pytest.MonkeyPatch, takes: bool = True) -> None:
+        self.general: list[tuple[Any, ...]] = []
+        self.weights: list[list[Tensor]] = []
+        op = op_of(model)
+
+        def original(*args: Any) -> Any:
+            self.weights.append(args[3] if isinstance(args[3], list) else args[2])
+            return op(*args)
+
+        def otherwise(*args: Any, **kwargs: Any) -> Any:
+            self.general.append(args)
+            return op(*casts.args_to_half(args))
+
+        monkeypatch.setitem(LAYERS, original, LAYERS[op])
+        replacement = build_recurrent(original, otherwise, casts, laid_out, lambda _: takes)
+        monkeypatch.setattr(torch.nn.modules.rnn._VF, op.__name__, replacement, raising=False)
+        monkeypatch.setattr(nn.RNNBase, "check_input", lambda *_: None)
+
+
+def in_one_tensor(weights: Sequence[Tensor]) -> bool:
+    return len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("packed", [False, True])
+def test_values_and_gradients_are_those_of_casts_one_by_one(
+    half: torch.dtype, name: str, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model, x = MODELS[name](), torch.randn(4, 3, 5)
+    if packed:
+        lengths = [4, 3, 1] if not model.batch_first else [3, 3, 2, 1]
+        given: Any = nn.utils.rnn.pack_padded_sequence(x, torch.tensor(lengths), batch_first=model.batch_first)
+    found = []
+    for takes in (True, False):
+        with monkeypatch.context() as patch:
+            spy = Spy(model, casts := started(half), patch, takes)
+            outputs, _ = model(given if packed else x)
+        assert casts.dtype is half
+        outputs = outputs.data if packed else outputs
+        assert outputs.dtype == half
+        assert bool(spy.weights) is takes
+        assert bool(spy.general) is not takes
+        assert all(map(in_one_tensor, spy.weights))
+        outputs.float().square().sum().backward()
+        found.append([outputs, *(parameter.grad for parameter in model.parameters())])
+        model.zero_grad()
+    assert {value.dtype for value in found[0][1:]} == {torch.float32}
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_the_layout_of_a_layer_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = MODELS["LSTM"](), torch.randn(4, 3, 5)
+    Spy(model, started(torch.float16), monkeypatch)
+    for _ in range(3):
+        model(x, (torch.zeros(2, 3, 6), torch.zeros(2, 3, 6).half()))
+    assert [(layer.kind, layer.gates, layer.each, layer.count) for layer in LAYOUTS] == [("LSTM", 4, 4, 2)]
+
+
+def test_casts_are_kept_from_the_second_use_on(half: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = MODELS["GRU"](), torch.randn(4, 3, 5)
+    spy = Spy(model, casts := started(half), monkeypatch)
+    casts.local.entries = {}
+    for _ in range(3):
+        model(x)
+    first, second, third = spy.weights
+    assert len(casts.cache) == len(first) == 8
+    assert all(one is other for one, other in zip(second, third, strict=True))
+    assert first[0] is not second[0]
+    with torch.no_grad():
+        model.weight_hh_l1.add_(1)
+    model(x)
+    fourth = spy.weights[-1]
+    assert in_one_tensor(fourth)
+    assert torch.equal(fourth[5], model.weight_hh_l1.to(half))
+    with torch.no_grad():
+        model(x)
+    assert not spy.weights[-1][0].requires_grad
+    assert not spy.general
+
+
+def test_casts_of_weights_that_are_promised_to_stay_are_kept(
+    half: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = MODELS["LSTM"](), torch.randn(4, 3, 5)
+    spy = Spy(model, casts := started(half), monkeypatch)
+    with casts.cache.pin(list(model.parameters())):
+        with torch.inference_mode():
+            model(x)
+        with torch.no_grad():
+            model(x)
+        first, second = spy.weights
+        assert in_one_tensor(first)
+        assert all(one is other for one, other in zip(first, second, strict=True))
+        model(x)[0].sum().backward()
+    assert model.weight_ih_l0.grad.isfinite().all()
+    assert len(casts.cache) == 0
+
+
+def test_weights_that_want_no_gradient_get_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = MODELS["LSTM"](), torch.randn(4, 3, 5, requires_grad=True)
+    Spy(model, started(torch.bfloat16), monkeypatch)
+    model.weight_hh_l0.requires_grad_(False)
+    model(x)[0].sum().backward()
+    assert model.weight_hh_l0.grad is None
+    assert model.weight_ih_l0.grad.dtype == x.grad.dtype == torch.float32
+
+
+def test_what_is_out_of_the_ordinary_goes_the_general_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(4, 3, 5)
+    model = MODELS["LSTM"]()
+    spy = Spy(model, casts := started(torch.bfloat16), monkeypatch)
+    with torch.autocast("cpu", torch.bfloat16, enabled=True):
+        assert casts.autocast_rules()
+        model.to(torch.bfloat16)(x.bfloat16())
+    assert len(spy.general) == 1
+    # Weights that are half already: there is nothing to lay out.
+    model(x.bfloat16())
+    assert len(spy.general) == 2
+    with casts.switched(False, forced_off=True):
+        model(x.bfloat16())
+    assert len(spy.general) == 3
+    assert not LAYOUTS
+
+
+def test_on_a_cpu_the_handle_takes_another_way(half: torch.dtype) -> None:
+    autoamp.init(device_type="cpu", dtype=half)
+    assert MODELS["LSTM"]()(torch.randn(4, 3, 5))[0].dtype == half
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_in_bf16_move_to_one_tensor(name: str) -> None:
+    LAYOUTS.clear()
+    model: nn.RNNBase = MODELS[name]().bfloat16()
+    before = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
+
+    def move(layer: Layer, weights: Sequence[Tensor]) -> None:
+        flat = laid_out(layer, weights).views(weights, layer.dtype)
+        for weight, place in zip(weights, flat, strict=True):
+            weight.data = place.copy_(weight.detach())
+
+    flatten_weights(model, move, takes=lambda _: True)
+    (layer,) = LAYOUTS
+    assert layer.gates == dict(LAYERS.values())[layer.kind]
+    assert layer.each * layer.count * (1 + layer.bidirectional) == len(before)
+    assert in_one_tensor(list(model.parameters()))
+    for parameter, (same, values) in zip(model.parameters(), before, strict=True):
+        assert parameter is same
+        assert torch.equal(parameter, values)
+
+
+def test_weights_that_cannot_move_stay() -> None:
+    def move(layer: Layer, weights: Sequence[Tensor]) -> None:
+        raise AssertionError
+
+    shared = MODELS["LSTM"]().bfloat16()
+    shared.bias_hh_l0 = shared.bias_ih_l0
+    mixed = MODELS["LSTM"]().bfloat16()
+    mixed.bias_hh_l0.data = mixed.bias_hh_l0.data.float()
+    # Torch's own method sees to the others.
+    for model in (shared, mixed, MODELS["LSTM"](), MODELS["LSTM"]().half()):
+        flatten_weights(model, move, takes=lambda _: True)
+    flatten_weights(MODELS["LSTM"]().bfloat16(), move)
+
+
+@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_casts_of_a_cell_s_weights_are_kept_at_once(half: torch.dtype, cell: Any) -> None:
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell, self.kept = cell(5, 6), []
+
+        def forward(self, x: Tensor) -> Any:
+            state = None
+            for step in x:
+                state = self.cell(step, state)
+                self.kept.append(len(handle.cache))
+            return state[0] if isinstance(state, tuple) else state
+
+    handle = autoamp.init(device_type="cpu", dtype=half)
+    loop = Loop()
+    assert loop(torch.randn(3, 2, 5)).dtype == half
+    assert loop.kept == [4, 4, 4]

@@ -1,0 +1,775 @@
+"""The policies: what a replacement does with its arguments, ``out=``, in-place forms and banned functions."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+import autoamp
+from autoamp.casting.casts import Casts
+from autoamp.ops.policies import build
+from autoamp.rules.table import CastPolicy
+
+HALF, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+LISTS: dict[str, Any] = {
+    "extends": [],
+    "fp16": ["linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "einsum", "multi_dot", "chain_matmul", "conv2d"],
+    "fp32": [
+        "softmax", "log_softmax", "exp", "pow", "__pow__", "__rpow__", "sum", "norm", "layer_norm", "cross_entropy",
+        "cumsum", "slogdet", "reciprocal",
+    ],
+    "promote": ["cat", "stack", "addcmul", "scatter_add", "index_put", "tensordot", "dot"],
+    "banned": {"binary_cross_entropy": "use binary_cross_entropy_with_logits", "log": "add a little first"},
+}  # fmt: skip
+
+
+def start(dtype: torch.dtype = HALF, device: str = "cpu", **settings: Any) -> autoamp.Handle:
+    handle = autoamp.init(device_type=device, dtype=dtype, lists=LISTS, **settings)
+    assert isinstance(handle, autoamp.Handle)
+    return handle
+
+
+@pytest.fixture
+def handle() -> autoamp.Handle:
+    return start()
+
+
+def build_one(function: Any, policy: CastPolicy, casts: Casts | None = None, **more: Any) -> Any:
+    if casts is None:
+        casts = Casts(HALF, "cpu")
+        casts.open()
+    return build(function, policy, casts, module=__name__, qualname="function", **more)
+
+
+# -- fp16 and fp32 --
+
+
+def test_fp16_on_each_device(half: torch.dtype, device: str) -> None:
+    start(half, device)
+    x, w, b = torch.randn(3, 4, device=device), torch.randn(5, 4, device=device), torch.randn(5, device=device)
+    assert F.linear(x, w, b).dtype == half
+    assert F.linear(x.to(half), w, b).dtype == half
+    assert torch.softmax(x.to(half), -1).dtype == FP32
+
+
+def test_every_argument_by_keyword(handle: autoamp.Handle) -> None:
+    x, w, b = torch.randn(3, 4), torch.randn(5, 4), torch.randn(5)
+    reference = F.linear(x, w, b)
+    assert reference.dtype == HALF
+    assert torch.equal(F.linear(input=x, weight=w, bias=b), reference)
+    assert torch.equal(F.linear(x, bias=b, weight=w), reference)
+    assert F.layer_norm(input=x.half(), normalized_shape=(4,), weight=w[0].half(), bias=None).dtype == FP32
+    assert torch.addmm(input=b, mat1=x, mat2=w.t(), beta=1, alpha=2).dtype == HALF
+
+
+def test_sequences_and_nests_of_tensors(handle: autoamp.Handle) -> None:
+    a, b, c = torch.randn(2, 3), torch.randn(3, 4), torch.randn(4, 5)
+    product = a.half() @ b.half()
+    assert torch.equal(torch.einsum("ij,jk->ik", a, b), product)
+    assert torch.equal(torch.einsum("ij,jk->ik", [a, b]), product)
+    assert torch.equal(torch.einsum("ij,jk->ik", (a, b)), product)
+    assert torch.linalg.multi_dot([a, b, c]).dtype == HALF
+    assert torch.linalg.multi_dot((a, b.half(), c)).dtype == HALF
+
+
+@pytest.mark.filterwarnings("ignore:torch.chain_matmul:UserWarning")
+def test_chain_matmul(handle: autoamp.Handle) -> None:
+    assert torch.chain_matmul(torch.randn(2, 3), torch.randn(3, 4), torch.randn(4, 5)).dtype == HALF
+
+
+def test_scalars_and_zero_dimensional_tensors(handle: autoamp.Handle) -> None:
+    x = torch.full((2,), 3.0, dtype=HALF)
+    for power in (x**2, torch.pow(x, 2), x.pow(2), x ** torch.tensor(2.0), 2**x, torch.tensor(2.0, dtype=HALF) ** x):
+        assert power.dtype == FP32
+    assert torch.exp(torch.tensor(1.0, dtype=HALF)).dtype == FP32
+    assert torch.pow(2, x).dtype == FP32
+
+
+@pytest.mark.parametrize("dtype", [FP64, torch.complex64], ids=str)
+def test_other_dtypes_are_computed_as_ever(handle: autoamp.Handle, dtype: torch.dtype) -> None:
+    x = torch.ones(3, 3, dtype=dtype)
+    assert (x @ x).dtype == dtype
+    assert torch.exp(x).dtype == dtype
+    assert torch.cat([x, x]).dtype == dtype
+
+
+def test_integers_and_bools_are_computed_as_ever(handle: autoamp.Handle) -> None:
+    i, b = torch.tensor([1, 2]), torch.tensor([True, True])
+    assert i.sum().dtype == torch.int64
+    assert b.sum().dtype == torch.int64
+    assert (i**2).dtype == torch.int64
+    assert torch.cat([i, b]).dtype == torch.int64
+    assert F.cross_entropy(torch.randn(2, 3).half(), i).dtype == FP32
+
+
+def test_a_dtype_argument_is_respected(handle: autoamp.Handle) -> None:
+    x = torch.randn(4)
+    for source in (x, x.half()):
+        assert torch.softmax(source, 0, dtype=HALF).dtype == HALF
+        assert source.sum(dtype=FP64).dtype == FP64
+        assert torch.cumsum(source, 0, dtype=HALF).dtype == HALF
+    assert torch.equal(torch.softmax(x.half(), 0, dtype=HALF), torch.softmax(x.half().float(), 0).half())
+
+
+TAKE_DTYPE = {
+    "cumprod": lambda x: x.cumprod(1),
+    "linalg.matrix_norm": lambda x: torch.linalg.matrix_norm(x),
+    "linalg.norm": lambda x: torch.linalg.norm(x, 2, 1),
+    "linalg.vector_norm": lambda x: torch.linalg.vector_norm(x, 1, dim=0),
+    "nansum": lambda x: torch.nansum(x, 1),
+    "norm": lambda x: x.norm(),
+    "norm of rows": lambda x: torch.norm(x, p=2, dim=1, dtype=None),
+    "prod": lambda x: torch.prod(x, 1),
+    "softmax": lambda x: F.softmax(x, -1),
+    "softmax by position": lambda x: torch.softmax(x, 1, None),
+    "sum": lambda x: x.sum(1, keepdim=True),
+    "sum of all": lambda x: torch.sum(x),
+}
+
+
+def saved_of(call: Any, x: Tensor) -> tuple[Tensor, list[torch.dtype]]:
+    """What a call returns, and the dtypes of what it keeps for backward."""
+    saved = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor.dtype)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = call(x)
+    return result, saved
+
+
+@pytest.mark.parametrize("name", TAKE_DTYPE)
+def test_ops_that_take_dtype_compute_in_fp32_and_keep_the_half(half: torch.dtype, name: str) -> None:
+    handle = autoamp.init(device_type="cpu", dtype=half, lists="default")
+    call, x = TAKE_DTYPE[name], (torch.rand(8, 16) + 0.5).to(half).requires_grad_()
+    result, saved = saved_of(call, x)
+    with handle.disable_casts():
+        reference, saved_in_fp32 = saved_of(call, wide := x.detach().float().requires_grad_())
+    assert result.dtype == FP32
+    assert torch.equal(result, reference)
+    # The argument is kept as it came; of softmax and a sum nothing of it is.
+    of_argument = saved_in_fp32[: 1 if len(saved_in_fp32) > 1 or name == "nansum" else 0]
+    assert saved[: len(of_argument)] == [half] * len(of_argument)
+    weights = torch.rand(result.shape)
+    (result * weights).sum().backward()
+    (reference * weights).sum().backward()
+    torch.testing.assert_close(x.grad.float(), wide.grad, rtol=4 * torch.finfo(half).eps, atol=1e-3)
+
+
+@pytest.mark.parametrize("order", [3, -1, 0.5, "nuc"])
+def test_norms_whose_gradients_are_powers_keep_fp32(order: Any) -> None:
+    autoamp.init(device_type="cpu", dtype=HALF, lists="default")
+    x = (torch.eye(4) * 300).half().requires_grad_()
+    result, saved = saved_of(
+        lambda x: torch.norm(x, order) if order == "nuc" else torch.linalg.vector_norm(x, order), x
+    )
+    assert result.dtype == FP32
+    assert set(saved) == {FP32}
+    if order == 3:
+        result.backward()
+        assert x.grad.isfinite().all()
+
+
+def test_norms_by_singular_values_run_in_fp32() -> None:
+    autoamp.init(device_type="cpu", dtype=HALF, lists="default")
+    x = torch.diag(torch.tensor([3.0, 4.0])).half()
+    for norm in (torch.linalg.norm, torch.linalg.matrix_norm):
+        assert norm(x, 2).item() == pytest.approx(4.0)
+        assert norm(x, "nuc").item() == pytest.approx(7.0)
+        assert norm(x, -2).dtype == FP32
+
+
+def test_a_dtype_that_is_asked_for_is_heeded(half: torch.dtype) -> None:
+    autoamp.init(device_type="cpu", dtype=half, lists="default")
+    x = torch.rand(3, 4).to(half)
+    for dtype in (half, FP32, FP64):
+        for result in (
+            x.sum(dtype=dtype),
+            torch.softmax(x, 1, dtype),
+            F.log_softmax(x, 1, 3, dtype),
+            x.prod(dtype=dtype),
+        ):
+            assert result.dtype == dtype
+    assert x.sum(dtype=torch.int64).dtype == torch.int64
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_calls_go_through_as_they_came(handle: autoamp.Handle, layout: torch.layout) -> None:
+    sparse, dense = torch.eye(3).to_sparse(layout=layout), torch.randn(3, 3)
+    for product in (torch.mm(sparse, dense), sparse @ dense, torch.matmul(sparse, dense), torch.mm(sparse, mat2=dense)):
+        assert product.dtype == FP32
+        assert torch.equal(product, dense)
+    out = torch.empty(3, 3)
+    assert torch.mm(sparse, dense, out=out) is out
+    assert torch.equal(out, dense)
+
+
+def test_sparse_in_place_and_promotion_go_through_as_they_came(handle: autoamp.Handle) -> None:
+    sparse, dense = torch.eye(3).to_sparse(), torch.randn(3, 3)
+    assert torch.cat([sparse, sparse.half()]).layout == torch.sparse_coo
+    x = torch.zeros(3, 3)
+    assert x.addmm_(sparse, dense) is x
+    assert torch.equal(x, dense)
+
+
+def test_tensors_of_other_devices_are_left_as_they_are(handle: autoamp.Handle) -> None:
+    x = torch.empty(3, 3, device="meta")
+    assert (x @ x).dtype == FP32
+    assert torch.exp(x.half()).dtype == HALF
+    assert torch.cat([x, x.half()]).dtype == FP32
+
+
+def test_fake_tensors(handle: autoamp.Handle) -> None:
+    with FakeTensorMode():
+        layer = torch.nn.Linear(3, 3)
+        assert layer(torch.empty(2, 3)).dtype == HALF
+        assert torch.softmax(torch.empty(2, 3).half(), -1).dtype == FP32
+
+
+def test_subclasses_see_the_original_function(handle: autoamp.Handle) -> None:
+    seen = []
+
+    class Watched(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    handle.deactivate()
+    original = torch.mm
+    start()
+    result = torch.mm(torch.randn(2, 2).as_subclass(Watched), torch.randn(2, 2))
+    assert type(result) is Watched
+    assert result.dtype == HALF
+    assert original in seen
+
+
+def test_function_modes_see_casts_and_the_original(handle: autoamp.Handle) -> None:
+    seen = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(getattr(func, "__name__", ""))
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        assert torch.mm(torch.randn(2, 2), torch.randn(2, 2)).dtype == HALF
+    assert seen.count("mm") == 1
+    assert seen.count("half") == 2
+
+
+def test_transforms_of_torch_func(handle: autoamp.Handle) -> None:
+    x, w = torch.randn(5, 3), torch.randn(4, 3)
+    batched = torch.vmap(lambda row: F.linear(row, w))(x)
+    assert batched.dtype == HALF
+    torch.testing.assert_close(batched, F.linear(x, w), rtol=1e-3, atol=1e-3)
+
+    def loss(weight: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x, weight), torch.zeros(5, dtype=torch.int64))
+
+    gradient = torch.func.grad(loss)(w)
+    leaf = w.clone().requires_grad_()
+    loss(leaf).backward()
+    assert leaf.grad is not None
+    torch.testing.assert_close(gradient, leaf.grad)
+    assert torch.func.jacrev(lambda a: torch.exp(a.half()))(w).shape == (4, 3, 4, 3)
+
+
+def test_double_backward(handle: autoamp.Handle) -> None:
+    x = torch.randn(3, 4, requires_grad=True)
+    w = torch.randn(2, 4, requires_grad=True)
+
+    def penalty() -> tuple[Tensor, Tensor]:
+        loss = torch.exp(F.linear(x, w)).sum()
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        slope.square().sum().backward()
+        assert w.grad is not None
+        gradient, w.grad = w.grad, None
+        return slope.detach(), gradient
+
+    found = penalty()
+    autoamp.current_handle().deactivate()  # type: ignore[union-attr]
+    for value, reference in zip(found, penalty(), strict=True):
+        assert value.dtype == FP32
+        torch.testing.assert_close(value, reference, rtol=5e-2, atol=5e-2)
+
+
+def test_gradients_equal_those_of_casts_by_hand(handle: autoamp.Handle) -> None:
+    def loss(x: Tensor, w: Tensor, by_hand: bool) -> Tensor:
+        if by_hand:
+            return F.log_softmax(F.linear(x.half(), w.half()).float(), -1)[:, 0].sum()
+        return F.log_softmax(F.linear(x, w), -1)[:, 0].sum()
+
+    values = torch.randn(3, 4), torch.randn(5, 4)
+    gradients = []
+    for by_hand in (False, True):
+        leaves = [value.clone().requires_grad_() for value in values]
+        with autoamp.disable_casts() if by_hand else handle.casts.switched(True):
+            loss(*leaves, by_hand).backward()
+        gradients.append([leaf.grad for leaf in leaves])
+    for found, reference in zip(*gradients, strict=True):
+        assert torch.equal(found, reference)
+
+
+def test_autocast_regions_cast_themselves(handle: autoamp.Handle) -> None:
+    x, w = torch.randn(3, 4), torch.randn(5, 4)
+    with torch.autocast("cpu", dtype=BF16):
+        expected = x.to(BF16) @ w.to(BF16).t()
+        assert torch.equal(F.linear(x, w), expected)
+        assert torch.equal(torch.mm(x, w.t()), expected)
+        # CPU autocast lists no softmax.
+        assert torch.softmax(x.half(), -1).dtype == HALF
+        y = torch.ones(2, dtype=HALF)
+        assert y.exp_() is y
+    assert F.linear(x, w).dtype == HALF
+
+
+def test_disabled_casts(handle: autoamp.Handle) -> None:
+    x = torch.randn(3, 3)
+    with handle.disable_casts():
+        assert torch.mm(x, x).dtype == FP32
+        assert torch.exp(x.half()).dtype == HALF
+        assert x.half().exp_().dtype == HALF
+        with pytest.raises(RuntimeError, match="dtype"):
+            torch.tensordot(x, x.half(), 1)
+    assert torch.mm(x, x).dtype == HALF
+
+
+def test_a_composite_function_is_fp32_throughout() -> None:
+    handle = start()
+    x = torch.randn(3, 3).half()
+
+    def attention(q: Tensor, k: Tensor) -> Tensor:
+        assert q.dtype == k.dtype == FP32
+        return torch.mm(q, k)
+
+    assert build_one(attention, CastPolicy.FP32, handle.casts)(x, k=x).dtype == FP32
+    assert torch.mm(x, x).dtype == HALF
+    # Under fp16 the arguments are half, and the body goes by the lists.
+    assert build_one(lambda q: torch.exp(q), CastPolicy.FP16, handle.casts)(x.float()).dtype == FP32
+
+
+def test_torch_s_own_composite_functions_too() -> None:
+    lists = {
+        **LISTS,
+        "fp32": [*LISTS["fp32"], "multi_head_attention_forward", "torch.nn.LSTM"],
+        "fp16": ["linear", "lstm"],
+    }
+    autoamp.init(device_type="cpu", dtype=HALF, lists=lists)
+    attention = torch.nn.MultiheadAttention(4, 2)
+    x = torch.randn(3, 1, 4)
+    assert attention(x, x, x)[0].dtype == FP32
+    assert torch.nn.LSTM(4, 4)(x.half())[0].dtype == FP32
+    assert F.linear(x, torch.randn(4, 4)).dtype == HALF
+
+
+def test_casts_are_on_again_after_a_composite_function_raised() -> None:
+    handle = start()
+
+    def fails(x: Tensor) -> None:
+        assert not handle.casts.local.on
+        raise KeyError
+
+    replacement = build_one(fails, CastPolicy.FP32, handle.casts)
+    with pytest.raises(KeyError):
+        replacement(torch.ones(1))
+    assert handle.casts.local.on
+    assert not vars(handle.casts.local).get("on")
+
+
+def test_static_and_class_methods() -> None:
+    class Owner:
+        @staticmethod
+        def static(x: Tensor) -> torch.dtype:
+            return x.dtype
+
+        @classmethod
+        def of_class(cls, x: Tensor) -> tuple[type, torch.dtype]:
+            return cls, x.dtype
+
+    Owner.static = build_one(vars(Owner)["static"], CastPolicy.FP16)  # type: ignore[method-assign]
+    Owner.of_class = build_one(vars(Owner)["of_class"], CastPolicy.FP16)  # type: ignore[method-assign]
+    assert Owner.static(torch.ones(1)) == Owner().static(torch.ones(1)) == HALF
+    assert Owner.of_class(torch.ones(1)) == (Owner, HALF)
+
+
+def test_partials_and_callable_objects() -> None:
+    class Function:
+        def __call__(self, x: Tensor) -> torch.dtype:
+            return x.dtype
+
+    assert build_one(functools.partial(torch.mul, other=1), CastPolicy.FP16)(torch.ones(1)).dtype == HALF
+    assert build_one(Function(), CastPolicy.FP32)(torch.ones(1).half()) == FP32
+
+
+# -- promote --
+
+
+def test_promotion(handle: autoamp.Handle) -> None:
+    h, f = torch.ones(3, dtype=HALF), torch.ones(3)
+    assert torch.cat([h, f]).dtype == FP32
+    assert torch.stack((h, f), dim=1).dtype == FP32
+    assert torch.cat(tensors=[h, h], dim=0).dtype == HALF
+    assert torch.dot(h, f).dtype == FP32
+    assert torch.addcmul(h, f, h).dtype == FP32
+    assert torch.cat([h, h.to(BF16)]).dtype == FP32
+    assert torch.tensordot(torch.ones(2, 2), torch.ones(2, 2, dtype=HALF)).dtype == FP32
+    index = torch.zeros(3, dtype=torch.int64)
+    assert torch.scatter_add(f, 0, index, h).dtype == FP32
+    assert h.index_put((index,), f).dtype == FP32
+
+
+def test_promotion_leaves_doubles_alone(handle: autoamp.Handle) -> None:
+    h, d = torch.ones(3, dtype=HALF), torch.ones(3, dtype=FP64)
+    assert torch.cat([h, d]).dtype == FP64
+
+
+# -- out= --
+
+
+def test_out_takes_the_value_in_its_own_dtype(handle: autoamp.Handle) -> None:
+    h = torch.randn(3).half()
+    for dtype in (FP32, HALF, FP64):
+        out = torch.empty(3, dtype=dtype)
+        assert torch.exp(h, out=out) is out
+        assert torch.equal(out, torch.exp(h.float()).to(dtype))
+
+
+def test_out_is_resized(handle: autoamp.Handle) -> None:
+    h, out = torch.randn(3, 5).half(), torch.empty(0)
+    assert torch.exp(h, out=out) is out
+    assert torch.equal(out, torch.exp(h.float()))
+
+
+def test_out_may_be_an_input(handle: autoamp.Handle) -> None:
+    h = torch.randn(3, 3).half()
+    reference = torch.exp(h.float()).half()
+    assert torch.exp(h, out=h) is h
+    assert torch.equal(h, reference)
+
+
+def test_products_with_out_are_computed_in_what_they_write_to(half: torch.dtype) -> None:
+    start(half)
+    a, b, c = torch.randn(3, 4), torch.randn(4, 5), torch.randn(3, 5)
+    exact = a.numpy() @ b.numpy()
+    for out in (torch.mm(a, b, out=torch.empty(3, 5)), torch.addmm(c, a, b, beta=0, out=torch.empty(0))):
+        assert out.dtype == FP32
+        torch.testing.assert_close(out, torch.from_numpy(exact))
+    narrow = torch.empty(3, 5, dtype=half)
+    assert torch.mm(a.to(half), b.to(half), out=narrow) is narrow
+    # Dtypes that do not fit are torch's to refuse.
+    with pytest.raises(RuntimeError):
+        torch.mm(a, b, out=narrow)
+
+
+def test_products_of_half_factors_go_into_fp32(half: torch.dtype) -> None:
+    autoamp.init(device_type="cpu", dtype=half)
+    a, b, c = torch.randn(3, 4).to(half), torch.randn(4, 5), torch.randn(3, 5)
+    exact = a.float().numpy() @ b.numpy()
+    calls = (
+        torch.mm(a, b, out=torch.empty(3, 5)),
+        torch.addmm(c, a, b, beta=0, out=torch.empty(3, 5)),
+        torch.matmul(a, b.to(half), out=torch.empty(3, 5)),
+        torch.zeros(3, 5).addmm_(a, b),
+        torch.zeros(3).addmv_(a, b[:, 0]),
+        torch.zeros(1, 3, 5).baddbmm_(a[None], b.to(half)[None]),
+    )
+    for into, value in zip(calls, (exact, exact, a.float().numpy() @ b.to(half).float().numpy()), strict=False):
+        assert into.dtype == FP32
+        torch.testing.assert_close(into, torch.from_numpy(value))
+    torch.testing.assert_close(calls[3], torch.from_numpy(exact))
+    torch.testing.assert_close(calls[4], torch.from_numpy(exact)[:, 0])
+    assert calls[5].dtype == FP32
+    # What is half keeps its dtype, too.
+    narrow = torch.zeros(3, 5, dtype=half)
+    assert narrow.addmm_(a, b) is narrow
+    torch.testing.assert_close(narrow, torch.from_numpy(exact).to(half))
+
+
+def test_out_of_several_tensors(handle: autoamp.Handle) -> None:
+    matrix = torch.eye(2, dtype=HALF) * 2
+    sign, logarithm = torch.empty((), dtype=HALF), torch.empty(())
+    result = torch.linalg.slogdet(matrix, out=(sign, logarithm))
+    assert result.sign is sign
+    assert result.logabsdet is logarithm
+    assert sign.item() == 1
+    assert logarithm.item() == pytest.approx(1.386294, abs=1e-6)
+
+
+def test_out_of_promoted_and_python_functions(handle: autoamp.Handle) -> None:
+    h, f = torch.ones(2, dtype=HALF), torch.ones(2)
+    out = torch.empty(4, dtype=HALF)
+    assert torch.cat([h, f], out=out) is out
+    assert torch.equal(out, torch.ones(4, dtype=HALF))
+    norm = torch.empty((), dtype=HALF)
+    assert torch.norm(h, out=norm) is norm
+    assert norm.item() == pytest.approx(1.414, abs=1e-3)
+
+
+def test_out_none_is_no_out(handle: autoamp.Handle) -> None:
+    x = torch.randn(2, 2)
+    assert torch.mm(x, x, out=None).dtype == HALF
+    assert torch.cat([x, x.half()], out=None).dtype == FP32
+
+
+def test_out_errors_are_torch_s_own(handle: autoamp.Handle) -> None:
+    x = torch.randn(2, 2)
+    leaf = torch.randn(2, 2, requires_grad=True)
+    for function in (torch.mm, torch.pow):
+        for args, out in (((leaf, x), torch.empty(2, 2)), ((x, x), leaf * 1), ((x, x), leaf)):
+            with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
+                function(*args, out=out)
+        with torch.no_grad():
+            assert function(leaf, x, out=torch.empty(2, 2)).dtype == FP32
+        with pytest.raises(RuntimeError):
+            function(x, x, out=torch.empty(2, 2, dtype=torch.int64))
+        with pytest.raises(RuntimeError):
+            function(x, x, out=torch.empty(2, 2, device="meta"))
+
+
+# -- in-place forms --
+
+
+def test_in_place_keeps_self_s_dtype_and_computes_as_the_list_says(handle: autoamp.Handle) -> None:
+    h = torch.randn(4).half()
+    reference = h.float().exp().half()
+    for function in (lambda x: x.exp_(), torch.exp_, lambda x: torch.exp_(input=x)):
+        x = h.clone()
+        assert function(x) is x
+        assert torch.equal(x, reference)
+    big = torch.full((2,), 300.0, dtype=HALF)
+    # 300 ** 2 overflows half: what it is in fp32 is rounded once, to inf.
+    assert torch.equal(big.clone().pow_(2).pow_(0.5), torch.full((2,), torch.inf, dtype=HALF))
+    assert torch.equal((big**2).pow_(0.5), torch.full((2,), 300.0))
+
+
+def test_in_place_by_keyword() -> None:
+    autoamp.init(device_type="cpu", dtype=HALF, lists={"extends": [], "fp16": ["exp_"]})
+    x = torch.randn(4)
+    reference = torch.exp(x.half()).float()
+    assert torch.exp_(input=x) is x
+    assert torch.equal(x, reference)
+
+
+def test_in_place_operators(handle: autoamp.Handle) -> None:
+    x = y = torch.full((2,), 3.0, dtype=HALF)
+    y **= 2
+    assert y is x
+    assert torch.equal(x, torch.full((2,), 9.0, dtype=HALF))
+
+
+SUMS_IN_PLACE = {
+    "addmm_": lambda c, v: c.addmm_(v[:, None], v[None]),
+    "addmv_": lambda c, v: c[0].addmv_(v[None] * v[:, None], v),
+    "addr_": lambda c, v: c.addr_(v, v),
+    "addbmm_": lambda c, v: c.addbmm_(v[None, :, None], v[None, None]),
+    "baddbmm_": lambda c, v: c[None].baddbmm_(v[None, :, None], v[None, None]),
+}
+
+
+@pytest.mark.parametrize("name", SUMS_IN_PLACE)
+def test_sums_of_products_in_place_are_exact(half: torch.dtype, name: str) -> None:
+    autoamp.init(device_type="cpu", dtype=half)
+    c, v = torch.zeros(2, 2), torch.full((2,), 0.5)
+    for _ in range(1000):
+        SUMS_IN_PLACE[name](c, v)
+    assert c.dtype == FP32
+    assert c[0].tolist() == [250.0, 250.0]
+    narrow = torch.zeros(2, 2, dtype=half)
+    SUMS_IN_PLACE[name](narrow, v.to(half))
+    assert narrow[0].tolist() == [0.25, 0.25]
+
+
+def test_a_sum_of_products_that_is_listed_itself_is_cast() -> None:
+    autoamp.init(device_type="cpu", dtype=HALF, lists={"extends": [], "fp16": ["addmm_"]})
+    x, a, b = torch.zeros(3, 3), torch.randn(3, 3), torch.randn(3, 3)
+    assert x.addmm_(a, b) is x
+    assert torch.equal(x, (a.half() @ b.half()).float())
+
+
+def test_in_place_promotion(handle: autoamp.Handle) -> None:
+    h, f = torch.ones(3, dtype=HALF), torch.full((3,), 2.0)
+    index = torch.tensor([0, 1, 1])
+    calls = [
+        (h, lambda x: x.addcmul_(f, f), [5.0, 5.0, 5.0]),
+        (h, lambda x: x.scatter_add_(0, index, f), [3.0, 5.0, 1.0]),
+        (f, lambda x: x.scatter_add_(0, index, h), [3.0, 4.0, 2.0]),
+        (h, lambda x: x.index_put_((index,), f), [2.0, 2.0, 1.0]),
+        (h, lambda x: x.index_put_((index,), f, accumulate=True), [3.0, 5.0, 1.0]),
+    ]
+    for start_value, call, result in calls:
+        x = start_value.clone()
+        assert call(x) is x
+        assert x.dtype == start_value.dtype
+        assert x.tolist() == result
+
+
+@pytest.mark.parametrize(
+    ("in_place", "functional"),
+    [
+        (lambda y: y.exp_(), lambda y: torch.exp(y)),
+        (lambda y: y.pow_(3), lambda y: torch.pow(y, 3)),
+        (lambda y: y.reciprocal_(), lambda y: torch.reciprocal(y)),
+    ],
+    ids=["exp", "pow", "reciprocal"],
+)
+@pytest.mark.parametrize("dtype", [HALF, FP32], ids=str)
+def test_autograd_through_in_place(handle: autoamp.Handle, in_place: Any, functional: Any, dtype: torch.dtype) -> None:
+    values = torch.rand(3, 3).to(dtype) + 1
+    gradients = []
+    for function in (in_place, lambda y: functional(y).to(dtype)):
+        leaf = values.clone().requires_grad_()
+        result = function(leaf * 2)
+        assert result.dtype == dtype
+        result.float().sum().backward()
+        gradients.append(leaf.grad)
+    assert torch.equal(*gradients)
+
+
+def test_in_place_on_a_leaf_raises_torch_s_own_error(handle: autoamp.Handle) -> None:
+    for dtype in (HALF, FP32):
+        leaf = torch.ones(2, dtype=dtype, requires_grad=True)
+        with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+            leaf.exp_()
+        assert torch.equal(leaf, torch.ones(2, dtype=dtype))
+        with torch.no_grad():
+            assert leaf.exp_() is leaf
+
+
+def test_in_place_errors_are_torch_s_own(handle: autoamp.Handle) -> None:
+    with pytest.raises(RuntimeError, match="doesn't match the broadcast shape"):
+        torch.ones(1, 3, dtype=HALF).pow_(torch.ones(2, 3, dtype=HALF))
+    with pytest.raises(RuntimeError, match="can't be cast"):
+        torch.ones(2, dtype=torch.int64).pow_(torch.ones(2, dtype=HALF))
+    with pytest.raises(TypeError):
+        torch.exp_()  # type: ignore[call-arg]
+
+
+# -- banned --
+
+
+def test_banned_runs_in_fp32_and_warns_once(handle: autoamp.Handle) -> None:
+    p, target = torch.rand(4).half(), torch.rand(4).half()
+    with pytest.warns(
+        UserWarning, match="binary_cross_entropy is unsafe.*use binary_cross_entropy_with_logits"
+    ) as caught:
+        loss = F.binary_cross_entropy(p, target)
+    assert caught[0].filename == __file__
+    assert torch.equal(loss, F.binary_cross_entropy(p.float(), target.float()))
+    assert loss.dtype == FP32
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert F.binary_cross_entropy(input=p, target=target).dtype == FP32
+        assert torch.nn.BCELoss()(p, target.float()).dtype == FP32
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_banned_names_the_line_of_the_user(counts: bool, half: torch.dtype) -> None:
+    handle = start(dtype=half)
+    p, target = torch.rand(4).to(half), torch.rand(4)
+    criterion = torch.nn.BCELoss()
+    calls = [lambda: F.binary_cross_entropy(p, target), lambda: criterion(p, target)]
+    line = sys._getframe().f_lineno - 1
+    with handle.count() if counts else contextlib.nullcontext():
+        for call in calls:
+            handle.casts.warned.clear()
+            with pytest.warns(UserWarning, match="is unsafe") as caught:
+                call()
+            assert (caught[0].filename, caught[0].lineno) == (__file__, line)
+
+
+@pytest.mark.filterwarnings("ignore:.*is unsafe")
+def test_banned_compiles(handle: autoamp.Handle) -> None:
+    compiled = torch.compile(F.binary_cross_entropy, backend="eager")
+    p, target = torch.rand(4).half(), torch.rand(4)
+    assert torch.equal(compiled(p, target), F.binary_cross_entropy(p.float(), target))
+
+
+def test_banned_is_silent_without_half_arguments(handle: autoamp.Handle) -> None:
+    p, target = torch.rand(4), torch.rand(4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert F.binary_cross_entropy(p, target).dtype == FP32
+        assert F.binary_cross_entropy(p.double(), target.double()).dtype == FP64
+        with handle.disable_casts():
+            assert torch.log(p.half()).dtype == HALF
+        with torch.autocast("cpu", dtype=HALF):
+            assert torch.log(p.half()).dtype == HALF
+
+
+def test_banned_raises_where_it_is_not_allowed() -> None:
+    start(allow_banned=False)
+    p, target = torch.rand(4), torch.rand(4)
+    message = (
+        r"binary_cross_entropy is banned in half precision: use binary_cross_entropy_with_logits.*allow_banned=True"
+    )
+    for args in ((p.half(), target), (p, target.half())):
+        with pytest.raises(autoamp.BannedFunctionError, match=message):
+            F.binary_cross_entropy(*args)
+    assert F.binary_cross_entropy(p, target).dtype == FP32
+    with pytest.raises(NotImplementedError, match=r"torch\.Tensor\.log_"):
+        p.half().log_()
+
+
+@pytest.mark.filterwarnings("ignore:.*log_ is unsafe:UserWarning")
+def test_banned_in_place_and_out(handle: autoamp.Handle) -> None:
+    x = torch.full((2,), 2.0, dtype=HALF)
+    reference = x.float().log().half()
+    assert torch.log_(x) is x
+    assert torch.equal(x, reference)
+    out = torch.empty(2, dtype=HALF)
+    with pytest.warns(UserWarning, match="torch.log is unsafe"):
+        assert torch.log(torch.full((2,), 2.0, dtype=HALF), out=out) is out
+    assert torch.equal(out, reference)
+
+
+# -- arguments are never written to --
+
+arrays = st.sampled_from([HALF, BF16, FP32]).map(lambda dtype: torch.ones(2, 2, dtype=dtype))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(arrays, min_size=2, max_size=4), st.booleans(), st.sampled_from(["fp16", "fp32", "promote"]))
+def test_arguments_and_containers_are_never_mutated(tensors: list[Tensor], as_tuple: bool, policy: str) -> None:
+    seen: list[Any] = []
+
+    def function(operands: Any, *, more: Any) -> None:
+        seen.append((operands, more))
+
+    operands: Any = tuple(tensors) if as_tuple else tensors
+    more = {"a": [tensors[0]], "b": 1}
+    before = [(id(tensor), tensor.dtype, tensor._version) for tensor in tensors]
+    build_one(function, CastPolicy(policy))(operands, more=more)
+    assert [(id(tensor), tensor.dtype, tensor._version) for tensor in operands] == before
+    assert more["a"] == [tensors[0]]
+    dtypes = {tensor.dtype for tensor in tensors}
+    target = {"fp16": HALF, "fp32": FP32, "promote": FP32 if len(dtypes) > 1 else next(iter(dtypes))}[policy]
+    ((received, received_more),) = seen
+    assert type(received) is type(operands)
+    assert {tensor.dtype for tensor in received} == {received_more["a"][0].dtype} == {target}
+
+
+def test_a_replacement_looks_like_its_original() -> None:
+    def function(x: Tensor, scale: float = 2.0) -> Tensor:
+        """Scale."""
+        return x * scale
+
+    replacement = build_one(function, CastPolicy.FP16)
+    assert replacement.__name__ == "function"
+    assert replacement.__doc__ == "Scale."
+    assert replacement(torch.ones(1), scale=3.0).item() == 3.0

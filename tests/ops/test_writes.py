@@ -1,0 +1,206 @@
+"""The written room: what an op writes to reaches the caller's tensors, whatever list the op is put in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import autoamp
+from autoamp.ops.writes import Mutation, mutation_of
+
+HALF, FP32 = torch.float16, torch.float32
+POLICIES = ["fp16", "fp32", "promote"]
+
+
+@pytest.fixture(params=POLICIES)
+def policy(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def listed(policy: str) -> Iterator[Any]:
+    """Put ops under a policy that they do not have by default."""
+
+    def init(*names: str) -> None:
+        autoamp.init(device_type="cpu", dtype=HALF, lists={"extends": [], policy: list(names)})
+
+    return init
+
+
+def result_dtype(policy: str, *dtypes: torch.dtype) -> torch.dtype:
+    if policy == "promote":
+        return FP32 if len(set(dtypes)) > 1 else dtypes[0]
+    return HALF if policy == "fp16" else FP32
+
+
+@pytest.mark.parametrize("source", [FP32, HALF], ids=str)
+@pytest.mark.parametrize("weights", [FP32, None], ids=str)
+def test_batch_norm_keeps_its_statistics(
+    listed: Any, policy: str, source: torch.dtype, weights: torch.dtype | None
+) -> None:
+    def state() -> dict[str, Tensor | None]:
+        weight = None if weights is None else torch.linspace(0.5, 1.5, 3, dtype=weights)
+        bias = None if weights is None else torch.linspace(-1, 1, 3, dtype=weights)
+        return {"running_mean": torch.zeros(3), "running_var": torch.ones(3), "weight": weight, "bias": bias}
+
+    x = torch.linspace(-2, 3, 2 * 3 * 5).reshape(2, 3, 5).to(source)
+    control = state()
+    reference = F.batch_norm(x.float(), **control, training=True)  # type: ignore[arg-type]
+
+    listed("batch_norm")
+    found = state()
+    by_name = F.batch_norm(x, training=True, momentum=0.1, **found)  # type: ignore[arg-type]
+    again = state()
+    by_place = torch.batch_norm(
+        x, again["weight"], again["bias"], again["running_mean"], again["running_var"], True, 0.1, 1e-5, False
+    )  # fmt: skip
+
+    # Without weights and statistics in another dtype than the input's there is nothing to promote.
+    expected = FP32 if policy == "promote" else result_dtype(policy)
+    for output, running in ((by_name, found), (by_place, again)):
+        assert output.dtype == expected
+        torch.testing.assert_close(output.float(), reference, rtol=5e-3, atol=5e-3)
+        for name in ("running_mean", "running_var"):
+            assert running[name].dtype == FP32  # type: ignore[union-attr]
+            torch.testing.assert_close(running[name], control[name], rtol=1e-3, atol=1e-3)
+
+
+def test_half_statistics_are_updated_too(listed: Any, policy: str) -> None:
+    mean, var = torch.zeros(3, dtype=HALF), torch.ones(3, dtype=HALF)
+    x = torch.linspace(-2, 3, 30).reshape(2, 3, 5).half()
+    listed("batch_norm")
+    F.batch_norm(x, mean, var, training=True)
+    torch.testing.assert_close(mean.float(), 0.1 * x.float().mean((0, 2)), rtol=2e-3, atol=2e-3)
+    assert var.dtype == HALF
+
+
+def test_instance_norm_keeps_its_statistics(listed: Any, policy: str) -> None:
+    x = torch.linspace(-2, 3, 30).reshape(2, 3, 5)
+    mean, var = torch.zeros(3), torch.ones(3)
+    listed("instance_norm")
+    output = F.instance_norm(x, mean, var, use_input_stats=True)
+    assert output.dtype == result_dtype(policy, FP32)
+    torch.testing.assert_close(mean, 0.1 * x.mean((0, 2)), rtol=2e-3, atol=2e-3)
+
+
+def test_modules_train_and_evaluate(listed: Any, policy: str) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.BatchNorm2d(4)
+    listed("batch_norm")
+    x = 3 + torch.randn(8, 4, 6, 6)
+    for _ in range(60):
+        model(x).float().sum().backward()
+    torch.testing.assert_close(model.running_mean, x.mean((0, 2, 3)), rtol=2e-2, atol=2e-2)
+    model.eval()
+    torch.testing.assert_close(model(x).float().mean(), torch.tensor(0.0), rtol=0, atol=2e-2)
+
+
+def test_embedding_renormalises_the_weight(listed: Any, policy: str) -> None:
+    weight = torch.full((4, 3), 2.0)
+    listed("embedding", "embedding_bag")
+    index = torch.tensor([[0, 2]])
+    output = F.embedding(index, weight, max_norm=1.0)
+    assert output.dtype == result_dtype(policy, FP32)
+    torch.testing.assert_close(output.float(), torch.full((1, 2, 3), 3**-0.5), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(weight[0], torch.full((3,), 3**-0.5))
+    assert torch.equal(weight[1], torch.full((3,), 2.0))
+
+
+@pytest.mark.parametrize(
+    "name", ["relu", "leaky_relu", "hardswish", "silu", "mish", "elu", "selu", "relu6", "hardtanh"]
+)
+@pytest.mark.parametrize("source", [FP32, HALF], ids=str)
+def test_the_flag_inplace_writes_to_the_argument(listed: Any, policy: str, name: str, source: torch.dtype) -> None:
+    x = torch.linspace(-2, 2, 9).to(source)
+    reference = getattr(F, name)(x.clone())
+    listed(name)
+    function = getattr(F, name)
+    output = function(x, inplace=True)
+    assert output is x
+    assert x.dtype == source
+    torch.testing.assert_close(x, reference, rtol=2e-3, atol=2e-3)
+    by_place = torch.linspace(-2, 2, 9).to(source)
+    assert function(by_place).dtype == result_dtype(policy, source)
+    assert torch.equal(by_place, torch.linspace(-2, 2, 9).to(source))
+
+
+def test_the_flag_inplace_has_gradients(listed: Any) -> None:
+    leaf = torch.linspace(-2, 2, 9, requires_grad=True)
+    listed("leaky_relu")
+    hidden = leaf * 1.0
+    F.leaky_relu(hidden, 0.5, True)
+    hidden.sum().backward()
+    assert leaf.grad is not None
+    assert torch.equal(leaf.grad, torch.where(leaf > 0, 1.0, 0.5))
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad is being used in an in-place operation"):
+        F.leaky_relu(leaf, inplace=True)
+
+
+@pytest.mark.parametrize("source", [FP32, HALF], ids=str)
+def test_what_only_writes_to_self_writes_to_self(listed: Any, source: torch.dtype) -> None:
+    listed("copy_", "zero_", "uniform_", "__setitem__")
+    x = torch.ones(4, dtype=source)
+    assert x.copy_(torch.full((4,), 3.0)) is x
+    assert torch.equal(x, torch.full((4,), 3.0, dtype=source))
+    x[1] = torch.tensor(5.0)
+    assert x.tolist() == [3.0, 5.0, 3.0, 3.0]
+    x.uniform_(7, 8)
+    assert bool((x >= 7).all())
+    assert x.zero_() is x
+    assert x.tolist() == [0.0] * 4
+    assert x.dtype == source
+
+
+def test_casts_off_and_sparse_arguments_pass_through(listed: Any) -> None:
+    listed("batch_norm")
+    handle = autoamp.current_handle()
+    assert handle is not None
+    x, mean, var = torch.randn(4, 3), torch.zeros(3), torch.ones(3)
+    with handle.disable_casts():
+        assert F.batch_norm(x, mean, var, training=True).dtype == FP32
+    assert bool(mean.any())
+    with pytest.raises(NotImplementedError, match="batch_norm"):
+        torch.native_batch_norm(x.to_sparse(), None, None, None, None, True, 0.1, 1e-5)
+
+
+def test_errors_are_torchs_own(listed: Any) -> None:
+    listed("batch_norm", "relu")
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+        F.batch_norm(torch.ones(1, 3), torch.zeros(3), torch.ones(3), training=True)
+    with pytest.raises(TypeError, match="batch_norm"):
+        F.batch_norm(torch.ones(2, 3))  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="relu"):
+        F.relu()  # type: ignore[call-arg]
+
+
+def test_written_by() -> None:
+    assert mutation_of(torch.softmax) is None
+    assert mutation_of(F.linear) is None
+    assert mutation_of(F.softmax) is None
+    assert mutation_of(Tensor.__add__) is None
+    assert mutation_of(F.relu) == Mutation(("input", "inplace"), inplace=True)
+    found = mutation_of(F.batch_norm)
+    assert found is not None
+    assert found.mutated == {"running_mean", "running_var"}
+    assert found.parameters[:3] == ("input", "running_mean", "running_var")
+    assert found.kept(to_half=True) == {"weight", "bias", "running_mean", "running_var"}
+    assert found.kept(to_half=False) == frozenset()
+    assert mutation_of(Tensor.normal_) == Mutation(("self",), itself=True)
+
+    def relu_(x: Tensor, inplace: bool = True) -> Tensor:
+        return x
+
+    assert mutation_of(relu_) is None
+
+
+def test_the_builtins_have_the_parameters_that_torch_says() -> None:
+    for name in ("batch_norm", "instance_norm", "native_batch_norm", "batch_norm_update_stats", "cudnn_batch_norm"):
+        found = mutation_of(getattr(torch, name))
+        assert found is not None
+        schema = getattr(torch.ops.aten, name).default._schema
+        assert tuple(argument.name for argument in schema.arguments)[: len(found.parameters)] == found.parameters

@@ -1,0 +1,753 @@
+"""The handle: what init() gives, how scale_loss and wrap_optimizer are used and misused, and its checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import inspect
+import logging
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoamp
+from autoamp.errors import AutoampError, CheckpointError, UsageError
+from autoamp.modules.half_models import ForwardDtypes
+from autoamp.runtime.handle import Handle
+from autoamp.runtime.installation import Installation
+from autoamp.runtime.no_op import NoOpHandle
+from autoamp.scaling.loss_scale import DynamicLossScaler, LossScaler, StaticLossScaler
+
+# `torch.optim.optimizer` is not to be had as an attribute.
+optimizer_module = importlib.import_module("torch.optim.optimizer")
+
+# Enough to tell casts from none, and quickly in place.
+LISTS = {"extends": [], "fp16": ["linear"], "fp32": ["softmax"]}
+
+
+def init(**settings: Any) -> Handle:
+    handle = autoamp.init(**{"lists": LISTS, "device_type": "cpu", "dtype": torch.float16, "rebind": False, **settings})
+    assert isinstance(handle, Handle)
+    return handle
+
+
+@pytest.fixture
+def handle() -> Handle:
+    return init()
+
+
+class Training:
+    """A linear model, its optimizer, and a loss whose gradients are `factor` times those of the plain one."""
+
+    def __init__(self, make: Callable[..., Any] = torch.optim.SGD) -> None:
+        self.model = nn.Linear(4, 2)
+        self.optimizer = make(self.model.parameters(), lr=0.01)
+        self.inputs = torch.ones(3, 4)
+
+    def loss(self, factor: float = 1.0) -> Tensor:
+        loss: Tensor = self.model(self.inputs).float().pow(2).mean() * factor
+        return loss
+
+
+@pytest.fixture
+def training() -> Training:
+    return Training()
+
+
+def steps(handle: Any, training: Training, *factors: float) -> None:
+    for factor in factors:
+        with handle.scale_loss(training.loss(factor), training.optimizer) as scaled:
+            scaled.backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+
+
+# -- the handle that does nothing --
+
+# What init() and initialize() call; what a user of a handle never does.
+FOR_OTHER_ROOMS = {
+    "inherit",
+    "install_anew",
+    "let_go",
+    "setups",
+    "steps_halves",
+    "activate",
+    "ended",
+    "suspend",
+    "patch",
+    "set_up_model",
+    "keep_masters",
+    "step_halves",
+}
+# What a handle is composed of.
+PARTS = {"settings", "casts", "precisions", "models", "optimizers"}
+
+
+def public(kind: type) -> dict[str, Any]:
+    return {name: inspect.getattr_static(kind, name) for name in dir(kind) if not name.startswith("_")}
+
+
+def test_the_no_op_handle_has_every_public_name() -> None:
+    def names(handle: object) -> set[str]:
+        return {name for name in dir(handle) if not name.startswith("_")}
+
+    assert names(init()) - FOR_OTHER_ROOMS - PARTS == names(NoOpHandle())
+
+
+@pytest.mark.parametrize("name", sorted(name for name, value in public(NoOpHandle).items() if inspect.isroutine(value)))
+def test_the_no_op_handle_takes_the_same_arguments(name: str) -> None:
+    def shape(kind: type) -> list[tuple[str, Any, Any]]:
+        parameters = inspect.signature(getattr(kind, name)).parameters.values()
+        return [(parameter.name, parameter.kind, parameter.default) for parameter in parameters]
+
+    assert shape(NoOpHandle) == shape(Handle)
+
+
+def test_disabled_nothing_happens(training: Training) -> None:
+    model, optimizer = training.model, training.optimizer
+    handle = autoamp.init(enabled=False)
+    assert isinstance(handle, NoOpHandle)
+    assert autoamp.current_handle() is None
+    loss = training.loss()
+    assert loss.dtype is torch.float32
+    before = dict(vars(optimizer))
+    with handle.scale_loss(loss, optimizer, 3, delay_unscale=True) as scaled:
+        assert scaled is loss
+        scaled.backward()
+    assert vars(optimizer) == before
+    optimizer.step()
+    with (
+        handle.disable_casts(),
+        handle.inference(model) as same,
+        handle.override(model),
+        handle.override(model, "fp32"),
+    ):
+        assert same is model
+        assert model(training.inputs).dtype is torch.float32
+    handle.cache.clear()
+    assert len(handle.cache) == 0
+    assert (handle.loss_scale, handle.skipped_steps, handle.last_step_skipped) == (1.0, 0, False)
+    assert (handle.late_bound, handle.skipped_rules, handle.deactivate()) == ((), (), ())
+    assert not handle.is_active()
+    handle.max_consecutive_skips = 3
+    assert NoOpHandle().max_consecutive_skips == init().max_consecutive_skips
+    handle.load_state_dict({"loss_scaler0": {"loss_scale": 4.0, "unskipped": 0}})
+    assert handle.state_dict() == {}
+
+
+def test_disabled_a_wrapped_optimizer_scales_nothing(training: Training) -> None:
+    optimizer = autoamp.init(enabled=False).wrap_optimizer(training.optimizer, num_loss=2)
+    assert optimizer is training.optimizer
+    loss = training.loss()
+    with optimizer.scale_loss(loss) as first, optimizer.scale_loss(loss, delay_unscale=True) as second:
+        assert first is second is loss
+    assert optimizer.step() is None
+
+
+# -- arguments of init() --
+
+
+@pytest.mark.parametrize(
+    ("loss_scale", "kind", "scale"),
+    [
+        (None, DynamicLossScaler, 65536.0),
+        ("dynamic", DynamicLossScaler, 65536.0),
+        (128, StaticLossScaler, 128.0),
+        ("128.0", StaticLossScaler, 128.0),
+        (1.0, StaticLossScaler, 1.0),
+    ],
+)
+def test_loss_scale_may_be_given_in_many_ways(loss_scale: Any, kind: type, scale: float) -> None:
+    handle = init(loss_scale=loss_scale)
+    assert handle.loss_scale == scale
+    assert isinstance(handle.loss_scale, float)
+    assert [type(scaler) for scaler in handle.optimizers.scalers] == [kind]
+
+
+def test_bf16_needs_no_scale() -> None:
+    assert init(dtype=torch.bfloat16).loss_scale == 1.0
+
+
+def test_a_scaler_may_be_given(training: Training) -> None:
+    scaler = DynamicLossScaler(init_scale=8.0, growth_interval=1)
+    handle = init(loss_scale=scaler)
+    steps(handle, training, 1.0)
+    assert handle.loss_scale == scaler.loss_scale == 16.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"loss_scale": "dynamc"}, "loss_scale='dynamc' is unknown; choose 'dynamic'"),
+        ({"loss_scale": 0}, r"loss_scale=0 is no usable scale: it must be above 0"),
+        ({"loss_scale": -2.0}, r"loss_scale=-2.0 is no usable scale"),
+        ({"loss_scale": float("nan")}, "loss_scale=nan is no usable scale"),
+        ({"loss_scale": True}, "loss_scale=True is not a number"),
+        ({"loss_scale": [1]}, r"loss_scale=\[1\] is not a number"),
+        ({"dtype": torch.float32}, r"dtype=torch.float32 is no half precision; choose torch.float16 or torch.bfloat16"),
+    ],
+)
+def test_a_wrong_argument_is_told_and_changes_nothing(settings: dict[str, Any], message: str) -> None:
+    before = init()
+    with pytest.raises(AutoampError, match=message):
+        init(**settings)
+    assert autoamp.current_handle() is before
+    assert before.is_active()
+
+
+def test_a_wrong_argument_is_told_before_a_block_is_entered() -> None:
+    with pytest.raises(AutoampError, match="loss_scale='dynamc' is unknown"):
+        autoamp.region(loss_scale="dynamc")
+
+
+def test_verbose_is_heard(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "autoamp"):
+        init()
+        assert not caplog.records
+        init(verbose=True)
+    assert "casting to torch.float16 on cpu" in caplog.text
+
+
+# -- from init() to deactivate() --
+
+
+def test_deactivate_gives_everything_back(training: Training) -> None:
+    handle, other = init(), Training()
+    steps(handle, training, 1.0)
+    other.optimizer = handle.wrap_optimizer(other.optimizer)
+    with other.optimizer.scale_loss(other.loss()) as scaled:
+        scaled.backward()
+    handle.override(training.model, "fp32")
+    assert "step" in vars(training.optimizer)
+    assert handle.deactivate() == ()
+    assert not handle.is_active()
+    assert autoamp.current_handle() is None
+    for one in (training, other):
+        assert not {"step", "scale_loss"} & vars(one.optimizer).keys()
+        assert one.model(one.inputs).dtype is torch.float32
+        one.optimizer.step()
+    assert "_autoamp_tags" not in vars(training.model)
+    assert handle.deactivate() == ()
+
+
+def test_a_handle_that_is_replaced_lets_go_of_its_optimizers(training: Training, handle: Handle) -> None:
+    steps(handle, training, 1.0)
+    second = init(loss_scale=2.0)
+    assert not handle.is_active()
+    assert "step" not in vars(training.optimizer)
+    steps(second, training, 1.0)
+    assert (handle.optimizers.scalers[0].unskipped, second.optimizers.scalers[0].unskipped) == (1, 1)
+
+
+def test_no_hook_of_an_optimizer_stays() -> None:
+    hooks = optimizer_module._global_optimizer_pre_hooks, optimizer_module._global_optimizer_post_hooks
+    before = [list(held) for held in hooks]
+    for _ in range(3):
+        handle = init()
+        assert [list(held) for held in hooks] != before
+        handle.deactivate()
+        assert [list(held) for held in hooks] == before
+
+
+def test_a_failing_activation_leaves_a_handle_that_casts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any) -> None:
+        raise ZeroDivisionError
+
+    handle = Handle(init().settings)
+    monkeypatch.setattr(Installation, "install", fail)
+    with pytest.raises(ZeroDivisionError):
+        handle.activate()
+    assert not handle.is_active()
+    assert not handle.casts.local.on
+
+
+def test_deactivate_gives_a_model_that_it_holds_its_dtype_back(handle: Handle, training: Training) -> None:
+    handle.set_up_model(training.model, ForwardDtypes(inputs=torch.float16), dtype=torch.float16)
+    assert training.model.weight.dtype is torch.float16
+    handle.deactivate()
+    assert training.model.weight.dtype is torch.float32
+    assert training.model(training.inputs).dtype is torch.float32
+
+
+@pytest.mark.parametrize("call", ["scale_loss", "wrap_optimizer"])
+def test_an_inactive_handle_says_so(training: Training, handle: Handle, call: str) -> None:
+    handle.deactivate()
+    arguments = (training.loss(), training.optimizer) if call == "scale_loss" else (training.optimizer,)
+    with pytest.raises(UsageError, match=r"this handle is not active; call autoamp.init\(\) and use the handle that"):
+        getattr(handle, call)(*arguments)
+    assert not {"step", "scale_loss"} & vars(training.optimizer).keys()
+
+
+def test_a_kept_scale_loss_of_an_optimizer_knows_that_its_handle_is_gone(training: Training, handle: Handle) -> None:
+    scale_loss = handle.wrap_optimizer(training.optimizer).scale_loss
+    handle.deactivate()
+    with pytest.raises(UsageError, match="this handle is not active"), scale_loss(training.loss()):
+        pass
+    assert "step" not in vars(training.optimizer)
+
+
+def test_deactivate_within_a_block_leaves_true_gradients(training: Training, handle: Handle) -> None:
+    wanted = torch.autograd.grad(training.loss(), training.model.weight)[0]
+    with handle.scale_loss(training.loss(), training.optimizer) as scaled:
+        scaled.backward()
+        handle.deactivate()
+    torch.testing.assert_close(training.model.weight.grad, wanted, rtol=1e-2, atol=1e-3)
+    training.optimizer.step()
+
+
+def test_optimizers_and_models_can_be_dropped_while_the_handle_stays(
+    handle: Handle, collected: Callable[[], None]
+) -> None:
+    def used() -> list[weakref.ref[Any]]:
+        one, other = Training(torch.optim.Adam), Training()
+        steps(handle, one, 1.0, 1e30)
+        with handle.inference(one.model), torch.no_grad():
+            one.model(one.inputs)
+        scheduler = torch.optim.lr_scheduler.StepLR(one.optimizer, 1)
+        steps(handle, one, 1.0)
+        scheduler.step()
+        wrapped = handle.wrap_optimizer(other.optimizer, num_loss=2)
+        with wrapped.scale_loss(other.loss()) as scaled:
+            scaled.backward()
+        return [
+            weakref.ref(kept) for kept in (one.model, one.optimizer, one.model.weight, other.optimizer, other.model)
+        ]
+
+    references = used()
+    collected()
+    assert [reference() for reference in references] == [None] * 5
+    assert handle.skipped_steps == 1
+    # And the losses of optimizers that nobody wrapped can be scaled again.
+    steps(handle, Training(), 1.0)
+
+
+def test_an_optimizer_goes_without_waiting_for_the_garbage_collector(handle: Handle) -> None:
+    training = Training()
+    steps(handle, training, 1.0)
+    reference = weakref.ref(training.optimizer)
+    del training.optimizer
+    assert reference() is None
+
+
+# -- scale_loss --
+
+
+def test_the_scaled_loss_is_fp32_times_the_scale(training: Training) -> None:
+    handle = init(loss_scale=128.0)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        loss = torch.tensor(1.5, dtype=dtype, requires_grad=True)
+        with handle.scale_loss(loss, []) as scaled:
+            assert (scaled.dtype, scaled.item()) == (torch.float32, 192.0)
+        assert loss.item() == 1.5
+
+
+def test_the_scale_1_multiplies_nothing() -> None:
+    loss = torch.tensor(1.5, requires_grad=True)
+    with init(loss_scale=1.0).scale_loss(loss, []) as scaled:
+        assert scaled is loss
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (1.5, r"takes a floating tensor, not a float; pass the loss, not loss.item\(\)"),
+        (None, "takes a floating tensor, not a NoneType"),
+        (torch.tensor(3), "takes a floating tensor, and this loss is torch.int64"),
+        (torch.tensor(True), "this loss is torch.bool"),
+    ],
+)
+def test_a_loss_is_a_floating_tensor(handle: Handle, training: Training, loss: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message), handle.scale_loss(loss, training.optimizer):
+        pass
+    assert "step" not in vars(training.optimizer)
+    steps(handle, training, 1.0)
+
+
+def test_a_detached_loss_gets_torchs_own_error_and_the_next_step_works(handle: Handle, training: Training) -> None:
+    with (
+        pytest.raises(RuntimeError, match="does not require grad"),
+        handle.scale_loss(training.loss().detach(), training.optimizer) as scaled,
+    ):
+        scaled.backward()
+    steps(handle, training, 1.0)
+    assert (handle.skipped_steps, handle.optimizers.scalers[0].unskipped) == (0, 1)
+
+
+def generator(optimizer: Any) -> Iterator[Any]:
+    yield optimizer
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind"),
+    [
+        (lambda optimizer: generator(optimizer), "a generator"),
+        (lambda optimizer: {optimizer}, "a set"),
+        (lambda optimizer: {"one": optimizer}, "a dict"),
+        (lambda optimizer: [optimizer, None], "None"),
+        (lambda optimizer: optimizer.param_groups[0]["params"], "a Parameter"),
+        (lambda optimizer: torch.optim.SGD, "a type"),
+        (lambda optimizer: "optimizer", "a str"),
+    ],
+)
+def test_what_is_no_optimizer_is_named(
+    handle: Handle, training: Training, wrong: Callable[[Any], Any], kind: str
+) -> None:
+    message = rf"^{kind} is no optimizer: it has no param_groups and step\(\); pass an optimizer, or a list or tuple of"
+    with pytest.raises(UsageError, match=message), handle.scale_loss(training.loss(), wrong(training.optimizer)):
+        pass
+    steps(handle, training, 1.0)
+
+
+def test_no_optimizer_where_gradients_of_inputs_alone_are_wanted() -> None:
+    handle = init(loss_scale=128.0)
+    model, inputs = nn.Linear(4, 2), torch.ones(3, 4, requires_grad=True)
+    with handle.scale_loss(model(inputs).float().sum(), []) as scaled:
+        (grad,) = torch.autograd.grad(scaled, inputs)
+    torch.testing.assert_close(grad / handle.loss_scale, model.weight.sum(0).expand(3, 4), rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("number", [1, -1, 7])
+def test_a_loss_id_without_a_scaler(handle: Handle, training: Training, number: int) -> None:
+    message = f"loss_id={number} has no scaler; choose 0"
+    with pytest.raises(UsageError, match=message):
+        handle.scale_loss(training.loss(), training.optimizer, number)
+
+
+def test_blocks_of_one_optimizer_do_not_nest(handle: Handle, training: Training) -> None:
+    with handle.scale_loss(training.loss(), training.optimizer) as outer:
+        message = "SGD is in a scale_loss block already; end that block before the next"
+        with pytest.raises(UsageError, match=message), handle.scale_loss(training.loss(), training.optimizer):
+            pass
+        outer.backward()
+    training.optimizer.step()
+    assert handle.optimizers.scalers[0].unskipped == 1
+
+
+def test_a_step_inside_the_block_says_where_it_belongs(handle: Handle, training: Training) -> None:
+    before = training.model.weight.clone()
+    with handle.scale_loss(training.loss(), training.optimizer) as scaled:
+        scaled.backward()
+        with pytest.raises(
+            UsageError, match=r"SGD.step\(\) was called inside its scale_loss block.*after the with block"
+        ):
+            training.optimizer.step()
+    assert torch.equal(training.model.weight, before)
+    training.optimizer.step()
+    assert not torch.equal(training.model.weight, before)
+
+
+def test_a_block_without_backward_warns_with_the_cause(handle: Handle, training: Training) -> None:
+    with (
+        pytest.warns(
+            UserWarning, match=r"no parameter of SGD has a gradient after scale_loss: was scaled_loss.back"
+        ) as (caught),
+        handle.scale_loss(training.loss(), training.optimizer),
+    ):
+        pass
+    assert [warning.filename for warning in caught] == [__file__]
+    before = training.model.weight.clone()
+    training.optimizer.step()
+    assert torch.equal(training.model.weight, before)
+    assert (handle.skipped_steps, handle.optimizers.scalers[0].unskipped) == (0, 0)
+
+
+def test_a_step_without_a_block_is_the_optimizers_own(handle: Handle, training: Training) -> None:
+    steps(handle, training, 1.0)
+    training.loss().backward()
+    before = training.model.weight.clone()
+    training.optimizer.step()
+    assert not torch.equal(training.model.weight, before)
+    assert handle.optimizers.scalers[0].unskipped == 1
+
+
+def test_skips_are_counted(handle: Handle, training: Training) -> None:
+    seen = []
+    for factor in (1.0, 1e30, float("nan"), 1.0):
+        steps(handle, training, factor)
+        seen.append((handle.skipped_steps, handle.last_step_skipped, handle.loss_scale))
+    assert seen == [(0, False, 65536.0), (1, True, 32768.0), (2, True, 16384.0), (2, False, 16384.0)]
+
+
+def test_delayed_gradients_keep_the_scale_until_a_later_block(training: Training) -> None:
+    handle = init(loss_scale=256.0)
+    with handle.scale_loss(training.loss(), training.optimizer, delay_unscale=True) as scaled:
+        scaled.backward()
+    grad = training.model.weight.grad
+    assert grad is not None
+    delayed = grad.clone()
+    with handle.scale_loss(training.loss(), training.optimizer) as scaled:
+        scaled.backward()
+    assert torch.equal(grad, delayed * 2 / 256.0)
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.5, True, None])
+def test_a_wrong_number_of_skips(handle: Handle, count: Any) -> None:
+    with pytest.raises(UsageError, match=r"max_consecutive_skips=.* is no number of steps; choose 1 or more"):
+        handle.max_consecutive_skips = count
+    assert handle.max_consecutive_skips == 50
+
+
+def test_the_limit_of_skips_holds_for_guarded_optimizers_too(handle: Handle, training: Training) -> None:
+    steps(handle, training, 1.0)
+    handle.max_consecutive_skips = 2
+    steps(handle, training, 1e30)
+    with pytest.raises(autoamp.NonFiniteGradientsError, match="2 steps of SGD in a row"):
+        steps(handle, training, 1e30)
+
+
+# -- wrap_optimizer --
+
+
+def test_a_wrapped_optimizer_has_a_scaler_a_loss(handle: Handle, training: Training) -> None:
+    assert handle.wrap_optimizer(training.optimizer, num_loss=2) is training.optimizer
+    for factors in ((1.0, 1e30), (1.0, 1.0)):
+        for factor in factors:
+            with training.optimizer.scale_loss(training.loss(factor)) as scaled:
+                scaled.backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+    first, second = handle.optimizers.scalers
+    assert (first.loss_scale, second.loss_scale) == (65536.0, 32768.0)
+    assert (first.unskipped, second.unskipped) == (2, 1)
+    assert handle.skipped_steps == 1
+    assert handle.loss_scale == 65536.0
+
+
+def test_after_wrapping_the_handle_names_the_optimizers_scale_loss(handle: Handle, training: Training) -> None:
+    handle.wrap_optimizer(training.optimizer)
+    message = r"after wrap_optimizer\(\) use `with optimizer.scale_loss\(loss\)`, not handle.scale_loss"
+    with pytest.raises(UsageError, match=message):
+        handle.scale_loss(training.loss(), training.optimizer)
+
+
+def test_wrapped_optimizers_do_not_share_scalers(training: Training) -> None:
+    handle = init(loss_scale=DynamicLossScaler(init_scale=4.0))
+    other = Training()
+    handle.wrap_optimizer(training.optimizer, num_loss=2)
+    handle.wrap_optimizer(other.optimizer)
+    with other.optimizer.scale_loss(other.loss(float("inf"))) as scaled:
+        scaled.backward()
+    other.optimizer.step()
+    assert [scaler.loss_scale for scaler in handle.optimizers.scalers] == [4.0, 4.0, 2.0]
+    assert handle.state_dict().keys() == {"loss_scaler0", "loss_scaler1", "loss_scaler2", "skipped_steps"}
+
+
+def test_wrapping_again_replaces_the_scalers(handle: Handle, training: Training) -> None:
+    other = Training()
+    handle.wrap_optimizer(training.optimizer, num_loss=3)
+    handle.wrap_optimizer(other.optimizer)
+    handle.wrap_optimizer(training.optimizer, num_loss=2)
+    assert len(handle.optimizers.scalers) == 3
+    assert len(set(handle.optimizers.scalers)) == 3
+    with training.optimizer.scale_loss(training.loss()) as scaled:
+        scaled.backward()
+    training.optimizer.step()
+    assert sum(scaler.unskipped for scaler in handle.optimizers.scalers) == 1
+
+
+def test_a_wrapped_optimizer_can_delay_and_accumulate(training: Training) -> None:
+    optimizer = init(loss_scale=128.0).wrap_optimizer(training.optimizer, num_loss=2)
+    wanted = torch.autograd.grad(training.loss(3.0), training.model.weight)[0]
+    for factor, delay in ((1.0, True), (2.0, False)):
+        with optimizer.scale_loss(training.loss(factor), delay_unscale=delay) as scaled:
+            scaled.backward()
+    torch.testing.assert_close(training.model.weight.grad, wanted, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("number", [0, -1, "2", 1.0, True])
+def test_a_wrong_number_of_losses(handle: Handle, training: Training, number: Any) -> None:
+    with pytest.raises(UsageError, match=r"num_loss=.* is no number of losses; choose 1 or more"):
+        handle.wrap_optimizer(training.optimizer, num_loss=number)
+    assert not hasattr(training.optimizer, "scale_loss")
+
+
+def test_only_optimizers_are_wrapped(handle: Handle) -> None:
+    with pytest.raises(UsageError, match="a Linear is no optimizer"):
+        handle.wrap_optimizer(nn.Linear(2, 2))
+    steps(handle, Training(), 1.0)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+def test_a_copy_of_a_wrapped_optimizer_is_a_plain_one(
+    handle: Handle, training: Training, copied: Callable[[Any], Any]
+) -> None:
+    twin = copied(handle.wrap_optimizer(training.optimizer))
+    assert type(twin) is torch.optim.SGD
+    assert not {"step", "scale_loss"} & vars(twin).keys()
+
+
+# -- inference and casts --
+
+
+def test_inference_keeps_the_weights_that_it_was_promised(handle: Handle) -> None:
+    model, inputs = nn.Linear(4, 2), torch.ones(3, 4)
+    with torch.no_grad(), handle.inference(model) as same:
+        assert same is model
+        first = model(inputs)
+        assert first.dtype is torch.float16
+        assert len(handle.cache) == 2
+        # Against the promise, to see that the cast is the first one.
+        model.weight.data.zero_()
+        assert torch.equal(model(inputs), first)
+    assert len(handle.cache) == 0
+    with torch.no_grad():
+        assert torch.equal(model(inputs), model.bias.half().expand(3, 2))
+
+
+def test_inference_does_not_keep_what_gradients_are_asked_of(handle: Handle, training: Training) -> None:
+    with handle.inference(training.model):
+        steps(handle, training, 1.0)
+        training.loss().backward()
+    assert training.model.weight.grad is not None
+
+
+def test_inference_ends_with_an_exception(handle: Handle, training: Training) -> None:
+    def fail() -> None:
+        with handle.inference(training.model), torch.no_grad():
+            training.model(training.inputs)
+            assert len(handle.cache) == 2
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert len(handle.cache) == 0
+
+
+@pytest.mark.parametrize("call", [lambda handle, what: handle.inference(what).__enter__(), Handle.override])
+def test_a_model_is_a_module(handle: Handle, call: Callable[..., Any]) -> None:
+    with pytest.raises(UsageError, match=r"(inference|override)\(\) takes a torch.nn.Module, not a list"):
+        call(handle, [nn.Linear(2, 2)])
+
+
+def test_disable_casts_ends_with_the_block(handle: Handle, training: Training) -> None:
+    def dtype() -> torch.dtype:
+        return training.model(training.inputs).dtype  # type: ignore[no-any-return]
+
+    with handle.disable_casts():
+        assert dtype() is torch.float32
+        with contextlib.suppress(KeyError), handle.disable_casts():
+            raise KeyError
+        assert dtype() is torch.float32
+    assert dtype() is torch.float16
+
+
+def test_the_optimizer_steps_with_casts_off(handle: Handle) -> None:
+    seen = []
+
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            weight = self.param_groups[0]["params"][0]
+            seen.append(nn.functional.linear(weight, weight.new_ones(1, 4)).dtype)
+
+    training = Training(Own)
+    steps(handle, training, 1.0)
+    assert seen == [torch.float32]
+    assert handle.casts.local.on
+
+
+def test_a_step_of_any_optimizer_within_a_module_drops_the_casts(handle: Handle) -> None:
+    class Legacy(torch.optim.Optimizer):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            # Tells nobody: `_version` stays what it was.
+            for parameter in self.param_groups[0]["params"]:
+                parameter.data.zero_()
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 2)
+
+        def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+            first = self.inner(inputs)
+            Legacy(self.inner.parameters(), {}).step()
+            return first, self.inner(inputs)
+
+    with torch.no_grad():
+        first, second = Outer()(torch.ones(3, 4))
+    assert first.any()
+    assert not second.any()
+
+
+# -- checkpoints --
+
+
+def test_a_state_goes_round(handle: Handle, training: Training) -> None:
+    steps(handle, training, 1.0, 1e30, 1.0, 1.0)
+    state = handle.state_dict()
+    assert state == {"loss_scaler0": {"loss_scale": 32768.0, "unskipped": 2}, "skipped_steps": 1}
+    again = init(enable_caching=False)
+    again.load_state_dict(copy.deepcopy(state))
+    assert again.state_dict() == state
+    assert (again.loss_scale, again.skipped_steps) == (32768.0, 1)
+
+
+def test_a_state_of_apex_has_no_count_of_skips(handle: Handle, training: Training) -> None:
+    steps(handle, training, 1e30)
+    handle.load_state_dict({"loss_scaler0": {"loss_scale": 512.0, "unskipped": 7}})
+    assert handle.state_dict() == {"loss_scaler0": {"loss_scale": 512.0, "unskipped": 7}, "skipped_steps": 0}
+
+
+def test_a_state_is_a_copy(handle: Handle, training: Training) -> None:
+    state = handle.state_dict()
+    steps(handle, training, 1e30)
+    assert state == {"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, "skipped_steps": 0}
+
+
+def test_a_resumed_run_counts_its_skips_anew(handle: Handle, training: Training) -> None:
+    handle.max_consecutive_skips = 2
+    state = handle.state_dict()
+    steps(handle, training, 1e30)
+    with pytest.raises(autoamp.NonFiniteGradientsError):
+        steps(handle, training, 1e30)
+    training.optimizer.zero_grad()
+    handle.load_state_dict(state)
+    assert (handle.loss_scale, handle.skipped_steps) == (65536.0, 0)
+    steps(handle, training, 1e30)
+    assert handle.skipped_steps == 1
+
+
+def test_a_wrong_state_is_refused(handle: Handle, training: Training) -> None:
+    steps(handle, training, 1e30)
+    before = handle.state_dict()
+    with pytest.raises(
+        CheckpointError, match="key 'loss_scaler0' is missing; this run has the loss scalers loss_scaler0"
+    ):
+        handle.load_state_dict({})
+    assert handle.state_dict() == before
+
+
+class Custom(LossScaler):
+    """A scaler of somebody's own: the scale of the number of steps."""
+
+    checks = True  # type: ignore[assignment]
+
+    def update(self, found_inf: bool) -> None:
+        self._loss_scale += 1.0
+
+
+def test_a_scaler_of_ones_own(training: Training) -> None:
+    handle = init(loss_scale=Custom(4.0))
+    steps(handle, training, 1.0, 1.0)
+    assert handle.loss_scale == 6.0
+
+
+@pytest.mark.parametrize("device_type", ["gpu", 3.5])
+def test_an_unknown_device_type_says_so(device_type: Any) -> None:
+    with pytest.raises(UsageError, match=r"device_type=.* is unknown to torch; choose 'cuda', 'cpu'"):
+        autoamp.init(device_type=device_type)
+
+
+def test_a_device_type_without_half_precision_says_so() -> None:
+    with pytest.raises(UsageError, match=r"no half precision of its own for device_type='meta'; give dtype="):
+        autoamp.init(device_type="meta")
+
+
+def test_an_override_of_nothing_can_be_undone() -> None:
+    handle = autoamp.init(enabled=False)
+    handle.override(torch.nn.Linear(2, 2), "fp32").undo()

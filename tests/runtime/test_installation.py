@@ -1,0 +1,679 @@
+"""Installing: all patches or none, names taken early and late, targets of modules that come later, compilers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import importlib
+import inspect
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+import threading
+import types
+import warnings
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+import wrapt
+from torch import Tensor, nn
+from torch.jit._builtins import _get_builtin_table
+
+import autoamp
+from autoamp.patching import patches
+from autoamp.patching.patches import original_of
+from autoamp.runtime import installation
+
+HALF = torch.float16
+LISTS: dict[str, Any] = {
+    "extends": [],
+    "fp16": ["linear", "matmul", "__matmul__", "conv2d", "einsum", "bmm"],
+    "fp32": ["softmax", "exp", "layer_norm"],
+}
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def init(**changes: Any) -> Any:
+    return autoamp.init(**{"lists": LISTS, "device_type": "cpu", "dtype": HALF, **changes})
+
+
+def with_targets(**targets: list[str]) -> dict[str, Any]:
+    return {**LISTS, **{policy: [*LISTS.get(policy, []), *names] for policy, names in targets.items()}}
+
+
+def ones(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.ones(2, 2, dtype=dtype)
+
+
+@pytest.fixture
+def user() -> Iterator[types.ModuleType]:
+    """A module that took names from torch before any init."""
+    module = types.ModuleType("early_user")
+    exec("from torch.nn.functional import softmax, linear as lin\nfrom torch import matmul\n", vars(module))
+    sys.modules["early_user"] = module
+    yield module
+    del sys.modules["early_user"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder on sys.path, whose modules are forgotten afterwards."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    known = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - known:
+        del sys.modules[name]
+
+
+def package(folder: Path, name: str, **files: str) -> None:
+    (folder / name).mkdir()
+    for file, text in {"__init__": "", **files}.items():
+        (folder / name / f"{file}.py").write_text(textwrap.dedent(text))
+
+
+# -- restored exactly --
+
+
+def test_every_patched_attribute_is_the_identical_object_again() -> None:
+    own = dict(vars(Tensor))
+    handle = autoamp.init(device_type="cpu", dtype=HALF)
+    places = [(patch.parent, patch.attribute, patch.replacement) for patch in handle._installation._patches]
+    assert len(places) > 300
+    assert all(vars(parent)[name] is replacement for parent, name, replacement in places)
+    assert {name for parent, name, _ in places if parent is Tensor} - own.keys()
+    assert handle.deactivate() == ()
+    # The fixture for every test compares the identity of each attribute of torch with the start.
+    assert dict(vars(Tensor)) == own
+    assert all(original_of(vars(parent).get(name)) is vars(parent).get(name) for parent, name, _ in places)
+
+
+def test_aliases_stay_one_object() -> None:
+    init()
+    assert F.conv2d is torch.conv2d
+    assert F.conv2d is not original_of(F.conv2d)
+    assert torch.functional.einsum is torch.einsum
+    assert torch.einsum is not original_of(torch.einsum)
+
+
+@pytest.mark.parametrize("failing", ["builder", "module call", "rebind", "deferred"])
+def test_an_init_that_fails_leaves_torch_and_the_handle_before_as_they_were(
+    failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = init()
+    calls = 0
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > (8 if failing == "builder" else 0):
+            monkeypatch.undo()
+            raise RuntimeError("half way")
+        return build(*args, **kwargs)
+
+    build = installation.build
+    owner: Any = {"rebind": installation.PatchSet, "deferred": installation.PatchSet}.get(failing, installation)
+    name = {"builder": "build", "module call": "build_module_call", "deferred": "when_imported"}.get(failing, failing)
+    monkeypatch.setattr(owner, name, fail)
+    with pytest.raises(RuntimeError, match="half way"):
+        init(dtype=torch.bfloat16, lists=with_targets(fp32=["not_there_yet.focal"]))
+    assert autoamp.current_handle() is first
+    assert first.is_active()
+    assert F.linear(ones(), ones()).dtype == HALF
+    assert original_of(F.linear) is not F.linear
+    assert first.deactivate() == ()
+
+
+def test_a_first_init_that_fails_leaves_torch_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = dict(vars(F)), dict(vars(Tensor))
+    scripted = dict(_get_builtin_table())
+    monkeypatch.setattr(installation, "name_by", mock.Mock(side_effect=RuntimeError("at the very end")))
+    with pytest.raises(RuntimeError, match="at the very end"):
+        init()
+    assert autoamp.current_handle() is None
+    assert (dict(vars(F)), dict(vars(Tensor))) == before
+    assert _get_builtin_table() == scripted
+
+
+def test_a_target_more_that_fails_leaves_the_handle_active() -> None:
+    init()
+    with pytest.raises(ValueError, match="cannot be registered"):
+        autoamp.register_half_function(int, "bit_length")
+    assert F.linear(ones(), ones()).dtype == HALF
+
+
+# -- others who patch --
+
+
+def layered(kind: str, below: Any) -> Any:
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        return below(*args, **kwargs)
+
+    if kind == "wrapt":
+        return wrapt.FunctionWrapper(below, lambda wrapped, instance, args, kwargs: wrapped(*args, **kwargs))
+    return functools.wraps(below)(plain) if kind == "wraps" else plain
+
+
+@pytest.mark.parametrize("kind", ["plain", "wraps", "wrapt"])
+def test_a_foreign_patch_above_ours_is_left_and_reported_and_nothing_deepens(kind: str) -> None:
+    linear = F.linear
+    first = init()
+    F.linear = foreign = layered(kind, F.linear)
+    try:
+        assert F.linear(ones(), ones()).dtype == HALF
+        assert first.deactivate() == ("torch.nn.functional.linear",)
+        assert F.linear is foreign
+        assert F.linear(ones(), ones()).dtype == torch.float32
+        for _ in range(3):
+            handle = init()
+            # Ours is above theirs now, and theirs is called.
+            assert original_of(F.linear) is foreign
+            assert F.linear(ones(), ones()).dtype == HALF
+            assert handle.deactivate() == ()
+            assert F.linear is foreign
+    finally:
+        F.linear = linear
+
+
+@pytest.mark.parametrize(("parent", "name"), [(F, "linear"), (Tensor, "matmul")])
+def test_a_foreign_patch_that_is_removed_after_us(parent: Any, name: str) -> None:
+    held = inspect.getattr_static(parent, name)
+    first = init()
+    with mock.patch.object(parent, name):
+        assert len(first.deactivate()) == 1
+    # What the mock put back is ours, and dead: it passes calls through.
+    leftover = vars(parent)[name]
+    assert leftover is not held
+    assert leftover(ones(), ones()).dtype == torch.float32
+    second = init()
+    assert vars(parent)[name](ones(), ones()).dtype == HALF
+    assert original_of(vars(parent)[name]) is held
+    assert second.deactivate() == ()
+    assert inspect.getattr_static(parent, name) is held
+
+
+# -- names that others took --
+
+
+def test_names_taken_before_init_are_rebound_and_restored(user: types.ModuleType) -> None:
+    before = dict(vars(user))
+    handle = init()
+    assert {"early_user.softmax", "early_user.lin", "early_user.matmul"} <= set(handle.late_bound)
+    assert user.softmax is F.softmax
+    assert user.lin(ones(), ones()).dtype == HALF
+    assert user.softmax(ones(HALF), 0).dtype == torch.float32
+    handle.deactivate()
+    assert dict(vars(user)) == before
+    assert handle.late_bound == ()
+
+
+def test_names_taken_in_a_real_module(folder: Path) -> None:
+    (folder / "early_module.py").write_text("from torch.nn.functional import softmax\ndef f(x): return softmax(x, 0)\n")
+    module = importlib.import_module("early_module")
+    handle = init()
+    assert module.f(ones(HALF)).dtype == torch.float32
+    assert "early_module.softmax" in handle.late_bound
+    handle.deactivate()
+    assert module.softmax is F.softmax
+
+
+def test_rebind_false_leaves_what_was_taken_before(user: types.ModuleType) -> None:
+    before = dict(vars(user))
+    handle = init(rebind=False)
+    assert handle.late_bound == ()
+    assert dict(vars(user)) == before
+    assert F.linear(ones(), ones()).dtype == HALF
+
+
+@pytest.mark.parametrize("rebind", [True, False])
+def test_names_taken_meanwhile_are_restored(rebind: bool, folder: Path) -> None:
+    (folder / "late_module.py").write_text("from torch.nn.functional import linear\nfrom torch import matmul\n")
+    handle = init(rebind=rebind)
+    module = importlib.import_module("late_module")
+    assert module.linear is F.linear
+    handle.deactivate()
+    assert module.linear is F.linear
+    assert module.matmul is torch.matmul
+    assert original_of(module.linear) is module.linear
+
+
+def test_a_dotted_name_rebinds_no_other_spelling_of_torch() -> None:
+    init(lists={"extends": [], "fp16": ["torch.conv2d"]})
+    image, weight = torch.ones(1, 1, 2, 2), torch.ones(1, 1, 1, 1)
+    assert torch.conv2d(image, weight).dtype == HALF
+    assert F.conv2d(image, weight).dtype == torch.float32
+
+
+# -- targets of modules that come later --
+
+
+def test_deferred_targets_are_patched_once_their_module_is_there(folder: Path) -> None:
+    package(
+        folder,
+        "later",
+        __init__="from later.model import Net\n",
+        model="class Net:\n    def run(self, x): return x.dtype\n    @staticmethod\n    def static(x): return x.dtype\n"
+        "    @classmethod\n    def made(cls, x): return cls.__name__, x.dtype\n",
+        losses="def focal(x): return x.dtype\ndef untouched(x): return x.dtype\n",
+        trainer="from later.losses import focal\ndef train(x): return focal(x)\n",
+    )
+    names = ["later.model.Net.run", "later.model.Net.static", "later.model.Net.made", "later.losses.focal"]
+    handle = init(lists=with_targets(fp16=names))
+    assert not any(name.startswith("later") for name in sys.modules)
+    later = importlib.import_module("later")
+    assert later.Net().run(ones()) == HALF
+    assert later.Net.static(ones()) == HALF
+    assert later.Net().static(ones()) == HALF
+    assert later.Net.made(ones()) == ("Net", HALF)
+    assert "later.losses" not in sys.modules
+    trainer = importlib.import_module("later.trainer")
+    losses = sys.modules["later.losses"]
+    assert trainer.train(ones()) == HALF
+    assert losses.untouched(ones()) == torch.float32
+    before = {name: original_of(value) for name, value in vars(later.Net).items()}
+    assert handle.deactivate() == ()
+    assert dict(vars(later.Net)) == before
+    assert trainer.focal is losses.focal
+    assert trainer.train(ones()) == torch.float32
+
+
+def test_a_deferred_fp32_target_casts_nothing_within(folder: Path) -> None:
+    (folder / "later_loss.py").write_text("import torch\ndef loss(x): return torch.matmul(x, x).dtype\n")
+    init(lists=with_targets(fp32=["later_loss.loss"]))
+    assert importlib.import_module("later_loss").loss(ones(HALF)) == torch.float32
+
+
+def test_after_deactivation_an_import_brings_no_patch(folder: Path) -> None:
+    (folder / "too_late.py").write_text("def loss(x): return x.dtype\n")
+    handle = init(lists=with_targets(fp16=["too_late.loss"]))
+    handle.deactivate()
+    module = importlib.import_module("too_late")
+    assert original_of(module.loss) is module.loss
+
+
+def test_a_typo_in_a_deferred_target_warns_once_and_the_import_goes_on(folder: Path) -> None:
+    package(folder, "typo", losses="def focal(x): return x.dtype\n")
+    init(lists=with_targets(fp16=["typo.losses.focla", "typo.losses.focal"]))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        losses = importlib.import_module("typo.losses")
+    messages = [str(warning.message) for warning in caught]
+    assert len(messages) == 1
+    assert "a rule has no effect" in messages[0]
+    assert "did you mean 'typo.losses.focal'?" in messages[0]
+    assert losses.focal(ones()) == HALF
+
+
+def test_a_deferred_target_that_cannot_be_written_warns_and_the_import_goes_on(folder: Path) -> None:
+    (folder / "unwritable.py").write_text("Alias = int\n")
+    init(lists=with_targets(fp16=["unwritable.Alias.bit_length"]))
+    with pytest.warns(UserWarning, match=r"a rule has no effect: int\.bit_length cannot be replaced"):
+        importlib.import_module("unwritable")
+    assert F.linear(ones(), ones()).dtype == HALF
+
+
+# -- replacements are like the originals --
+
+
+PICKLED = [
+    "torch.matmul",
+    "F.linear",
+    "F.softmax",
+    "torch.einsum",
+    "torch.conv2d",
+    "Tensor.softmax",
+    "Tensor.exp_",
+    "F.conv2d",
+]
+
+
+def test_replacements_pickle_by_name_and_load_as_originals_in_a_fresh_process(tmp_path: Path) -> None:
+    init()
+    values = [eval(name) for name in PICKLED]
+    assert all(original_of(value) is not value for value in values)
+    assert pickle.loads(pickle.dumps(values)) == values
+    (tmp_path / "pickled").write_bytes(pickle.dumps(values))
+    run(
+        f"""
+        import pickle, torch, torch.nn.functional as F
+        from torch import Tensor
+        values = pickle.load(open({str(tmp_path / "pickled")!r}, "rb"))
+        assert [v is eval(n) or v == eval(n) for v, n in zip(values, {PICKLED!r})] == [True] * {len(PICKLED)}
+        import sys; assert "autoamp" not in sys.modules
+        """
+    )
+
+
+@pytest.mark.parametrize("target", ["torch.einsum", "torch.norm"])
+def test_a_function_that_is_patched_elsewhere_than_where_it_is_defined_pickles(target: str) -> None:
+    init(lists={"extends": [], "fp32": [target]})
+    function = getattr(torch, target.partition(".")[2])
+    assert original_of(function) is not function
+    assert pickle.loads(pickle.dumps(function)) is function
+
+
+def test_a_model_that_holds_a_patched_function_is_saved_and_copied(tmp_path: Path) -> None:
+    init()
+    model = nn.Linear(2, 2)
+    model.act = torch.exp  # type: ignore[assignment]
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert loaded.act is torch.exp
+
+
+@pytest.mark.parametrize("name", PICKLED)
+def test_name_docstring_and_signature_are_the_originals(name: str) -> None:
+    original = eval(name)
+    init()
+    ours = eval(name)
+    assert ours is not original
+    assert (ours.__name__, ours.__doc__) == (original.__name__, original.__doc__)
+    results = []
+    for function in (original, ours):
+        try:
+            results.append(str(inspect.signature(function)))
+        except ValueError:
+            results.append("no signature")
+    assert results[0] == results[1]
+
+
+# -- many cycles --
+
+
+def depth(function: Any) -> int:
+    count = 0
+    while isinstance(function, types.FunctionType) and "__autoamp_original__" in vars(function):
+        function, count = vars(function)["__autoamp_original__"].original, count + 1
+    return count
+
+
+def cycle() -> tuple[int, weakref.ref[Any], weakref.ref[Any]]:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = init(lists=with_targets(fp32=["never_there.focal"]), loss_scale=1.0)
+    with handle.scale_loss(model(ones()).sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    found = max(depth(F.linear), depth(torch.exp), depth(vars(Tensor)["exp_"]), depth(nn.Module.__call__))
+    handle.deactivate()
+    return found, weakref.ref(model), weakref.ref(optimizer)
+
+
+def test_fifty_cycles_leave_nothing_behind(collected: Any) -> None:
+    for _ in range(3):
+        cycle()
+    collected()
+    counts = len(gc.get_objects()), len(_get_builtin_table()), len(patches.watcher._listeners), len(sys.meta_path)
+    cycles = [cycle() for _ in range(50)]
+    assert {found for found, _, _ in cycles} == {1}
+    collected()
+    assert [reference() for _, *references in cycles for reference in references] == [None] * 100
+    del cycles
+    now = len(gc.get_objects()), len(_get_builtin_table()), len(patches.watcher._listeners), len(sys.meta_path)
+    assert now[1:] == counts[1:]
+    # A thing kept for each cycle would be 50 objects and more.
+    assert now[0] - counts[0] < 25
+
+
+def test_a_model_is_collectable_while_the_handle_is_active(collected: Any) -> None:
+    init()
+    model = nn.Linear(2, 2)
+    model(ones()).sum().backward()
+    reference = weakref.ref(model)
+    del model
+    collected()
+    assert reference() is None
+
+
+# -- threads --
+
+
+def test_patching_in_one_thread_while_others_call() -> None:
+    stop, problems = threading.Event(), []
+    x = ones()
+
+    def call() -> None:
+        while not stop.is_set():
+            try:
+                dtypes = {F.linear(x, x).dtype, (x @ x).dtype, torch.einsum("ij,jk->ik", x, x).dtype, x.exp().dtype}
+            except Exception as error:
+                problems.append(error)
+                return
+            if not dtypes <= {HALF, torch.float32}:
+                problems.append(dtypes)
+
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(20):
+            init().deactivate()
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(30)
+        sys.setswitchinterval(interval)
+    assert problems == []
+
+
+def test_handles_that_come_and_go_in_several_threads_at_once() -> None:
+    problems = []
+
+    def come_and_go(dtype: torch.dtype) -> None:
+        try:
+            for _ in range(8):
+                init(dtype=dtype).deactivate()
+        except Exception as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=come_and_go, args=(dtype,)) for dtype in (HALF, torch.bfloat16, HALF)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    handle = autoamp.current_handle()
+    if handle is not None:
+        handle.deactivate()
+    assert problems == []
+
+
+# -- compilers --
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.parametrize(
+    "model",
+    [nn.Linear(2, 2), nn.Conv2d(1, 1, 1), nn.LayerNorm(2), nn.Softmax(0), nn.MaxPool2d(1), nn.CrossEntropyLoss()],
+)
+def test_torchscript_compiles_what_calls_a_patched_function(model: nn.Module) -> None:
+    args = (
+        (torch.rand(2, 2), torch.tensor([0, 1])) if isinstance(model, nn.CrossEntropyLoss) else (torch.rand(1, 2, 2),)
+    )
+
+    def scripted() -> Any:
+        # A class of its own each time, since what is compiled is kept by class.
+        model.__class__ = type("Own", (type(model),), {"__module__": __name__})
+        return torch.jit.script(model)
+
+    handle = init(lists=with_targets(fp32=["max_pool2d", "cross_entropy"]))
+    patched = scripted()
+    handle.deactivate()
+    assert torch.equal(patched(*args), model(*args))
+    assert torch.equal(scripted()(*args), model(*args))
+
+
+def run(code: str) -> str:
+    """Run Python in a process of its own, and return what it printed."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+COMPILED = """
+    import warnings; warnings.simplefilter("ignore")
+    import torch, torch.nn.functional as F
+    from torch import nn
+    {before}
+    import autoamp
+
+    LISTS = {{"extends": [], "fp16": ["linear", "matmul", "__matmul__", "conv2d", "einsum"],
+              "fp32": ["softmax", "exp", "layer_norm"]}}
+
+    def init():
+        return autoamp.init(lists=LISTS, device_type="cpu", dtype=torch.float16)
+
+    def compiled(function):
+        return torch.compile(function, backend="eager", fullgraph=True)
+
+    def ops(x):
+        return (F.linear(x, x), x @ x, torch.matmul(x, x), x.matmul(x), torch.einsum("ij,jk->ik", x, x),
+                x.half().softmax(0), F.softmax(x.half(), 0), x.half().exp(), F.layer_norm(x.half(), (4,)), x + x)
+
+    def dtypes(function):
+        return [y.dtype for y in function(x)]
+
+    @autoamp.half_function
+    def decorated(x):
+        return x
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.last(self.first(x))
+
+    x, net, half, full = torch.ones(4, 4), Net(), torch.float16, torch.float32
+    handle = init()
+    fast = compiled(net)
+    assert fast(x).dtype == half
+    with handle.override(net.last, "fp32"):
+        assert fast(x).dtype == full, "casts by module are lost"
+    assert fast(x).dtype == half
+    expected = dtypes(ops)
+    assert half in expected and full in expected
+    from autoamp.patching import original_of
+    rules = torch._dynamo.trace_rules.get_torch_obj_rule_map()
+    assert all(original_of(key) is key for key in rules)
+    assert original_of(torch.conv2d) in rules
+    fast_ops, fast_decorated = compiled(ops), compiled(lambda x: decorated(x))
+    assert dtypes(fast_ops) == expected
+    assert fast_decorated(x).dtype == half
+    handle.deactivate()
+
+    assert torch._dynamo.utils.unpatched_nn_module_call is nn.Module.__call__
+    plain = dtypes(ops)
+    assert fast(x).dtype == full and dtypes(fast_ops) == plain and fast_decorated(x).dtype == full
+    assert compiled(Net())(x).dtype == full
+    assert dtypes(compiled(lambda x: ops(x))) == plain
+
+    handle = init()
+    assert fast(x).dtype == half and dtypes(fast_ops) == expected and fast_decorated(x).dtype == half
+    with handle.override(net.last, "fp32"):
+        assert fast(x).dtype == full
+    handle.deactivate()
+    assert torch.conv2d in torch._dynamo.trace_rules.get_torch_obj_rule_map()
+"""
+
+
+@pytest.mark.parametrize("before", ["", "import torch._dynamo"], ids=["imported while patched", "imported before"])
+def test_torch_compile_keeps_casts_and_forgets_them(before: str) -> None:
+    run(COMPILED.format(before=before))
+
+
+def test_dynamo_and_overrides_take_originals_when_imported_while_patched() -> None:
+    run(
+        """
+        import torch, autoamp
+        handle = autoamp.init(device_type="cpu", dtype=torch.float16)
+        import torch._dynamo
+        from autoamp.patching import original_of
+        for name in ("utils", "variables.tensor", "variables.torch"):
+            module = __import__(f"torch._dynamo.{name}", fromlist=["x"])
+            for key, value in vars(module).items():
+                values = [value]
+                if type(value) is dict and not key.startswith("__"):
+                    values = [*value.keys(), *value.values()]
+                elif type(value) is frozenset:
+                    values = value
+                assert all(original_of(held) is held for held in values), (name, key)
+        torch.overrides.get_testing_overrides()
+        handle.deactivate()
+        assert torch.matmul in torch.overrides.get_testing_overrides()
+        assert torch.Tensor.softmax in torch.overrides.get_testing_overrides()
+        """
+    )
+
+
+def test_symbolic_tracing_while_patched_and_after() -> None:
+    from torch import fx
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    handle = init()
+    traced = fx.symbolic_trace(model)
+    assert traced(ones()).dtype == HALF
+    handle.deactivate()
+    assert traced(ones()).dtype == torch.float32
+    assert fx.symbolic_trace(model)(ones()).dtype == torch.float32
+
+
+def test_a_call_in_progress_ends_well_when_its_handle_is_deactivated() -> None:
+    handle = init()
+
+    class Deactivates(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with contextlib.suppress(KeyError):
+                handle.deactivate()
+            return F.linear(x, x)
+
+    assert Deactivates()(ones()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_recomputes_in_the_precision_of_its_forward(use_reentrant: bool) -> None:
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16)
+    layer = torch.nn.Linear(4, 4)
+    x = torch.randn(2, 4, requires_grad=True)
+    seen = []
+
+    def block(value: torch.Tensor) -> torch.Tensor:
+        hidden = layer(value)
+        seen.append(hidden.dtype)
+        return layer(hidden)
+
+    with handle.disable_casts():
+        out = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=use_reentrant)
+    out.sum().backward()
+    assert seen == [torch.float32, torch.float32]
+    assert layer.weight.grad is not None
+    seen.clear()
+    torch.utils.checkpoint.checkpoint(block, x, use_reentrant=use_reentrant).float().sum().backward()
+    assert seen == [torch.float16, torch.float16]
+
+
+def test_compiled_code_sees_a_block_without_casts() -> None:
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16)
+    compiled = torch.compile(lambda a: torch.nn.functional.linear(a, a), backend="eager", fullgraph=True)
+    x = torch.randn(4, 4)
+    assert compiled(x).dtype is torch.float16
+    with handle.disable_casts():
+        assert compiled(x).dtype is torch.float32
+    assert compiled(x).dtype is torch.float16
+    handle.deactivate()
+    assert compiled(x).dtype is torch.float32
+    torch._dynamo.reset()

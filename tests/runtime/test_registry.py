@@ -1,0 +1,403 @@
+"""Decorators and registrations: functions that no list names."""
+
+from __future__ import annotations
+
+import abc
+import gc
+import inspect
+import pickle
+import sys
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autoamp
+from autoamp.casting.casts import Casts
+from autoamp.rules.table import CastPolicy
+from autoamp.runtime.registry import Registry
+
+HALF = torch.float16
+LISTS: dict[str, Any] = {"extends": [], "fp16": ["linear", "matmul", "mm"], "fp32": ["softmax", "exp"]}
+
+
+def init(**changes: Any) -> Any:
+    return autoamp.init(**{"lists": LISTS, "device_type": "cpu", "dtype": HALF, **changes})
+
+
+def ones(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.ones(2, 2, dtype=dtype)
+
+
+@pytest.fixture
+def library() -> Iterator[types.ModuleType]:
+    """A module of somebody else, of whose function ``nms`` a second module has taken the name."""
+    library, user = types.ModuleType("some_library"), types.ModuleType("some_user")
+    exec("def nms(boxes, scores=None):\n    return boxes.dtype\n", vars(library))
+    user.taken = library.nms  # type: ignore[attr-defined]
+    sys.modules["some_library"], sys.modules["some_user"] = library, user
+    yield library
+    del sys.modules["some_library"], sys.modules["some_user"]
+
+
+def dtype_of(x: Tensor, *others: Tensor) -> torch.dtype:
+    """The dtype that arrives."""
+    return x.dtype
+
+
+# -- decorators --
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    ("decorator", "given", "arrives"),
+    [
+        (autoamp.half_function, [torch.float32], HALF),
+        (autoamp.float_function, [HALF], torch.float32),
+        (autoamp.promote_function, [HALF, torch.float32], torch.float32),
+        (autoamp.promote_function, [HALF, HALF], HALF),
+    ],
+)
+def test_a_decorated_function_follows_the_active_handle(
+    when: str, decorator: Callable[[Any], Any], given: list[torch.dtype], arrives: torch.dtype
+) -> None:
+    decorated = decorator(dtype_of) if when == "before" else None
+    handle = init()
+    decorated = decorated or decorator(dtype_of)
+    args = [ones(dtype) for dtype in given]
+    assert decorated(*args) == arrives
+    with handle.disable_casts():
+        assert decorated(*args) == given[0]
+    handle.deactivate()
+    assert decorated(*args) == given[0]
+    init(dtype=torch.bfloat16)
+    assert decorated(*args) == (torch.bfloat16 if arrives is HALF and given[0] is torch.float32 else arrives)
+
+
+def test_nothing_is_cast_within_a_float_function_and_lists_hold_within_a_half_function() -> None:
+    def body(x: Tensor) -> torch.dtype:
+        return F.linear(x, x).dtype
+
+    init()
+    assert autoamp.float_function(body)(ones(HALF)) == torch.float32
+    assert autoamp.half_function(lambda x: F.softmax(x, 0).dtype)(ones()) == torch.float32
+
+
+def test_a_decorated_function_keeps_name_docstring_signature_and_pickles() -> None:
+    decorated = autoamp.half_function(dtype_of)
+    assert (decorated.__name__, decorated.__doc__) == ("dtype_of", "The dtype that arrives.")
+    assert inspect.signature(decorated) == inspect.signature(dtype_of)
+    assert pickle.loads(pickle.dumps(module_level)) is module_level
+
+
+@autoamp.half_function
+def module_level(x: Tensor) -> torch.dtype:
+    return x.dtype
+
+
+class Net(nn.Module):
+    @autoamp.half_function
+    def forward(self, x: Tensor) -> torch.dtype:
+        return x.dtype
+
+    def plain(self, x: Tensor) -> torch.dtype:
+        return x.dtype
+
+
+class Outside(torch.autograd.Function):
+    """Decorated above ``staticmethod``."""
+
+    @autoamp.float_function
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.dtype = x.dtype
+        return x * 2
+
+    @staticmethod
+    @autoamp.float_function
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        assert grad.dtype is torch.float32
+        return grad * 2
+
+
+class Inside(torch.autograd.Function):
+    """Decorated below ``staticmethod``."""
+
+    @staticmethod
+    @autoamp.half_function
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+class Abstract(abc.ABC):
+    @autoamp.half_function
+    @abc.abstractmethod
+    def below(self, x: Tensor) -> torch.dtype: ...
+
+    @abc.abstractmethod
+    @autoamp.half_function
+    def above(self, x: Tensor) -> torch.dtype: ...
+
+    @autoamp.half_function
+    @classmethod
+    def made(cls, x: Tensor) -> torch.dtype:
+        return x.dtype
+
+
+def test_methods_and_bound_methods() -> None:
+    net = Net()
+    bound = autoamp.half_function(net.plain)
+    init()
+    assert net(ones()) == HALF
+    assert bound(ones()) == HALF
+    assert net.plain(ones()) == torch.float32
+    assert Abstract.made(ones()) == HALF
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "arrives"), [(Outside, HALF, torch.float32), (Inside, torch.float32, HALF)]
+)
+def test_static_forward_of_an_autograd_function(function: Any, given: torch.dtype, arrives: torch.dtype) -> None:
+    init()
+    x = ones(given).requires_grad_()
+    result = function.apply(x)
+    assert result.dtype == arrives
+    result.sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype == given
+    assert torch.equal(x.grad, torch.full_like(x, 2.0))
+
+
+def test_abstract_methods_stay_abstract() -> None:
+    assert Abstract.__abstractmethods__ == {"below", "above"}
+
+
+def test_builtins_and_callable_objects() -> None:
+    class Adds:
+        def __call__(self, x: Tensor) -> Tensor:
+            return x + 1
+
+    init()
+    assert autoamp.half_function(torch.add)(ones(), ones()).dtype == HALF
+    assert autoamp.half_function(Adds())(ones()).dtype == HALF
+
+
+def test_what_is_not_called_is_not_decorated() -> None:
+    with pytest.raises(TypeError, match="'softmax' is not callable; a fp16 decorator takes a function"):
+        autoamp.half_function("softmax")
+
+
+def test_a_decorated_function_is_collectable() -> None:
+    init()
+    decorated = autoamp.half_function(lambda x: x)
+    decorated(ones())
+    reference = weakref.ref(decorated)
+    del decorated
+    gc.collect()
+    assert reference() is None
+
+
+def test_a_function_that_was_built_for_a_handle_is_not_rebuilt_by_each_call() -> None:
+    casts: list[Casts | None] = [Casts(HALF, "cpu")]
+    registry = Registry(lambda: casts[0])
+    function = registry.decorate(dtype_of, CastPolicy.FP16)
+    (record,) = registry._decorated
+    built = record.built
+    assert built[0] is casts[0]
+    assert function(ones()) == HALF
+    assert record.built is built
+    casts[0] = Casts(torch.bfloat16, "cpu")
+    assert function(ones()) == torch.bfloat16
+    assert record.built[0] is casts[0]
+
+
+# -- registrations --
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_registration_holds_now_and_at_each_later_init(when: str, library: types.ModuleType) -> None:
+    nms, user = library.nms, sys.modules["some_user"]
+    if when == "after":
+        init()
+    autoamp.register_half_function(library, "nms")
+    for dtype in (HALF, torch.bfloat16):
+        handle = init(dtype=dtype)
+        assert library.nms(ones()) == dtype
+        assert library.nms(boxes=ones()) == dtype
+        assert user.taken is library.nms
+        assert "some_user.taken" in handle.late_bound
+    handle.deactivate()
+    assert library.nms is nms
+    assert user.taken is nms
+
+
+def test_a_registration_stands_above_the_lists_and_a_later_one_above_an_earlier() -> None:
+    linear = F.linear
+    autoamp.register_float_function(F, "linear")
+    handle = init()
+    assert F.linear(ones(HALF), ones()).dtype == torch.float32
+    autoamp.register_half_function(F, "linear")
+    assert F.linear(ones(), ones()).dtype == HALF
+    assert handle.deactivate() == ()
+    assert F.linear is linear
+    init()
+    assert F.linear(ones(), ones()).dtype == HALF
+
+
+def test_promotion_by_registration() -> None:
+    autoamp.register_promote_function(torch, "sub")
+    init()
+    assert torch.sub(ones(HALF), ones()).dtype == torch.float32
+    assert torch.sub(ones(HALF), ones(HALF)).dtype == HALF
+
+
+@pytest.mark.parametrize(("module", "name"), [(torch, "sigmoid"), (torch, "einsum"), (F, "embedding")])
+def test_common_registrations(module: Any, name: str) -> None:
+    original = getattr(module, name)
+    autoamp.register_float_function(module, name)
+    handle = init()
+    assert getattr(module, name) is not original
+    assert pickle.loads(pickle.dumps(getattr(module, name))) is getattr(module, name)
+    handle.deactivate()
+    assert getattr(module, name) is original
+
+
+def test_a_class_of_modules_or_autograd_functions() -> None:
+    here = sys.modules[__name__]
+    autoamp.register_half_function(torch.nn, "MaxPool2d")
+    autoamp.register_half_function(here, "Outside")
+    before = dict(vars(torch.nn.MaxPool2d)), dict(vars(Outside))
+    handle = init()
+    assert torch.nn.MaxPool2d(1)(torch.ones(1, 1, 2, 2)).dtype == HALF
+    assert Outside.apply(ones()).dtype == torch.float32
+    handle.deactivate()
+    assert (dict(vars(torch.nn.MaxPool2d)), dict(vars(Outside))) == before
+
+
+class Below(torch.autograd.Function):
+    """A custom function from which another one inherits."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+class Above(Below):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 3
+
+
+def test_a_registered_custom_function_leaves_its_subclass_its_own() -> None:
+    autoamp.register_half_function(sys.modules[__name__], "Below")
+    handle = init()
+    x = ones().requires_grad_()
+    assert Below.apply(x).dtype == HALF
+    y = Above.apply(x)
+    y.sum().backward()
+    assert y.tolist() == [[3.0, 3.0], [3.0, 3.0]]
+    assert x.grad is not None
+    assert x.grad.tolist() == [[2.0, 2.0], [2.0, 2.0]]
+    handle.deactivate()
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_what_a_custom_function_is_called_by_can_be_decorated(early: bool) -> None:
+    handle = None if early else init()
+    apply = autoamp.float_function(Below.apply)
+    handle = handle or init()
+    assert apply(ones(HALF)).dtype == torch.float32
+    assert autoamp.half_function(Below.apply)(ones()).dtype == HALF
+    handle.deactivate()
+    assert apply(ones(HALF)).dtype == HALF
+
+
+def test_methods_static_methods_and_methods_of_one_object() -> None:
+    class Toolbox:
+        def method(self, x: Tensor) -> torch.dtype:
+            return x.dtype
+
+        @staticmethod
+        def static(x: Tensor) -> torch.dtype:
+            return x.dtype
+
+        @classmethod
+        def made(cls, x: Tensor) -> torch.dtype:
+            assert cls is Toolbox
+            return x.dtype
+
+    one, other, before = Toolbox(), Toolbox(), dict(vars(Toolbox))
+    for name in ("method", "static", "made"):
+        autoamp.register_half_function(Toolbox, name)
+    handle = init()
+    assert (one.method(ones()), one.static(ones()), Toolbox.static(ones()), one.made(ones())) == (HALF,) * 4
+    handle.deactivate()
+    assert dict(vars(Toolbox)) == before
+    autoamp.register_float_function(Toolbox, "method")
+    autoamp.register_half_function(one, "method")
+    handle = init()
+    assert other.method(ones(HALF)) == torch.float32
+    assert vars(other) == {}
+    assert "method" in vars(one)
+    handle.deactivate()
+    assert vars(one) == {}
+
+
+@pytest.mark.parametrize("name", ["sigmiod", "", None])
+def test_no_such_name_is_a_value_error(name: Any) -> None:
+    with pytest.raises(ValueError, match="no function named"):
+        autoamp.register_half_function(torch, name)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(torch, "float32"), (torch, "Tensor"), (int, "bit_length"), (torch, "__version__")]
+)
+def test_what_cannot_be_patched_is_a_value_error_and_spoils_nothing(module: Any, name: str) -> None:
+    handle = init()
+    with pytest.raises(ValueError, match="cannot be registered"):
+        autoamp.register_half_function(module, name)
+    assert handle.is_active()
+    assert F.linear(ones(), ones()).dtype == HALF
+    init(dtype=torch.bfloat16)
+
+
+def test_a_name_that_is_gone_is_warned_of_and_the_rest_holds(library: types.ModuleType) -> None:
+    autoamp.register_half_function(library, "nms")
+    autoamp.register_half_function(torch, "sigmoid")
+    del library.nms
+    with pytest.warns(UserWarning, match=r"registration of 'some_library\.nms' has no effect"):
+        init()
+    assert torch.sigmoid(ones()).dtype == HALF
+
+
+def test_registering_needs_no_handle_and_patches_nothing(library: types.ModuleType) -> None:
+    nms = library.nms
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        autoamp.register_half_function(library, "nms")
+    assert library.nms is nms
+    assert autoamp.current_handle() is None
+
+
+def test_what_cannot_be_decorated_says_what_to_decorate() -> None:
+    def generator() -> Iterator[int]:
+        yield 1
+
+    with pytest.raises(TypeError, match="runs after the call has returned"):
+        autoamp.float_function(generator)
+    with pytest.raises(TypeError, match="Linear is a class; decorate its method"):
+        autoamp.half_function(torch.nn.Linear)

@@ -1,0 +1,329 @@
+"""A step in place of an optimizer's own: attached, detached, copied; names of parameters."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import inspect
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Linear, Parameter
+
+from autoamp.errors import UsageError
+from autoamp.stepping.attach import AttachedStep, InnerSteps, _inner_cell, is_optimizer, named_params, stepped_params
+
+
+class Plain:
+    """An optimizer of no class of torch."""
+
+    def __init__(self) -> None:
+        self.param_groups: list[dict[str, Any]] = [{"params": [Parameter(torch.ones(2))]}]
+        self.calls: list[tuple[Any, ...]] = []
+
+    def step(self, closure: Any = None) -> str:
+        self.calls.append((closure,))
+        return "stepped"
+
+
+class Forwarding:
+    """Has its step from ``__getattr__``."""
+
+    def __init__(self, inner: Plain) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+
+class Slotted:
+    """Takes no attributes."""
+
+    __slots__ = ("__weakref__", "param_groups")
+
+    def __init__(self) -> None:
+        self.param_groups: list[Any] = []
+
+    def step(self) -> None:
+        """Do nothing."""
+
+
+def through(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return "guarded", original(*args, **kwargs)
+
+
+def sgd() -> torch.optim.SGD:
+    return torch.optim.SGD([Parameter(torch.ones(2))], lr=0.1)
+
+
+def test_calls_go_through_instead_until_detached() -> None:
+    optimizer = Plain()
+    attached = AttachedStep(optimizer, through)
+    assert optimizer.step is attached  # type: ignore[comparison-overlap]
+    assert optimizer.step(3) == ("guarded", "stepped")  # type: ignore[comparison-overlap]
+    assert optimizer.step(closure=4) == ("guarded", "stepped")  # type: ignore[comparison-overlap]
+    attached.detach()
+    assert "step" not in vars(optimizer)
+    assert optimizer.step() == "stepped"
+    assert optimizer.calls == [(3,), (4,), (None,)]
+
+
+def test_detach_puts_back_an_attribute_of_the_instance() -> None:
+    optimizer = Plain()
+    own = optimizer.step = lambda: "own"  # type: ignore[assignment, method-assign]
+    attached = AttachedStep(optimizer, through)
+    assert optimizer.step() == ("guarded", "own")  # type: ignore[comparison-overlap]
+    attached.detach()
+    assert vars(optimizer)["step"] is own
+
+
+def test_under_another_wrapper_it_becomes_inert() -> None:
+    optimizer = Plain()
+    attached = AttachedStep(optimizer, through)
+    above = optimizer.step = lambda *args: ("above", attached(*args))  # type: ignore[assignment, method-assign]
+    attached.detach()
+    assert vars(optimizer)["step"] is above
+    assert optimizer.step() == ("above", "stepped")  # type: ignore[comparison-overlap]
+
+
+def test_two_layers_detach_in_reverse() -> None:
+    optimizer = sgd()
+    first, second = AttachedStep(optimizer, through), AttachedStep(optimizer, through)
+    assert optimizer.step() == ("guarded", ("guarded", None))
+    second.detach()
+    assert vars(optimizer)["step"] is first
+    first.detach()
+    assert "step" not in vars(optimizer)
+
+
+def test_a_step_that_getattr_gives() -> None:
+    optimizer = Forwarding(Plain())
+    attached = AttachedStep(optimizer, through)
+    assert optimizer.step() == ("guarded", "stepped")
+    attached.detach()
+    assert optimizer.step() == "stepped"
+
+
+def test_it_looks_like_the_method() -> None:
+    optimizer = sgd()
+    before = inspect.signature(optimizer.step)
+    AttachedStep(optimizer, through)
+    assert inspect.signature(optimizer.step) == before
+    assert optimizer.step.__name__ == "step"
+    assert optimizer.step.__self__ is optimizer
+    assert optimizer.step.__func__(optimizer) == ("guarded", None)
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+def test_a_copy_of_torchs_is_not_guarded(make: Callable[[Any], Any]) -> None:
+    optimizer = sgd()
+    AttachedStep(optimizer, through)
+    clone = make(optimizer)
+    assert "step" not in vars(clone)
+    assert clone.step() is None
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+def test_a_copy_of_another_class_is_not_guarded(make: Callable[[Any], Any]) -> None:
+    optimizer = Plain()
+    AttachedStep(optimizer, through)
+    clone = make(optimizer)
+    assert clone.step(5) == "stepped"
+    assert clone.calls == [(5,)]
+    assert optimizer.calls == []
+
+
+def test_a_copy_keeps_the_step_that_was_there() -> None:
+    optimizer = Plain()
+    optimizer.step = len  # type: ignore[assignment, method-assign]
+    AttachedStep(optimizer, through)
+    assert copy.deepcopy(optimizer).step is len  # type: ignore[comparison-overlap]
+
+
+@pytest.mark.parametrize("make", [Plain, sgd])
+def test_it_goes_with_the_optimizer(make: Callable[[], Any]) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        optimizer = make()
+        attached = weakref.ref(AttachedStep(optimizer, through))
+        step = optimizer.step
+        optimizer.step()
+        reference = weakref.ref(optimizer)
+        del optimizer
+        assert reference() is None
+        with pytest.raises(UsageError, match="was deleted"):
+            step()
+        del step
+        assert attached() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("thing", [object(), Linear(1, 1), Slotted()])
+def test_what_cannot_be_guarded_is_named(thing: Any) -> None:
+    with pytest.raises(UsageError, match=type(thing).__name__):
+        AttachedStep(thing, through)
+
+
+class Own(torch.optim.SGD):
+    """Has a step of its own above another's."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return "own", super().step(closure)
+
+
+def noted(calls: list[str]) -> InnerSteps:
+    def instead(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        calls.append(type(args[0]).__name__)
+        return step(*args, **kwargs)
+
+    return InnerSteps(instead)
+
+
+def test_every_way_to_a_step_leads_through_the_inner_one() -> None:
+    calls: list[str] = []
+    optimizer = torch.optim.SGD([Parameter(torch.ones(1))], lr=0.5)
+    function, early = torch.optim.SGD.step, optimizer.step
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    steps = noted(calls)
+    assert steps.reach(torch.optim.SGD)
+    assert torch.optim.SGD.step is function
+    for step in (early, optimizer.step, lambda: torch.optim.SGD.step(optimizer), lambda: function(optimizer)):
+        step()
+    assert calls == ["SGD"] * 4
+    steps.restore()
+    steps.restore()
+    for step in (early, optimizer.step):
+        step()
+    assert calls == ["SGD"] * 4
+    assert scheduler.optimizer is optimizer
+
+
+def test_the_steps_of_base_classes_are_reached_too() -> None:
+    calls: list[str] = []
+    optimizer, plain = (cls([Parameter(torch.ones(1))], lr=0.5) for cls in (Own, torch.optim.SGD))
+    steps = noted(calls)
+    assert steps.reach(Own)
+    assert optimizer.step() == ("own", None)
+    torch.optim.SGD.step(optimizer)
+    plain.step()
+    assert calls == ["Own", "Own", "Own", "SGD"]
+    steps.restore()
+
+
+def test_a_step_is_reached_from_its_hooks() -> None:
+    calls: list[str] = []
+    steps = noted(calls)
+    optimizer = Own([Parameter(torch.ones(1))], lr=0.5)
+    cell = _inner_cell(Own.step)
+    inner = cell.cell_contents
+    optimizer.register_step_pre_hook(lambda *_: None if steps.reach(Own) else ((), {}))
+    optimizer.step()
+    assert calls[0] == "Own"
+    steps.restore()
+    assert cell.cell_contents is inner
+
+
+def test_what_others_put_around_an_inner_step_stays_and_passes_through() -> None:
+    calls: list[str] = []
+    optimizer = Own([Parameter(torch.ones(1))], lr=0.5)
+    cell = _inner_cell(Own.step)
+    inner = cell.cell_contents
+    first, second = noted(calls), noted(calls)
+    first.reach(Own)
+    second.reach(Own)
+    first.restore()
+    calls.clear()
+    optimizer.step()
+    assert calls == ["Own", "Own"]
+    second.restore()
+    calls.clear()
+    assert optimizer.step() == ("own", None)
+    assert calls == []
+    cell.cell_contents = inner
+
+
+@pytest.mark.parametrize("cls", [Plain, torch.optim.Optimizer, int])
+def test_what_torch_does_not_hook_is_not_reached(cls: type) -> None:
+    assert not noted([]).reach(cls)
+
+
+def test_a_step_under_a_wrapper_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    optimizer = Own([Parameter(torch.ones(1))], lr=0.5)
+    hooked = Own.step
+
+    @functools.wraps(hooked)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return hooked(*args, **kwargs)
+
+    monkeypatch.setattr(Own, "step", wrapper)
+    steps = noted(calls)
+    assert steps.reach(Own)
+    optimizer.step()
+    assert calls[0] == "Own"
+    steps.restore()
+
+
+class Net(torch.nn.Module):
+    """Two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer1 = Linear(2, 3)
+        self.body = torch.nn.Sequential(Linear(3, 1, bias=False))
+
+
+class HalfBuilt(torch.nn.Module):
+    """Answers nothing."""
+
+    def __init__(self) -> None:
+        pass
+
+
+def test_names_come_from_live_modules() -> None:
+    half_built = HalfBuilt()
+    net, loose = Net(), Parameter(torch.zeros(64, 32))
+    optimizer = torch.optim.SGD([{"params": net.parameters()}, {"params": [loose]}])
+    names = [name for name, _ in named_params(optimizer)]
+    place = "param_groups[1]['params'][0] of shape (64, 32)"
+    assert names == ["Net.layer1.weight", "Net.layer1.bias", "Net.body.0.weight", place]
+    assert [id(param) for _, param in named_params(optimizer)] == [id(param) for param in stepped_params(optimizer)]
+    assert half_built is not None
+
+
+def test_names_start_at_the_outermost_module() -> None:
+    layer = Linear(2, 1, bias=False)
+    model = torch.nn.Sequential(torch.nn.Sequential(layer))
+    optimizer = torch.optim.SGD(model.parameters())
+    assert [name for name, _ in named_params(optimizer)] == ["Sequential.0.0.weight"]
+
+
+def test_names_that_the_optimizer_was_given_come_first() -> None:
+    net = Net()
+    optimizer = torch.optim.SGD(net.named_parameters())
+    assert [name for name, _ in named_params(optimizer)] == ["layer1.weight", "layer1.bias", "body.0.weight"]
+
+
+def test_an_optimizer_is_what_has_groups_and_a_step() -> None:
+    class Own:
+        param_groups: tuple[()] = ()
+
+        def step(self) -> None: ...
+
+    class Broken(Own):
+        step = None  # type: ignore[assignment]
+
+    assert is_optimizer(torch.optim.SGD(Net().parameters()))
+    assert is_optimizer(Own())
+    assert not is_optimizer(Broken())
+    assert not is_optimizer(Net())
+    assert not is_optimizer(None)

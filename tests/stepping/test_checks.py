@@ -1,0 +1,174 @@
+"""Warnings where training would silently go wrong: each with what it says, and where there is nothing to say."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoamp
+from autoamp.stepping.checks import check_half_model, check_half_norms, check_optimizer, smallest_positive
+
+LISTS = {"extends": [], "fp16": ["linear"], "fp32": []}
+
+
+def initialize(model: Any, optimizers: Any = None, **kwargs: Any) -> Any:
+    defaults = {"dtype": torch.float16, "device_type": "cpu", "verbosity": 0, "lists": LISTS}
+    return autoamp.initialize(model, optimizers, **{**defaults, **kwargs})
+
+
+def messages(call: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    assert all(w.filename == __file__ for w in caught)
+    return [str(w.message) for w in caught]
+
+
+def linear(size: float = 0.5) -> nn.Linear:
+    model = nn.Linear(4, 4)
+    with torch.no_grad():
+        model.weight.fill_(size)
+    return model
+
+
+# -- eps --
+
+
+@pytest.mark.parametrize(("dtype", "value"), [(torch.float16, 2.0**-24), (torch.bfloat16, 2.0**-133)])
+def test_the_smallest_that_survives(dtype: torch.dtype, value: float) -> None:
+    assert smallest_positive(dtype) == value
+    assert torch.tensor(value, dtype=dtype).item() == value
+    assert torch.tensor(value / 2, dtype=dtype).item() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "eps", "smallest"),
+    [(torch.float16, 1e-8, "5.96e-08"), (torch.float16, 2.9e-8, "5.96e-08"), (torch.bfloat16, 1e-42, "9.18e-41")],
+)
+def test_an_eps_that_is_zero(dtype: torch.dtype, eps: float, smallest: str) -> None:
+    model = linear()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, eps=eps)
+    found = messages(lambda: initialize(model, optimizer, opt_level="O3", dtype=dtype))
+    assert len(found) == 1
+    assert found[0].startswith(f"Adam.param_groups[0]: eps={eps:g} is 0 in {dtype}, so a division by it gives inf")
+    assert f"the smallest that survives is {smallest}." in found[0]
+    assert "opt_level='O2'" in found[0]
+
+
+@pytest.mark.parametrize(("dtype", "eps"), [(torch.float16, 6e-8), (torch.bfloat16, 1e-8), (torch.float16, 0.0)])
+def test_an_eps_that_survives(dtype: torch.dtype, eps: float) -> None:
+    model = linear()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, eps=eps)
+    assert messages(lambda: initialize(model, optimizer, opt_level="O3", dtype=dtype)) == []
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_masters_and_fp32_have_no_such_problem(level: str) -> None:
+    model = linear()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-6, eps=1e-8)
+    assert messages(lambda: initialize(model, optimizer, opt_level=level)) == []
+
+
+def test_each_group_is_looked_at() -> None:
+    one, two = linear().half(), linear().half()
+    groups = [{"params": one.parameters(), "eps": 1e-4}, {"params": two.parameters(), "eps": 1e-9}]
+    optimizer = torch.optim.Adam(groups, lr=0.1)
+    found = messages(lambda: check_optimizer(optimizer))
+    assert len(found) == 1
+    assert "param_groups[1]" in found[0]
+
+
+# -- learning rate --
+
+
+def test_a_learning_rate_that_moves_nothing() -> None:
+    model = linear(0.5)
+    found = messages(lambda: initialize(model, torch.optim.SGD(model.parameters(), 1e-4), opt_level="O3"))
+    assert len(found) == 1
+    assert (
+        "SGD.param_groups[0]: lr=0.0001 is less than half the distance between neighbouring torch.float16" in found[0]
+    )
+    assert "rounded away" in found[0]
+
+
+@pytest.mark.parametrize(("size", "lr", "warned"), [(0.5, 2e-4, False), (0.5, 1.2e-4, True), (0.01, 1e-4, False)])
+def test_where_the_learning_rate_begins_to_move(size: float, lr: float, warned: bool) -> None:
+    """Below 0.5 the neighbours of fp16 lie 2**-12 apart: half of that is 1.22e-4."""
+    model = linear(size).half()
+    optimizer = torch.optim.SGD(model.parameters(), lr)
+    assert bool(messages(lambda: check_optimizer(optimizer))) is warned
+    weight = model.weight.detach().clone()
+    assert torch.equal(weight - torch.tensor(lr), weight) is warned
+
+
+def test_learning_rates_that_say_nothing() -> None:
+    model = linear().half()
+    for lr in (torch.tensor(1e-6), 0.0):
+        assert messages(lambda lr=lr: check_optimizer(torch.optim.SGD(model.parameters(), lr))) == []
+    empty = torch.optim.SGD([torch.zeros(0).half().requires_grad_()], 1e-9)
+    assert messages(lambda: check_optimizer(empty)) == []
+
+
+# -- models --
+
+
+@pytest.mark.parametrize("cast", [nn.Module.half, nn.Module.bfloat16])
+def test_a_half_model_at_o1(cast: Any) -> None:
+    model = cast(nn.Sequential(nn.Linear(2, 2)))
+    found = messages(lambda: initialize(model, opt_level="O1"))
+    assert len(found) == 1
+    assert f"parameter '0.weight' of Sequential is in {model[0].weight.dtype} already" in found[0]
+    assert "opt_level='O1'" in found[0]
+    assert "without .half()" in found[0]
+    assert messages(lambda: check_half_model([nn.Linear(1, 1)], "O1")) == []
+
+
+def test_a_batch_norm_in_half_at_o3() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    found = messages(lambda: initialize(model, opt_level="O3"))
+    assert len(found) == 1
+    assert found[0].startswith("BatchNorm1d '1' keeps its running statistics in torch.float16")
+    assert "keep_batchnorm_fp32=True" in found[0]
+    assert messages(lambda: initialize(model, opt_level="O3", keep_batchnorm_fp32=True)) == []
+    plain = nn.BatchNorm1d(3, track_running_stats=False).half()
+    assert messages(lambda: check_half_norms([plain])) == []
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+@pytest.mark.parametrize("keep", [True, False])
+def test_keep_batchnorm_fp32_where_it_says_nothing(level: str, keep: bool) -> None:
+    found = messages(lambda: initialize(nn.Linear(1, 1), opt_level=level, keep_batchnorm_fp32=keep))
+    assert found == [
+        f"keep_batchnorm_fp32={keep!r} says nothing at opt_level={level!r}, which leaves models in fp32; it is ignored"
+    ]
+
+
+# -- losses --
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_a_loss_that_no_parameter_contributed_to(level: str) -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    initialize(model, optimizer, opt_level=level, loss_scale=2.0)
+
+    def run() -> None:
+        with autoamp.scale_loss(other(torch.ones(1, 2)).sum(), optimizer) as scaled:
+            scaled.backward()
+
+    found = messages(run)
+    assert len(found) == 1
+    assert "no parameter of SGD has a gradient after scale_loss" in found[0]
+
+    model.requires_grad_(False)
+    assert "all of them are frozen (requires_grad=False)" in messages(run)[0]
+
+
+def test_each_half_dtype_of_a_group_is_looked_at() -> None:
+    first, second = (torch.nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.bfloat16, torch.float16))
+    with pytest.warns(UserWarning, match="eps=1e-08 is 0 in torch.float16"):
+        check_optimizer(torch.optim.Adam([first, second], lr=0.1))

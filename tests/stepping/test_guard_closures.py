@@ -1,0 +1,332 @@
+"""``optimizer.step(closure)`` with a scaled loss in the closure: LBFGS, and all other optimizers."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from autoamp.errors import NonFiniteGradientsError
+from autoamp.scaling import verdict
+from autoamp.scaling.loss_scale import DynamicLossScaler, LossScaler, StaticLossScaler
+from autoamp.stepping.guard import StepGuard, scaled_block
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+def guard_of(optimizer: Any, **kwargs: Any) -> StepGuard:
+    guard = StepGuard(optimizer, **kwargs)
+    guard.install()
+    return guard
+
+
+@contextlib.contextmanager
+def scale_loss(loss: Tensor, guard: StepGuard, scaler: LossScaler, delay_unscale: bool = False) -> Iterator[Tensor]:
+    with scaled_block([guard], scaler, delay_unscale=delay_unscale) as scale:
+        yield loss.float() * scale
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Every reading of found_inf tensors, each of which is one synchronisation on a device."""
+    calls: list[int] = []
+    read = verdict.found_any
+    monkeypatch.setattr(verdict, "found_any", lambda found: calls.append(len(found)) or read(found))
+    return calls
+
+
+class Curve:
+    """A least-squares problem whose scaled gradients overflow above ``limit``, as they would in fp16."""
+
+    def __init__(self, make: Callable[..., Any], scaler: LossScaler, **kwargs: Any) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.inputs = torch.randn(32, 4, generator=generator)
+        self.targets = self.inputs @ torch.tensor([1.0, -2.0, 3.0, 0.5])
+        self.param = Parameter(torch.zeros(4))
+        self.optimizer = make([self.param], **kwargs)
+        self.guard, self.scaler = guard_of(self.optimizer), scaler
+        self.evaluations: list[float] = []
+        self.limit = 65504.0
+
+    def loss(self) -> Tensor:
+        return (self.inputs @ self.param - self.targets).square().mean()
+
+    def closure(self) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = self.loss()
+        with scale_loss(loss, self.guard, self.scaler) as scaled:
+            self.evaluations.append(self.scaler.loss_scale)
+            scaled.backward()
+            assert self.param.grad is not None
+            # As a gradient in fp16 would have it.
+            self.param.grad[self.param.grad.abs() > self.limit] = math.inf
+        return loss
+
+
+def test_lbfgs_trains_from_a_scale_that_overflows() -> None:
+    curve = Curve(torch.optim.LBFGS, DynamicLossScaler(2.0**20), lr=1.0, line_search_fn="strong_wolfe")
+    plain = Curve(torch.optim.LBFGS, DynamicLossScaler(), lr=1.0, line_search_fn="strong_wolfe")
+    plain.guard.uninstall()
+    first = curve.loss().item()
+
+    def closure() -> Tensor:
+        plain.optimizer.zero_grad()
+        loss = plain.loss()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        ours, theirs = curve.optimizer.step(curve.closure), plain.optimizer.step(closure)
+        assert ours.item() == theirs.item()
+    assert torch.equal(curve.param, plain.param)
+    assert curve.loss().item() < first * 1e-6
+    assert curve.guard.skips.total == 0
+    assert curve.evaluations[0] == 2.0**20
+    assert curve.scaler.loss_scale < 2.0**20
+
+
+def test_a_later_evaluation_is_repeated_at_a_lower_scale() -> None:
+    curve = Curve(torch.optim.LBFGS, DynamicLossScaler(2.0**10), lr=1.0)
+
+    def closure() -> Tensor:
+        later = len(curve.evaluations) > 1
+        curve.limit = 0.0 if later and curve.scaler.loss_scale > 2.0**8 else 65504.0
+        return curve.closure()
+
+    curve.optimizer.step(closure)
+    assert curve.evaluations[:6] == [2.0**10, 2.0**10, 2.0**10, 2.0**9, 2.0**8, 2.0**8]
+    assert curve.loss().item() < 1e-3
+    assert curve.guard.skips.total == 0
+
+
+def test_a_later_evaluation_that_cannot_be_saved_is_an_error() -> None:
+    curve = Curve(torch.optim.LBFGS, StaticLossScaler(2.0**10), lr=1.0)
+
+    def closure() -> Tensor:
+        curve.limit = 65504.0 if not curve.evaluations else 0.0
+        return curve.closure()
+
+    with pytest.raises(NonFiniteGradientsError, match=r"LBFGS .* intermediate point.* lower static loss scale, bf16"):
+        curve.optimizer.step(closure)
+
+
+@pytest.mark.parametrize("scaler", [StaticLossScaler(64.0), DynamicLossScaler(64.0, min_loss_scale=64.0)])
+def test_a_first_evaluation_that_cannot_be_saved_is_a_skip(scaler: LossScaler) -> None:
+    curve = Curve(torch.optim.LBFGS, scaler)
+    curve.limit = 0.0
+    loss = curve.optimizer.step(curve.closure)
+    assert loss.item() == curve.loss().item()
+    assert curve.param.tolist() == [0.0] * 4
+    assert not curve.optimizer.state
+    assert curve.evaluations == [64.0]
+    assert (curve.guard.skips.total, curve.guard.skips.last) == (1, True)
+
+
+def test_a_nan_loss_is_not_tried_again() -> None:
+    curve = Curve(torch.optim.LBFGS, DynamicLossScaler(64.0))
+    curve.inputs[0, 0] = math.nan
+    assert curve.optimizer.step(curve.closure).isnan()
+    assert curve.evaluations == [64.0]
+    assert curve.scaler.loss_scale == 32.0
+    assert curve.guard.skips.total == 1
+
+
+def test_evaluations_are_bounded() -> None:
+    curve = Curve(torch.optim.SGD, DynamicLossScaler(2.0**24), lr=0.1)
+    curve.limit = 0.0
+    curve.optimizer.step(curve.closure)
+    assert len(curve.evaluations) < 40
+    assert curve.guard.skips.total == 1
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam])
+def test_other_optimizers_evaluate_a_closure_once_a_step(make: Callable[..., Any], reads: list[int]) -> None:
+    curve = Curve(make, DynamicLossScaler(2.0**8), lr=0.05)
+    plain = Curve(make, StaticLossScaler(1.0), lr=0.05)
+    for step in range(1, 6):
+        loss = curve.optimizer.step(curve.closure)
+        assert loss.item() == plain.optimizer.step(plain.closure).item()
+        assert len(curve.evaluations) == step
+    assert torch.equal(curve.param, plain.param)
+    assert curve.scaler.unskipped == 5
+    assert reads == [1] * 5
+
+
+def test_zero_grad_may_stand_before_the_step() -> None:
+    curve = Curve(torch.optim.SGD, DynamicLossScaler(2.0**20), lr=0.05)
+    curve.optimizer.zero_grad()
+    zero_grad, curve.optimizer.zero_grad = curve.optimizer.zero_grad, lambda: None  # type: ignore[method-assign]
+    curve.optimizer.step(curve.closure)
+    curve.optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+    assert len(curve.evaluations) > 1
+    expected = Curve(torch.optim.SGD, StaticLossScaler(1.0), lr=0.05)
+    expected.optimizer.step(expected.closure)
+    assert torch.equal(curve.param, expected.param)
+
+
+def test_a_closure_without_scale_loss_is_evaluated_once() -> None:
+    param, calls = Parameter(torch.ones(2)), []
+    optimizer = torch.optim.SGD([param], lr=0.5)
+    guard_of(optimizer)
+
+    def closure() -> Tensor:
+        calls.append(1)
+        optimizer.zero_grad()
+        loss = param.sum()
+        loss.backward()
+        return loss
+
+    for step in range(1, 4):
+        assert optimizer.step(closure).item() == 2.0 - (step - 1)
+        assert len(calls) == step
+    assert param.tolist() == [-0.5, -0.5]
+
+
+class Sharpness(torch.optim.SGD):
+    """Climbs by the gradients that are there, then steps by those of the closure at that point, as SAM does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        (param,) = self.param_groups[0]["params"]
+        before = param.clone()
+        param += param.grad
+        self.zero_grad()
+        with torch.enable_grad():
+            loss = closure()
+        param.copy_(before - param.grad)
+        return loss
+
+
+@pytest.mark.parametrize("scaler", [DynamicLossScaler(64.0), StaticLossScaler(1.0)], ids=["dynamic", "one"])
+def test_gradients_that_are_there_leave_the_closure_to_the_optimizer(scaler: LossScaler) -> None:
+    param = Parameter(torch.ones(1))
+    optimizer = Sharpness([param], lr=1.0)
+    guard, calls = guard_of(optimizer), []
+
+    def closure() -> Tensor:
+        loss = param.square().sum()
+        with scale_loss(loss, guard, scaler) as scaled:
+            scaled.backward()
+        calls.append(param.item())
+        return loss
+
+    closure()
+    assert optimizer.step(closure).item() == 9.0
+    assert calls == [1.0, 3.0]
+    assert param.item() == 1.0 - 6.0
+
+
+def test_a_closure_that_scales_nothing_is_left_to_the_optimizer() -> None:
+    param = Parameter(torch.ones(1))
+    optimizer = Sharpness([param], lr=1.0)
+    guard_of(optimizer)
+    calls: list[float] = []
+
+    def closure() -> Tensor:
+        calls.append(param.item())
+        loss = param.square().sum()
+        loss.backward()
+        return loss
+
+    param.grad = torch.ones(1)
+    optimizer.step(closure)
+    assert calls == [2.0]
+    assert param.item() == 1.0 - 4.0
+
+
+class Ahead(torch.optim.SGD):
+    """Goes ahead by its momentum, and asks for the gradient there, as Nesterov wrote it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        (param,) = self.param_groups[0]["params"]
+        velocity = self.state[param].setdefault("velocity", torch.ones_like(param))
+        param += velocity
+        with torch.enable_grad():
+            loss = closure()
+        param.sub_(param.grad)
+        return loss
+
+
+def test_a_closure_is_evaluated_where_the_optimizer_moved_to() -> None:
+    param = Parameter(torch.ones(1))
+    optimizer, scaler, calls = Ahead([param], lr=1.0), DynamicLossScaler(64.0), []
+    guard = guard_of(optimizer)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        calls.append(param.item())
+        loss = param.square().sum()
+        with scale_loss(loss, guard, scaler) as scaled:
+            scaled.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 4.0
+    assert calls == [2.0]
+    assert param.item() == 2.0 - 4.0
+    assert scaler.unskipped == 1
+
+
+@pytest.mark.parametrize("helps", [True, False])
+def test_an_overflow_where_the_optimizer_moved_to(helps: bool) -> None:
+    param = Parameter(torch.ones(1))
+    optimizer, scaler = Ahead([param], lr=1.0), DynamicLossScaler(64.0)
+    guard = guard_of(optimizer)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = param.square().sum()
+        with scale_loss(loss, guard, scaler) as scaled:
+            (scaled * (1.0 if helps and scaler.loss_scale < 32.0 else math.inf)).backward()
+        return loss
+
+    if helps:
+        assert optimizer.step(closure).item() == 4.0
+        assert (param.item(), scaler.loss_scale) == (-2.0, 16.0)
+        assert guard.skips.total == 0
+    else:
+        with pytest.raises(NonFiniteGradientsError, match="intermediate point"):
+            optimizer.step(closure)
+        assert not guard.stepping
+
+
+def test_a_closure_may_delay_its_unscaling() -> None:
+    param = Parameter(torch.ones(1, dtype=torch.float16))
+    optimizer, scaler = torch.optim.SGD([param], lr=0.5), DynamicLossScaler(2.0**18)
+    guard = guard_of(optimizer)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = param.sum()
+        with scale_loss(loss, guard, scaler, delay_unscale=True) as scaled:
+            scaled.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert param.item() == 0.5
+    assert scaler.loss_scale == 2.0**15
+    assert guard.skips.total == 0
+
+
+def test_an_overflow_before_a_step_with_a_closure_skips_it() -> None:
+    param = Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=0.5)
+    guard = guard_of(optimizer)
+    with scale_loss(param.sum() * math.inf, guard, DynamicLossScaler()) as scaled:
+        scaled.backward()
+    assert optimizer.step(lambda: 1 / 0) is None
+    assert guard.skips.total == 1
+
+
+def test_a_guard_made_within_a_step_can_still_guard_the_closure() -> None:
+    curve = Curve(torch.optim.LBFGS, DynamicLossScaler(2.0**20), lr=1.0)
+    curve.guard.uninstall()
+    curve.optimizer.step(curve.guard.guarded_closure(curve.closure))
+    assert len(curve.evaluations) > 1
+    assert torch.isfinite(curve.param).all()

@@ -1,0 +1,630 @@
+"""Guarded optimizers: one guard each, the skips of all, the scalers' states, and how everything is given back."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import autoamp
+from autoamp.casting.casts import Casts
+from autoamp.errors import CheckpointError, UsageError
+from autoamp.scaling.loss_scale import DynamicLossScaler, LossScaler, StaticLossScaler
+from autoamp.stepping import attach
+from autoamp.stepping.optimizers import GuardedOptimizers
+
+
+def guarded(*scalers: LossScaler) -> GuardedOptimizers:
+    casts = Casts(torch.float16, "cpu")
+    casts.open()
+    return GuardedOptimizers(casts, scalers or (DynamicLossScaler(1024.0),))
+
+
+@pytest.fixture
+def optimizers() -> GuardedOptimizers:
+    return guarded()
+
+
+def sgd(*values: float) -> tuple[Parameter, torch.optim.SGD]:
+    parameter = Parameter(torch.tensor(values or (1.0, 1.0)))
+    return parameter, torch.optim.SGD([parameter], lr=0.5)
+
+
+def backward(
+    optimizers: GuardedOptimizers, parameter: Tensor, optimizer: Any, factor: float = 1.0, number: int = 0
+) -> None:
+    loss = (parameter * factor).sum()
+    with optimizers.scaled(loss, optimizer, optimizers.scaler(number), delay_unscale=False) as scaled:
+        scaled.backward()
+
+
+# -- guards --
+
+
+def test_an_optimizer_has_one_guard(optimizers: GuardedOptimizers) -> None:
+    _, first = sgd()
+    _, second = sgd()
+    guard = optimizers.guard(first)
+    step = first.step
+    assert optimizers.guard(first) is guard
+    assert first.step is step
+    assert optimizers.guard(second) is not guard
+
+
+def test_a_list_and_a_tuple_are_several_optimizers(optimizers: GuardedOptimizers) -> None:
+    one, first = sgd()
+    other, second = sgd()
+    for kind in (list, tuple):
+        loss = (one * other).sum()
+        with optimizers.scaled(loss, kind([first, second]), optimizers.scaler(0), delay_unscale=False) as scaled:
+            scaled.backward()
+        assert isinstance(one.grad, Tensor)
+        assert isinstance(other.grad, Tensor)
+        assert (one.grad.tolist(), other.grad.tolist()) == ([1.0, 1.0], [1.0, 1.0])
+        first.zero_grad()
+        second.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, 3, {}, "sgd", iter(()), torch.nn.Linear(1, 1), type("Groups", (), {"step": 1})()]
+)
+def test_no_optimizer_no_guard(optimizers: GuardedOptimizers, wrong: Any) -> None:
+    with pytest.raises(UsageError, match=r"is no optimizer: it has no param_groups and step\(\)"):
+        optimizers.guard(wrong)
+    assert optimizers.guards == []
+
+
+def test_anything_with_groups_and_step_is_an_optimizer(optimizers: GuardedOptimizers) -> None:
+    parameter, inner = sgd()
+
+    class Wrapper:
+        param_groups = inner.param_groups
+
+        def step(self) -> None:
+            inner.step()
+
+    wrapper = Wrapper()
+    backward(optimizers, parameter, wrapper)
+    wrapper.step()
+    assert parameter.tolist() == [0.5, 0.5]
+    backward(optimizers, parameter, wrapper, float("inf"))
+    wrapper.step()
+    assert parameter.tolist() == [0.5, 0.5]
+
+
+def test_a_guard_takes_the_limit_that_is_set_later(optimizers: GuardedOptimizers) -> None:
+    _, optimizer = sgd()
+    assert optimizers.guard(optimizer).max_consecutive_skips == 50
+    optimizers.max_consecutive_skips = 3
+    assert optimizers.guard(optimizer).max_consecutive_skips == 3
+
+
+def test_the_cast_cache_is_dropped_by_a_block_and_by_a_step(
+    optimizers: GuardedOptimizers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameter, optimizer = sgd()
+    cleared: list[str] = []
+    place = "block"
+    monkeypatch.setattr(optimizers._casts.cache, "clear", lambda: cleared.append(place))
+    backward(optimizers, parameter, optimizer)
+    assert cleared == ["block"]
+    cleared.clear()
+    place = "step"
+    optimizer.step()
+    assert cleared == ["step"]
+    cleared.clear()
+    place = "failed block"
+    with pytest.raises(ZeroDivisionError), optimizers.scaled(parameter.sum(), [], optimizers.scaler(0), False):
+        raise ZeroDivisionError
+    assert cleared == ["failed block"]
+
+
+def test_casts_are_off_in_a_step_and_on_in_its_closure(optimizers: GuardedOptimizers) -> None:
+    seen: dict[str, bool] = {}
+    local = optimizers._casts.local
+
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            seen["step"] = local.on
+            closure()
+            seen["after"] = local.on
+
+    optimizer = Own([Parameter(torch.ones(1))], lr=0.5)
+    optimizers.guard(optimizer)
+    optimizer.step(lambda: seen.setdefault("closure", local.on))
+    assert seen == {"step": False, "closure": True, "after": False}
+    assert local.on
+    with optimizers._casts.switched(False, forced_off=True):
+        seen.clear()
+        optimizer.step(lambda: seen.setdefault("closure", local.on))
+    assert seen == {"step": False, "closure": False, "after": False}
+
+
+# -- steps that no guard holds, or that go past it --
+
+
+def adafactor(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(params, lr=0.1)
+
+
+def muon(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Muon(params, lr=0.1)
+
+
+def stepped(make: Callable[[Any], Any]) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    parameter = Parameter(torch.randn(24, 16, generator=generator))
+    optimizer = make([parameter])
+    for _ in range(3):
+        parameter.grad = torch.randn(24, 16, generator=generator) * 1e-4
+        optimizer.step()
+    return parameter.detach()
+
+
+@pytest.mark.parametrize("make", [adafactor, muon])
+def test_a_step_without_a_guard_computes_in_fp32(make: Callable[[Any], Any], half: torch.dtype) -> None:
+    expected = stepped(make)
+    handle = autoamp.init(device_type="cpu", dtype=half)
+    assert torch.equal(stepped(make), expected)
+    assert handle.optimizers.guards == []
+    handle.deactivate()
+    assert torch.equal(stepped(make), expected)
+
+
+def test_a_step_beside_torch_s_own_scaler_computes_in_fp32() -> None:
+    autoamp.init(device_type="cpu", dtype=torch.float16)
+    parameter = Parameter(torch.ones(8, 8))
+    optimizer, scaler = adafactor([parameter]), torch.amp.GradScaler("cpu")
+    for _ in range(3):
+        optimizer.zero_grad()
+        scaler.scale((parameter * 1e-6).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert parameter.isfinite().all()
+    assert parameter.max() < 1.0
+
+
+class Matmul(torch.optim.SGD):
+    """Notes the dtype that its step and its closure compute in."""
+
+    seen: list[torch.dtype]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self.seen = [self.dtype()]
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+            self.seen.append(self.dtype())
+        for group in self.param_groups:
+            if group["lr"] > 1.0:
+                raise ZeroDivisionError
+
+    def dtype(self) -> torch.dtype:
+        matrix = torch.ones(2, 2)
+        return (matrix @ matrix).dtype
+
+    def closure(self) -> None:
+        self.seen.append(self.dtype())
+
+
+WAYS: dict[str, Callable[[Any], Callable[..., Any]]] = {
+    "looked up": lambda optimizer: lambda *args: optimizer.step(*args),
+    "bound early": lambda optimizer: optimizer.step,
+    "class": lambda optimizer: lambda *args: type(optimizer).step(optimizer, *args),
+    "scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 9).optimizer.step,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_casts_are_off_in_every_step_and_on_in_its_closure(way: str, half: torch.dtype) -> None:
+    optimizer = Matmul([Parameter(torch.ones(1))], lr=0.5)
+    step = WAYS[way](optimizer)
+    handle = autoamp.init(device_type="cpu", dtype=half)
+    step()
+    assert optimizer.seen == [torch.float32]
+    step(optimizer.closure)
+    assert optimizer.seen == [torch.float32, half, torch.float32]
+    assert optimizer.dtype() is half
+    with handle.disable_casts():
+        step(optimizer.closure)
+        assert set(optimizer.seen) == {torch.float32}
+    optimizer.param_groups[0]["lr"] = 2.0
+    with pytest.raises(ZeroDivisionError):
+        step()
+    assert optimizer.dtype() is half
+    handle.deactivate()
+    with pytest.raises(ZeroDivisionError):
+        step(optimizer.closure)
+    assert set(optimizer.seen) == {torch.float32}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("factor", [1.0, float("inf")])
+@pytest.mark.parametrize("delay", [False, True])
+def test_no_way_to_a_step_goes_past_its_guard(way: str, factor: float, delay: bool) -> None:
+    parameter, optimizer = sgd()
+    step = WAYS[way](optimizer)
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16)
+    with handle.scale_loss((parameter * factor).sum(), optimizer, delay_unscale=delay) as scaled:
+        scaled.backward()
+    step()
+    assert parameter.tolist() == ([0.5, 0.5] if factor == 1.0 else [1.0, 1.0])
+    assert handle.skipped_steps == (factor != 1.0)
+    assert handle.optimizers.steps == 1
+    assert handle.loss_scale == (2.0**16 if factor == 1.0 else 2.0**15)
+
+
+@pytest.mark.parametrize("factor", [0.25, float("inf")])
+def test_masters_that_are_stepped_past_the_guard_are_copied_down(factor: float) -> None:
+    parameter = Parameter(torch.ones(2))
+    model = nn.ParameterList([parameter])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    step = optimizer.step
+    _, optimizer = autoamp.initialize(
+        model, optimizer, opt_level="O2", device_type="cpu", dtype=torch.float16, verbosity=0
+    )  # type: ignore[misc]
+    with autoamp.scale_loss((model[0].float() * factor).sum(), optimizer) as scaled:
+        scaled.backward()
+    step()
+    assert model[0].dtype is torch.float16
+    assert model[0].tolist() == ([0.875, 0.875] if factor == 0.25 else [1.0, 1.0])
+
+
+def test_a_step_that_torch_does_not_hook_as_known_is_refused_where_it_overflowed(
+    optimizers: GuardedOptimizers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attach, "_HOOKING_CODE", None)
+    parameter, optimizer = sgd()
+    hook = register_optimizer_step_pre_hook(optimizers.before_step)
+    try:
+        backward(optimizers, parameter, optimizer, float("inf"))
+        with pytest.raises(UsageError, match=r"goes past optimizer\.step, and its gradients overflowed"):
+            torch.optim.SGD.step(optimizer)
+    finally:
+        hook.remove()
+    assert parameter.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adam, torch.optim.SparseAdam])
+def test_a_compiled_step_is_that_of_torch(cls: Any) -> None:
+    autoamp.init(device_type="cpu", dtype=torch.float16)
+    parameter = Parameter(torch.ones(4))
+    optimizer = cls([parameter], lr=0.5)
+    sparse = cls is torch.optim.SparseAdam
+    parameter.grad = torch.ones(4).to_sparse() if sparse else torch.ones(4)
+    torch.compile(optimizer.step, backend="eager")()
+    assert parameter.tolist() == pytest.approx([0.5] * 4, abs=1e-4)
+
+
+# -- skips --
+
+
+def test_the_skips_of_all_optimizers_are_counted_together(optimizers: GuardedOptimizers) -> None:
+    (one, first), (other, second) = sgd(), sgd()
+    backward(optimizers, one, first, float("nan"))
+    backward(optimizers, other, second)
+    first.step()
+    assert (optimizers.skipped_steps, optimizers.last_step_skipped) == (1, True)
+    second.step()
+    assert (optimizers.skipped_steps, optimizers.last_step_skipped) == (1, False)
+    first.zero_grad()
+    second.zero_grad()
+    backward(optimizers, one, first, float("nan"))
+    backward(optimizers, other, second, float("nan"))
+    first.step()
+    second.step()
+    assert (optimizers.skipped_steps, optimizers.last_step_skipped) == (3, True)
+    assert (one.tolist(), other.tolist()) == ([1.0, 1.0], [0.5, 0.5])
+
+
+def test_skips_outlast_their_optimizer(optimizers: GuardedOptimizers, collected: Callable[[], None]) -> None:
+    for _ in range(3):
+        parameter, optimizer = sgd()
+        backward(optimizers, parameter, optimizer, float("inf"))
+        optimizer.step()
+        del optimizer
+        collected()
+    assert optimizers.skipped_steps == 3
+    assert optimizers.guards == []
+
+
+def test_a_step_that_fails_is_noted_and_casts_are_on_again(optimizers: GuardedOptimizers) -> None:
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            raise ZeroDivisionError
+
+    parameter = Parameter(torch.ones(1))
+    optimizer = Own([parameter], lr=0.5)
+    optimizers.guard(optimizer).skips.last = True
+    backward(optimizers, parameter, optimizer)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    assert optimizers.last_step_skipped is False
+    assert optimizers._casts.local.on
+
+
+# -- scalers of wrapped optimizers --
+
+
+def accept() -> None:
+    """Every scale_loss is welcome."""
+
+
+def test_the_losses_of_a_step_take_turns(optimizers: GuardedOptimizers) -> None:
+    parameter, optimizer = sgd()
+    scalers = [StaticLossScaler(2.0), StaticLossScaler(4.0)]
+    assert optimizers.wrap(optimizer, scalers, accept) is optimizer
+    assert optimizers.scalers == scalers
+
+    def scales(count: int) -> list[float]:
+        found = []
+        for _ in range(count):
+            with optimizer.scale_loss(parameter.sum()) as scaled:  # type: ignore[attr-defined]
+                found.append(scaled.item() / parameter.sum().item())
+                scaled.backward()
+        optimizer.step()
+        return found
+
+    # A step begins anew, wherever the one before has stopped; more losses than scalers go round.
+    assert scales(1) == [2.0]
+    assert scales(2) == [2.0, 4.0]
+    assert scales(5) == [2.0, 4.0, 2.0, 4.0, 2.0]
+
+
+def test_the_check_comes_before_each_block(optimizers: GuardedOptimizers) -> None:
+    parameter, optimizer = sgd()
+
+    def refuse() -> None:
+        raise UsageError("not now")
+
+    optimizers.wrap(optimizer, [StaticLossScaler(2.0)], refuse)
+    with pytest.raises(UsageError, match="not now"):
+        optimizer.scale_loss(parameter.sum())  # type: ignore[attr-defined]
+
+
+def test_a_scaler_serves_one_loss_alone(optimizers: GuardedOptimizers) -> None:
+    (_, first), (_, second) = sgd(), sgd()
+    shared = DynamicLossScaler(8.0)
+    optimizers.wrap(first, [shared, shared], accept)
+    optimizers.wrap(second, [shared], accept)
+    assert optimizers.scalers[0] is shared
+    optimizers.scalers[1].update(True)
+    optimizers.scalers[2].update(False)
+    assert [(scaler.loss_scale, scaler.unskipped) for scaler in optimizers.scalers] == [(8.0, 0), (4.0, 0), (8.0, 1)]
+
+
+def test_wrapped_tells_of_living_optimizers(optimizers: GuardedOptimizers, collected: Callable[[], None]) -> None:
+    _, optimizer = sgd()
+    assert not optimizers.wrapped
+    optimizers.wrap(optimizer, [StaticLossScaler(2.0)], accept)
+    assert optimizers.wrapped
+    reference = weakref.ref(optimizer)
+    del optimizer
+    collected()
+    assert reference() is None
+    assert not optimizers.wrapped
+
+
+# -- giving back --
+
+
+def test_release_gives_everything_back(optimizers: GuardedOptimizers) -> None:
+    (one, first), (other, second) = sgd(), sgd()
+    backward(optimizers, one, first, float("nan"))
+    optimizers.wrap(second, [StaticLossScaler(2.0)], accept)
+    with second.scale_loss(other.sum(), delay_unscale=True) as scaled:  # type: ignore[attr-defined]
+        scaled.backward()
+    optimizers.release()
+    for optimizer in (first, second):
+        assert not {"step", "scale_loss"} & vars(optimizer).keys()
+    assert other.grad is not None
+    assert other.grad.tolist() == [1.0, 1.0]
+    first.step()
+    assert one.isnan().all()
+    assert not optimizers.wrapped
+
+
+def test_after_release_an_optimizer_can_be_guarded_again(optimizers: GuardedOptimizers) -> None:
+    parameter, optimizer = sgd()
+    backward(optimizers, parameter, optimizer, float("nan"))
+    optimizer.step()
+    optimizers.release()
+    other = guarded()
+    # By others, or by the same, as when a region is entered again whose handle was deactivated.
+    for owner in (other, optimizers):
+        optimizer.zero_grad()
+        backward(owner, parameter, optimizer, float("nan"))
+        optimizer.step()
+        owner.release()
+    assert (optimizers.skipped_steps, other.skipped_steps) == (2, 1)
+    assert parameter.tolist() == [1.0, 1.0]
+
+
+def test_masters_come_and_go(optimizers: GuardedOptimizers) -> None:
+    half = Parameter(torch.ones(2, dtype=torch.float16))
+    optimizer = torch.optim.SGD([half], lr=2.0**-14)
+    masters = optimizers.keep_masters(optimizer)
+    assert optimizers.keep_masters(optimizer) is masters
+    backward(optimizers, half, optimizer)
+    optimizer.step()
+    # Too small a step for fp16, and not for the master.
+    assert half.tolist() == [1.0, 1.0]
+    assert optimizer.param_groups[0]["params"][0].tolist() == [1.0 - 2.0**-14] * 2
+    optimizers.release()
+    assert optimizer.param_groups[0]["params"][0] is half
+    assert half.dtype is torch.float32
+    assert half.tolist() == [1.0 - 2.0**-14] * 2
+
+
+def test_masters_are_not_copied_down_by_a_skip(optimizers: GuardedOptimizers) -> None:
+    half = Parameter(torch.ones(2, dtype=torch.float16))
+    optimizer = torch.optim.SGD([half], lr=0.5)
+    optimizers.keep_masters(optimizer)
+    version = half._version
+    backward(optimizers, half, optimizer, float("inf"))
+    optimizer.step()
+    assert (half._version, half.tolist()) == (version, [1.0, 1.0])
+    half.grad = None
+    backward(optimizers, half, optimizer)
+    optimizer.step()
+    assert half.tolist() == [0.5, 0.5]
+
+
+# -- states --
+
+GOOD: dict[str, Any] = {
+    "loss_scaler0": {"loss_scale": 512.0, "unskipped": 3},
+    "loss_scaler1": {"loss_scale": 2.0, "unskipped": 0},
+    "skipped_steps": 5,
+}
+
+
+def two() -> GuardedOptimizers:
+    return guarded(DynamicLossScaler(1024.0), StaticLossScaler(8.0))
+
+
+def test_gradients_that_were_left_scaled_are_true_once_there_are_masters(optimizers: GuardedOptimizers) -> None:
+    parameter = Parameter(torch.ones(2, dtype=torch.float16))
+    optimizer = torch.optim.SGD([parameter], lr=0.5)
+    scaler = optimizers.scaler(0)
+    with optimizers.scaled(parameter.sum(), optimizer, scaler, delay_unscale=True) as scaled:
+        scaled.backward()
+    (master,) = (master for _, master in optimizers.keep_masters(optimizer).pairs)
+    optimizer.step()
+    assert (master.tolist(), parameter.tolist()) == ([0.5, 0.5], [0.5, 0.5])
+
+
+def test_a_state_goes_round() -> None:
+    optimizers = two()
+    before = optimizers.state_dict()
+    assert before == {
+        "loss_scaler0": {"loss_scale": 1024.0, "unskipped": 0},
+        "loss_scaler1": {"loss_scale": 8.0, "unskipped": 0},
+        "skipped_steps": 0,
+    }
+    optimizers.load_state_dict(GOOD)
+    assert optimizers.state_dict() == GOOD
+    optimizers.load_state_dict(before)
+    assert optimizers.state_dict() == before
+
+
+def edited(**changes: Any) -> dict[str, Any]:
+    """A good state with some keys changed; None takes a key away."""
+    return {key: value for key, value in {**GOOD, **changes}.items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (None, r"the state is a NoneType; pass what state_dict\(\) returned"),
+        ([1], r"the state is a list; pass what state_dict\(\) returned"),
+        ({}, "key 'loss_scaler0' is missing; this run has the loss scalers loss_scaler0, loss_scaler1"),
+        (edited(loss_scaler1=None), "key 'loss_scaler1' is missing"),
+        (
+            edited(loss_scaler2={}),
+            "key 'loss_scaler2' is unknown; this run has loss_scaler0, loss_scaler1 and skipped_steps",
+        ),
+        ({**GOOD, 3: 4}, "key '3' is unknown"),
+        (edited(skipped_steps=-1), "key 'skipped_steps': -1 is no count of steps"),
+        (edited(skipped_steps=True), "key 'skipped_steps': True is no count"),
+        (edited(skipped_steps=1.0), "key 'skipped_steps': 1.0 is no count"),
+        (edited(loss_scaler0=7), "'loss_scaler0' is a int"),
+        (edited(loss_scaler1={"loss_scale": 2.0}), "'loss_scaler1' has no entry 'unskipped'"),
+        (edited(loss_scaler1={"loss_scale": 0.0, "unskipped": 0}), "'loss_scaler1': 'loss_scale' is 0.0"),
+        (edited(loss_scaler1={"loss_scale": 2.0, "unskipped": -1}), "'loss_scaler1': 'unskipped' is -1"),
+    ],
+)
+def test_a_wrong_state_names_the_key_and_loads_nothing(state: Any, message: str) -> None:
+    optimizers = two()
+    before = optimizers.state_dict()
+    with pytest.raises(CheckpointError, match=message) as caught:
+        optimizers.load_state_dict(state)
+    assert str(caught.value).endswith("nothing was loaded")
+    assert optimizers.state_dict() == before
+
+
+# No key of these can be what it stands for.
+JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.text(max_size=5),
+    st.integers(max_value=-1),
+    st.floats(max_value=0.0),
+    st.sampled_from([float("nan"), float("inf"), 2.0**200]),
+    st.lists(st.integers(), max_size=2),
+    st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+)
+
+
+@st.composite
+def corrupted(draw: st.DrawFn) -> tuple[dict[str, Any], str]:
+    """A good state with one thing wrong, and the key at fault."""
+    state: dict[str, Any] = {key: dict(value) if isinstance(value, dict) else value for key, value in GOOD.items()}
+    order = draw(st.permutations(list(state)))
+    state = {key: state[key] for key in order}
+    scaler = draw(st.sampled_from(["loss_scaler0", "loss_scaler1"]))
+    entry = draw(st.sampled_from(["loss_scale", "unskipped"]))
+    match draw(st.sampled_from(["drop", "replace", "drop entry", "replace entry", "add", "add entry"])):
+        case "drop":
+            del state[scaler]
+        case "replace":
+            scaler = draw(st.sampled_from(list(state)))
+            state[scaler] = draw(JUNK)
+        case "drop entry":
+            del state[scaler][entry]
+        case "replace entry":
+            state[scaler][entry] = draw(JUNK)
+        case "add":
+            scaler = draw(st.text(max_size=14).filter(lambda text: text not in GOOD))
+            state[scaler] = draw(st.sampled_from(list(GOOD.values())))
+        case "add entry":
+            name = draw(st.text(max_size=14).filter(lambda text: text not in ("loss_scale", "unskipped")))
+            state[scaler][name] = 1
+    return state, scaler
+
+
+@given(corrupted())
+def test_no_corrupted_state_is_loaded_by_half(corruption: tuple[dict[str, Any], str]) -> None:
+    state, key = corruption
+    optimizers = two()
+    before = optimizers.state_dict()
+    with pytest.raises(CheckpointError) as caught:
+        optimizers.load_state_dict(state)
+    assert repr(key) in str(caught.value)
+    assert optimizers.state_dict() == before
+
+
+def test_an_eps_that_is_zero_in_half_precision_is_told_once() -> None:
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16)
+    model = nn.Linear(4, 2).half()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    with pytest.warns(UserWarning, match="eps=1e-08 is 0 in torch.float16.*smallest that survives"):
+        handle.optimizers.guard(optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        handle.optimizers.guard(optimizer)
+
+
+def test_an_fp16_optimizer_beside_a_handle_keeps_its_own_guard() -> None:
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16)
+    model = nn.Linear(4, 2).half()
+    optimizer = autoamp.FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=1e-2), dynamic_loss_scale=True)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(3, 4)).float().sum()
+        optimizer.backward(loss)
+        return loss
+
+    optimizer.step(closure)
+    assert handle.optimizers.guards == []

@@ -1,0 +1,101 @@
+"""Wrappers of torch: which are seen, which parameters they keep equal, and what their next backward pass does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.nn.parallel import DistributedDataParallel
+
+from autoamp.stepping.replicas import Sync, Wrappers, several_processes
+
+
+@pytest.fixture(autouse=True)
+def one_process(tmp_path: Path, collected: Any) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    # Wrappers lie in cycles.
+    collected()
+    yield
+    dist.destroy_process_group()
+
+
+class Watcher:
+    pass
+
+
+def hooks() -> int:
+    return len(torch_module._global_module_registration_hooks)
+
+
+def test_one_process_is_not_several() -> None:
+    assert not several_processes()
+
+
+def test_wrappers_from_before_and_later_are_seen(collected: Any) -> None:
+    earlier = DistributedDataParallel(nn.Linear(2, 2))
+    wrappers, watcher = Wrappers(), Watcher()
+    before = hooks()
+    wrappers.watch(watcher)
+    later = DistributedDataParallel(nn.Linear(2, 2))
+    assert {replica.wrapper for replica in wrappers} == {earlier, later}
+    assert wrappers.seen == 2
+    assert hooks() == before + 1
+    nn.Sequential(later)
+    assert wrappers.seen == 2
+    del later
+    collected()
+    assert [replica.wrapper for replica in wrappers] == [earlier]
+    del watcher
+    assert hooks() == before
+    assert list(wrappers) == []
+
+
+def test_who_stops_watching_ends_it_for_nobody_else() -> None:
+    wrappers, one, other = Wrappers(), Watcher(), Watcher()
+    before = hooks()
+    stop = wrappers.watch(one)
+    wrappers.watch(other)
+    stop()
+    stop()
+    assert hooks() == before + 1
+    del other
+    assert hooks() == before
+
+
+def test_parameters_that_are_kept_equal(collected: Any) -> None:
+    wrappers, watcher = Wrappers(), Watcher()
+    wrappers.watch(watcher)
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["1.weight"])
+    wrapper = DistributedDataParallel(net)
+    (replica,) = wrappers
+    assert [id(p) for p in replica.parameters()] == [id(p) for p in (net[0].weight, net[0].bias, net[1].bias)]
+    del wrapper
+    collected()
+    assert replica.parameters() == []
+    assert replica.sync() is Sync.NO
+
+
+def test_what_the_next_backward_pass_does() -> None:
+    wrappers, watcher = Wrappers(), Watcher()
+    wrappers.watch(watcher)
+    wrapper, given = DistributedDataParallel(nn.Linear(2, 2)), torch.ones(1, 2)
+    (replica,) = wrappers
+    wrapper(given)
+    assert replica.sync() is Sync.YES
+    with wrapper.no_sync():
+        wrapper(given)
+        assert replica.sync() is Sync.NO
+    # The forward pass was within no_sync(), the backward pass will not be: torch does not reduce it.
+    assert replica.sync() is Sync.UNSURE
+    with torch.no_grad():
+        wrapper(given)
+    assert replica.sync() is Sync.UNSURE
+    wrapper(given)
+    assert replica.sync() is Sync.YES
