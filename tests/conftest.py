@@ -16,7 +16,7 @@ import torch._dynamo
 import torch.utils.checkpoint
 
 import autoamp
-from autoamp.runtime import api
+from autoamp.runtime import active
 
 # What its first compilation of a module would replace.
 torch._dynamo.mutation_guard.install_generation_tagging_init()
@@ -86,13 +86,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pristine_torch() -> Iterator[None]:
     """Deactivate what a test left active, forget what it registered, and prove that torch is as it was."""
     torch.manual_seed(0)
-    before = dict(api.handles.registry._rules)
+    before = dict(active.handles.registry._rules)
     yield
     handle = autoamp.current_handle()
     if handle is not None:
         handle.deactivate()
-    api.put_handle(None)
-    api.handles.registry._rules = before
+    active.put_handle(None)
+    active.handles.registry._rules = before
     assert_pristine()
     assert not torch.is_inference_mode_enabled()
     assert torch.is_grad_enabled()

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from autoamp.casting.cache import CastCache, Switches, cast_for_any_mode, serves_others
-from autoamp.casting.casts import Casts, SparseArgument, cast_call, on_device
+from autoamp.casting.cache import CastCache, cast_for_any_mode, serves_others
+from autoamp.casting.casters import SparseArgument, cast_call, on_device
+from autoamp.casting.casts import Casts
+from autoamp.casting.flat_weights import LAYERS, FlatLayout, Layer, flatten_weights, layout_of
+from autoamp.casting.threads import Switches
 
 __all__ = [
+    "LAYERS",
     "CastCache",
     "Casts",
+    "FlatLayout",
+    "Layer",
     "SparseArgument",
     "Switches",
     "cast_call",
     "cast_for_any_mode",
+    "flatten_weights",
+    "layout_of",
     "on_device",
     "serves_others",
 ]

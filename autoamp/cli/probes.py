@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from autoamp import runtime
-from autoamp.cli.session import versions
+from autoamp.cli.report import versions
 from autoamp.compat import real_apex
 from autoamp.errors import UsageError
 from autoamp.ops import expand, owns_its_names

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from autoamp.casting import CastCache, Casts
-from autoamp.inference.layers import can_pack, keep_with_pins, lasting_casts, may_call_onednn
+from autoamp.inference.layers import keep_with_pins, lasting_casts
+from autoamp.inference.packing import can_pack, may_call_onednn
 from autoamp.torch_private import in_function_mode, is_any_autocast_enabled, mkldnn, tracing_state
 
 __all__ = ["LSTM", "PinnedLSTM", "build_lstm"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from autoamp.levels.api import LEVELS, check_level, initialize, load_state_dict, master_params, scale_loss, state_dict
+from autoamp.levels.api import initialize, load_state_dict, master_params, scale_loss, state_dict
+from autoamp.levels.opt_levels import LEVELS, check_level
 
 __all__ = ["LEVELS", "check_level", "initialize", "load_state_dict", "master_params", "scale_loss", "state_dict"]

@@ -3,265 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import functools
-import gc
 import logging
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from autoamp.errors import UsageError, warn_user
-from autoamp.modules import ForwardDtypes
+from autoamp.errors import UsageError
+from autoamp.levels.checks import checked_flag, checked_models, checked_optimizers, checked_scale, warn_of_settings
+from autoamp.levels.opt_levels import kind_of_scale, level_with, scalers_for
+from autoamp.levels.setup import earlier_setups, handle_for, leave_off, set_up_models
 from autoamp.ops import expand
 from autoamp.rules import CastTable
-from autoamp.runtime import Handle, NoOpHandle, Settings, Setup, current_handle, needed_handle, put_handle
-from autoamp.scaling import LossScaler, is_count, make_scaler
-from autoamp.stepping import check_half_model, check_half_norms, check_optimizer, is_optimizer, refuse_own_scaler
+from autoamp.runtime import Settings, Setup, current_handle, needed_handle, put_handle
 from autoamp.tensors import HALF_DTYPES
 
-__all__ = [
-    "LEVELS",
-    "OptLevel",
-    "check_level",
-    "initialize",
-    "load_state_dict",
-    "master_params",
-    "scale_loss",
-    "state_dict",
-]
+__all__ = ["initialize", "load_state_dict", "master_params", "scale_loss", "state_dict"]
 
 log = logging.getLogger(__name__)
-
-
-# -- opt levels --
-
-
-@dataclass(frozen=True)
-class OptLevel:
-    """What an opt level stands for. Every property can be overridden in the call of `initialize`.
-
-    Attributes:
-        name: ``"O0"`` to ``"O3"``.
-        cast_model_type: The dtype that models are cast to: ``torch.float32``, a half dtype, ``"half"`` for the half
-            dtype in use, or None to leave them.
-        patch_torch_functions: Whether torch is patched by the cast lists.
-        keep_batchnorm_fp32: Whether norms with running statistics stay in fp32 where the model is cast.
-        master_weights: Whether optimizers step fp32 copies of half parameters.
-        loss_scale: ``"dynamic"``, a number, or None for what `init` takes: dynamic for fp16, 1.0 for bf16.
-    """
-
-    name: str
-    cast_model_type: torch.dtype | str | None
-    patch_torch_functions: bool
-    keep_batchnorm_fp32: bool
-    master_weights: bool
-    loss_scale: Any
-
-
-LEVELS = {
-    "O0": OptLevel("O0", torch.float32, False, False, False, 1.0),
-    "O1": OptLevel("O1", None, True, False, False, None),
-    "O2": OptLevel("O2", "half", False, True, True, None),
-    "O3": OptLevel("O3", "half", False, False, False, 1.0),
-}
-
-
-def check_level(opt_level: Any) -> None:
-    """Raise UsageError for what is no level."""
-    if opt_level not in tuple(LEVELS):
-        raise UsageError(f"opt_level={opt_level!r} is unknown; choose 'O0', 'O1', 'O2' or 'O3'")
-
-
-def level_with(opt_level: str, **overrides: Any) -> OptLevel:
-    """Return a level with the properties that the call overrides. UsageError: they contradict one another."""
-    check_level(opt_level)
-    level = replace(LEVELS[opt_level], **{name: value for name, value in overrides.items() if value is not None})
-    if overrides["cast_model_type"] is False:
-        level = replace(level, cast_model_type=None)
-    kind = level.cast_model_type
-    if kind not in (None, "half", torch.float32, *HALF_DTYPES):
-        raise UsageError(
-            f"cast_model_type={kind!r}; choose torch.float16, torch.bfloat16, torch.float32, False or None"
-        )
-    if level.patch_torch_functions and kind not in (None, torch.float32):
-        raise UsageError(
-            f"patch_torch_functions=True casts fp32 parameters as they are used, and cast_model_type={kind!r} leaves "
-            "none; choose one of the two"
-        )
-    return level
-
-
-def scalers_for(
-    level: OptLevel, dtype: torch.dtype, num_losses: int, lowest: float | None, highest: float
-) -> list[LossScaler]:
-    """Return a scaler for each of so many losses."""
-    if not is_count(num_losses, 1):
-        raise UsageError(f"num_losses={num_losses!r} is no number of losses; choose 1 or more")
-    first = make_scaler(level.loss_scale, dtype, min_loss_scale=lowest, max_loss_scale=highest)
-    # No loss may move the scale of another.
-    return [first, *(copy.copy(first) for _ in range(num_losses - 1))]
-
-
-def kind_of_scale(level: OptLevel, scaler: LossScaler) -> Any:
-    """Return what is equal for calls that want the same scale: a scaler that was given is like no other."""
-    given = isinstance(level.loss_scale, LossScaler)
-    return level.loss_scale if given else (type(scaler), scaler.loss_scale)
-
-
-# -- checks of arguments --
-
-
-def checked_models(models: Any) -> list[Module]:
-    """Return the models as a list. UsageError: one is wrapped already, or is none."""
-    found = list(models) if isinstance(models, (list, tuple)) else [models]
-    for model in found:
-        if isinstance(model, (DataParallel, DistributedDataParallel)):
-            raise UsageError(
-                f"a model is wrapped in {type(model).__name__} already; call initialize() first and wrap what "
-                "it returns"
-            )
-        if not isinstance(model, Module):
-            raise UsageError(f"models takes a torch.nn.Module or a list of them, not {type(model).__name__}")
-    return found
-
-
-def checked_optimizers(optimizers: Any) -> list[Any]:
-    """Return the optimizers as a list. UsageError: one is none, or scales its losses itself."""
-    if optimizers is None:
-        return []
-    found = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
-    for optimizer in found:
-        if not is_optimizer(optimizer):
-            raise UsageError(
-                f"optimizers takes an optimizer or a list of them, not {type(optimizer).__name__}: it needs "
-                "`param_groups` and `step()`"
-            )
-        refuse_own_scaler(optimizer)
-    return found
-
-
-def checked_flag(name: str, value: Any) -> bool | None:
-    """Return a switch that is a bool or None."""
-    if value is None or isinstance(value, bool):
-        return value
-    remedy = f"pass opt_level={value!r} by its name" if name == "enabled" and value in tuple(LEVELS) else ""
-    raise UsageError(f"{name}={value!r} is no bool; {remedy or 'choose True, False or None'}")
-
-
-def checked_scale(value: Any) -> Any:
-    """Return a loss scale whose string, if it is one, means something."""
-    if isinstance(value, str) and value != "dynamic":
-        raise UsageError(f"loss_scale={value!r} is a string; choose 'dynamic' or a number, such as 128.0")
-    return value
-
-
-def warn_of_settings(
-    level: OptLevel, models: Sequence[Module], optimizers: Sequence[Any], keep_norms: Any, table: CastTable
-) -> None:
-    """Warn of arguments that say nothing at this level, and of models and optimizers that it does not suit."""
-    if level.cast_model_type is None and not level.master_weights:
-        check_half_model(models, level.name)
-    if level.cast_model_type in (None, torch.float32) and keep_norms is not None:
-        warn_user(
-            f"keep_batchnorm_fp32={keep_norms!r} says nothing at opt_level={level.name!r}, which leaves models in "
-            "fp32; it is ignored"
-        )
-    if table.modules and level.cast_model_type in ("half", *HALF_DTYPES):
-        warn_user(
-            f"{table.modules[0].origin}: [modules] says nothing at opt_level={level.name!r}, which casts whole models; "
-            "use opt_level='O1' for precision by module"
-        )
-    check_half_norms(models)
-    for optimizer in optimizers:
-        check_optimizer(optimizer)
-
-
-# -- setup: what a call does to handles and models --
-
-
-def earlier_setups(models: Sequence[Module]) -> list[Setup]:
-    """Return the earlier calls whose models are alive and not named again, nor a part of one that is, or around it."""
-    handle = current_handle()
-    if handle is None or not handle.setups:
-        return []
-    named = {module for model in models for module in model.modules()}
-
-    def left(setup: Setup) -> weakref.WeakSet[Module]:
-        return weakref.WeakSet(model for model in setup.models if named.isdisjoint(model.modules()))
-
-    found = [replace(setup, models=left(setup)) for setup in handle.setups]
-    if any(setup.models for setup in found):
-        # What is alive in cycles alone would keep its patches.
-        gc.collect()
-    return [setup for setup in found if setup.models]
-
-
-def handle_for(setup: Setup, earlier: Sequence[Setup], models: Sequence[Module], optimizers: Sequence[Any]) -> Handle:
-    """Return a new handle, not active yet, that has taken over what earlier calls set up for other models."""
-    patched = [one for one in earlier if one.patches]
-    if setup.patches and any(one.settings.table != setup.settings.table for one in patched):
-        log.warning(
-            "torch can be patched in one way at a time: the models of earlier calls of initialize() run by the lists "
-            "and the half dtype %s of this one from now on",
-            setup.settings.dtype,
-        )
-    # A level that leaves torch alone leaves it to the last one that does not.
-    ruling = setup.settings if setup.patches or not patched else patched[-1].settings
-    on = setup.on or any(one.on for one in earlier)
-    handle = Handle(replace(ruling, opt_level=setup.settings.opt_level), on=on, scalers=setup.scalers)
-    put_handle(None, functools.partial(handle.inherit, setups=earlier, models=models, optimizers=optimizers))
-    shared = next((one.scalers for one in earlier if one.key == setup.key), None)
-    if shared is not None:
-        # All begin anew, as with Apex: a later training finds nothing of an earlier one whose model lives on.
-        shared[: len(setup.scalers)] = setup.scalers
-        setup = replace(setup, scalers=shared)
-        handle.optimizers.forget_scalers_but(scaler for one in earlier for scaler in one.scalers)
-    handle.setups.append(setup)
-    return handle
-
-
-def leave_off(models: Sequence[Module], optimizers: Sequence[Any]) -> None:
-    """Undo what was set up for these models and optimizers, and leave their losses alone."""
-    earlier = earlier_setups(models)
-    handle = current_handle()
-    if handle is None or not earlier:
-        put_handle(NoOpHandle())
-        return
-    handle.let_go(models, optimizers)
-    handle.setups[:] = earlier
-    handle.optimizers.masters_for_all = any(setup.masters for setup in earlier)
-    handle.optimizers.switch_off(optimizers)
-    for model in models:
-        handle.set_up_model(model, ForwardDtypes(casts=False))
-    handle.install_anew()
-
-
-def set_up_models(
-    handle: Handle, setup: Setup, level: OptLevel, models: Sequence[Module], outputs: torch.dtype | None
-) -> None:
-    """Cast the models as the level says, and what goes into them and comes out of them at each call."""
-    half = setup.settings.dtype
-    # In a model whose level leaves torch alone nothing is cast, also where torch is patched for another.
-    casts = None if setup.on else setup.patches
-    forward = ForwardDtypes(outputs=outputs or (torch.float32 if casts else None), casts=casts)
-    kind: Any = half if level.cast_model_type == "half" else level.cast_model_type
-    for model in models:
-        if kind is not None:
-            inward = ForwardDtypes(kind, outputs or torch.float32, casts, doubles=not _has_doubles(model))
-            handle.set_up_model(model, inward, dtype=kind, keep_norms=level.keep_batchnorm_fp32)
-        elif forward != ForwardDtypes():
-            handle.set_up_model(model, forward)
-
-
-def _has_doubles(model: Module) -> bool:
-    return any(tensor.dtype is torch.float64 for tensor in (*model.parameters(), *model.buffers()))
 
 
 # -- the public functions --

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from autoamp.modules.call import (
-    ModulePrecisions,
-    Override,
+from autoamp.modules.call import build_module_call
+from autoamp.modules.half_models import CastModels, ForwardDtypes
+from autoamp.modules.precisions import ModulePrecisions, Override
+from autoamp.modules.recompute import (
     build_function_backward,
     build_function_context,
-    build_module_call,
     build_parallel_apply,
     build_recompute,
 )
-from autoamp.modules.half_models import CastModels, ForwardDtypes
 from autoamp.modules.scope import ModuleCasts
 
 __all__ = [

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from autoamp.casting import flatten_weights
 from autoamp.ops.autocast_regions import DisabledRegions
-from autoamp.ops.cudnn import flatten_weights
 from autoamp.ops.policies import build
 from autoamp.ops.recurrent import build_check_input
 from autoamp.ops.targets import Expansion, Target, expand, known_ops, locate, owns_its_names, target_at

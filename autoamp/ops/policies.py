@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from autoamp.casting import Casts, SparseArgument, cast_call, on_device
+from autoamp.casting import LAYERS, Casts, SparseArgument, cast_call, on_device
 from autoamp.errors import BannedFunctionError, warn_user
 from autoamp.inference import LSTM, build_lstm
-from autoamp.ops.cudnn import LAYERS, build_recurrent
+from autoamp.ops.cudnn import build_recurrent
 from autoamp.ops.products import BUILTINS, COMPOSITES, HALF_OPS, build_composite, build_to_half
 from autoamp.ops.writes import build_mutating, mutation_of
 from autoamp.patching import dress

@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from autoamp.patching.patches import (
-    SHORTCUT,
-    PatchSet,
-    check_writable,
-    dress,
-    mark,
-    name_by,
-    offer_shortcut,
-    original_of,
-    resolve,
-)
+from autoamp.patching.imports import resolve
+from autoamp.patching.marks import SHORTCUT, dress, mark, name_by, offer_shortcut, original_of
+from autoamp.patching.patches import PatchSet, check_writable
 
 __all__ = [
     "SHORTCUT",

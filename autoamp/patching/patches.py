@@ -1,196 +1,29 @@
-"""Patches: replace attributes in order, restore them in reverse order. Knows nothing of casts.
-
-The only importer of wrapt, which resolves a dotted path to the place to write, writes there, and tells when a module
-is imported. What is written is a plain function and not a wrapt proxy: `torch.compile` takes a proxy over a builtin for
-the builtin, and drops its casts.
-"""
+"""A set of replaced attributes, which is put back exactly."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import sys
-import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from importlib.machinery import PathFinder
 from typing import Any
 
 import wrapt
 
 from autoamp.errors import PatchError
+from autoamp.patching.imports import watcher, writing
+from autoamp.patching.marks import below_restored, mark_of, original_of
 
-__all__ = [
-    "SHORTCUT",
-    "Patch",
-    "PatchSet",
-    "check_writable",
-    "dress",
-    "mark",
-    "name_by",
-    "offer_shortcut",
-    "original_of",
-    "resolve",
-]
+__all__ = ["Patch", "PatchSet", "check_writable"]
 
 log = logging.getLogger(__name__)
-
-
-# -- marks: what a replacement stands for --
-
-_MARK = "__autoamp_original__"
-SHORTCUT = "__autoamp_shortcut__"
 """The attribute of a replacement in which `offer_shortcut` keeps a pair: its bearer, and what to call in its place.
 
 Who reads it compares the bearer, since `functools.wraps` copies a function's attributes. Where that is done for each
 call, the two lines are written there: a function for them would be one more Python frame.
 """
-_MARKED_TYPES = (types.FunctionType, staticmethod, classmethod)
-
-
-@dataclass(slots=True)
-class _Mark:
-    """What a replacement stands for, and whether its patch set still stands.
-
-    It names its bearer, since `functools.wraps` copies a function's attributes.
-    """
-
-    original: Any
-    bearer: int
-    alive: bool = False
-
-
-def mark(replacement: Any, original: Any) -> Any:
-    """Let `original_of` know what a function, staticmethod or classmethod stands for, and return it."""
-    setattr(replacement, _MARK, _Mark(original, id(replacement)))
-    return replacement
-
-
-def original_of(value: Any) -> Any:
-    """Return what a replacement of ours stands for, and anything else as it is."""
-    while (found := mark_of(value)) is not None:
-        value = found.original
-    return value
-
-
-def below_restored(value: Any) -> Any:
-    """Return what is below the replacements of sets that were restored."""
-    while (found := mark_of(value)) is not None and not found.alive:
-        value = found.original
-    return value
-
-
-def mark_of(value: Any) -> _Mark | None:
-    found = vars(value).get(_MARK) if type(value) in _MARKED_TYPES else None
-    return found if found is not None and found.bearer == id(value) else None
-
-
-def dress(
-    replacement: Callable[..., Any], original: Any, module: str | None = None, qualname: str | None = None
-) -> Any:
-    """Give a replacement the original's name, docstring and signature, and remember the original.
-
-    Args:
-        replacement: A function made for this one purpose.
-        original: What it stands for.
-        module: The module by which a replacement of a builtin is to be pickled while it is in place; by default the
-            original's own, as it always is for a function written in Python.
-        qualname: Its name in that module, by default the original's own.
-    """
-    functools.update_wrapper(replacement, original, assigned=("__doc__", "__name__"), updated=())
-    if isinstance(original, types.FunctionType):
-        module = qualname = None
-    replacement.__module__ = original.__module__ if module is None else module
-    replacement.__qualname__ = original.__qualname__ if qualname is None else qualname
-    return mark(replacement, original)
-
-
-def name_by(replacement: Any, module: str, qualname: str) -> None:
-    """Let a replacement be pickled by a place where it stands, unless it stands where its original was defined."""
-    if isinstance(replacement, types.FunctionType):
-        found: Any = sys.modules.get(replacement.__module__)
-        for part in replacement.__qualname__.split("."):
-            found = getattr(found, part, None)
-        if found is not replacement:
-            replacement.__module__, replacement.__qualname__ = module, qualname
-
-
-def offer_shortcut(replacement: Callable[..., Any], shortcut: Callable[..., Any]) -> None:
-    """Let those who know their arguments call something else in place of a replacement, for as long as that stands."""
-    setattr(replacement, SHORTCUT, (replacement, shortcut))
-
-
-# -- imports: names of modules that are imported already, or later --
-
-# Patches are written to what the whole process shares, so they are written by one thread at a time.
-writing = threading.RLock()
-
-
-class _ImportWatcher:
-    """Owns the process's import hooks: wrapt's cannot be taken back, so one at a time is registered for a module."""
-
-    def __init__(self) -> None:
-        self._armed: set[str] = set()
-        self._listeners: dict[str, dict[object, list[Callable[[types.ModuleType], None]]]] = {}
-
-    def listen(self, module_name: str, owner: object, callback: Callable[[types.ModuleType], None]) -> None:
-        with writing:
-            if module_name in sys.modules:
-                return
-            self._listeners.setdefault(module_name, {}).setdefault(owner, []).append(callback)
-            if module_name not in self._armed:
-                self._armed.add(module_name)
-                wrapt.register_post_import_hook(functools.partial(self._imported, module_name), module_name)
-
-    def forget(self, owner: object) -> None:
-        for module_name, listeners in list(self._listeners.items()):
-            listeners.pop(owner, None)
-            if not listeners:
-                del self._listeners[module_name]
-
-    def _imported(self, module_name: str, module: types.ModuleType) -> None:
-        with writing:
-            self._armed.discard(module_name)
-            for callbacks in self._listeners.pop(module_name, {}).values():
-                for callback in callbacks:
-                    callback(module)
-
-
-watcher = _ImportWatcher()
-
-
-def resolve(dotted: str) -> tuple[Any, str, Any] | None:
-    """Find a dotted name among the modules that are imported already. Imports nothing.
-
-    Returns:
-        ``(parent, attribute, original)``, or None while the name's module is not imported.
-
-    Raises:
-        PatchError: The module is imported and has no such attribute.
-    """
-    parts = dotted.split(".")
-    for end in range(len(parts) - 1, 0, -1):
-        module = sys.modules.get(".".join(parts[:end]))
-        if module is not None:
-            break
-    else:
-        return None
-    # Asked first, since a module that loads its submodules lazily would import one to answer for the attribute.
-    if parts[end] not in getattr(module, "__dict__", {}) and _has_submodule(module, parts[end]):
-        return None
-    try:
-        parent, attribute, original = wrapt.resolve_path(module, ".".join(parts[end:]))
-    except AttributeError as error:
-        raise PatchError(f"{dotted!r} is not there: {error}") from error
-    return parent, attribute, original_of(original)
-
-
-def _has_submodule(module: Any, name: str) -> bool:
-    """Tell whether a package has a submodule, without importing it, and without waiting for who imports it just now."""
-    path = getattr(module, "__path__", None)
-    return path is not None and PathFinder.find_spec(f"{module.__name__}.{name}", path) is not None
 
 
 # -- patches: what is replaced, and put back --

@@ -1,181 +1,22 @@
-"""Cast lists: what they say, how their files are found, read, checked and merged.
-
-This room knows names only: it resolves none, and imports nothing that a list names. Other rooms expand and patch them.
-"""
+"""Finds list files and sets, reads them in order, and merges them to one table."""
 
 from __future__ import annotations
 
-import difflib
 import importlib.resources
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, NoReturn
 
 from autoamp.errors import ListFileError
-from autoamp.rules.table import CastPolicy, CastRule, CastTable, ModulePrecision, ModuleRule, Origin, is_version_limit
-from autoamp.rules.toml_lines import TomlError, TomlLines, parse_toml
+from autoamp.rules.parser import ListSet, Source, choices, fail, nearest
+from autoamp.rules.table import CastRule, CastTable, Origin
+from autoamp.rules.toml_lines import TomlError, parse_toml
 
-__all__ = [
-    "CastPolicy",
-    "CastRule",
-    "CastTable",
-    "ModulePrecision",
-    "ModuleRule",
-    "Origin",
-    "check_bare_names",
-    "load_table",
-    "shipped_sets",
-    "shipped_table",
-]
-
-SCHEMA = 1
+__all__ = ["check_bare_names", "load_table", "shipped_sets", "shipped_table"]
 ENVIRONMENT_VARIABLE = "AUTOAMP_LISTS"
 PROJECT_FILE = "autoamp.toml"
-# torch is not asked for them: nothing here needs it.
-DEVICE_TYPES = frozenset({"cpu", "cuda", "hpu", "ipu", "maia", "mps", "mtia", "npu", "xla", "xpu"})
-
-_ARRAYS = tuple(policy for policy in CastPolicy if policy is not CastPolicy.BANNED)
-_KEYS = ("schema", "extends", *(policy.value for policy in CastPolicy), "modules", "versions", "devices")
-
-
-def nearest(word: object, valid: Collection[str]) -> str:
-    close = difflib.get_close_matches(str(word), sorted(valid), n=3)
-    return f"did you mean {' or '.join(map(repr, close))}?" if close else "nothing near that name is known."
-
-
-def choices(valid: Collection[str]) -> str:
-    return ", ".join(map(repr, valid))
-
-
-def fail(origin: Origin, message: str) -> NoReturn:
-    raise ListFileError(message, origin.path, origin.line)
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """What holds a list set: its name, where its relative paths start, its lines, and the key that it lies under."""
-
-    name: str
-    folder: Path
-    shipped: bool = False
-    lines: TomlLines | None = None
-    under: tuple[str, ...] = ()
-
-    def at(self, *path: str, item: int | None = None) -> Origin:
-        return Origin(self.name, self.lines.of(self.under + path, item) if self.lines else None, self.shipped)
-
-
-class ListSet:
-    """One list set, checked as it is built: its own rules, and the sets that it names (`extends` may be None)."""
-
-    def __init__(self, source: Source, data: Mapping[str, object], *, schema_needed: bool = False) -> None:
-        self.source = source
-        valid = (*_KEYS, "lists") if source.under else _KEYS
-        for key in data:
-            if key not in valid:
-                fail(source.at(str(key)), f"unknown key {key!r}; {nearest(key, valid)} Valid: {choices(valid)}")
-        self._check_schema(data, schema_needed)
-        self._seen: dict[str, CastRule] = {}
-        for policy in _ARRAYS:
-            if policy is not CastPolicy.NONE or not isinstance(data.get("none"), Mapping):
-                for item, target in enumerate(self._strings(data, policy.value)):
-                    self._add_rule(CastRule(target, policy, source.at(policy.value, item=item)))
-        for rule in self._reasoned(data.get("none")):
-            self._add_rule(rule)
-        for target, remedy in self._entries(data, "banned"):
-            self._add_rule(CastRule(target, CastPolicy.BANNED, source.at("banned", target), remedy))
-        self._limit_versions(data)
-        self._limit_devices(data)
-        rules = sorted(self._seen.values(), key=lambda rule: not rule.bare)
-        self.own = CastTable(tuple(rules), tuple(self._module_rules(data)), (source.name,))
-        self.extends = self._strings(data, "extends", lone=True) if "extends" in data else None
-        self.lists = self._strings(data, "lists", lone=True)
-
-    def _check_schema(self, data: Mapping[str, object], needed: bool) -> None:
-        schema = data.get("schema", None if needed else SCHEMA)
-        if type(schema) is not int or schema != SCHEMA:
-            found = f"schema={schema!r} ({type(schema).__name__}) is unknown" if "schema" in data else "no schema"
-            fail(self.source.at("schema"), f"{found}; this version reads 'schema = {SCHEMA}'")
-
-    def _strings(
-        self, data: Mapping[str, object], key: str, *, lone: bool = False, above: tuple[str, ...] = ()
-    ) -> tuple[str, ...]:
-        value = data.get(key, [])
-        items: Collection[Any] = value if isinstance(value, list | tuple) else [value]
-        wrong = [item for item in items if not isinstance(item, str)] + [value] * (items is not value and not lone)
-        if wrong:
-            remark = f"{'a string or ' * lone}an array of strings"
-            self._fail_type(" ".join((*above, key)), remark, wrong[0], self.source.at(*above, key))
-        return tuple(items)
-
-    def _entries(self, data: Mapping[str, object], key: str) -> Iterator[tuple[str, str]]:
-        table = data.get(key, {})
-        if not isinstance(table, Mapping):
-            self._fail_type(key, "a table", table, self.source.at(key))
-        for name, value in table.items():
-            if not isinstance(name, str) or not isinstance(value, str):
-                remark = "a string, under a name that stands in quotes if it has a dot"
-                wrong = value if isinstance(name, str) else name
-                self._fail_type(f"{key} {name!r}", remark, wrong, self.source.at(key, str(name)))
-            yield name, value
-
-    def _reasoned(self, none: object) -> Iterator[CastRule]:
-        """The rules of a `[none]` table: an array of names for each class of reason."""
-        if isinstance(none, Mapping):
-            for reason in none:
-                if not isinstance(reason, str) or not isinstance(none[reason], list | tuple):
-                    remark = "an array of names, under the reason why they are left alone"
-                    self._fail_type(f"none {reason!r}", remark, none[reason], self.source.at("none", str(reason)))
-                for item, target in enumerate(self._strings(none, reason, above=("none",))):
-                    origin = self.source.at("none", reason, item=item)
-                    yield CastRule(target, CastPolicy.NONE, origin, reason=reason)
-
-    def _limit_versions(self, data: Mapping[str, object]) -> None:
-        for target, versions in self._entries(data, "versions"):
-            origin = self.source.at("versions", target)
-            if target not in self._seen:
-                fail(origin, f"{target!r} under versions has no rule here; {nearest(target, self._seen)}")
-            if not is_version_limit(versions):
-                fail(origin, f"{target!r} under versions has {versions!r}; write '>=2.13', '<2.14' or '>=2.12,<2.14'")
-            self._seen[target] = replace(self._seen[target], versions=versions)
-
-    def _limit_devices(self, data: Mapping[str, object]) -> None:
-        for target, devices in self._entries(data, "devices"):
-            origin = self.source.at("devices", target)
-            if target not in self._seen:
-                fail(origin, f"{target!r} under devices has no rule here; {nearest(target, self._seen)}")
-            types = tuple(part.strip() for part in devices.split(","))
-            if not DEVICE_TYPES.issuperset(types):
-                remedy = f"write one of {choices(sorted(DEVICE_TYPES))}, or several with commas between"
-                fail(origin, f"{target!r} under devices has {devices!r}; {remedy}")
-            self._seen[target] = replace(self._seen[target], devices=types)
-
-    def _fail_type(self, key: str, wanted: str, value: object, origin: Origin) -> NoReturn:
-        fail(origin, f"{key} must be {wanted}; got {value!r} ({type(value).__name__})")
-
-    def _add_rule(self, rule: CastRule) -> None:
-        target, policy, origin = rule.target, rule.policy, rule.origin
-        if not all(part.isidentifier() for part in target.split(".")):
-            remark = "write a bare op name such as 'softmax', or a dotted name such as 'mypkg.losses.focal_loss'"
-            fail(origin, f"{target!r} under {policy.value} is no target; {remark}")
-        if (first := self._seen.get(target)) is not None:
-            both = f"{first.policy.value} ({first.origin}) and again under {policy.value} ({origin})"
-            fail(origin, f"{target!r} is under {both}; an op has one policy: remove one of the two")
-        self._seen[target] = rule
-
-    def _module_rules(self, data: Mapping[str, object]) -> Iterator[ModuleRule]:
-        valid = [precision.value for precision in ModulePrecision]
-        for pattern, value in self._entries(data, "modules"):
-            origin = self.source.at("modules", pattern)
-            if pattern.split() != [pattern]:
-                remark = "write a path such as 'encoder.layers.0.*', or a class such as 'torch.nn.BatchNorm2d'"
-                fail(origin, f"{pattern!r} under modules is no pattern; {remark}")
-            if value not in valid:
-                fail(origin, f"{pattern!r} under modules has {value!r}; choose {choices(valid)}")
-            yield ModuleRule(pattern, ModulePrecision(value), origin)
 
 
 def _read(path: Path | Traversable, name: str, asked_by: Origin) -> ListSet:

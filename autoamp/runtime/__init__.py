@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+from autoamp.runtime.active import current_handle, needed_handle, put_handle
 from autoamp.runtime.api import (
-    Region,
-    current_handle,
     disable_casts,
     float_function,
     half_function,
     init,
-    needed_handle,
     promote_function,
-    put_handle,
-    region,
     register_float_function,
     register_half_function,
     register_promote_function,
 )
 from autoamp.runtime.events import activated, suspended
-from autoamp.runtime.handle import Handle, Settings, Setup, device_type_of
+from autoamp.runtime.handle import Handle
 from autoamp.runtime.no_op import NoOpHandle
+from autoamp.runtime.regions import Region, region
+from autoamp.runtime.settings import Settings, Setup, device_type_of
 
 __all__ = [
     "Handle",

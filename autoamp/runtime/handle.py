@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,95 +18,17 @@ from autoamp.diagnostics import Counts
 from autoamp.errors import UsageError
 from autoamp.modules import CastModels, ForwardDtypes, ModuleCasts, ModulePrecisions, Override
 from autoamp.ops import Target, expand
-from autoamp.rules import CastRule, CastTable, load_table
+from autoamp.rules import CastRule
 from autoamp.runtime.events import activated, suspended
 from autoamp.runtime.installation import Installation
+from autoamp.runtime.settings import Settings, Setup
 from autoamp.scaling import LossScaler, is_count, make_scaler
 from autoamp.stepping import GuardedOptimizers, stepped_params
-from autoamp.tensors import HALF_DTYPES, default_device_type, default_half_dtype
+from autoamp.tensors import HALF_DTYPES
 
-__all__ = ["Handle", "Settings", "Setup", "device_type_of"]
+__all__ = ["Handle"]
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The arguments of ``init`` after defaults are filled in. Equal settings mean the same handle."""
-
-    loss_scale: Any
-    enable_caching: bool
-    verbose: bool
-    allow_banned: bool
-    device_type: str
-    dtype: torch.dtype
-    rebind: bool
-    table: CastTable
-    opt_level: str | None = None
-    scope: str = "global"
-
-    @classmethod
-    def of(
-        cls, loss_scale: Any = None, enable_caching: bool = True, verbose: bool = False, allow_banned: bool = True,
-        lists: Any = None, device_type: str | None = None, dtype: torch.dtype | None = None, rebind: bool = True,
-        scope: str = "global",
-    ) -> Settings:  # fmt: skip
-        """Fill in the defaults and read the lists. Every wrong argument is told before anything is patched."""
-        device_type = device_type_of(device_type)
-        dtype = _half_dtype_of(device_type) if dtype is None else dtype
-        if dtype not in HALF_DTYPES:
-            raise UsageError(f"dtype={dtype} is no half precision; choose torch.float16 or torch.bfloat16")
-        if scope not in ("global", "modules"):
-            raise UsageError(f"scope={scope!r} is unknown; choose 'global' or 'modules'")
-        table = load_table(lists, base="bf16" if dtype is torch.bfloat16 else "default", device_type=device_type)
-        make_scaler(loss_scale, dtype)
-        return cls(loss_scale, enable_caching, verbose, allow_banned, device_type, dtype, rebind, table, scope=scope)
-
-
-def device_type_of(device: Any = None) -> str:
-    """Return the type of a device or of its name; the current accelerator's for None.
-
-    Raises:
-        UsageError: Torch knows no such device.
-    """
-    try:
-        return default_device_type() if device is None else str(torch.device(device).type)
-    except (RuntimeError, TypeError):
-        raise UsageError(
-            f"device_type={device!r} is unknown to torch; choose 'cuda', 'cpu', 'xpu' or 'mps', say"
-        ) from None
-
-
-def _half_dtype_of(device_type: str) -> torch.dtype:
-    try:
-        return default_half_dtype(device_type)
-    except RuntimeError:
-        raise UsageError(
-            f"torch has no half precision of its own for device_type={device_type!r}; give dtype=torch.float16 or "
-            "torch.bfloat16"
-        ) from None
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What one call of `initialize` set up.
-
-    Attributes:
-        settings: What its arguments came to.
-        patches: Whether torch is patched for it, and ``on`` whether that acts everywhere, or within its models.
-        masters: Whether optimizers of its models step master weights.
-        key: Equal for calls that share their loss scalers.
-        scalers: One for each ``loss_id``.
-        models: Those that the call named, held weakly.
-    """
-
-    settings: Settings
-    patches: bool
-    on: bool
-    masters: bool
-    key: Any
-    scalers: list[LossScaler]
-    models: weakref.WeakSet[Module]
 
 
 class Handle:

@@ -15,20 +15,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import itertools
 import logging
 import math
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
 
 from autoamp.casting import Casts
 from autoamp.errors import NonFiniteGradientsError, UsageError
-from autoamp.patching import dress
 from autoamp.scaling import (
     GradientMark,
     Kind,
@@ -43,21 +39,17 @@ from autoamp.scaling import (
     non_finite,
     non_finite_now,
     number_of,
-    quotient,
     read,
-    scale_,
     settle,
     settle_later,
     total_norm,
     unscale_,
-    unseen,
 )
 from autoamp.stepping.attach import AttachedStep, named_params, stepped_params
-from autoamp.stepping.checks import warn_without_gradients
 from autoamp.stepping.masters import MasterWeights
 from autoamp.stepping.replicas import several_processes
 
-__all__ = ["GivenUp", "Skips", "StepGuard", "build_grad", "open_blocks", "scaled_block"]
+__all__ = ["GivenUp", "Skips", "StepGuard"]
 
 logger = logging.getLogger(__name__)
 
@@ -635,175 +627,3 @@ def _is_finite(loss: Any) -> bool:
     if isinstance(loss, torch.Tensor):
         return bool(loss.detach().isfinite().all())
     return not isinstance(loss, float) or math.isfinite(loss)
-
-
-# -- blocks --
-
-
-class _OpenBlocks(threading.local):
-    """The blocks of a thread in which the program scales its loss.
-
-    Attributes:
-        count: How many are open.
-        differentiated: How often the program asked within one for gradients that go to no ``.grad``.
-    """
-
-    count = 0
-    differentiated = 0
-
-
-open_blocks = _OpenBlocks()
-
-
-class scaled_block:  # noqa: N801, named as what it is in a with statement
-    """The block in which the gradients of some optimizers are those of a scaled loss.
-
-    Inside, everything in ``.grad`` has the scale of the block: gradients of earlier blocks are multiplied by it first.
-    After it they have true values again, also after an exception. A scaler that does not check (scale 1.0) costs no
-    pass over the gradients.
-
-    Args:
-        guards: Of the optimizers whose gradients the loss makes; none where only the gradients of inputs are wanted.
-        scaler: Gives the scale, and is told later what became of it.
-        delay_unscale: Leave the gradients scaled, for a later block or the step to unscale and check.
-
-    Yields:
-        The scale: multiply the loss by it.
-
-    Raises:
-        UsageError: One of the optimizers is in a block already.
-    """
-
-    __slots__ = ("_delay_unscale", "_differentiated", "_guards", "_scale", "_scaler")
-
-    def __init__(self, guards: Iterable[StepGuard], scaler: LossScaler, *, delay_unscale: bool = False) -> None:
-        self._guards = tuple(dict.fromkeys(guards))
-        self._scaler = scaler
-        self._delay_unscale = delay_unscale
-        self._scale: Scale = 1.0
-        self._differentiated = 0
-
-    def __enter__(self) -> Scale:
-        self._scale = _open(self._guards, self._scaler)
-        open_blocks.count += 1
-        self._differentiated = open_blocks.differentiated
-        return self._scale
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            for guard in self._guards:
-                guard.collect()
-            if kind is not None:
-                # The program may catch the exception and step all the same: not with inf and nan.
-                _leave(self._guards, self._scaler, self._scale, self._scale != 1.0, warns=False)
-            elif self._delay_unscale:
-                for guard in self._guards:
-                    guard.leave_block(self._scale, delayed=self._scaler if self._scaler.checks else None)
-            else:
-                warns = open_blocks.differentiated == self._differentiated
-                _leave(self._guards, self._scaler, self._scale, self._scaler.checks, warns=warns)
-        finally:
-            open_blocks.count -= 1
-            for guard in self._guards:
-                guard.in_block = False
-
-
-def _open(guards: Sequence[StepGuard], scaler: LossScaler) -> Scale:
-    """Bring the gradients that are there to the scale of the block, and return the scale."""
-    for guard in guards:
-        if guard.in_block:
-            raise UsageError(f"{guard.name} is in a scale_loss block already; end that block before the next")
-    for guard in guards:
-        guard.collect()
-        guard.take_in_joined()
-        guard.forget_abandoned()
-        if not scaler.checks:
-            guard.finish_delayed()
-    # Only now: what was settled may have changed the scale.
-    scale = scaler.scale_at_hand()
-    if any(guard.grads_scale != scale for guard in guards):
-        _rescale(guards, scale)
-    for guard in guards:
-        guard.before_backward()
-    for guard in guards:
-        guard.enter_block(scale)
-    return scale
-
-
-def _rescale(guards: Sequence[StepGuard], scale: Scale) -> None:
-    by_scale: dict[Scale, list[torch.Tensor]] = {}
-    seen: set[int] = set()
-    for guard in guards:
-        params = [param for param in guard.params() if param.grad is not None and id(param) not in seen]
-        if params:
-            seen.update(map(id, params))
-            by_scale.setdefault(guard.grads_scale, []).extend(params)
-    for before, params in by_scale.items():
-        if before != scale:
-            scale_(params, quotient(scale, before))
-
-
-def _leave(guards: Sequence[StepGuard], scaler: LossScaler, scale: Scale, checks: bool, *, warns: bool) -> None:
-    """Unscale and check, and leave the verdict with every optimizer that has gradients."""
-    lists = [guard.params() for guard in guards]
-    present = [any(param.grad is not None for param in params) for params in lists]
-    verdicts: Sequence[Verdict | None] = [None] * len(lists)
-    if checks and any(present):
-        verdicts = _judged(guards, lists, scaler, scale)
-    for guard, params, has_gradients, verdict in zip(guards, lists, present, verdicts, strict=True):
-        guard.leave_block(1.0, verdict if has_gradients else None, params=params)
-        if checks:
-            guard.unscaled(params, scaler, scale)
-        if warns and not has_gradients:
-            warn_without_gradients(guard.name, params)
-
-
-def _judged(
-    guards: Sequence[StepGuard], lists: Sequence[Sequence[torch.Tensor]], scaler: LossScaler, scale: Scale
-) -> Sequence[Verdict]:
-    """Unscale and check the gradients of all guards. Returns a verdict for each.
-
-    An overflow in this block is the overflow of all. What an earlier block left is that of its own optimizers alone.
-    """
-    if len(guards) == 1 or not any(guard.pending for guard in guards):
-        params = lists[0] if len(lists) == 1 else [*itertools.chain.from_iterable(lists)]
-        return [Verdict(scaler, scale, unscale_(params, inverse(scale), guards[0].usual, scaler.late.blank))] * len(
-            guards
-        )
-    found, new = {}, {}
-    for owners, params in _by_owners(lists).items():
-        found[owners] = unscale_(params, inverse(scale), None, scaler.late.blank)
-        new[owners] = unseen(found[owners], [verdict for place in owners for verdict in guards[place].pending])
-    verdicts: list[Verdict] = []
-    for place in range(len(guards)):
-        flags = [flag for owners in found for flag in (found if place in owners else new)[owners]]
-        verdicts.append(Verdict(scaler, scale, flags, block=verdicts[0] if verdicts else None))
-    return verdicts
-
-
-def _by_owners(lists: Sequence[Sequence[torch.Tensor]]) -> dict[frozenset[int], list[torch.Tensor]]:
-    """Sort parameters by the lists that they, or others with the same gradient, are in."""
-    by_grad: dict[int, tuple[list[torch.Tensor], set[int]]] = {}
-    for place, params in enumerate(lists):
-        for param in params:
-            if param.grad is not None:
-                sharing, places = by_grad.setdefault(id(param.grad), ([], set()))
-                sharing.append(param)
-                places.add(place)
-    owned: dict[frozenset[int], list[torch.Tensor]] = {}
-    for sharing, places in by_grad.values():
-        owned.setdefault(frozenset(places), []).extend(sharing)
-    return owned
-
-
-def build_grad(original: Any) -> Any:
-    """Build the replacement of `torch.autograd.grad`: a block in which it is called need leave nothing in ``.grad``."""
-
-    def grad(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and open_blocks.count:
-            open_blocks.differentiated += 1
-        return original(*args, **kwargs)
-
-    return dress(grad, original, "torch.autograd", "grad")

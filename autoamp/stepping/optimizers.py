@@ -17,8 +17,9 @@ from autoamp.casting import Casts
 from autoamp.errors import CheckpointError, UsageError
 from autoamp.scaling import LossScaler, is_count, multiplied
 from autoamp.stepping.attach import AttachedStep, InnerSteps, is_optimizer, stepped_params
+from autoamp.stepping.block import scaled_block
 from autoamp.stepping.checks import check_optimizer
-from autoamp.stepping.guard import Skips, StepGuard, scaled_block
+from autoamp.stepping.guard import Skips, StepGuard
 from autoamp.stepping.masters import MasterWeights
 
 __all__ = ["GuardedOptimizers", "ScalesItself", "refuse_own_scaler"]

@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import Parameter
 
 import autoamp
-from autoamp.casting.cache import CastCache, ThreadState
+from autoamp.casting.cache import CastCache
+from autoamp.casting.threads import ThreadState
 
 HALF = torch.bfloat16
 

@@ -15,7 +15,8 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import Parameter
 
-from autoamp.casting.casts import Casts, SparseArgument
+from autoamp.casting.casters import SparseArgument
+from autoamp.casting.casts import Casts
 from autoamp.tensors import iter_tensors
 
 HALVES = [torch.float16, torch.bfloat16]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autoamp.cli import command, probes
+from autoamp.cli import command, lists, probes
 from tests.launches import Ended, environment, launched, written
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="these programs run in forks")
@@ -419,8 +419,8 @@ def test_lists_are_checked_against_torch(ended: dict[str, Ended]) -> None:
 
 
 def test_differences_of_the_lists_are_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    found = dataclasses.replace(command.check_lists(), added=("brand_new",))
-    monkeypatch.setattr(command, "check_lists", lambda: found)
+    found = dataclasses.replace(lists.check_lists(), added=("brand_new",))
+    monkeypatch.setattr(lists, "check_lists", lambda: found)
     assert command.main(["lists", "--check"]) == 1
     assert capsys.readouterr().out.startswith("brand_new: new in torch ")
 

@@ -15,7 +15,8 @@ import torch
 import autoamp
 from autoamp.auto_scaling import auto_scale
 from autoamp.cli import session
-from autoamp.cli.session import Options, Report, loss_scale_of, set_up
+from autoamp.cli.report import Report
+from autoamp.cli.session import Options, loss_scale_of, set_up
 from autoamp.compat import uninstall
 from autoamp.compat.alias import is_installed
 from autoamp.compat.alias import options as alias_options

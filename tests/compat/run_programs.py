@@ -21,7 +21,7 @@ import torch.distributed
 
 import autoamp
 from autoamp.compat import install_as_apex, uninstall
-from autoamp.runtime import api
+from autoamp.runtime import active
 
 WATCHED = (torch, torch.Tensor, torch.nn.functional, torch.linalg, torch._VF, torch.nn.Module, torch.nn.RNNBase)
 
@@ -52,7 +52,7 @@ def run(path: str, dtype: torch.dtype) -> str:
         handle = autoamp.current_handle()
         if handle is not None:
             handle.deactivate()
-        api.handles.registry._rules.clear()
+        active.handles.registry._rules.clear()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
     return ""

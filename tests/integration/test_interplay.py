@@ -29,7 +29,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
-from autoamp.patching.patches import original_of
+from autoamp.patching.marks import original_of
 
 HALF = torch.bfloat16
 

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 import autoamp
 from autoamp.scaling.loss_scale import DynamicLossScaler, StaticLossScaler
-from autoamp.stepping.masters import master_of
+from autoamp.stepping.links import master_of
 
 LISTS = {"extends": [], "fp16": ["linear"], "fp32": ["cross_entropy"]}
 LEVELS = ["O0", "O1", "O2", "O3"]

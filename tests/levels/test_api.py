@@ -18,7 +18,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import autoamp
 from autoamp.errors import AutoampError, UsageError
-from autoamp.levels.api import LEVELS
+from autoamp.levels.opt_levels import LEVELS
 from autoamp.scaling.loss_scale import DynamicLossScaler, StaticLossScaler
 
 LISTS = {"extends": [], "fp16": ["linear", "conv2d"], "fp32": ["cross_entropy", "softmax"]}

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
-from autoamp.modules.call import build_recompute
+from autoamp.modules.recompute import build_recompute
 
 HALF, FP32 = torch.float16, torch.float32
 LISTS: dict[str, Any] = {"extends": [], "fp16": ["linear", "mm"], "fp32": ["softmax", "exp"]}

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp.casting.casts import Casts
-from autoamp.ops.cudnn import LAYERS, FlatLayout, Layer, build_recurrent, flatten_weights
+from autoamp.casting.flat_weights import LAYERS, FlatLayout, Layer, flatten_weights
+from autoamp.ops.cudnn import build_recurrent
 
 SIZES = {"input_size": 5, "hidden_size": 6, "num_layers": 2}
 LAYOUTS: list[Layer] = []

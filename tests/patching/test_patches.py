@@ -19,18 +19,10 @@ import pytest
 import wrapt
 
 from autoamp.errors import PatchError
-from autoamp.patching import patches as patching
-from autoamp.patching.patches import (
-    SHORTCUT,
-    Patch,
-    PatchSet,
-    check_writable,
-    dress,
-    name_by,
-    offer_shortcut,
-    original_of,
-    resolve,
-)
+from autoamp.patching import imports
+from autoamp.patching.imports import resolve
+from autoamp.patching.marks import SHORTCUT, dress, mark, name_by, offer_shortcut, original_of
+from autoamp.patching.patches import Patch, PatchSet, check_writable
 
 NOTHING: tuple[str, ...] = ()
 
@@ -301,11 +293,11 @@ def test_the_watcher_does_not_grow() -> None:
 
     cycle()
     hooks = len(_post_import_hooks["never_imported_by_anyone"])
-    listeners = len(patching.watcher._listeners)
+    listeners = len(imports.watcher._listeners)
     for _ in range(20):
         cycle()
     assert len(_post_import_hooks["never_imported_by_anyone"]) == hooks == 1
-    assert len(patching.watcher._listeners) == listeners
+    assert len(imports.watcher._listeners) == listeners
     gc.collect()
     assert not [found for found in gc.get_objects() if type(found) is PatchSet and len(found)]
 
@@ -397,7 +389,7 @@ def test_only_the_bearer_of_a_mark_is_a_replacement(shelf: types.ModuleType) -> 
 @pytest.mark.parametrize("kind", [staticmethod, classmethod])
 def test_descriptors_carry_a_mark_of_their_own(kind: Any) -> None:
     original = kind(len)
-    ours = patching.mark(kind(replacement_of(len)), original)
+    ours = mark(kind(replacement_of(len)), original)
     assert original_of(ours) is original
     assert original_of(kind(replacement_of(len))) is not original
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp.errors import ListFileError, UsageError
-from autoamp.patching.patches import original_of
-from autoamp.runtime import api
+from autoamp.patching.marks import original_of
+from autoamp.runtime.active import needed_handle
 from autoamp.runtime.handle import Handle
 from autoamp.runtime.no_op import NoOpHandle
 from autoamp.scaling.loss_scale import StaticLossScaler
@@ -546,15 +546,15 @@ def test_a_handle_that_is_deactivated_within_a_region_stays_so() -> None:
 
 def test_the_needed_handle_is_the_active_one_or_the_one_that_does_nothing() -> None:
     with pytest.raises(UsageError, match=r"anything\(\) needs a handle; call autoamp.initialize\(model, optimizer\)"):
-        api.needed_handle("anything")
+        needed_handle("anything")
     nothing = autoamp.init(enabled=False)
-    assert api.needed_handle("anything") is nothing
+    assert needed_handle("anything") is nothing
     assert autoamp.current_handle() is None
     with autoamp.region(device_type="cpu", dtype=torch.bfloat16) as inner:
-        assert api.needed_handle("anything") is inner
-    assert api.needed_handle("anything") is nothing
+        assert needed_handle("anything") is inner
+    assert needed_handle("anything") is nothing
     handle = autoamp.init(device_type="cpu", dtype=torch.float16)
-    assert api.needed_handle("anything") is handle
+    assert needed_handle("anything") is handle
     handle.deactivate()
     with pytest.raises(UsageError, match="needs a handle"):
-        api.needed_handle("anything")
+        needed_handle("anything")

@@ -30,7 +30,7 @@ from torch.jit._builtins import _get_builtin_table
 
 import autoamp
 from autoamp.patching import patches
-from autoamp.patching.patches import original_of
+from autoamp.patching.marks import original_of
 from autoamp.runtime import installation
 
 HALF = torch.float16

@@ -25,7 +25,8 @@ from autoamp.errors import AutoampError, NonFiniteGradientsError, UsageError
 from autoamp.scaling import verdict
 from autoamp.scaling.loss_scale import DynamicLossScaler, LossScaler, StaticLossScaler
 from autoamp.stepping import guard as stepping
-from autoamp.stepping.guard import StepGuard, scaled_block
+from autoamp.stepping.block import scaled_block
+from autoamp.stepping.guard import StepGuard
 from autoamp.stepping.masters import MasterWeights
 
 pytestmark = pytest.mark.filterwarnings("error")

@@ -15,7 +15,8 @@ from torch.nn import Parameter
 from autoamp.errors import NonFiniteGradientsError
 from autoamp.scaling import verdict
 from autoamp.scaling.loss_scale import DynamicLossScaler, LossScaler, StaticLossScaler
-from autoamp.stepping.guard import StepGuard, scaled_block
+from autoamp.stepping.block import scaled_block
+from autoamp.stepping.guard import StepGuard
 
 pytestmark = pytest.mark.filterwarnings("error")
 

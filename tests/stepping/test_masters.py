@@ -16,7 +16,8 @@ from torch.nn.functional import mse_loss
 
 import autoamp
 from autoamp.errors import NonFiniteGradientsError, UsageError
-from autoamp.stepping.masters import MasterWeights, fit_state, master_of, release_master
+from autoamp.stepping.links import master_of, release_master
+from autoamp.stepping.masters import MasterWeights, fit_state
 
 LISTS = {"extends": [], "fp16": ["linear"], "fp32": ["softmax"]}
 

@@ -1,0 +1,112 @@
+"""`autoamp doctor`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autoamp.cli import probes
+from autoamp.cli.output import aligned
+from autoamp.errors import UsageError
+
+__all__ = ["add_doctor"]
+
+
+# -- doctor --
+
+
+def add_doctor(commands: Any) -> None:
+    """Add the command ``doctor`` to a parser's commands."""
+    doctor = commands.add_parser("doctor", help="look at the device, the lists and the names taken before init")
+    doctor.add_argument("--quick", action="store_true", help="measure nothing")
+    doctor.add_argument("--json", action="store_true", help="print a JSON object")
+    doctor.add_argument("--device-type", help="cuda, cpu, ...; the accelerator's unless given")
+    doctor.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE",
+                        help="import this first, to see the names that it takes; repeatable")  # fmt: skip
+    doctor.set_defaults(act=_doctor)
+
+
+def _doctor(chosen: argparse.Namespace) -> int:
+    sys.path[:0] = [] if sys.flags.safe_path or os.getcwd() in sys.path else [os.getcwd()]
+    for module in chosen.imports:
+        try:
+            importlib.import_module(module)
+        except (Exception, SystemExit) as error:
+            raise UsageError(f"--import {module}: {type(error).__name__}: {error}") from error
+    device = probes.device_of(chosen.device_type)
+    found: dict[str, Any] = {
+        "packages": probes.packages(),
+        "device": dataclasses.asdict(device),
+        "lists": dataclasses.asdict(probes.lists_of(device.kind)),
+        "names": dataclasses.asdict(probes.bound_names()),
+    }
+    measured = [] if chosen.quick else probes.measure(device.kind)
+    found["measured"] = [{**dataclasses.asdict(one), "verdict": one.verdict} for one in measured if one.dtype != "fp32"]
+    if chosen.json:
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+        return 0
+    for heading, lines in _sections(found, measured):
+        sys.stdout.write(f"{heading}\n" + "".join(f"  {line}\n" for line in lines) + "\n")
+    return 0
+
+
+def _sections(found: Mapping[str, Any], measured: Sequence[probes.Measured]) -> list[tuple[str, list[str]]]:
+    packages, device, lists, names = found["packages"], found["device"], found["lists"], found["names"]
+    sections = [
+        ("Packages", aligned([
+            ("autoamp", packages["autoamp"]), ("torch", packages["torch"]), ("Python", packages["python"]),
+            ("kernels", packages["kernels"] or "autoamp_kernels is not installed; torch's own operations are used"),
+            ("apex", packages["apex"] or "no real apex; `autoamp run` lets `import apex` find autoamp"),
+        ])),
+        ("Device", aligned([
+            (device["kind"], device["name"]), ("half units", device["units"]),
+            ("default dtype", f"{device['default']}; {device['run_default']} for `autoamp run`"),
+            ("fp32 matmul", f"precision {device['fp32_matmul']!r}"),
+        ])),
+    ]  # fmt: skip
+    if measured:
+        sections.append((_measured_heading(measured[0]), _measured_lines(measured)))
+    files = [(f"{count} rules", path) for path, count in lists["used"].items()]
+    sections.append(("Lists", aligned([
+        ("shipped sets", ", ".join(lists["shipped"])), ("AUTOAMP_LISTS", lists["environment"] or "not set"), *files,
+        *([("lacking here", ", ".join(lists["lacking"]))] if lists["lacking"] else []),
+        *([("not imported", ", ".join(lists["waiting"]))] if lists["waiting"] else []),
+    ])))  # fmt: skip
+    sections.append(("Names bound before init", _name_lines(names)))
+    return sections
+
+
+def _measured_heading(one: probes.Measured) -> str:
+    return (
+        f"Measured: matmul of {one.size} x {one.size}, elementwise op on {one.elements / 1e6:.0f} million "
+        "(median, quartiles)"
+    )
+
+
+def _measured_lines(measured: Sequence[probes.Measured]) -> list[str]:
+    unit, factor = ("TFLOP/s", 1e12) if measured[0].flops.median > 1e12 else ("GFLOP/s", 1e9)
+    rows = [("", unit, "", "GB/s", "")]
+    for one in measured:
+        rows.append((one.dtype, *_cells(one.flops, factor), *_cells(one.bytes, 1e9)))
+    return [*aligned(rows), "", *(one.verdict for one in measured if one.dtype != "fp32")]
+
+
+def _cells(spread: probes.Spread, factor: float) -> tuple[str, str]:
+    return f"{spread.median / factor:.1f}", f"({spread.low / factor:.1f} to {spread.high / factor:.1f})"
+
+
+def _name_lines(names: Mapping[str, Sequence[str]]) -> list[str]:
+    lines = []
+    for found, what in (
+        (names["rebound"], "are rebound by init"),
+        (names["unreached"], "keep torch's own: init does not reach them"),
+    ):
+        lines.append(f"{len(found)} {what}" + (":" if found else ""))
+        lines += [f"  {name}" for name in found]
+    return lines

@@ -1,0 +1,54 @@
+"""Whether a layer's weights may be packed for oneDNN, and what its images must look like."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoamp.torch_private import dispatch_modes, in_dual_level, is_transformed, mkldnn, mkldnn_enabled
+
+__all__ = ["can_pack", "image_strides", "is_alike_in_both_directions", "may_call_onednn"]
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Tell whether oneDNN packs weights of this dtype, on this CPU."""
+    return (
+        weight.dtype is torch.bfloat16
+        and weight.is_cpu
+        and weight.numel() > 0
+        and torch.backends.mkldnn.is_available()
+        and mkldnn.has_bf16()
+    )
+
+
+def may_call_onednn(x: Tensor) -> bool:
+    """Tell whether an op of oneDNN's own may be called for ``x``: no derivative, transform or mode would miss torch's.
+
+    And whether the user lets torch call oneDNN at all.
+    """
+    return (
+        x.is_cpu
+        and not x.is_nested
+        and mkldnn_enabled()
+        and not in_dual_level()
+        and not is_transformed(x)
+        and not dispatch_modes()
+    )
+
+
+def image_strides(shape: torch.Size) -> tuple[int, ...]:
+    """Return the strides of images in torch's usual layout: a tensor that also is in another may be taken for that."""
+    _, channels, height, width = shape
+    return channels * height * width, height * width, width, 1
+
+
+def is_alike_in_both_directions(rest: tuple[Any, ...]) -> bool:
+    """Tell whether a convolution's stride and padding are pairs of the same number twice, and the rest is 1."""
+    if len(rest) != 4 or rest[2] != (1, 1) or type(rest[3]) is not int or rest[3] != 1:
+        return False
+    return all(
+        type(pair) is tuple and len(pair) == 2 and type(pair[0]) is type(pair[1]) is int and least <= pair[0] == pair[1]
+        for pair, least in zip(rest[:2], (1, 0), strict=True)
+    )

@@ -1,0 +1,86 @@
+"""The arguments of `initialize()`: what is refused, and what is warned of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from autoamp.errors import UsageError, warn_user
+from autoamp.levels.opt_levels import LEVELS, OptLevel
+from autoamp.rules import CastTable
+from autoamp.stepping import check_half_model, check_half_norms, check_optimizer, is_optimizer, refuse_own_scaler
+from autoamp.tensors import HALF_DTYPES
+
+__all__ = ["checked_flag", "checked_models", "checked_optimizers", "checked_scale", "warn_of_settings"]
+
+
+# -- checks of arguments --
+
+
+def checked_models(models: Any) -> list[Module]:
+    """Return the models as a list. UsageError: one is wrapped already, or is none."""
+    found = list(models) if isinstance(models, (list, tuple)) else [models]
+    for model in found:
+        if isinstance(model, (DataParallel, DistributedDataParallel)):
+            raise UsageError(
+                f"a model is wrapped in {type(model).__name__} already; call initialize() first and wrap what "
+                "it returns"
+            )
+        if not isinstance(model, Module):
+            raise UsageError(f"models takes a torch.nn.Module or a list of them, not {type(model).__name__}")
+    return found
+
+
+def checked_optimizers(optimizers: Any) -> list[Any]:
+    """Return the optimizers as a list. UsageError: one is none, or scales its losses itself."""
+    if optimizers is None:
+        return []
+    found = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+    for optimizer in found:
+        if not is_optimizer(optimizer):
+            raise UsageError(
+                f"optimizers takes an optimizer or a list of them, not {type(optimizer).__name__}: it needs "
+                "`param_groups` and `step()`"
+            )
+        refuse_own_scaler(optimizer)
+    return found
+
+
+def checked_flag(name: str, value: Any) -> bool | None:
+    """Return a switch that is a bool or None."""
+    if value is None or isinstance(value, bool):
+        return value
+    remedy = f"pass opt_level={value!r} by its name" if name == "enabled" and value in tuple(LEVELS) else ""
+    raise UsageError(f"{name}={value!r} is no bool; {remedy or 'choose True, False or None'}")
+
+
+def checked_scale(value: Any) -> Any:
+    """Return a loss scale whose string, if it is one, means something."""
+    if isinstance(value, str) and value != "dynamic":
+        raise UsageError(f"loss_scale={value!r} is a string; choose 'dynamic' or a number, such as 128.0")
+    return value
+
+
+def warn_of_settings(
+    level: OptLevel, models: Sequence[Module], optimizers: Sequence[Any], keep_norms: Any, table: CastTable
+) -> None:
+    """Warn of arguments that say nothing at this level, and of models and optimizers that it does not suit."""
+    if level.cast_model_type is None and not level.master_weights:
+        check_half_model(models, level.name)
+    if level.cast_model_type in (None, torch.float32) and keep_norms is not None:
+        warn_user(
+            f"keep_batchnorm_fp32={keep_norms!r} says nothing at opt_level={level.name!r}, which leaves models in "
+            "fp32; it is ignored"
+        )
+    if table.modules and level.cast_model_type in ("half", *HALF_DTYPES):
+        warn_user(
+            f"{table.modules[0].origin}: [modules] says nothing at opt_level={level.name!r}, which casts whole models; "
+            "use opt_level='O1' for precision by module"
+        )
+    check_half_norms(models)
+    for optimizer in optimizers:
+        check_optimizer(optimizer)

@@ -1,0 +1,103 @@
+"""A handle for an opt level, and models set up for it."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from autoamp.levels.opt_levels import OptLevel
+from autoamp.modules import ForwardDtypes
+from autoamp.runtime import Handle, NoOpHandle, Setup, current_handle, put_handle
+
+__all__ = ["earlier_setups", "handle_for", "leave_off", "set_up_models"]
+
+log = logging.getLogger(__name__)
+
+
+# -- setup: what a call does to handles and models --
+
+
+def earlier_setups(models: Sequence[Module]) -> list[Setup]:
+    """Return the earlier calls whose models are alive and not named again, nor a part of one that is, or around it."""
+    handle = current_handle()
+    if handle is None or not handle.setups:
+        return []
+    named = {module for model in models for module in model.modules()}
+
+    def left(setup: Setup) -> weakref.WeakSet[Module]:
+        return weakref.WeakSet(model for model in setup.models if named.isdisjoint(model.modules()))
+
+    found = [replace(setup, models=left(setup)) for setup in handle.setups]
+    if any(setup.models for setup in found):
+        # What is alive in cycles alone would keep its patches.
+        gc.collect()
+    return [setup for setup in found if setup.models]
+
+
+def handle_for(setup: Setup, earlier: Sequence[Setup], models: Sequence[Module], optimizers: Sequence[Any]) -> Handle:
+    """Return a new handle, not active yet, that has taken over what earlier calls set up for other models."""
+    patched = [one for one in earlier if one.patches]
+    if setup.patches and any(one.settings.table != setup.settings.table for one in patched):
+        log.warning(
+            "torch can be patched in one way at a time: the models of earlier calls of initialize() run by the lists "
+            "and the half dtype %s of this one from now on",
+            setup.settings.dtype,
+        )
+    # A level that leaves torch alone leaves it to the last one that does not.
+    ruling = setup.settings if setup.patches or not patched else patched[-1].settings
+    on = setup.on or any(one.on for one in earlier)
+    handle = Handle(replace(ruling, opt_level=setup.settings.opt_level), on=on, scalers=setup.scalers)
+    put_handle(None, functools.partial(handle.inherit, setups=earlier, models=models, optimizers=optimizers))
+    shared = next((one.scalers for one in earlier if one.key == setup.key), None)
+    if shared is not None:
+        # All begin anew, as with Apex: a later training finds nothing of an earlier one whose model lives on.
+        shared[: len(setup.scalers)] = setup.scalers
+        setup = replace(setup, scalers=shared)
+        handle.optimizers.forget_scalers_but(scaler for one in earlier for scaler in one.scalers)
+    handle.setups.append(setup)
+    return handle
+
+
+def leave_off(models: Sequence[Module], optimizers: Sequence[Any]) -> None:
+    """Undo what was set up for these models and optimizers, and leave their losses alone."""
+    earlier = earlier_setups(models)
+    handle = current_handle()
+    if handle is None or not earlier:
+        put_handle(NoOpHandle())
+        return
+    handle.let_go(models, optimizers)
+    handle.setups[:] = earlier
+    handle.optimizers.masters_for_all = any(setup.masters for setup in earlier)
+    handle.optimizers.switch_off(optimizers)
+    for model in models:
+        handle.set_up_model(model, ForwardDtypes(casts=False))
+    handle.install_anew()
+
+
+def set_up_models(
+    handle: Handle, setup: Setup, level: OptLevel, models: Sequence[Module], outputs: torch.dtype | None
+) -> None:
+    """Cast the models as the level says, and what goes into them and comes out of them at each call."""
+    half = setup.settings.dtype
+    # In a model whose level leaves torch alone nothing is cast, also where torch is patched for another.
+    casts = None if setup.on else setup.patches
+    forward = ForwardDtypes(outputs=outputs or (torch.float32 if casts else None), casts=casts)
+    kind: Any = half if level.cast_model_type == "half" else level.cast_model_type
+    for model in models:
+        if kind is not None:
+            inward = ForwardDtypes(kind, outputs or torch.float32, casts, doubles=not _has_doubles(model))
+            handle.set_up_model(model, inward, dtype=kind, keep_norms=level.keep_batchnorm_fp32)
+        elif forward != ForwardDtypes():
+            handle.set_up_model(model, forward)
+
+
+def _has_doubles(model: Module) -> bool:
+    return any(tensor.dtype is torch.float64 for tensor in (*model.parameters(), *model.buffers()))

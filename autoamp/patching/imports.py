@@ -1,0 +1,89 @@
+"""Dotted names to objects, without importing anything; and who waits for a module to be imported."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import types
+from collections.abc import Callable
+from importlib.machinery import PathFinder
+from typing import Any
+
+import wrapt
+
+from autoamp.errors import PatchError
+from autoamp.patching.marks import original_of
+
+__all__ = ["resolve", "watcher", "writing"]
+
+
+# -- imports: names of modules that are imported already, or later --
+
+# Patches are written to what the whole process shares, so they are written by one thread at a time.
+writing = threading.RLock()
+
+
+class _ImportWatcher:
+    """Owns the process's import hooks: wrapt's cannot be taken back, so one at a time is registered for a module."""
+
+    def __init__(self) -> None:
+        self._armed: set[str] = set()
+        self._listeners: dict[str, dict[object, list[Callable[[types.ModuleType], None]]]] = {}
+
+    def listen(self, module_name: str, owner: object, callback: Callable[[types.ModuleType], None]) -> None:
+        with writing:
+            if module_name in sys.modules:
+                return
+            self._listeners.setdefault(module_name, {}).setdefault(owner, []).append(callback)
+            if module_name not in self._armed:
+                self._armed.add(module_name)
+                wrapt.register_post_import_hook(functools.partial(self._imported, module_name), module_name)
+
+    def forget(self, owner: object) -> None:
+        for module_name, listeners in list(self._listeners.items()):
+            listeners.pop(owner, None)
+            if not listeners:
+                del self._listeners[module_name]
+
+    def _imported(self, module_name: str, module: types.ModuleType) -> None:
+        with writing:
+            self._armed.discard(module_name)
+            for callbacks in self._listeners.pop(module_name, {}).values():
+                for callback in callbacks:
+                    callback(module)
+
+
+watcher = _ImportWatcher()
+
+
+def resolve(dotted: str) -> tuple[Any, str, Any] | None:
+    """Find a dotted name among the modules that are imported already. Imports nothing.
+
+    Returns:
+        ``(parent, attribute, original)``, or None while the name's module is not imported.
+
+    Raises:
+        PatchError: The module is imported and has no such attribute.
+    """
+    parts = dotted.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        module = sys.modules.get(".".join(parts[:end]))
+        if module is not None:
+            break
+    else:
+        return None
+    # Asked first, since a module that loads its submodules lazily would import one to answer for the attribute.
+    if parts[end] not in getattr(module, "__dict__", {}) and _has_submodule(module, parts[end]):
+        return None
+    try:
+        parent, attribute, original = wrapt.resolve_path(module, ".".join(parts[end:]))
+    except AttributeError as error:
+        raise PatchError(f"{dotted!r} is not there: {error}") from error
+    return parent, attribute, original_of(original)
+
+
+def _has_submodule(module: Any, name: str) -> bool:
+    """Tell whether a package has a submodule, without importing it, and without waiting for who imports it just now."""
+    path = getattr(module, "__path__", None)
+    return path is not None and PathFinder.find_spec(f"{module.__name__}.{name}", path) is not None

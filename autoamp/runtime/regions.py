@@ -1,0 +1,74 @@
+"""`region()`: a handle that is active in a `with` statement or a function."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any
+
+from autoamp.runtime.active import handles
+from autoamp.runtime.api import disable_casts
+from autoamp.runtime.handle import Handle
+from autoamp.runtime.no_op import NoOpHandle
+from autoamp.runtime.settings import Settings
+
+__all__ = ["Region", "region"]
+
+
+# -- regions --
+
+
+class Region:
+    """Patches for a block alone, on the thread that enters it. Made by `region()`; it can be entered again."""
+
+    def __init__(self, enabled: bool, settings: Settings | None) -> None:
+        self._enabled = enabled
+        self._settings = settings
+        self._handle: Handle | None = None
+        self._entered = _Entered()
+
+    def __enter__(self) -> Handle | NoOpHandle:
+        with contextlib.ExitStack() as stack:
+            handle = self._enter(stack)
+            self._entered.stacks.append(stack.pop_all())
+        return handle
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._entered.stacks.pop().__exit__(*exc_info)
+
+    def _enter(self, stack: contextlib.ExitStack) -> Handle | NoOpHandle:
+        if not self._enabled:
+            stack.enter_context(disable_casts())
+            return handles.handle or NoOpHandle()
+        handle = handles.enter(self._settings, self._own_handle)
+        stack.callback(handles.leave, handle)
+        stack.enter_context(handle.casts.switched(True, forced_off=False))
+        return handle
+
+    def _own_handle(self) -> Handle:
+        # Kept from entry to entry, and with it the loss scale.
+        if self._handle is None:
+            self._handle = Handle(self._settings or Settings.of(), on=False)
+        return self._handle
+
+
+class _Entered(threading.local):
+    """The blocks of a region that a thread is in: one region may serve several threads."""
+
+    def __init__(self) -> None:
+        self.stacks: list[contextlib.ExitStack] = []
+
+
+def region(enabled: bool = True, loss_scale: Any = None, **settings: Any) -> Region:
+    """Patch torch for a block alone: ``with autoamp.region(dtype=torch.bfloat16) as handle``.
+
+    Args:
+        enabled: False turns the active handle's casts off for the block.
+        loss_scale: As for `init`.
+        **settings: The other arguments of `init`. Without any, a handle that is active already serves.
+
+    Only the thread that enters the block casts. The patches come and go with the block, which takes some ten
+    milliseconds each time: around a whole training loop that is nothing, around each of its steps prefer `init`.
+    """
+    given = bool(settings) or loss_scale is not None
+    return Region(enabled, Settings.of(loss_scale=loss_scale, **settings) if given else None)

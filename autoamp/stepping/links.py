@@ -1,0 +1,203 @@
+"""Half parameters and their fp32 masters, pairwise: which belong together, and who follows whom."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from autoamp.errors import UsageError
+from autoamp.stepping.replicas import several_processes
+from autoamp.tensors import HALF_DTYPES
+
+__all__ = ["Link", "check_shapes", "equalised", "follow", "linked", "load_master", "master_of", "release_master"]
+
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+
+
+# -- half parameters and their masters --
+
+
+class Link:
+    """A master, and what its half parameter was when the two last agreed.
+
+    Attributes:
+        master: The fp32 tensor.
+        equal_by: The wrapper that made the masters of all processes equal, referred to weakly; None before that.
+        fingerprint: A hash of the half values, until the first step; None from then on.
+    """
+
+    __slots__ = ("_address", "_master_version", "_version", "equal_by", "fingerprint", "master")
+
+    def __init__(self, half: Tensor, master: Tensor) -> None:
+        self.master = master
+        self.equal_by: weakref.ref[Any] | None = None
+        self.fingerprint = _fingerprint(half)
+        self.agree(half)
+
+    def agree(self, half: Tensor) -> None:
+        """Take note that the half parameter is the rounded master now."""
+        self._version, self._address = _version(half), _address(half)
+        self._master_version = _version(self.master)
+        if self.fingerprint is not None:
+            self.fingerprint = _fingerprint(half)
+
+    def is_equal_by(self, wrapper: object) -> bool:
+        """Tell whether this wrapper made the masters of all processes equal."""
+        return self.equal_by is not None and self.equal_by() is wrapper
+
+    def is_behind(self, half: Tensor) -> bool:
+        """Tell whether somebody wrote into the half parameter, or, before the first step, may have done so."""
+        return self.fingerprint is not None or self.is_written(half)
+
+    def is_written(self, half: Tensor) -> bool:
+        """Tell whether torch tells of a write into the half parameter."""
+        return _version(half) != self._version or _address(half) != self._address
+
+    def take_over(self, half: Tensor, *, whole: bool) -> None:
+        """Set the master to what was written into the half parameter; where both were written to, masters win."""
+        if _version(self.master) == self._master_version:
+            self.read(half, whole=whole)
+        else:
+            self.agree(half)
+
+    def take_over_unseen(self, half: Tensor, *, whole: bool) -> None:
+        """Do as `take_over` does, before the first step, where a hash alone tells whether there was a write."""
+        value, differs = self._compared(half)
+        now: Any = _fingerprint(half)
+        written = (now != self.fingerprint).to(value.device)
+        master = self.master
+        stays = differs & ~written if whole else ~(differs & written)
+        master.copy_(torch.where(stays, master, value))
+        self.agree(half)
+
+    def read(self, half: Tensor, *, whole: bool) -> None:
+        """Set the master to the half parameter.
+
+        Elements in which both are the same, inf and nan included, keep the bits that half precision has no room for;
+        but not with ``whole``, by which the masters of all processes become equal where the half parameters are.
+        """
+        value, differs = self._compared(half)
+        self.master.copy_(value if whole else torch.where(differs, value, self.master))
+        self.agree(half)
+
+    def _compared(self, half: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the half parameter in fp32, and where it is not the rounded master."""
+        value = half.detach().to(device=self.master.device, dtype=self.master.dtype)
+        rounded = self.master.detach().to(half.dtype).to(self.master.dtype)
+        return value, (value != rounded) & ~(value.isnan() & rounded.isnan())
+
+
+# The one master of each half parameter, for as long as the parameter lives: optimizers that share a parameter share it,
+# and it outlives an optimizer that was dropped.
+_links: Any = WeakIdKeyDictionary()
+
+
+def master_of(parameter: Tensor) -> Tensor | None:
+    """Return the fp32 master of a half parameter, None where it has none. Weights written from outside are in it."""
+    link: Link | None = _links.get(parameter)
+    if link is None or parameter.dtype not in HALF_DTYPES:
+        return None
+    follow([(parameter, link)])
+    return link.master
+
+
+def load_master(parameter: Tensor, value: Tensor) -> None:
+    """Give a half parameter's master an fp32 value of which the parameter has the rounded one already."""
+    link: Link = _links[parameter]
+    link.master.copy_(value)
+    link.agree(parameter)
+
+
+def release_master(parameter: Tensor) -> Tensor | None:
+    """Return what `master_of` does, and forget it."""
+    master = master_of(parameter)
+    _links.pop(parameter, None)
+    return master
+
+
+@contextlib.contextmanager
+def equalised(parameters: Iterable[Tensor], wrapper: object) -> Iterator[list[Tensor]]:
+    """Yield the masters of parameters, to be broadcast from the process whose parameters all get.
+
+    Args:
+        parameters: Those of a model; what has no master is passed over.
+        wrapper: Whatever keeps them equal from now on.
+    """
+    pairs = [(half, link) for half in parameters if (link := _links.get(half)) is not None]
+    follow(pairs, local=True)
+    yield [link.master.detach() for _, link in pairs]
+    for half, link in pairs:
+        link.equal_by = weakref.ref(wrapper)
+        # Half parameters are not written to here: a graph may have saved them.
+        link.agree(half)
+
+
+def linked(half: Tensor, original: Tensor | None) -> Link:
+    """Return the link of a half parameter, a new one if it has none: to a master with the value of ``original``."""
+    if master_of(half) is None:
+        value = half.detach().float() if original is None else original.detach()
+        _links[half] = Link(half, value.requires_grad_(half.requires_grad))
+    link: Link = _links[half]
+    return link
+
+
+def check_shapes(half: Tensor, master: Tensor) -> None:
+    """Raise UsageError where a half parameter and its master differ in shape."""
+    if half.shape != master.shape:
+        raise UsageError(
+            f"a half parameter of shape {tuple(half.shape)} has a master of shape {tuple(master.shape)}: it was "
+            "reshaped or sharded since; make the optimizer after that (after FullyShardedDataParallel, say)"
+        )
+
+
+@torch.no_grad()
+def follow(pairs: Iterable[tuple[Tensor, Link]], *, first_step: bool = False, local: bool = False) -> int:
+    """Let masters follow half parameters that were written to. Returns how many of these torch tells of.
+
+    Args:
+        pairs: Half parameters, with their links.
+        first_step: Whether a step begins, from which on masters win.
+        local: Whether the masters of other processes may be left to differ.
+    """
+    behind = [(half, link) for half, link in pairs if link.is_behind(half)]
+    if not behind:
+        return 0
+    several, told = not local and several_processes(), 0
+    for half, link in behind:
+        check_shapes(half, link.master)
+        whole = several and link.equal_by is None
+        if link.is_written(half):
+            link.take_over(half, whole=whole)
+            told += 1
+        elif link.fingerprint is not None:
+            link.take_over_unseen(half, whole=whole and first_step)
+        if first_step:
+            link.fingerprint = None
+    return told
+
+
+def _fingerprint(tensor: Tensor) -> Tensor | None:
+    return torch.hash_tensor(_local(tensor.detach())) if tensor.numel() else None
+
+
+def _version(tensor: Tensor) -> int | None:
+    try:
+        return tensor._version
+    except RuntimeError:
+        # Inference tensors keep no count.
+        return None
+
+
+def _address(tensor: Tensor) -> int:
+    return (tensor if type(tensor) in _PLAIN else _local(tensor)).data_ptr()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return the part of a DTensor that this process has, and any other tensor as it is."""
+    return tensor if type(tensor) in _PLAIN or not hasattr(tensor, "_local_tensor") else tensor._local_tensor
