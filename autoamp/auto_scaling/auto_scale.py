@@ -32,7 +32,7 @@ from autoamp.auto_scaling.backward_pass import (
 )
 from autoamp.auto_scaling.hooks import GradientHook, Hook, PostAccumulateHook, RunningPasses, is_ours
 from autoamp.errors import UsageError
-from autoamp.patching import PatchSet, dress, original_of
+from autoamp.patching import PatchSet, imitate, original_of
 from autoamp.scaling import LossScaler, is_flat, is_sharded
 from autoamp.stepping import GuardedOptimizers, ScalesItself, StepGuard, open_blocks, several_processes, step_unaware
 
@@ -112,7 +112,7 @@ class AutoScale:
             for owner, name, around in patched:
                 # Some are inherited: Tensor has them from its base.
                 original = inspect.getattr_static(owner, name)
-                self._patches.replace(owner, name, dress(around(original), original, owner.__name__, name))
+                self._patches.replace(owner, name, imitate(around(original), original, owner.__name__, name))
             backward = torch.autograd.backward
             self._patches.rebind({id(original_of(backward)): (original_of(backward), backward)}, _is_torchs)
 

@@ -15,9 +15,6 @@ from autoamp.errors import AutoampError
 __all__ = ["main"]
 
 
-# -- the command line --
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code; what a program raises goes on."""
     argv = sys.argv[1:] if argv is None else list(argv)

@@ -18,9 +18,6 @@ from autoamp.errors import UsageError
 __all__ = ["add_doctor"]
 
 
-# -- doctor --
-
-
 def add_doctor(commands: Any) -> None:
     """Add the command ``doctor`` to a parser's commands."""
     doctor = commands.add_parser("doctor", help="look at the device, the lists and the names taken before init")

@@ -13,9 +13,6 @@ from autoamp.diagnostics import check_lists
 __all__ = ["add_lists"]
 
 
-# -- lists --
-
-
 def add_lists(commands: Any) -> None:
     """Add the command ``lists`` to a parser's commands."""
     lists = commands.add_parser("lists", help="show each rule and where it comes from")

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 __all__ = ["aligned", "say"]
 
-# -- output --
-
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return a line for each row, its columns of one width each."""

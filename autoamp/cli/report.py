@@ -13,9 +13,6 @@ import torch
 __all__ = ["Report", "versions"]
 
 
-# -- report --
-
-
 def versions() -> dict[str, str]:
     """Return the versions of what takes part: autoamp, torch and Python."""
     ours = str(getattr(sys.modules["autoamp"], "__version__", ""))

@@ -18,8 +18,6 @@ from autoamp.levels import LEVELS
 __all__ = ["add_run", "prepared_run", "set_up_child"]
 
 
-# -- run --
-
 _RUN_HELP = """\
 Runs a program unmodified, in mixed precision. Torch is patched by the cast lists before the program's first import.
 What its modules compute is cast; tables, statistics and preprocessing stay as they are. In fp16 its losses are scaled,

@@ -27,9 +27,6 @@ __all__ = ["initialize", "load_state_dict", "master_params", "scale_loss", "stat
 log = logging.getLogger(__name__)
 
 
-# -- the public functions --
-
-
 def initialize(
     models: Any,
     optimizers: Any = None,

@@ -18,9 +18,6 @@ from autoamp.tensors import HALF_DTYPES
 __all__ = ["checked_flag", "checked_models", "checked_optimizers", "checked_scale", "warn_of_settings"]
 
 
-# -- checks of arguments --
-
-
 def checked_models(models: Any) -> list[Module]:
     """Return the models as a list. UsageError: one is wrapped already, or is none."""
     found = list(models) if isinstance(models, (list, tuple)) else [models]

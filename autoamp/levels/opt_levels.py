@@ -15,9 +15,6 @@ from autoamp.tensors import HALF_DTYPES
 __all__ = ["LEVELS", "OptLevel", "check_level", "kind_of_scale", "level_with", "scalers_for"]
 
 
-# -- opt levels --
-
-
 @dataclass(frozen=True)
 class OptLevel:
     """What an opt level stands for. Every property can be overridden in the call of `initialize`.

@@ -22,9 +22,6 @@ __all__ = ["earlier_setups", "handle_for", "leave_off", "set_up_models"]
 log = logging.getLogger(__name__)
 
 
-# -- setup: what a call does to handles and models --
-
-
 def earlier_setups(models: Sequence[Module]) -> list[Setup]:
     """Return the earlier calls whose models are alive and not named again, nor a part of one that is, or around it."""
     handle = current_handle()

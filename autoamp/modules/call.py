@@ -24,7 +24,7 @@ from autoamp.modules.half_models import ForwardDtypes
 from autoamp.modules.precisions import ModulePrecisions
 from autoamp.modules.shortcuts import DirectCalls, skips_call_impl
 from autoamp.modules.tags import TAGS, ModuleTags
-from autoamp.patching import dress
+from autoamp.patching import imitate
 from autoamp.rules import ModulePrecision
 from autoamp.tensors import CASTABLE_LAYOUTS, map_tensors
 
@@ -122,7 +122,7 @@ def build_module_call(
             return direct_calls[cls](self, own, args[0])
         return self.forward(*args, **kwargs)
 
-    return dress(call, original)
+    return imitate(call, original)
 
 
 def _inputs(precision: ModulePrecision, casts: Casts, inputs: Any) -> Any:

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autoamp.casting import Casts
 from autoamp.modules.tags import ModuleTags
 from autoamp.ops import flatten_weights
-from autoamp.patching import dress
+from autoamp.patching import imitate
 from autoamp.stepping import fit_state, load_master, master_of, release_master
 from autoamp.tensors import CASTABLE_LAYOUTS, HALF_DTYPES, map_tensors
 from autoamp.torch_private import MODULES_OF_NORMS
@@ -215,7 +215,7 @@ class CastModels:
                 state[key] = _widened(state[key], wide.get(key), keep_vars)
             return state
 
-        return dress(state_dict, original)
+        return imitate(state_dict, original)
 
     def _build_load_state_dict(self, original: Any) -> Any:
         models = self
@@ -226,7 +226,7 @@ class CastModels:
                 models._load_wide(self, state_dict)
             return result
 
-        return dress(load_state_dict, original)
+        return imitate(load_state_dict, original)
 
     def _wide_values(self, module: Module) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield the name of each parameter and buffer that has fp32 values beside the half ones, both of them."""

@@ -8,7 +8,7 @@ from typing import Any
 from torch.nn import Module
 
 from autoamp.casting import Casts
-from autoamp.patching import dress
+from autoamp.patching import imitate
 
 __all__ = ["build_function_backward", "build_function_context", "build_parallel_apply", "build_recompute"]
 
@@ -31,7 +31,7 @@ def build_recompute(original: Any, casts: Casts, position: int, *, calls_it: boo
         function = casts.remembered(args[position], args[position + 1 :] if calls_it else ())
         return original(*args[:position], function, *args[position + 1 :], **kwargs)
 
-    return dress(replacement, original)
+    return imitate(replacement, original)
 
 
 def build_function_context(original: Any, casts: Casts) -> Any:
@@ -41,7 +41,7 @@ def build_function_context(original: Any, casts: Casts) -> Any:
         original(self, *args, **kwargs)
         self._autoamp_switches = casts, casts.switches()
 
-    return dress(init, original, "torch.autograd.function", "BackwardCFunction.__init__")
+    return imitate(init, original, "torch.autograd.function", "BackwardCFunction.__init__")
 
 
 def build_function_backward(original: Any, casts: Casts) -> Any:
@@ -60,7 +60,7 @@ def build_function_backward(original: Any, casts: Casts) -> Any:
         finally:
             casts.local.reset(token)
 
-    return dress(apply, original)
+    return imitate(apply, original)
 
 
 def build_parallel_apply(original: Any, casts: Casts) -> Any:
@@ -69,4 +69,4 @@ def build_parallel_apply(original: Any, casts: Casts) -> Any:
     def parallel_apply(modules: Sequence[Module], *args: Any, **kwargs: Any) -> Any:
         return original([casts.remembered(module) for module in modules], *args, **kwargs)
 
-    return dress(parallel_apply, original)
+    return imitate(parallel_apply, original)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from autoamp.casting import Casts, Switches
-from autoamp.patching import dress
+from autoamp.patching import imitate
 from autoamp.tensors import HALF_DTYPES, iter_tensors, map_tensors
 from autoamp.torch_private import is_any_autocast_enabled
 
@@ -217,7 +217,7 @@ class ModuleCasts(Casts):
                 elif local.on is None:
                     local.constructing = True
 
-        return dress(init, original)
+        return imitate(init, original)
 
     def _build_conversion(self, original: Any) -> Any:
         seen, compiling = self._seen, torch.compiler.is_dynamo_compiling
@@ -227,7 +227,7 @@ class ModuleCasts(Casts):
                 seen.clear()
             return original(module, *args, **kwargs)
 
-        return dress(convert, original)
+        return imitate(convert, original)
 
 
 def _is_torchs(cls: type) -> bool:

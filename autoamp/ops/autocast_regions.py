@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from autoamp.casting import Casts
-from autoamp.patching import dress
+from autoamp.patching import imitate
 
 __all__ = ["DisabledRegions"]
 
@@ -41,7 +41,7 @@ class DisabledRegions:
                 local.regions = (*local.regions, (self, local.set(False, forced_off=True)))
             return entered
 
-        return dress(enter, original)
+        return imitate(enter, original)
 
     def build_exit(self, original: Any) -> Any:
         """Build the replacement of ``torch.autocast.__exit__``."""
@@ -54,7 +54,7 @@ class DisabledRegions:
                 local.reset(token)
             return original(self, *exc_info)
 
-        return dress(leave, original)
+        return imitate(leave, original)
 
 
 def _is_the_programs(frame: types.FrameType | None) -> bool:

@@ -23,7 +23,7 @@ from autoamp.inference import LSTM, build_lstm
 from autoamp.ops.cudnn import build_recurrent
 from autoamp.ops.products import BUILTINS, COMPOSITES, HALF_OPS, build_composite, build_to_half
 from autoamp.ops.writes import build_mutating, mutation_of
-from autoamp.patching import dress
+from autoamp.patching import imitate
 from autoamp.rules import CastPolicy
 from autoamp.tensors import HALF_DTYPES, PLAIN_TYPES, iter_tensors, map_tensors
 from autoamp.torch_private import flatten_recurrent_weights, is_any_autocast_enabled
@@ -85,7 +85,7 @@ def build(
         replacement = _banned(original, in_fp32, casts, f"{module}.{qualname}", remedy, allow_banned)
     else:
         replacement = _by_policy(original, policy, casts, functional)
-    return dress(replacement, original, module, qualname)
+    return imitate(replacement, original, module, qualname)
 
 
 def _by_policy(original: Any, policy: CastPolicy, casts: Casts, functional: Any) -> Callable[..., Any]:

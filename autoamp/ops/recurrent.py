@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from autoamp.casting import Casts
-from autoamp.patching import dress
+from autoamp.patching import imitate
 
 __all__ = ["build_check_input"]
 
@@ -35,4 +35,4 @@ def build_check_input(original: Any, casts: Casts) -> Any:
             input = torch.empty(input.shape, dtype=weight.dtype, device="meta")
         return original(self, input, batch_sizes)
 
-    return dress(check_input, original)
+    return imitate(check_input, original)

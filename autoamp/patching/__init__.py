@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from autoamp.patching.imports import resolve
-from autoamp.patching.marks import SHORTCUT, dress, mark, name_by, offer_shortcut, original_of
+from autoamp.patching.marks import SHORTCUT, imitate, mark, name_by, offer_shortcut, original_of
 from autoamp.patching.patches import PatchSet, check_writable
 
 __all__ = [
     "SHORTCUT",
     "PatchSet",
     "check_writable",
-    "dress",
+    "imitate",
     "mark",
     "name_by",
     "offer_shortcut",

@@ -18,8 +18,6 @@ from autoamp.patching.marks import original_of
 __all__ = ["resolve", "watcher", "writing"]
 
 
-# -- imports: names of modules that are imported already, or later --
-
 # Patches are written to what the whole process shares, so they are written by one thread at a time.
 writing = threading.RLock()
 

@@ -9,10 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["SHORTCUT", "below_restored", "dress", "mark", "mark_of", "name_by", "offer_shortcut", "original_of"]
+__all__ = ["SHORTCUT", "below_restored", "imitate", "mark", "mark_of", "name_by", "offer_shortcut", "original_of"]
 
-
-# -- marks: what a replacement stands for --
 
 _MARK = "__autoamp_original__"
 SHORTCUT = "__autoamp_shortcut__"
@@ -57,7 +55,7 @@ def mark_of(value: Any) -> _Mark | None:
     return found if found is not None and found.bearer == id(value) else None
 
 
-def dress(
+def imitate(
     replacement: Callable[..., Any], original: Any, module: str | None = None, qualname: str | None = None
 ) -> Any:
     """Give a replacement the original's name, docstring and signature, and remember the original.

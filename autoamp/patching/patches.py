@@ -26,8 +26,6 @@ call, the two lines are written there: a function for them would be one more Pyt
 """
 
 
-# -- patches: what is replaced, and put back --
-
 _ABSENT: Any = object()
 
 

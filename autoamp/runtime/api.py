@@ -26,9 +26,6 @@ __all__ = [
 ]
 
 
-# -- the public functions --
-
-
 def init(
     enabled: bool = True,
     loss_scale: Any = None,

@@ -27,7 +27,7 @@ from autoamp.modules import (
     build_recompute,
 )
 from autoamp.ops import DisabledRegions, Expansion, Target, build, build_check_input, locate, owns_its_names
-from autoamp.patching import PatchSet, dress, mark, name_by, original_of
+from autoamp.patching import PatchSet, imitate, mark, name_by, original_of
 from autoamp.rules import CastPolicy, CastRule
 from autoamp.stepping import build_grad
 
@@ -188,7 +188,7 @@ class Installation:
             original(self, *args, **kwargs)
             met(self)
 
-        return dress(init, original)
+        return imitate(init, original)
 
     def _let_torchscript_know(self, original: Any, replacement: Any) -> None:
         # The compiler of torch.jit.script cannot compile a variadic closure. It knows builtins, and functions that are

@@ -15,9 +15,6 @@ from autoamp.runtime.settings import Settings
 __all__ = ["Region", "region"]
 
 
-# -- regions --
-
-
 class Region:
     """Patches for a block alone, on the thread that enters it. Made by `region()`; it can be entered again."""
 

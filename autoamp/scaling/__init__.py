@@ -14,7 +14,7 @@ from autoamp.scaling.formulas import (
     novograd_,
     trust_,
 )
-from autoamp.scaling.gradient_layout import Likeness
+from autoamp.scaling.gradient_layout import GradientLayout
 from autoamp.scaling.gradients import (
     GradientMark,
     Kind,
@@ -33,10 +33,10 @@ from autoamp.scaling.verdict import Verdict, read, settle, settle_later, unseen
 
 __all__ = [
     "DynamicLossScaler",
+    "GradientLayout",
     "GradientMark",
     "Kind",
     "LateFlags",
-    "Likeness",
     "LossScaler",
     "Number",
     "Scale",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from autoamp.torch_private import TENSOR_GUARDS, negated_view
 
-__all__ = ["Likeness"]
+__all__ = ["GradientLayout"]
 
 _Value = TypeVar("_Value")
 
@@ -24,7 +24,7 @@ _Value = TypeVar("_Value")
 _LESSONS = 8
 
 
-class Likeness(Generic[_Value]):
+class GradientLayout(Generic[_Value]):
     """Remembers a value that follows from what tensors are like. It keeps no tensor alive.
 
     Tensors are like those that were learnt if they are as many, of the same type, dtype, device, layout, sizes and

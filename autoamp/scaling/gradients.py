@@ -17,7 +17,7 @@ import torch
 
 from autoamp.errors import UsageError
 from autoamp.scaling.device_scale import DeviceFactor, Factor
-from autoamp.scaling.gradient_layout import Likeness
+from autoamp.scaling.gradient_layout import GradientLayout
 from autoamp.tensors import HALF_DTYPES
 from autoamp.torch_private import group_by_device_and_dtype, unscale_and_check_
 
@@ -45,7 +45,7 @@ _COMPRESSED = frozenset((torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, t
 def unscale_(
     params: Iterable[torch.Tensor],
     inv_scale: Factor,
-    usual: Likeness[Kind] | None = None,
+    usual: GradientLayout[Kind] | None = None,
     flag: Callable[[torch.device], torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
     """Multiply every ``param.grad`` by ``inv_scale`` in place and look for inf and nan in the same pass.
@@ -336,7 +336,7 @@ def _noticing(mark: weakref.ref[ScaledMark], param: weakref.ref[torch.Tensor]) -
 
 
 def _values_by_kind(
-    params: Iterable[torch.Tensor], usual: Likeness[Kind] | None = None
+    params: Iterable[torch.Tensor], usual: GradientLayout[Kind] | None = None
 ) -> dict[Kind, list[torch.Tensor]]:
     """Return the values of all gradients as `_writable_grads` does, by device and dtype."""
     params = list(params)

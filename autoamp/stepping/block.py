@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from autoamp.errors import UsageError
-from autoamp.patching import dress
+from autoamp.patching import imitate
 from autoamp.scaling import (
     LossScaler,
     Scale,
@@ -26,9 +26,6 @@ from autoamp.stepping.checks import warn_without_gradients
 from autoamp.stepping.guard import StepGuard
 
 __all__ = ["build_grad", "open_blocks", "scaled_block"]
-
-
-# -- blocks --
 
 
 class _OpenBlocks(threading.local):
@@ -197,4 +194,4 @@ def build_grad(original: Any) -> Any:
             open_blocks.differentiated += 1
         return original(*args, **kwargs)
 
-    return dress(grad, original, "torch.autograd", "grad")
+    return imitate(grad, original, "torch.autograd", "grad")

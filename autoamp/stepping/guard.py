@@ -26,10 +26,10 @@ import torch
 from autoamp.casting import Casts
 from autoamp.errors import NonFiniteGradientsError, UsageError
 from autoamp.scaling import (
+    GradientLayout,
     GradientMark,
     Kind,
     LateFlags,
-    Likeness,
     LossScaler,
     Number,
     Scale,
@@ -209,7 +209,7 @@ class StepGuard:
         self.step_closure: Callable[..., Any] | None = None
         self._delayed: tuple[LossScaler, ScaledMark] | None = None
         self._abandoned: list[Verdict] = []
-        self.usual: Likeness[Kind] = Likeness()
+        self.usual: GradientLayout[Kind] = GradientLayout()
         self._mark = GradientMark(())
         self._optimizer = weakref.ref(optimizer)
         self._attached: weakref.ref[AttachedStep] | None = None

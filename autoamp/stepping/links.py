@@ -20,9 +20,6 @@ __all__ = ["Link", "check_shapes", "equalised", "follow", "linked", "load_master
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
-# -- half parameters and their masters --
-
-
 class Link:
     """A master, and what its half parameter was when the two last agreed.
 

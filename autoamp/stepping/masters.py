@@ -34,8 +34,6 @@ __all__ = ["MasterWeights", "fit_state"]
 log = logging.getLogger(__name__)
 
 
-# -- the masters of an optimizer --
-
 # So many elements of gradients are widened at one go: each part costs a launch.
 _SMALL = 2**17
 

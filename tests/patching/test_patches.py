@@ -21,7 +21,7 @@ import wrapt
 from autoamp.errors import PatchError
 from autoamp.patching import imports
 from autoamp.patching.imports import resolve
-from autoamp.patching.marks import SHORTCUT, dress, mark, name_by, offer_shortcut, original_of
+from autoamp.patching.marks import SHORTCUT, imitate, mark, name_by, offer_shortcut, original_of
 from autoamp.patching.patches import Patch, PatchSet, check_writable
 
 NOTHING: tuple[str, ...] = ()
@@ -33,7 +33,7 @@ def replacement_of(original: Any, module: str = "shelf", qualname: str = "work")
     def replacement(*args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
 
-    return dress(replacement, original, module, qualname)
+    return imitate(replacement, original, module, qualname)
 
 
 @pytest.fixture

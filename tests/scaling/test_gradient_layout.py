@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoamp.scaling import gradient_layout
-from autoamp.scaling.gradient_layout import Likeness
+from autoamp.scaling.gradient_layout import GradientLayout
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 
@@ -23,8 +23,8 @@ def three(**kwargs: Any) -> list[Tensor]:
     return [torch.randn(2, 3, **kwargs), torch.randn(4, 4, **kwargs), torch.randn((), **kwargs)]
 
 
-def learnt(tensors: list[Tensor]) -> Likeness[str]:
-    known: Likeness[str] = Likeness()
+def learnt(tensors: list[Tensor]) -> GradientLayout[str]:
+    known: GradientLayout[str] = GradientLayout()
     known.learn(tensors, "first")
     known.learn(tensors, "second")
     return known
@@ -43,7 +43,7 @@ def test_tensors_that_are_like_those_learnt_are_known(device: str) -> None:
 
 
 def test_nothing_is_learnt_of_what_came_once() -> None:
-    known: Likeness[str] = Likeness()
+    known: GradientLayout[str] = GradientLayout()
     assert known.recall([]) is None
     known.learn(three(), "value")
     assert known.recall(three()) is None

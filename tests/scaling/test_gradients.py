@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from autoamp.errors import UsageError
 from autoamp.scaling import gradients
 from autoamp.scaling.device_scale import DeviceScale, inverse, quotient
-from autoamp.scaling.gradient_layout import Likeness
+from autoamp.scaling.gradient_layout import GradientLayout
 from autoamp.scaling.gradients import (
     GradientMark,
     Kind,
@@ -170,9 +170,9 @@ def test_inference_tensors_are_replaced() -> None:
     assert all(grad_of(param).eq(1.0).all() for param in params)
 
 
-def learnt(count: int, **kwargs: Any) -> Likeness[Kind]:
+def learnt(count: int, **kwargs: Any) -> GradientLayout[Kind]:
     """Return what two calls learn of ``count`` gradients of two elements."""
-    usual: Likeness[Kind] = Likeness()
+    usual: GradientLayout[Kind] = GradientLayout()
     for _ in range(2):
         unscale_([with_grad(torch.ones(2, **kwargs)) for _ in range(count)], 0.5, usual)
     return usual

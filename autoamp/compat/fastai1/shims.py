@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from autoamp.patching import PatchSet, dress
+from autoamp.patching import PatchSet, imitate
 
 __all__ = ["disable", "enable"]
 
@@ -111,7 +111,7 @@ def _around_pandas(patches: PatchSet, module: Any) -> None:
         (module, "make_date", make_date),
     )
     for owner, name, replacement in replaced:
-        patches.replace(owner, name, dress(replacement, vars(owner)[name], owner.__name__, name))
+        patches.replace(owner, name, imitate(replacement, vars(owner)[name], owner.__name__, name))
     # add_datepart asks pandas by `getattr(field.dt, "week")`; a global of its module goes before the builtin.
     patches.replace(module, "getattr", _getattr_with_week)
 
@@ -137,7 +137,7 @@ def _keep_zero_gradients(patches: PatchSet, module: Any) -> None:
             original(self)
 
     replacement: Any = zero_gradients
-    patches.replace(module.OptimWrapper, "zero_grad", dress(replacement, original, module.__name__, "zero_grad"))
+    patches.replace(module.OptimWrapper, "zero_grad", imitate(replacement, original, module.__name__, "zero_grad"))
 
 
 def _solve_by_linalg(patches: PatchSet, module: Any) -> None:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from autoamp.compat.fastai1 import shims
 from autoamp.errors import UsageError
 from autoamp.fp16_utils import FP16_Optimizer
-from autoamp.patching import PatchSet, dress, original_of
+from autoamp.patching import PatchSet, imitate, original_of
 from autoamp.runtime import Handle, activated, current_handle, suspended
 from autoamp.stepping import open_blocks
 
@@ -100,7 +100,7 @@ class _Training:
 
 def _replace(patches: PatchSet, owner: Any, name: str, around: Callable[[Any], Any]) -> None:
     original = vars(owner)[name]
-    patches.replace(owner, name, dress(around(original), original, owner.__name__, name))
+    patches.replace(owner, name, imitate(around(original), original, owner.__name__, name))
 
 
 _training = _Training()
