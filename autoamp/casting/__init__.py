@@ -5,15 +5,15 @@ from __future__ import annotations
 from autoamp.casting.cache import CastCache, cast_for_any_mode, serves_others
 from autoamp.casting.casters import SparseArgument, cast_call, on_device
 from autoamp.casting.casts import Casts
-from autoamp.casting.flat_weights import LAYERS, FlatLayout, Layer, flatten_weights, layout_of
+from autoamp.casting.flat_weights import RECURRENT_LAYERS, FlatLayout, RecurrentLayer, flatten_weights, layout_of
 from autoamp.casting.threads import Switches
 
 __all__ = [
-    "LAYERS",
+    "RECURRENT_LAYERS",
     "CastCache",
     "Casts",
     "FlatLayout",
-    "Layer",
+    "RecurrentLayer",
     "SparseArgument",
     "Switches",
     "cast_call",

@@ -14,9 +14,9 @@ from autoamp.torch_private import (
     flatten_recurrent_weights,
 )
 
-__all__ = ["LAYERS", "FlatLayout", "Layer", "flatten_weights", "layout_of"]
+__all__ = ["RECURRENT_LAYERS", "FlatLayout", "RecurrentLayer", "flatten_weights", "layout_of"]
 
-LAYERS = {
+RECURRENT_LAYERS = {
     torch.gru: ("GRU", 3),
     torch.lstm: ("LSTM", 4),
     torch.rnn_relu: ("RNN_RELU", 1),
@@ -25,7 +25,7 @@ LAYERS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class RecurrentLayer:
     """What tells the layout of a recurrent layer's weights: equal layers have the same.
 
     Attributes:
@@ -71,7 +71,7 @@ class FlatLayout:
 
 
 @torch.no_grad()
-def _move_to_one_tensor(layer: Layer, weights: Sequence[Tensor]) -> Tensor:
+def _move_to_one_tensor(layer: RecurrentLayer, weights: Sequence[Tensor]) -> Tensor:
     """Move weights into a flat tensor, in cuDNN's layout; returns that."""
     projection = layer.shapes[layer.each - 1][0] if layer.each in (3, 5) else 0
     assert flatten_recurrent_weights is not None
@@ -82,7 +82,7 @@ def _move_to_one_tensor(layer: Layer, weights: Sequence[Tensor]) -> Tensor:
         )  # fmt: skip
 
 
-def layout_of(layer: Layer, weights: Sequence[Tensor]) -> FlatLayout:
+def layout_of(layer: RecurrentLayer, weights: Sequence[Tensor]) -> FlatLayout:
     """Ask cuDNN for the layout of weights: torch lays out copies of them, and tells where it put each."""
     copies = [torch.empty(weight.shape, dtype=layer.dtype, device=weight.device) for weight in weights]
     size = _move_to_one_tensor(layer, copies).numel()
@@ -91,7 +91,7 @@ def layout_of(layer: Layer, weights: Sequence[Tensor]) -> FlatLayout:
 
 def flatten_weights(
     module: RNNBase,
-    move: Callable[[Layer, Sequence[Tensor]], Any] = _move_to_one_tensor,
+    move: Callable[[RecurrentLayer, Sequence[Tensor]], Any] = _move_to_one_tensor,
     takes: Callable[[Tensor], bool] = torch.cudnn_is_acceptable,
 ) -> None:
     """Move a recurrent layer's weights into one tensor, as cuDNN takes them; the parameters stay the same objects.
@@ -113,7 +113,7 @@ def flatten_weights(
         and len({weight.data_ptr() for weight in weights}) == len(weights)
         and flatten_recurrent_weights is not None
     ):
-        layer = Layer(
+        layer = RecurrentLayer(
             module.mode, len(weights[0]) // module.hidden_size, tuple(weight.shape for weight in weights),
             torch.bfloat16, module.num_layers, bool(module.bidirectional), module.batch_first,
         )  # fmt: skip

@@ -48,4 +48,4 @@ class _MovedModules:
 def find_moved_modules() -> None:
     """Let the old names be found from now on. ``import autoamp`` does it."""
     if not any(isinstance(finder, _MovedModules) for finder in sys.meta_path):
-        sys.meta_path.append(_MovedModules())  # type: ignore[arg-type]
+        sys.meta_path.append(_MovedModules())

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from autoamp import scaling
+from autoamp.casting import flatten_weights
 from autoamp.errors import UsageError
 from autoamp.fp16_utils.fp16_optimizer import FP16_Optimizer
-from autoamp.ops import flatten_weights
 from autoamp.scaling import non_finite
 from autoamp.tensors import map_tensors
 from autoamp.torch_private import MODULES_OF_BATCH_NORM, flatten, unflatten

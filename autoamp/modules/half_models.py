@@ -20,9 +20,8 @@ from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autoamp.casting import Casts
+from autoamp.casting import Casts, flatten_weights
 from autoamp.modules.tags import ModuleTags
-from autoamp.ops import flatten_weights
 from autoamp.patching import imitate
 from autoamp.stepping import fit_state, load_master, master_of, release_master
 from autoamp.tensors import CASTABLE_LAYOUTS, HALF_DTYPES, map_tensors

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from autoamp.casting import flatten_weights
 from autoamp.ops.autocast_regions import DisabledRegions
 from autoamp.ops.policies import build
 from autoamp.ops.recurrent import build_check_input
@@ -15,7 +14,6 @@ __all__ = [
     "build",
     "build_check_input",
     "expand",
-    "flatten_weights",
     "known_ops",
     "locate",
     "owns_its_names",

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
-from autoamp.casting import LAYERS, Casts, FlatLayout, Layer, SparseArgument, layout_of, on_device
+from autoamp.casting import RECURRENT_LAYERS, Casts, FlatLayout, RecurrentLayer, SparseArgument, layout_of, on_device
 from autoamp.torch_private import (
     dispatch_modes,
     in_dual_level,
@@ -63,13 +63,13 @@ def build_recurrent(
     original: Any,
     general: Callable[..., Any],
     casts: Casts,
-    find_layout: Callable[[Layer, Sequence[Tensor]], FlatLayout] = layout_of,
+    find_layout: Callable[[RecurrentLayer, Sequence[Tensor]], FlatLayout] = layout_of,
     takes: Callable[[Tensor], bool] = torch.cudnn_is_acceptable,
 ) -> Callable[..., Any]:
-    """Build the replacement of one of `LAYERS` under the policy fp16, on CUDA.
+    """Build the replacement of one of `RECURRENT_LAYERS` under the policy fp16, on CUDA.
 
     Args:
-        original: One of `LAYERS`.
+        original: One of `RECURRENT_LAYERS`.
         general: The replacement that takes whatever is out of the ordinary.
         casts: The state that the replacement reads.
         find_layout: Finds the layout of a layer's weights.
@@ -77,8 +77,8 @@ def build_recurrent(
     """
     local, deviations, here, target = casts.local, casts.deviations, on_device(casts.device_type), casts.dtype
     compiling = torch.compiler.is_dynamo_compiling
-    layouts: dict[Layer, FlatLayout] = {}
-    kind, gates = LAYERS[original]
+    layouts: dict[RecurrentLayer, FlatLayout] = {}
+    kind, gates = RECURRENT_LAYERS[original]
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
         if (
@@ -115,7 +115,7 @@ def build_recurrent(
 
 def _layer(
     kind: str, gates: int, weights: Any, args: tuple[Any, ...], packed: bool, dtype: torch.dtype
-) -> Layer | None:
+) -> RecurrentLayer | None:
     """Describe the layer of a call; None where it is no ordinary one with weights in fp32."""
     if not isinstance(weights, (list, tuple)) or not isinstance(args[0], Tensor):
         return None
@@ -124,7 +124,7 @@ def _layer(
             return None
     count, bidirectional = args[5 if packed else 4], bool(args[8 if packed else 7])
     shapes = tuple(weight.shape for weight in weights)
-    layer = Layer(kind, gates, shapes, dtype, count, bidirectional, not packed and bool(args[8]))
+    layer = RecurrentLayer(kind, gates, shapes, dtype, count, bidirectional, not packed and bool(args[8]))
     groups = count * (2 if bidirectional else 1)
     if not groups or len(weights) % groups or layer.each not in (2, 3, 4, 5) or len(shapes[0]) != 2:
         return None

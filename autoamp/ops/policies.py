@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from autoamp.casting import LAYERS, Casts, SparseArgument, cast_call, on_device
+from autoamp.casting import RECURRENT_LAYERS, Casts, SparseArgument, cast_call, on_device
 from autoamp.errors import BannedFunctionError, warn_user
 from autoamp.inference import LSTM, build_lstm
 from autoamp.ops.cudnn import build_recurrent
@@ -119,7 +119,7 @@ def _own_to_half(op: Any, general: Callable[..., Any], casts: Casts) -> Callable
         return build_to_half(op, general, casts)
     if op in _CELLS:
         return _keeping_at_once(general, casts)
-    if op in LAYERS and casts.device_type == "cuda" and flatten_recurrent_weights is not None:
+    if op in RECURRENT_LAYERS and casts.device_type == "cuda" and flatten_recurrent_weights is not None:
         return build_recurrent(op, general, casts)
     if op is LSTM and casts.device_type == "cpu":
         return build_lstm(op, general, casts)

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp.casting.casts import Casts
-from autoamp.casting.flat_weights import LAYERS, FlatLayout, Layer, flatten_weights
+from autoamp.casting.flat_weights import RECURRENT_LAYERS, FlatLayout, RecurrentLayer, flatten_weights
 from autoamp.ops.cudnn import build_recurrent
 
 SIZES = {"input_size": 5, "hidden_size": 6, "num_layers": 2}
-LAYOUTS: list[Layer] = []
+LAYOUTS: list[RecurrentLayer] = []
 
 MODELS: dict[str, Any] = {
     "LSTM": lambda: nn.LSTM(**SIZES),
@@ -28,7 +28,7 @@ MODELS: dict[str, Any] = {
 }
 
 
-def laid_out(layer: Layer, weights: Sequence[Tensor]) -> FlatLayout:
+def laid_out(layer: RecurrentLayer, weights: Sequence[Tensor]) -> FlatLayout:
     """Biases first, and two elements between the weights."""
     LAYOUTS.append(layer)
     offsets, size = {}, 0
@@ -40,7 +40,7 @@ def laid_out(layer: Layer, weights: Sequence[Tensor]) -> FlatLayout:
 
 def op_of(model: nn.RNNBase) -> Any:
     kind = model.mode
-    return {kind_of: op for op, (kind_of, _) in LAYERS.items()}[kind]
+    return {kind_of: op for op, (kind_of, _) in RECURRENT_LAYERS.items()}[kind]
 
 
 def started(half: torch.dtype) -> Casts:
@@ -66,7 +66,7 @@ class Spy:
             self.general.append(args)
             return op(*casts.args_to_half(args))
 
-        monkeypatch.setitem(LAYERS, original, LAYERS[op])
+        monkeypatch.setitem(RECURRENT_LAYERS, original, RECURRENT_LAYERS[op])
         replacement = build_recurrent(original, otherwise, casts, laid_out, lambda _: takes)
         monkeypatch.setattr(torch.nn.modules.rnn._VF, op.__name__, replacement, raising=False)
         monkeypatch.setattr(nn.RNNBase, "check_input", lambda *_: None)
@@ -189,14 +189,14 @@ def test_weights_in_bf16_move_to_one_tensor(name: str) -> None:
     model: nn.RNNBase = MODELS[name]().bfloat16()
     before = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
 
-    def move(layer: Layer, weights: Sequence[Tensor]) -> None:
+    def move(layer: RecurrentLayer, weights: Sequence[Tensor]) -> None:
         flat = laid_out(layer, weights).views(weights, layer.dtype)
         for weight, place in zip(weights, flat, strict=True):
             weight.data = place.copy_(weight.detach())
 
     flatten_weights(model, move, takes=lambda _: True)
     (layer,) = LAYOUTS
-    assert layer.gates == dict(LAYERS.values())[layer.kind]
+    assert layer.gates == dict(RECURRENT_LAYERS.values())[layer.kind]
     assert layer.each * layer.count * (1 + layer.bidirectional) == len(before)
     assert in_one_tensor(list(model.parameters()))
     for parameter, (same, values) in zip(model.parameters(), before, strict=True):
@@ -205,7 +205,7 @@ def test_weights_in_bf16_move_to_one_tensor(name: str) -> None:
 
 
 def test_weights_that_cannot_move_stay() -> None:
-    def move(layer: Layer, weights: Sequence[Tensor]) -> None:
+    def move(layer: RecurrentLayer, weights: Sequence[Tensor]) -> None:
         raise AssertionError
 
     shared = MODELS["LSTM"]().bfloat16()
