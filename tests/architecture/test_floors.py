@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "autoamp"
@@ -31,6 +32,9 @@ FLOOR_OF = {package: floor for floor, packages in FLOORS.items() for package in 
 
 # What is imported by one package alone, so that there is one place to look when it changes.
 SOLE_IMPORTERS = {"wrapt": "patching", "autoamp_kernels": "scaling"}
+
+# Private names of torch's that some classes here have as well.
+OF_TORCH = (torch.Tensor, torch.nn.LSTM(1, 1), torch.autocast("cpu"))
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 TEXTS = {path: path.read_text(encoding="utf-8") for path in FILES}
@@ -113,26 +117,27 @@ def violations_of_style(source: str) -> list[str]:
     return found
 
 
-def private_names_of_others(source: str) -> list[str]:
-    """Return the private attributes that a source text reads of objects and does not give to any itself."""
-    tree = ast.parse(source)
-    used: dict[str, int] = {}
-    given = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__"):
-            on_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
-            if on_self or isinstance(node.ctx, ast.Store):
-                given.add(node.attr)
-            else:
-                used.setdefault(node.attr, node.lineno)
-        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            given.add(node.name)
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            given.add(node.target.id)
-        elif isinstance(node, ast.Assign):
-            given |= {name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)}
-            given |= {text.value for text in ast.walk(node.value) if isinstance(text, ast.Constant)}
-    return [f"line {line}: {name}" for name, line in used.items() if name not in given]
+def private_names(source: str) -> tuple[set[str], dict[str, int]]:
+    """Return the private names that a source text gives to what it defines, and those that it reads of objects."""
+    given, read = set(), {}
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Attribute(attr=name, value=owner, ctx=context) if is_private(name):
+                if isinstance(context, ast.Store) or (isinstance(owner, ast.Name) and owner.id in ("self", "cls")):
+                    given.add(name)
+                else:
+                    read.setdefault(name, node.lineno)
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+                given.add(name)
+            case ast.Constant(value=str(name)):
+                # In `__slots__`.
+                given.add(name)
+    return {name for name in given if is_private(name)}, read
+
+
+def is_private(name: str) -> bool:
+    """Tell whether a name is for the file alone that defines it."""
+    return name.startswith("_") and not name.endswith("__")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -163,3 +168,97 @@ def test_no_circles_inside(package: str) -> None:
 def test_each_package_is_on_one_floor() -> None:
     assert len(FLOOR_OF) == sum(len(packages) for packages in FLOORS.values())
     assert set(FLOOR_OF) == {package_of(path) for path in FILES}
+
+
+def test_nobody_reads_a_private_name_of_another_file() -> None:
+    torchs = {name for value in OF_TORCH for name in dir(value)}
+    # The tree `apex` has Apex's names, private ones too.
+    ours = [path for path in FILES if not path.is_relative_to(PACKAGE / "compat" / "apex")]
+    names = {path: private_names(TEXTS[path]) for path in ours}
+    found = []
+    for path, (own, read) in names.items():
+        others = set().union(*(given for other, (given, _) in names.items() if other != path)) - own - torchs
+        found += [f"{path.relative_to(PACKAGE)}:{line} {name}" for name, line in read.items() if name in others]
+    assert found == []
+
+
+# Files that are tested together, and where: all of a folder, or those that are named.
+TESTED_TOGETHER = {
+    "cli/": "cli/test_command.py",  # what the command does, as whole programs
+    "compat/amp/": "compat/test_legacy_api.py",
+    "compat/amp_C.py": "compat/multi_tensor/test_tensor_lists.py",
+    "compat/apex_C.py": "compat/test_alias.py",
+    "compat/early/scalers.py": "compat/early/test_optimizers.py",
+    "compat/fastai1/shims.py": "compat/fastai1/test_training.py",
+    "compat/missing.py": "compat/test_alias.py",
+    "compat/moved.py": "integration/test_old_pickles.py",
+    "optimizers/": "optimizers/test_optimizers.py",  # all kinds keep the same rules
+    "parallel/": "parallel/test_parallel.py",
+    "scaling/formulas.py": "optimizers/test_optimizers.py",
+}
+
+
+def test_each_file_has_its_tests() -> None:
+    """What the tree `apex` passes on has its tests where it is made."""
+    tests = ROOT / "tests"
+    missing = []
+    for path in FILES:
+        inside = path.relative_to(PACKAGE)
+        if path.stem in ("__init__", "__main__") or inside.parts[:2] == ("compat", "apex"):
+            continue
+        together = next((file for what, file in TESTED_TOGETHER.items() if str(inside).startswith(what)), None)
+        files = [inside.with_name(f"test_{inside.name}"), *([together] if together else [])]
+        if not any((tests / file).is_file() for file in files):
+            missing.append(str(inside))
+    assert missing == []
+
+
+# -- the checks themselves --
+
+
+@pytest.mark.parametrize(
+    ("package", "source"),
+    [
+        ("rules", "import autoamp.runtime"),
+        ("rules", "from autoamp import runtime"),
+        ("rules", "from autoamp.casting import Casts"),
+        ("rules", "def f():\n    from autoamp.runtime import init"),
+        ("runtime", "import autoamp"),
+        ("runtime", "from autoamp import init"),
+        ("runtime", "from autoamp.rules.loader import load_table"),
+        ("runtime", "from autoamp.rules import loader"),
+        ("runtime", "from ..rules import load_table"),
+        ("casting", "import wrapt"),
+        ("stepping", "from autoamp_kernels import adamw"),
+    ],
+)
+def test_an_import_that_may_not_be_is_found(package: str, source: str) -> None:
+    assert len(violations_of_imports(package, source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("package", "source"),
+    [
+        ("rules", "import autoamp.lists"),
+        ("rules", "from autoamp.rules.table import CastRule"),
+        ("runtime", "from autoamp.rules import load_table"),
+        ("runtime", "from autoamp import torch_private"),
+        ("runtime", "from autoamp.errors import UsageError"),
+        ("patching", "import wrapt"),
+        ("cli", "from autoamp.compat.fastai1 import enable"),
+    ],
+)
+def test_an_import_that_may_be_is_let_be(package: str, source: str) -> None:
+    assert violations_of_imports(package, source) == []
+
+
+def test_long_functions_and_prints_are_found() -> None:
+    body = "    x = 1\n" * (MAX_FUNCTION_LINES + 1)
+    assert violations_of_style(f"def f():\n{body}") == [f"f has {MAX_FUNCTION_LINES + 1} lines; 60 are allowed"]
+    assert violations_of_style("print(1)") == ["line 1 prints; use a logger"]
+    assert violations_of_style(f'def f():\n    """{body}"""\n    return 1') == []
+
+
+def test_private_names_are_found() -> None:
+    given, read = private_names("class A:\n    _x = 1\n    def f(self, other):\n        return other._y, self._z")
+    assert (given, read) == ({"_x", "_z"}, {"_y": 4})
