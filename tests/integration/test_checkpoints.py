@@ -156,9 +156,9 @@ def test_resumed_in_a_new_process_is_bitwise_the_same(tmp_path: Path) -> None:
         torch.save(run.state(), tmp_path / f"{name}.saved")
         run.train(STEPS)
         expected[name] = copy.deepcopy(run.state())
-    code = f"import sys; sys.path[:0] = {sys.path!r}; from test_checkpoints_integration import *; "
+    code = f"import sys; sys.path[:0] = {sys.path!r}; from tests.integration.test_checkpoints import *; "
     code += f"resume_all(Path(sys.argv[1]), {torch.get_num_threads()})"
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, cwd=Path(__file__).parent)
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, cwd=Path(__file__).parents[2])
     got = {name: torch.load(tmp_path / f"{name}.resumed", weights_only=True) for name in expected}
     assert {name: differences(expected[name], got[name]) for name in expected} == {name: [] for name in expected}
     skips = {expected[n]["amp"]["skipped_steps"] for n in expected if "FP16" not in n}

@@ -327,6 +327,10 @@ LOADS = """
     holder = type(sys)(sys.argv[3])
     exec(open(sys.argv[2]).read(), vars(holder))
     sys.modules[holder.__name__] = holder
+    package = holder.__name__.rpartition(".")[0]
+    while package:
+        sys.modules[package] = type(sys)(package)
+        package = package.rpartition(".")[0]
     model, x, expected = torch.load(sys.argv[1], weights_only=False)
     assert torch.equal(model(x), expected)
     assert model.activation is torch.sigmoid and model.table["method"] is torch.Tensor.softmax

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import autoamp
 from autoamp.errors import ListFileError
 from autoamp.rules import loader
 from autoamp.rules.loader import check_bare_names, load_table, shipped_sets, shipped_table
@@ -348,10 +349,9 @@ def test_origins_of_shipped_rules_point_at_their_lines() -> None:
 
 @pytest.mark.parametrize("lists_at", ["lists", "autoamp/lists"])
 def test_sets_are_found_in_a_checkout_and_when_installed(tmp_path: Path, lists_at: str) -> None:
-    package = Path(loader.__file__).parent
-    for name in ("rules.py", "table.py", "toml_lines.py", "errors.py"):
-        (tmp_path / "autoamp").mkdir(exist_ok=True)
-        shutil.copy(package / name, tmp_path / "autoamp" / name)
+    package = Path(autoamp.__file__).parent
+    shutil.copytree(package / "rules", tmp_path / "autoamp" / "rules", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(package / "errors.py", tmp_path / "autoamp")
     (tmp_path / "autoamp" / "__init__.py").touch()
     write(tmp_path / lists_at / "__init__.py", "", schema=False)
     write(tmp_path / lists_at / "default.toml", 'fp32 = ["softmax"]')
@@ -379,7 +379,7 @@ def test_reading_a_list_imports_nothing_that_it_names(tmp_path: Path) -> None:
     )
     stub = tmp_path / "stub" / "autoamp"
     stub.mkdir(parents=True)
-    stub.joinpath("__init__.py").write_text(f"__path__ = [{str(Path(loader.__file__).parent)!r}]", encoding="utf-8")
+    stub.joinpath("__init__.py").write_text(f"__path__ = [{str(Path(autoamp.__file__).parent)!r}]", encoding="utf-8")
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(stub.parent), str(tmp_path)])}
     run = subprocess.run(
         [sys.executable, "-S", "-c", code], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True

@@ -24,7 +24,8 @@ import autoamp
 from autoamp.errors import AutoampError, NonFiniteGradientsError, UsageError
 from autoamp.scaling import verdict
 from autoamp.scaling.loss_scale import DynamicLossScaler, LossScaler, StaticLossScaler
-from autoamp.stepping import guard as stepping
+from autoamp.stepping import block as blocks
+from autoamp.stepping import guard as guards
 from autoamp.stepping.block import scaled_block
 from autoamp.stepping.guard import StepGuard
 from autoamp.stepping.masters import MasterWeights
@@ -79,9 +80,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every pass over gradients."""
     calls: list[str] = []
-    for name in ("unscale_", "scale_"):
-        real = getattr(stepping, name)
-        monkeypatch.setattr(stepping, name, lambda *args, real=real, name=name: calls.append(name) or real(*args))
+    for name, module in (("unscale_", guards), ("unscale_", blocks), ("scale_", blocks)):
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, real=real, name=name: calls.append(name) or real(*args))
     return calls
 
 
@@ -402,7 +403,7 @@ def test_clipping_between_micro_batches_hides_no_overflow(clip: Callable[[Setup]
 
 def test_gradients_that_nobody_wrote_to_are_not_read_between_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup()
-    monkeypatch.setattr(stepping, "total_norm", lambda *_: pytest.fail("waits for the device"))
+    monkeypatch.setattr(guards, "total_norm", lambda *_: pytest.fail("waits for the device"))
     for _ in range(2):
         for _ in range(3):
             setup.backward()

@@ -16,6 +16,22 @@ from autoamp.runtime import (
     register_promote_function,
 )
 
+from . import _amp_state as _module_of_the_state
+from . import (
+    _initialize,
+    _process_optimizer,
+    amp,
+    compat,
+    frontend,
+    handle,
+    lists,
+    opt,
+    rnn_compat,
+    scaler,
+    utils,
+    wrap,
+)
+
 # The object, as Apex had it; the module of the same name is imported by its full path.
 _amp_state = amp_state
 

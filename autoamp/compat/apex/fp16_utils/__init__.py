@@ -20,4 +20,6 @@ from autoamp.fp16_utils import (
     tofp16,
 )
 
+from . import fp16_optimizer, fp16util, loss_scaler
+
 __getattr__ = missing_names(__name__)

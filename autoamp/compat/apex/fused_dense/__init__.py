@@ -11,4 +11,6 @@ from autoamp.compat.layers.mlp import (
 )
 from autoamp.compat.missing import missing_names
 
+from . import fused_dense
+
 __getattr__ = missing_names(__name__)

@@ -5,4 +5,6 @@ from __future__ import annotations
 from autoamp.compat.layers.mlp import MLP
 from autoamp.compat.missing import missing_names
 
+from . import mlp
+
 __getattr__ = missing_names(__name__)

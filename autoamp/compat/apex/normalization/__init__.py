@@ -5,4 +5,6 @@ from __future__ import annotations
 from autoamp.compat.missing import missing_names
 from autoamp.normalization import FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm
 
+from . import fused_layer_norm
+
 __getattr__ = missing_names(__name__)

@@ -14,6 +14,9 @@ from autoamp.parallel import (
     create_syncbn_process_group,
 )
 
+from . import LARC as _module_of_larc
+from . import distributed, optimized_sync_batchnorm, sync_batchnorm
+
 # The class, as Apex had it; the module of the same name is imported by its full path.
 LARC = _LARC
 

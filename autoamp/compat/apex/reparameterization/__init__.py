@@ -12,4 +12,6 @@ from autoamp.compat.layers.weight_norm import (
 )
 from autoamp.compat.missing import missing_names
 
+from . import reparameterization, weight_norm
+
 __getattr__ = missing_names(__name__)

@@ -5,4 +5,6 @@ from __future__ import annotations
 from autoamp.compat.layers.contrib import FastLayerNorm
 from autoamp.compat.missing import missing_names
 
+from . import layer_norm
+
 __getattr__ = missing_names(__name__)
