@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,33 +12,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from autoamp.errors import NonFiniteGradientsError
-from autoamp.scaling import verdict
-from autoamp.scaling.loss_scale import DynamicLossScaler, LossScaler, StaticLossScaler
-from autoamp.stepping.block import scaled_block
-from autoamp.stepping.guard import StepGuard
+from autoamp.scaling import DynamicLossScaler, LossScaler, StaticLossScaler
+from tests.stepping.guarded import guard_of, scale_loss
 
 pytestmark = pytest.mark.filterwarnings("error")
-
-
-def guard_of(optimizer: Any, **kwargs: Any) -> StepGuard:
-    guard = StepGuard(optimizer, **kwargs)
-    guard.install()
-    return guard
-
-
-@contextlib.contextmanager
-def scale_loss(loss: Tensor, guard: StepGuard, scaler: LossScaler, delay_unscale: bool = False) -> Iterator[Tensor]:
-    with scaled_block([guard], scaler, delay_unscale=delay_unscale) as scale:
-        yield loss.float() * scale
-
-
-@pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Every reading of found_inf tensors, each of which is one synchronisation on a device."""
-    calls: list[int] = []
-    read = verdict.found_any
-    monkeypatch.setattr(verdict, "found_any", lambda found: calls.append(len(found)) or read(found))
-    return calls
 
 
 class Curve:

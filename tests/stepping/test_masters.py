@@ -1,9 +1,8 @@
-"""Master weights: who has which gradient, groups that grow, what is written from outside, and the way back."""
+"""Master weights: who has which gradient, groups that grow, state that moves, and the way back."""
 
 from __future__ import annotations
 
 import copy
-import logging
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,64 +11,11 @@ import pytest
 import torch
 import torch.distributed
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
 
 import autoamp
-from autoamp.errors import NonFiniteGradientsError, UsageError
-from autoamp.stepping.links import master_of, release_master
-from autoamp.stepping.masters import MasterWeights, fit_state
-
-LISTS = {"extends": [], "fp16": ["linear"], "fp32": ["softmax"]}
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-
-
-def o2(model: nn.Module, *optimizers: Any, **kwargs: Any) -> None:
-    defaults = {"dtype": torch.float16, "device_type": "cpu", "verbosity": 0, "opt_level": "O2", "loss_scale": 8.0}
-    autoamp.initialize(model, list(optimizers), **{**defaults, **kwargs})
-
-
-def sgd(params: Any, **kwargs: Any) -> torch.optim.SGD:
-    return torch.optim.SGD(params, **{"lr": 0.1, "momentum": 0.9, **kwargs})
-
-
-def data(seed: int = 0) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(5, 4, generator=generator), torch.randn(5, 2, generator=generator)
-
-
-def loss_of(model: nn.Module, seed: int = 0) -> Tensor:
-    inputs, targets = data(seed)
-    return mse_loss(model(inputs), targets)
-
-
-def backward(model: nn.Module, optimizer: Any, seed: int = 0, factor: float = 1.0) -> None:
-    with autoamp.scale_loss(loss_of(model, seed) * factor, optimizer) as scaled:
-        scaled.backward()
-
-
-def masters(optimizer: Any) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def grads(optimizer: Any) -> list[Tensor | None]:
-    return [None if p.grad is None else p.grad.clone() for p in masters(optimizer)]
-
-
-def snapshot(model: nn.Module, optimizer: Any) -> list[Tensor]:
-    state = [v.clone() for entry in optimizer.state.values() for v in entry.values() if isinstance(v, Tensor)]
-    return [t.detach().clone() for t in (*model.parameters(), *masters(optimizer))] + state
-
-
-def equal(one: list[Any], other: list[Any]) -> bool:
-    return len(one) == len(other) and all(
-        a is b if a is None or b is None else a.dtype == b.dtype and torch.equal(a, b)
-        for a, b in zip(one, other, strict=True)
-    )
-
+from autoamp.errors import NonFiniteGradientsError
+from autoamp.stepping import MasterWeights, fit_state, master_of
+from tests.stepping.networks import backward, data, equal, grads, loss_of, masters, network, o2, sgd, snapshot
 
 # -- values --
 
@@ -350,23 +296,6 @@ def test_dtypes_mixed_in_a_group() -> None:
     assert not any(torch.equal(a, b) for a, b in zip(before[:6], after[:6], strict=True) if a.numel() > 1)
 
 
-def test_a_parameter_of_two_optimizers_has_one_master() -> None:
-    model = network()
-    one, two = sgd(model.parameters(), momentum=0), sgd(model[0].parameters(), momentum=0)
-    o2(model, one, two)
-    assert masters(one)[0] is masters(two)[0]
-    before = masters(one)[0].detach().clone()
-    backward(model, [one, two])
-    grad = masters(one)[0].grad.clone()
-    one.step()
-    two.step()
-    torch.testing.assert_close(masters(one)[0].detach(), before - 0.2 * grad)
-    assert torch.equal(model[0].weight, masters(one)[0].half())
-    autoamp.current_handle().deactivate()  # type: ignore[union-attr]
-    assert masters(one)[0] is masters(two)[0] is model[0].weight
-    assert model[0].weight.dtype is torch.float32
-
-
 def test_empty_parameters() -> None:
     model = network()
     model.register_parameter("nothing", nn.Parameter(torch.zeros(0, 3)))
@@ -399,108 +328,6 @@ def test_sparse_gradients() -> None:
 # -- writes from outside --
 
 
-def clamp_data(p: Tensor) -> None:
-    p.data.clamp_(-0.1, 0.1)
-
-
-def mul(p: Tensor) -> None:
-    with torch.no_grad():
-        p.mul_(0.5)
-
-
-def copy_in(p: Tensor) -> None:
-    with torch.no_grad():
-        p.copy_(torch.full_like(p, 0.25))
-
-
-def assign_data(p: Tensor) -> None:
-    p.data = torch.full_like(p, 0.75)
-
-
-@pytest.mark.parametrize("write", [mul, copy_in, assign_data])
-def test_masters_follow_what_is_written(write: Callable[[Tensor], None], caplog: pytest.LogCaptureFixture) -> None:
-    model = network()
-    optimizer = sgd(model.parameters(), lr=0.0, momentum=0)
-    o2(model, optimizer)
-    untouched = masters(optimizer)[1].detach().clone()
-    write(model[0].weight)
-    written = model[0].weight.detach().clone()
-    backward(model, optimizer)
-    with caplog.at_level(logging.WARNING, logger="autoamp"):
-        optimizer.step()
-    assert "1 half parameters were written to since the last step; their masters follow" in caplog.text
-    assert torch.equal(model[0].weight, written)
-    assert torch.equal(masters(optimizer)[0].half(), written)
-    assert torch.equal(masters(optimizer)[1], untouched)
-    caplog.clear()
-    optimizer.step()
-    assert not caplog.records
-
-
-@pytest.mark.parametrize("write", [clamp_data, mul, copy_in, assign_data])
-def test_what_is_written_before_the_first_step_reaches_the_masters(write: Callable[[Tensor], None]) -> None:
-    """As with Apex, which made its masters then: programs load weights through ``.data`` after initialize()."""
-    model = network()
-    optimizer = sgd(model.parameters(), lr=0.0, momentum=0)
-    o2(model, optimizer)
-    untouched = masters(optimizer)[1].detach().clone()
-    write(model[0].weight)
-    written = model[0].weight.detach().clone()
-    assert torch.equal(model.state_dict()["0.weight"].half(), written)
-    backward(model, optimizer)
-    optimizer.step()
-    assert torch.equal(masters(optimizer)[0].half(), written)
-    assert torch.equal(model[0].weight, written)
-    assert torch.equal(masters(optimizer)[1], untouched)
-
-
-def clamp_master(p: Tensor) -> None:
-    with torch.no_grad():
-        p.clamp_(-0.1, 0.1)
-
-
-@pytest.mark.parametrize("write", [clamp_data, clamp_master, assign_data])
-@pytest.mark.parametrize("steps", [0, 1, 2])
-def test_what_is_written_into_masters_stays(write: Callable[[Tensor], None], steps: int, half: torch.dtype) -> None:
-    model = network()
-    optimizer = sgd(model.parameters(), lr=0.0, momentum=0)
-    o2(model, optimizer, dtype=half)
-    for _ in range(steps):
-        backward(model, optimizer)
-        optimizer.step()
-    write(masters(optimizer)[0])
-    written = masters(optimizer)[0].detach().clone()
-    assert torch.equal(model.state_dict()["0.weight"], written)
-    backward(model, optimizer)
-    optimizer.step()
-    assert torch.equal(masters(optimizer)[0], written)
-    assert torch.equal(model[0].weight, written.to(half))
-
-
-def test_masters_win_over_a_write_that_nothing_tells_of() -> None:
-    model = network()
-    optimizer = sgd(model.parameters(), lr=0.0, momentum=0)
-    o2(model, optimizer)
-    backward(model, optimizer)
-    optimizer.step()
-    before = masters(optimizer)[0].detach().clone()
-    clamp_data(model[0].weight)
-    backward(model, optimizer)
-    optimizer.step()
-    assert torch.equal(masters(optimizer)[0], before)
-    assert torch.equal(model[0].weight, before.half())
-    clamp_data(model[0].weight)
-    autoamp.current_handle().masters_from_model()  # type: ignore[union-attr]
-    written = model[0].weight.detach().clone()
-    backward(model, optimizer)
-    optimizer.step()
-    assert torch.equal(model[0].weight, written)
-    assert torch.equal(masters(optimizer)[0].half(), written)
-    kept = before.abs() < 0.09
-    assert kept.any()
-    assert torch.equal(masters(optimizer)[0][kept], before[kept])
-
-
 def test_a_step_reads_nothing_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for the one verdict: each read of a value by Python waits for the device."""
     model = network()
@@ -516,49 +343,6 @@ def test_a_step_reads_nothing_from_the_device(monkeypatch: pytest.MonkeyPatch) -
         reads.clear()
         optimizer.step()
         assert len(reads) <= 1
-
-
-def test_a_half_parameter_that_was_sharded_is_refused() -> None:
-    model = network()
-    optimizer = sgd(model.parameters())
-    o2(model, optimizer, loss_scale=1.0)
-    with torch.no_grad():
-        model[0].weight.data = model[0].weight.data[:2]
-    with pytest.raises(UsageError, match=r"shape \(2, 4\) has a master of shape \(8, 4\).*make the optimizer after"):
-        optimizer.step()
-
-
-def test_elements_that_were_not_written_keep_their_low_bits() -> None:
-    model = network()
-    optimizer = sgd(model.parameters(), lr=0.0, momentum=0)
-    o2(model, optimizer)
-    before = masters(optimizer)[0].detach().clone()
-    with torch.no_grad():
-        model[0].weight[0] = 3.0
-    optimizer.step()
-    assert torch.equal(masters(optimizer)[0][1:], before[1:])
-    assert masters(optimizer)[0][0].tolist() == [3.0] * 4
-
-
-def test_writes_of_nan_and_inf_are_seen() -> None:
-    model = network()
-    optimizer = sgd(model.parameters(), lr=0.0, momentum=0)
-    o2(model, optimizer)
-    with torch.no_grad():
-        model[0].weight[0, 0] = torch.nan
-        model[0].bias[1] = torch.inf
-    assert master_of(model[0].weight)[0, 0].isnan()
-    assert master_of(model[0].bias)[1].isinf()
-
-
-def test_weights_loaded_after_initialize_reach_the_masters_unrounded() -> None:
-    model, other = network(), network()
-    with torch.no_grad():
-        other[0].weight.add_(1.0001)
-    optimizer = sgd(model.parameters(), lr=0.0)
-    o2(model, optimizer)
-    model.load_state_dict(other.state_dict())
-    assert equal([m.detach() for m in masters(optimizer)], [p.detach() for p in other.parameters()])
 
 
 # -- state of optimizers --
@@ -715,15 +499,6 @@ def test_the_way_back() -> None:
     model.zero_grad()
     model(torch.ones(2, 4).double()).sum().backward()
     assert params[0].grad.dtype is torch.float64
-
-
-def test_release_master_forgets() -> None:
-    model = network().half()
-    optimizer = sgd(model.parameters())
-    MasterWeights(optimizer)
-    master = master_of(model[0].weight)
-    assert release_master(model[0].weight) is master
-    assert master_of(model[0].weight) is None
 
 
 def test_optimizers_that_are_dropped_leave_no_hooks_behind() -> None:

@@ -1,0 +1,446 @@
+"""Blocks of a scaled loss: which scale gradients have, what is unscaled, checked and warned of, and for whom."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import sys
+import types
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+import autoamp
+from autoamp.errors import UsageError
+from autoamp.scaling import DynamicLossScaler, StaticLossScaler
+from autoamp.stepping import StepGuard, scaled_block
+from tests.stepping.guarded import Setup, guard_of, scale_loss
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+# -- one block, one step --
+
+
+def test_inside_the_block_gradients_have_the_scale() -> None:
+    setup = Setup()
+    with scale_loss(setup.param.sum(), setup.guard, setup.scaler) as scaled:
+        assert scaled.item() == 2048.0
+        scaled.backward()
+        assert setup.grad == [1024.0, 1024.0]
+        assert setup.guard.grads_scale == 1024.0
+    assert setup.grad == [1.0, 1.0]
+    assert setup.guard.grads_scale == 1.0
+
+
+def test_without_checks_there_is_no_pass(reads: list[int], passes: list[str]) -> None:
+    setup = Setup()
+    setup.scaler = StaticLossScaler(1.0)  # type: ignore[assignment]
+    for _ in range(2):
+        setup.backward()
+        setup.optimizer.step()
+    assert passes == []
+    assert reads == []
+    assert setup.param.tolist() == [1.0 - 0.5 - 1.0] * 2
+
+
+def test_blocks_of_one_optimizer_do_not_nest() -> None:
+    setup = Setup()
+    with scale_loss(setup.param.sum(), setup.guard, setup.scaler) as scaled:
+        scaled.backward()
+        with pytest.raises(UsageError, match="SGD is in a scale_loss block"):
+            setup.backward()
+        assert setup.grad == [1024.0, 1024.0]
+    assert setup.grad == [1.0, 1.0]
+
+
+def test_no_optimizer_at_all() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with scale_loss((x * 3).sum(), [], DynamicLossScaler(4.0)) as scaled:
+        (grad,) = torch.autograd.grad(scaled, x)
+    assert grad.tolist() == [12.0, 12.0]
+
+
+def test_sparse_gradients_are_unscaled_and_checked(half: torch.dtype) -> None:
+    embedding = torch.nn.Embedding(5, 2, sparse=True)
+    embedding.to(half)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
+    guard, scaler = guard_of(optimizer), DynamicLossScaler(256.0)
+    before = embedding.weight.detach().clone()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for factor in (1.0, math.inf):
+            optimizer.zero_grad()
+            with scale_loss(embedding(torch.tensor([1, 1, 3])).sum() * factor, guard, scaler) as scaled:
+                scaled.backward()
+            optimizer.step()
+    expected = before.clone()
+    expected[1] -= 2.0
+    expected[3] -= 1.0
+    assert torch.equal(embedding.weight, expected)
+    assert guard.skips.total == 1
+
+
+# -- several blocks a step --
+
+
+def test_micro_batches_of_several_scales_and_scalers() -> None:
+    setup = Setup()
+    other = StaticLossScaler(8.0)
+    setup.backward(1.0)
+    with scale_loss((setup.param * 2.0).sum(), setup.guard, other) as scaled:
+        assert setup.grad == [8.0, 8.0]
+        scaled.backward()
+    setup.param.grad = setup.param.grad  # Reading and setting is no change.
+    assert setup.grad == [3.0, 3.0]
+    setup.optimizer.step()
+    assert setup.param.tolist() == [-0.5, -0.5]
+    assert (setup.scaler.unskipped, other.unskipped) == (1, 1)
+
+
+def test_gradients_from_outside_join_in() -> None:
+    setup = Setup()
+    (setup.param * 3.0).sum().backward()
+    setup.backward(1.0)
+    assert setup.grad == [4.0, 4.0]
+
+
+# -- delay_unscale --
+
+
+def test_delayed_gradients_keep_their_scale(passes: list[str]) -> None:
+    setup = Setup()
+    setup.backward(1.0, delay_unscale=True)
+    assert setup.grad == [1024.0, 1024.0]
+    assert passes == []
+    setup.backward(2.0, delay_unscale=True)
+    assert setup.grad == [3072.0, 3072.0]
+    setup.backward(4.0)
+    assert passes == ["unscale_"]
+    assert setup.grad == [7.0, 7.0]
+    setup.optimizer.step()
+    assert setup.param.tolist() == [-2.5, -2.5]
+    assert setup.scaler.unskipped == 1
+
+
+def test_delayed_gradients_change_to_the_next_scale() -> None:
+    setup = Setup()
+    setup.backward(1.0, delay_unscale=True)
+    with scale_loss((setup.param * 2.0).sum(), setup.guard, StaticLossScaler(16.0)) as scaled:
+        assert setup.grad == [16.0, 16.0]
+        scaled.backward()
+    assert setup.grad == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("factor", [1.0, math.inf])
+def test_a_block_without_checks_finishes_what_was_delayed(factor: float) -> None:
+    setup = Setup()
+    setup.backward(factor, delay_unscale=True)
+    with scale_loss(setup.param.sum(), setup.guard, StaticLossScaler(1.0)) as scaled:
+        scaled.backward()
+    setup.optimizer.step()
+    assert setup.param.tolist() == ([0.0, 0.0] if factor == 1.0 else [1.0, 1.0])
+
+
+# -- exceptions --
+
+
+@pytest.mark.parametrize("delay", [False, True])
+def test_after_an_exception_gradients_hold_true_values(delay: bool) -> None:
+    setup = Setup()
+    setup.backward(1.0)
+
+    def interrupted() -> None:
+        with scale_loss((setup.param * 2.0).sum(), setup.guard, setup.scaler, delay_unscale=delay) as scaled:
+            scaled.backward()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert setup.grad == [3.0, 3.0]
+    assert (setup.guard.grads_scale, setup.guard.in_block) == (1.0, False)
+    assert len(setup.guard.pending) == 2
+    setup.optimizer.step()
+    assert setup.scaler.unskipped == 1
+
+
+def test_after_an_exception_in_the_first_block_nothing_is_pending() -> None:
+    setup = Setup()
+    with pytest.raises(ZeroDivisionError), scale_loss(setup.param.sum(), setup.guard, setup.scaler):
+        raise ZeroDivisionError
+    assert setup.guard.pending == []
+    setup.backward()
+    setup.optimizer.step()
+    assert setup.param.tolist() == [0.5, 0.5]
+
+
+# -- several optimizers --
+
+
+class Pair:
+    """Two optimizers, with a parameter of their own each and one in common."""
+
+    def __init__(self) -> None:
+        self.params = [Parameter(torch.ones(1)) for _ in range(3)]
+        first, second, common = self.params
+        self.optimizers = [torch.optim.SGD([first, common], lr=0.5), torch.optim.SGD([second, common], lr=0.5)]
+        self.guards = [guard_of(optimizer) for optimizer in self.optimizers]
+        self.scaler = DynamicLossScaler(1024.0)
+
+    def backward(self, guards: Sequence[StepGuard], factors: Sequence[float], **kwargs: Any) -> None:
+        loss = sum(param.sum() * factor for param, factor in zip(self.params, factors, strict=True))
+        assert isinstance(loss, Tensor)
+        with scale_loss(loss, guards, self.scaler, **kwargs) as scaled:
+            scaled.backward()
+
+    @property
+    def grads(self) -> list[float]:
+        return [param.grad.item() for param in self.params if param.grad is not None]
+
+
+def test_a_parameter_in_common_is_unscaled_once() -> None:
+    pair = Pair()
+    pair.backward(pair.guards, [1.0, 2.0, 3.0])
+    assert pair.grads == [1.0, 2.0, 3.0]
+    pair.backward(pair.guards, [1.0, 2.0, 3.0])
+    assert pair.grads == [2.0, 4.0, 6.0]
+
+
+def test_a_parameter_in_common_changes_its_scale_once() -> None:
+    pair = Pair()
+    pair.backward(pair.guards[:1], [1.0, 0.0, 3.0], delay_unscale=True)
+    pair.params[1].grad = None
+    pair.backward(pair.guards, [1.0, 2.0, 3.0])
+    assert pair.grads == [2.0, 2.0, 6.0]
+
+
+def test_optimizers_of_one_block_are_skipped_together(reads: list[int]) -> None:
+    pair = Pair()
+    pair.backward(pair.guards, [math.inf, 1.0, 1.0])
+    for optimizer in pair.optimizers:
+        optimizer.step()
+    assert [param.item() for param in pair.params] == [1.0, 1.0, 1.0]
+    assert [guard.skips.total for guard in pair.guards] == [1, 1]
+    assert pair.scaler.loss_scale == 512.0
+    assert reads == [1]
+
+
+def test_optimizers_of_two_blocks_are_skipped_apart() -> None:
+    pair = Pair()
+    first, second, _ = pair.params
+    with scale_loss(first * math.inf, pair.guards[0], pair.scaler) as scaled:
+        scaled.backward()
+    with scale_loss(second * 1.0, pair.guards[1], pair.scaler) as scaled:
+        scaled.backward()
+    for optimizer in pair.optimizers:
+        optimizer.step()
+    assert (first.item(), second.item()) == (1.0, 0.5)
+    assert [guard.skips.total for guard in pair.guards] == [1, 0]
+
+
+def window(pair: Pair, first: Sequence[float], both: Sequence[float]) -> None:
+    """Run a block of the first optimizer, then one of both, with the gradients of both parameters of their own."""
+    pair.backward(pair.guards[:1], [*first, 0.0])
+    pair.backward(pair.guards, [*both, 0.0])
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first", "last"])
+def test_an_earlier_overflow_is_of_its_own_optimizer(order: tuple[int, int], reads: list[int]) -> None:
+    pair = Pair()
+    window(pair, [math.inf, 0.0], [1.0, 1.0])
+    assert reads == []
+    for place in order:
+        pair.optimizers[place].step()
+    assert [param.item() for param in pair.params[:2]] == [1.0, 0.5]
+    assert [guard.skips.total for guard in pair.guards] == [1, 0]
+    assert (pair.scaler.loss_scale, pair.scaler.unskipped) == (512.0, 0)
+    assert len(reads) == 2
+
+
+@pytest.mark.parametrize("both", [(math.inf, 1.0), (1.0, math.nan)], ids=["first", "second"])
+def test_a_new_overflow_is_of_all_optimizers_of_the_block(both: tuple[float, float]) -> None:
+    pair = Pair()
+    window(pair, [1.0, 0.0], both)
+    for optimizer in pair.optimizers:
+        optimizer.step()
+    assert [param.item() for param in pair.params] == [1.0, 1.0, 1.0]
+    assert [guard.skips.total for guard in pair.guards] == [1, 1]
+    assert pair.scaler.loss_scale == 512.0
+
+
+def test_an_earlier_overflow_that_was_read_already_is_of_its_own_optimizer() -> None:
+    pair = Pair()
+    pair.backward(pair.guards[:1], [math.inf, 0.0, 0.0])
+    assert pair.guards[0].overflowed()
+    pair.backward(pair.guards, [1.0, 1.0, 0.0])
+    for optimizer in pair.optimizers:
+        optimizer.step()
+    assert [guard.skips.total for guard in pair.guards] == [1, 0]
+
+
+def test_an_earlier_overflow_of_a_parameter_in_common_is_of_both() -> None:
+    pair = Pair()
+    pair.backward(pair.guards[:1], [1.0, 0.0, math.inf])
+    pair.backward(pair.guards, [1.0, 1.0, 1.0])
+    for optimizer in pair.optimizers:
+        optimizer.step()
+    assert [param.item() for param in pair.params] == [1.0, 1.0, 1.0]
+    assert [guard.skips.total for guard in pair.guards] == [1, 1]
+    assert pair.scaler.loss_scale == 512.0
+
+
+def test_a_block_of_two_optimizers_is_one_pass_where_nothing_is_pending(passes: list[str]) -> None:
+    pair = Pair()
+    pair.backward(pair.guards, [1.0, 1.0, 1.0])
+    assert passes == ["unscale_"]
+    for optimizer in pair.optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    pair.backward(pair.guards, [1.0, 1.0, 1.0])
+    assert passes == ["unscale_", "unscale_"]
+
+
+def test_gradients_of_an_earlier_block_are_unscaled_once_for_each() -> None:
+    pair = Pair()
+    pair.backward(pair.guards[:1], [1.0, 0.0, 3.0])
+    pair.backward(pair.guards, [1.0, 2.0, 3.0])
+    assert pair.grads == [2.0, 2.0, 6.0]
+
+
+def test_a_shared_window_counts_once() -> None:
+    pair = Pair()
+    for _ in range(3):
+        pair.backward(pair.guards, [1.0, 1.0, 1.0])
+    for optimizer in pair.optimizers:
+        optimizer.step()
+    assert pair.scaler.unskipped == 1
+
+
+def test_one_guard_given_twice_is_one() -> None:
+    pair = Pair()
+    pair.backward([pair.guards[0], pair.guards[0]], [1.0, 1.0, 1.0])
+    assert len(pair.guards[0].pending) == 1
+
+
+# -- no gradients --
+
+
+def test_a_loss_of_other_parameters_warns() -> None:
+    setup = Setup()
+    with (
+        pytest.warns(UserWarning, match=r"no parameter of SGD has a gradient.*scaled_loss\.backward") as caught,
+        scaled_block([setup.guard], setup.scaler) as scale,
+    ):
+        (torch.ones(1, requires_grad=True) * scale).backward()
+    assert caught[0].filename == __file__
+    assert setup.guard.pending == []
+    setup.optimizer.step()
+    assert setup.scaler.unskipped == 0
+
+
+def scaled_and_differentiated(optimizer: Any, grad: Callable[..., Any], scale: float = 1024.0) -> Tensor:
+    """Ask for the gradient of an input alone, as a gradient penalty does."""
+    x = torch.ones(2, requires_grad=True)
+    with autoamp.scale_loss((x * 3).sum(), optimizer) as scaled:
+        (gradient,) = grad(scaled, x)
+    assert isinstance(gradient, Tensor)
+    return gradient
+
+
+def test_gradients_that_go_to_no_parameter_are_no_reason_to_warn(half: torch.dtype) -> None:
+    early = torch.autograd.grad
+    handle = autoamp.init(device_type="cpu", dtype=half, loss_scale=1024.0)
+    assert torch.autograd.grad is not early
+    optimizer = Setup(torch.optim.Adam).optimizer
+    gradient = scaled_and_differentiated(optimizer, torch.autograd.grad)
+    assert gradient.tolist() == [3072.0, 3072.0]
+    # And the next block is asked anew.
+    with pytest.warns(UserWarning, match="no parameter of Adam"), handle.scale_loss(gradient.sum(), optimizer):
+        torch.ones(())
+    handle.deactivate()
+    assert torch.autograd.grad is early
+
+
+def test_a_name_of_the_programs_own_for_grad_is_known_too() -> None:
+    user: Any = types.ModuleType("took_grad")
+    user.grad = torch.autograd.grad
+    sys.modules[user.__name__] = user
+    try:
+        autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=1024.0)
+        scaled_and_differentiated(Setup().optimizer, user.grad)
+    finally:
+        del sys.modules[user.__name__]
+
+
+def test_gradients_outside_of_the_block_are_not_those_of_the_block() -> None:
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16)
+    optimizer, x = Setup().optimizer, torch.ones(2, requires_grad=True)
+    for _ in range(2):
+        torch.autograd.grad(x.sum(), x)
+        with pytest.warns(UserWarning, match="no parameter of SGD"), handle.scale_loss(x.sum(), optimizer):
+            pass
+
+
+def test_compiled_and_scripted_code_calls_grad_as_before() -> None:
+    autoamp.init(device_type="cpu", dtype=torch.float16)
+    assert torch.autograd.grad.__module__ == "torch.autograd"
+    assert pickle.loads(pickle.dumps(torch.autograd.grad)) is torch.autograd.grad
+    x = torch.ones(2, requires_grad=True)
+
+    @torch.compile(backend="eager")
+    def compiled(x: Tensor) -> Tensor:
+        return torch.autograd.grad((x * 2.0).sum(), x)[0]
+
+    assert compiled(x).tolist() == [2.0, 2.0]
+
+
+def test_frozen_parameters_warn_with_the_cause() -> None:
+    setup = Setup()
+    setup.param.requires_grad_(False)
+    setup.scaler = StaticLossScaler(1.0)  # type: ignore[assignment]
+    with pytest.warns(UserWarning, match="frozen"), scaled_block([setup.guard], setup.scaler):
+        pass
+
+
+def test_one_of_two_without_gradients_is_named_and_not_skipped() -> None:
+    setup, other = Setup(), Setup(torch.optim.Adam)
+    with (
+        pytest.warns(UserWarning, match="no parameter of Adam"),
+        scale_loss(setup.param.sum() * math.inf, [setup.guard, other.guard], setup.scaler) as scaled,
+    ):
+        scaled.backward()
+    setup.optimizer.step()
+    other.optimizer.step()
+    assert (setup.guard.skips.total, other.guard.skips.total) == (1, 0)
+
+
+def test_a_delayed_block_may_leave_no_gradients() -> None:
+    setup = Setup()
+    with scaled_block([setup.guard], setup.scaler, delay_unscale=True):
+        pass
+    setup.optimizer.step()
+    assert setup.scaler.unskipped == 0
+
+
+# -- contexts and callbacks --
+
+
+def test_an_overflow_before_an_exception_still_skips() -> None:
+    setup = Setup()
+    before = setup.param.tolist()
+
+    def interrupted() -> None:
+        with scale_loss(setup.param.sum(), setup.guard, setup.scaler) as scaled:
+            (scaled * math.inf).backward()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        interrupted()
+    setup.optimizer.step()
+    assert setup.guard.skips.last
+    assert setup.param.tolist() == before
