@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed
 from torch import Tensor
 
 import autoamp
