@@ -1,4 +1,4 @@
-"""What is kept of casts is never handed out once its source, or it itself, was written to."""
+"""What is kept of casts, and that it is never handed out once its source, or it itself, was written to."""
 
 from __future__ import annotations
 
@@ -10,14 +10,189 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import Parameter
 
 import autoamp
 from autoamp.casting.cache import CastCache
+from autoamp.casting.casts import Casts
 from autoamp.casting.threads import ThreadState
+from tests.casting._shared import make
 
 HALF = torch.bfloat16
+
+
+# -- the cache on its own --
+
+
+def test_cache_without_a_scope_keeps_nothing() -> None:
+    casts = make()
+    parameter = Parameter(torch.ones(2))
+    assert casts.to_half(parameter) is not casts.to_half(parameter)
+    assert len(casts.cache) == 0
+
+
+def test_cache_holds_casts_to_half_alone() -> None:
+    casts = make()
+    casts.local.entries = {}
+    parameter, half = Parameter(torch.ones(2)), Parameter(torch.ones(2, dtype=torch.bfloat16))
+    assert casts.to_half(parameter) is not casts.to_half(parameter)
+    assert casts.to_half(parameter) is casts.to_half(parameter)
+    assert casts.to_half([parameter])[0] is casts.to_half({"weight": parameter})["weight"] is casts.to_half(parameter)
+    assert casts.to_fp32(half) is not casts.to_fp32(half)
+    assert len(casts.cache) == 1
+    casts.cache.clear()
+    assert len(casts.cache) == 0
+    assert casts.local.entries == {}
+
+
+def test_clear_outside_of_a_scope_opens_none() -> None:
+    casts = make()
+    casts.cache.clear()
+    assert casts.local.entries is None
+
+
+def test_cache_leaves_out_what_needs_no_cast_or_has_no_version() -> None:
+    casts = make()
+    casts.local.entries = {}
+    for parameter in (Parameter(torch.ones(2, dtype=torch.float64)), Parameter(torch.ones(2).half())):
+        assert casts.to_half(parameter) is parameter
+    with torch.inference_mode():
+        born_in_inference = Parameter(torch.ones(2), requires_grad=False)
+        assert casts.to_half(born_in_inference) is not casts.to_half(born_in_inference)
+    assert len(casts.cache) == 0
+
+
+def test_no_wrapper_of_a_transform_outlives_it() -> None:
+    casts = make()
+    casts.local.entries = {}
+    parameter, x = Parameter(torch.ones(2)), torch.ones(2)
+
+    def transformed() -> None:
+        torch.func.grad(lambda y: (y * casts.to_half(parameter) * casts.args_to_half([x])[0]).sum())(torch.ones(2))
+
+    transformed()
+    for cast in (casts.to_half(parameter), casts.args_to_half([x])[0]):
+        assert not is_functorch_wrapped_tensor(cast)
+    parameter.requires_grad_(False)
+    with casts.cache.pin([parameter]):
+        transformed()
+        assert casts.cache.pins[id(parameter)].cast is None
+        casts.to_half(parameter)
+        assert casts.cache.pins[id(parameter)].cast is not None
+
+
+def test_a_cast_in_inference_mode_has_a_version() -> None:
+    local = ThreadState()
+    cache, parameter = CastCache(local), Parameter(torch.ones(2))
+    local.entries = {}
+    with torch.inference_mode():
+        first = cache.cast(parameter, Tensor.bfloat16)
+        assert cache.cast(parameter, Tensor.bfloat16) is first
+        first.mul_(2)
+    assert torch.equal(cache.cast(parameter, Tensor.bfloat16), parameter.to(HALF))
+
+
+def test_cache_holds_the_old_storage_so_that_its_address_stays_taken() -> None:
+    casts = make()
+    casts.local.entries = {}
+    parameter = Parameter(torch.zeros(1000))
+    assert casts.to_half(parameter) is not casts.to_half(parameter)
+    assert len(casts.cache) == 1
+    address = parameter.data_ptr()
+    for value in range(1, 20):
+        parameter.data = torch.full((1000,), float(value))
+        assert parameter.data_ptr() != address
+    assert torch.equal(casts.to_half(parameter), torch.full((1000,), 19.0).half())
+
+
+# -- the last activation --
+
+
+def shared(casts: Casts, tensor: Tensor) -> Tensor:
+    (cast,) = casts.args_to_half([tensor])
+    assert isinstance(cast, Tensor)
+    return cast
+
+
+def test_the_last_activation_is_cast_once() -> None:
+    casts = make()
+    casts.local.entries = {}
+    x, other = torch.ones(2, requires_grad=True) * 1, torch.ones(2, requires_grad=True)
+    assert shared(casts, x) is shared(casts, x)
+    first = shared(casts, x)
+    shared(casts, other)
+    assert shared(casts, x) is not first
+    casts.local.entries = None
+    assert shared(casts, x) is not shared(casts, x)
+
+
+def test_caching_off_shares_nothing() -> None:
+    casts = make(enable_caching=False)
+    x = torch.ones(2, requires_grad=True)
+    assert shared(casts, x) is not shared(casts, x)
+
+
+def set_to(tensor: Tensor, value: Tensor) -> None:
+    tensor.data = value.clone()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x, value: x.copy_(value),
+        lambda x, value: x.detach().copy_(value),
+        lambda x, value: x[:1].copy_(value[:1]),
+        lambda x, value: x.view(2, 1).mul_(0).add_(value.view(2, 1)),
+        set_to,
+        lambda x, value: x.set_(value.clone()),
+    ],
+    ids=["copy_", "detach", "slice", "view", "data", "set_"],
+)
+def test_an_activation_that_was_written_to_is_cast_anew(write: Callable[[Tensor, Tensor], Any]) -> None:
+    casts = make()
+    casts.local.entries = {}
+    x = torch.zeros(2, requires_grad=True) * 1
+    shared(casts, x)
+    with torch.no_grad():
+        write(x, torch.ones(2))
+    assert torch.equal(shared(casts, x), x.half())
+
+
+@pytest.mark.parametrize("first", ["grad", "no_grad", "inference_mode"])
+@pytest.mark.parametrize("second", ["grad", "no_grad", "inference_mode"])
+def test_an_activation_in_two_grad_modes(first: str, second: str) -> None:
+    modes: dict[str, Any] = {
+        "grad": torch.enable_grad, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode,
+    }  # fmt: skip
+    casts = make()
+    casts.local.entries = {}
+    leaf = torch.ones(2, requires_grad=True)
+    x = leaf * 1
+    with modes[first]():
+        shared(casts, x)
+    with modes[second]():
+        cast = shared(casts, x)
+    assert cast.requires_grad == (second == "grad")
+    if second == "grad":
+        cast.float().sum().backward()
+        assert leaf.grad is not None
+
+
+def test_an_activation_without_a_version_is_cast_each_time() -> None:
+    casts = make()
+    casts.local.entries = {}
+    with torch.inference_mode():
+        x = torch.zeros(2)
+        shared(casts, x)
+        x.fill_(1.0)
+        assert torch.equal(shared(casts, x), x.half())
+    assert torch.equal(shared(casts, x.clone()), torch.ones(2).half())
+    assert shared(casts, x) is not shared(casts, x)
+
+
+# -- under a handle --
 
 
 @pytest.fixture
@@ -173,14 +348,3 @@ def test_blocks_that_end_while_others_cast(handle: autoamp.Handle) -> None:
     for thread in threads:
         thread.join()
     assert errors == []
-
-
-def test_a_cast_in_inference_mode_has_a_version() -> None:
-    local = ThreadState()
-    cache, parameter = CastCache(local), Parameter(torch.ones(2))
-    local.entries = {}
-    with torch.inference_mode():
-        first = cache.cast(parameter, Tensor.bfloat16)
-        assert cache.cast(parameter, Tensor.bfloat16) is first
-        first.mul_(2)
-    assert torch.equal(cache.cast(parameter, Tensor.bfloat16), parameter.to(HALF))

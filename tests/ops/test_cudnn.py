@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,31 +10,9 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp.casting.casts import Casts
-from autoamp.casting.flat_weights import RECURRENT_LAYERS, FlatLayout, RecurrentLayer, flatten_weights
+from autoamp.casting.flat_weights import RECURRENT_LAYERS
 from autoamp.ops.cudnn import build_recurrent
-
-SIZES = {"input_size": 5, "hidden_size": 6, "num_layers": 2}
-LAYOUTS: list[RecurrentLayer] = []
-
-MODELS: dict[str, Any] = {
-    "LSTM": lambda: nn.LSTM(**SIZES),
-    "LSTM in both directions": lambda: nn.LSTM(**SIZES, bidirectional=True, batch_first=True),
-    "LSTM with a projection": lambda: nn.LSTM(**SIZES, proj_size=3),
-    "LSTM without bias": lambda: nn.LSTM(**SIZES, bias=False),
-    "GRU": lambda: nn.GRU(**SIZES),
-    "RNN": lambda: nn.RNN(**SIZES),
-    "RNN with relu": lambda: nn.RNN(**SIZES, nonlinearity="relu", bidirectional=True),
-}
-
-
-def laid_out(layer: RecurrentLayer, weights: Sequence[Tensor]) -> FlatLayout:
-    """Biases first, and two elements between the weights."""
-    LAYOUTS.append(layer)
-    offsets, size = {}, 0
-    for index in sorted(range(len(weights)), key=lambda index: weights[index].dim()):
-        offsets[index] = size
-        size += weights[index].numel() + 2
-    return FlatLayout(size, tuple(offsets[index] for index in range(len(weights))))
+from tests.casting.recurrent import LAYOUTS, MODELS, in_one_tensor, laid_out
 
 
 def op_of(model: nn.RNNBase) -> Any:
@@ -70,10 +47,6 @@ class Spy:
         replacement = build_recurrent(original, otherwise, casts, laid_out, lambda _: takes)
         monkeypatch.setattr(torch.nn.modules.rnn._VF, op.__name__, replacement, raising=False)
         monkeypatch.setattr(nn.RNNBase, "check_input", lambda *_: None)
-
-
-def in_one_tensor(weights: Sequence[Tensor]) -> bool:
-    return len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -181,41 +154,6 @@ def test_what_is_out_of_the_ordinary_goes_the_general_way(monkeypatch: pytest.Mo
 def test_on_a_cpu_the_handle_takes_another_way(half: torch.dtype) -> None:
     autoamp.init(device_type="cpu", dtype=half)
     assert MODELS["LSTM"]()(torch.randn(4, 3, 5))[0].dtype == half
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_weights_in_bf16_move_to_one_tensor(name: str) -> None:
-    LAYOUTS.clear()
-    model: nn.RNNBase = MODELS[name]().bfloat16()
-    before = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
-
-    def move(layer: RecurrentLayer, weights: Sequence[Tensor]) -> None:
-        flat = laid_out(layer, weights).views(weights, layer.dtype)
-        for weight, place in zip(weights, flat, strict=True):
-            weight.data = place.copy_(weight.detach())
-
-    flatten_weights(model, move, takes=lambda _: True)
-    (layer,) = LAYOUTS
-    assert layer.gates == dict(RECURRENT_LAYERS.values())[layer.kind]
-    assert layer.each * layer.count * (1 + layer.bidirectional) == len(before)
-    assert in_one_tensor(list(model.parameters()))
-    for parameter, (same, values) in zip(model.parameters(), before, strict=True):
-        assert parameter is same
-        assert torch.equal(parameter, values)
-
-
-def test_weights_that_cannot_move_stay() -> None:
-    def move(layer: RecurrentLayer, weights: Sequence[Tensor]) -> None:
-        raise AssertionError
-
-    shared = MODELS["LSTM"]().bfloat16()
-    shared.bias_hh_l0 = shared.bias_ih_l0
-    mixed = MODELS["LSTM"]().bfloat16()
-    mixed.bias_hh_l0.data = mixed.bias_hh_l0.data.float()
-    # Torch's own method sees to the others.
-    for model in (shared, mixed, MODELS["LSTM"](), MODELS["LSTM"]().half()):
-        flatten_weights(model, move, takes=lambda _: True)
-    flatten_weights(MODELS["LSTM"]().bfloat16(), move)
 
 
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])

@@ -1,10 +1,14 @@
-"""The table room: limits of versions. What a table holds and how tables merge is tested with the rules."""
+"""Limits of versions, and tables laid over each other."""
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from autoamp.rules.table import admits, is_version_limit
+import pytest
+from hypothesis import given, settings
+
+from autoamp.rules.table import CastTable, admits, is_version_limit
+from tests.rules._shared import list_sets, load, policies
 
 
 @pytest.mark.parametrize(
@@ -34,3 +38,28 @@ def test_what_is_no_limit(limits: str) -> None:
 def test_a_version_needs_two_numbers() -> None:
     with pytest.raises(ValueError, match="version='main' does not begin with two numbers"):
         admits(">=2.13", "main")
+
+
+@settings(max_examples=150, deadline=None)
+@given(list_sets(), list_sets(), list_sets())
+def test_overlays_are_associative_idempotent_and_the_last_one_wins(
+    one: dict[str, Any], two: dict[str, Any], three: dict[str, Any]
+) -> None:
+    a, b, c = load(one), load(two), load(three)
+    merged = a.overlaid(b).overlaid(c)
+    assert merged == a.overlaid(b.overlaid(c))
+    assert a.overlaid(a) == a
+    assert merged.overlaid(c) == merged
+    assert a.overlaid(CastTable()) == CastTable().overlaid(a) == a
+    assert merged == load([one, two, three])
+    assert policies(merged) == policies(a) | policies(b) | policies(c)
+    assert len(merged.rules) == len(policies(merged))
+    assert merged.rules[len(merged.rules) - len(c.rules) :] == c.rules
+    for rule in merged.rules:
+        assert merged.policy_of(rule.target) is rule
+    expected = {rule.pattern: rule.precision for table in (a, b, c) for rule in table.modules}
+    assert {rule.pattern: rule.precision for rule in merged.modules} == expected
+
+
+def test_policy_of_a_name_that_is_not_there() -> None:
+    assert load("default").policy_of("torch.softmax") is None

@@ -1,0 +1,47 @@
+"""Weights of recurrent layers move to one tensor, in a layout that is made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autoamp.casting.flat_weights import RECURRENT_LAYERS, RecurrentLayer, flatten_weights
+from tests.casting.recurrent import LAYOUTS, MODELS, in_one_tensor, laid_out
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_in_bf16_move_to_one_tensor(name: str) -> None:
+    LAYOUTS.clear()
+    model: nn.RNNBase = MODELS[name]().bfloat16()
+    before = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
+
+    def move(layer: RecurrentLayer, weights: Sequence[Tensor]) -> None:
+        flat = laid_out(layer, weights).views(weights, layer.dtype)
+        for weight, place in zip(weights, flat, strict=True):
+            weight.data = place.copy_(weight.detach())
+
+    flatten_weights(model, move, takes=lambda _: True)
+    (layer,) = LAYOUTS
+    assert layer.gates == dict(RECURRENT_LAYERS.values())[layer.kind]
+    assert layer.each * layer.count * (1 + layer.bidirectional) == len(before)
+    assert in_one_tensor(list(model.parameters()))
+    for parameter, (same, values) in zip(model.parameters(), before, strict=True):
+        assert parameter is same
+        assert torch.equal(parameter, values)
+
+
+def test_weights_that_cannot_move_stay() -> None:
+    def move(layer: RecurrentLayer, weights: Sequence[Tensor]) -> None:
+        raise AssertionError
+
+    shared = MODELS["LSTM"]().bfloat16()
+    shared.bias_hh_l0 = shared.bias_ih_l0
+    mixed = MODELS["LSTM"]().bfloat16()
+    mixed.bias_hh_l0.data = mixed.bias_hh_l0.data.float()
+    # Torch's own method sees to the others.
+    for model in (shared, mixed, MODELS["LSTM"](), MODELS["LSTM"]().half()):
+        flatten_weights(model, move, takes=lambda _: True)
+    flatten_weights(MODELS["LSTM"]().bfloat16(), move)

@@ -1,0 +1,41 @@
+"""Fixtures for patching: a module to patch, a set of patches, a folder of modules to import."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from autoamp.patching.patches import PatchSet
+
+
+@pytest.fixture
+def shelf() -> Iterator[types.ModuleType]:
+    """A module ``shelf`` with a function ``work``, that another module can import from."""
+    module = types.ModuleType("shelf")
+    exec("def work(a, b=2):\n    'Adds.'\n    return a + b\n", vars(module))
+    sys.modules["shelf"] = module
+    yield module
+    for name in [name for name in sys.modules if name.startswith("shelf")]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def patches() -> Iterator[PatchSet]:
+    """A patch set that is restored after the test."""
+    made = PatchSet()
+    yield made
+    made.restore()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder on sys.path, whose modules are forgotten afterwards."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    known = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - known:
+        del sys.modules[name]

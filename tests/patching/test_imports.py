@@ -1,0 +1,124 @@
+"""Who waits for a module to be imported, and dotted names that are resolved without an import."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import sys
+import threading
+import types
+from pathlib import Path
+
+import pytest
+
+from autoamp.errors import PatchError
+from autoamp.patching import imports
+from autoamp.patching.imports import resolve
+from autoamp.patching.marks import original_of
+from autoamp.patching.patches import PatchSet
+from tests.patching._shared import Base, replacement_of
+
+# -- waiting for an import --
+
+
+def test_callbacks_come_once_the_module_is_there_and_not_after_restore(folder: Path, patches: PatchSet) -> None:
+    (folder / "late_one.py").write_text("VALUE = 1\n")
+    (folder / "late_two.py").write_text("VALUE = 2\n")
+    seen: list[str] = []
+    patches.when_imported("late_one", lambda module: seen.append(f"{module.__name__} {module.VALUE}"))
+    patches.when_imported("late_two", lambda module: seen.append("too late"))
+    patches.when_imported("sys", lambda module: seen.append("sys is there already"))
+    assert seen == []
+    importlib.import_module("late_one")
+    assert seen == ["late_one 1"]
+    patches.restore()
+    importlib.import_module("late_two")
+    assert seen == ["late_one 1"]
+
+
+def test_a_module_that_is_imported_anew_is_seen_anew(folder: Path) -> None:
+    (folder / "again.py").write_text("VALUE = 1\n")
+    seen: list[types.ModuleType] = []
+    for count in (1, 2):
+        patches = PatchSet()
+        patches.when_imported("again", seen.append)
+        importlib.import_module("again")
+        assert len(seen) == count
+        del sys.modules["again"]
+        patches.restore()
+
+
+def test_the_watcher_does_not_grow() -> None:
+    def cycle() -> None:
+        patches = PatchSet()
+        patches.when_imported("never_imported_by_anyone", print)
+        patches.restore()
+
+    from wrapt.importer import _post_import_hooks
+
+    cycle()
+    hooks = len(_post_import_hooks["never_imported_by_anyone"])
+    listeners = len(imports.watcher._listeners)
+    for _ in range(20):
+        cycle()
+    assert len(_post_import_hooks["never_imported_by_anyone"]) == hooks == 1
+    assert len(imports.watcher._listeners) == listeners
+    gc.collect()
+    assert not [found for found in gc.get_objects() if type(found) is PatchSet and len(found)]
+
+
+def test_a_set_that_is_restored_while_an_import_runs_gets_no_patch(folder: Path) -> None:
+    (folder / "slow.py").write_text("def work(): pass\n")
+    patches, inside, go_on = PatchSet(), threading.Event(), threading.Event()
+
+    def block(module: types.ModuleType) -> None:
+        inside.set()
+        go_on.wait(10)
+        patches.replace(module, "work", replacement_of(module.work))
+
+    patches.when_imported("slow", block)
+    importing = threading.Thread(target=importlib.import_module, args=("slow",))
+    importing.start()
+    assert inside.wait(10)
+    restoring = threading.Thread(target=patches.restore)
+    restoring.start()
+    go_on.set()
+    importing.join(10)
+    restoring.join(10)
+    assert original_of(sys.modules["slow"].work) is sys.modules["slow"].work
+    assert len(patches) == 0
+
+
+# -- resolve --
+
+
+def test_resolve_finds_functions_methods_and_modules(shelf: types.ModuleType) -> None:
+    shelf.Base = Base  # type: ignore[attr-defined]
+    assert resolve("shelf.work") == (shelf, "work", shelf.work)
+    assert resolve("shelf.Base.method") == (Base, "method", vars(Base)["method"])
+    assert resolve("shelf.Base.static") == (Base, "static", vars(Base)["static"])
+    assert resolve("not_imported_at_all.work") is None
+    with pytest.raises(PatchError, match=r"'shelf\.wrok' is not there"):
+        resolve("shelf.wrok")
+
+
+def test_resolve_takes_our_replacement_off(shelf: types.ModuleType, patches: PatchSet) -> None:
+    work = shelf.work
+    patches.replace(shelf, "work", replacement_of(work))
+    assert resolve("shelf.work") == (shelf, "work", work)
+
+
+def test_resolve_imports_nothing(folder: Path) -> None:
+    package = folder / "lazy_pkg"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "import importlib\ndef __getattr__(name):\n    return importlib.import_module(f'lazy_pkg.{name}')\n"
+    )
+    (package / "losses.py").write_text("def focal(): pass\n")
+    assert resolve("lazy_pkg.losses.focal") is None
+    assert "lazy_pkg" not in sys.modules
+    importlib.import_module("lazy_pkg")
+    assert resolve("lazy_pkg.losses.focal") is None
+    assert "lazy_pkg.losses" not in sys.modules
+    losses = importlib.import_module("lazy_pkg.losses")
+    assert resolve("lazy_pkg.losses.focal") == (losses, "focal", losses.focal)

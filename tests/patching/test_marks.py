@@ -1,0 +1,73 @@
+"""Replacements look like what they replace, and are told from it by their marks."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from typing import Any
+
+import pytest
+
+from autoamp.patching.marks import SHORTCUT, mark, name_by, offer_shortcut, original_of
+from tests.patching._shared import module_with, replacement_of
+
+
+def test_a_replacement_looks_like_its_original(shelf: types.ModuleType) -> None:
+    ours = replacement_of(shelf.work)
+    assert ours.__name__ == "work"
+    assert ours.__doc__ == "Adds."
+    assert inspect.signature(ours) == inspect.signature(shelf.work)
+    assert original_of(ours) is shelf.work
+    assert original_of(replacement_of(ours)) is shelf.work
+
+
+def test_only_the_bearer_of_a_mark_is_a_replacement(shelf: types.ModuleType) -> None:
+    ours = replacement_of(shelf.work)
+
+    @functools.wraps(ours)
+    def theirs() -> None: ...
+
+    class Always:
+        def __getattr__(self, name: str) -> Always:
+            return self
+
+    odd = Always()
+    for value in (theirs, odd, None, 1, shelf.work):
+        assert original_of(value) is value
+
+
+@pytest.mark.parametrize("kind", [staticmethod, classmethod])
+def test_descriptors_carry_a_mark_of_their_own(kind: Any) -> None:
+    original = kind(len)
+    ours = mark(kind(replacement_of(len)), original)
+    assert original_of(ours) is original
+    assert original_of(kind(replacement_of(len))) is not original
+
+
+def test_a_replacement_is_named_by_a_place_where_it_stands(shelf: types.ModuleType) -> None:
+    work = shelf.work
+    ours = replacement_of(work)
+    work.__module__ = "shelf"
+    alias = module_with("shelf_alias", work=ours)
+    name_by(ours, "shelf_alias", "work")
+    # The definition still holds the original, so by that name a pickle would not find ours.
+    assert (ours.__module__, ours.__qualname__) == ("shelf_alias", "work")
+    assert alias.work is ours
+    shelf.work = ours  # type: ignore[attr-defined]
+    ours.__module__ = "shelf"
+    name_by(ours, "shelf_alias", "work")
+    assert ours.__module__ == "shelf"
+
+
+def test_a_shortcut_names_the_replacement_that_offers_it() -> None:
+    replacement = replacement_of(len)
+    offer_shortcut(replacement, abs)
+    assert getattr(replacement, SHORTCUT) == (replacement, abs)
+
+    @functools.wraps(replacement)
+    def around(*args: Any) -> Any:
+        return replacement(*args)
+
+    # What copies the attributes of a replacement is not taken for it.
+    assert getattr(around, SHORTCUT)[0] is not around

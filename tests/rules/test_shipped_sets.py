@@ -1,0 +1,311 @@
+"""What the sets in `lists/` say, beside torch's own autocast lists and what its kernels do."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from autoamp.rules import loader
+from autoamp.rules.loader import shipped_sets, shipped_table
+from autoamp.rules.table import CastPolicy, admits
+from tests.rules._shared import POLICY_KEYS, load, policies, shipped_data
+
+SPACES = (torch, torch.Tensor, F, torch.linalg, torch.special, torch.fft, torch._VF)
+
+
+def test_the_shipped_sets_are_these() -> None:
+    assert shipped_sets() == ("apex", "bf16", "default")
+
+
+@pytest.mark.parametrize("name", shipped_sets())
+def test_arrays_of_shipped_sets_are_sorted(name: str) -> None:
+    data = shipped_data(name)
+    for key in ("banned", "devices", "modules", "none", "versions"):
+        assert list(data.get(key, {})) == sorted(data.get(key, {}))
+    reasons = data["none"] if isinstance(data.get("none"), dict) else {}
+    arrays = {**reasons, **{key: data[key] for key in (*POLICY_KEYS, "extends") if isinstance(data.get(key), list)}}
+    assert arrays
+    for key, entries in arrays.items():
+        assert entries == sorted(entries), key
+
+
+@pytest.mark.parametrize("name", shipped_sets())
+def test_every_target_of_shipped_sets_is_a_function_of_this_torch(name: str) -> None:
+    for rule in load(name).rules:
+        if rule.policy is CastPolicy.NONE or not admits(rule.versions, torch.__version__):
+            continue
+        if rule.bare:
+            found = [getattr(space, rule.target) for space in SPACES if hasattr(space, rule.target)]
+        else:
+            module, _, last = rule.target.rpartition(".")
+            found = [getattr(eval(module, {"torch": torch}), last)]
+        assert found, rule
+        assert all(callable(function) for function in found), f"{rule} also names something that is no function"
+
+
+@pytest.mark.parametrize("name", ["apex", "bf16"])
+def test_a_none_of_a_shipped_set_takes_an_inherited_rule_away(name: str) -> None:
+    inherited = policies(load("default"))
+    for target in shipped_data(name).get("none", []):
+        assert inherited[target] == "fp32"
+
+
+def header_lists() -> dict[str, set[str]]:
+    """The names of torch's CUDA autocast lists, by policy, from the header that torch installs."""
+    header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
+    if not header.exists():
+        pytest.skip("this torch has no headers")
+    text = header.read_text(encoding="utf-8")
+    found: dict[str, set[str]] = {"fp16": set(), "fp32": set(), "promote": set()}
+    macros = {
+        "LOWER_PRECISION_FP": "fp16",
+        "FP32": "fp32",
+        "FP32_SET_OPT_DTYPE": "fp32",
+        "DIFFERENT_REDISPATCH_SIGNATURE": "fp32",
+        "PROMOTE": "promote",
+    }
+    for macro, policy in macros.items():
+        body = re.search(rf"#define AT_FORALL_{macro}\(_\)((?:.*\\\n)*.*)", text)
+        assert body, macro
+        found[policy] |= set(re.findall(r"_\((?:ADD_NS\()?([a-z_0-9]+)", body[1]))
+    return found
+
+
+# Ops that Python cannot name: a listed function hides them, or nothing in Python calls them.
+HIDDEN = {
+    "nll_loss2d": "nll_loss", "_thnn_fused_lstm_cell": "lstm", "_thnn_fused_gru_cell": "gru", "_cudnn_rnn": "lstm",
+}  # fmt: skip
+
+
+def python_name(op: str) -> str:
+    if "upsample_" in op:
+        return "interpolate"
+    return HIDDEN.get(op, op.removeprefix("linalg_"))
+
+
+def is_covered(op: str, covered: Mapping[str, str]) -> bool:
+    return python_name(op).removeprefix("fft_") in covered or op.replace("linalg_", "torch.linalg.", 1) in covered
+
+
+def test_default_gives_each_op_of_torchs_cuda_lists_its_policy() -> None:
+    table = load("default")
+    lists = header_lists()
+    assert len(lists["fp16"]) > 30
+    assert len(lists["fp32"]) > 60
+    for policy, ops in lists.items():
+        for op in ops:
+            rule = table.policy_of(python_name(op))
+            assert rule is not None, op
+            assert rule.policy.value == policy, op
+
+
+def dispatcher_list(key: str) -> set[str]:
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    return {name.removeprefix("aten::").split(".")[0] for name in registered}
+
+
+def test_default_covers_all_that_the_dispatcher_casts_on_cuda() -> None:
+    ops = dispatcher_list("AutocastCUDA")
+    assert len(ops) > 100
+    covered = policies(load("default"))
+    assert {op for op in ops if not is_covered(op, covered)} == set()
+    assert covered["binary_cross_entropy"] == "banned"
+
+
+# What CPU autocast casts and the bf16 set leaves alone: it has bf16 kernels now, or only torch itself calls it.
+LEFT_BY_BF16 = {
+    "_grid_sampler_2d_cpu_fallback", "_lu_with_info", "adaptive_avg_pool3d", "adaptive_max_pool3d",
+    "cross_entropy_loss", "fake_quantize_per_tensor_affine", "fft_fft", "fractional_max_pool2d",
+    "fractional_max_pool3d", "grid_sampler_2d", "grid_sampler_3d", "max_pool3d", "max_unpool2d", "max_unpool3d",
+    "mkldnn_rnn_layer", "multilabel_margin_loss_forward", "reflection_pad1d", "reflection_pad2d", "replication_pad1d",
+    "replication_pad2d", "replication_pad3d", "linalg_cond", "linalg_eig", "linalg_lstsq",
+    "linalg_matrix_rank", "linalg_solve",
+}  # fmt: skip
+
+
+def test_bf16_covers_what_the_dispatcher_casts_on_the_cpu() -> None:
+    covered = policies(load("bf16"))
+    ops = dispatcher_list("AutocastCPU")
+    assert len(ops) > 100
+    assert {op for op in ops if not is_covered(op, covered)} <= LEFT_BY_BF16
+    for target in ("fft.fft", "linalg.cond", "linalg.eig", "linalg.lstsq", "linalg.matrix_rank", "linalg.solve"):
+        assert covered[f"torch.{target}"] == "fp32"
+    assert covered["cross_entropy"] == covered["binary_cross_entropy"] == "fp32"
+    assert covered["cat"] == covered["stack"] == covered["index_copy"] == "promote"
+
+
+# Rules of the bf16 set: on a CPU, and on whatever else casts.
+BY_DEVICE = [
+    (("group_norm", "layer_norm", "native_group_norm", "native_layer_norm", "rms_norm"), "none", "fp32"),
+    (("nansum", "sum", "sum_to_size"), "none", "fp32"),
+    (("cat", "stack"), "promote", "none"),
+    (("multilabel_soft_margin_loss",), "fp32", "none"),
+    (("acos", "exp", "softmax"), "none", "none"),
+    (("log_softmax", "cross_entropy", "trace"), "fp32", "fp32"),
+]
+
+
+@pytest.mark.parametrize(("targets", "on_cpu", "elsewhere"), BY_DEVICE)
+def test_the_bf16_set_goes_with_the_device(targets: tuple[str, ...], on_cpu: str, elsewhere: str) -> None:
+    for device_type, policy in (("cpu", on_cpu), ("cuda", elsewhere), ("xpu", elsewhere)):
+        covered = policies(load("bf16", device_type=device_type))
+        assert {target: covered[target] for target in targets} == dict.fromkeys(targets, policy)
+        assert policies(shipped_table("bf16", device_type)) == covered
+
+
+_UNIT = torch.linspace(0.02, 0.98, 64 * 515).reshape(64, 515).bfloat16()
+
+_WIDE = torch.linspace(-9.0, 9.0, 64 * 515).reshape(64, 515).bfloat16()
+
+_WEIGHT = torch.linspace(-2.0, 2.0, 515).bfloat16()
+
+STAY_IN_BF16: dict[str, tuple[Callable[..., torch.Tensor], torch.Tensor]] = {
+    "acos": (torch.acos, _UNIT),
+    "arccos": (torch.arccos, _UNIT),
+    "arcsin": (torch.arcsin, _UNIT),
+    "asin": (torch.asin, _UNIT),
+    "cosh": (torch.cosh, _WIDE),
+    "erfinv": (torch.erfinv, _UNIT),
+    "exp": (torch.exp, _WIDE),
+    "exp2": (torch.exp2, _WIDE),
+    "expm1": (torch.expm1, _WIDE),
+    "group_norm": (lambda a, w: F.group_norm(a[None], 8, w[:64], w[64:128]), _WIDE),
+    "layer_norm": (lambda a, w: F.layer_norm(a, (515,), w, w), _WIDE),
+    "ldexp": (lambda a, w: torch.ldexp(a, torch.tensor(3)), _WIDE),
+    "nansum": (lambda a, w: a.nansum(-1), _UNIT),
+    "native_group_norm": (
+        lambda a, w: torch.native_group_norm(a[None], w[:64], w[64:128], 1, 64, 515, 8, 1e-5)[0],
+        _WIDE,
+    ),
+    "native_layer_norm": (lambda a, w: torch.native_layer_norm(a, (515,), w, w, 1e-5)[0], _WIDE),
+    "rms_norm": (lambda a, w: F.rms_norm(a, (515,), w, 1e-6), _WIDE),
+    "rsqrt": (torch.rsqrt, _UNIT),
+    "sinh": (torch.sinh, _WIDE),
+    "softmax": (lambda a, w: F.softmax(a, -1), _WIDE),
+    "softplus": (F.softplus, _WIDE),
+    "sum": (lambda a, w: a.sum(-1), _UNIT),
+    "sum_to_size": (lambda a, w: a.sum_to_size(1, 515), _UNIT),
+    "tan": (torch.tan, _UNIT),
+}
+
+
+def test_every_op_that_stays_in_bf16_is_measured() -> None:
+    assert sorted(STAY_IN_BF16) == shipped_data("bf16")["none"]
+
+
+@pytest.mark.parametrize("target", STAY_IN_BF16)
+def test_an_op_that_stays_in_bf16_rounds_once(target: str) -> None:
+    call, inputs = STAY_IN_BF16[target]
+    pointwise = not hasattr(call, "__code__")
+    weight = () if pointwise else (_WEIGHT,)
+    got = call(inputs, *weight)
+    reference = call(inputs.float(), *(tensor.float() for tensor in weight))
+    assert got.dtype == torch.bfloat16
+    # The kernels of the two dtypes may differ by an fp32 rounding, which flips a bf16 rounding now and then.
+    assert got.eq(reference.bfloat16()).float().mean() > 0.999
+    torch.testing.assert_close(got.float(), reference, rtol=2**-8, atol=1e-6)
+
+
+def test_summing_in_bf16_itself_would_fail_that_measure() -> None:
+    total = torch.zeros(64, dtype=torch.bfloat16)
+    for column in _UNIT.unbind(1):
+        total = total + column
+    assert total.eq(_UNIT.float().sum(-1).bfloat16()).float().mean() < 0.5
+
+
+HIDES = """
+import json, sys, torch, torch.nn.functional as F
+key = torch._C.DispatchKey.AutocastCUDA
+without = torch._C.DispatchKeySet(key)
+seen = []
+library = torch.library.Library("aten", "IMPL")
+def spy(name, op):
+    def kernel(*args, **kwargs):
+        seen.append(name.split(".")[0])
+        with torch._C._ExcludeDispatchKeyGuard(without):
+            return op(*args, **kwargs)
+    library.impl(name, kernel, "AutocastCUDA", allow_override=True)
+for full in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA"):
+    name = full.removeprefix("aten::")
+    base, _, overload = name.partition(".")
+    spy(name, getattr(getattr(torch.ops.aten, base), overload or "default"))
+x, labels = torch.rand(4, 4) + 0.5, torch.arange(4)
+calls = {
+    "arccos": lambda: torch.arccos(x), "arcsin": lambda: torch.arcsin(x), "arctan2": lambda: torch.arctan2(x, x),
+    "square": lambda: torch.square(x), "ldexp": lambda: torch.ldexp(x, x), "sum_to_size": lambda: x.sum_to_size(4),
+    "trapezoid": lambda: torch.trapezoid(x), "trapz": lambda: torch.trapz(x), "inner": lambda: torch.inner(x, x),
+    "cumulative_trapezoid": lambda: torch.cumulative_trapezoid(x), "mvlgamma": lambda: torch.mvlgamma(x, 1),
+    "norm_except_dim": lambda: torch.norm_except_dim(x), "vander": lambda: torch.vander(x[0]),
+    "cross_entropy": lambda: F.cross_entropy(x, labels), "pairwise_distance": lambda: F.pairwise_distance(x, x),
+    "interpolate": lambda: F.interpolate(x[None], 8), "cov": lambda: torch.cov(x),
+    "corrcoef": lambda: torch.corrcoef(x),
+    "matrix_exp": lambda: torch.matrix_exp(x * 50), "matrix_power": lambda: torch.linalg.matrix_power(x, 3),
+    "pinv": lambda: torch.linalg.pinv(x), "pinverse": lambda: torch.pinverse(x),
+}
+torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+found = {}
+for name, call in calls.items():
+    seen.clear()
+    with torch._C._IncludeDispatchKeyGuard(key):
+        call()
+    found[name] = sorted(set(seen))
+json.dump(found, sys.stdout)
+"""
+
+
+def test_functions_said_to_hide_listed_ops_do() -> None:
+    text = (loader._shipped_folder() / "default.toml").read_text(encoding="utf-8")
+    said = dict(re.findall(r'^ +"(\w+)",  # (?:differs: )?hides (.*)$', text, re.MULTILINE))
+    # A process of its own: the spies replace the kernels of the dispatcher.
+    run = subprocess.run([sys.executable, "-c", HIDES], capture_output=True, text=True, check=True)
+    found: dict[str, list[str]] = json.loads(run.stdout)
+    assert sorted(said) == sorted(found)
+    for name, hidden in said.items():
+        for op in re.split(r", | and ", hidden):
+            stem = op.removesuffix("*")
+            assert any(hit == stem or (op != stem and stem in hit) for hit in found[name]), (name, op, found[name])
+
+
+def test_apex_has_its_own_policies() -> None:
+    table = load("apex")
+    found = policies(table)
+    fp16 = (
+        "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc prelu addmm addmv addr matmul"
+    )
+    fp16 += " mm mv addbmm baddbmm bmm linear __matmul__"
+    fp32 = (
+        "acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan pow __pow__ __rpow__ cumprod cumsum"
+    )
+    fp32 += " dist norm prod std sum var renorm softmax log_softmax softmin softplus gelu interpolate grid_sample"
+    fp32 += " layer_norm group_norm local_response_norm normalize cosine_similarity poisson_nll_loss cross_entropy"
+    fp32 += " cosine_embedding_loss hinge_embedding_loss kl_div l1_loss mse_loss margin_ranking_loss nll_loss"
+    fp32 += " multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss smooth_l1_loss"
+    fp32 += " binary_cross_entropy_with_logits torch.Tensor.cpu"
+    promote = "addcdiv addcmul atan2 cross bilinear dot cat stack"
+    for policy, names in {"fp16": fp16, "fp32": fp32, "promote": promote, "banned": "binary_cross_entropy"}.items():
+        assert {name: found.get(name) for name in names.split()} == dict.fromkeys(names.split(), policy)
+    # What apex.toml leaves to torch's own promotion, for tensors of one dimension or more.
+    half, single = torch.ones(2, dtype=torch.float16), torch.ones(2)
+    for name in ("add", "sub", "mul", "div"):
+        assert found[name] == "none"
+        assert getattr(torch, name)(half, single).dtype == torch.float32
+    assert torch.add(half, torch.tensor(1.0)).dtype == torch.float16
+    assert table.sources == ("lists/default.toml", "lists/apex.toml")
+
+
+def test_origins_of_shipped_rules_point_at_their_lines() -> None:
+    for rule in load("apex").rules:
+        assert rule.origin.shipped
+        folder, name = rule.origin.path.split("/")
+        assert folder == "lists"
+        lines = (loader._shipped_folder() / name).read_text(encoding="utf-8").split("\n")
+        assert rule.origin.line is not None
+        assert re.search(rf'(^|[\s"]){re.escape(rule.target)}("?,|"? =)', lines[rule.origin.line - 1]), rule
