@@ -474,6 +474,40 @@ def test_other_batch_norms_go_through_forward(bf16: autoamp.Handle) -> None:
     assert forwards(module, x) == 1
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_batches_are_counted_when_the_norm_runs(bf16: autoamp.Handle, device: str) -> None:
+    """Code within the outermost call may read and write a counter, so it is not left for the end of that call."""
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm2d(4, device=device)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.norm(x)
+            seen.append(self.counter())
+            x = self.norm(x)
+            seen.append(self.counter())
+            self.norm.reset_running_stats()
+            return x
+
+        def counter(self) -> tuple[int, int | None]:
+            # Without values, on another device, a tensor still tells how often it was written to.
+            counter = self.norm.get_buffer("num_batches_tracked")
+            return counter._version - before, None if counter.is_meta else int(counter)
+
+    seen: list[tuple[int, int | None]] = []
+    model, x = Counts(), torch.randn(2, 4, 3, 3, device=device)
+    assert forwards(model.norm, x) == 0
+    model.norm.reset_running_stats()
+    before = model.norm.get_buffer("num_batches_tracked")._version
+    model(x)
+    assert [version for version, _ in seen] == [1, 2]
+    if device == "cpu":
+        assert [value for _, value in seen] == [1, 2]
+        assert model.counter() == (3, 0)
+
+
 def test_convolutions_that_pad_otherwise(bf16: autoamp.Handle) -> None:
     module, x = nn.Conv2d(4, 3, 3, padding=1, padding_mode="reflect"), torch.randn(2, 4, 5, 5)
     assert forwards(module, x) == 1
