@@ -14,12 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
 from autoamp.inference.lstm import PinnedLSTM
-
-HALF = torch.bfloat16
-packs = pytest.mark.skipif(
-    not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()),
-    reason="oneDNN packs no bf16 weights on this CPU",
-)
+from tests.inference.pinned import HALF, packs
 
 
 @pytest.fixture
