@@ -58,7 +58,7 @@ def handle_for(setup: Setup, earlier: Sequence[Setup], models: Sequence[Module],
         # All begin anew, as with Apex: a later training finds nothing of an earlier one whose model lives on.
         shared[: len(setup.scalers)] = setup.scalers
         setup = replace(setup, scalers=shared)
-        handle.optimizers.forget_scalers_but(scaler for one in earlier for scaler in one.scalers)
+        handle.optimizers.loss_scalers.forget_but(scaler for one in earlier for scaler in one.scalers)
     handle.setups.append(setup)
     return handle
 
@@ -73,7 +73,7 @@ def leave_off(models: Sequence[Module], optimizers: Sequence[Any]) -> None:
     handle.let_go(models, optimizers)
     handle.setups[:] = earlier
     handle.optimizers.masters_for_all = any(setup.masters for setup in earlier)
-    handle.optimizers.switch_off(optimizers)
+    handle.optimizers.loss_scalers.switch_off(optimizers)
     for model in models:
         handle.set_up_model(model, ForwardDtypes(casts=False))
     handle.install_anew()

@@ -182,7 +182,7 @@ class Handle:
         self.models, self.optimizers, self.setups = before.models, before.optimizers, list(setups)
         self.optimizers.serve(self.casts, self._check_active)
         self.optimizers.masters_for_all = False
-        self.optimizers.forget_scalers_but(scaler for setup in setups for scaler in setup.scalers)
+        self.optimizers.loss_scalers.forget_but(scaler for setup in setups for scaler in setup.scalers)
         before.models = CastModels()
         before.optimizers = GuardedOptimizers(before.casts, before.optimizers.scalers)
 
@@ -366,11 +366,12 @@ class Handle:
             UsageError: The handle is not active, or ``wrap_optimizer`` was used.
         """
         self._check_active()
-        if self.optimizers.is_off(optimizers):
+        scalers = self.optimizers.loss_scalers
+        if scalers.is_off(optimizers):
             return contextlib.nullcontext(loss)
-        if self.optimizers.wrapped:
+        if scalers.has_own:
             raise UsageError("after wrap_optimizer() use `with optimizer.scale_loss(loss)`, not handle.scale_loss")
-        return self.optimizers.scaled(loss, optimizers, self.optimizers.scaler(loss_id, optimizers), delay_unscale)
+        return self.optimizers.scaled(loss, optimizers, scalers.choose(loss_id, optimizers), delay_unscale)
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
         """Give an optimizer a ``scale_loss(loss)`` of its own, with a scaler for each of ``num_loss`` losses.
@@ -403,7 +404,7 @@ class Handle:
         """
         self._check_active()
         if self._auto_scale is None or not self._auto_scale.active:
-            self._auto_scale = AutoScale(self.optimizers, self.optimizers.scaler(0)).start()
+            self._auto_scale = AutoScale(self.optimizers, self.optimizers.loss_scalers.choose(0)).start()
             if isinstance(self.casts, ModuleCasts) and self.casts.left_to is not None:
                 self._auto_scale.stand_aside(self.casts.left_to)
         return self._auto_scale

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from autoamp.stepping.attach import is_optimizer, stepped_params
+from autoamp.stepping.attach import ScalesItself, is_optimizer, refuse_own_scaler, stepped_params
 from autoamp.stepping.block import build_grad, open_blocks, scaled_block
 from autoamp.stepping.checks import check_half_model, check_half_norms, check_optimizer
 from autoamp.stepping.closures import step_unaware
 from autoamp.stepping.guard import Skips, StepGuard
 from autoamp.stepping.links import equalised, load_master, master_of, release_master
 from autoamp.stepping.masters import MasterWeights, fit_state
-from autoamp.stepping.optimizers import GuardedOptimizers, ScalesItself, refuse_own_scaler
+from autoamp.stepping.optimizers import GuardedOptimizers
 from autoamp.stepping.replicas import several_processes
 
 __all__ = [

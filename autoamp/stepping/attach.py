@@ -1,4 +1,4 @@
-"""What is put on an optimizer from outside, methods in place of its own, and names for its parameters.
+"""Optimizers as they are seen from outside: what is one, what it steps, and methods put in place of its own.
 
 An optimizer is anything with ``param_groups`` and ``step``, of torch's class or not.
 """
@@ -19,12 +19,36 @@ import torch
 
 from autoamp.errors import UsageError
 
-__all__ = ["AttachedMethod", "AttachedStep", "InnerSteps", "is_optimizer", "named_params", "stepped_params"]
+__all__ = [
+    "AttachedMethod",
+    "AttachedStep",
+    "InnerSteps",
+    "ScalesItself",
+    "is_optimizer",
+    "named_params",
+    "refuse_own_scaler",
+    "stepped_params",
+]
 
 
 def is_optimizer(value: Any) -> bool:
     """Tell whether a value has ``param_groups`` and ``step``."""
     return hasattr(value, "param_groups") and callable(getattr(value, "step", None))
+
+
+class ScalesItself:
+    """Marks an optimizer that scales its losses itself, as `FP16_Optimizer` does. No handle guards it."""
+
+    __slots__ = ()
+
+
+def refuse_own_scaler(optimizer: Any) -> None:
+    """Raise UsageError for an optimizer that scales its losses itself: they would be scaled twice."""
+    if isinstance(optimizer, ScalesItself):
+        raise UsageError(
+            f"this {type(optimizer).__name__} scales its loss itself: call optimizer.backward(loss), or give the "
+            "optimizer that it was made from"
+        )
 
 
 def stepped_params(optimizer: Any) -> list[torch.Tensor]:

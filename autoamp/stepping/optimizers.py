@@ -1,9 +1,8 @@
-"""The optimizers of a handle: their guards and master weights, the losses' scalers, and the skips of them all."""
+"""The optimizers of a handle: their guards and master weights, blocks of their losses, and the skips of them all."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import weakref
@@ -14,21 +13,23 @@ import torch
 from torch import Tensor
 
 from autoamp.casting import Casts
-from autoamp.errors import CheckpointError, UsageError
-from autoamp.scaling import LossScaler, is_count, multiplied
-from autoamp.stepping.attach import AttachedStep, InnerSteps, is_optimizer, stepped_params
+from autoamp.errors import UsageError
+from autoamp.scaling import LossScaler, multiplied
+from autoamp.stepping.attach import (
+    AttachedStep,
+    InnerSteps,
+    ScalesItself,
+    is_optimizer,
+    refuse_own_scaler,
+    stepped_params,
+)
 from autoamp.stepping.block import scaled_block
 from autoamp.stepping.checks import check_optimizer
 from autoamp.stepping.guard import Skips, StepGuard
+from autoamp.stepping.loss_scalers import LossScalers, listed
 from autoamp.stepping.masters import MasterWeights
 
-__all__ = ["GuardedOptimizers", "ScalesItself", "refuse_own_scaler"]
-
-
-class ScalesItself:
-    """Marks an optimizer that scales its losses itself: it is not for `GuardedOptimizers` to guard."""
-
-    __slots__ = ()
+__all__ = ["GuardedOptimizers"]
 
 
 @dataclasses.dataclass
@@ -68,7 +69,7 @@ class GuardedOptimizers:
         scalers: One for each ``loss_id``.
 
     Attributes:
-        scalers: As given, and those of wrapped optimizers.
+        loss_scalers: Those that were given, and all that came later.
         steps: How many steps of optimizers there were, skips included.
         guarded: How many optimizers were ever guarded.
         own: What the program's own `FP16_Optimizer` did; None where it has none.
@@ -77,13 +78,7 @@ class GuardedOptimizers:
     """
 
     def __init__(self, casts: Casts, scalers: Sequence[LossScaler]) -> None:
-        self.scalers = list(scalers)
-        # Of each call of `initialize`, and of the last one, which serves optimizers that were named in none.
-        self._scalers_of: weakref.WeakKeyDictionary[Any, list[LossScaler]] = weakref.WeakKeyDictionary()
-        self._latest: list[LossScaler] | None = None
-        # Scalers of earlier calls that losses were scaled by since the last one.
-        self._used: set[LossScaler] = set()
-        self._off: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.loss_scalers = LossScalers(scalers)
         self._check: Callable[[], None] = lambda: None
         self._steps_halves: Callable[[Any], bool] = lambda _: False
         self.steps = 0
@@ -95,7 +90,6 @@ class GuardedOptimizers:
         self.max_consecutive_skips = 50
         self._casts = casts
         self._guards: weakref.WeakKeyDictionary[Any, StepGuard] = weakref.WeakKeyDictionary()
-        self._wrapped: weakref.WeakKeyDictionary[Any, _OwnScalers] = weakref.WeakKeyDictionary()
         self._inner_steps: InnerSteps | None = None
 
     @property
@@ -112,9 +106,8 @@ class GuardedOptimizers:
     def _catch_up(self) -> None:
         for guard in self.guards:
             guard.skips.catch_up()
-        for scaler in self.scalers:
-            # Of optimizers that are gone.
-            scaler.late.catch_up()
+        # These hear of the steps of optimizers that are gone, too.
+        self.loss_scalers.catch_up()
 
     def _count_step(self, skips: Skips) -> None:
         self.steps += 1
@@ -128,55 +121,11 @@ class GuardedOptimizers:
         """The guards of all optimizers that live."""
         return list(self._guards.values())
 
-    def scaler(self, loss_id: int, optimizers: Any = ()) -> LossScaler:
-        """Return the scaler of a loss of these optimizers. UsageError: there is none of that number.
-
-        Of optimizers that different calls of `initialize` set up, the first whose gradients are checked decides.
-        """
-        latest = self.scalers if self._latest is None else self._latest
-        choices = [latest]
-        with contextlib.suppress(TypeError):
-            # What no weak reference can be made to is refused where it is guarded.
-            choices = [self._scalers_of.get(optimizer, latest) for optimizer in _listed(optimizers)] or choices
-        fitting = [scalers[loss_id] for scalers in choices if 0 <= loss_id < len(scalers)]
-        if not fitting:
-            known = " or ".join(map(str, range(max(map(len, choices)))))
-            raise UsageError(f"loss_id={loss_id} has no scaler; choose {known}")
-        chosen = next((scaler for scaler in fitting if scaler.checks), fitting[0])
-        if self._latest is not None:
-            self._used.add(chosen)
-        return chosen
-
     def use_scalers(self, scalers: list[LossScaler], optimizers: Iterable[Any]) -> None:
-        """Let these optimizers, and all that no call of `initialize` names, have scalers of these by ``loss_id``.
-
-        Steps and skips are counted anew.
-        """
-        self.scalers += [scaler for scaler in scalers if not any(scaler is known for known in self.scalers)]
-        self._latest = scalers
-        self._used.clear()
+        """Give scalers to these optimizers, as `LossScalers.use` does, and count steps and skips anew."""
+        self.loss_scalers.use(scalers, optimizers)
         self._catch_up()
         self.steps = self._skipped_steps = 0
-        for optimizer in optimizers:
-            self._scalers_of[optimizer] = scalers
-            self._off.discard(optimizer)
-
-    def forget_scalers_but(self, scalers: Iterable[LossScaler]) -> None:
-        """Forget all scalers but these, and those of wrapped optimizers."""
-        self._catch_up()
-        wanted = {id(scaler) for scaler in (*scalers, *(s for own in self._wrapped.values() for s in own.scalers))}
-        self.scalers = [scaler for scaler in self.scalers if id(scaler) in wanted]
-
-    def switch_off(self, optimizers: Iterable[Any]) -> None:
-        """Leave the losses of these optimizers as they are."""
-        self._off.update(optimizers)
-
-    def is_off(self, optimizers: Any) -> bool:
-        """Tell whether losses of these optimizers stay as they are."""
-        if not self._off:
-            return False
-        listed = _listed(optimizers)
-        return bool(listed) and all(optimizer in self._off for optimizer in listed)
 
     def serve(self, casts: Casts, check: Callable[[], None]) -> None:
         """Belong to another handle from now on; ``check`` raises where that one is not active."""
@@ -194,7 +143,7 @@ class GuardedOptimizers:
             raise UsageError(f"scale_loss() takes a floating tensor, not a {kind}; pass the loss, not loss.item()")
         if not loss.is_floating_point():
             raise UsageError(f"scale_loss() takes a floating tensor, and this loss is {loss.dtype}; check what made it")
-        guards = [self.guard(optimizer) for optimizer in _listed(optimizers)]
+        guards = [self.guard(optimizer) for optimizer in listed(optimizers)]
         try:
             with scaled_block(guards, scaler, delay_unscale=delay_unscale) as scale:
                 yield multiplied(loss, scale)
@@ -327,7 +276,7 @@ class GuardedOptimizers:
                     continue
                 masters.dissolve()
             self._drop_guard(optimizer)
-            if self._wrapped.pop(optimizer, None) is not None:
+            if self.loss_scalers.forget_own(optimizer):
                 vars(optimizer).pop("scale_loss", None)
 
     def _drop_guard(self, optimizer: Any) -> None:
@@ -366,13 +315,7 @@ class GuardedOptimizers:
             check: Called before each ``scale_loss``; raises where there is nothing to scale.
         """
         self._check = check
-        guard = self.guard(optimizer)
-        before = self._wrapped.get(optimizer)
-        others = [scaler for scaler in self.scalers if before is None or scaler not in before.scalers]
-        taken = others if self._wrapped else []
-        own = _OwnScalers(_distinct(scalers, taken), guard)
-        self.scalers = [*taken, *own.scalers]
-        self._wrapped[optimizer] = own
+        own = self.loss_scalers.give_own(optimizer, scalers, self.guard(optimizer).skips)
         reference = weakref.ref(optimizer)
 
         def scale_loss(loss: Tensor, *, delay_unscale: bool = False) -> contextlib.AbstractContextManager[Tensor]:
@@ -396,11 +339,6 @@ class GuardedOptimizers:
         """Whether an optimizer steps master weights, or will."""
         return self.masters_for_all or any(guard.masters is not None for guard in self.guards)
 
-    @property
-    def wrapped(self) -> bool:
-        """Whether an optimizer has scalers of its own."""
-        return bool(self._wrapped)
-
     def release(self) -> None:
         """Give every optimizer its step and its parameters back."""
         self.end_steps()
@@ -408,9 +346,9 @@ class GuardedOptimizers:
         for guard in guards:
             guard.uninstall()
         self._guards.clear()
-        for optimizer in list(self._wrapped):
+        for optimizer in self.loss_scalers.with_own():
+            self.loss_scalers.forget_own(optimizer)
             vars(optimizer).pop("scale_loss", None)
-        self._wrapped.clear()
         for guard in guards:
             if guard.masters is not None:
                 guard.masters.dissolve()
@@ -420,23 +358,14 @@ class GuardedOptimizers:
         self.own = self.own or OwnSteps()
         self.own.scalers[skips] = scaler
 
+    @property
+    def scalers(self) -> list[LossScaler]:
+        """The loss scalers, in the order of their entries in a checkpoint."""
+        return self.loss_scalers.all
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the scalers' state and the number of skips.
-
-        Of the scalers of earlier calls of `initialize` those that losses were scaled by since the last one: models of
-        an earlier training may live on.
-        """
-        scalers = self.scalers
-        if self._latest is not None:
-            wanted = {*self._latest, *self._used}
-            scalers = [scaler for scaler in scalers if scaler in wanted]
-        state: dict[str, Any] = {f"loss_scaler{i}": scaler.state_dict() for i, scaler in enumerate(scalers)}
-        return {**state, "skipped_steps": self.skipped_steps}
-
-    def _scalers_for(self, state: Mapping[str, Any]) -> list[LossScaler]:
-        """Return the scalers that a state is of: all, or those of the last call, where earlier models just live on."""
-        latest = self.scalers if self._latest is None else self._latest
-        return latest if _count_of_scalers(state) == len(latest) else self.scalers
+        """Return the scalers' state and the number of skips; see `LossScalers.state_dict`."""
+        return self.loss_scalers.state_dict(self.skipped_steps)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned; all of it, or nothing.
@@ -444,83 +373,17 @@ class GuardedOptimizers:
         Raises:
             CheckpointError: A key is missing, unknown or of the wrong kind. The message names it.
         """
-        if not isinstance(state, Mapping):
-            raise CheckpointError(
-                f"the state is a {type(state).__name__}; pass what state_dict() returned; nothing was loaded"
-            )
-        scalers = self._scalers_for(state)
-        names = [f"loss_scaler{i}" for i in range(len(scalers))]
-        for name in names:
-            if name not in state:
-                raise CheckpointError(
-                    f"key {name!r} is missing; this run has the loss scalers {', '.join(names)}; nothing was loaded"
-                )
-        unknown = sorted(str(key) for key in state if key not in {*names, "skipped_steps"})
-        if unknown:
-            raise CheckpointError(
-                f"key {unknown[0]!r} is unknown; this run has {', '.join(names)} and skipped_steps; nothing was loaded"
-            )
-        # Apex's checkpoints have no count.
-        skipped = state.get("skipped_steps", 0)
-        if not is_count(skipped):
-            raise CheckpointError(f"key 'skipped_steps': {skipped!r} is no count of steps; nothing was loaded")
-        for name, scaler in zip(names, scalers, strict=True):
-            scaler.check_state_dict(state[name], name)
-        for name, scaler in zip(names, scalers, strict=True):
-            scaler.load_state_dict(state[name])
+        skipped = self.loss_scalers.load_state_dict(state)
         self._catch_up()
-        self._skipped_steps = int(skipped)
+        self._skipped_steps = skipped
         for guard in self.guards:
             # The skips in a row were those of the run that is left behind.
             guard.skips.in_a_row = 0
 
 
-def _count_of_scalers(state: Mapping[str, Any]) -> int:
-    return sum(str(key).startswith("loss_scaler") for key in state)
-
-
-def _listed(optimizers: Any) -> list[Any]:
-    return list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
-
-
 def _is_guarded(optimizer: Any) -> bool:
     """Tell whether an optimizer has a guard that is none of ours: an `FP16_Optimizer`, or the one inside of it."""
     return isinstance(optimizer, ScalesItself) or isinstance(vars(optimizer).get("step"), AttachedStep)
-
-
-class _OwnScalers:
-    """The scalers of one wrapped optimizer: the first loss of a step takes the first, and so on."""
-
-    def __init__(self, scalers: Sequence[LossScaler], guard: StepGuard) -> None:
-        self.scalers = scalers
-        self._guard = guard
-        self._steps = guard.skips.steps
-        self._calls = 0
-
-    def next(self) -> LossScaler:
-        steps = self._guard.skips.steps
-        if self._steps != steps:
-            self._steps, self._calls = steps, 0
-        scaler = self.scalers[self._calls % len(self.scalers)]
-        self._calls += 1
-        return scaler
-
-
-def _distinct(scalers: Sequence[LossScaler], taken: Sequence[LossScaler]) -> list[LossScaler]:
-    """Return the scalers, a copy of what serves another loss already: no loss may move the scale of another."""
-    distinct: list[LossScaler] = []
-    for scaler in scalers:
-        distinct.append(copy.copy(scaler) if scaler in taken or scaler in distinct else scaler)
-    return distinct
-
-
-def refuse_own_scaler(optimizer: Any) -> None:
-    """Raise UsageError for an `FP16_Optimizer`, whose loss would be scaled twice."""
-    if isinstance(optimizer, ScalesItself):
-        raise UsageError(
-            f"this {type(optimizer).__name__} scales its loss itself: call optimizer.backward(loss), or give the "
-            "optimizer that it was made from"
-        )
 
 
 def _not_an_optimizer(value: Any) -> str:

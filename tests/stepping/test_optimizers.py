@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import autoamp
 from autoamp.casting.casts import Casts
-from autoamp.errors import CheckpointError, UsageError
+from autoamp.errors import UsageError
 from autoamp.scaling.loss_scale import DynamicLossScaler, LossScaler, StaticLossScaler
 from autoamp.stepping import attach
 from autoamp.stepping.optimizers import GuardedOptimizers
@@ -43,7 +41,7 @@ def backward(
     optimizers: GuardedOptimizers, parameter: Tensor, optimizer: Any, factor: float = 1.0, number: int = 0
 ) -> None:
     loss = (parameter * factor).sum()
-    with optimizers.scaled(loss, optimizer, optimizers.scaler(number), delay_unscale=False) as scaled:
+    with optimizers.scaled(loss, optimizer, optimizers.loss_scalers.choose(number), delay_unscale=False) as scaled:
         scaled.backward()
 
 
@@ -65,7 +63,9 @@ def test_a_list_and_a_tuple_are_several_optimizers(optimizers: GuardedOptimizers
     other, second = sgd()
     for kind in (list, tuple):
         loss = (one * other).sum()
-        with optimizers.scaled(loss, kind([first, second]), optimizers.scaler(0), delay_unscale=False) as scaled:
+        with optimizers.scaled(
+            loss, kind([first, second]), optimizers.loss_scalers.choose(0), delay_unscale=False
+        ) as scaled:
             scaled.backward()
         assert isinstance(one.grad, Tensor)
         assert isinstance(other.grad, Tensor)
@@ -123,7 +123,10 @@ def test_the_cast_cache_is_dropped_by_a_block_and_by_a_step(
     assert cleared == ["step"]
     cleared.clear()
     place = "failed block"
-    with pytest.raises(ZeroDivisionError), optimizers.scaled(parameter.sum(), [], optimizers.scaler(0), False):
+    with (
+        pytest.raises(ZeroDivisionError),
+        optimizers.scaled(parameter.sum(), [], optimizers.loss_scalers.choose(0), False),
+    ):
         raise ZeroDivisionError
     assert cleared == ["failed block"]
 
@@ -392,27 +395,16 @@ def test_the_check_comes_before_each_block(optimizers: GuardedOptimizers) -> Non
         optimizer.scale_loss(parameter.sum())  # type: ignore[attr-defined]
 
 
-def test_a_scaler_serves_one_loss_alone(optimizers: GuardedOptimizers) -> None:
-    (_, first), (_, second) = sgd(), sgd()
-    shared = DynamicLossScaler(8.0)
-    optimizers.wrap(first, [shared, shared], accept)
-    optimizers.wrap(second, [shared], accept)
-    assert optimizers.scalers[0] is shared
-    optimizers.scalers[1].update(True)
-    optimizers.scalers[2].update(False)
-    assert [(scaler.loss_scale, scaler.unskipped) for scaler in optimizers.scalers] == [(8.0, 0), (4.0, 0), (8.0, 1)]
-
-
 def test_wrapped_tells_of_living_optimizers(optimizers: GuardedOptimizers, collected: Callable[[], None]) -> None:
     _, optimizer = sgd()
-    assert not optimizers.wrapped
+    assert not optimizers.loss_scalers.has_own
     optimizers.wrap(optimizer, [StaticLossScaler(2.0)], accept)
-    assert optimizers.wrapped
+    assert optimizers.loss_scalers.has_own
     reference = weakref.ref(optimizer)
     del optimizer
     collected()
     assert reference() is None
-    assert not optimizers.wrapped
+    assert not optimizers.loss_scalers.has_own
 
 
 # -- giving back --
@@ -431,7 +423,7 @@ def test_release_gives_everything_back(optimizers: GuardedOptimizers) -> None:
     assert other.grad.tolist() == [1.0, 1.0]
     first.step()
     assert one.isnan().all()
-    assert not optimizers.wrapped
+    assert not optimizers.loss_scalers.has_own
 
 
 def test_after_release_an_optimizer_can_be_guarded_again(optimizers: GuardedOptimizers) -> None:
@@ -480,128 +472,18 @@ def test_masters_are_not_copied_down_by_a_skip(optimizers: GuardedOptimizers) ->
     assert half.tolist() == [0.5, 0.5]
 
 
-# -- states --
-
-GOOD: dict[str, Any] = {
-    "loss_scaler0": {"loss_scale": 512.0, "unskipped": 3},
-    "loss_scaler1": {"loss_scale": 2.0, "unskipped": 0},
-    "skipped_steps": 5,
-}
-
-
-def two() -> GuardedOptimizers:
-    return guarded(DynamicLossScaler(1024.0), StaticLossScaler(8.0))
+# -- beside other things --
 
 
 def test_gradients_that_were_left_scaled_are_true_once_there_are_masters(optimizers: GuardedOptimizers) -> None:
     parameter = Parameter(torch.ones(2, dtype=torch.float16))
     optimizer = torch.optim.SGD([parameter], lr=0.5)
-    scaler = optimizers.scaler(0)
+    scaler = optimizers.loss_scalers.choose(0)
     with optimizers.scaled(parameter.sum(), optimizer, scaler, delay_unscale=True) as scaled:
         scaled.backward()
     (master,) = (master for _, master in optimizers.keep_masters(optimizer).pairs)
     optimizer.step()
     assert (master.tolist(), parameter.tolist()) == ([0.5, 0.5], [0.5, 0.5])
-
-
-def test_a_state_goes_round() -> None:
-    optimizers = two()
-    before = optimizers.state_dict()
-    assert before == {
-        "loss_scaler0": {"loss_scale": 1024.0, "unskipped": 0},
-        "loss_scaler1": {"loss_scale": 8.0, "unskipped": 0},
-        "skipped_steps": 0,
-    }
-    optimizers.load_state_dict(GOOD)
-    assert optimizers.state_dict() == GOOD
-    optimizers.load_state_dict(before)
-    assert optimizers.state_dict() == before
-
-
-def edited(**changes: Any) -> dict[str, Any]:
-    """A good state with some keys changed; None takes a key away."""
-    return {key: value for key, value in {**GOOD, **changes}.items() if value is not None}
-
-
-@pytest.mark.parametrize(
-    ("state", "message"),
-    [
-        (None, r"the state is a NoneType; pass what state_dict\(\) returned"),
-        ([1], r"the state is a list; pass what state_dict\(\) returned"),
-        ({}, "key 'loss_scaler0' is missing; this run has the loss scalers loss_scaler0, loss_scaler1"),
-        (edited(loss_scaler1=None), "key 'loss_scaler1' is missing"),
-        (
-            edited(loss_scaler2={}),
-            "key 'loss_scaler2' is unknown; this run has loss_scaler0, loss_scaler1 and skipped_steps",
-        ),
-        ({**GOOD, 3: 4}, "key '3' is unknown"),
-        (edited(skipped_steps=-1), "key 'skipped_steps': -1 is no count of steps"),
-        (edited(skipped_steps=True), "key 'skipped_steps': True is no count"),
-        (edited(skipped_steps=1.0), "key 'skipped_steps': 1.0 is no count"),
-        (edited(loss_scaler0=7), "'loss_scaler0' is a int"),
-        (edited(loss_scaler1={"loss_scale": 2.0}), "'loss_scaler1' has no entry 'unskipped'"),
-        (edited(loss_scaler1={"loss_scale": 0.0, "unskipped": 0}), "'loss_scaler1': 'loss_scale' is 0.0"),
-        (edited(loss_scaler1={"loss_scale": 2.0, "unskipped": -1}), "'loss_scaler1': 'unskipped' is -1"),
-    ],
-)
-def test_a_wrong_state_names_the_key_and_loads_nothing(state: Any, message: str) -> None:
-    optimizers = two()
-    before = optimizers.state_dict()
-    with pytest.raises(CheckpointError, match=message) as caught:
-        optimizers.load_state_dict(state)
-    assert str(caught.value).endswith("nothing was loaded")
-    assert optimizers.state_dict() == before
-
-
-# No key of these can be what it stands for.
-JUNK = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.text(max_size=5),
-    st.integers(max_value=-1),
-    st.floats(max_value=0.0),
-    st.sampled_from([float("nan"), float("inf"), 2.0**200]),
-    st.lists(st.integers(), max_size=2),
-    st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
-)
-
-
-@st.composite
-def corrupted(draw: st.DrawFn) -> tuple[dict[str, Any], str]:
-    """A good state with one thing wrong, and the key at fault."""
-    state: dict[str, Any] = {key: dict(value) if isinstance(value, dict) else value for key, value in GOOD.items()}
-    order = draw(st.permutations(list(state)))
-    state = {key: state[key] for key in order}
-    scaler = draw(st.sampled_from(["loss_scaler0", "loss_scaler1"]))
-    entry = draw(st.sampled_from(["loss_scale", "unskipped"]))
-    match draw(st.sampled_from(["drop", "replace", "drop entry", "replace entry", "add", "add entry"])):
-        case "drop":
-            del state[scaler]
-        case "replace":
-            scaler = draw(st.sampled_from(list(state)))
-            state[scaler] = draw(JUNK)
-        case "drop entry":
-            del state[scaler][entry]
-        case "replace entry":
-            state[scaler][entry] = draw(JUNK)
-        case "add":
-            scaler = draw(st.text(max_size=14).filter(lambda text: text not in GOOD))
-            state[scaler] = draw(st.sampled_from(list(GOOD.values())))
-        case "add entry":
-            name = draw(st.text(max_size=14).filter(lambda text: text not in ("loss_scale", "unskipped")))
-            state[scaler][name] = 1
-    return state, scaler
-
-
-@given(corrupted())
-def test_no_corrupted_state_is_loaded_by_half(corruption: tuple[dict[str, Any], str]) -> None:
-    state, key = corruption
-    optimizers = two()
-    before = optimizers.state_dict()
-    with pytest.raises(CheckpointError) as caught:
-        optimizers.load_state_dict(state)
-    assert repr(key) in str(caught.value)
-    assert optimizers.state_dict() == before
 
 
 def test_an_eps_that_is_zero_in_half_precision_is_told_once() -> None:

@@ -1,0 +1,228 @@
+"""Which loss is scaled by which scaler, and the state of all scalers as one checkpoint.
+
+A loss is told by the ``loss_id`` that the program gives, and by its optimizers: each call of `initialize` has scalers
+of its own for the optimizers that it names. An optimizer with a ``scale_loss`` of its own has its own scalers, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from autoamp.errors import CheckpointError, UsageError
+from autoamp.scaling import LossScaler, is_count
+from autoamp.stepping.guard import Skips
+
+__all__ = ["LossScalers", "OwnScalers", "listed"]
+
+
+class LossScalers:
+    """The scalers of all losses.
+
+    Args:
+        scalers: One for each ``loss_id``.
+
+    Attributes:
+        all: As given, and those that came later, in the order of their entries in a checkpoint.
+    """
+
+    def __init__(self, scalers: Sequence[LossScaler]) -> None:
+        self.all = list(scalers)
+        # Of the call of `initialize` that named an optimizer, and of the last call, for optimizers that none named.
+        self._of: weakref.WeakKeyDictionary[Any, list[LossScaler]] = weakref.WeakKeyDictionary()
+        self._latest: list[LossScaler] | None = None
+        # By which losses were scaled since the last call.
+        self._used: set[LossScaler] = set()
+        self._off: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._own: weakref.WeakKeyDictionary[Any, OwnScalers] = weakref.WeakKeyDictionary()
+
+    def choose(self, loss_id: int, optimizers: Any = ()) -> LossScaler:
+        """Return the scaler of a loss of these optimizers: one, or a list or tuple.
+
+        Of optimizers that different calls of `initialize` set up, the first whose gradients are checked decides.
+
+        Raises:
+            UsageError: There is none of that number.
+        """
+        latest = self.all if self._latest is None else self._latest
+        choices = [latest]
+        with contextlib.suppress(TypeError):
+            # What no weak reference can be made to is refused where it is guarded.
+            choices = [self._of.get(optimizer, latest) for optimizer in listed(optimizers)] or choices
+        fitting = [scalers[loss_id] for scalers in choices if 0 <= loss_id < len(scalers)]
+        if not fitting:
+            known = " or ".join(map(str, range(max(map(len, choices)))))
+            raise UsageError(f"loss_id={loss_id} has no scaler; choose {known}")
+        chosen = next((scaler for scaler in fitting if scaler.checks), fitting[0])
+        if self._latest is not None:
+            self._used.add(chosen)
+        return chosen
+
+    def use(self, scalers: list[LossScaler], optimizers: Iterable[Any]) -> None:
+        """Scale losses of these optimizers, and of all that no call of `initialize` named, by these scalers.
+
+        Args:
+            scalers: One for each ``loss_id``.
+            optimizers: Those that a call of `initialize` names.
+        """
+        self.all += [scaler for scaler in scalers if not any(scaler is known for known in self.all)]
+        self._latest = scalers
+        self._used.clear()
+        for optimizer in optimizers:
+            self._of[optimizer] = scalers
+            self._off.discard(optimizer)
+
+    def forget_but(self, scalers: Iterable[LossScaler]) -> None:
+        """Forget all scalers but these, and the optimizers' own."""
+        # Nobody asks a scaler that is forgotten about the steps that it has yet to hear of.
+        self.catch_up()
+        wanted = {id(scaler) for scaler in (*scalers, *(s for own in self._own.values() for s in own.scalers))}
+        self.all = [scaler for scaler in self.all if id(scaler) in wanted]
+
+    def catch_up(self) -> None:
+        """Let all scalers hear of what became of the last steps. Waits for the device where that alone knows."""
+        for scaler in self.all:
+            scaler.late.catch_up()
+
+    # -- losses that stay as they are --
+
+    def switch_off(self, optimizers: Iterable[Any]) -> None:
+        """Leave the losses of these optimizers as they are."""
+        self._off.update(optimizers)
+
+    def is_off(self, optimizers: Any) -> bool:
+        """Tell whether losses of these optimizers, one or a list or tuple, stay as they are."""
+        if not self._off:
+            return False
+        named = listed(optimizers)
+        return bool(named) and all(optimizer in self._off for optimizer in named)
+
+    # -- optimizers with scalers of their own --
+
+    def give_own(self, optimizer: Any, scalers: Sequence[LossScaler], skips: Skips) -> OwnScalers:
+        """Give an optimizer scalers of its own, in place of those that it had.
+
+        Args:
+            optimizer: Referred to weakly.
+            scalers: One for each loss of a step. A scaler that serves another loss already is copied. When the first
+                optimizer gets its own, all scalers that were there are forgotten.
+            skips: Counts the optimizer's steps.
+        """
+        before = self._own.get(optimizer)
+        others = [scaler for scaler in self.all if before is None or scaler not in before.scalers]
+        taken = others if self._own else []
+        own = OwnScalers(_distinct(scalers, taken), skips)
+        self.all = [*taken, *own.scalers]
+        self._own[optimizer] = own
+        return own
+
+    def forget_own(self, optimizer: Any) -> bool:
+        """Forget that an optimizer has its own scalers. Returns whether it had any."""
+        return self._own.pop(optimizer, None) is not None
+
+    @property
+    def has_own(self) -> bool:
+        """Whether an optimizer that lives has scalers of its own."""
+        return bool(self._own)
+
+    def with_own(self) -> list[Any]:
+        """Return the optimizers that live and have scalers of their own."""
+        return list(self._own)
+
+    # -- checkpoints --
+
+    def state_dict(self, skipped_steps: int) -> dict[str, Any]:
+        """Return the scalers' state, ``loss_scaler0`` and so on, with the number of skips as ``skipped_steps``.
+
+        Of the scalers of earlier calls of `initialize` those that losses were scaled by since the last one: models of
+        an earlier training may live on.
+        """
+        scalers = self.all
+        if self._latest is not None:
+            wanted = {*self._latest, *self._used}
+            scalers = [scaler for scaler in scalers if scaler in wanted]
+        state: dict[str, Any] = {f"loss_scaler{i}": scaler.state_dict() for i, scaler in enumerate(scalers)}
+        return {**state, "skipped_steps": skipped_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> int:
+        """Load what `state_dict` returned, all of it or nothing.
+
+        Returns:
+            The number of skips; 0 for a checkpoint of Apex, which has none.
+
+        Raises:
+            CheckpointError: A key is missing, unknown or of the wrong kind. The message names it.
+        """
+        if not isinstance(state, Mapping):
+            raise CheckpointError(
+                f"the state is a {type(state).__name__}; pass what state_dict() returned; nothing was loaded"
+            )
+        scalers = self._meant_by(state)
+        names = [f"loss_scaler{i}" for i in range(len(scalers))]
+        for name in names:
+            if name not in state:
+                raise CheckpointError(
+                    f"key {name!r} is missing; this run has the loss scalers {', '.join(names)}; nothing was loaded"
+                )
+        unknown = sorted(str(key) for key in state if key not in {*names, "skipped_steps"})
+        if unknown:
+            raise CheckpointError(
+                f"key {unknown[0]!r} is unknown; this run has {', '.join(names)} and skipped_steps; nothing was loaded"
+            )
+        skipped = state.get("skipped_steps", 0)
+        if not is_count(skipped):
+            raise CheckpointError(f"key 'skipped_steps': {skipped!r} is no count of steps; nothing was loaded")
+        for name, scaler in zip(names, scalers, strict=True):
+            scaler.check_state_dict(state[name], name)
+        for name, scaler in zip(names, scalers, strict=True):
+            scaler.load_state_dict(state[name])
+        return int(skipped)
+
+    def _meant_by(self, state: Mapping[str, Any]) -> list[LossScaler]:
+        """Return the scalers that a state is of: all, or those of the last call, where earlier models just live on."""
+        latest = self.all if self._latest is None else self._latest
+        count = sum(str(key).startswith("loss_scaler") for key in state)
+        return latest if count == len(latest) else self.all
+
+
+class OwnScalers:
+    """The scalers of one optimizer: the first loss of a step takes the first, and so on.
+
+    Args:
+        scalers: One for each loss of a step.
+        skips: Counts the optimizer's steps.
+
+    Attributes:
+        scalers: As given.
+    """
+
+    def __init__(self, scalers: Sequence[LossScaler], skips: Skips) -> None:
+        self.scalers = scalers
+        self._skips = skips
+        self._steps = skips.steps
+        self._calls = 0
+
+    def next(self) -> LossScaler:
+        """Return the scaler of the next loss; after the last one it is the first one's turn again."""
+        steps = self._skips.steps
+        if self._steps != steps:
+            self._steps, self._calls = steps, 0
+        scaler = self.scalers[self._calls % len(self.scalers)]
+        self._calls += 1
+        return scaler
+
+
+def listed(optimizers: Any) -> list[Any]:
+    """Return optimizers as a list: one of them, or a list or tuple."""
+    return list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+
+
+def _distinct(scalers: Sequence[LossScaler], taken: Sequence[LossScaler]) -> list[LossScaler]:
+    """Return the scalers, a copy of what serves another loss already: no loss may move the scale of another."""
+    distinct: list[LossScaler] = []
+    for scaler in scalers:
+        distinct.append(copy.copy(scaler) if scaler in taken or scaler in distinct else scaler)
+    return distinct

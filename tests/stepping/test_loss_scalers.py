@@ -1,0 +1,182 @@
+"""Which scaler a loss gets, scalers that optimizers have for themselves, and checkpoints of them all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoamp.errors import CheckpointError, UsageError
+from autoamp.scaling import DynamicLossScaler, LossScaler, StaticLossScaler
+from autoamp.stepping import Skips
+from autoamp.stepping.loss_scalers import LossScalers
+
+
+class Optimizer:
+    """As much of one as scalers are looked up by."""
+
+
+def skips() -> Skips:
+    return Skips("SGD", lambda: None)
+
+
+def two() -> LossScalers:
+    return LossScalers([DynamicLossScaler(1024.0), StaticLossScaler(8.0)])
+
+
+# -- which scaler --
+
+
+def test_a_loss_has_the_scaler_of_its_number() -> None:
+    scalers = two()
+    assert [scalers.choose(0), scalers.choose(1, Optimizer())] == scalers.all
+    for wrong in (-1, 2):
+        with pytest.raises(UsageError, match=f"loss_id={wrong} has no scaler; choose 0 or 1"):
+            scalers.choose(wrong)
+
+
+def test_an_optimizer_has_the_scalers_of_the_call_that_named_it() -> None:
+    first, second, other = Optimizer(), Optimizer(), Optimizer()
+    scalers, unchecked, checked = two(), StaticLossScaler(1.0), StaticLossScaler(4.0)
+    scalers.use([unchecked], [first])
+    scalers.use([checked], [second])
+    assert (scalers.choose(0, first), scalers.choose(0, second)) == (unchecked, checked)
+    assert scalers.choose(0, other) is checked
+    # Of both at once the one whose gradients are checked.
+    assert scalers.choose(0, [first, second]) is checked
+    assert scalers.all[2:] == [unchecked, checked]
+    scalers.forget_but([checked])
+    assert scalers.all == [checked]
+
+
+def test_losses_are_off_where_all_their_optimizers_are() -> None:
+    scalers, first, second = two(), Optimizer(), Optimizer()
+    assert not scalers.is_off(first)
+    scalers.switch_off([first])
+    assert scalers.is_off(first)
+    assert not scalers.is_off([first, second])
+    assert not scalers.is_off([])
+    scalers.use(scalers.all, [first])
+    assert not scalers.is_off(first)
+
+
+def test_a_scaler_serves_one_loss_alone() -> None:
+    first, second, scalers = Optimizer(), Optimizer(), two()
+    shared: LossScaler = DynamicLossScaler(8.0)
+    scalers.give_own(first, [shared, shared], skips())
+    scalers.give_own(second, [shared], skips())
+    assert scalers.all[0] is shared
+    scalers.all[1].update(True)
+    scalers.all[2].update(False)
+    assert [(scaler.loss_scale, scaler.unskipped) for scaler in scalers.all] == [(8.0, 0), (4.0, 0), (8.0, 1)]
+
+
+# -- checkpoints --
+
+GOOD: dict[str, Any] = {
+    "loss_scaler0": {"loss_scale": 512.0, "unskipped": 3},
+    "loss_scaler1": {"loss_scale": 2.0, "unskipped": 0},
+    "skipped_steps": 5,
+}
+
+
+def test_a_state_goes_round() -> None:
+    scalers = two()
+    before = scalers.state_dict(0)
+    assert before == {
+        "loss_scaler0": {"loss_scale": 1024.0, "unskipped": 0},
+        "loss_scaler1": {"loss_scale": 8.0, "unskipped": 0},
+        "skipped_steps": 0,
+    }
+    assert scalers.load_state_dict(GOOD) == 5
+    assert scalers.state_dict(5) == GOOD
+    assert scalers.load_state_dict(before) == 0
+    assert scalers.state_dict(0) == before
+
+
+def edited(**changes: Any) -> dict[str, Any]:
+    """A good state with some keys changed; None takes a key away."""
+    return {key: value for key, value in {**GOOD, **changes}.items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (None, r"the state is a NoneType; pass what state_dict\(\) returned"),
+        ([1], r"the state is a list; pass what state_dict\(\) returned"),
+        ({}, "key 'loss_scaler0' is missing; this run has the loss scalers loss_scaler0, loss_scaler1"),
+        (edited(loss_scaler1=None), "key 'loss_scaler1' is missing"),
+        (
+            edited(loss_scaler2={}),
+            "key 'loss_scaler2' is unknown; this run has loss_scaler0, loss_scaler1 and skipped_steps",
+        ),
+        ({**GOOD, 3: 4}, "key '3' is unknown"),
+        (edited(skipped_steps=-1), "key 'skipped_steps': -1 is no count of steps"),
+        (edited(skipped_steps=True), "key 'skipped_steps': True is no count"),
+        (edited(skipped_steps=1.0), "key 'skipped_steps': 1.0 is no count"),
+        (edited(loss_scaler0=7), "'loss_scaler0' is a int"),
+        (edited(loss_scaler1={"loss_scale": 2.0}), "'loss_scaler1' has no entry 'unskipped'"),
+        (edited(loss_scaler1={"loss_scale": 0.0, "unskipped": 0}), "'loss_scaler1': 'loss_scale' is 0.0"),
+        (edited(loss_scaler1={"loss_scale": 2.0, "unskipped": -1}), "'loss_scaler1': 'unskipped' is -1"),
+    ],
+)
+def test_a_wrong_state_names_the_key_and_loads_nothing(state: Any, message: str) -> None:
+    scalers = two()
+    before = scalers.state_dict(0)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        scalers.load_state_dict(state)
+    assert str(caught.value).endswith("nothing was loaded")
+    assert scalers.state_dict(0) == before
+
+
+# No key of these can be what it stands for.
+JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.text(max_size=5),
+    st.integers(max_value=-1),
+    st.floats(max_value=0.0),
+    st.sampled_from([float("nan"), float("inf"), 2.0**200]),
+    st.lists(st.integers(), max_size=2),
+    st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+)
+
+
+@st.composite
+def corrupted(draw: st.DrawFn) -> tuple[dict[str, Any], str]:
+    """A good state with one thing wrong, and the key at fault."""
+    state: dict[str, Any] = {key: dict(value) if isinstance(value, dict) else value for key, value in GOOD.items()}
+    order = draw(st.permutations(list(state)))
+    state = {key: state[key] for key in order}
+    scaler = draw(st.sampled_from(["loss_scaler0", "loss_scaler1"]))
+    entry = draw(st.sampled_from(["loss_scale", "unskipped"]))
+    match draw(st.sampled_from(["drop", "replace", "drop entry", "replace entry", "add", "add entry"])):
+        case "drop":
+            del state[scaler]
+        case "replace":
+            scaler = draw(st.sampled_from(list(state)))
+            state[scaler] = draw(JUNK)
+        case "drop entry":
+            del state[scaler][entry]
+        case "replace entry":
+            state[scaler][entry] = draw(JUNK)
+        case "add":
+            scaler = draw(st.text(max_size=14).filter(lambda text: text not in GOOD))
+            state[scaler] = draw(st.sampled_from(list(GOOD.values())))
+        case "add entry":
+            name = draw(st.text(max_size=14).filter(lambda text: text not in ("loss_scale", "unskipped")))
+            state[scaler][name] = 1
+    return state, scaler
+
+
+@given(corrupted())
+def test_no_corrupted_state_is_loaded_by_half(corruption: tuple[dict[str, Any], str]) -> None:
+    state, key = corruption
+    scalers = two()
+    before = scalers.state_dict(0)
+    with pytest.raises(CheckpointError) as caught:
+        scalers.load_state_dict(state)
+    assert repr(key) in str(caught.value)
+    assert scalers.state_dict(0) == before
