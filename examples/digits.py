@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import autoamp
-from autoamp.fp16_utils.models import network_to_half
+from autoamp.fp16_utils import network_to_half
 
 TEST_IMAGES = 600
 BATCH = 128

@@ -26,7 +26,7 @@ from torch.optim import LBFGS, SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from autoamp import FP16_Optimizer
-from autoamp.fp16_utils.models import network_to_half
+from autoamp.fp16_utils import network_to_half
 
 TEST_IMAGES = 600
 BATCH = 64

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from autoamp.fp16_utils.fp16_optimizer import FP16_Optimizer
+from autoamp.fp16_utils.loss_scalers import DynamicLossScaler, LossScaler
 from autoamp.fp16_utils.models import (
     BN_convert_float,
-    DynamicLossScaler,
     FP16Model,
-    LossScaler,
     clip_grad_norm,
     convert_module,
     convert_network,

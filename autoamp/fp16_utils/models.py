@@ -1,28 +1,22 @@
-"""The tools of manual mixed precision: casting networks, pairing parameters with masters, scaling losses by hand."""
+"""Networks cast by hand, and fp32 masters beside their parameters: the legacy `apex.fp16_utils.fp16util`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from autoamp import scaling
 from autoamp.casting import flatten_weights
 from autoamp.errors import UsageError
-from autoamp.fp16_utils.fp16_optimizer import FP16_Optimizer
-from autoamp.scaling import non_finite
 from autoamp.tensors import map_tensors
 from autoamp.torch_private import MODULES_OF_BATCH_NORM, flatten, unflatten
 
 __all__ = [
     "BN_convert_float",
-    "DynamicLossScaler",
     "FP16Model",
-    "FP16_Optimizer",
-    "LossScaler",
     "clip_grad_norm",
     "convert_module",
     "convert_network",
@@ -156,64 +150,3 @@ def to_python_float(value: Tensor | Sequence[float]) -> float:
 def clip_grad_norm(parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Clip the total norm of gradients in place and return the norm before; `torch.nn.utils.clip_grad_norm_`."""
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-
-
-class _ByHand:
-    """What the legacy scalers share: the caller checks for overflow and updates the scale."""
-
-    def __init__(self, scaler: scaling.LossScaler) -> None:
-        self._scaler = scaler
-
-    @property
-    def loss_scale(self) -> float:
-        """The current scale."""
-        return self._scaler.loss_scale
-
-    def scale_gradient(self, module: Any, grad_in: Iterable[Tensor], grad_out: Any) -> tuple[Tensor, ...]:
-        """Multiply a module's input gradients by the scale: a backward hook."""
-        return tuple(self.loss_scale * grad for grad in grad_in)
-
-    def update_scale(self, overflow: bool) -> None:
-        """Move on by one step."""
-        self._scaler.update(overflow)
-
-    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Run the backward pass of the scaled loss. The gradients keep the scale."""
-        (loss.float() * self.loss_scale).backward(retain_graph=retain_graph)
-
-
-class LossScaler(_ByHand):
-    """A static scale. It sees no overflow, as ever.
-
-    Args:
-        scale: The scale.
-    """
-
-    def __init__(self, scale: float = 1) -> None:
-        super().__init__(scaling.StaticLossScaler(scale))
-
-    def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """Return False."""
-        return False
-
-
-class DynamicLossScaler(_ByHand):
-    """A dynamic scale: divided by a factor after an overflow, multiplied by it after a window without one.
-
-    Args:
-        init_scale: The first scale.
-        scale_factor: The factor.
-        scale_window: How many steps without overflow before the scale grows.
-    """
-
-    def __init__(self, init_scale: float = 2**32, scale_factor: float = 2.0, scale_window: int = 1000) -> None:
-        super().__init__(
-            scaling.DynamicLossScaler(
-                init_scale=float(init_scale), growth_factor=scale_factor, backoff_factor=1.0 / scale_factor,
-                growth_interval=scale_window, max_loss_scale=2.0**64,
-            )
-        )  # fmt: skip
-
-    def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """Tell whether a gradient of ``params`` holds inf or nan. Waits for the device."""
-        return bool(non_finite((("", p.grad) for p in params if p.grad is not None), limit=1))

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import autoamp
 from autoamp import parallel
-from autoamp.fp16_utils.models import FP16_Optimizer
+from autoamp.fp16_utils import FP16_Optimizer
 
 WORLD = 2
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}

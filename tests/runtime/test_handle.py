@@ -1,11 +1,10 @@
-"""The handle: what init() gives, how scale_loss and wrap_optimizer are used and misused, and its checkpoints."""
+"""The handle: how scale_loss and wrap_optimizer are used and misused, its lifecycle, and its checkpoints."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import importlib
-import inspect
 import logging
 import pickle
 import weakref
@@ -17,193 +16,15 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.errors import AutoampError, CheckpointError, UsageError
+from autoamp.errors import CheckpointError, UsageError
 from autoamp.modules.half_models import ForwardDtypes
 from autoamp.runtime.handle import Handle
 from autoamp.runtime.installation import Installation
-from autoamp.runtime.no_op import NoOpHandle
-from autoamp.scaling.loss_scale import DynamicLossScaler, LossScaler, StaticLossScaler
+from autoamp.scaling.loss_scale import DynamicLossScaler, LossScaler
+from tests.runtime.shared import Training, init, steps
 
 # `torch.optim.optimizer` is not to be had as an attribute.
 optimizer_module = importlib.import_module("torch.optim.optimizer")
-
-# Enough to tell casts from none, and quickly in place.
-LISTS = {"extends": [], "fp16": ["linear"], "fp32": ["softmax"]}
-
-
-def init(**settings: Any) -> Handle:
-    handle = autoamp.init(**{"lists": LISTS, "device_type": "cpu", "dtype": torch.float16, "rebind": False, **settings})
-    assert isinstance(handle, Handle)
-    return handle
-
-
-@pytest.fixture
-def handle() -> Handle:
-    return init()
-
-
-class Training:
-    """A linear model, its optimizer, and a loss whose gradients are `factor` times those of the plain one."""
-
-    def __init__(self, make: Callable[..., Any] = torch.optim.SGD) -> None:
-        self.model = nn.Linear(4, 2)
-        self.optimizer = make(self.model.parameters(), lr=0.01)
-        self.inputs = torch.ones(3, 4)
-
-    def loss(self, factor: float = 1.0) -> Tensor:
-        loss: Tensor = self.model(self.inputs).float().pow(2).mean() * factor
-        return loss
-
-
-@pytest.fixture
-def training() -> Training:
-    return Training()
-
-
-def steps(handle: Any, training: Training, *factors: float) -> None:
-    for factor in factors:
-        with handle.scale_loss(training.loss(factor), training.optimizer) as scaled:
-            scaled.backward()
-        training.optimizer.step()
-        training.optimizer.zero_grad()
-
-
-# -- the handle that does nothing --
-
-# What init() and initialize() call; what a user of a handle never does.
-FOR_OTHER_ROOMS = {
-    "inherit",
-    "install_anew",
-    "let_go",
-    "setups",
-    "steps_halves",
-    "activate",
-    "ended",
-    "suspend",
-    "patch",
-    "set_up_model",
-    "keep_masters",
-    "step_halves",
-}
-# What a handle is composed of.
-PARTS = {"settings", "casts", "precisions", "models", "optimizers"}
-
-
-def public(kind: type) -> dict[str, Any]:
-    return {name: inspect.getattr_static(kind, name) for name in dir(kind) if not name.startswith("_")}
-
-
-def test_the_no_op_handle_has_every_public_name() -> None:
-    def names(handle: object) -> set[str]:
-        return {name for name in dir(handle) if not name.startswith("_")}
-
-    assert names(init()) - FOR_OTHER_ROOMS - PARTS == names(NoOpHandle())
-
-
-@pytest.mark.parametrize("name", sorted(name for name, value in public(NoOpHandle).items() if inspect.isroutine(value)))
-def test_the_no_op_handle_takes_the_same_arguments(name: str) -> None:
-    def shape(kind: type) -> list[tuple[str, Any, Any]]:
-        parameters = inspect.signature(getattr(kind, name)).parameters.values()
-        return [(parameter.name, parameter.kind, parameter.default) for parameter in parameters]
-
-    assert shape(NoOpHandle) == shape(Handle)
-
-
-def test_disabled_nothing_happens(training: Training) -> None:
-    model, optimizer = training.model, training.optimizer
-    handle = autoamp.init(enabled=False)
-    assert isinstance(handle, NoOpHandle)
-    assert autoamp.current_handle() is None
-    loss = training.loss()
-    assert loss.dtype is torch.float32
-    before = dict(vars(optimizer))
-    with handle.scale_loss(loss, optimizer, 3, delay_unscale=True) as scaled:
-        assert scaled is loss
-        scaled.backward()
-    assert vars(optimizer) == before
-    optimizer.step()
-    with (
-        handle.disable_casts(),
-        handle.inference(model) as same,
-        handle.override(model),
-        handle.override(model, "fp32"),
-    ):
-        assert same is model
-        assert model(training.inputs).dtype is torch.float32
-    handle.cache.clear()
-    assert len(handle.cache) == 0
-    assert (handle.loss_scale, handle.skipped_steps, handle.last_step_skipped) == (1.0, 0, False)
-    assert (handle.late_bound, handle.skipped_rules, handle.deactivate()) == ((), (), ())
-    assert not handle.is_active()
-    handle.max_consecutive_skips = 3
-    assert NoOpHandle().max_consecutive_skips == init().max_consecutive_skips
-    handle.load_state_dict({"loss_scaler0": {"loss_scale": 4.0, "unskipped": 0}})
-    assert handle.state_dict() == {}
-
-
-def test_disabled_a_wrapped_optimizer_scales_nothing(training: Training) -> None:
-    optimizer = autoamp.init(enabled=False).wrap_optimizer(training.optimizer, num_loss=2)
-    assert optimizer is training.optimizer
-    loss = training.loss()
-    with optimizer.scale_loss(loss) as first, optimizer.scale_loss(loss, delay_unscale=True) as second:
-        assert first is second is loss
-    assert optimizer.step() is None
-
-
-# -- arguments of init() --
-
-
-@pytest.mark.parametrize(
-    ("loss_scale", "kind", "scale"),
-    [
-        (None, DynamicLossScaler, 65536.0),
-        ("dynamic", DynamicLossScaler, 65536.0),
-        (128, StaticLossScaler, 128.0),
-        ("128.0", StaticLossScaler, 128.0),
-        (1.0, StaticLossScaler, 1.0),
-    ],
-)
-def test_loss_scale_may_be_given_in_many_ways(loss_scale: Any, kind: type, scale: float) -> None:
-    handle = init(loss_scale=loss_scale)
-    assert handle.loss_scale == scale
-    assert isinstance(handle.loss_scale, float)
-    assert [type(scaler) for scaler in handle.optimizers.scalers] == [kind]
-
-
-def test_bf16_needs_no_scale() -> None:
-    assert init(dtype=torch.bfloat16).loss_scale == 1.0
-
-
-def test_a_scaler_may_be_given(training: Training) -> None:
-    scaler = DynamicLossScaler(init_scale=8.0, growth_interval=1)
-    handle = init(loss_scale=scaler)
-    steps(handle, training, 1.0)
-    assert handle.loss_scale == scaler.loss_scale == 16.0
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"loss_scale": "dynamc"}, "loss_scale='dynamc' is unknown; choose 'dynamic'"),
-        ({"loss_scale": 0}, r"loss_scale=0 is no usable scale: it must be above 0"),
-        ({"loss_scale": -2.0}, r"loss_scale=-2.0 is no usable scale"),
-        ({"loss_scale": float("nan")}, "loss_scale=nan is no usable scale"),
-        ({"loss_scale": True}, "loss_scale=True is not a number"),
-        ({"loss_scale": [1]}, r"loss_scale=\[1\] is not a number"),
-        ({"dtype": torch.float32}, r"dtype=torch.float32 is no half precision; choose torch.float16 or torch.bfloat16"),
-    ],
-)
-def test_a_wrong_argument_is_told_and_changes_nothing(settings: dict[str, Any], message: str) -> None:
-    before = init()
-    with pytest.raises(AutoampError, match=message):
-        init(**settings)
-    assert autoamp.current_handle() is before
-    assert before.is_active()
-
-
-def test_a_wrong_argument_is_told_before_a_block_is_entered() -> None:
-    with pytest.raises(AutoampError, match="loss_scale='dynamc' is unknown"):
-        autoamp.region(loss_scale="dynamc")
 
 
 def test_verbose_is_heard(caplog: pytest.LogCaptureFixture) -> None:
@@ -735,19 +556,3 @@ def test_a_scaler_of_ones_own(training: Training) -> None:
     handle = init(loss_scale=Custom(4.0))
     steps(handle, training, 1.0, 1.0)
     assert handle.loss_scale == 6.0
-
-
-@pytest.mark.parametrize("device_type", ["gpu", 3.5])
-def test_an_unknown_device_type_says_so(device_type: Any) -> None:
-    with pytest.raises(UsageError, match=r"device_type=.* is unknown to torch; choose 'cuda', 'cpu'"):
-        autoamp.init(device_type=device_type)
-
-
-def test_a_device_type_without_half_precision_says_so() -> None:
-    with pytest.raises(UsageError, match=r"no half precision of its own for device_type='meta'; give dtype="):
-        autoamp.init(device_type="meta")
-
-
-def test_an_override_of_nothing_can_be_undone() -> None:
-    handle = autoamp.init(enabled=False)
-    handle.override(torch.nn.Linear(2, 2), "fp32").undo()

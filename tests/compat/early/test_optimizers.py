@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from autoamp import optimizers
+from autoamp import fp16_utils, optimizers
 from autoamp.compat.early.optimizers import ContribFusedAdam, FP16_Optimizer, FusedAdam
 from autoamp.compat.early.scalers import DynamicLossScaler, LossScaler
 from autoamp.errors import UsageError
-from autoamp.fp16_utils import models
 from autoamp.scaling.loss_scale import LossScaleError
 
 
@@ -301,7 +300,7 @@ def test_groups_that_old_code_reads() -> None:
 
 def test_scalers_by_hand() -> None:
     scaler = DynamicLossScaler(init_scale=8.0, scale_window=2)
-    assert isinstance(scaler, models.DynamicLossScaler)
+    assert isinstance(scaler, fp16_utils.DynamicLossScaler)
     fine, inf, empty = param(1.0), param(1.0), param(1.0)
     fine.grad, inf.grad = torch.ones(1), torch.tensor([torch.inf])
     assert not scaler.has_overflow_serial([fine, empty])
@@ -313,7 +312,7 @@ def test_scalers_by_hand() -> None:
     scaler.update_scale(True)
     assert scaler.cur_scale == 2.0**69
     static = LossScaler(128)
-    assert isinstance(static, models.LossScaler)
+    assert isinstance(static, fp16_utils.LossScaler)
     static.cur_scale = 4
     assert static.loss_scale == 4.0
     assert not static.has_overflow([inf])

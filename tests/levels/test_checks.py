@@ -1,0 +1,88 @@
+"""The arguments of `initialize()`: those that are refused, and those that are warned of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+import autoamp
+from autoamp.errors import AutoampError, UsageError
+from tests.levels.shared import ALL_LEVELS, LISTS, initialize, network, same, sgd, train, values
+
+
+@pytest.mark.parametrize("level", ALL_LEVELS)
+def test_a_level_in_the_place_of_enabled_is_told_where_it_belongs(level: str) -> None:
+    with pytest.raises(UsageError, match=f"enabled='{level}' is no bool; pass opt_level='{level}' by its name"):
+        initialize(network(), enabled=level)
+
+
+WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "level": (None, {"opt_level": "O4"}, r"opt_level='O4' is unknown; choose 'O0', 'O1', 'O2' or 'O3'"),
+    "level with a zero": (None, {"opt_level": "02"}, r"opt_level='02' is unknown"),
+    "unhashable level": (None, {"opt_level": ["O1"]}, r"opt_level=\['O1'\] is unknown"),
+    "model": ("model", {}, "models takes a torch.nn.Module or a list of them, not str"),
+    "scope": (None, {"scope": "model"}, "scope='model' is unknown; choose 'global' or 'models'"),
+    "cast_model_type": (None, {"cast_model_type": torch.int8}, "cast_model_type=torch.int8"),
+    "dtype": (None, {"dtype": torch.float64}, "dtype=torch.float64 is no half precision"),
+    "losses": (None, {"num_losses": 0}, "num_losses=0 is no number of losses; choose 1 or more"),
+    "scale": (None, {"loss_scale": -1.0}, r"loss_scale=-1.0 is no usable scale"),
+    "scale as a string": (None, {"loss_scale": "128.0"}, "loss_scale='128.0' is a string; choose 'dynamic' or a num"),
+    "flag as a string": (None, {"keep_batchnorm_fp32": "True"}, "keep_batchnorm_fp32='True' is no bool"),
+    "bounds": (None, {"min_loss_scale": 8.0, "max_loss_scale": 4.0}, "min_loss_scale=8.0 is above max_loss_scale"),
+    "flag": (None, {"master_weights": "maybe"}, "master_weights='maybe' is no bool; choose True, False or None"),
+    "outputs": (None, {"cast_model_outputs": "fp32"}, "cast_model_outputs='fp32' is no floating dtype"),
+    "optimizer": (None, {"optimizers": 3}, "optimizers takes an optimizer or a list of them, not int"),
+    "optimizers": (None, {"optimizers": [None]}, "optimizers takes an optimizer or a list of them, not NoneType"),
+    "own scaler": (
+        None,
+        {"optimizers": autoamp.FP16_Optimizer(torch.optim.SGD([torch.ones(1, requires_grad=True)]))},
+        r"this FP16_Optimizer scales its loss itself: call optimizer.backward\(loss\)",
+    ),
+    "list": (None, {"lists": {"fp16": ["torch.nosuch"]}}, "'torch.nosuch' names nothing"),
+    "enabled": (None, {"enabled": "maybe"}, "enabled='maybe' is no bool"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_argument_changes_nothing(case: str) -> None:
+    model = network()
+    optimizer = sgd(model)
+    initialize(model, optimizer, opt_level="O2")
+    train(model, optimizer, 1)
+    handle, before = autoamp.current_handle(), values(model)
+    masters = list(autoamp.master_params(optimizer))
+    other, kwargs, message = WRONG[case]
+    with pytest.raises(AutoampError, match=message):
+        initialize(model if other is None else other, **{"optimizers": optimizer, "opt_level": "O1", **kwargs})
+    assert autoamp.current_handle() is handle
+    assert handle.is_active()  # type: ignore[union-attr]
+    assert model[0].weight.dtype is torch.float16
+    assert list(autoamp.master_params(optimizer)) == masters
+    assert same(values(model), before)
+    train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("kind", [DataParallel, DistributedDataParallel])
+def test_wrapped_models_are_refused(kind: type) -> None:
+    wrapped = kind.__new__(kind)
+    nn.Module.__init__(wrapped)
+    with pytest.raises(RuntimeError, match=f"wrapped in {kind.__name__} already; call initialize"):
+        initialize([nn.Linear(1, 1), wrapped])
+
+
+def test_warnings_point_at_the_line_of_the_caller() -> None:
+    with pytest.warns(UserWarning, match="says nothing at opt_level='O1'") as caught:
+        autoamp.initialize(network(), keep_batchnorm_fp32=True, device_type="cpu", lists=LISTS, verbosity=0)
+    with pytest.warns(UserWarning, match="its fp32 values are lost") as more:
+        autoamp.initialize(network().half(), device_type="cpu", lists=LISTS, verbosity=0)
+    assert {warning.filename for warning in [*caught, *more]} == {__file__}
+
+
+def test_precision_by_module_says_nothing_where_models_are_cast() -> None:
+    lists = {"modules": {"0": "fp32"}}
+    with pytest.warns(UserWarning, match=r"\[modules\] says nothing at opt_level='O2'"):
+        autoamp.initialize(network(), opt_level="O2", lists=lists, device_type="cpu", verbosity=0)

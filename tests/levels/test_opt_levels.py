@@ -1,0 +1,133 @@
+"""What each opt level means, what overrides it, and the loss scalers that it asks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoamp
+from autoamp.errors import UsageError
+from autoamp.levels.opt_levels import LEVELS
+from autoamp.scaling.loss_scale import DynamicLossScaler, StaticLossScaler
+from tests.levels.shared import ALL_LEVELS, batch, initialize, network, scalers, sgd, train
+
+
+def test_levels_are_those_of_the_table() -> None:
+    rows = {
+        name: (o.cast_model_type, o.patch_torch_functions, o.keep_batchnorm_fp32, o.master_weights, o.loss_scale)
+        for name, o in LEVELS.items()
+    }
+    assert rows == {
+        "O0": (torch.float32, False, False, False, 1.0),
+        "O1": (None, True, False, False, None),
+        "O2": ("half", False, True, True, None),
+        "O3": ("half", False, False, False, 1.0),
+    }
+
+
+@pytest.mark.parametrize("level", ALL_LEVELS)
+def test_every_level_trains(level: str, half: torch.dtype) -> None:
+    model, optimizer = initialize(network(), dtype=half, opt_level=level), None
+    optimizer = sgd(model)
+    model, optimizer = initialize(model, optimizer, dtype=half, opt_level=level)
+    losses = train(model, optimizer, 8)
+    assert losses[-1] < losses[0] / 2
+    weights = {"O0": torch.float32, "O1": torch.float32, "O2": half, "O3": half}[level]
+    assert model[4].weight.dtype is weights
+    assert model[1].weight.dtype is (half if level == "O3" else torch.float32)
+    assert {p.dtype for p in autoamp.master_params(optimizer)} == ({half} if level == "O3" else {torch.float32})
+    # At O1 outputs are as the lists make them.
+    assert model(batch()[0]).dtype is (half if level == "O1" else torch.float32)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_keep_batchnorm_fp32_overrides(keep: bool) -> None:
+    model = initialize(network(), opt_level="O3" if keep else "O2", keep_batchnorm_fp32=keep)
+    expected = torch.float32 if keep else torch.float16
+    assert model[1].weight.dtype is expected
+    assert model[1].running_var.dtype is expected
+    assert model[0].weight.dtype is torch.float16
+
+
+def test_master_weights_overrides() -> None:
+    model = network()
+    model, optimizer = initialize(model, sgd(model), opt_level="O3", master_weights=True)
+    assert {p.dtype for p in autoamp.master_params(optimizer)} == {torch.float32}
+    model, optimizer = initialize(model, optimizer, opt_level="O2", master_weights=False, keep_batchnorm_fp32=False)
+    assert {p.dtype for p in autoamp.master_params(optimizer)} == {torch.float16}
+
+
+def test_cast_model_type_overrides() -> None:
+    assert initialize(network(), opt_level="O2", cast_model_type=torch.bfloat16)[0].weight.dtype is torch.bfloat16
+    model = initialize(network(), opt_level="O0", cast_model_type=torch.float16, keep_batchnorm_fp32=True)
+    assert model[0].weight.dtype is torch.float16
+    model = initialize(model.half(), opt_level="O3", cast_model_type=torch.float32)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_patch_torch_functions_overrides() -> None:
+    inputs = torch.ones(2, 3)
+    initialize(nn.Linear(3, 3), opt_level="O0", patch_torch_functions=True)
+    assert nn.Linear(3, 3)(inputs).dtype is torch.float16
+    initialize(nn.Linear(3, 3), opt_level="O1", patch_torch_functions=False)
+    assert nn.Linear(3, 3)(inputs).dtype is torch.float32
+    with pytest.raises(UsageError, match=r"patch_torch_functions=True .* choose one of the two"):
+        initialize(nn.Linear(3, 3), opt_level="O2", patch_torch_functions=True)
+
+
+@pytest.mark.parametrize(
+    ("level", "given", "scale"),
+    [("O0", None, 1.0), ("O3", None, 1.0), ("O1", None, 2.0**16), ("O2", 128, 128.0), ("O3", 64.0, 64.0)],
+)
+def test_loss_scale_overrides(level: str, given: Any, scale: float) -> None:
+    model = network()
+    initialize(model, sgd(model), opt_level=level, loss_scale=given)
+    with autoamp.scale_loss(torch.ones((), dtype=torch.float16, requires_grad=True), []) as scaled:
+        assert scaled.item() == scale
+        assert scaled.dtype is torch.float32
+    scaler = autoamp.current_handle().optimizers.scalers[0]  # type: ignore[union-attr]
+    assert type(scaler) is (DynamicLossScaler if given is None and level in ("O1", "O2") else StaticLossScaler)
+
+
+def test_bf16_is_not_scaled_by_default() -> None:
+    initialize(network(), opt_level="O2", dtype=torch.bfloat16)
+    assert autoamp.current_handle().loss_scale == 1.0  # type: ignore[union-attr]
+
+
+def test_bounds_of_the_loss_scale() -> None:
+    initialize(network(), opt_level="O2", min_loss_scale=2.0**17, num_losses=2)
+    assert [s.loss_scale for s in scalers()] == [2.0**17] * 2
+    initialize(network(), opt_level="O2", max_loss_scale=4.0)
+    scaler = scalers()[0]
+    assert scaler.loss_scale == 4.0
+    scaler.growth_interval = 1
+    scaler.update(False)
+    assert scaler.loss_scale == 4.0
+    initialize(network(), opt_level="O2", loss_scale="dynamic", dtype=torch.bfloat16, min_loss_scale=2.0**15)
+    for _ in range(5):
+        scalers()[0].update(True)
+    assert scalers()[0].loss_scale == 2.0**15
+
+
+def test_each_loss_has_a_scaler() -> None:
+    model = network()
+    model, optimizer = initialize(model, sgd(model), opt_level="O2", num_losses=3)
+    with autoamp.scale_loss(model(batch()[0]).sum() * torch.inf, optimizer, loss_id=1) as scaled:
+        scaled.backward()
+    optimizer.step()
+    state = autoamp.state_dict()
+    assert [state[f"loss_scaler{i}"]["loss_scale"] for i in range(3)] == [2.0**16, 2.0**15, 2.0**16]
+    with pytest.raises(UsageError, match="loss_id=3 has no scaler; choose 0 or 1 or 2"):
+        autoamp.scale_loss(torch.ones(()), optimizer, loss_id=3)
+
+
+def test_a_given_scaler_serves_one_loss() -> None:
+    given = DynamicLossScaler(init_scale=8.0)
+    initialize(network(), opt_level="O1", loss_scale=given, num_losses=2)
+    first, second = scalers()
+    assert first is given
+    second.update(True)
+    assert (first.loss_scale, second.loss_scale) == (8.0, 4.0)

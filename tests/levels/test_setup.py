@@ -1,0 +1,231 @@
+"""Models set up for a level: once and again, alone and beside those of earlier calls."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoamp
+from autoamp.errors import UsageError
+from tests.levels.shared import ALL_LEVELS, LISTS, batch, initialize, network, same, sgd, train, values
+
+
+@pytest.mark.parametrize("level", ALL_LEVELS)
+def test_cast_model_type_false_leaves_the_model(level: str, half: torch.dtype) -> None:
+    """As Apex's tests have it, with half and fp32 parameters in one model; at O2 the half ones get masters."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).to(half))
+    before = values(model)
+    optimizer = sgd(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        autoamp.initialize(
+            model, optimizer, opt_level=level, cast_model_type=False, dtype=half, device_type="cpu", lists=LISTS,
+            verbosity=0,
+        )  # fmt: skip
+    assert same(values(model), before)
+    seen = []
+    hook = model[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+    with autoamp.disable_casts(), contextlib.suppress(RuntimeError):
+        model(torch.ones(1, 3).double())
+    assert seen == [torch.float64]
+    hook.remove()
+    stepped = {param.dtype for param in autoamp.master_params(optimizer)}
+    assert stepped == ({torch.float32} if level == "O2" else {torch.float32, half})
+    assert any("is in torch" in str(warning.message) for warning in caught) is (level != "O2")
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_cast_model_outputs(level: str) -> None:
+    model = initialize(network(), opt_level=level, cast_model_outputs=torch.bfloat16)
+    assert model(batch()[0]).dtype is torch.bfloat16
+    assert model[4](torch.ones(1, 144, dtype=torch.float16)).dtype is torch.float16
+
+
+def test_disabled_ends_what_was_set_up_before() -> None:
+    model = network()
+    optimizer = sgd(model)
+    initialize(model, optimizer, opt_level="O2")
+    initialize(model, optimizer, enabled=False)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert list(optimizer.param_groups[0]["params"]) == list(model.parameters())
+    assert autoamp.current_handle() is None
+
+
+def test_one_model_through_all_levels_keeps_its_weights() -> None:
+    """After each level the weights are bit for bit what the optimizer stepped, and nothing is patched twice."""
+    model = network()
+    optimizer = sgd(model)
+    identity = list(model.parameters())
+    call = nn.Module.__call__
+    for level in ("O2", "O1", "O2", "O0", "O2", "O3", "O0"):
+        before = values(model)
+        initialize(model, optimizer, opt_level=level)
+        assert list(model.parameters()) == identity
+        if level != "O3":
+            assert same(values(model), before)
+        train(model, optimizer, 2)
+        trained = values(model)
+        autoamp.current_handle().deactivate()  # type: ignore[union-attr]
+        assert nn.Module.__call__ is call
+        assert same(values(model), trained)
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        assert list(optimizer.param_groups[0]["params"]) == identity
+        assert "step" not in vars(optimizer)
+        assert "zero_grad" not in vars(optimizer)
+        momenta = [entry["momentum_buffer"].dtype for entry in optimizer.state.values()]
+        assert set(momenta) == {torch.float32}
+        assert len(momenta) == len(identity)
+
+
+def test_repeated_calls_cast_once() -> None:
+    calls = []
+
+    class Watch(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            calls.append(x.dtype)
+            return x
+
+    model = Watch()
+    for _ in range(4):
+        initialize(model, opt_level="O2")
+    assert model(torch.ones(2)).dtype is torch.float32
+    assert calls == [torch.float16]
+    patched = nn.Module.__call__
+    depth = 0
+    while hasattr(patched, "__autoamp_original__"):
+        patched, depth = patched.__autoamp_original__.original, depth + 1
+    assert depth <= 2
+
+
+@pytest.mark.parametrize("level", ALL_LEVELS)
+def test_a_second_experiment_equals_a_first(level: str) -> None:
+    def run() -> dict[str, Tensor]:
+        model = network()
+        model, optimizer = initialize(model, sgd(model), opt_level=level)
+        losses = train(model, optimizer)
+        return {**values(model), "losses": torch.tensor(losses)}
+
+    first = run()
+    other = network()
+    initialize(other, sgd(other), opt_level="O2" if level != "O2" else "O1")
+    assert same(run(), first)
+
+
+@pytest.mark.parametrize("level", ALL_LEVELS)
+def test_nothing_is_kept_alive(level: str, collected: Any) -> None:
+    def run() -> list[Any]:
+        model = network()
+        model, optimizer = initialize(model, sgd(model), opt_level=level)
+        train(model, optimizer, 1)
+        masters = list(autoamp.master_params(optimizer))
+        return [weakref.ref(x) for x in (model, optimizer, model[0].weight, *masters)]
+
+    references = run()
+    collected()
+    assert [reference() for reference in references] == [None] * len(references)
+
+
+def test_weights_outlive_an_optimizer_that_is_dropped(collected: Any) -> None:
+    model = network()
+
+    def run() -> None:
+        optimizer = sgd(model)
+        initialize(model, optimizer, opt_level="O2")
+        train(model, optimizer)
+
+    run()
+    collected()
+    trained = values(model)
+    assert not torch.equal(trained["0.weight"], trained["0.weight"].half().float())
+    initialize(model, opt_level="O0")
+    assert same(values(model), trained)
+
+
+def test_scope_models_leaves_every_other_module_alone() -> None:
+    other, inputs = network(), batch()[0]
+    reference = copy.deepcopy(other)
+    expected = reference(inputs)
+    expected.sum().backward()
+    seen: list[torch.dtype] = []
+    model = network()
+    model[2].register_forward_hook(lambda *_: seen.append(_[2].dtype))
+    model, optimizer = initialize(model, sgd(model), scope="models")
+    got = other(inputs)
+    got.sum().backward()
+    assert torch.equal(got, expected)
+    assert got.dtype is torch.float32
+    for mine, its in zip(other.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(mine.grad, its.grad)
+    losses = train(model, optimizer, 6)
+    assert losses[-1] < losses[0]
+    assert set(seen) == {torch.float16}
+    assert model(inputs).dtype is torch.float32
+    with autoamp.disable_casts():
+        model(inputs)
+    assert seen[-1] is torch.float32
+
+
+def test_scope_models_with_patches_at_o0() -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    seen: list[torch.dtype] = []
+    model[0].register_forward_hook(lambda *_: seen.append(_[2].dtype))
+    initialize(model, opt_level="O0", patch_torch_functions=True, scope="models")
+    assert model(torch.ones(1, 3)).dtype is torch.float32
+    assert nn.Linear(3, 3)(torch.ones(1, 3)).dtype is torch.float32
+    assert seen == [torch.float16]
+
+
+def test_scope_models_is_the_same_as_global_for_the_model() -> None:
+    def run(scope: str) -> dict[str, Tensor]:
+        model = network()
+        model, optimizer = initialize(model, sgd(model), scope=scope)
+        train(model, optimizer)
+        return values(model)
+
+    assert same(run("models"), run("global"))
+
+
+def test_an_optimizer_that_takes_no_guard_undoes_all() -> None:
+    class Rigid:
+        __slots__ = ("__weakref__", "param_groups")
+
+        def __init__(self, params: Any) -> None:
+            self.param_groups = [{"params": list(params)}]
+
+        def step(self) -> None: ...
+
+    model = network()
+    optimizer = sgd(model)
+    before = values(model)
+    with pytest.raises(UsageError, match="Rigid"):
+        initialize(model, [optimizer, Rigid(nn.Linear(1, 1).parameters())], opt_level="O2")
+    assert autoamp.current_handle() is None
+    assert same(values(model), before)
+    assert list(optimizer.param_groups[0]["params"]) == list(model.parameters())
+
+
+def test_an_open_region_stands_in_the_way() -> None:
+    model = network()
+    with (
+        autoamp.region(dtype=torch.bfloat16, device_type="cpu", lists=LISTS),
+        pytest.raises(UsageError, match="region"),
+    ):
+        initialize(model, opt_level="O2")
+    assert model[0].weight.dtype is torch.float32
+
+
+def test_an_optimizer_built_after_initialize_steps_masters_too() -> None:
+    model = network()
+    initialize(model, opt_level="O2")
+    optimizer = sgd(model)
+    with autoamp.scale_loss(model(batch()[0]).sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert {parameter.dtype for parameter in autoamp.master_params(optimizer)} == {torch.float32}

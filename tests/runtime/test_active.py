@@ -1,0 +1,212 @@
+"""Which handle is active: regions above the base handle, one after another and in several threads."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autoamp
+from autoamp.errors import UsageError
+from autoamp.runtime.active import needed_handle
+from tests.runtime.shared import BF16, FULL, HALF, in_thread, init, ones, patched, region, runs_in
+
+
+def test_a_region_with_other_settings_suspends_the_handle_and_brings_it_back() -> None:
+    handle = init()
+    with pytest.raises(KeyError), region(dtype=BF16) as inner:  # noqa: PT012
+        assert inner is not handle
+        assert not handle.is_active()
+        assert runs_in() is BF16
+        # Other threads ran in half precision by the handle that is suspended; by the region's they do not.
+        assert in_thread(runs_in) is FULL
+        with region(dtype=HALF, enable_caching=False) as innermost:
+            assert runs_in() is HALF
+            assert autoamp.current_handle() is innermost
+        assert runs_in() is BF16
+        raise KeyError
+    assert autoamp.current_handle() is handle
+    assert runs_in() is HALF
+    assert in_thread(runs_in) is HALF
+
+
+def test_a_skip_that_is_due_survives_a_region_with_other_settings() -> None:
+    handle = init()
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = model.weight.detach().clone()
+    with handle.scale_loss(model(ones()).sum() * float("inf"), optimizer) as scaled:
+        scaled.backward()
+    with region(dtype=BF16):
+        assert runs_in() is BF16
+    optimizer.step()
+    assert handle.last_step_skipped
+    assert torch.equal(model.weight, before)
+    optimizer.zero_grad()
+    with handle.scale_loss(model(ones()).sum() * 1e-3, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert not handle.last_step_skipped
+    assert not torch.equal(model.weight, before)
+
+
+def test_a_handle_that_was_deactivated_does_not_come_back_with_a_region() -> None:
+    handle = init()
+    handle.deactivate()
+    with region(dtype=BF16):
+        pass
+    assert not handle.is_active()
+    assert not patched()
+
+
+def test_a_handle_may_be_deactivated_within_its_region() -> None:
+    with region() as handle:
+        handle.deactivate()
+        assert runs_in() is FULL
+        with region(dtype=BF16):
+            assert runs_in() is BF16
+        assert runs_in() is FULL
+    assert not patched()
+
+
+class Meeting:
+    """Two threads that take turns: each waits for the other's word."""
+
+    def __init__(self) -> None:
+        self.events = {name: threading.Event() for name in ("second is in", "first is out")}
+
+    def tell(self, name: str) -> None:
+        self.events[name].set()
+
+    def wait(self, name: str) -> None:
+        assert self.events[name].wait(30), name
+
+
+@pytest.mark.parametrize("block", ["one region", "two regions of the same settings"])
+def test_two_threads_share_a_region_and_the_last_one_out_restores(block: str) -> None:
+    first, meeting = region(), Meeting()
+    second = first if block == "one region" else region()
+    outcome: list[Any] = []
+
+    def other() -> None:
+        with second:
+            outcome.append(runs_in())
+            meeting.tell("second is in")
+            meeting.wait("first is out")
+            outcome.append(runs_in())
+        outcome.append(patched())
+
+    thread = threading.Thread(target=other)
+    with first:
+        thread.start()
+        meeting.wait("second is in")
+        assert runs_in() is HALF
+    assert runs_in() is FULL
+    meeting.tell("first is out")
+    thread.join(30)
+    assert outcome == [HALF, HALF, False]
+
+
+def test_regions_of_other_settings_in_two_threads_at_once_are_refused() -> None:
+    def other() -> None:
+        with region(dtype=BF16):
+            pytest.fail("the region was entered")
+
+    with region():
+        with pytest.raises(UsageError, match="open in another thread"):
+            in_thread(other)
+        assert runs_in() is HALF
+    assert not patched()
+    with region(dtype=BF16):
+        assert runs_in() is BF16
+
+
+def test_the_handle_before_comes_back_when_the_last_thread_leaves() -> None:
+    handle, block, meeting = init(), region(dtype=BF16), Meeting()
+
+    def other() -> None:
+        with block:
+            meeting.tell("second is in")
+            meeting.wait("first is out")
+
+    thread = threading.Thread(target=other)
+    with block as inner:
+        thread.start()
+        meeting.wait("second is in")
+    assert autoamp.current_handle() is inner
+    assert runs_in() is FULL
+    meeting.tell("first is out")
+    thread.join(30)
+    assert autoamp.current_handle() is handle
+    assert runs_in() is HALF
+
+
+def test_init_within_a_region_of_its_own_handle_is_refused() -> None:
+    with region() as handle:
+        for call in (init, lambda: init(dtype=BF16), lambda: autoamp.init(False), lambda: in_thread(init)):
+            with pytest.raises(UsageError, match="while a region is open"):
+                call()
+        assert autoamp.current_handle() is handle
+        assert runs_in() is HALF
+    assert not patched()
+
+
+def test_init_within_a_region_that_the_base_serves_is_allowed() -> None:
+    init()
+    with autoamp.region():
+        second = init(dtype=BF16)
+        assert runs_in() is BF16
+    assert autoamp.current_handle() is second
+    assert runs_in() is BF16
+
+
+def test_regions_in_threads_while_others_call() -> None:
+    block, problems = region(), []
+
+    def work() -> None:
+        try:
+            for _ in range(5):
+                if runs_in() is not FULL:
+                    problems.append("cast outside of the region")
+                with block:
+                    if runs_in() is not HALF:
+                        problems.append("not cast within the region")
+        except Exception as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert problems == []
+    assert not patched()
+
+
+def test_a_handle_that_is_deactivated_within_a_region_stays_so() -> None:
+    outer = autoamp.init(device_type="cpu", dtype=torch.float16)
+    with autoamp.region(device_type="cpu", dtype=torch.bfloat16):
+        outer.deactivate()
+    assert not outer.is_active()
+    assert autoamp.current_handle() is None
+    assert F.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
+
+
+def test_the_needed_handle_is_the_active_one_or_the_one_that_does_nothing() -> None:
+    with pytest.raises(UsageError, match=r"anything\(\) needs a handle; call autoamp.initialize\(model, optimizer\)"):
+        needed_handle("anything")
+    nothing = autoamp.init(enabled=False)
+    assert needed_handle("anything") is nothing
+    assert autoamp.current_handle() is None
+    with autoamp.region(device_type="cpu", dtype=torch.bfloat16) as inner:
+        assert needed_handle("anything") is inner
+    assert needed_handle("anything") is nothing
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16)
+    assert needed_handle("anything") is handle
+    handle.deactivate()
+    with pytest.raises(UsageError, match="needs a handle"):
+        needed_handle("anything")

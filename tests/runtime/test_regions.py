@@ -1,0 +1,114 @@
+"""`region()`: which handle serves it, and what it leaves behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import autoamp
+from autoamp.errors import AutoampError, ListFileError, UsageError
+from autoamp.runtime.handle import Handle
+from autoamp.runtime.no_op import NoOpHandle
+from tests.runtime.shared import FULL, HALF, in_thread, init, ones, patched, region, runs_in
+
+
+def test_a_region_patches_for_the_block_alone_on_its_thread() -> None:
+    with region() as handle:
+        assert isinstance(handle, Handle)
+        assert runs_in() is HALF
+        assert patched()
+        assert in_thread(runs_in) is FULL
+        assert autoamp.current_handle() is handle
+    assert not patched()
+    assert not handle.is_active()
+    assert autoamp.current_handle() is None
+
+
+def test_a_region_ends_after_an_exception() -> None:
+    with pytest.raises(KeyError), region():
+        raise KeyError
+    assert not patched()
+
+
+def test_a_region_that_cannot_be_entered_changes_nothing() -> None:
+    first = init()
+    wrong = region(lists={"extends": [], "fp32": ["softmaxx"]})
+    for _ in range(2):
+        with pytest.raises(ListFileError), wrong:
+            pytest.fail("the region was entered")
+    assert autoamp.current_handle() is first
+    assert runs_in() is HALF
+
+
+def test_a_region_that_is_used_again_keeps_its_handle_and_loss_scale() -> None:
+    block = region(loss_scale=64.0)
+    with block as first:
+        first.load_state_dict({**first.state_dict(), "loss_scaler0": {"loss_scale": 64.0, "unskipped": 5}})
+        with block as again:
+            assert again is first
+            assert runs_in() is HALF
+        assert runs_in() is HALF
+    with block as second:
+        assert second is first
+        assert second.state_dict()["loss_scaler0"]["unskipped"] == 5
+        assert runs_in() is HALF
+    assert not patched()
+
+
+def test_a_region_without_settings_is_served_by_the_active_handle() -> None:
+    handle = init()
+    with autoamp.region() as serving:
+        assert serving is handle
+        assert runs_in() is HALF
+    assert handle.is_active()
+    with autoamp.disable_casts():
+        assert runs_in() is FULL
+        with autoamp.region():
+            assert runs_in() is HALF
+        assert runs_in() is FULL
+
+
+def test_a_region_with_the_same_settings_is_served_by_the_active_handle() -> None:
+    handle = init()
+    with region() as serving:
+        assert serving is handle
+    assert handle.is_active()
+
+
+def test_training_within_a_region() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model.weight.detach().clone()
+    block = region(loss_scale=8.0)
+    with block as handle:
+        with handle.scale_loss(model(ones()).sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    assert torch.allclose(model.weight, before - 0.1 * 2.0, atol=1e-3)
+    with pytest.raises(UsageError, match="not active"), handle.scale_loss(model(ones()).sum(), optimizer):
+        pytest.fail("a handle that is not active scales no loss")
+
+
+def test_a_disabled_region() -> None:
+    with autoamp.region(enabled=False) as handle:
+        assert isinstance(handle, NoOpHandle)
+        assert runs_in() is FULL
+    active = init()
+    with autoamp.region(enabled=False) as handle:
+        assert handle is active
+        assert runs_in() is FULL
+        assert in_thread(runs_in) is HALF
+        with autoamp.region():
+            assert runs_in() is HALF
+    assert runs_in() is HALF
+
+
+def test_an_unknown_argument_is_told_at_once() -> None:
+    with pytest.raises(TypeError, match="dtpye"):
+        autoamp.region(dtpye=HALF)
+
+
+def test_a_wrong_argument_is_told_before_a_block_is_entered() -> None:
+    with pytest.raises(AutoampError, match="loss_scale='dynamc' is unknown"):
+        autoamp.region(loss_scale="dynamc")

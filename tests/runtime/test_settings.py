@@ -1,0 +1,105 @@
+"""What the arguments of `init()` become, and which of them are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import autoamp
+from autoamp.errors import AutoampError, ListFileError, UsageError
+from autoamp.runtime.handle import Handle
+from autoamp.scaling.loss_scale import DynamicLossScaler, StaticLossScaler
+from tests.runtime.shared import HALF, Training, init, runs_in, steps
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"dtype": torch.float64}, UsageError, r"choose torch\.float16 or torch\.bfloat16"),
+        ({"loss_scale": -1.0}, ValueError, "-1"),
+        ({"lists": "no_such_set"}, ListFileError, "'no_such_set' is unknown"),
+    ],
+)
+def test_wrong_arguments_are_told_and_change_nothing(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    first = init()
+    with pytest.raises(error, match=message):
+        init(**arguments)
+    assert autoamp.current_handle() is first
+    assert runs_in() is HALF
+
+
+def test_defaults_are_those_of_torch() -> None:
+    handle = autoamp.init(device_type="cpu")
+    assert isinstance(handle, Handle)
+    assert handle.settings.dtype is torch.get_autocast_dtype("cpu")
+    assert handle.loss_scale == 1.0
+
+
+def test_the_loss_scaler_may_be_an_object() -> None:
+    scaler = StaticLossScaler(32.0)
+    handle = init(loss_scale=scaler)
+    assert handle.loss_scale == 32.0
+    assert init(loss_scale=scaler) is handle
+
+
+@pytest.mark.parametrize(
+    ("loss_scale", "kind", "scale"),
+    [
+        (None, DynamicLossScaler, 65536.0),
+        ("dynamic", DynamicLossScaler, 65536.0),
+        (128, StaticLossScaler, 128.0),
+        ("128.0", StaticLossScaler, 128.0),
+        (1.0, StaticLossScaler, 1.0),
+    ],
+)
+def test_loss_scale_may_be_given_in_many_ways(loss_scale: Any, kind: type, scale: float) -> None:
+    handle = init(loss_scale=loss_scale)
+    assert handle.loss_scale == scale
+    assert isinstance(handle.loss_scale, float)
+    assert [type(scaler) for scaler in handle.optimizers.scalers] == [kind]
+
+
+def test_bf16_needs_no_scale() -> None:
+    assert init(dtype=torch.bfloat16).loss_scale == 1.0
+
+
+def test_a_scaler_may_be_given(training: Training) -> None:
+    scaler = DynamicLossScaler(init_scale=8.0, growth_interval=1)
+    handle = init(loss_scale=scaler)
+    steps(handle, training, 1.0)
+    assert handle.loss_scale == scaler.loss_scale == 16.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"loss_scale": "dynamc"}, "loss_scale='dynamc' is unknown; choose 'dynamic'"),
+        ({"loss_scale": 0}, r"loss_scale=0 is no usable scale: it must be above 0"),
+        ({"loss_scale": -2.0}, r"loss_scale=-2.0 is no usable scale"),
+        ({"loss_scale": float("nan")}, "loss_scale=nan is no usable scale"),
+        ({"loss_scale": True}, "loss_scale=True is not a number"),
+        ({"loss_scale": [1]}, r"loss_scale=\[1\] is not a number"),
+        ({"dtype": torch.float32}, r"dtype=torch.float32 is no half precision; choose torch.float16 or torch.bfloat16"),
+    ],
+)
+def test_a_wrong_argument_is_told_and_changes_nothing(settings: dict[str, Any], message: str) -> None:
+    before = init()
+    with pytest.raises(AutoampError, match=message):
+        init(**settings)
+    assert autoamp.current_handle() is before
+    assert before.is_active()
+
+
+@pytest.mark.parametrize("device_type", ["gpu", 3.5])
+def test_an_unknown_device_type_says_so(device_type: Any) -> None:
+    with pytest.raises(UsageError, match=r"device_type=.* is unknown to torch; choose 'cuda', 'cpu'"):
+        autoamp.init(device_type=device_type)
+
+
+def test_a_device_type_without_half_precision_says_so() -> None:
+    with pytest.raises(UsageError, match=r"no half precision of its own for device_type='meta'; give dtype="):
+        autoamp.init(device_type="meta")
