@@ -1,4 +1,4 @@
-"""Casts of arguments: what an op's tensors become, which casts are kept, and where casts are on."""
+"""Casts of arguments: what an op's tensors become, which casts are kept, and whether casts are on in a thread."""
 
 from __future__ import annotations
 

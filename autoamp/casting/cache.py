@@ -1,6 +1,7 @@
-"""Casts that are kept: of parameters, while the outermost module call runs or they are pinned, and of one activation.
+"""Kept casts: of parameters, while the outermost module call runs or they are pinned, and of the last activation.
 
-A cast is handed out again only while nothing tells that its source, or the cast itself, has been written to.
+A kept cast is returned again only while neither its source nor the cast itself has been written to, as far as torch
+records it.
 """
 
 from __future__ import annotations
@@ -18,20 +19,17 @@ from autoamp.casting.threads import ThreadState
 from autoamp.torch_private import is_transformed, tracing_state
 
 __all__ = ["CastCache", "cast_for_any_mode", "serves_others"]
-"""A parameter and its cast, the versions of both, and the parameter's address and storage when it was made.
-
-The storage is kept so that its address stays taken: a later one that a ``.data =`` brings in lies elsewhere.
-"""
-"""The tensor that was cast last and its cast, the versions of both, the tensor's address, whether it was a leaf, and
-the stream in use, None on a CPU."""
-"""What `ThreadState.on` and `ThreadState.forced_off` are to be."""
-"""What a thread had of its own in both switches, None where it had nothing and the default held."""
 
 
 class _Pin:
-    """A parameter that is promised not to be written to: how many times, its cast, and what a layer made of it.
+    """A parameter that is promised not to be written to.
 
-    The layer names its ``parameters``, all of which are pinned.
+    Attributes:
+        promises: How many `CastCache.pin` are around.
+        cast: Its kept cast, None until there is one.
+        version: The cast's version when it was made.
+        layer: What the inference package made of the weights of a whole layer; it has ``parameters``, which are all
+            pinned while it is here.
     """
 
     __slots__ = ("cast", "layer", "promises", "version")
@@ -43,24 +41,25 @@ class _Pin:
         self.layer: Any = None
 
     def valid(self) -> Tensor | None:
-        """Return the cast, unless somebody who got it has written to it."""
+        """Return the kept cast; None where there is none, or where it was written to by whoever got it."""
         cast = self.cast
         return cast if cast is not None and cast._version == self.version else None
 
 
 class CastCache:
-    """Casts of parameters, kept while the outermost module call runs.
+    """Casts of parameters, kept while the outermost module call runs, and the cast of the last activation.
 
-    A cast is stale as soon as its parameter changes. Identity, version and address tell of most changes; nothing tells
-    of a write through ``.data``, numpy or a flat buffer. Such writes happen between module calls, so no cast outlives
+    A cast is stale as soon as its parameter changes. Identity, version and address show most changes; nothing shows a
+    write through ``.data``, numpy or a flat buffer. Such writes happen between module calls, so no cast is kept past
     the outermost one, with or without gradients. A module that writes so between two uses of one weight within its own
-    call needs ``init(enable_caching=False)``. ``pin`` is the explicit promise that the weights stay.
+    call needs ``init(enable_caching=False)``. `pin` is the explicit promise that the weights stay.
+
+    The cast of an activation is kept until the next one is cast: query, key and value often come from one tensor.
 
     Attributes:
-        enabled: Whether module calls keep casts. An entry of theirs that is None is a parameter that was cast once.
-        pins: By ``id(parameter)`` those that somebody promised not to write to.
-
-    The cast of the last activation is kept as well, until the next one is cast: query, key and value share it.
+        enabled: Whether module calls keep casts.
+        pins: The pinned parameters, by ``id(parameter)``.
+        lock: Taken while ``pins`` changes.
     """
 
     def __init__(self, local: ThreadState, enabled: bool = True) -> None:
@@ -71,7 +70,7 @@ class CastCache:
 
     @contextlib.contextmanager
     def pin(self, parameters: list[Parameter]) -> Iterator[None]:
-        """Keep the casts of these parameters, where no gradient is asked of them, until the block ends."""
+        """Keep the casts of these parameters, where no gradient is asked of them, within the ``with`` statement."""
         with self.lock:
             for parameter in parameters:
                 self.pins.setdefault(id(parameter), _Pin()).promises += 1
@@ -103,9 +102,13 @@ class CastCache:
         )
 
     def cast(self, parameter: Parameter, convert: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return ``convert(parameter)``, an earlier result where it still holds."""
+        """Return ``convert(parameter)``, or the kept cast where it is still valid.
+
+        The cast is kept where that is possible. Most callers come here from a parameter's second use on, and at the
+        first call ``convert`` themselves: see `ThreadState.entries`.
+        """
         grad = torch.is_grad_enabled()
-        # A trace would take a kept cast for a constant.
+        # `torch.jit.trace` would record a kept cast as a constant.
         if self.pins and not (grad and parameter.requires_grad) and tracing_state() is None:
             pin = self.pins.get(id(parameter))
             if pin is not None:
@@ -126,8 +129,8 @@ class CastCache:
                 return cast
         cast = cast_for_any_mode(parameter, convert) if torch.is_inference_mode_enabled() else convert(parameter)
         if cast is not parameter:
-            # An inference tensor has no version, so that no cast of it is kept. They are rare as parameters: an
-            # exception costs less than asking each time.
+            # An inference tensor has no version, so no cast of it is kept. As parameters they are rare, so that the
+            # exception costs less than a test for each parameter.
             with contextlib.suppress(RuntimeError):
                 entries[id(parameter)] = (
                     parameter, cast, parameter._version, cast._version, parameter.data_ptr(),
@@ -136,9 +139,9 @@ class CastCache:
         return cast
 
     def share(self, tensor: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return ``convert(tensor)``, the earlier result where this tensor was the last that was cast.
+        """Return ``convert(tensor)``, or the kept cast where this activation was the last that was cast.
 
-        One without gradients may well be written to past its version, by a collective say: it is cast anew.
+        A tensor without gradients is always cast anew: numpy or a collective may write to it without a new version.
         """
         if not tensor.requires_grad:
             return convert(tensor)
@@ -150,7 +153,7 @@ class CastCache:
                 tensor._version == version
                 and cast._version == cast_version
                 and tensor.data_ptr() == address
-                # A detach_() since then makes it a leaf, of which this cast is no part of the graph.
+                # After a `detach_()` it is a leaf, and this cast belongs to the graph before that.
                 and tensor.is_leaf is is_leaf
                 and cast.requires_grad
                 and torch.is_grad_enabled()
@@ -160,7 +163,7 @@ class CastCache:
                 return cast
         cast = convert(tensor)
         if cast.requires_grad:
-            # What torch.func wraps has no address, and is of use to nobody outside its transform.
+            # A wrapper of torch.func has no address, and is dead outside its transform.
             try:
                 cast.data_ptr()
                 local.last = (
@@ -173,7 +176,7 @@ class CastCache:
 
 
 def _serves(cast: Tensor, source: Tensor, grad: bool) -> bool:
-    """Tell whether a cast that was made in some mode serves in this one."""
+    """Tell whether a kept cast may be used with gradients on or off as given, and in the inference mode of now."""
     return (
         cast.requires_grad is (grad and source.requires_grad)
         # A wrapper of torch.func is dead outside its transform, and an inference tensor is not saved for backward.
@@ -183,6 +186,7 @@ def _serves(cast: Tensor, source: Tensor, grad: bool) -> bool:
 
 
 def _pinned_cast(pin: _Pin, parameter: Parameter, convert: Callable[[Tensor], Tensor]) -> Tensor:
+    """Cast a pinned parameter, and keep the cast where there is one and later calls can use it."""
     cast = cast_for_any_mode(parameter, convert)
     if cast is not parameter and serves_others(cast):
         pin.version = cast._version
@@ -191,16 +195,16 @@ def _pinned_cast(pin: _Pin, parameter: Parameter, convert: Callable[[Tensor], Te
 
 
 def serves_others(cast: Tensor) -> bool:
-    """Tell whether a cast is of use later: not a mode's own tensor, such as a fake one, nor one of `torch.func`."""
+    """Tell whether later calls can use a cast: not a subclass, such as a fake tensor, nor a wrapper of `torch.func`."""
     return type(cast) is Tensor and not is_transformed(cast)
 
 
 def cast_for_any_mode(parameter: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
-    """Cast without gradients, outside inference mode: the cast has a version, and serves inside and outside."""
+    """Cast without gradients, outside inference mode, so that the cast has a version and can be used in any mode."""
     with torch.inference_mode(False), torch.no_grad():
         return convert(parameter)
 
 
 def _stream_of(tensor: Tensor) -> Any:
-    """Return what tells the stream in use on an accelerator from its others."""
+    """Return the accelerator's current stream, to be compared with that of another time."""
     return torch.accelerator.current_stream(tensor.device)

@@ -1,4 +1,7 @@
-"""What casts the arguments of one call: built for a dtype and a device, called for each argument."""
+"""What casts the arguments of a call: built for one dtype and device type, called with all arguments at once.
+
+`cast_each`, which `_build_loop` builds, is the loop that each tensor goes through.
+"""
 
 from __future__ import annotations
 
@@ -15,24 +18,30 @@ from autoamp.casting.threads import ThreadState
 from autoamp.tensors import CASTABLE_LAYOUTS, HALF_DTYPES, PLAIN_TYPES, map_tensors
 from autoamp.torch_private import is_any_autocast_enabled
 
-__all__ = ["CASTABLE_DTYPES", "SparseArgument", "build_caster", "cast_call", "on_device"]
+__all__ = ["CASTABLE_DTYPES", "CastArgs", "SparseArgument", "build_caster", "cast_call", "on_device"]
 
 CASTABLE_DTYPES = frozenset({*HALF_DTYPES, torch.float32})
+"""The dtypes of the tensors that are cast."""
 
 
 class SparseArgument(Exception):
-    """Raised while arguments are cast, where one is sparse: the whole call is to go through as it came."""
+    """Raised while arguments are cast, where a tensor to be cast is sparse: the call is to be made with none cast."""
 
 
 CastArgs = Callable[..., Sequence[Any]]
+"""Casts a sequence of arguments, however nested, into a new one; what needs no cast comes back as the same object.
+
+With ``shares=False``, as second argument, an activation is cast anew and its cast is not kept. Raises `SparseArgument`.
+"""
 
 
 def on_device(device_type: str) -> Callable[[Tensor], bool]:
-    """Return a test of a tensor's device type: where torch has an attribute for it, that costs a third.
+    """Return a test whether a tensor is on a device of this type.
 
-    Compilers trace it, which they cannot do with `operator.attrgetter`. Where a call has little else to ask, in the
-    loop over arguments and in the replacements of layers and products, it is written out: called for each tensor it
-    would take `linear` from two Python frames to four, and `einsum` from three to five.
+    Tensors have an attribute for some types, which takes a third of the time of the comparison. The tests are lambdas
+    since compilers cannot trace `operator.attrgetter`. Where little else is asked, in the loop over arguments and in
+    the replacements of layers and products, the test is written out: called for each tensor it would take `linear`
+    from two Python frames to four, and `einsum` from three to five.
     """
     if device_type == "cuda":
         return lambda tensor: tensor.is_cuda
@@ -48,13 +57,13 @@ def build_caster(
     local: ThreadState,
     cache: CastCache | None,
 ) -> CastArgs:
-    """Build what casts arguments to one dtype.
+    """Build the function that casts arguments to one dtype.
 
     Args:
         target: The dtype.
         convert: Casts one tensor to it.
-        device_type: Whose tensors are cast.
-        local: Holds the casts that this thread's running module call keeps.
+        device_type: The type of the devices whose tensors are cast.
+        local: Has the casts that this thread's running module call keeps.
         cache: Keeps casts of parameters, and of the last activation; None to keep none.
     """
     cast_each = _build_loop(target, convert, device_type, cache)
@@ -64,7 +73,7 @@ def build_caster(
     pins, in_inference_mode = None if cache is None else cache.pins, torch.is_inference_mode_enabled
 
     def cast_args(args: Sequence[Any], shares: bool = True) -> Sequence[Any]:
-        # What holds for all arguments is asked once.
+        # What is the same for all arguments is asked once.
         if compiling() or any_autocast():
             # A compiler shares casts within its graph. An autocast region of this device type casts by itself.
             return args if any_autocast() and autocast_rules(device_type) else cast_each(args)
@@ -79,7 +88,7 @@ def build_caster(
 def _build_loop(
     target: torch.dtype, convert: Callable[[Tensor], Tensor], device_type: str, cache: CastCache | None
 ) -> Callable[..., list[Any]]:
-    """Build the loop over arguments: the one place that casts, and flat, since most calls go through it."""
+    """Build the loop over arguments. It tests and casts without calls of helpers, since most calls go through it."""
     sources, here, on_cpu = CASTABLE_DTYPES - {target}, on_device(device_type), device_type == "cpu"
     strided, plain = torch.strided, PLAIN_TYPES
     cached: Any = None if cache is None else cache.cast
@@ -109,7 +118,7 @@ def _build_loop(
                             entries[id(arg)] = None
                         arg = convert(arg)
             elif kind is list or kind is tuple:
-                # The weights of a recurrent layer, or its states, as a rule.
+                # Usually the weights of a recurrent layer, or its states: tensors alone.
                 for item in arg:
                     if type(item) is not Parameter and type(item) is not Tensor:
                         arg = map_tensors(arg, one_by_one(entries, pins))
@@ -127,5 +136,5 @@ def _build_loop(
 
 
 def cast_call(cast_args: CastArgs, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Cast the arguments of a call, by position and by name."""
+    """Cast the arguments of a call, by position and by name. SparseArgument where one to be cast is sparse."""
     return cast_args(args), dict(zip(kwargs, cast_args([*kwargs.values()]), strict=True)) if kwargs else kwargs

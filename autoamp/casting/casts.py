@@ -1,4 +1,4 @@
-"""Casting arguments: what is cast and to what, and each thread's switch.
+"""The casts of one handle: what casts to its half dtype and to fp32, and whether a thread casts now.
 
 What is cast: tensors of the handle's device type in fp16, bf16 or fp32, of a dense layout. Integers, bool, complex,
 fp64, sparse tensors and tensors of other devices are left as they are.
@@ -20,16 +20,25 @@ from autoamp.tensors import CASTABLE_LAYOUTS, iter_tensors
 from autoamp.torch_private import is_any_autocast_enabled
 
 __all__ = ["Casts"]
-"""Casts a sequence of arguments, however nested, into a new one; what needs no cast comes back as the same object.
-
-``shares=False`` keeps an activation's cast from being handed out again, as for a value that is seen once.
-"""
 
 
 class Casts:
-    """What casting needs to know, of one handle: the half dtype, the device type, each thread's switch, the cache.
+    """Casts for one handle: the half dtype, the device type, each thread's switches, the cache.
 
-    These cast everywhere, or with ``on=False`` in the threads and blocks alone that turn casts on.
+    Args:
+        dtype: The half dtype, ``torch.float16`` or ``torch.bfloat16``.
+        device_type: The type of the devices whose tensors are cast, such as ``"cuda"``.
+        enable_caching: Whether module calls keep casts of parameters.
+        on: Whether threads cast by default. With False only those do that turn casts on, for a ``with`` statement or a
+            call; None leaves it to `state`, which a subclass overrides.
+
+    Attributes:
+        local: The switches and the kept casts of the thread that asks.
+        deviations: `ThreadState.deviations`: while it is empty every thread casts.
+        cache: Keeps casts of parameters, and of the last activation.
+        warned: The names of banned functions whose warning was given already.
+        narrow: Casts one tensor to the half dtype, whatever it is.
+        args_to_half, args_to_fp32: Cast a sequence of arguments, as `build_caster` says.
     """
 
     def __init__(
@@ -39,7 +48,7 @@ class Casts:
         self.device_type = device_type
         self.local = ThreadState()
         self.deviations = self.local.deviations
-        # Until `open` lets replacements cast, no thread does.
+        # Until `open` no thread casts.
         self.deviations.append(None)
         self._on = on
         self._open = False
@@ -54,12 +63,12 @@ class Casts:
         if self._on and not self._open:
             self.deviations.pop()
         self._open = True
-        # What turns casts on, such as a module's precision, must not do so in a thread that is off by default.
+        # Off by default means forced off: a module's precision must not turn casts on there.
         self.local.set_default(self._on, forced_off=self._on is False)
 
     @property
     def on_by_default(self) -> bool:
-        """Whether threads cast where no block says otherwise."""
+        """Whether threads that have not set their switches may cast."""
         return self._on is not False
 
     @property
@@ -76,33 +85,33 @@ class Casts:
         self.cache.clear()
 
     def state(self) -> bool | None:
-        """Tell whether this thread casts now; None where that is asked for each call."""
+        """Tell whether this thread casts now; None where each call decides by its arguments, as `wants` does."""
         on: bool = self.local.on
         return on
 
     def wants(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Tell whether a call with these arguments is to be cast."""
+        """Tell whether a call with these arguments is to be cast, in this thread and now."""
         return bool(self.local.on)
 
     def passing(self, original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what a replacement calls where `ThreadState.on` is false: here what it replaces."""
+        """Return what a replacement calls where `ThreadState.on` is false: here the original."""
         return original
 
     def around_outermost(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what stands around a module's call that is within no other: here nothing does."""
+        """Return a wrapper of a module's call that is within no other module's call: here the call itself."""
         return call
 
     def builders(self) -> Sequence[tuple[Any, str, Callable[[Any], Any]]]:
-        """Return what else is to be patched for these casts: owner, name and what builds the replacement."""
+        """Return what else is to be patched, here nothing: owner, name, and what builds a replacement."""
         return ()
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
-        """Let a closure, which an optimizer calls within its step, cast as around the step."""
+        """Turn casts on for a closure that an optimizer calls within its step, during which they are off."""
         return self.switched(True)
 
     @contextlib.contextmanager
     def switched(self, on: bool | None, forced_off: bool | None = None) -> Iterator[None]:
-        """Set this thread's switches for a block, as `ThreadState.set` does."""
+        """Set this thread's switches for a ``with`` statement, as `ThreadState.set` does."""
         token = self.local.set(on, forced_off)
         try:
             yield
@@ -114,7 +123,7 @@ class Casts:
 
         Args:
             function: What is to be called later.
-            args: What it is called with, where that is known and may tell how it casts.
+            args: What it will be called with, where that is known: it may decide whether casts are on.
         """
         local, switches = self.local, self.switches(args)
 
@@ -128,11 +137,11 @@ class Casts:
         return run
 
     def switches(self, args: Sequence[Any] = ()) -> Switches:
-        """Return how this thread casts now, before a call with these arguments, for `ThreadState.set`."""
+        """Return how this thread casts now, for `ThreadState.set`; ``args`` as for `remembered`."""
         return self.state(), self.local.forced_off
 
     def eligible(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor is of a dtype, device type and layout that casts apply to."""
+        """Tell whether a tensor is of a dtype, device type and layout that is cast, and no autocast region casts."""
         return (
             tensor.dtype in CASTABLE_DTYPES
             and tensor.device.type == self.device_type
@@ -141,18 +150,18 @@ class Casts:
         )
 
     def autocast_rules(self) -> bool:
-        """Tell whether a torch.autocast region is in force here: then torch casts, and we step aside."""
+        """Tell whether this thread is in a torch.autocast region of this device type: there torch casts, and not we."""
         return is_any_autocast_enabled() and torch.is_autocast_enabled(self.device_type)
 
     def to_half(self, value: Any) -> Any:
-        """Cast one value, however nested, to the half dtype."""
+        """Cast one value, however nested, to the half dtype. SparseArgument where a tensor in it is sparse."""
         return self.args_to_half((value,), False)[0]
 
     def to_fp32(self, value: Any) -> Any:
-        """Cast one value, however nested, to fp32."""
+        """Cast one value, however nested, to fp32. SparseArgument where a tensor in it is sparse and not fp32."""
         return self.args_to_fp32((value,), False)[0]
 
     def promote(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-        """Cast the arguments of a call: floating tensors of several dtypes all go to fp32, the widest."""
+        """Cast the arguments of a call to fp32, where the tensors that `eligible` admits have several dtypes."""
         dtypes = {tensor.dtype for tensor in iter_tensors((args, kwargs)) if self.eligible(tensor)}
         return cast_call(self.args_to_fp32, args, kwargs) if len(dtypes) > 1 else (args, kwargs)

@@ -1,4 +1,4 @@
-"""The weights of recurrent layers in one tensor, as cuDNN takes them."""
+"""The weights of recurrent layers in one flat tensor, in the layout that cuDNN takes without a copy."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter, RNNBase
 
-from autoamp.torch_private import (
-    flatten_recurrent_weights,
-)
+from autoamp.torch_private import flatten_recurrent_weights
 
 __all__ = ["RECURRENT_LAYERS", "FlatLayout", "RecurrentLayer", "flatten_weights", "layout_of"]
 
@@ -22,20 +20,21 @@ RECURRENT_LAYERS = {
     torch.rnn_relu: ("RNN_RELU", 1),
     torch.rnn_tanh: ("RNN_TANH", 1),
 }
+"""By op, which `torch._VF` has too: torch's name of the kind of layer, and how many gates a weight is made of."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentLayer:
-    """What tells the layout of a recurrent layer's weights: equal layers have the same.
+    """All that the layout of a recurrent layer's weights depends on: of equal ones it is the same.
 
     Attributes:
-        kind: What torch calls it, ``"LSTM"`` say.
+        kind: Torch's name of the kind of layer, such as ``"LSTM"``.
         gates: How many gates a weight is made of.
-        shapes: The shapes of all weights.
+        shapes: The shapes of all weights, in the order of the op's argument.
         dtype: The dtype that they are cast to.
-        count: How many layers lie upon each other.
-        bidirectional: Whether each goes in both directions.
-        batch_first: Whether batches come first.
+        count: The ``num_layers`` of the module.
+        bidirectional: Whether each layer goes in both directions.
+        batch_first: Whether the batch is the first dimension of the input.
     """
 
     kind: str
@@ -54,14 +53,19 @@ class RecurrentLayer:
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """Where each weight begins in one flat tensor, and how many elements that has."""
+    """Where each weight begins in a flat tensor.
+
+    Attributes:
+        size: How many elements the flat tensor has.
+        offsets: The first element of each weight.
+    """
 
     size: int
     offsets: tuple[int, ...]
 
     def views(self, like: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """Return views of a new flat tensor, in the shapes of these weights."""
-        # Elements between weights, where a layout has such, are never read; a nan there would look bad all the same.
+        """Return views of a new flat tensor of ``dtype``, in the shapes of these weights and on their device."""
+        # Elements between weights are never read, but a nan there would show in a check of the whole tensor.
         make = torch.empty if self.size == sum(weight.numel() for weight in like) else torch.zeros
         flat = make(self.size, dtype=dtype, device=like[0].device)
         return [
@@ -72,7 +76,7 @@ class FlatLayout:
 
 @torch.no_grad()
 def _move_to_one_tensor(layer: RecurrentLayer, weights: Sequence[Tensor]) -> Tensor:
-    """Move weights into a flat tensor, in cuDNN's layout; returns that."""
+    """Move weights into a flat tensor, in cuDNN's layout, and return that tensor."""
     projection = layer.shapes[layer.each - 1][0] if layer.each in (3, 5) else 0
     assert flatten_recurrent_weights is not None
     with torch.cuda.device_of(weights[0]):
@@ -83,7 +87,7 @@ def _move_to_one_tensor(layer: RecurrentLayer, weights: Sequence[Tensor]) -> Ten
 
 
 def layout_of(layer: RecurrentLayer, weights: Sequence[Tensor]) -> FlatLayout:
-    """Ask cuDNN for the layout of weights: torch lays out copies of them, and tells where it put each."""
+    """Return cuDNN's layout of weights, found by laying out empty tensors of their shapes."""
     copies = [torch.empty(weight.shape, dtype=layer.dtype, device=weight.device) for weight in weights]
     size = _move_to_one_tensor(layer, copies).numel()
     return FlatLayout(size, tuple(int(copy.storage_offset()) for copy in copies))
@@ -94,14 +98,14 @@ def flatten_weights(
     move: Callable[[RecurrentLayer, Sequence[Tensor]], Any] = _move_to_one_tensor,
     takes: Callable[[Tensor], bool] = torch.cudnn_is_acceptable,
 ) -> None:
-    """Move a recurrent layer's weights into one tensor, as cuDNN takes them; the parameters stay the same objects.
+    """Move a recurrent layer's weights into one flat tensor, as cuDNN takes them. The parameters stay the same objects.
 
-    `RNNBase.flatten_parameters` does so, but leaves bf16 alone, which cuDNN takes too and else copies at each call.
-    Where cuDNN would not take the weights they stay.
+    `RNNBase.flatten_parameters` does so for other dtypes. It leaves bf16 alone, which cuDNN takes too, and would copy
+    at each call. Where cuDNN would not take the weights they stay as they are.
 
     Args:
         module: The layer.
-        move: Moves the weights of a layer.
+        move: Moves the weights of a layer into a flat tensor.
         takes: Tells whether cuDNN takes a weight.
     """
     module.flatten_parameters()

@@ -1,4 +1,7 @@
-"""Whether casts are on in a thread: two switches, set and put back by tokens."""
+"""What differs by thread: whether casts are on, by two switches, and the casts that the running module call keeps.
+
+The switches are set and put back by tokens. What is made and read of the kept casts is in `cache`.
+"""
 
 from __future__ import annotations
 
@@ -10,40 +13,50 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-__all__ = ["ThreadState"]
+__all__ = ["Switches", "ThreadState", "Token"]
 
+KeptCast = tuple[Parameter, Tensor, int, int, int, torch.UntypedStorage]
+"""A parameter and its cast, the versions of both, and the parameter's address and storage when the cast was made.
 
-Entry = tuple[Parameter, Tensor, int, int, int, torch.UntypedStorage]
+The storage is referenced so that its address is not used again: a storage that a later ``.data =`` brings in has
+another one.
+"""
 
-Shared = tuple[Tensor, Tensor, int, int, int, bool, Any]
+LastCast = tuple[Tensor, Tensor, int, int, int, bool, Any]
+"""The activation that was cast last and its cast, the versions of both, the activation's address, whether it was a
+leaf, and the stream in use (None on a CPU)."""
 
 Switches = tuple[Any, bool]
+"""The values of `ThreadState.on` and `ThreadState.forced_off`, as `ThreadState.set` takes them."""
 
 Token = tuple[Any, bool | None]
+"""What a thread itself had set both switches to; None for a switch that it had not set, so that the default applied."""
 
 
 class ThreadState(threading.local):
     """What differs by thread, of one handle. Class attributes are the defaults of a thread that sets nothing itself.
 
     Attributes:
-        on: Whether the thread casts. Where that is still to be asked, by `Casts.state` or for each call, it is None or
-            something else that is false, so that a replacement need look no closer.
+        on: True where the thread casts, False where it does not. None or another false value means that
+            `Casts.state` decides, or each call by its arguments. A replacement tests for true or false alone.
         forced_off: Whether casts are off whatever is asked for within, as in a ``disable_casts``.
-        deviations: One for each `set` of any thread that is not yet put back. While there is none all threads cast, so
-            that no replacement need ask which it is in; and compiled code, which cannot watch a thread's state, watches
-            this.
-        constructing: Whether a module's constructor has begun outside of modules' calls, as far as anybody has looked.
-        entries: The casts of parameters that the running module call keeps; None outside of module calls.
-        last: The cast of the last activation.
-        regions: The disabled torch.autocast regions around, each with the token of the switches that it set.
+        deviations: An item for each `set`, of any thread, that no `reset` has put back. While it is empty all threads
+            cast, so that a replacement need not look up its thread's state; compiled code, which cannot watch a
+            thread's state, watches this list.
+        constructing: Whether a module's constructor has begun outside of module calls, as far as is known.
+        entries: The casts that the running module call keeps, by ``id(parameter)``: None for a parameter that was used
+            once, whose cast is kept from the second use on. The whole is None outside of module calls.
+        last: The last activation that was cast, with its cast.
+        regions: The disabled torch.autocast regions that this thread is in, outermost first, each with the token of
+            the switches that it set.
     """
 
     deviations: list[None]
     on: Any = True
     forced_off = False
     constructing = False
-    entries: dict[int, Entry | None] | None = None
-    last: Shared | None = None
+    entries: dict[int, KeptCast | None] | None = None
+    last: LastCast | None = None
     regions: tuple[tuple[Any, Token], ...] = ()
 
     def __new__(cls) -> ThreadState:
@@ -56,10 +69,10 @@ class ThreadState(threading.local):
         cls.on, cls.forced_off = on, forced_off
 
     def set(self, on: Any, forced_off: bool | None = None) -> Token:
-        """Set this thread's switches, and return what `reset` takes to put back what was there.
+        """Set this thread's switches, and return the token by which `reset` puts back what was there.
 
         Args:
-            on: None for the default. It is False all the same where ``forced_off`` holds and is not given.
+            on: None for the default. Where ``forced_off`` is not given and the thread's is True, this becomes False.
             forced_off: None leaves it as it is.
         """
         own = vars(self)
@@ -76,7 +89,7 @@ class ThreadState(threading.local):
         return token
 
     def reset(self, token: Token) -> None:
-        """Put back the switches that a `set` replaced."""
+        """Put back the switches that a `set` replaced. Tokens are given back in reverse order."""
         own = vars(self)
         on, forced_off = token
         if on is None:
@@ -99,9 +112,9 @@ class ThreadState(threading.local):
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if deviations and self.on is False:
-                # Nothing to switch, and nothing for compiled code to note.
+                # Off already.
                 return function(*args, **kwargs)
-            # `set` and `reset` written out, which saves two calls: this is the hot path of the losses.
+            # `set` and `reset` written out, which saves two Python calls: each call of a loss function goes here.
             own = vars(self)
             before = own.get("on")
             deviations.append(None)
