@@ -1,4 +1,8 @@
-"""Attributes of other people's modules and classes: replaced, marked, and restored exactly."""
+"""Attributes of others' modules and classes: replaced, marked, and restored exactly. Knows nothing of casts.
+
+Only this package imports wrapt, which finds the object that a dotted name leads to, writes its attributes, and calls
+back when a module is imported.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dotted names to objects, without importing anything; and who waits for a module to be imported."""
+"""Dotted names resolved without importing anything, and callbacks for modules that are imported later."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from autoamp.patching.marks import original_of
 
 __all__ = ["resolve", "watcher", "writing"]
 
-
-# Patches are written to what the whole process shares, so they are written by one thread at a time.
 writing = threading.RLock()
+"""Held by the one thread that writes patches: they are written to objects that the whole process shares."""
 
 
 class _ImportWatcher:
-    """Owns the process's import hooks: wrapt's cannot be taken back, so one at a time is registered for a module."""
+    """Calls back when modules are imported. wrapt's hooks cannot be taken back, so a module has one at a time."""
 
     def __init__(self) -> None:
         self._armed: set[str] = set()
         self._listeners: dict[str, dict[object, list[Callable[[types.ModuleType], None]]]] = {}
 
     def listen(self, module_name: str, owner: object, callback: Callable[[types.ModuleType], None]) -> None:
+        """Call ``callback(module)`` once a module is imported, unless ``owner`` is forgotten or it is there already."""
         with writing:
             if module_name in sys.modules:
                 return
@@ -39,6 +39,7 @@ class _ImportWatcher:
                 wrapt.register_post_import_hook(functools.partial(self._imported, module_name), module_name)
 
     def forget(self, owner: object) -> None:
+        """Drop an owner's callbacks. The caller has `writing`."""
         for module_name, listeners in list(self._listeners.items()):
             listeners.pop(owner, None)
             if not listeners:
@@ -59,7 +60,8 @@ def resolve(dotted: str) -> tuple[Any, str, Any] | None:
     """Find a dotted name among the modules that are imported already. Imports nothing.
 
     Returns:
-        ``(parent, attribute, original)``, or None while the name's module is not imported.
+        ``(parent, attribute, original)``, the last below any replacement of ours; None while the name's module is not
+        imported.
 
     Raises:
         PatchError: The module is imported and has no such attribute.
@@ -71,7 +73,7 @@ def resolve(dotted: str) -> tuple[Any, str, Any] | None:
             break
     else:
         return None
-    # Asked first, since a module that loads its submodules lazily would import one to answer for the attribute.
+    # A package that loads its submodules lazily would import one when it is asked for the attribute.
     if parts[end] not in getattr(module, "__dict__", {}) and _has_submodule(module, parts[end]):
         return None
     try:
@@ -82,6 +84,9 @@ def resolve(dotted: str) -> tuple[Any, str, Any] | None:
 
 
 def _has_submodule(module: Any, name: str) -> bool:
-    """Tell whether a package has a submodule, without importing it, and without waiting for who imports it just now."""
+    """Tell whether a package has a submodule, without importing it.
+
+    `importlib.util.find_spec` would import the package, and so wait for another thread that imports it just now.
+    """
     path = getattr(module, "__path__", None)
     return path is not None and PathFinder.find_spec(f"{module.__name__}.{name}", path) is not None

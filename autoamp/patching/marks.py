@@ -1,4 +1,4 @@
-"""Replacements know what they stand for: a mark on each, and the original's name and signature."""
+"""What a replacement bears: a mark that names its original, the original's name and signature, and a shortcut."""
 
 from __future__ import annotations
 
@@ -11,17 +11,25 @@ from typing import Any
 
 __all__ = ["SHORTCUT", "below_restored", "imitate", "mark", "mark_of", "name_by", "offer_shortcut", "original_of"]
 
-
 _MARK = "__autoamp_original__"
 SHORTCUT = "__autoamp_shortcut__"
+"""The attribute of a replacement in which `offer_shortcut` puts a pair: the replacement, and what to call instead.
+
+Readers compare the first with the function that they found the pair on, since `functools.wraps` copies a function's
+attributes. Where that is done for each call, the two lines are written there: a function for them would be one more
+Python frame.
+"""
 _MARKED_TYPES = (types.FunctionType, staticmethod, classmethod)
 
 
 @dataclass(slots=True)
 class _Mark:
-    """What a replacement stands for, and whether its patch set still stands.
+    """A note on a replacement.
 
-    It names its bearer, since `functools.wraps` copies a function's attributes.
+    Attributes:
+        original: What it replaces.
+        bearer: The ``id`` of the replacement. On another function the mark is a copy, as `functools.wraps` makes it.
+        alive: Whether it is in place, from `PatchSet.replace` until its set takes it back.
     """
 
     original: Any
@@ -30,27 +38,27 @@ class _Mark:
 
 
 def mark(replacement: Any, original: Any) -> Any:
-    """Let `original_of` know what a function, staticmethod or classmethod stands for, and return it."""
+    """Mark a function, staticmethod or classmethod as the replacement of ``original``, and return it."""
     setattr(replacement, _MARK, _Mark(original, id(replacement)))
     return replacement
 
 
 def original_of(value: Any) -> Any:
-    """Return what a replacement of ours stands for, and anything else as it is."""
+    """Return what a replacement of ours replaces, below all replacements; anything else is returned as it is."""
     while (found := mark_of(value)) is not None:
         value = found.original
     return value
 
 
 def below_restored(value: Any) -> Any:
-    """Return what is below the replacements of sets that were restored."""
+    """Return what is below the replacements whose sets were restored, at most down to one whose set was not."""
     while (found := mark_of(value)) is not None and not found.alive:
         value = found.original
     return value
 
 
 def mark_of(value: Any) -> _Mark | None:
-    """Return the mark of a replacement; None for anything else, and for a copy that took a mark along."""
+    """Return the mark of a replacement; None for anything else, such as a function that a mark was copied to."""
     found = vars(value).get(_MARK) if type(value) in _MARKED_TYPES else None
     return found if found is not None and found.bearer == id(value) else None
 
@@ -58,13 +66,13 @@ def mark_of(value: Any) -> _Mark | None:
 def imitate(
     replacement: Callable[..., Any], original: Any, module: str | None = None, qualname: str | None = None
 ) -> Any:
-    """Give a replacement the original's name, docstring and signature, and remember the original.
+    """Give a replacement the original's name, docstring and signature, mark it with the original, and return it.
 
     Args:
-        replacement: A function made for this one purpose.
-        original: What it stands for.
-        module: The module by which a replacement of a builtin is to be pickled while it is in place; by default the
-            original's own, as it always is for a function written in Python.
+        replacement: A function that is no other's replacement.
+        original: What it replaces.
+        module: The module by which a replacement of a builtin is pickled; by default the original's own. For an
+            original that is written in Python it is always that.
         qualname: Its name in that module, by default the original's own.
     """
     functools.update_wrapper(replacement, original, assigned=("__doc__", "__name__"), updated=())
@@ -76,7 +84,7 @@ def imitate(
 
 
 def name_by(replacement: Any, module: str, qualname: str) -> None:
-    """Let a replacement be pickled by a place where it stands, unless it stands where its original was defined."""
+    """Let a replacement be pickled by ``module`` and ``qualname``, unless its present names lead to it already."""
     if isinstance(replacement, types.FunctionType):
         found: Any = sys.modules.get(replacement.__module__)
         for part in replacement.__qualname__.split("."):
@@ -86,5 +94,5 @@ def name_by(replacement: Any, module: str, qualname: str) -> None:
 
 
 def offer_shortcut(replacement: Callable[..., Any], shortcut: Callable[..., Any]) -> None:
-    """Let those who know their arguments call something else in place of a replacement, for as long as that stands."""
+    """Offer something that may be called instead of a replacement, by callers that know their arguments to be plain."""
     setattr(replacement, SHORTCUT, (replacement, shortcut))

@@ -1,4 +1,8 @@
-"""A set of replaced attributes, which is put back exactly."""
+"""Attributes that are replaced, one by one or as a set, and put back exactly as they were.
+
+What is written is a plain function and not a wrapt proxy: `torch.compile` takes a proxy over a builtin for the builtin,
+and drops what the proxy adds.
+"""
 
 from __future__ import annotations
 
@@ -19,25 +23,20 @@ from autoamp.patching.marks import below_restored, mark_of, original_of
 __all__ = ["Patch", "PatchSet", "check_writable"]
 
 log = logging.getLogger(__name__)
-"""The attribute of a replacement in which `offer_shortcut` keeps a pair: its bearer, and what to call in its place.
-
-Who reads it compares the bearer, since `functools.wraps` copies a function's attributes. Where that is done for each
-call, the two lines are written there: a function for them would be one more Python frame.
-"""
-
 
 _ABSENT: Any = object()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Patch:
-    """One attribute of one object and what it was before.
+    """A replacement for one attribute of one object, and what was there before.
 
     Attributes:
         parent: The module, class or object that is written to.
         attribute: The attribute's name.
         replacement: What is put there.
-        previous: What ``vars(parent)`` is to hold afterwards, or a sentinel where the attribute is inherited.
+        previous: What ``vars(parent)`` has under that name once the patch is restored; a sentinel for nothing, where
+            the attribute is inherited.
     """
 
     parent: Any
@@ -47,14 +46,15 @@ class Patch:
 
     @classmethod
     def of(cls, parent: Any, attribute: str, replacement: Any) -> Patch:
-        """Describe a patch without applying it. PatchError where the parent has no attributes of its own."""
+        """Make a patch without applying it. PatchError where the parent has no attributes of its own."""
         try:
-            held = vars(parent).get(attribute, _ABSENT)
+            found = vars(parent).get(attribute, _ABSENT)
         except TypeError as error:
             raise PatchError(f"{_name(parent, attribute)} cannot be replaced: {error}") from error
-        previous = below_restored(held)
-        # What outlived its set, under a patch of somebody else, may have stood in for an inherited attribute.
-        if previous is not held and _inherited(parent, attribute) is previous:
+        previous = below_restored(found)
+        # A replacement of a restored set, put back by somebody who had patched on top of it, may replace an inherited
+        # attribute.
+        if previous is not found and _inherited(parent, attribute) is previous:
             previous = _ABSENT
         return cls(parent, attribute, replacement, previous)
 
@@ -71,11 +71,11 @@ class Patch:
             raise PatchError(f"{self.name} cannot be replaced: {error}") from error
 
     def restore(self) -> bool:
-        """Put back what was there. Return False, and change nothing, where somebody patched above this patch."""
+        """Put back what was there. Return False, and change nothing, where the attribute has another value by now."""
         if vars(self.parent).get(self.attribute, _ABSENT) is not self.replacement:
             return False
         if self.previous is _ABSENT:
-            # Writing an inherited attribute back would leave a shadow of it on the subclass.
+            # Writing the inherited value would hide later changes of the attribute of the base class.
             delattr(self.parent, self.attribute)
         else:
             setattr(self.parent, self.attribute, self.previous)
@@ -87,26 +87,30 @@ def _name(parent: Any, attribute: str) -> str:
 
 
 def _inherited(parent: Any, attribute: str) -> Any:
-    """What lookup finds above the parent's own attributes."""
+    """Return what a parent inherits under a name, as it stands in the base class; a sentinel for nothing."""
     mro = parent.__mro__[1:] if isinstance(parent, type) else type(parent).__mro__
     return next((vars(base)[attribute] for base in mro if attribute in vars(base)), _ABSENT)
 
 
 def check_writable(parent: Any, attribute: str) -> None:
-    """Raise PatchError where an attribute cannot be replaced. Tries it with what is there already."""
+    """Raise PatchError where an attribute cannot be replaced: it is written with the value that it has already."""
     with writing:
         patch = Patch.of(parent, attribute, None)
-        held = vars(parent).get(attribute, _ABSENT)
-        if held is _ABSENT:
-            held = _inherited(parent, attribute) if isinstance(parent, type) else getattr(parent, attribute)
-        patch = replace(patch, replacement=held)
+        value = vars(parent).get(attribute, _ABSENT)
+        if value is _ABSENT:
+            value = _inherited(parent, attribute) if isinstance(parent, type) else getattr(parent, attribute)
+        patch = replace(patch, replacement=value)
         patch.apply()
         if patch.previous is _ABSENT:
             patch.restore()
 
 
 class PatchSet:
-    """Patches applied together and restored together, in reverse order."""
+    """Patches that are applied one after the other and restored together, in reverse order.
+
+    Attributes:
+        late_bound: The dotted names that `rebind` replaced.
+    """
 
     def __init__(self) -> None:
         self._patches: list[Patch] = []
@@ -129,7 +133,7 @@ class PatchSet:
 
     @contextlib.contextmanager
     def all_or_nothing(self) -> Iterator[None]:
-        """Keep other threads from patching for a block, and take its patches back where it fails."""
+        """Let no other thread patch within the ``with`` statement, and take its patches back if it raises."""
         with writing:
             count, late_bound = len(self._patches), self.late_bound
             try:
@@ -144,7 +148,7 @@ class PatchSet:
 
         Args:
             replacements: ``id(original) -> (original, replacement)``.
-            skip: Given a module's name, tells whether that module is to be left alone.
+            skip: Tells by a module's name whether that module is to be left alone.
         """
         found = []
         for name, module, attribute, value in _module_globals(replacements, skip):
@@ -153,22 +157,19 @@ class PatchSet:
         self.late_bound += tuple(found)
 
     def restore(self) -> tuple[str, ...]:
-        """Restore everything in reverse order.
+        """Restore all patches in reverse order, and forget who waits for imports.
 
         Returns:
-            The names that somebody else patched on top of ours. They are left as they are; what they wrap is a
-            replacement of ours, which passes calls through once its handle is not active.
+            The dotted names that somebody else patched after this set. They are left as they are, with our replacement
+            below, which passes calls through once its handle is not active.
         """
         with writing:
             watcher.forget(self)
-            marked = {id(patch.replacement): (patch.replacement, mark_of(patch.replacement)) for patch in self}
+            replacements = {id(patch.replacement): patch.replacement for patch in self}
             foreign = self._take_back(0)
-            # A module imported while the patches stood has taken replacements under names of its own.
-            for _, module, attribute, value in _module_globals(marked, lambda _: False):
+            # Modules that were imported meanwhile may have taken replacements by `from ... import ...`.
+            for _, module, attribute, value in _module_globals(replacements, lambda _: False):
                 setattr(module, attribute, original_of(value))
-            for _, found in marked.values():
-                if found is not None:
-                    found.alive = False
             self.late_bound = ()
         if foreign:
             log.warning("patched by others on top of autoamp, left as they are: %s", ", ".join(foreign))
@@ -176,17 +177,24 @@ class PatchSet:
 
     def _take_back(self, count: int) -> tuple[str, ...]:
         """Restore all patches but the first ``count``; return the names that could not be."""
-        foreign = []
+        taken, foreign = [], []
         while len(self._patches) > count:
             patch = self._patches.pop()
+            taken.append(patch.replacement)
             if not patch.restore():
                 foreign.append(patch.name)
+        # One replacement may stand in several places, of which some stay.
+        in_place = {id(patch.replacement) for patch in self}
+        for replacement in taken:
+            found = mark_of(replacement)
+            if found is not None and id(replacement) not in in_place:
+                found.alive = False
         return tuple(dict.fromkeys(foreign))
 
     def when_imported(self, module_name: str, callback: Callable[[types.ModuleType], None]) -> None:
         """Call ``callback(module)`` once ``module_name`` is imported, unless this set is restored before.
 
-        For a module that is imported already nothing is called.
+        A module that is imported already is not imported again, so for it nothing is called.
         """
         watcher.listen(module_name, self, callback)
 
@@ -194,14 +202,22 @@ class PatchSet:
 def _module_globals(
     wanted: Mapping[int, Any], skip: Callable[[str], bool]
 ) -> list[tuple[str, types.ModuleType, str, Any]]:
-    """Find the module globals that are one of the objects ``wanted`` (by id)."""
+    """Find the globals of imported modules that are among some objects.
+
+    Args:
+        wanted: The objects, by ``id(object)``.
+        skip: Tells by a module's name whether that module is to be left out.
+
+    Returns:
+        For each its module's name, the module, the name of the global and the object.
+    """
     found = []
     for name, module in list(sys.modules.items()):
         # Some programs keep other things than modules in sys.modules; their attributes may be computed.
         if not isinstance(module, types.ModuleType) or skip(name):
             continue
         names = vars(module).copy()
-        # Most modules hold none: told in one sweep, since a large program has hundreds of thousands of globals.
+        # Most modules have none, and a large program has hundreds of thousands of globals: one set operation tells.
         if not wanted.keys().isdisjoint(map(id, names.values())):
             found += [(name, module, attribute, value) for attribute, value in names.items() if id(value) in wanted]
     return found

@@ -144,6 +144,25 @@ def test_what_outlived_its_set_under_a_foreign_patch_gives_way(shelf: types.Modu
     assert shelf.work is work
 
 
+def test_what_outlived_a_failure_under_a_foreign_patch_gives_way(shelf: types.ModuleType) -> None:
+    work, foreign = shelf.work, mock.patch.object(shelf, "work")
+    first, second = PatchSet(), PatchSet()
+
+    def fail_under_a_foreign_patch() -> None:
+        with first.all_or_nothing():
+            first.replace(shelf, "work", replacement_of(work))
+            foreign.start()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail_under_a_foreign_patch()
+    foreign.stop()
+    assert shelf.work is not work
+    second.replace(shelf, "work", replacement_of(original_of(shelf.work)))
+    assert second.restore() == NOTHING
+    assert shelf.work is work
+
+
 def test_what_outlived_its_set_in_place_of_an_inherited_attribute_leaves_no_shadow() -> None:
     first, second = PatchSet(), PatchSet()
     method = vars(Base)["method"]
