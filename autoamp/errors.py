@@ -1,4 +1,7 @@
-"""The exception family. Every error of this package is an `AutoampError`, and of the built-in kind a caller expects."""
+"""Exceptions, and warnings that point at the user's line.
+
+Each exception is an `AutoampError`, and also of the built-in kind that callers expect.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +40,12 @@ class ListFileError(AutoampError, ValueError):
         super().__init__(f"{path}:{line}: {message}" if line is not None else f"{path}: {message}")
 
     def __reduce__(self) -> tuple[type[ListFileError], tuple[str, str, int | None]]:
-        # Worker processes send errors to their parent as pickles, which are made anew from these arguments.
+        # For pickles, by which worker processes send errors to their parent: `args` has the whole message alone.
         return type(self), (self.message, self.path, self.line)
 
 
 class PatchError(AutoampError, RuntimeError):
-    """A target that cannot be patched."""
+    """A target that is not there, or cannot be patched."""
 
 
 class BannedFunctionError(AutoampError, NotImplementedError):
@@ -50,7 +53,7 @@ class BannedFunctionError(AutoampError, NotImplementedError):
 
 
 class UsageError(AutoampError, RuntimeError):
-    """Calls in an order, or with arguments, that cannot be right."""
+    """Calls in an order, or with arguments, that make no sense."""
 
 
 class NonFiniteGradientsError(AutoampError, RuntimeError):
@@ -58,17 +61,19 @@ class NonFiniteGradientsError(AutoampError, RuntimeError):
 
 
 class CheckpointError(AutoampError, ValueError):
-    """A checkpoint that is torn, foreign or too new. Nothing was loaded."""
+    """A checkpoint that is incomplete, not autoamp's, or of a newer version. Nothing was loaded."""
 
 
 def warn_user(message: str) -> None:
-    """Warn, and point at the user's line: the innermost one outside of this package and of those that call it.
+    """Warn with a `UserWarning` that points at the user's line.
 
-    Modules and functions of torch call ours, and so do wrapt's hooks of imports.
+    That is the innermost one outside of this package and of the packages that call it: modules and functions of torch
+    do, and wrapt's hooks of imports.
     """
-    # How many frames lie between depends on who asks. A compiler cannot trace the question.
-    import torch  # Lists are read without it, and raise errors of this module.
+    # Imported here, since lists are read without torch, and this module has their errors.
+    import torch
 
+    # Compilers cannot trace a look at frames, so compiled code takes a fixed number.
     level = 3 if torch.compiler.is_compiling() else _level_of_user()
     warnings.warn(message, stacklevel=level)
 

@@ -1,4 +1,4 @@
-"""Predicates on dtypes and tensors, and a walk over nested arguments. Knows nothing of policies or handles."""
+"""The dtypes, layouts and types that casts are about, the defaults of a device, and a walk over nested arguments."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ __all__ = [
 ]
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
-"""The dtypes a `fp16` policy may cast to."""
+"""The dtypes that the policy `fp16` may cast to: the handle's half dtype is one of them."""
 
 CASTABLE_LAYOUTS = frozenset({torch.strided, torch.jagged})
-"""Layouts that are cast. Ops on sparse tensors are left alone, since few of their kernels exist in half precision."""
+"""The layouts that are cast. Sparse tensors are not: few of their kernels exist in half precision."""
 
 PLAIN_TYPES = frozenset({int, float, bool, str, complex, type(None), torch.Size, torch.dtype, torch.device})
-"""Types that hold no tensor: most of a call's arguments, told apart by one look-up."""
+"""Types of which no value contains a tensor. Most arguments are of these, and one look-up tells."""
 
 MAX_DEPTH = 64
-"""How deep containers are looked into."""
+"""How deep nested containers are searched for tensors."""
 
 
 def default_device_type() -> str:
@@ -43,14 +43,14 @@ def default_device_type() -> str:
 
 
 def default_half_dtype(device_type: str) -> torch.dtype:
-    """Return the half dtype that torch itself uses on ``device_type``: fp16 on CUDA, bf16 on a CPU."""
+    """Return the half dtype that `torch.autocast` uses on ``device_type``: fp16 on CUDA, bf16 on a CPU."""
     return torch.get_autocast_dtype(device_type)
 
 
 def half_dtype_with_units(device_type: str) -> torch.dtype:
-    """Return bf16 where ``device_type`` computes in it, else what torch itself uses there: fp16 on older GPUs.
+    """Return bf16 where ``device_type`` has units for it, else `default_half_dtype`, which is fp16 on older GPUs.
 
-    bf16 has the range of fp32, so that losses need no scale: it is what serves a program that knows nothing of it.
+    bf16 has the range of fp32, so that losses need no scale. That suits programs that do not know of mixed precision.
     """
     if device_type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.bfloat16
@@ -60,9 +60,9 @@ def half_dtype_with_units(device_type: str) -> torch.dtype:
 def map_tensors(value: Any, convert: Callable[[Tensor], Any], other: Callable[[Any], Any] | None = None) -> Any:
     """Apply ``convert`` to every tensor in nested tuples, named tuples, lists and dicts, and ``other`` to other leaves.
 
-    Containers are never written to. One in which nothing changed is returned as it is; another is built anew, of the
-    same type where that type can be built from its items, so that no caller sees its own argument change. What lies
-    deeper than `MAX_DEPTH` stays as it is: no op takes it, and a container that holds itself has no end.
+    Containers are never written to, so that no caller's argument changes. One in which nothing changed is returned as
+    it is; any other is built anew, of the same type where that type can be built from its items, else as a plain list
+    or tuple. What is deeper than `MAX_DEPTH` stays as it is: a container may contain itself.
     """
     return _mapped(value, convert, other, MAX_DEPTH)[0]
 
@@ -70,7 +70,10 @@ def map_tensors(value: Any, convert: Callable[[Tensor], Any], other: Callable[[A
 def _mapped(
     value: Any, convert: Callable[[Tensor], Any], other: Callable[[Any], Any] | None, depth: int
 ) -> tuple[Any, bool]:
-    """Return the mapped value and whether it changed. Dynamo compares tensors by identity, and no containers."""
+    """Return the mapped value and whether it changed.
+
+    Callers cannot tell the latter by ``is``: Dynamo traces that for tensors, and not for containers.
+    """
     if isinstance(value, Tensor):
         new = convert(value)
         return new, new is not value
@@ -110,6 +113,7 @@ def iter_tensors(value: Any, depth: int = MAX_DEPTH) -> Iterator[Tensor]:
 
 
 def _rebuilt_sequence(value: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
+    """Return a sequence like ``value`` with other items."""
     kind = type(value)
     if kind is list:
         return items
@@ -117,7 +121,7 @@ def _rebuilt_sequence(value: list[Any] | tuple[Any, ...], items: list[Any]) -> A
         return tuple(items)
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
         return kind(*items)
-    # torch.return_types and other tuple subclasses take one iterable; what takes none becomes a plain list or tuple.
+    # Named tuples apart, subclasses such as torch.return_types are made of one iterable. Some need more arguments.
     try:
         return kind(items)
     except TypeError:
@@ -125,7 +129,8 @@ def _rebuilt_sequence(value: list[Any] | tuple[Any, ...], items: list[Any]) -> A
 
 
 def _rebuilt_dict(value: dict[Any, Any], mapped: dict[Any, Any]) -> Any:
-    # A copy keeps what a subclass adds (a default factory, an order, attributes). Some subclasses refuse `update`.
+    """Return a copy of a dict of some subclass with other values."""
+    # A copy has what a subclass adds, such as a default factory or attributes. Some subclasses refuse `update`.
     rebuilt = copy.copy(value)
     for key, item in mapped.items():
         rebuilt[key] = item

@@ -1,10 +1,10 @@
-"""Every private name of torch that autoamp uses: asked for here, once, each with a way to do without it.
+"""Every private name of torch that autoamp uses: looked up here, once, each with a way to do without it.
 
 A release of torch may rename or drop what begins with an underscore. No other file of the package uses such a name, so
-this one tells what may break, and `MISSING` what the installed torch lacks. What is left out of it: the multi-tensor
-functions ``torch._foreach_*``, of which torch's own optimizers are made, and ``Tensor._version``.
+this file shows what may break, and `MISSING` what the installed torch lacks. Exceptions are the multi-tensor functions
+``torch._foreach_*``, of which torch's own optimizers are made, and ``Tensor._version``.
 
-Functions stand here as torch's own objects where they are there, since compilers know those by identity.
+Torch's functions are exported as the objects that they are, since compilers know them by identity.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ __all__ = [
 ]
 
 ASKED: list[str] = []
-"""All of these names, in the order in which they were asked for."""
+"""All of these names, in the order in which they were looked up."""
 
 MISSING: list[str] = []
 """Those among them that the installed torch lacks."""
 
 
 def _find(path: str, otherwise: Any) -> Any:
-    """Return what a dotted path leads to, through modules that are imported on the way; else what is to serve."""
+    """Return the object at a dotted path, importing modules on the way; ``otherwise`` where there is none."""
     ASKED.append(path)
     parts = path.split(".")
     found: Any = torch
@@ -79,12 +79,12 @@ def _find(path: str, otherwise: Any) -> Any:
 
 
 def _both(one: str, other: str) -> tuple[Any, Any]:
-    """Return two things of which neither serves alone, or None twice."""
+    """Return the objects at two paths, of which neither is of use alone; None twice where one is missing."""
     found = _find(one, None), _find(other, None)
     return (None, None) if None in found else found
 
 
-# -- what holds in a thread. Without them the careful answer is given, which sends a call the long way --
+# -- the state of a thread. Where a name is missing, the answer is the one for which callers take the general way --
 
 
 def _any_autocast() -> bool:
@@ -97,25 +97,25 @@ def _tracing() -> bool | None:
 
 
 is_any_autocast_enabled: Callable[[], bool] = _find("torch._C._is_any_autocast_enabled", _any_autocast)
-"""Whether a ``torch.autocast`` region of any device type holds in this thread."""
+"""Whether this thread is in a ``torch.autocast`` region of any device type."""
 
 in_function_mode: Callable[[], bool] = _find("torch._C._is_torch_function_mode_enabled", lambda: True)
-"""Whether a mode looks at calls of torch's functions."""
+"""Whether a `TorchFunctionMode` intercepts calls of torch's functions."""
 
 tracing_state: Callable[[], Any] = _find("torch._C._get_tracing_state", _tracing)
-"""What `torch.jit.trace` keeps while it runs, else None."""
+"""The state of a `torch.jit.trace` that runs; None where none does."""
 
 dispatch_modes: Callable[[], int] = _find("torch._C._len_torch_dispatch_stack", lambda: 1)
-"""How many modes look at operators."""
+"""How many `TorchDispatchMode`s intercept operators."""
 
 is_transformed: Callable[[Tensor], bool] = _find("torch._C._functorch.is_functorch_wrapped_tensor", lambda _: True)
 """Whether a transform of `torch.func` wraps a tensor."""
 
 current_graph_task: Callable[[], int] = _find("torch._C._current_graph_task_id", lambda: -1)
-"""The number of the backward pass that runs in this thread, -1 for none. Without it no pass is ever seen within one."""
+"""The number of the backward pass that runs in this thread, -1 for none. Where it is missing, always -1."""
 
 TELLS_GRAPH_TASKS = "torch._C._current_graph_task_id" not in MISSING
-"""Whether `current_graph_task` knows."""
+"""Whether `current_graph_task` is torch's own, so that -1 means that no pass runs."""
 
 mkldnn_enabled: Callable[[], bool] = _find("torch._C._get_mkldnn_enabled", lambda: False)
 """Whether the user lets torch call oneDNN."""
@@ -174,7 +174,7 @@ def _update_scale(
 update_scale_: Callable[[Tensor, Tensor, Tensor, float, float, int], None] = _find(
     "torch._amp_update_scale_", _update_scale
 )
-"""Moves a dynamic loss scale, and its count of clean steps, by one step, in place and on their device."""
+"""Updates a dynamic loss scale, and its count of steps without overflow, after a step: in place, on their device."""
 
 
 def _flatten(tensors: Sequence[Tensor]) -> Tensor:
@@ -187,12 +187,12 @@ def _unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 flatten: Callable[[Sequence[Tensor]], Tensor] = _find("torch._utils._flatten_dense_tensors", _flatten)
-"""One tensor of one dimension out of many of one dtype."""
+"""Copies tensors of one dtype into one tensor of one dimension."""
 
 unflatten: Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, ...]] = _find(
     "torch._utils._unflatten_dense_tensors", _unflatten
 )
-"""The parts of such a tensor, in the shapes of the tensors that are given."""
+"""Returns views of such a tensor, in the shapes of the tensors that are given."""
 
 
 def _normed_weight(v: Tensor, g: Tensor, dim: int) -> Tensor:
@@ -202,21 +202,22 @@ def _normed_weight(v: Tensor, g: Tensor, dim: int) -> Tensor:
 
 
 normed_weight: Callable[[Tensor, Tensor, int], Tensor] = _find("torch._weight_norm", _normed_weight)
-"""``v`` at the norms ``g``, over all dimensions but ``dim``; -1 for one norm of all of it."""
+"""``v`` scaled to the norms ``g``, which are over all dimensions but ``dim``; with -1 over all."""
 
 TENSOR_GUARDS: Any = _find("torch._C._dynamo.guards.TensorGuards", None)
-"""The check that torch's compiler makes of its arguments. Without it gradients are looked at one by one."""
+"""Compares tensors with what they were before, as compiled code does with its arguments, in one call. Without it
+gradients are compared one by one."""
 
 negated_view: Callable[[Tensor], Tensor] = _find("torch._neg_view", torch.neg)
-"""A view with the lazy negation that some complex operations leave. It serves to try `TENSOR_GUARDS` out."""
+"""A view that is negated lazily, as some complex operations return it. `TENSOR_GUARDS` is tested with one."""
 
 
-# -- what is patched beside the functions of the lists; None is not patched --
+# -- what is patched beside the functions of the lists. Where it is None there is no patch --
 
 
 def _recomputation() -> str | None:
     older = "_checkpoint_without_reentrant_generator"
-    # In torch 2.14 the older one hands over to this.
+    # In torch 2.14 the older one calls this.
     newer = f"{older}_impl"
     name = newer if hasattr(torch.utils.checkpoint, newer) else older
     return name if _find(f"torch.utils.checkpoint.{name}", None) is not None else None
@@ -226,20 +227,20 @@ RECURRENT: Any = _find("torch._VF", None)
 """The namespace of the functions that recurrent layers call."""
 
 flatten_recurrent_weights: Callable[..., Tensor] | None = _find("torch._cudnn_rnn_flatten_weight", None)
-"""Lays the weights of a recurrent layer out as cuDNN takes them, and returns the flat tensor that they are views of."""
+"""Moves the weights of a recurrent layer into a flat tensor, in cuDNN's layout, and returns that tensor."""
 
 CHECK_INPUT: str | None = "check_input" if _find("torch.nn.RNNBase.check_input", None) is not None else None
-"""The method by which a recurrent layer refuses an input of another dtype than its weights'."""
+"""The name of the method that raises where the input of a recurrent layer has another dtype than its weights."""
 
 RECOMPUTATION: str | None = _recomputation()
-"""The name in `torch.utils.checkpoint` of what gets the function that a checkpoint calls again. Without it the function
-runs again as the thread casts by then."""
+"""The name in `torch.utils.checkpoint` of what takes the function that a checkpoint calls a second time. Without it the
+second call is cast as the thread's switches are by then."""
 
 CUSTOM_FUNCTION_CONTEXT: Any = _find("torch.autograd.function.BackwardCFunction", None)
-"""The base of what a custom function gets as ``ctx``. Without it its backward casts as its thread does then."""
+"""The base class of the ``ctx`` of custom functions. Without it a backward casts as its thread does then."""
 
 MODULE_CALL: Any = _find("torch.nn.Module._call_impl", None)
-"""What ``Module.__call__`` chooses. Without it every module is called through torch's own way."""
+"""The method that ``Module.__call__`` calls. Without it no module's call takes a shorter way."""
 
 
 def _names_of_builtins() -> tuple[Callable[[Any], Any], Callable[[], dict[int, Any]]]:
@@ -248,10 +249,10 @@ def _names_of_builtins() -> tuple[Callable[[Any], Any], Callable[[], dict[int, A
 
 
 names_of_builtins: tuple[Callable[[Any], Any], Callable[[], dict[int, Any]]] = _names_of_builtins()
-"""How TorchScript finds the operator of a builtin, and the table it looks in. Without them it compiles no listed op."""
+"""TorchScript's look-up of the operator of a builtin, and its table. Without them it compiles no op that is listed."""
 
 two_in_one: Any = _find("torch._jit_internal.boolean_dispatched", {})
-"""What TorchScript knows of functions that choose another by a flag."""
+"""TorchScript's table of the functions that call one of two others by a flag."""
 
 
 # -- classes --
@@ -268,20 +269,19 @@ MODULES_OF_NORMS: Any = _find(
         *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
     ),
 )
-"""Norms that may keep running statistics, for ``isinstance``."""
+"""Norms that may have running statistics, for ``isinstance``."""
 
 
 # -- oneDNN's own layouts --
 
 
 class _Mkldnn:
-    """The operators of `torch.ops.mkldnn` with which weights are packed; None for both of a kind where one is missing.
+    """The operators that pack weights for oneDNN, and those that take packed weights: of each pair both, or None twice.
 
     Attributes:
         reorder_linear, linear: Packs a linear layer's weight; runs the layer.
         reorder_conv, conv: The same for a convolution.
-        reorder_lstm: Packs the weights of one layer and direction of an LSTM.
-        lstm: Runs it.
+        reorder_lstm, lstm: The same for one layer and direction of an LSTM.
         has_bf16: Tells whether this CPU has units for bf16.
     """
 
@@ -298,4 +298,4 @@ class _Mkldnn:
 
 
 mkldnn = _Mkldnn()
-"""The operators with which weights are packed."""
+"""The operators for weights that are packed for oneDNN."""

@@ -1,4 +1,4 @@
-"""Which op is cast how: what the list files say, read, checked and merged to one table."""
+"""Which op is cast how: list files are read, checked and merged to one table, without importing torch."""
 
 from __future__ import annotations
 

@@ -14,13 +14,14 @@ from autoamp.rules.parser import ListSet, Source, choices, fail, nearest
 from autoamp.rules.table import CastRule, CastTable, Origin
 from autoamp.rules.toml_lines import TomlError, parse_toml
 
-__all__ = ["check_bare_names", "load_table", "shipped_sets", "shipped_table"]
+__all__ = ["ENVIRONMENT_VARIABLE", "check_bare_names", "load_table", "shipped_sets", "shipped_table"]
+
 ENVIRONMENT_VARIABLE = "AUTOAMP_LISTS"
 PROJECT_FILE = "autoamp.toml"
 
 
 def _read(path: Path | Traversable, name: str, asked_by: Origin) -> ListSet:
-    """Read and check a list file; `asked_by` is blamed for one that is not there."""
+    """Read and check a list file. Where it cannot be read the error names `asked_by`, which asks for it."""
     try:
         data, lines = parse_toml(path.read_bytes())
     except TomlError as error:
@@ -46,7 +47,7 @@ def _read_pyproject(path: Path) -> ListSet | None:
     """Return the set under `[tool.autoamp]`, or None where there is no such table."""
     try:
         raw = path.read_bytes()
-        # A file that never mentions autoamp is somebody else's: not even an error in it concerns us.
+        # An error in a file that never mentions autoamp is not ours to report.
         data, lines = parse_toml(raw if b"autoamp" in raw else b"")
     except TomlError as error:
         raise ListFileError(str(error), str(path), error.line) from error
@@ -80,7 +81,7 @@ def _shipped_folder() -> Traversable:
     try:
         return importlib.resources.files("autoamp.lists")
     except ModuleNotFoundError:
-        # A checkout that is merely on sys.path has no package autoamp.lists: the folder lies beside autoamp/.
+        # In a checkout that is only on sys.path there is no package autoamp.lists: the folder is beside autoamp/.
         return Path(__file__).resolve().parents[2] / "lists"
 
 
@@ -90,12 +91,19 @@ def shipped_sets() -> tuple[str, ...]:
 
 
 def _is_name(text: str) -> bool:
+    """Tell whether a text is the name of a shipped set, and no path."""
     return not text.endswith(".toml") and not any(mark in text for mark in ("/", os.sep))
 
 
 @dataclass
 class _Layers:
-    """Gathers list sets: the bases (shipped names, whatever is extended), and above them the sources' own rules."""
+    """The tables of list sets, in the order in which they are laid over each other.
+
+    Attributes:
+        bases: The lowest, by name: shipped sets, and whatever a list extends.
+        own: The own rules of each source, over all bases.
+        base_chosen: Whether a source has decided on the bases, be it for none.
+    """
 
     bases: dict[str, CastTable] = field(default_factory=dict)
     own: list[CastTable] = field(default_factory=list)
@@ -140,6 +148,7 @@ class _Layers:
             self.bases[name] = found.own
 
     def _extend(self, found: ListSet, chain: tuple[str, ...]) -> None:
+        """Add what a list set extends. ``chain`` has the names of the sets that led here, to find circles by."""
         self.base_chosen |= found.extends is not None
         for item, ref in enumerate(found.extends or ()):
             self.add_base(ref, found.source.at("extends", item=item), found.source.folder, chain)
@@ -163,7 +172,8 @@ def load_table(
     Args:
         lists: A shipped set's name, a path, a mapping with a list file's keys, a `CastTable`, or a list of those.
         base: The shipped set to build on where no source chooses one.
-        device_type: Whose tensors are cast: rules that hold on others alone are left out. By default none are.
+        device_type: The type of the devices whose tensors are cast: rules that are limited to others are left out. By
+            default no rule is.
         start: The folder where the search begins; by default the current one.
         environ: By default `os.environ`.
 
@@ -198,9 +208,10 @@ def shipped_table(name: str, device_type: str | None = None) -> CastTable:
 
 
 def _merged(layers: Iterable[CastTable], device_type: str | None) -> CastTable:
+    """Lay tables over each other, the later over the earlier."""
     table = CastTable()
     for layer in layers:
-        # Before it is laid over the others: what does not hold here must not take an earlier rule away.
+        # Limits come first: a rule for another device type must not replace an earlier rule.
         table = table.overlaid(layer if device_type is None else layer.on(device_type))
     return table
 
@@ -209,7 +220,7 @@ def check_bare_names(table: CastTable, known: Collection[str]) -> tuple[CastRule
     """Check that every bare name is one of `known`, the op names that the installed torch has.
 
     Returns:
-        The rules of shipped sets whose op this torch lacks, to be skipped and reported: no mistake of the user.
+        The rules of shipped sets whose op this torch lacks. They are no mistake of the user: skip and report them.
 
     Raises:
         ListFileError: A bare name of any other source is not known; the message gives the nearest names.

@@ -1,4 +1,4 @@
-"""A list's text to rules: keys, entries, limits of versions, and errors with their lines."""
+"""The content of one list to rules: its keys, entries and limits are checked, and errors name the line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autoamp.rules.toml_lines import TomlLines
 __all__ = ["ListSet", "Source", "choices", "fail", "nearest"]
 
 SCHEMA = 1
-# torch is not asked for them: nothing here needs it.
+# Written down here, since lists are read without importing torch.
 DEVICE_TYPES = frozenset({"cpu", "cuda", "hpu", "ipu", "maia", "mps", "mtia", "npu", "xla", "xpu"})
 
 _ARRAYS = tuple(policy for policy in CastPolicy if policy is not CastPolicy.BANNED)
@@ -23,7 +23,7 @@ _KEYS = ("schema", "extends", *(policy.value for policy in CastPolicy), "modules
 
 
 def nearest(word: object, valid: Collection[str]) -> str:
-    """Return the end of a message about an unknown word: what is spelled like it."""
+    """Return the end of a message about an unknown word: the valid words that are spelled most like it."""
     close = difflib.get_close_matches(str(word), sorted(valid), n=3)
     return f"did you mean {' or '.join(map(repr, close))}?" if close else "nothing near that name is known."
 
@@ -34,13 +34,21 @@ def choices(valid: Collection[str]) -> str:
 
 
 def fail(origin: Origin, message: str) -> NoReturn:
-    """Raise the error for what stands at ``origin``."""
+    """Raise the ListFileError for what stands at ``origin``."""
     raise ListFileError(message, origin.path, origin.line)
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What holds a list set: its name, where its relative paths start, its lines, and the key that it lies under."""
+    """Where a list set was read from.
+
+    Attributes:
+        name: The file, or a name such as `lists=` for what is no file.
+        folder: The folder where the list's relative paths start.
+        shipped: Whether it comes with the package.
+        lines: The lines of its keys and strings; None where it has none.
+        under: The path of the table that it is within a file of others, such as `("tool", "autoamp")`.
+    """
 
     name: str
     folder: Path
@@ -49,12 +57,22 @@ class Source:
     under: tuple[str, ...] = ()
 
     def at(self, *path: str, item: int | None = None) -> Origin:
-        """Return where a key, or an item of its array, stands."""
+        """Return the origin of a key, or of an item of its array."""
         return Origin(self.name, self.lines.of(self.under + path, item) if self.lines else None, self.shipped)
 
 
 class ListSet:
-    """One list set, checked as it is built: its own rules, and the sets that it names (`extends` may be None)."""
+    """One list set, checked while it is made.
+
+    Attributes:
+        source: Where it was read from.
+        own: Its own rules, bare names before dotted ones.
+        extends: The sets that it extends; None where it does not say.
+        lists: The sets and files that a pyproject's table names beside its own rules.
+
+    Raises:
+        ListFileError: For whatever is wrong in the list, with its line.
+    """
 
     def __init__(self, source: Source, data: Mapping[str, object], *, schema_needed: bool = False) -> None:
         self.source = source
@@ -88,6 +106,7 @@ class ListSet:
     def _strings(
         self, data: Mapping[str, object], key: str, *, lone: bool = False, above: tuple[str, ...] = ()
     ) -> tuple[str, ...]:
+        """Return an array of strings; with ``lone`` a single string will do. ``above`` is the path of the table."""
         value = data.get(key, [])
         items: Collection[Any] = value if isinstance(value, list | tuple) else [value]
         wrong = [item for item in items if not isinstance(item, str)] + [value] * (items is not value and not lone)
@@ -97,6 +116,7 @@ class ListSet:
         return tuple(items)
 
     def _entries(self, data: Mapping[str, object], key: str) -> Iterator[tuple[str, str]]:
+        """Yield the names and strings of a table."""
         table = data.get(key, {})
         if not isinstance(table, Mapping):
             self._fail_type(key, "a table", table, self.source.at(key))
@@ -108,7 +128,7 @@ class ListSet:
             yield name, value
 
     def _reasoned(self, none: object) -> Iterator[CastRule]:
-        """The rules of a `[none]` table: an array of names for each class of reason."""
+        """Yield the rules of a `[none]` table, which has an array of names for each class of reason."""
         if isinstance(none, Mapping):
             for reason in none:
                 if not isinstance(reason, str) or not isinstance(none[reason], list | tuple):
@@ -152,6 +172,7 @@ class ListSet:
         self._seen[target] = rule
 
     def _module_rules(self, data: Mapping[str, object]) -> Iterator[ModuleRule]:
+        """Yield the rules of the `[modules]` table."""
         valid = [precision.value for precision in ModulePrecision]
         for pattern, value in self._entries(data, "modules"):
             origin = self.source.at("modules", pattern)

@@ -1,4 +1,4 @@
-"""What cast lists come to: policies, rules with their origin, and the table that holds them. Reads no files."""
+"""The outcome of reading lists: policies, rules with their origin, and the table of all rules. Reads no files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,12 @@ _LIMITS = re.compile(r"(?:>=|<)\d+\.\d+(?:,\s*(?:>=|<)\d+\.\d+)*")
 
 
 class CastPolicy(enum.Enum):
-    """What happens to the arguments of one op: `FP16` means the half dtype in use, bf16 included."""
+    """What happens to the arguments of one op.
+
+    `FP16` casts them to the half dtype in use, which may be bf16; `FP32` to fp32; `PROMOTE` to fp32 where they have
+    several dtypes. `BANNED` raises for arguments in half precision, or with `allow_banned` runs
+    the op in fp32. `NONE` leaves the op alone.
+    """
 
     FP16 = "fp16"
     FP32 = "fp32"
@@ -42,7 +47,13 @@ class ModulePrecision(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a rule was written: `str(origin)` is `lists/default.toml:12`, or `lists=` for a list that has no lines."""
+    """Where a rule was written: `str(origin)` is `lists/default.toml:12`, or `lists=` for a list that has no lines.
+
+    Attributes:
+        path: The file, the name of a shipped set's file, or a name such as `lists=` for what is no file.
+        line: The 1-based line; None where it is not known.
+        shipped: Whether the rule comes with the package.
+    """
 
     path: str
     line: int | None
@@ -82,7 +93,13 @@ class CastRule:
 
 @dataclass(frozen=True, slots=True)
 class ModuleRule:
-    """A path pattern of a model, or a dotted class name, and the precision it runs in."""
+    """The precision that modules run in, told by where they are in a model or by their class.
+
+    Attributes:
+        pattern: A pattern of paths such as `encoder.layers.0.*`, or the dotted name of a class.
+        precision: What they run in.
+        origin: Where the rule was written.
+    """
 
     pattern: str
     precision: ModulePrecision
@@ -93,6 +110,7 @@ _T = TypeVar("_T")
 
 
 def _later_wins(earlier: tuple[_T, ...], later: tuple[_T, ...], name: Callable[[_T], str]) -> tuple[_T, ...]:
+    """Return the items of both; of items with one name the later alone, in its place."""
     renewed = {name(item) for item in later}
     return (*(item for item in earlier if name(item) not in renewed), *later)
 
@@ -101,8 +119,12 @@ def _later_wins(earlier: tuple[_T, ...], later: tuple[_T, ...], name: Callable[[
 class CastTable:
     """All rules, weakest first: of two rules that cover one function the later wins.
 
-    A `CastPolicy.NONE` rule stays, since it shadows the weaker rules that cover the same function. A target occurs
-    once in `rules`, a pattern once in `modules`; `sources` is what they were read from, in the order it was applied.
+    A rule of `CastPolicy.NONE` is kept in the table, since it hides weaker rules that cover the same function.
+
+    Attributes:
+        rules: The rules of ops, each target once.
+        modules: The rules of modules, each pattern once.
+        sources: The names of the lists that were read, in the order in which they were laid over each other.
     """
 
     rules: tuple[CastRule, ...] = ()
@@ -110,7 +132,7 @@ class CastTable:
     sources: tuple[str, ...] = ()
 
     def overlaid(self, other: CastTable) -> CastTable:
-        """Return this table with `other` over it: a target of both keeps the rule, and the place, it has in `other`."""
+        """Return this table with `other` laid over it: a target of both has the rule, and the place, of `other`."""
         return CastTable(
             _later_wins(self.rules, other.rules, lambda rule: rule.target),
             _later_wins(self.modules, other.modules, lambda rule: rule.pattern),
@@ -118,7 +140,7 @@ class CastTable:
         )
 
     def on(self, device_type: str) -> CastTable:
-        """Return this table without the rules that hold on other device types alone."""
+        """Return this table without the rules that are limited to other device types."""
         rules = tuple(rule for rule in self.rules if not rule.devices or device_type in rule.devices)
         return self if len(rules) == len(self.rules) else replace(self, rules=rules)
 
@@ -133,7 +155,11 @@ def is_version_limit(text: str) -> bool:
 
 
 def admits(limits: str, version: str) -> bool:
-    """Tell whether a version such as `2.13.0+cpu` is within limits. An empty text limits nothing."""
+    """Tell whether a version such as `2.13.0+cpu` is within limits, of which an empty text has none.
+
+    Raises:
+        ValueError: The version does not begin with two numbers.
+    """
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None:
         raise ValueError(f"version={version!r} does not begin with two numbers, such as '2.13'")

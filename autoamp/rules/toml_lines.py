@@ -1,4 +1,4 @@
-"""TOML with line numbers: `tomllib` tells what a file says, this room adds where it says so."""
+"""TOML with line numbers: `tomllib` reads the values, and `TomlLines` finds the line of each key and string."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ _TOKEN = re.compile(
 
 
 class TomlError(ValueError):
-    """Bytes that are no TOML. `line` is the 1-based line of the fault, None where it is not known."""
+    """Bytes that are not valid TOML.
+
+    Attributes:
+        line: The 1-based line of the fault; None where it is not known.
+    """
 
     def __init__(self, message: str, line: int | None) -> None:
         self.line = line
@@ -23,7 +27,7 @@ class TomlError(ValueError):
 
 
 def parse_toml(raw: bytes) -> tuple[dict[str, object], TomlLines]:
-    """Return what a TOML file says, and the lines where it says so.
+    """Return the content of a TOML file, and the lines of its keys and strings.
 
     Raises:
         TomlError: The bytes are not UTF-8, not TOML, or nested too deep to read.
@@ -41,13 +45,16 @@ def parse_toml(raw: bytes) -> tuple[dict[str, object], TomlLines]:
 
 
 def _key_text(token: str) -> str:
+    """Return a key without its quotes."""
     return str(tomllib.loads(f"key = {token}")["key"]) if token[0] in "\"'" else token
 
 
 class TomlLines:
-    """The lines of a TOML text that `tomllib` has accepted.
+    """The lines of a TOML text that `tomllib` has accepted. All lines are 1-based.
 
-    `keys` maps the path of a key or table to its line, `items` the path of an array to the lines of its strings.
+    Attributes:
+        keys: The line of each key or table, by its path.
+        items: The lines of the strings of each array, by its path.
     """
 
     def __init__(self, text: str) -> None:
@@ -66,7 +73,7 @@ class TomlLines:
                 (self._read_key if self._in_key else self._read_value)(match.group(), match.lastgroup, line)
 
     def of(self, path: tuple[str, ...], item: int | None = None) -> int | None:
-        """Return the line of a key, or of the string number `item` in the array that it holds; None if it has none."""
+        """Return the line of a key, or of the string number `item` in its array; None where there is no such key."""
         items = self.items.get(path, [])
         return items[item] if item is not None and item < len(items) else self.keys.get(path)
 
