@@ -34,7 +34,15 @@ from autoamp.auto_scaling.hooks import GradientHook, Hook, PostAccumulateHook, R
 from autoamp.errors import UsageError
 from autoamp.patching import PatchSet, imitate, original_of
 from autoamp.scaling import LossScaler, is_flat, is_sharded
-from autoamp.stepping import GuardedOptimizers, ScalesItself, StepGuard, open_blocks, several_processes, step_unaware
+from autoamp.stepping import (
+    GuardedOptimizers,
+    ScalesItself,
+    StepGuard,
+    open_blocks,
+    several_processes,
+    step_unaware,
+    stepped_params,
+)
 
 __all__ = ["AutoScale"]
 
@@ -137,7 +145,7 @@ class AutoScale:
 
     @property
     def standing_aside(self) -> str | None:
-        """What the program scales its losses with, None where that is left to us."""
+        """What the program itself scales its losses with, None where this object does."""
         return self._aside
 
     # -- what the program makes --
@@ -151,7 +159,7 @@ class AutoScale:
                     self._known.add(optimizer)
 
     def _notice_scaler(self, scaler: torch.amp.GradScaler) -> None:
-        # One that is half built cannot tell yet.
+        # A scaler that is half built cannot tell yet.
         with contextlib.suppress(AttributeError):
             if scaler.is_enabled():
                 self.stand_aside("torch.amp.GradScaler")
@@ -162,13 +170,17 @@ class AutoScale:
             self.stand_aside("torch.autocast")
 
     def stand_aside(self, whom: str) -> None:
-        """Scale nothing any more: that is left to ``whom``, which the program has for it."""
+        """Scale nothing any more.
+
+        Args:
+            whom: What the program scales its losses with, for the log.
+        """
         if self._aside is None:
             self._aside = whom
             log.info("the program uses %s: scaling its losses is left to it", whom)
 
     def _drop_of_optimizer(self, optimizer: Any) -> None:
-        self._drop(param for group in optimizer.param_groups for param in group["params"])
+        self._drop(stepped_params(optimizer))
 
     def _drop_of_module(self, module: Any) -> None:
         self._drop(module.parameters())

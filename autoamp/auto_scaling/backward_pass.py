@@ -1,7 +1,7 @@
 """One scaled backward pass: what it reaches, and what becomes of a gradient as it arrives.
 
 A gradient is divided by the scale where it arrives at a leaf, before any hook of the program sees it, and looked
-through for inf and nan there. What was found stays on the device. So ``.grad`` holds true values from the first moment.
+through for inf and nan there. What was found stays on the device. So ``.grad`` has true values from the first moment.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class PassVerdict(Verdict):
 
     @found.setter
     def found(self, value: Sequence[Tensor]) -> None:
-        """Whoever reads it takes back what was to be read, which follows here from its having been read."""
+        """Ignore what the base class sets: `found` follows from ``overflowed``."""
 
     @property
     def cleared(self) -> Sequence[Tensor]:
@@ -108,7 +108,7 @@ class PassVerdict(Verdict):
 
     @cleared.setter
     def cleared(self, value: Sequence[Tensor]) -> None:
-        """What the base class begins with."""
+        """Ignore what the base class sets: `cleared` follows from the flags."""
 
     def drop(self, guard: StepGuard, ids: set[int]) -> bool:
         """Take note that gradients were dropped. Returns whether an optimizer has nothing of this pass any more."""
@@ -120,7 +120,10 @@ class PassVerdict(Verdict):
 
 
 def drop(guard: StepGuard, ids: set[int]) -> None:
-    """Take note that gradients of an optimizer were dropped: of passes of which it has no others no step is skipped."""
+    """Take note that gradients of an optimizer were dropped.
+
+    A pass of which it has no other gradients any more skips none of its steps.
+    """
     for verdict in list(guard.pending):
         if isinstance(verdict, PassVerdict) and verdict.drop(guard, ids):
             guard.abandon(verdict)

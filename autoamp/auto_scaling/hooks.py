@@ -45,7 +45,7 @@ class RunningPasses:
 
     @contextlib.contextmanager
     def opened(self, running: ScaledPass) -> Iterator[None]:
-        """Let a pass run for a block.
+        """Let a pass run within the ``with`` statement.
 
         Raises:
             UsageError: Another thread's pass runs, and this torch cannot tell their hooks apart.
@@ -72,7 +72,7 @@ class RunningPasses:
 
     @contextlib.contextmanager
     def claimed(self, running: ScaledPass, roots: Iterable[Any]) -> Iterator[None]:
-        """For a block, in which a run of the engine begins at the roots, let their hooks say that it is this pass's."""
+        """Let hooks at the roots say that the run of the engine within the ``with`` statement belongs to this pass."""
         running.unclaimed += 1
         registered = [
             _register_first(root, _Claim(self, running))
@@ -98,9 +98,10 @@ class RunningPasses:
         return self._by_thread(number)
 
     def joinable(self) -> ScaledPass | None:
-        """Return the pass of which a run that begins now is a part: in its functions it is, in the program's hooks not.
+        """Return the pass of which a run of the engine that begins now is a part, None if it is a pass of its own.
 
-        There gradients have true values.
+        Within functions of a pass it is a part of that pass. Within the program's hooks, where gradients have true
+        values, it is not.
         """
         running = self.now()
         runs = self._hooked.runs
@@ -138,12 +139,12 @@ class RunningPasses:
 
 
 def _is_autograds_thread() -> bool:
-    """Tell whether Python has not begun this thread: autograd's own run the passes of others."""
+    """Tell whether this thread was not started by Python: autograd's own threads run the passes of others."""
     return isinstance(threading.current_thread(), threading._DummyThread)
 
 
 class _Ours:
-    """What we register ourselves."""
+    """The base of hooks that this module registers for itself."""
 
 
 class _Claim(_Ours):

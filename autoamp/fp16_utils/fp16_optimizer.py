@@ -11,7 +11,7 @@ from torch import Tensor
 from autoamp.casting import Casts
 from autoamp.errors import CheckpointError, UsageError
 from autoamp.runtime import current_handle
-from autoamp.scaling import DynamicLossScaler, LossScaler, StaticLossScaler, multiplied
+from autoamp.scaling import DynamicLossScaler, LossScaler, StaticLossScaler, multiplied_loss
 from autoamp.stepping import MasterWeights, ScalesItself, Skips, StepGuard, is_optimizer, scaled_block
 
 __all__ = ["FP16_Optimizer"]
@@ -110,7 +110,7 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
             retain_graph: As for ``Tensor.backward``.
         """
         with scaled_block([self._guard], self.loss_scaler, delay_unscale=not update_master_grads) as scale:
-            multiplied(loss, scale).backward(retain_graph=retain_graph)
+            multiplied_loss(loss, scale).backward(retain_graph=retain_graph)
 
     def update_master_grads(self) -> None:
         """Unscale and check the gradients that ``backward(..., update_master_grads=False)`` left scaled."""

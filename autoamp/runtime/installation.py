@@ -29,7 +29,7 @@ from autoamp.modules import (
 from autoamp.ops import DisabledRegions, Expansion, Target, build, build_check_input, locate, owns_its_names
 from autoamp.patching import PatchSet, imitate, mark, name_by, original_of
 from autoamp.rules import CastPolicy, CastRule
-from autoamp.stepping import build_grad
+from autoamp.stepping import watch_autograd_grad
 
 __all__ = ["Installation"]
 
@@ -145,7 +145,7 @@ class Installation:
     def _patch_grad(self) -> dict[int, tuple[Any, Any]]:
         """Patch `torch.autograd.grad`, for which programs have names of their own, as for what is in the lists."""
         original = original_of(torch.autograd.grad)
-        replacement = build_grad(original)
+        replacement = watch_autograd_grad(original)
         self._let_torchscript_know(original, replacement)
         self._patches.replace(torch.autograd, "grad", replacement)
         return {id(original): (original, replacement)}

@@ -1,8 +1,8 @@
-"""The arithmetic of a step: loss scales, gradients that are unscaled and checked, what was found in them."""
+"""The arithmetic of a step: loss scales, gradients that are unscaled and checked, the formulas of optimizers."""
 
 from __future__ import annotations
 
-from autoamp.scaling.device_scale import Number, Scale, inverse, multiplied, number_of, quotient
+from autoamp.scaling.device_scale import Number, Scale, inverse_scale, multiplied_loss, number_of, scale_ratio
 from autoamp.scaling.formulas import (
     adagrad_,
     adam_on_device_,
@@ -16,8 +16,8 @@ from autoamp.scaling.formulas import (
 )
 from autoamp.scaling.gradient_layout import GradientLayout
 from autoamp.scaling.gradients import (
+    DeviceAndDtype,
     GradientMark,
-    Kind,
     ScaledMark,
     non_finite,
     scale_,
@@ -29,13 +29,13 @@ from autoamp.scaling.gradients import (
 from autoamp.scaling.late_flags import LateFlags
 from autoamp.scaling.loss_scale import DynamicLossScaler, LossScaler, StaticLossScaler, is_count, make_scaler
 from autoamp.scaling.ranks import is_flat, is_sharded, non_finite_now
-from autoamp.scaling.verdict import Verdict, read, settle, settle_later, unseen
+from autoamp.scaling.verdict import Verdict, newly_found, read_verdicts, settle_on_device, settle_verdicts
 
 __all__ = [
+    "DeviceAndDtype",
     "DynamicLossScaler",
     "GradientLayout",
     "GradientMark",
-    "Kind",
     "LateFlags",
     "LossScaler",
     "Number",
@@ -50,25 +50,25 @@ __all__ = [
     "blended_norms",
     "corrections",
     "gradient_norms",
-    "inverse",
+    "inverse_scale",
     "is_count",
     "is_flat",
     "is_sharded",
     "make_scaler",
-    "multiplied",
+    "multiplied_loss",
+    "newly_found",
     "non_finite",
     "non_finite_now",
     "novograd_",
     "number_of",
-    "quotient",
-    "read",
+    "read_verdicts",
     "scale_",
-    "settle",
-    "settle_later",
+    "scale_ratio",
+    "settle_on_device",
+    "settle_verdicts",
     "total_norm",
     "true_gradient",
     "trust_",
     "unscale_",
-    "unseen",
     "widened",
 ]

@@ -11,14 +11,27 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["DeviceFactor", "DeviceScale", "Factor", "Number", "Scale", "inverse", "multiplied", "number_of", "quotient"]
+__all__ = [
+    "DeviceFactor",
+    "DeviceScale",
+    "Factor",
+    "Number",
+    "Scale",
+    "inverse_scale",
+    "multiplied_loss",
+    "number_of",
+    "scale_ratio",
+]
 
 
 class Number:
-    """A loss scale as the host knows it: None before that. Who waits for it need not keep the tensor.
+    """A loss scale as the host knows it. What waits for it has no need of the tensor.
 
     Args:
-        known: The scale.
+        known: The scale; None as long as the device alone knows it.
+
+    Attributes:
+        known: As given, until somebody sets it.
     """
 
     __slots__ = ("known",)
@@ -39,7 +52,7 @@ class DeviceScale:
 
     Attributes:
         value, lowest: As given.
-        number: The scale, once the host has come to it.
+        number: The scale, once the host knows it.
     """
 
     __slots__ = ("lowest", "number", "value")
@@ -80,7 +93,12 @@ class DeviceFactor:
         self.largest = largest
 
     def on(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Return the factor as a tensor without dimensions, fp32 or fp64; nothing is waited for."""
+        """Return the factor as a tensor without dimensions; nothing is waited for.
+
+        Args:
+            device: Where it is wanted.
+            dtype: fp32 or fp64.
+        """
         kind = (device, dtype)
         if kind not in self._made:
             self._made[kind] = self._make(dtype).to(device, non_blocking=True)
@@ -101,24 +119,24 @@ class DeviceFactor:
 Factor: TypeAlias = float | DeviceFactor
 
 
-def multiplied(loss: Tensor, scale: Scale) -> Tensor:
-    """Return ``loss.float() * scale``."""
+def multiplied_loss(loss: Tensor, scale: Scale) -> Tensor:
+    """Return ``loss.float() * scale``, of the loss's shape and in fp32; nothing is waited for."""
     if isinstance(scale, DeviceScale):
         return loss.float() * scale.value.to(loss.device, non_blocking=True)
     return loss.float() * scale if scale != 1.0 else loss.float()
 
 
 def number_of(scale: Scale) -> Number:
-    """Return what is or will be known of a scale."""
+    """Return the number of a scale, which is set later where the device alone knows it."""
     return scale.number if isinstance(scale, DeviceScale) else Number(scale)
 
 
-def inverse(scale: Scale) -> Factor:
+def inverse_scale(scale: Scale) -> Factor:
     """Return ``1 / scale``."""
     return DeviceFactor(1.0, scale, 1.0 / scale.lowest) if isinstance(scale, DeviceScale) else 1.0 / scale
 
 
-def quotient(above: Scale, below: Scale) -> Factor:
+def scale_ratio(above: Scale, below: Scale) -> Factor:
     """Return ``above / below``."""
     if above is below:
         return 1.0

@@ -1,4 +1,4 @@
-"""Whether tensors are like some of before, told in one call for all of them.
+"""Whether tensors are like earlier ones in type, dtype, device, sizes and strides, told in one call for all of them.
 
 The gradients of a step are like those of the step before, as a rule. To look at a dtype, a device, strides and more of
 each costs four sweeps over all of them. What torch's compiler asks its arguments before each call of compiled code
@@ -20,7 +20,7 @@ __all__ = ["GradientLayout"]
 
 _Value = TypeVar("_Value")
 
-# To learn costs more than a few sweeps: where tensors keep changing, nothing is learnt any more.
+# To learn costs more than a few sweeps. After so many times, tensors that changed again are not learnt.
 _LESSONS = 8
 
 

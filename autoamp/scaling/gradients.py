@@ -22,8 +22,8 @@ from autoamp.tensors import HALF_DTYPES
 from autoamp.torch_private import group_by_device_and_dtype, unscale_and_check_
 
 __all__ = [
+    "DeviceAndDtype",
     "GradientMark",
-    "Kind",
     "ScaledMark",
     "found_any",
     "non_finite",
@@ -34,7 +34,7 @@ __all__ = [
     "widened",
 ]
 
-Kind: TypeAlias = tuple[torch.device, torch.dtype]
+DeviceAndDtype: TypeAlias = tuple[torch.device, torch.dtype]
 _Name = TypeVar("_Name")
 
 _REAL = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
@@ -45,7 +45,7 @@ _COMPRESSED = frozenset((torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, t
 def unscale_(
     params: Iterable[torch.Tensor],
     inv_scale: Factor,
-    usual: GradientLayout[Kind] | None = None,
+    usual: GradientLayout[DeviceAndDtype] | None = None,
     flag: Callable[[torch.device], torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
     """Multiply every ``param.grad`` by ``inv_scale`` in place and look for inf and nan in the same pass.
@@ -77,7 +77,7 @@ def unscale_(
         if dtype is torch.float64 or largest > 1.0:
             _multiply_(values, device, dtype, inv_scale)
             kernel_factor = 1.0
-        unscale_and_check_(values, found[device], _kernels(kernel_factor, device))
+        unscale_and_check_(values, found[device], _factor_for_kernel(kernel_factor, device))
     return list(found.values())
 
 
@@ -105,14 +105,14 @@ def _multiply_(values: list[torch.Tensor], device: torch.device, dtype: torch.dt
         # A product of half tensors takes the factor as a half, on a CPU or as a tensor, which has no room for a scale.
         # This kernel takes it in fp32; what it finds on the way is not asked for.
         spare = torch.empty(1, dtype=torch.float32, device=device)
-        unscale_and_check_(values, spare, _kernels(factor, device))
+        unscale_and_check_(values, spare, _factor_for_kernel(factor, device))
     elif isinstance(factor, DeviceFactor):
         torch._foreach_mul_(values, factor.on(device, dtype))
     else:
         torch._foreach_mul_(values, factor)
 
 
-def _kernels(factor: Factor, device: torch.device) -> torch.Tensor:
+def _factor_for_kernel(factor: Factor, device: torch.device) -> torch.Tensor:
     if isinstance(factor, DeviceFactor):
         return factor.on(device, torch.float32)
     return torch.full((), factor, dtype=torch.float32, device=device)
@@ -158,7 +158,10 @@ def true_gradient(
 
 
 def _true_shard(gradient: torch.Tensor, inv_scale: float, factor: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """Do so with a part of a distributed tensor, whose own check is a collective: others may not be about to join."""
+    """Do what `true_gradient` does with this rank's part of a DTensor, whose own check is a collective.
+
+    The other ranks may not be about to join one. Inf and nan stay.
+    """
     result = gradient * inv_scale
     unscale_and_check_([result.to_local().clone()], found, torch.ones_like(factor))  # type: ignore[attr-defined]
     return result
@@ -262,7 +265,7 @@ def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch
 
 
 class GradientMark:
-    """Remembers gradients, to tell later whether they are still the same. It keeps no tensor alive.
+    """Remembers gradients, to tell later whether they are still the same. It refers to tensors weakly.
 
     The first gradient stands for all, which costs next to nothing.
 
@@ -271,11 +274,11 @@ class GradientMark:
     """
 
     def __init__(self, params: Iterable[torch.Tensor]) -> None:
-        self._kept: tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor], int | None] | None = None
+        self._marked: tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor], int | None] | None = None
         for param in params:
             grad = param.grad
             if grad is not None:
-                self._kept = weakref.ref(param), weakref.ref(grad), _version(grad)
+                self._marked = weakref.ref(param), weakref.ref(grad), _version(grad)
                 break
 
     def replaced(self) -> bool:
@@ -285,17 +288,17 @@ class GradientMark:
     def touched(self) -> bool:
         """Whether the gradient is gone, another tensor, or was written in place. True also if there was none."""
         grad = self._same()
-        return grad is None or self._kept is None or _version(grad) != self._kept[2]
+        return grad is None or self._marked is None or _version(grad) != self._marked[2]
 
     def _same(self) -> torch.Tensor | None:
-        if self._kept is None:
+        if self._marked is None:
             return None
-        param, grad = self._kept[0](), self._kept[1]()
+        param, grad = self._marked[0](), self._marked[1]()
         return grad if param is not None and grad is not None and param.grad is grad else None
 
 
 class ScaledMark:
-    """Watches gradients that were left scaled, to tell later whether they were dropped. It keeps no tensor alive.
+    """Watches gradients that were left scaled, to tell later whether they were dropped. It refers to tensors weakly.
 
     Others in their place count as made of them, ``p.grad = p.grad * 0.5``, unless a backward pass made them.
 
@@ -304,11 +307,11 @@ class ScaledMark:
     """
 
     def __init__(self, params: Iterable[torch.Tensor]) -> None:
-        kept = [param for param in params if param.grad is not None]
-        self._params = [weakref.ref(param) for param in kept]
+        present = [param for param in params if param.grad is not None]
+        self._params = [weakref.ref(param) for param in present]
         self._made_anew = False
         # One stands for all. A leaf's hook is called before its gradient is added to what is there.
-        first = next((param for param in kept if param.is_leaf and param.requires_grad), None)
+        first = next((param for param in present if param.is_leaf and param.requires_grad), None)
         self._hook = None if first is None else first.register_hook(_noticing(weakref.ref(self), weakref.ref(first)))
 
     def dropped(self) -> bool:
@@ -336,15 +339,15 @@ def _noticing(mark: weakref.ref[ScaledMark], param: weakref.ref[torch.Tensor]) -
 
 
 def _values_by_kind(
-    params: Iterable[torch.Tensor], usual: GradientLayout[Kind] | None = None
-) -> dict[Kind, list[torch.Tensor]]:
+    params: Iterable[torch.Tensor], usual: GradientLayout[DeviceAndDtype] | None = None
+) -> dict[DeviceAndDtype, list[torch.Tensor]]:
     """Return the values of all gradients as `_writable_grads` does, by device and dtype."""
     params = list(params)
     grads = [grad for param in params if (grad := param.grad) is not None]
     kind = None if usual is None else usual.recall(grads)
     if kind is not None:
         return {kind: grads}
-    # The usual gradients, told by a few sweeps in C: dense, of a real dtype, each its own, writable in place.
+    # The usual gradients, told by a few sweeps in C: dense, of a real dtype, no two the same, writable in place.
     try:
         simple = (
             bool(grads)
@@ -429,7 +432,7 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the dense tensor that holds a tensor's values: itself, or what a sparse one keeps."""
+    """Return the dense tensor that holds a tensor's values: itself, or that of a sparse one."""
     if tensor.layout is torch.sparse_coo:
         return tensor._values()
     if tensor.layout in _COMPRESSED:
@@ -437,19 +440,19 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _grouped(values: list[torch.Tensor]) -> dict[Kind, list[torch.Tensor]]:
+def _grouped(values: list[torch.Tensor]) -> dict[DeviceAndDtype, list[torch.Tensor]]:
     """Group tensors in C++, which refuses an empty list."""
     found = group_by_device_and_dtype([values], False) if values else {}
     return {kind: lists[0] for kind, (lists, _) in found.items()}
 
 
-def _grouped_by_kind(tensors: Iterable[torch.Tensor]) -> dict[Kind, list[torch.Tensor]]:
-    groups: dict[Kind, list[torch.Tensor]] = {}
+def _grouped_by_kind(tensors: Iterable[torch.Tensor]) -> dict[DeviceAndDtype, list[torch.Tensor]]:
+    groups: dict[DeviceAndDtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     return groups
 
 
 def _version(tensor: torch.Tensor | None) -> int | None:
-    # Inference tensors keep no count.
+    # Torch counts no writes into inference tensors.
     return None if tensor is None or tensor.is_inference() else tensor._version

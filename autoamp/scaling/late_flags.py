@@ -1,8 +1,8 @@
 """Flags that a device has set and nobody has read yet, and what is to be done once they are known.
 
-To read a flag is to wait for the device. Where the step itself needs no answer flags are kept, in order, and travel to
-the host while the program goes on: many at a time, into pinned memory, with an event that tells when they are there.
-What had to be done with them is done then. Whoever asks for what depends on them waits, once for all of them.
+To read a flag is to wait for the device. Where the step itself needs no answer, flags queue up, and are copied to the
+host while the program goes on: many at a time, into pinned memory, with an event that tells when they are there. What
+is to be done for each is done then, in order. Whoever asks for what depends on them waits, once for all of them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from torch import Tensor
 
 __all__ = ["LateFlags", "Parcel"]
 
-# Whoever counts skips hears of one no more than three times as many steps late.
+# So many flags are sent together. No more than three times as many are unknown at a time, so skips are counted no more
+# than 48 steps late.
 _BATCH = 16
 
-# Where a program's thread can run ahead of the device, and a copy can go on beside it.
+# The devices that a program's thread can run ahead of, with copies that go on beside it.
 _ASYNCHRONOUS = frozenset(("cuda", "xpu"))
 
 
@@ -35,6 +36,8 @@ class Parcel(Protocol):
 
 
 class _PinnedCopy:
+    """A `Parcel` by way of pinned memory."""
+
     def __init__(self, flags: Sequence[Tensor]) -> None:
         device = flags[0].device
         values = torch.stack([flag.to(device, non_blocking=True).view(()) for flag in flags])
@@ -54,7 +57,7 @@ class _PinnedCopy:
 
 def _is_worth_it(device: torch.device) -> bool:
     if device.type == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        # A graph that is captured would go by the same flags, and the same scale, at each replay.
+        # A captured graph would read the same flags, and use the same scale, at each replay.
         return False
     return device.type in _ASYNCHRONOUS
 
@@ -83,16 +86,16 @@ class LateFlags:
         self._blank: dict[torch.device, list[Tensor]] = {}
 
     def __len__(self) -> int:
-        """How many flags nobody knows."""
+        """Return how many flags are not known yet."""
         return len(self._here) + sum(len(told) for _, told in self._sent)
 
     def __bool__(self) -> bool:
         return bool(self._here or self._sent)
 
     def blank(self, device: torch.device) -> Tensor:
-        """Return a flag that is not set: one fp32 element, 0. Many lie in one block of memory, and are made at once."""
+        """Return a flag that is not set: one fp32 element, 0. Many are made at once, as parts of one tensor."""
         if torch.compiler.is_compiling():
-            # Compiled code would be compiled anew for each length of the block that is left.
+            # Code would be compiled anew for each number of parts that are left.
             return torch.zeros(1, dtype=torch.float32, device=device)
         if not self._blank.get(device):
             with torch.inference_mode(False):

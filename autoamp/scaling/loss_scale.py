@@ -33,10 +33,11 @@ __all__ = ["DynamicLossScaler", "LossScaleError", "LossScaler", "StaticLossScale
 _SMALLEST = 2.0**-126
 _LARGEST = 2.0**126
 
-# Gradients take two passes where a scale may be below 1. Before it may have got there, one asks how high it is.
+# Gradients take two passes where a scale may be below 1. Once it may be below this, flags are sent to the host at once,
+# which then knows better how low it is.
 _NEAR_ONE = 2.0**6
 
-# By so much at most, and more, a chain of fp32 products is off.
+# More than the relative error of any chain of fp32 products that is taken here.
 _ROUNDING = 2.0**-16
 
 
@@ -192,7 +193,7 @@ _Value = TypeVar("_Value", int, float)
 
 
 class _Setting(Generic[_Value]):
-    """A number of the rule. Updates that came before it is set go by the old one."""
+    """A number of the rule, as an attribute. Updates from before it is set go by the old one."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = f"_{name}"
@@ -263,7 +264,7 @@ class DynamicLossScaler(LossScaler):
 
     @property
     def checks(self) -> bool:
-        """Always True: the rule lives on the checks."""
+        """Always True: the scale follows from what is found."""
         return True
 
     def update(self, found_inf: bool) -> None:
@@ -287,7 +288,7 @@ class DynamicLossScaler(LossScaler):
 
         if self._on_device is None or self._on_device.scale.value.device != found_inf.device:
             self.late.catch_up()
-            # A count of a longer interval: the kernel looks for this one's end alone.
+            # A checkpoint of a longer interval may have brought more: the kernel grows at the very end of this one.
             unskipped = min(self._unskipped, self.growth_interval - 1)
             self._on_device = _DeviceState(self._loss_scale, unskipped, found_inf.device)
         number = self._on_device.scale.number
@@ -333,14 +334,14 @@ class DynamicLossScaler(LossScaler):
         return limits == tuple(map(_fp32, limits)) and math.isfinite(_fp32(limits[1] * self.growth_factor))
 
     def _lowest(self, more: int = 0) -> float:
-        """Return below what the scale is not, were every update that is not known yet an overflow, and so many more."""
+        """Return a lower bound of the scale: if all updates that are not known yet, and ``more``, were overflows."""
         unknown = len(self.late) + more
         return max(self._loss_scale * self.backoff_factor**unknown * (1.0 - _ROUNDING), self.min_loss_scale)
 
     def _may_leave_limits(self) -> bool:
-        """Tell whether the next update of the device may be one that ends at a limit."""
+        """Tell whether the next update on the device may bring the scale to a limit."""
         growths = (self._unskipped + len(self.late) + 1) // self.growth_interval
-        # By logarithms, as a power may leave the range; where they round, a limit is looked at in vain.
+        # By logarithms, as a power may overflow. The tolerance is for their rounding: it costs a clamp at most.
         room = math.log2(self.max_loss_scale / self._loss_scale)
         return self._lowest(1) <= self.min_loss_scale or growths * math.log2(self.growth_factor) >= room - 1e-6
 
@@ -359,7 +360,7 @@ class _DeviceState:
     """A dynamic scaler's scale and count on a device, which follow the rule without the host.
 
     Attributes:
-        scale: The scale for the next loss; a new object after each update, since blocks hold on to theirs.
+        scale: The scale for the next loss; a new object after each update, since open blocks go on with the old one.
     """
 
     def __init__(self, loss_scale: float, unskipped: int, device: torch.device) -> None:
@@ -370,7 +371,7 @@ class _DeviceState:
     def update(self, found_inf: Tensor, rule: DynamicLossScaler) -> None:
         """Do what `DynamicLossScaler.update` does."""
         lowest, highest = rule.min_loss_scale, rule.max_loss_scale
-        # It is within its limits: what comes out is a copy, by a kernel as small as any.
+        # The scale is within its limits, so this is a copy.
         scale = self.scale.value.clamp(lowest, highest)
         update_scale_(scale, self._unskipped, found_inf, rule.growth_factor, rule.backoff_factor, rule.growth_interval)
         if rule._may_leave_limits():

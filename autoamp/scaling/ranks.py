@@ -1,7 +1,7 @@
-"""What steps that several ranks take together ask for: gradients as they are after a reduction, and shards.
+"""Gradients that several ranks have a part in: checked after their reduction, whole or in shards.
 
-A rank knows what its own backward passes found. Gradients that other ranks have a part in may hold inf and nan from
-there, so that all must look at what came of the reduction, and go by that.
+A rank knows what its own backward passes found. A reduction may bring inf and nan from other ranks. So all ranks look
+at what came out of it, and step or skip alike.
 """
 
 from __future__ import annotations

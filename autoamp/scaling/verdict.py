@@ -1,4 +1,8 @@
-"""What the gradients of a scaled loss turned out to be, and which loss scaler hears of it."""
+"""Whether the gradients of a scaled loss overflowed, read or still on the device, and which loss scaler is told.
+
+Verdicts collect from block to block. A step settles them: it reads them, or hands their flags on unread where optimizer
+and scaler can go by them on the device.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from autoamp.scaling.gradients import found_any
 from autoamp.scaling.late_flags import LateFlags
 from autoamp.scaling.loss_scale import LossScaler
 
-__all__ = ["Verdict", "read", "settle", "settle_later", "unseen"]
+__all__ = ["Verdict", "newly_found", "read_verdicts", "settle_on_device", "settle_verdicts"]
 
 
 class _Telling:
@@ -33,7 +37,7 @@ class Verdict:
         scaler: The scaler of the block.
         scale: The scale of the block.
         found: What `autoamp.scaling.unscale_` returned, and other tensors like these.
-        block: A verdict of the same block.
+        block: An earlier verdict of the same block, if there is one.
 
     Attributes:
         scaler: As given.
@@ -42,7 +46,7 @@ class Verdict:
         overflowed: Whether an inf or nan was there; None as long as nobody has read it.
         counted: Whether a verdict of this block was settled.
         cleared: Where 0 took the place of gradients that overflowed: the tensors that they were of.
-        is_whole: Whether nothing more is going to be found, so that a step may leave it unread.
+        is_whole: Whether nothing more is going to be found. Then a step may leave it unread.
     """
 
     is_whole = True
@@ -70,8 +74,8 @@ class Verdict:
 
 
 @torch.no_grad()
-def unseen(found: Sequence[Tensor], earlier: Sequence[Verdict]) -> list[Tensor]:
-    """Return what was found in some gradients but for the inf and nan that earlier blocks left in them.
+def newly_found(found: Sequence[Tensor], earlier: Sequence[Verdict]) -> list[Tensor]:
+    """Return what was found in some gradients, without the inf and nan that earlier blocks left in them.
 
     Args:
         found: What `autoamp.scaling.unscale_` returned.
@@ -92,7 +96,7 @@ def unseen(found: Sequence[Tensor], earlier: Sequence[Verdict]) -> list[Tensor]:
     return new
 
 
-def settle(verdicts: Sequence[Verdict]) -> Verdict | None:
+def settle_verdicts(verdicts: Sequence[Verdict]) -> Verdict | None:
     """Read the verdicts of one step, with one device synchronisation, and tell every scaler among them once.
 
     The first that overflowed is to blame, and its scaler goes lower. Those before it were clean. Those after it say
@@ -104,7 +108,7 @@ def settle(verdicts: Sequence[Verdict]) -> Verdict | None:
     Returns:
         The verdict to blame, None if no gradient overflowed.
     """
-    read(verdicts)
+    read_verdicts(verdicts)
     blamed = next((verdict for verdict in verdicts if verdict.overflowed), None)
     clean = verdicts if blamed is None else verdicts[: verdicts.index(blamed)]
     told = {id(verdict.scaler) for verdict in clean if verdict.counted}
@@ -121,11 +125,11 @@ def settle(verdicts: Sequence[Verdict]) -> Verdict | None:
     return blamed
 
 
-def settle_later(verdicts: Sequence[Verdict], tell: Callable[[bool], None]) -> torch.Tensor | None:
+def settle_on_device(verdicts: Sequence[Verdict], tell: Callable[[bool], None]) -> torch.Tensor | None:
     """Settle the verdicts of one step without reading them: the scaler moves on by a flag that stays on the device.
 
     Args:
-        verdicts: As for `settle`.
+        verdicts: As for `settle_verdicts`.
         tell: Called with whether they overflowed, once that is known; it raises nothing.
 
     Returns:
@@ -152,7 +156,7 @@ def settle_later(verdicts: Sequence[Verdict], tell: Callable[[bool], None]) -> t
     return flag
 
 
-def read(verdicts: Sequence[Verdict]) -> None:
+def read_verdicts(verdicts: Sequence[Verdict]) -> None:
     """Read those verdicts that nobody has read, with one synchronisation of each device, and tell no scaler."""
     unread = [verdict for verdict in verdicts if verdict.overflowed is None]
     if not unread:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from autoamp.stepping.attach import ScalesItself, is_optimizer, refuse_own_scaler, stepped_params
-from autoamp.stepping.block import build_grad, open_blocks, scaled_block
+from autoamp.stepping.block import open_blocks, scaled_block, watch_autograd_grad
 from autoamp.stepping.checks import check_half_model, check_half_norms, check_optimizer
 from autoamp.stepping.closures import step_unaware
-from autoamp.stepping.guard import Skips, StepGuard
+from autoamp.stepping.guard import StepGuard
 from autoamp.stepping.links import equalised, load_master, master_of, release_master
 from autoamp.stepping.masters import MasterWeights, fit_state
 from autoamp.stepping.optimizers import GuardedOptimizers
 from autoamp.stepping.replicas import several_processes
+from autoamp.stepping.skips import Skips
 
 __all__ = [
     "GuardedOptimizers",
@@ -18,7 +19,6 @@ __all__ = [
     "ScalesItself",
     "Skips",
     "StepGuard",
-    "build_grad",
     "check_half_model",
     "check_half_norms",
     "check_optimizer",
@@ -34,4 +34,5 @@ __all__ = [
     "several_processes",
     "step_unaware",
     "stepped_params",
+    "watch_autograd_grad",
 ]

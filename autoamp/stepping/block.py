@@ -1,4 +1,8 @@
-"""`scale_loss` blocks: what is scaled on entry, unscaled and judged on exit."""
+"""The gradients of a `scale_loss` block: scaled on entry, unscaled and checked on exit.
+
+`scaled_block` is the part of ``scale_loss`` that handles gradients. What it found in them goes to the guards of the
+optimizers as a `Verdict`.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +20,16 @@ from autoamp.scaling import (
     LossScaler,
     Scale,
     Verdict,
-    inverse,
-    quotient,
+    inverse_scale,
+    newly_found,
     scale_,
+    scale_ratio,
     unscale_,
-    unseen,
 )
 from autoamp.stepping.checks import warn_without_gradients
 from autoamp.stepping.guard import StepGuard
 
-__all__ = ["build_grad", "open_blocks", "scaled_block"]
+__all__ = ["open_blocks", "scaled_block", "watch_autograd_grad"]
 
 
 class _OpenBlocks(threading.local):
@@ -44,7 +48,7 @@ open_blocks = _OpenBlocks()
 
 
 class scaled_block:  # noqa: N801, named as what it is in a with statement
-    """The block in which the gradients of some optimizers are those of a scaled loss.
+    """A block in which the gradients of some optimizers are those of a scaled loss.
 
     Inside, everything in ``.grad`` has the scale of the block: gradients of earlier blocks are multiplied by it first.
     After it they have true values again, also after an exception. A scaler that does not check (scale 1.0) costs no
@@ -109,7 +113,7 @@ def _open(guards: Sequence[StepGuard], scaler: LossScaler) -> Scale:
         guard.forget_abandoned()
         if not scaler.checks:
             guard.finish_delayed()
-    # Only now: what was settled may have changed the scale.
+    # Read after the loop, in which verdicts were settled: that may have changed it.
     scale = scaler.scale_at_hand()
     if any(guard.grads_scale != scale for guard in guards):
         _rescale(guards, scale)
@@ -121,6 +125,7 @@ def _open(guards: Sequence[StepGuard], scaler: LossScaler) -> Scale:
 
 
 def _rescale(guards: Sequence[StepGuard], scale: Scale) -> None:
+    """Multiply gradients that have another scale, those of a parameter of several optimizers once."""
     by_scale: dict[Scale, list[torch.Tensor]] = {}
     seen: set[int] = set()
     for guard in guards:
@@ -130,7 +135,7 @@ def _rescale(guards: Sequence[StepGuard], scale: Scale) -> None:
             by_scale.setdefault(guard.grads_scale, []).extend(params)
     for before, params in by_scale.items():
         if before != scale:
-            scale_(params, quotient(scale, before))
+            scale_(params, scale_ratio(scale, before))
 
 
 def _leave(guards: Sequence[StepGuard], scaler: LossScaler, scale: Scale, checks: bool, *, warns: bool) -> None:
@@ -157,16 +162,16 @@ def _judged(
     """
     if len(guards) == 1 or not any(guard.pending for guard in guards):
         params = lists[0] if len(lists) == 1 else [*itertools.chain.from_iterable(lists)]
-        return [Verdict(scaler, scale, unscale_(params, inverse(scale), guards[0].usual, scaler.late.blank))] * len(
-            guards
-        )
-    found, new = {}, {}
+        return [
+            Verdict(scaler, scale, unscale_(params, inverse_scale(scale), guards[0].usual, scaler.late.blank))
+        ] * len(guards)
+    known, new = {}, {}
     for owners, params in _by_owners(lists).items():
-        found[owners] = unscale_(params, inverse(scale), None, scaler.late.blank)
-        new[owners] = unseen(found[owners], [verdict for place in owners for verdict in guards[place].pending])
+        known[owners] = unscale_(params, inverse_scale(scale), None, scaler.late.blank)
+        new[owners] = newly_found(known[owners], [verdict for place in owners for verdict in guards[place].pending])
     verdicts: list[Verdict] = []
     for place in range(len(guards)):
-        flags = [flag for owners in found for flag in (found if place in owners else new)[owners]]
+        flags = [flag for owners in known for flag in (known if place in owners else new)[owners]]
         verdicts.append(Verdict(scaler, scale, flags, block=verdicts[0] if verdicts else None))
     return verdicts
 
@@ -186,8 +191,11 @@ def _by_owners(lists: Sequence[Sequence[torch.Tensor]]) -> dict[frozenset[int], 
     return owned
 
 
-def build_grad(original: Any) -> Any:
-    """Build the replacement of `torch.autograd.grad`: a block in which it is called need leave nothing in ``.grad``."""
+def watch_autograd_grad(original: Any) -> Any:
+    """Return a replacement of `torch.autograd.grad` that counts its calls in blocks.
+
+    A block in which the program asked for gradients in this way may leave nothing in ``.grad``, and nobody is warned.
+    """
 
     def grad(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and open_blocks.count:

@@ -1,4 +1,4 @@
-"""Warnings where training would go on and silently go wrong."""
+"""Warnings of settings with which training would go on and silently go wrong."""
 
 from __future__ import annotations
 

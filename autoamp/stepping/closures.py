@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from autoamp.stepping.guard import GivenUp, StepGuard
+from autoamp.stepping.guard import GivenUp, StepGuard, versions_of
 
 __all__ = ["step_unaware"]
 
@@ -29,13 +29,13 @@ def step_unaware(
     if blamed is not None:
         guard.skip(blamed)
         return guard.call(closure)
-    versions = [param._version for param in guard.params()]
+    versions = versions_of(guard.params())
     evaluations = 0
 
     def evaluate() -> Any:
         nonlocal evaluations
         evaluations += 1
-        first = evaluations == 1 and versions == [param._version for param in guard.params()]
+        first = evaluations == 1 and versions == versions_of(guard.params())
         loss, blamed = guard.evaluate(closure, attempts=1 if first else None)
         if first and blamed is not None:
             raise GivenUp(loss, blamed)

@@ -1,11 +1,9 @@
 """What ``optimizer.step()`` must do next: step, skip, or ask its closure again at a lower loss scale.
 
-A `StepGuard` stands in front of one optimizer. `scaled_block` is the part of ``scale_loss`` that handles gradients: it
-brings those that are there to the scale of the block, and on the way out unscales and checks them in one pass. What it
-found stays on the device, in a `Verdict`. ``optimizer.step()`` reads all verdicts since the last step at once, tells
-the loss scalers, and steps or skips. An optimizer that takes the flag of an overflow on its device, as torch's fused
-ones do for `torch.amp.GradScaler`, gets it there: nobody waits for the device at all, and the guard hears later whether
-that was a skip.
+A `StepGuard` stands in front of one optimizer. Blocks of its losses leave verdicts with it, whose flags stay on the
+device. ``optimizer.step()`` reads all verdicts since the last step at once, tells the loss scalers, and steps or skips.
+An optimizer that takes the flag of an overflow on its device, as torch's fused ones do for `torch.amp.GradScaler`, gets
+it there: nobody waits for the device at all, and the guard hears later whether that was a skip.
 
 A block calls the guards of its optimizers; a guard knows nothing of blocks but what they tell it.
 """
@@ -15,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import logging
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,128 +23,35 @@ import torch
 from autoamp.casting import Casts
 from autoamp.errors import NonFiniteGradientsError, UsageError
 from autoamp.scaling import (
+    DeviceAndDtype,
     GradientLayout,
     GradientMark,
-    Kind,
-    LateFlags,
     LossScaler,
-    Number,
     Scale,
     ScaledMark,
     Verdict,
-    inverse,
+    inverse_scale,
     non_finite,
     non_finite_now,
     number_of,
-    read,
-    settle,
-    settle_later,
+    read_verdicts,
+    settle_on_device,
+    settle_verdicts,
     total_norm,
     unscale_,
 )
 from autoamp.stepping.attach import AttachedStep, named_params, stepped_params
 from autoamp.stepping.masters import MasterWeights
 from autoamp.stepping.replicas import several_processes
+from autoamp.stepping.skips import Skips
 
-__all__ = ["GivenUp", "Skips", "StepGuard"]
+__all__ = ["GivenUp", "StepGuard", "versions_of"]
 
-logger = logging.getLogger(__name__)
-
-# From the highest default scale, 2**24, so many halvings lead far below 1, where no scale is to blame any more.
+# So many halvings lead from the highest default scale, 2**24, far below 1, where no scale is to blame any more.
 _MAX_EVALUATIONS = 33
 
-# So many verdicts wait for a step at most.
+# At most so many verdicts wait for a step. Then they are read, and one that overflowed is left.
 _MANY_VERDICTS = 64
-
-
-class Skips:
-    """How many steps one optimizer took, and which were skips. Whoever reads it waits for what only the device knows.
-
-    It refers to nothing of the optimizer, so that flags that are still on their way keep no weights alive.
-
-    Args:
-        name: Of the optimizer, for the log.
-        on_skip: Called once for each skip, as soon as it is known.
-
-    Attributes:
-        steps: How many times ``step()`` was called, skips included.
-    """
-
-    def __init__(self, name: str, on_skip: Callable[[], None]) -> None:
-        self.steps = 0
-        self._name = name
-        self._on_skip = on_skip
-        self._total = self._in_a_row = 0
-        self._last = self._has_news = False
-        # Those of the scaler that hears of the last steps later than they are taken.
-        self._late: LateFlags | None = None
-
-    @property
-    def total(self) -> int:
-        """How many steps were skips."""
-        self.catch_up()
-        return self._total
-
-    @property
-    def in_a_row(self) -> int:
-        """How many skips came since the last step that was taken."""
-        self.catch_up()
-        return self._in_a_row
-
-    @in_a_row.setter
-    def in_a_row(self, count: int) -> None:
-        self.catch_up()
-        self._in_a_row = count
-
-    @property
-    def last(self) -> bool:
-        """Whether the last step was a skip."""
-        self.catch_up()
-        return self._last
-
-    @last.setter
-    def last(self, skipped: bool) -> None:
-        self.catch_up()
-        self._last = skipped
-
-    def catch_up(self) -> None:
-        """Learn what became of the last steps where that is on the device still; waits for it."""
-        if self._late is not None:
-            self._late.catch_up()
-
-    def wait_by(self, late: LateFlags) -> None:
-        """Take note of which flags tell of the next step. Steps are counted in order, so others are waited for."""
-        if self._late is not late:
-            self.catch_up()
-            self._late = late
-
-    def news(self) -> int:
-        """Return how many skips in a row are known, if the last of them came to be known since this was asked."""
-        has_news, self._has_news = self._has_news, False
-        return self._in_a_row if has_news else 0
-
-    def count(self, skipped: bool, scaler: LossScaler | None = None, scale: Scale = 1.0) -> None:
-        """Count a step. Of a skip the scaler is given, and the scale that was too high."""
-        self.catch_up()
-        self._count(skipped, scaler, scale)
-
-    def tell(self, scaler: LossScaler, scale: Number, skipped: bool) -> None:
-        """Count a step that was taken earlier."""
-        self._has_news = skipped
-        self._count(skipped, scaler, scale)
-
-    def _count(self, skipped: bool, scaler: LossScaler | None, scale: Scale | Number) -> None:
-        self._last = skipped
-        self._total += skipped
-        self._in_a_row = self._in_a_row + 1 if skipped else 0
-        if not skipped or scaler is None:
-            return
-        self._on_skip()
-        if self._total & (self._total - 1) == 0:
-            logger.warning(
-                "%s: step skipped, gradients overflowed at loss scale %s, the next is %g (skipped %d, in a row %d)",
-                self._name, format(scale, "g"), scaler.loss_scale, self._total, self._in_a_row,
-            )  # fmt: skip
 
 
 class StepGuard:
@@ -178,7 +82,8 @@ class StepGuard:
         grads_scale: The scale of gradients now: 1.0 outside blocks but for ``delay_unscale``.
         in_block: Whether a block of this optimizer is open.
         step_closure: Steps with a closure in place of what this guard would do.
-        usual: What gradients that are unscaled for this guard are like."""
+        usual: What gradients that are unscaled for this guard are like.
+    """
 
     def __init__(
         self,
@@ -209,7 +114,7 @@ class StepGuard:
         self.step_closure: Callable[..., Any] | None = None
         self._delayed: tuple[LossScaler, ScaledMark] | None = None
         self._abandoned: list[Verdict] = []
-        self.usual: GradientLayout[Kind] = GradientLayout()
+        self.usual: GradientLayout[DeviceAndDtype] = GradientLayout()
         self._mark = GradientMark(())
         self._optimizer = weakref.ref(optimizer)
         self._attached: weakref.ref[AttachedStep] | None = None
@@ -249,7 +154,7 @@ class StepGuard:
             self.masters.before_backward()
 
     def has_gradients(self) -> bool:
-        """Whether any gradient is there."""
+        """Tell whether any gradient is there."""
         return any(param.grad is not None for param in self.params())
 
     def enter_block(self, scale: Scale) -> None:
@@ -259,7 +164,14 @@ class StepGuard:
     def leave_block(
         self, grads_scale: Scale, verdict: Verdict | None = None, delayed: LossScaler | None = None, params: Any = None
     ) -> None:
-        """Take note of how a block ended: the scale it left, what it found, the scaler of a check that is still due."""
+        """Take note of how a block ended.
+
+        Args:
+            grads_scale: The scale of the gradients now.
+            verdict: What was found in them, if they were checked.
+            delayed: The scaler of the block, if they are to be checked later.
+            params: What `params` returns, if the caller has it at hand.
+        """
         if verdict is not None:
             self.pending.append(verdict)
         self.grads_scale = grads_scale
@@ -270,7 +182,7 @@ class StepGuard:
         self._mark = GradientMark(params)
 
     def unscaled(self, params: Sequence[torch.Tensor], scaler: LossScaler, scale: Scale) -> None:
-        """Take note of what a block unscaled: a backward pass leaves what is in no optimizer at the block's scale."""
+        """Take note of what a block unscaled. Gradients of all other tensors have its scale still."""
         self._unscaled = params, scaler, scale
 
     def take_in_joined(self) -> None:
@@ -288,7 +200,7 @@ class StepGuard:
         known = set(map(id, before))
         joined = [p for p in params if p.grad is not None and id(p) not in known and not self._serves(p)]
         if joined:
-            self.pending.append(Verdict(scaler, scale, unscale_(joined, inverse(scale), None, scaler.late.blank)))
+            self.pending.append(Verdict(scaler, scale, unscale_(joined, inverse_scale(scale), None, scaler.late.blank)))
 
     def expect(self, verdict: Verdict) -> None:
         """Take note of a backward pass from which gradients come with true values, and of the verdict on them."""
@@ -308,22 +220,22 @@ class StepGuard:
 
     def _settle_abandoned(self) -> None:
         abandoned, self._abandoned = self._abandoned, []
-        read(abandoned)
+        read_verdicts(abandoned)
         # A scaler that is lower by now has nothing to learn from an overflow at a higher scale.
-        settle([one for one in abandoned if one.overflowed and float(one.scale) <= one.scaler.loss_scale])
+        settle_verdicts([one for one in abandoned if one.overflowed and float(one.scale) <= one.scaler.loss_scale])
 
     def forget_abandoned(self) -> None:
         """Settle verdicts whose gradients were dropped without a step; the scaler learns from them all the same."""
         if self.pending:
             # Where an overflow was cleared all is 0 anyway: whoever clips that goes on to the step, which is skipped.
             cleared = any(verdict.cleared for verdict in self.pending)
-            if self._mark.replaced() if cleared else self._mark.touched() and not self._holds_any():
+            if self._mark.replaced() if cleared else self._mark.touched() and not self._has_nonzero_gradients():
                 self.settle()
         if self._delayed is not None and self._delayed[1].dropped():
             self._end_delay()
             self.grads_scale = 1.0
 
-    def _holds_any(self) -> bool:
+    def _has_nonzero_gradients(self) -> bool:
         """Tell gradients that were written to, as by clipping, from those that were cleared. Waits for the device."""
         grads = [grad for param in self.params() if (grad := param.grad) is not None]
         return bool(grads) and float(total_norm(grads, math.inf)) != 0.0
@@ -335,7 +247,7 @@ class StepGuard:
 
     def overflowed(self) -> bool:
         """Tell whether gradients since the last step overflowed; where there are none, whether that step was a skip."""
-        read(self.pending)
+        read_verdicts(self.pending)
         return any(verdict.overflowed for verdict in self.pending) if self.pending else self.skips.last
 
     def finish_delayed(self) -> None:
@@ -347,7 +259,7 @@ class StepGuard:
         self.grads_scale = 1.0
         if not mark.dropped():
             self.pending.append(
-                Verdict(scaler, scale, unscale_(self.params(), inverse(scale), self.usual, scaler.late.blank))
+                Verdict(scaler, scale, unscale_(self.params(), inverse_scale(scale), self.usual, scaler.late.blank))
             )
             self._mark = GradientMark(self.params())
 
@@ -431,7 +343,7 @@ class StepGuard:
             return None
         scaler, scale = verdicts[0].scaler, verdicts[0].scale
         self.skips.wait_by(scaler.late)
-        flag = settle_later(verdicts, functools.partial(self.skips.tell, scaler, number_of(scale)))
+        flag = settle_on_device(verdicts, functools.partial(self.skips.tell, scaler, number_of(scale)))
         if flag is not None:
             self.pending = []
             if self.skips.news() >= self.max_consecutive_skips:
@@ -455,6 +367,7 @@ class StepGuard:
 
     @contextlib.contextmanager
     def _handed(self, flag: torch.Tensor) -> Iterator[None]:
+        """Let the optimizer have the flag of an overflow as ``found_inf``, where it looks for it."""
         optimizer: Any = self._optimizer()
         optimizer.found_inf = flag
         try:
@@ -466,10 +379,10 @@ class StepGuard:
         """Read the pending verdicts, tell the scalers, and return the verdict to blame, if any."""
         pending, self.pending = self.pending, []
         if not self._abandoned:
-            return settle(pending)
-        # All at one go, since to read is to wait for the device.
-        read([*pending, *self._abandoned])
-        blamed = settle(pending)
+            return settle_verdicts(pending)
+        # All at once, since each read waits for the device.
+        read_verdicts([*pending, *self._abandoned])
+        blamed = settle_verdicts(pending)
         self._settle_abandoned()
         return blamed
 
@@ -492,7 +405,11 @@ class StepGuard:
             self.stepping = before
 
     def skip(self, blamed: Verdict) -> None:
-        """Count a step that is not taken. NonFiniteGradientsError: there were too many in a row."""
+        """Count a step that is not taken.
+
+        Raises:
+            NonFiniteGradientsError: There were too many in a row.
+        """
         self.last_step_ran = False
         optimizer: Any = self._optimizer()
         # A step was due and came: LR schedulers look at this before they complain about the order of calls.
@@ -524,11 +441,11 @@ class StepGuard:
         blamed = self.settle()
         if blamed is not None:
             return self.skip(blamed)
-        later, versions, begun = self.guarded_closure(closure), _versions(self.params()), False
+        later, versions, begun = self.guarded_closure(closure), versions_of(self.params()), False
 
         def evaluate() -> Any:
             nonlocal begun
-            first, begun = not begun and versions == _versions(self.params()), True
+            first, begun = not begun and versions == versions_of(self.params()), True
             if not first:
                 return later()
             self._params_changed()
@@ -588,8 +505,8 @@ class GivenUp(BaseException):
         self.blamed = blamed
 
 
-def _versions(params: Iterable[torch.Tensor]) -> list[int]:
-    # Inference tensors keep no count.
+def versions_of(params: Iterable[torch.Tensor]) -> list[int]:
+    """Return how often torch saw each tensor written to; 0 for an inference tensor, where it does not count."""
     return [0 if param.is_inference() else param._version for param in params]
 
 

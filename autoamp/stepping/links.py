@@ -1,4 +1,4 @@
-"""Half parameters and their fp32 masters, pairwise: which belong together, and who follows whom."""
+"""Half parameters and their fp32 masters, pairwise: which belong together, and which takes over the other's value."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ class Link:
         return _version(half) != self._version or _address(half) != self._address
 
     def take_over(self, half: Tensor, *, whole: bool) -> None:
-        """Set the master to what was written into the half parameter; where both were written to, masters win."""
+        """Set the master to the half parameter, which was written to; where both were, the master stays."""
         if _version(self.master) == self._master_version:
             self.read(half, whole=whole)
         else:
             self.agree(half)
 
     def take_over_unseen(self, half: Tensor, *, whole: bool) -> None:
-        """Do as `take_over` does, before the first step, where a hash alone tells whether there was a write."""
+        """Do as `take_over` does, before the first step, where the fingerprint tells whether there was a write."""
         value, differs = self._compared(half)
         now: Any = _fingerprint(half)
         written = (now != self.fingerprint).to(value.device)
@@ -124,7 +124,7 @@ def equalised(parameters: Iterable[Tensor], wrapper: object) -> Iterator[list[Te
 
     Args:
         parameters: Those of a model; what has no master is passed over.
-        wrapper: Whatever keeps them equal from now on.
+        wrapper: What keeps them equal over processes from now on. It is referred to weakly.
     """
     pairs = [(half, link) for half in parameters if (link := _links.get(half)) is not None]
     follow(pairs, local=True)
@@ -180,14 +180,16 @@ def follow(pairs: Iterable[tuple[Tensor, Link]], *, first_step: bool = False, lo
 
 
 def _fingerprint(tensor: Tensor) -> Tensor | None:
+    """Return a hash of the values, on their device: nothing is waited for. None for an empty tensor."""
     return torch.hash_tensor(_local(tensor.detach())) if tensor.numel() else None
 
 
 def _version(tensor: Tensor) -> int | None:
+    """Return how often torch saw the tensor written to."""
     try:
         return tensor._version
     except RuntimeError:
-        # Inference tensors keep no count.
+        # Torch counts no writes into inference tensors.
         return None
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from autoamp.errors import CheckpointError, UsageError
 from autoamp.scaling import LossScaler, is_count
-from autoamp.stepping.guard import Skips
+from autoamp.stepping.skips import Skips
 
 __all__ = ["LossScalers", "OwnScalers", "listed"]
 

@@ -1,4 +1,4 @@
-"""Master weights: an fp32 copy of every half parameter that an optimizer steps.
+"""Master weights: an fp32 copy of every half parameter that an optimizer steps in its place.
 
 The optimizer's groups have the masters, the model has the half parameters. A backward pass leaves gradients in half
 precision; one multi-tensor pass copies them up, and from then on a half parameter and its master share one fp32
@@ -34,7 +34,7 @@ __all__ = ["MasterWeights", "fit_state"]
 log = logging.getLogger(__name__)
 
 
-# So many elements of gradients are widened at one go: each part costs a launch.
+# So many elements of gradients may be widened at once: each part costs a launch.
 _SMALL = 2**17
 
 # Marks a gradient that a half parameter shares with its master. Where the master's is another one by now, or none, the
@@ -144,11 +144,11 @@ class MasterWeights:
 
     @torch.no_grad()
     def before_backward(self) -> None:
-        """Make way for the reducer of torch's DistributedDataParallel; called within a block, before its backward pass.
+        """Get gradients ready for the reducer of torch's DistributedDataParallel.
 
-        Gradients add up in fp32. The reducer averages all that it finds in ``.grad``, and takes the parameter's dtype
-        alone: so fp32 sums that were averaged already are put aside until the pass is over, and what ``no_sync`` left,
-        which it has yet to average, goes to half precision.
+        Called within a block, before its backward pass. Gradients add up in fp32. The reducer averages all that it
+        finds in ``.grad``, and takes the parameter's dtype alone. So fp32 sums that were averaged already are put aside
+        until the pass is over, and those that ``no_sync`` left, which are yet to be averaged, go to half precision.
         """
         for part in self._replicated:
             present = [half for half, _ in part.pairs if half.grad is not None]
@@ -295,9 +295,11 @@ def _move_state(optimizer: Any, old: Tensor, new: Tensor) -> None:
 
 @dataclass
 class _Replicated:
-    """What of one optimizer's half parameters one DistributedDataParallel keeps equal over processes.
+    """Those of one optimizer's half parameters that one DistributedDataParallel keeps equal over processes.
 
     Attributes:
+        replica: The DistributedDataParallel.
+        pairs: The half parameters, with their links.
         unreduced: Whether gradients that are there may be those of this process alone, which ``no_sync`` left.
     """
 
@@ -319,6 +321,7 @@ class _Aside:
         self._put: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def put(self, half: Tensor, master: Tensor) -> None:
+        """Put the shared gradient of a half parameter and its master aside, if there is one."""
         grad = half.grad
         if grad is not None and hasattr(grad, _SHARED):
             self._put.append((half, master, grad))
@@ -370,8 +373,8 @@ def _share(half: Tensor, master: Tensor, grad: Tensor | None) -> None:
 def _parts(pairs: list[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """Split pairs, so that the half gradients of one part are gone before those of the next are widened.
 
-    At one go both kinds would be there at once, which is when memory is shortest. A part is half of what is left, and
-    the largest come first: while all but the last of them go over there are fewer bytes than of all of them in fp32.
+    In one part all gradients would be there in both dtypes, which is when memory is shortest. Each part is half of what
+    is left, the largest first: until the last part there are fewer bytes than all gradients have in fp32.
     """
     pairs = sorted(pairs, key=lambda pair: pair[0].numel(), reverse=True)
     left, begin, taken = sum(half.numel() for half, _ in pairs), 0, 0
@@ -385,6 +388,7 @@ def _parts(pairs: list[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Te
 
 
 def _narrow(halves: Iterable[Tensor]) -> None:
+    """Cast gradients to the dtypes of their half parameters."""
     for half in halves:
         if half.grad is not None:
             half.grad = half.grad.to(half.dtype)

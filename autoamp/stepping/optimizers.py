@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autoamp.casting import Casts
 from autoamp.errors import UsageError
-from autoamp.scaling import LossScaler, multiplied
+from autoamp.scaling import LossScaler, multiplied_loss
 from autoamp.stepping.attach import (
     AttachedStep,
     InnerSteps,
@@ -25,9 +25,10 @@ from autoamp.stepping.attach import (
 )
 from autoamp.stepping.block import scaled_block
 from autoamp.stepping.checks import check_optimizer
-from autoamp.stepping.guard import Skips, StepGuard
+from autoamp.stepping.guard import StepGuard
 from autoamp.stepping.loss_scalers import LossScalers, listed
 from autoamp.stepping.masters import MasterWeights
+from autoamp.stepping.skips import Skips
 
 __all__ = ["GuardedOptimizers"]
 
@@ -146,7 +147,7 @@ class GuardedOptimizers:
         guards = [self.guard(optimizer) for optimizer in listed(optimizers)]
         try:
             with scaled_block(guards, scaler, delay_unscale=delay_unscale) as scale:
-                yield multiplied(loss, scale)
+                yield multiplied_loss(loss, scale)
         finally:
             self._casts.cache.clear()
 
@@ -191,7 +192,7 @@ class GuardedOptimizers:
     def before_step(
         self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Look to it that `_step` runs in place of a step that is about to begin: torch's hook before any step."""
+        """See to it that `_step` runs in place of a step that is about to begin: torch's hook before any step."""
         if torch.compiler.is_compiling():
             return None
         if self._inner_steps is None:
@@ -201,9 +202,10 @@ class GuardedOptimizers:
         return self._guard_closure(optimizer, args, kwargs)
 
     def _step(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the step of any optimizer: with casts off, and as its guard says, if it has one that it went past.
+        """Run the step of any optimizer with casts off; through its guard, if the call went past that.
 
-        One with a closure gets a guard: its step has begun when the closure scales the first loss.
+        An optimizer that is called with a closure gets a guard now: when the closure scales the first loss, the step
+        has begun already.
         """
         optimizer, given = args[0], args[1:]
         guard = self._guards.get(optimizer)
@@ -225,7 +227,11 @@ class GuardedOptimizers:
     def _guard_closure(
         self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Guard a closure where `_step` cannot stand around the step. UsageError: it is to be skipped."""
+        """Guard a closure where `_step` cannot stand around the step.
+
+        Raises:
+            UsageError: The step is to be skipped, which cannot be done here.
+        """
         guard = self._guards.get(optimizer)
         blamed = guard.settle() if guard is not None and guard.pending else None
         if guard is not None and blamed is not None and not blamed.cleared:

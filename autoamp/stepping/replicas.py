@@ -35,7 +35,7 @@ class Sync(enum.Enum):
 
 
 class Replica:
-    """One wrapper.
+    """One DistributedDataParallel.
 
     Args:
         wrapper: Referred to weakly.
@@ -69,7 +69,7 @@ class Replica:
         return Sync.YES if prepared and wanted else Sync.UNSURE if prepared or wanted else Sync.NO
 
     def broadcast(self, tensors: list[Tensor]) -> None:
-        """Give all processes the values of the first one. A collective: each process calls it with the like tensors."""
+        """Give all processes the values of the first one. A collective: all give the same shapes."""
         wrapper = self.wrapper
         if wrapper is not None and dist.get_world_size(wrapper.process_group) > 1:
             group = wrapper.process_group
@@ -79,14 +79,17 @@ class Replica:
 
 
 class Wrappers:
-    """Every wrapper of the process, those that are there and those to come, for as long as somebody watches."""
+    """Every DistributedDataParallel of the process, now and to come, for as long as somebody watches.
+
+    Attributes:
+        seen: How many there were so far. Whoever remembers the number knows when to ask again.
+    """
 
     def __init__(self) -> None:
         self._replicas: weakref.WeakKeyDictionary[Module, Replica] = weakref.WeakKeyDictionary()
         self._watchers = 0
         self._hook: Any = None
         self.seen = 0
-        """How many wrappers there were so far: what was asked before is stale when it moves."""
 
     def watch(self, watcher: object) -> weakref.finalize[..., Any]:
         """Look out for wrappers until ``watcher`` is gone, or what is returned was called."""

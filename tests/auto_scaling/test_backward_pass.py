@@ -21,7 +21,7 @@ from autoamp.auto_scaling.backward_pass import (
     scaled_gradients,
 )
 from autoamp.scaling.loss_scale import DynamicLossScaler, LossScaler, StaticLossScaler
-from autoamp.scaling.verdict import read
+from autoamp.scaling.verdict import read_verdicts
 from autoamp.stepping.guard import StepGuard
 
 
@@ -138,7 +138,7 @@ def test_an_overflow_is_noted_and_replaced_where_nobody_waits_for_it(cleans: boo
     assert bool(hidden.isfinite().all()) is cleans
     assert torch.equal(case.running.still_overflowed(bias, torch.ones(2)), torch.ones(2))
     assert verdict.overflowed is None
-    read([verdict])
+    read_verdicts([verdict])
     assert verdict.overflowed
     assert [tensor is weight for tensor in verdict.cleared] == [True] * cleans
 

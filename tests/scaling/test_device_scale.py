@@ -8,7 +8,15 @@ import weakref
 import pytest
 import torch
 
-from autoamp.scaling.device_scale import DeviceFactor, DeviceScale, Factor, inverse, multiplied, number_of, quotient
+from autoamp.scaling.device_scale import (
+    DeviceFactor,
+    DeviceScale,
+    Factor,
+    inverse_scale,
+    multiplied_loss,
+    number_of,
+    scale_ratio,
+)
 
 CPU = torch.device("cpu")
 SCALES = [2.0**16, 1000.0, 0.3000000119, 2.0**-126, 2.0**126, 7.0]
@@ -32,9 +40,9 @@ def value(factor: Factor, dtype: torch.dtype) -> float:
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_an_inverse_is_that_of_the_float(scale: float) -> None:
-    assert value(inverse(on_device(scale)), torch.float32) == torch.tensor(1.0 / fp32(scale)).item()
-    assert value(inverse(on_device(scale)), torch.float64) == 1.0 / fp32(scale)
-    assert inverse(scale) == 1.0 / scale
+    assert value(inverse_scale(on_device(scale)), torch.float32) == torch.tensor(1.0 / fp32(scale)).item()
+    assert value(inverse_scale(on_device(scale)), torch.float64) == 1.0 / fp32(scale)
+    assert inverse_scale(scale) == 1.0 / scale
 
 
 @pytest.mark.parametrize("above", SCALES)
@@ -42,9 +50,9 @@ def test_an_inverse_is_that_of_the_float(scale: float) -> None:
 def test_a_quotient_is_that_of_the_floats(above: float, below: float) -> None:
     exact = fp32(above) / fp32(below)
     factors = [
-        quotient(on_device(above), on_device(below)),
-        quotient(on_device(above), fp32(below)),
-        quotient(fp32(above), on_device(below)),
+        scale_ratio(on_device(above), on_device(below)),
+        scale_ratio(on_device(above), fp32(below)),
+        scale_ratio(fp32(above), on_device(below)),
     ]
     assert [value(factor, torch.float64) for factor in factors] == [exact] * 3
     assert [value(factor, torch.float32) for factor in factors] == [torch.tensor(exact).item()] * 3
@@ -52,14 +60,14 @@ def test_a_quotient_is_that_of_the_floats(above: float, below: float) -> None:
 
 def test_a_scale_over_one_is_itself_and_over_itself_one() -> None:
     scale = on_device(1000.0)
-    assert value(quotient(scale, 1.0), torch.float32) == 1000.0
-    assert quotient(scale, scale) == 1.0
-    assert quotient(8.0, 2.0) == 4.0
+    assert value(scale_ratio(scale, 1.0), torch.float32) == 1000.0
+    assert scale_ratio(scale, scale) == 1.0
+    assert scale_ratio(8.0, 2.0) == 4.0
 
 
 def test_bounds() -> None:
-    assert inverse(on_device(8.0, lowest=4.0)).largest == 0.25  # type: ignore[union-attr]
-    assert quotient(on_device(8.0), 2.0).largest == math.inf  # type: ignore[union-attr]
+    assert inverse_scale(on_device(8.0, lowest=4.0)).largest == 0.25  # type: ignore[union-attr]
+    assert scale_ratio(on_device(8.0), 2.0).largest == math.inf  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**16, 1000.1])
@@ -69,7 +77,7 @@ def test_a_loss_is_multiplied_as_by_the_float(scale: float, dtype: torch.dtype) 
     outcomes = []
     for given in (scale, on_device(scale)):
         loss.grad = None
-        product = multiplied(loss, given)
+        product = multiplied_loss(loss, given)
         product.backward()
         outcomes.append((product.dtype, product.item(), loss.grad))
     assert outcomes[0] == outcomes[1]

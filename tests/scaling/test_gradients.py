@@ -16,11 +16,11 @@ from torch.nn import Parameter
 
 from autoamp.errors import UsageError
 from autoamp.scaling import gradients
-from autoamp.scaling.device_scale import DeviceScale, inverse, quotient
+from autoamp.scaling.device_scale import DeviceScale, inverse_scale, scale_ratio
 from autoamp.scaling.gradient_layout import GradientLayout
 from autoamp.scaling.gradients import (
+    DeviceAndDtype,
     GradientMark,
-    Kind,
     ScaledMark,
     found_any,
     non_finite,
@@ -170,9 +170,9 @@ def test_inference_tensors_are_replaced() -> None:
     assert all(grad_of(param).eq(1.0).all() for param in params)
 
 
-def learnt(count: int, **kwargs: Any) -> GradientLayout[Kind]:
+def learnt(count: int, **kwargs: Any) -> GradientLayout[DeviceAndDtype]:
     """Return what two calls learn of ``count`` gradients of two elements."""
-    usual: GradientLayout[Kind] = GradientLayout()
+    usual: GradientLayout[DeviceAndDtype] = GradientLayout()
     for _ in range(2):
         unscale_([with_grad(torch.ones(2, **kwargs)) for _ in range(count)], 0.5, usual)
     return usual
@@ -402,7 +402,7 @@ def test_a_scale_on_the_device_unscales_as_the_float(
 ) -> None:
     scale = torch.tensor(scale).item()
     outcomes = []
-    for factor in (1.0 / scale, inverse(DeviceScale(torch.tensor(scale), lowest))):
+    for factor in (1.0 / scale, inverse_scale(DeviceScale(torch.tensor(scale), lowest))):
         params = given_gradients(dtype)
         if bad is not None:
             params[1].grad[2] = bad  # type: ignore[index]
@@ -421,7 +421,7 @@ LEAVES_RANGE = [(torch.float16, torch.tensor(0.3).item()), (torch.float16, 2.0**
 def test_a_quotient_on_the_device_scales_as_the_float(dtype: torch.dtype, above: float, below: float) -> None:
     above, below = torch.tensor([above, below]).tolist()
     outcomes = []
-    for factor in (above / below, quotient(DeviceScale(torch.tensor(above), 1.0), below)):
+    for factor in (above / below, scale_ratio(DeviceScale(torch.tensor(above), 1.0), below)):
         params = given_gradients(dtype)
         scale_(params, factor)
         outcomes.append([param.grad for param in params])

@@ -169,3 +169,13 @@ def test_what_a_closure_raises_comes_out(handle: autoamp.Handle) -> None:
     optimizer.add_param_group({"params": [program.param]})
     optimizer.step(program.closure)
     assert float(program.param) == 0.75
+
+
+def test_a_frozen_parameter_may_be_an_inference_tensor(handle: autoamp.Handle) -> None:
+    """Torch counts no writes into it."""
+    program = Program(0.5)
+    with torch.inference_mode():
+        frozen = torch.ones(1)
+    optimizer = torch.optim.SGD([program.param, frozen], lr=0.5)
+    optimizer.step(program.closure)
+    assert (program.param.item(), program.calls) == (0.75, 1)

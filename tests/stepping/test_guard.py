@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import logging
 import math
 import pickle
 import types
@@ -427,18 +426,6 @@ def test_only_optimizers_are_guarded(thing: Any) -> None:
 
 
 # -- skips in a row --
-
-
-def test_skips_are_logged_at_powers_of_two(caplog: pytest.LogCaptureFixture) -> None:
-    setup = Setup()
-    with caplog.at_level(logging.WARNING, "autoamp.stepping"):
-        for _ in range(9):
-            setup.optimizer.zero_grad()
-            setup.backward(math.inf)
-            setup.optimizer.step()
-    assert len(caplog.records) == 4
-    assert "loss scale 1024, the next is 512 (skipped 1, in a row 1)" in caplog.text
-    assert "skipped 8, in a row 8" in caplog.text
 
 
 class Net(torch.nn.Module):

@@ -17,7 +17,7 @@ from autoamp.compat.amp.properties import Properties
 from autoamp.errors import UsageError
 from autoamp.runtime import Handle, current_handle
 from autoamp.runtime import NoOpHandle as NativeNoOpHandle
-from autoamp.scaling import DynamicLossScaler, LossScaler, Verdict, read
+from autoamp.scaling import DynamicLossScaler, LossScaler, Verdict, read_verdicts
 from autoamp.stepping import MasterWeights, StepGuard, scaled_block
 
 __all__ = ["AmpHandle", "AmpStash", "AmpState", "NoOpHandle", "ScalerView", "amp_handle", "amp_state"]
@@ -136,7 +136,7 @@ class ScalerView:
         handle = current_handle()
         guards = [] if handle is None else handle.optimizers.guards
         pending = [verdict for guard in guards for verdict in guard.pending if verdict.scaler is self._scaler]
-        read(pending)
+        read_verdicts(pending)
         return pending
 
     def _load(self, scale: float, unskipped: int) -> None:
