@@ -5,7 +5,7 @@ from __future__ import annotations
 from autoamp.casting.cache import CastCache, cast_for_any_mode, serves_others
 from autoamp.casting.casters import SparseArgument, cast_call, on_device
 from autoamp.casting.casts import Casts
-from autoamp.casting.flat_weights import RECURRENT_LAYERS, FlatLayout, RecurrentLayer, flatten_weights, layout_of
+from autoamp.casting.flat_weights import RECURRENT_LAYERS, FlatLayout, RecurrentLayer, cudnn_layout_of, flatten_weights
 from autoamp.casting.threads import Switches
 
 __all__ = [
@@ -18,8 +18,8 @@ __all__ = [
     "Switches",
     "cast_call",
     "cast_for_any_mode",
+    "cudnn_layout_of",
     "flatten_weights",
-    "layout_of",
     "on_device",
     "serves_others",
 ]

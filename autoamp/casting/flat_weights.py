@@ -12,7 +12,7 @@ from torch.nn import Parameter, RNNBase
 
 from autoamp.torch_private import flatten_recurrent_weights
 
-__all__ = ["RECURRENT_LAYERS", "FlatLayout", "RecurrentLayer", "flatten_weights", "layout_of"]
+__all__ = ["RECURRENT_LAYERS", "FlatLayout", "RecurrentLayer", "cudnn_layout_of", "flatten_weights"]
 
 RECURRENT_LAYERS = {
     torch.gru: ("GRU", 3),
@@ -86,7 +86,7 @@ def _move_to_one_tensor(layer: RecurrentLayer, weights: Sequence[Tensor]) -> Ten
         )  # fmt: skip
 
 
-def layout_of(layer: RecurrentLayer, weights: Sequence[Tensor]) -> FlatLayout:
+def cudnn_layout_of(layer: RecurrentLayer, weights: Sequence[Tensor]) -> FlatLayout:
     """Return cuDNN's layout of weights, found by laying out empty tensors of their shapes."""
     copies = [torch.empty(weight.shape, dtype=layer.dtype, device=weight.device) for weight in weights]
     size = _move_to_one_tensor(layer, copies).numel()

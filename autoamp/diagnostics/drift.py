@@ -16,7 +16,7 @@ import torch
 
 from autoamp.errors import ListFileError
 from autoamp.ops import known_ops, locate
-from autoamp.rules import CastPolicy, CastRule, admits, shipped_sets, shipped_table
+from autoamp.rules import CastPolicy, CastRule, admits_version, shipped_sets, shipped_table
 
 __all__ = ["Drift", "autocast_header", "check_lists", "parse_autocast", "public_names"]
 
@@ -121,8 +121,8 @@ def check_lists() -> Drift:
     return Drift(
         torch=version,
         added=tuple(sorted(name for name in public_names() if not _covered(name, listed))),
-        gone=tuple(rule for rule in rules if admits(rule.versions, version) and not there[rule]),
-        back=tuple(rule for rule in rules if not admits(rule.versions, version) and there[rule]),
+        gone=tuple(rule for rule in rules if admits_version(rule.versions, version) and not there[rule]),
+        back=tuple(rule for rule in rules if not admits_version(rule.versions, version) and there[rule]),
         moved=tuple(
             (op, policy, rule)
             for op, policy in sorted(policies.items())

@@ -14,7 +14,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
-from autoamp.casting import RECURRENT_LAYERS, Casts, FlatLayout, RecurrentLayer, SparseArgument, layout_of, on_device
+from autoamp.casting import (
+    RECURRENT_LAYERS,
+    Casts,
+    FlatLayout,
+    RecurrentLayer,
+    SparseArgument,
+    cudnn_layout_of,
+    on_device,
+)
 from autoamp.torch_private import (
     dispatch_modes,
     in_dual_level,
@@ -63,7 +71,7 @@ def build_recurrent(
     original: Any,
     general: Callable[..., Any],
     casts: Casts,
-    find_layout: Callable[[RecurrentLayer, Sequence[Tensor]], FlatLayout] = layout_of,
+    find_layout: Callable[[RecurrentLayer, Sequence[Tensor]], FlatLayout] = cudnn_layout_of,
     takes: Callable[[Tensor], bool] = torch.cudnn_is_acceptable,
 ) -> Callable[..., Any]:
     """Build the replacement of one of `RECURRENT_LAYERS` under the policy fp16, on CUDA.

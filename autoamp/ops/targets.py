@@ -16,7 +16,7 @@ import torch
 
 from autoamp.errors import ListFileError, PatchError
 from autoamp.patching import original_of, resolve
-from autoamp.rules import CastPolicy, CastRule, CastTable, admits, check_bare_names
+from autoamp.rules import CastPolicy, CastRule, CastTable, admits_version, check_bare_names
 from autoamp.torch_private import RECURRENT
 
 __all__ = ["Expansion", "Target", "expand", "known_ops", "locate", "owns_its_names", "target_at"]
@@ -108,7 +108,7 @@ def expand(table: CastTable) -> Expansion:
         ListFileError: A rule names an op that torch does not have, or an attribute that an imported module does not
             have, unless the rule stands in a shipped list set.
     """
-    rules = tuple(rule for rule in table.rules if admits(rule.versions, torch.__version__))
+    rules = tuple(rule for rule in table.rules if admits_version(rule.versions, torch.__version__))
     table = replace(table, rules=rules)
     lacking = check_bare_names(table, known_ops())
     # An op that is left alone is as well off where torch lacks it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autoamp.rules.loader import ENVIRONMENT_VARIABLE, check_bare_names, load_table, shipped_sets, shipped_table
-from autoamp.rules.table import CastPolicy, CastRule, CastTable, ModulePrecision, ModuleRule, Origin, admits
+from autoamp.rules.table import CastPolicy, CastRule, CastTable, ModulePrecision, ModuleRule, Origin, admits_version
 
 __all__ = [
     "ENVIRONMENT_VARIABLE",
@@ -13,7 +13,7 @@ __all__ = [
     "ModulePrecision",
     "ModuleRule",
     "Origin",
-    "admits",
+    "admits_version",
     "check_bare_names",
     "load_table",
     "shipped_sets",

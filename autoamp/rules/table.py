@@ -15,7 +15,7 @@ __all__ = [
     "ModulePrecision",
     "ModuleRule",
     "Origin",
-    "admits",
+    "admits_version",
     "is_version_limit",
 ]
 
@@ -154,7 +154,7 @@ def is_version_limit(text: str) -> bool:
     return _LIMITS.fullmatch(text) is not None
 
 
-def admits(limits: str, version: str) -> bool:
+def admits_version(limits: str, version: str) -> bool:
     """Tell whether a version such as `2.13.0+cpu` is within limits, of which an empty text has none.
 
     Raises:

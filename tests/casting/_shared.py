@@ -17,7 +17,7 @@ HALVES = [torch.float16, torch.bfloat16]
 
 CAST_DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
-KEPT_DTYPES = [
+OTHER_DTYPES = [
     torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool, torch.complex64,
     torch.complex128, torch.float8_e4m3fn,
 ]  # fmt: skip
@@ -33,7 +33,7 @@ def full_like(dtype: torch.dtype, device: str = "cpu") -> Tensor:
     return torch.zeros(2, device=device).to(dtype)
 
 
-tensors = st.sampled_from([*CAST_DTYPES, *KEPT_DTYPES]).map(full_like)
+tensors = st.sampled_from([*CAST_DTYPES, *OTHER_DTYPES]).map(full_like)
 
 parameters = st.sampled_from(CAST_DTYPES).map(lambda dtype: Parameter(full_like(dtype)))
 

@@ -26,14 +26,14 @@ HALF = torch.bfloat16
 # -- the cache on its own --
 
 
-def test_cache_without_a_scope_keeps_nothing() -> None:
+def test_nothing_is_kept_outside_of_module_calls() -> None:
     casts = make()
     parameter = Parameter(torch.ones(2))
     assert casts.to_half(parameter) is not casts.to_half(parameter)
     assert len(casts.cache) == 0
 
 
-def test_cache_holds_casts_to_half_alone() -> None:
+def test_casts_to_half_alone_are_kept() -> None:
     casts = make()
     casts.local.entries = {}
     parameter, half = Parameter(torch.ones(2)), Parameter(torch.ones(2, dtype=torch.bfloat16))
@@ -47,7 +47,7 @@ def test_cache_holds_casts_to_half_alone() -> None:
     assert casts.local.entries == {}
 
 
-def test_clear_outside_of_a_scope_opens_none() -> None:
+def test_clear_outside_of_module_calls_makes_no_entries() -> None:
     casts = make()
     casts.cache.clear()
     assert casts.local.entries is None
@@ -94,7 +94,7 @@ def test_a_cast_in_inference_mode_has_a_version() -> None:
     assert torch.equal(cache.cast(parameter, Tensor.bfloat16), parameter.to(HALF))
 
 
-def test_cache_holds_the_old_storage_so_that_its_address_stays_taken() -> None:
+def test_an_entry_references_the_old_storage_so_that_its_address_stays_taken() -> None:
     casts = make()
     casts.local.entries = {}
     parameter = Parameter(torch.zeros(1000))
@@ -322,7 +322,7 @@ def test_layers_that_are_not_cast_at_all(handle: autoamp.Handle) -> None:
                 assert layer(given).dtype is torch.float32
 
 
-def test_blocks_that_end_while_others_cast(handle: autoamp.Handle) -> None:
+def test_promises_that_end_while_others_cast(handle: autoamp.Handle) -> None:
     layer, x = nn.Linear(16, 16), torch.randn(3, 16)
     errors: list[BaseException] = []
     stop = threading.Event()

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from autoamp.casting.casters import SparseArgument
 from autoamp.tensors import iter_tensors
-from tests.casting._shared import CAST_DTYPES, HALVES, KEPT_DTYPES, full_like, make, nested, snapshot
+from tests.casting._shared import CAST_DTYPES, HALVES, OTHER_DTYPES, full_like, make, nested, snapshot
 
 
 @pytest.mark.parametrize("source", CAST_DTYPES)
@@ -36,7 +36,7 @@ def test_floats_go_to_fp32(half: torch.dtype, device: str, source: torch.dtype) 
     assert (cast is tensor) == (source == torch.float32)
 
 
-@pytest.mark.parametrize("kept", KEPT_DTYPES, ids=str)
+@pytest.mark.parametrize("kept", OTHER_DTYPES, ids=str)
 def test_other_dtypes_are_left_as_they_are(device: str, kept: torch.dtype) -> None:
     casts = make(device=device)
     tensor = full_like(kept, device)

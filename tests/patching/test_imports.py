@@ -71,12 +71,12 @@ def test_a_set_that_is_restored_while_an_import_runs_gets_no_patch(folder: Path)
     (folder / "slow.py").write_text("def work(): pass\n")
     patches, inside, go_on = PatchSet(), threading.Event(), threading.Event()
 
-    def block(module: types.ModuleType) -> None:
+    def wait_and_patch(module: types.ModuleType) -> None:
         inside.set()
         go_on.wait(10)
         patches.replace(module, "work", replacement_of(module.work))
 
-    patches.when_imported("slow", block)
+    patches.when_imported("slow", wait_and_patch)
     importing = threading.Thread(target=importlib.import_module, args=("slow",))
     importing.start()
     assert inside.wait(10)

@@ -78,7 +78,7 @@ def test_patches_are_restored_in_reverse_order(shelf: types.ModuleType, patches:
     assert len(patches) == 0
 
 
-def test_a_block_that_fails_takes_back_its_own_patches_only(shelf: types.ModuleType, patches: PatchSet) -> None:
+def test_a_failure_takes_back_its_own_patches_only(shelf: types.ModuleType, patches: PatchSet) -> None:
     other = module_with("shelf_b", work=shelf.work)
     work, first = shelf.work, replacement_of(shelf.work)
     patches.replace(shelf, "work", first)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from autoamp.rules import loader
 from autoamp.rules.loader import shipped_sets, shipped_table
-from autoamp.rules.table import CastPolicy, admits
+from autoamp.rules.table import CastPolicy, admits_version
 from tests.rules._shared import POLICY_KEYS, load, policies, shipped_data
 
 SPACES = (torch, torch.Tensor, F, torch.linalg, torch.special, torch.fft, torch._VF)
@@ -40,7 +40,7 @@ def test_arrays_of_shipped_sets_are_sorted(name: str) -> None:
 @pytest.mark.parametrize("name", shipped_sets())
 def test_every_target_of_shipped_sets_is_a_function_of_this_torch(name: str) -> None:
     for rule in load(name).rules:
-        if rule.policy is CastPolicy.NONE or not admits(rule.versions, torch.__version__):
+        if rule.policy is CastPolicy.NONE or not admits_version(rule.versions, torch.__version__):
             continue
         if rule.bare:
             found = [getattr(space, rule.target) for space in SPACES if hasattr(space, rule.target)]

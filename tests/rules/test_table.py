@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from autoamp.rules.table import CastTable, admits, is_version_limit
+from autoamp.rules.table import CastTable, admits_version, is_version_limit
 from tests.rules._shared import list_sets, load, policies
 
 
@@ -27,7 +27,7 @@ from tests.rules._shared import list_sets, load, policies
 )
 def test_admits(limits: str, version: str, expected: bool) -> None:
     assert is_version_limit(limits) or not limits
-    assert admits(limits, version) is expected
+    assert admits_version(limits, version) is expected
 
 
 @pytest.mark.parametrize("limits", ["", "2.13", "=2.13", ">=2", ">=2.13 <2.14", ">2.13", ">=2.13.1", ">=2.13,"])
@@ -37,7 +37,7 @@ def test_what_is_no_limit(limits: str) -> None:
 
 def test_a_version_needs_two_numbers() -> None:
     with pytest.raises(ValueError, match="version='main' does not begin with two numbers"):
-        admits(">=2.13", "main")
+        admits_version(">=2.13", "main")
 
 
 @settings(max_examples=150, deadline=None)
