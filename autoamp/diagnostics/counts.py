@@ -58,7 +58,7 @@ class Counts:
     def casts(self) -> dict[tuple[str, str], int]:
         """Arguments that a function got in another dtype: ``{("float32", "float16"): 5}``.
 
-        A parameter whose cast was kept from an earlier use counts at each use.
+        A parameter whose cast serves again counts at each use.
         """
         with self._lock:
             return {(_short(before), _short(after)): count for (before, after), count in self._casts.items()}
@@ -109,7 +109,7 @@ def counted(replacement: Any, name: str, policy: CastPolicy, casts: Casts, count
     """Return a replacement of the same kind that counts its calls.
 
     Args:
-        replacement: A function, staticmethod or classmethod that `autoamp.ops.build` made.
+        replacement: A function, staticmethod or classmethod that `autoamp.ops.build_replacement` made.
         name: What to count it as.
         policy: The policy that it was built by.
         casts: The state that it reads.

@@ -1,7 +1,7 @@
 """Drift: what the shipped list sets say, compared with the torch that is installed.
 
-`autoamp lists --check` prints what this room finds. torch's own policies are read from `ATen/autocast_mode.h`, which
-torch installs among its headers.
+`autoamp lists --check` prints what `check_lists` finds. torch's own policies are read from `ATen/autocast_mode.h`,
+which torch installs among its headers.
 """
 
 from __future__ import annotations
@@ -111,6 +111,9 @@ def check_lists() -> Drift:
     """Compare the shipped list sets with the installed torch: its public names, and the policies of its autocast.
 
     Project lists are not looked at: an unknown name in one of those is an error when it is loaded.
+
+    Raises:
+        ValueError: The form of torch's header has changed.
     """
     version, header = torch.__version__, autocast_header()
     default = shipped_table("default")

@@ -32,14 +32,19 @@ _SMALL_OUTPUT = 1 << 14
 class PinnedLayer:
     """The casts of one layer's weight and bias. They are its own: nobody else gets them, so nobody writes to them.
 
-    It takes the weight and the bias, if there is one, their casts, and the input and the numbers of the first call.
+    Args:
+        op: The op whose weight it is.
+        parameters: The weight, and the bias if there is one, in fp32.
+        narrowed: Their casts, in the same order.
+        x: The input of the first call.
+        rest: What the op got beside these three, such as a convolution's stride.
 
     Attributes:
         op: The op whose weight it is.
         parameters: What was cast.
         bias: What was cast for a bias, to tell this layer from another use of its weight.
         narrow_bias: The cast of it.
-        narrow_weight: The cast of the weight, None where only the packed one is kept.
+        narrow_weight: The cast of the weight, None where there is only the packed one.
         packed: The weight in oneDNN's own layout, or None.
     """
 
@@ -59,10 +64,15 @@ class PinnedLayer:
             self._pack(narrowed[0], x, rest)
 
     def _pack(self, weight: Tensor, x: Tensor, rest: Any) -> None:
-        """Keep the weight in oneDNN's layout, where that can serve and pays."""
+        """Set `packed` to the weight in oneDNN's layout, where that can serve and pays."""
 
     def run(self, x: Tensor, rest: tuple[Any, ...]) -> Tensor | None:
-        """Return what the op returns for ``x``, by the packed weight; None where that cannot serve, or does not pay."""
+        """Return what the op returns for ``x``, by the packed weight; None where that cannot serve, or does not pay.
+
+        Args:
+            x: The input, in the dtype of the casts.
+            rest: What the op got beside input, weight and bias.
+        """
         return None
 
 
@@ -78,7 +88,7 @@ class PinnedLinear(PinnedLayer):
             self.packed = mkldnn.reorder_linear(weight)
 
     def run(self, x: Tensor, rest: tuple[Any, ...]) -> Tensor | None:
-        """Return ``linear`` of ``x``."""
+        """Return ``linear`` of ``x``, of shape ``(..., in_features)``."""
         if not may_call_onednn(x) or x.shape[-1:] != (self.width,):
             return None
         result: Tensor = mkldnn.linear(x, self.packed, self.narrow_bias, "none", [], "")
@@ -117,7 +127,7 @@ class PinnedConv2d(PinnedLayer):
                 self.narrow_weight = None
 
     def run(self, x: Tensor, rest: tuple[Any, ...]) -> Tensor | None:
-        """Return ``conv2d`` of ``x``."""
+        """Return ``conv2d`` of ``x``, of shape ``(batch, channels, height, width)``."""
         if not may_call_onednn(x) or rest != self.rest:
             return None
         shape = x.shape
@@ -161,9 +171,9 @@ def pin_layer(
     Args:
         cache: Whose pins hold the promise for both.
         original: The op.
-        narrow: Casts a tensor.
+        narrow: Casts a tensor to the half dtype.
         x: The op's input.
-        weight: What it got for a weight, which casts apply to.
+        weight: What it got for a weight: in fp32, and of a device and layout that casts apply to.
         bias: What it got for a bias, None for none.
         rest: What else it got.
 
@@ -183,7 +193,7 @@ def pin_layer(
 def keep_with_pins(cache: CastCache, layer: Any, pins: Sequence[Any]) -> bool:
     """Keep what was made of ``layer.parameters`` with the first one's pin, if their pins are still these."""
     with cache.lock:
-        # A block may have ended in another thread meanwhile.
+        # Another thread may have ended the promise meanwhile.
         if any(cache.pins.get(id(parameter)) is not pin for parameter, pin in zip(layer.parameters, pins, strict=True)):
             return False
         pins[0].layer = layer

@@ -29,7 +29,7 @@ _MODE, _TENSORS = 2, 4
 
 
 class PinnedLSTM:
-    """The packed weights of all layers of an LSTM, for the first weight's pin to keep.
+    """The packed weights of all layers of an LSTM, for the pin of the first weight.
 
     Attributes:
         parameters: What was cast and packed, to tell these layers from others that share a weight with them.
@@ -59,7 +59,15 @@ class PinnedLSTM:
     def run(
         self, x: Tensor, h: Tensor, c: Tensor, *, bidirectional: bool, batch_first: bool
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return what `torch.lstm` returns, for tensors of the weights' dtype; None where shapes do not fit."""
+        """Return what `torch.lstm` returns, for tensors of the weights' dtype; None where shapes do not fit.
+
+        Args:
+            x: The input: ``(length, batch, columns)``, or with ``batch_first`` ``(batch, length, columns)``.
+            h: The hidden state, ``(layers * directions, batch, width)``.
+            c: The cell state, of the same shape.
+            bidirectional: Whether each layer goes in both directions.
+            batch_first: Whether batches come first.
+        """
         directions = 2 if bidirectional else 1
         expected = self.count * directions, x.shape[0 if batch_first else 1], self.width
         if x.shape[2] != self.columns or x.numel() == 0 or h.shape != expected or c.shape != expected:
@@ -82,12 +90,12 @@ class PinnedLSTM:
         return y.transpose(0, 1) if batch_first else y, torch.stack(last_h), torch.stack(last_c)
 
 
-def build_lstm(original: Any, otherwise: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
+def build_lstm(original: Any, general: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
     """Build the replacement of `torch.lstm` under the policy fp16, on a CPU.
 
     Args:
         original: `torch.lstm`.
-        otherwise: The replacement that takes whatever is not promised to stay, or cannot be packed.
+        general: The replacement that takes whatever is not promised to stay, or cannot be packed.
         casts: The state that the replacement reads.
     """
     local, deviations, cache, pins = casts.local, casts.deviations, casts.cache, casts.cache.pins
@@ -112,7 +120,7 @@ def build_lstm(original: Any, otherwise: Callable[..., Any], casts: Casts) -> Ca
             or in_function_mode()
             or trace() is not None
         ):
-            return otherwise(*args, **kwargs)
+            return general(*args, **kwargs)
         x, hidden, weights, has_biases, layers, dropout, training, bidirectional, batch_first = args
         directions = 2 if bidirectional else 1
         # The op's other form takes a packed sequence: its sizes stand in the place of the hidden state.
@@ -123,14 +131,14 @@ def build_lstm(original: Any, otherwise: Callable[..., Any], casts: Casts) -> Ca
             or (dropout and training)
             or len(weights) != _TENSORS * layers * directions
         ):
-            return otherwise(*args)
+            return general(*args)
         narrowed: list[Any] = []
         for tensor in (x, *hidden):
             if type(tensor) is not Tensor or tensor.dim() != 3 or not may_call_onednn(tensor):
-                return otherwise(*args)
+                return general(*args)
             if tensor.dtype is not target:
                 if tensor.dtype is not full or tensor.layout is not strided:
-                    return otherwise(*args)
+                    return general(*args)
                 tensor = narrow(tensor)
             narrowed.append(tensor)
         pinned = _pinned(cache, weights, x, directions, narrow)
@@ -139,7 +147,7 @@ def build_lstm(original: Any, otherwise: Callable[..., Any], casts: Casts) -> Ca
             if pinned is None
             else pinned.run(*narrowed, bidirectional=directions == 2, batch_first=bool(batch_first))
         )
-        return otherwise(*args) if result is None else result
+        return general(*args) if result is None else result
 
     return replacement
 

@@ -1,4 +1,7 @@
-"""Whether a layer's weights may be packed for oneDNN, and what its images must look like."""
+"""Where oneDNN's kernels for packed weights may be called: for which weights, inputs and convolutions.
+
+Packed is what lies in a layout of oneDNN's own, which only its kernels read.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,10 @@ def can_pack(weight: Tensor) -> bool:
 
 
 def may_call_onednn(x: Tensor) -> bool:
-    """Tell whether an op of oneDNN's own may be called for ``x``: no derivative, transform or mode would miss torch's.
+    """Tell whether an op of oneDNN's own may be called for ``x``, in place of torch's.
 
-    And whether the user lets torch call oneDNN at all.
+    Not where forward-mode derivatives, a transform of `torch.func` or a dispatch mode would have to see torch's op, nor
+    where the user turned oneDNN off.
     """
     return (
         x.is_cpu
@@ -39,13 +43,20 @@ def may_call_onednn(x: Tensor) -> bool:
 
 
 def image_strides(shape: torch.Size) -> tuple[int, ...]:
-    """Return the strides of images in torch's usual layout: a tensor that also is in another may be taken for that."""
+    """Return the strides that a contiguous tensor of shape ``(batch, channels, height, width)`` has.
+
+    Where an extent is 1 torch calls other strides contiguous too, and oneDNN may read them as another layout.
+    """
     _, channels, height, width = shape
     return channels * height * width, height * width, width, 1
 
 
 def is_alike_in_both_directions(rest: tuple[Any, ...]) -> bool:
-    """Tell whether a convolution's stride and padding are pairs of the same number twice, and the rest is 1."""
+    """Tell whether a convolution is the same in height and width, neither dilated nor in groups.
+
+    Args:
+        rest: Stride, padding, dilation and groups, as `torch.conv2d` takes them: all but the last are pairs.
+    """
     if len(rest) != 4 or rest[2] != (1, 1) or type(rest[3]) is not int or rest[3] != 1:
         return False
     return all(

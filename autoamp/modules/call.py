@@ -1,11 +1,8 @@
-"""What the runtime does around a module's call.
+"""The replacement of `torch.nn.Module.__call__`.
 
-The outermost call keeps parameter casts, modules run in a precision of their own, and models in half precision take
-inputs and give outputs in dtypes of their own: all in one replacement of `torch.nn.Module.__call__`. A module gets
-nothing but tags, so a model deep-copies and pickles as it would without.
-
-What is recomputed in backward runs as it did in forward, and what `torch.nn.DataParallel` runs in threads of its own as
-its caller does.
+The outermost call keeps parameter casts until it returns, modules run in a precision of their own, and models in half
+precision take inputs and give outputs in dtypes of their own. What torch's own ``__call__`` would do without hooks is
+done without its frames. A module gets nothing but tags, so a model deep-copies and pickles as it would without.
 """
 
 from __future__ import annotations
@@ -22,13 +19,14 @@ from autoamp import torch_private
 from autoamp.casting import Casts
 from autoamp.modules.half_models import ForwardDtypes
 from autoamp.modules.precisions import ModulePrecisions
-from autoamp.modules.shortcuts import DirectCalls, skips_call_impl
+from autoamp.modules.shortcuts import Shortcuts, skips_call_impl
 from autoamp.modules.tags import TAGS, ModuleTags
 from autoamp.patching import imitate
 from autoamp.rules import ModulePrecision
 from autoamp.tensors import CASTABLE_LAYOUTS, map_tensors
 
 __all__ = ["build_module_call"]
+
 # What Module.__call__ looks up, as long as it only chooses which implementation to call.
 _NAMES = ("_compiled_call_impl", "_call_impl")
 
@@ -39,20 +37,27 @@ def build_module_call(
     precisions: ModulePrecisions,
     forward_dtypes: ModuleTags[ForwardDtypes],
 ) -> Any:
-    """Build the replacement of ``torch.nn.Module.__call__``."""
+    """Build the replacement of ``torch.nn.Module.__call__``.
+
+    Args:
+        original: What is replaced.
+        casts: The state that the replacement reads.
+        precisions: Which modules run in a precision of their own.
+        forward_dtypes: In which dtypes models take inputs and give outputs.
+    """
     local, cache, dtypes_by_tag = casts.local, casts.cache, forward_dtypes.values
     compiling, trace = torch.compiler.is_dynamo_compiling, torch_private.tracing_state
     # Torch's own does no more than choose an implementation, which without hooks does no more than call forward().
     wrapped, implementation = vars(Module).get("_wrapped_call_impl"), torch_private.MODULE_CALL
     known = original is wrapped and original.__code__.co_names == _NAMES and skips_call_impl()
-    direct, for_all = DirectCalls(), torch.nn.modules.module
-    direct_calls, refresh = direct.by_class, direct.refresh
+    shortcuts, for_all = Shortcuts(), torch.nn.modules.module
+    shortcut_of, refresh = shortcuts.by_class, shortcuts.refresh
 
     def scoped(self: Module, *args: Any, **kwargs: Any) -> Any:
         if local.entries is not None or not cache.enabled:
             return original(self, *args, **kwargs)
         if self.__dict__.get("_modules"):
-            # For the modules within, which are called directly. Once for all of them: it takes a microsecond.
+            # For the modules within, which have shortcuts. Once for all of them: it takes a microsecond.
             refresh()
         # Written out, since a context manager would cost more than the rest of a small call.
         local.entries = {}
@@ -118,8 +123,8 @@ def build_module_call(
         except KeyError:
             # Its class did not call Module.__init__(). Torch raises the error for that.
             return original(self, *args, **kwargs)
-        if cls in direct_calls and len(args) == 1 and not kwargs and type(args[0]) is Tensor and "forward" not in own:
-            return direct_calls[cls](self, own, args[0])
+        if cls in shortcut_of and len(args) == 1 and not kwargs and type(args[0]) is Tensor and "forward" not in own:
+            return shortcut_of[cls](self, own, args[0])
         return self.forward(*args, **kwargs)
 
     return imitate(call, original)

@@ -187,7 +187,7 @@ class CastModels:
         """Return the models that are in half precision."""
         return [model for model, dtype in self._models.items() if dtype in HALF_DTYPES]
 
-    def _holds(self, module: Module) -> bool:
+    def _involves_halves(self, module: Module) -> bool:
         """Tell whether a module is or has a model in half precision, or a copy of one, or is a part of such a model."""
         for part in module.modules():
             tag = self.forward_dtypes.find(part)
@@ -200,7 +200,7 @@ class CastModels:
 
         def state_dict(self: Module, *args: Any, **kwargs: Any) -> Any:
             # torch calls this anew for each child; the outermost call does the work, once.
-            if depth.value or not models._holds(self):
+            if depth.value or not models._involves_halves(self):
                 return original(self, *args, **kwargs)
             depth.value = 1
             try:
@@ -221,7 +221,7 @@ class CastModels:
 
         def load_state_dict(self: Module, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
             result = original(self, state_dict, *args, **kwargs)
-            if models._holds(self):
+            if models._involves_halves(self):
                 models._load_wide(self, state_dict)
             return result
 

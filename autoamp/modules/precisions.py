@@ -20,7 +20,13 @@ _GLOB = frozenset("*?[")
 
 
 class Override:
-    """Modules that run in a precision of their own until ``undo()``, or until the end of a ``with`` block."""
+    """Modules that run in a precision of their own until ``undo()``, or until the end of a ``with`` statement.
+
+    Args:
+        tags: Where the precisions are noted.
+        precisions: The precision of each module; None lets it run as the list says.
+        undone: Called by `undo`, with this object.
+    """
 
     def __init__(
         self,
@@ -54,7 +60,11 @@ class Override:
 
 
 class ModulePrecisions:
-    """Which modules run in a precision of their own: by class from the list, by instance through `Override`."""
+    """Which modules run in a precision of their own: by class from the list, by instance through `Override`.
+
+    Attributes:
+        any: Whether there may be such a module: false spares a question at each call.
+    """
 
     def __init__(self, rules: Iterable[ModuleRule]) -> None:
         self._rules = tuple(rules)
@@ -75,7 +85,11 @@ class ModulePrecisions:
         return self._of_class(type(module)) if self._class_rules else None
 
     def override(self, module: Module, precision: str) -> Override:
-        """Give one module, with all it calls, a precision."""
+        """Give one module, with all it calls, a precision.
+
+        Raises:
+            UsageError: The precision is none of ``"fp32"``, ``"fp16"`` and ``"none"``.
+        """
         return self._override({module: _precision(precision)})
 
     def override_paths(self, model: Module) -> Override:

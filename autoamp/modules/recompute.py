@@ -1,4 +1,8 @@
-"""Checkpoints, custom functions and parallel replicas: run again, or elsewhere, as they were called first."""
+"""What runs later or in another thread casts as its caller did.
+
+That is what `torch.utils.checkpoint` runs again in backward, the backward of a custom function, and the threads of
+`torch.nn.DataParallel`.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +51,7 @@ def build_function_context(original: Any, casts: Casts) -> Any:
 def build_function_backward(original: Any, casts: Casts) -> Any:
     """Build the replacement of ``BackwardCFunction.apply``: a custom function's backward casts as its forward did.
 
-    The thread may be another one, of autograd's own on CUDA, and the blocks around the forward have ended.
+    The thread may be another one, of autograd's own on CUDA, and ``with`` statements around the forward have ended.
     """
 
     def apply(self: Any, *args: Any) -> Any:

@@ -152,7 +152,6 @@ class ModuleCasts(Casts):
 
     def passing(self, original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
         """Return what a replacement calls where `ThreadState.on` is false: it looks closer."""
-
         local = self.local
 
         def passed(*args: Any, **kwargs: Any) -> Any:

@@ -20,16 +20,16 @@ from torch.nn import Module, Parameter
 from autoamp import torch_private
 from autoamp.patching import SHORTCUT, original_of
 
-__all__ = ["DirectCall", "DirectCalls", "build_direct_calls", "skips_call_impl"]
+__all__ = ["Shortcut", "Shortcuts", "build_shortcuts", "skips_call_impl"]
 
-DirectCall = Callable[[Module, dict[str, Any], Tensor], Any]
+Shortcut = Callable[[Module, dict[str, Any], Tensor], Any]
 """Takes a module without hooks, its ``__dict__`` and its only argument; returns what its ``forward`` returns."""
 
 # What `Module._call_impl` looks at before it calls ``forward`` and nothing else, and what the rest of it is made of.
 _HOOKS = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
 _REST = {"_global_forward_hooks_always_called", "_forward_hooks_always_called", "_forward_hooks_with_kwargs"}
 _MEAN, _VAR, _BATCHES = "running_mean", "running_var", "num_batches_tracked"
-_Build = Callable[[Any, Callable[..., Any]], DirectCall]
+_Build = Callable[[Any, Callable[..., Any]], Shortcut]
 
 # What is read from a module's own tables. An attribute of that name of the class, a property say, comes before those.
 _READ = (
@@ -39,36 +39,36 @@ _READ = (
 
 
 def skips_call_impl() -> bool:
-    """Tell whether `Module._call_impl` is torch's, as this module knows it: without hooks it only calls ``forward``."""
+    """Tell whether `Module._call_impl` is torch's, as this file knows it: without hooks it only calls ``forward``."""
     if torch_private.MODULE_CALL is None or _torchs(Module, "_call_impl") is None:
         return False
     names = set(torch_private.MODULE_CALL.__code__.co_names)
     return {name for name in names - _REST if "hook" in name} == {*_HOOKS, *(f"_global{name}" for name in _HOOKS)}
 
 
-class DirectCalls:
-    """By class what does the work of ``forward``, as long as nobody replaces what it does without.
+class Shortcuts:
+    """Shortcuts by class: what does the work of ``forward``, as long as nobody replaces what it does without.
 
     Attributes:
-        by_class: What `build_direct_calls` returns, by what it found at the last `refresh`.
+        by_class: What `build_shortcuts` returns, by what that found at the last `refresh`.
     """
 
     def __init__(self) -> None:
         self._state = _state_of_classes()
         self._seen: list[Any] | None = None
-        self.by_class: dict[type[Module], DirectCall] = {}
+        self.by_class: dict[type[Module], Shortcut] = {}
         self.refresh()
 
     def refresh(self) -> None:
         """Look whether somebody has added an attribute to a class, or replaced what each call of a layer goes through.
 
-        What else there is to replace, ``forward`` and the functions, a direct call asks for itself.
+        What else there is to replace, ``forward`` and the functions, a shortcut asks for itself.
         """
         now = self._state()
         if now != self._seen:
             # Another thread may be about to look one up, so that none is taken away.
             none = dict.fromkeys(self.by_class, _by_forward)
-            self.by_class.update({**none, **build_direct_calls()})
+            self.by_class.update({**none, **build_shortcuts()})
             self._seen = now
 
 
@@ -89,12 +89,12 @@ def _state_of_classes() -> Callable[[], list[Any]]:
     return state
 
 
-def build_direct_calls() -> dict[type[Module], DirectCall]:
-    """Build by class what does the work of ``forward``.
+def build_shortcuts() -> dict[type[Module], Shortcut]:
+    """Build the shortcuts, by class: what does the work of ``forward``.
 
     Subclasses have none, since their ``forward`` may differ; nor has a class in which somebody replaced a method.
     """
-    found: dict[type[Module], DirectCall] = {}
+    found: dict[type[Module], Shortcut] = {}
     getter = _torchs(Module, "__getattr__")
     for cls, (build, methods) in _KINDS.items():
         functions = [_torchs(cls, name) for name in ("forward", *methods)]
@@ -123,7 +123,7 @@ def _torchs(owner: Any, name: str) -> Any:
     return found if found.__code__.co_filename in files else None
 
 
-def _linear(cls: Any, forward: Any) -> DirectCall:
+def _linear(cls: Any, forward: Any) -> Shortcut:
     def call(self: Module, own: dict[str, Any], x: Tensor) -> Any:
         parameters = own["_parameters"]
         try:
@@ -149,7 +149,7 @@ def _linear(cls: Any, forward: Any) -> DirectCall:
 def _conv(name: str) -> _Build:
     functional = vars(F)
 
-    def build(cls: Any, forward: Any) -> DirectCall:
+    def build(cls: Any, forward: Any) -> Shortcut:
         inner = original_of(cls._conv_forward)
 
         def call(self: Module, own: dict[str, Any], x: Tensor) -> Any:
@@ -185,7 +185,7 @@ def _conv(name: str) -> _Build:
     return build
 
 
-def _layer_norm(cls: Any, forward: Any) -> DirectCall:
+def _layer_norm(cls: Any, forward: Any) -> Shortcut:
     functional = _torchs(F, "layer_norm")
     in_function_mode, cudnn = torch_private.in_function_mode, torch_private.cudnn_enabled
 
@@ -216,7 +216,7 @@ def _batch_norm(*dims: int) -> _Build:
     in_function_mode, cudnn = torch_private.in_function_mode, torch_private.cudnn_enabled
     names = (_MEAN, _VAR, _BATCHES, "weight", "bias", "_check_input_dim")
 
-    def build(cls: Any, forward: Any) -> DirectCall:
+    def build(cls: Any, forward: Any) -> Shortcut:
         check = original_of(cls._check_input_dim)
 
         def call(self: Module, own: dict[str, Any], x: Tensor) -> Any:
@@ -271,4 +271,4 @@ _KINDS: dict[type[Module], tuple[_Build, tuple[str, ...]]] = {
     nn.BatchNorm2d: (_batch_norm(4), ("_check_input_dim",)),
     nn.BatchNorm3d: (_batch_norm(5), ("_check_input_dim",)),
 }
-"""By class what builds its direct call, and the methods that this does without beside ``forward``."""
+"""By class what builds its shortcut, and the methods that the shortcut does without beside ``forward``."""

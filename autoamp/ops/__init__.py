@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autoamp.ops.autocast_regions import DisabledRegions
-from autoamp.ops.policies import build
+from autoamp.ops.policies import build_replacement
 from autoamp.ops.recurrent import build_check_input
 from autoamp.ops.targets import Expansion, Target, expand, known_ops, locate, owns_its_names, target_at
 
@@ -11,8 +11,8 @@ __all__ = [
     "DisabledRegions",
     "Expansion",
     "Target",
-    "build",
     "build_check_input",
+    "build_replacement",
     "expand",
     "known_ops",
     "locate",

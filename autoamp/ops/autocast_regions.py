@@ -20,8 +20,7 @@ __all__ = ["DisabledRegions"]
 
 # Where torch enters a region in the program's name: as a decorator, and through the classes by device.
 _IN_THE_PROGRAMS_NAME = frozenset({"decorate_autocast", "__enter__"})
-
-
+# What the names of our own modules begin with.
 _OURS = __name__.partition(".")[0] + "."
 
 

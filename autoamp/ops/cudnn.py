@@ -33,8 +33,8 @@ from autoamp.torch_private import (
 )
 
 __all__ = ["build_recurrent"]
-"""The ops, which `torch._VF` has too: torch's name of the kind of layer, and how many gates a weight is made of."""
 
+# How many arguments each of these ops takes, in both of its forms.
 _ARGUMENTS = 9
 
 
@@ -153,7 +153,7 @@ def _narrowed(casts: Casts, weights: Sequence[Tensor], layout: FlatLayout) -> li
     is_kept = cache.pins or (entries is not None and any(id(weight) in entries for weight in parameters))
     if len(parameters) < len(weights) or not is_kept:
         if entries is not None:
-            # As of any weight the cast is kept from the second use on.
+            # As with any other weight, casts are kept from the second use on.
             entries.update(dict.fromkeys(map(id, parameters)))
         return [convert(weight) for weight in weights]
     narrow = [cache.cast(weight, convert) for weight in parameters]

@@ -1,4 +1,4 @@
-"""Policies: one wrapper builder for each `CastPolicy`.
+"""From a policy to a replacement: a builder for each `CastPolicy`.
 
 A replacement is a closure: it looks at its thread's state, casts what must be cast into new containers and calls the
 original once. It never writes to an argument, but for ``out=`` and the self of an in-place form.
@@ -28,7 +28,7 @@ from autoamp.rules import CastPolicy
 from autoamp.tensors import HALF_DTYPES, PLAIN_TYPES, iter_tensors, map_tensors
 from autoamp.torch_private import flatten_recurrent_weights, is_any_autocast_enabled
 
-__all__ = ["build"]
+__all__ = ["build_replacement"]
 
 _CELLS = frozenset({torch.gru_cell, torch.lstm_cell, torch.rnn_relu_cell, torch.rnn_tanh_cell})
 # Ops that take ``dtype``. Not cumsum: it keeps nothing for backward, where it would sum in half.
@@ -47,7 +47,7 @@ _ORDER_TYPES = frozenset({int, float, str, type(None)})
 _OF_MATRICES = torch.linalg.matrix_norm, torch.linalg.norm
 
 
-def build(
+def build_replacement(
     original: Any,
     policy: CastPolicy,
     casts: Casts,
@@ -68,10 +68,11 @@ def build(
         qualname: Its name there.
         functional: For an in-place form the out-of-place function it computes with.
         remedy: What a banned function's message tells the caller to do.
-        allow_banned: Whether a banned function runs in fp32 with a warning, or raises.
+        allow_banned: Whether a banned function with half arguments runs in fp32 with a warning, or raises
+            `BannedFunctionError`.
     """
     if isinstance(original, (staticmethod, classmethod)):
-        inner = build(
+        inner = build_replacement(
             original.__func__, policy, casts,
             module=module, qualname=qualname, remedy=remedy, allow_banned=allow_banned,
         )  # fmt: skip
@@ -79,7 +80,9 @@ def build(
     if isinstance(original, types.ClassMethodDescriptorType):
         # A class method in C, as `torch.autograd.Function.apply` is from torch 2.14 on: it takes the class to call for.
         method = classmethod(lambda cls, *args, **kwargs: original.__get__(None, cls)(*args, **kwargs))
-        return build(method, policy, casts, module=module, qualname=qualname, remedy=remedy, allow_banned=allow_banned)
+        return build_replacement(
+            method, policy, casts, module=module, qualname=qualname, remedy=remedy, allow_banned=allow_banned
+        )
     if policy is CastPolicy.BANNED:
         in_fp32 = _by_policy(original, CastPolicy.FP32, casts, functional)
         replacement = _banned(original, in_fp32, casts, f"{module}.{qualname}", remedy, allow_banned)
@@ -337,7 +340,7 @@ def _into_out(
     inputs = {key: value for key, value in kwargs.items() if key != "out"}
     tensors = list(iter_tensors((args, kwargs)))
     outs = list(iter_tensors(kwargs["out"]))
-    # torch refuses out= where a gradient is required, or where it is no tensor; its own error says so best.
+    # torch refuses out= where a gradient is required, or where it is no tensor; the error is left to it.
     if not outs or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
         return original(*args, **kwargs)
     new, new_inputs = cast_all(args, inputs)

@@ -1,8 +1,9 @@
-"""Casts to half of linear layers, convolutions and matrix products, the ops that most of a model's calls are.
+"""Casts to half of matrix products, by torch's own autocast; and functions within which that autocast casts.
 
-Weights of a layer are parameters, of which little need be asked. Whatever else is fp32 torch's own autocast casts, in
-C++ and faster than Python can: it is on for the one call, under the policy that it has for the op anyway. Its own cache
-of casts, which does not see a weight change, is off meanwhile; what a weight is used for again is cast by `CastCache`.
+Autocast casts in C++, faster than Python can. It is on for the one call, under the policy that it has for the op
+anyway. Its own cache of casts, which does not see a weight change, is off meanwhile; a parameter that is used again
+within a module call is cast by `CastCache`. Layers have a quicker way, in `autoamp.ops.layers`, and come here with what
+does not fit it.
 """
 
 from __future__ import annotations
@@ -51,21 +52,21 @@ COMPOSITES = frozenset(
 """Functions within which CUDA's autocast casts, later and less than a cast of their arguments would."""
 
 
-def _build_product(original: Any, otherwise: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
-    """A product of two matrices, which are tensors and no parameters as a rule."""
+def _build_product(original: Any, general: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
+    """A product of two matrices, as a rule activations; parameters go to ``general``."""
     local, deviations = casts.local, casts.deviations
     target, full, strided, on_cpu = casts.dtype, torch.float32, torch.strided, casts.device_type == "cpu"
     compiling, any_autocast, in_function_mode, trace = SPECIAL_CASES
-    call = _under_autocast(original, otherwise, casts)
+    call = _under_autocast(original, general, casts)
     device_type, usual = casts.device_type, torch.get_autocast_dtype(casts.device_type) is target
     switch, switch_cache, caches = _SWITCHES
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != 2 or (deviations and not local.on):
-            return otherwise(*args, **kwargs)
+            return general(*args, **kwargs)
         one, other = args
         if type(one) is not Tensor or type(other) is not Tensor:
-            return otherwise(*args)
+            return general(*args)
         one_dtype, other_dtype = one.dtype, other.dtype
         if one_dtype is target and other_dtype is target:
             return original(one, other)
@@ -80,7 +81,7 @@ def _build_product(original: Any, otherwise: Callable[..., Any], casts: Casts) -
             or in_function_mode()
             or trace() is not None
         ):
-            return otherwise(*args)
+            return general(*args)
         if not usual:
             return call(one, other)
         # `call` written out: it is a tenth of what a small product costs.
@@ -92,12 +93,13 @@ def _build_product(original: Any, otherwise: Callable[..., Any], casts: Casts) -
         finally:
             switch(device_type, False)
             switch_cache(cached)
-        return result if result.dtype is target else otherwise(*args)
+        return result if result.dtype is target else general(*args)
 
     return replacement
 
 
 def _build_any(original: Any, general: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
+    """Any of `HALF_OPS`, with whatever tensors and parameters by position."""
     local, deviations, pins, skipped = casts.local, casts.deviations, casts.cache.pins, _SKIPPED
     target, full, strided, on_cpu = casts.dtype, torch.float32, torch.strided, casts.device_type == "cpu"
     records = torch.is_grad_enabled
@@ -156,10 +158,10 @@ def build_to_half(original: Any, general: Callable[..., Any], casts: Casts) -> C
         general: The replacement that takes whatever is out of the ordinary.
         casts: The state that the replacement reads; its device type is ``"cpu"`` or ``"cuda"``.
     """
-    native = _build_any(original, general, casts)
+    under_autocast = _build_any(original, general, casts)
     if original.__name__.startswith(("linear", "conv")):
-        return build_layer(original, native, casts)
-    return _build_product(original, native, casts) if original.__name__ in _PRODUCTS else native
+        return build_layer(original, under_autocast, casts)
+    return _build_product(original, under_autocast, casts) if original.__name__ in _PRODUCTS else under_autocast
 
 
 def build_composite(original: Any, general: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
@@ -210,6 +212,7 @@ def build_composite(original: Any, general: Callable[..., Any], casts: Casts) ->
 
 
 def _under_autocast(original: Any, general: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
+    """The op, called with autocast on and as it was before afterwards; with ``general`` where that did not cast."""
     device_type, target = casts.device_type, casts.dtype
     switch, switch_cache, caches = _SWITCHES
     dtype_of, give_dtype = torch.get_autocast_dtype, torch.set_autocast_dtype

@@ -1,7 +1,7 @@
-"""Recurrent layers.
+"""What recurrent layers check of their input: not its dtype, since input and weights are cast together later.
 
-`nn.RNN`, `nn.LSTM`, `nn.GRU` and their cells call `torch._VF`, which the table covers: input, state and weights are
-cast together. What is left is a check: `nn.RNNBase.check_input` refuses an input whose dtype is not the weights'.
+`nn.RNN`, `nn.LSTM`, `nn.GRU` and their cells call ops that the lists cover. Before that `nn.RNNBase.check_input` would
+refuse an input whose dtype is not the weights'.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Mutated arguments: ops of torch that write to what they are given, beside `out=` and the self of an in-place form.
 
-A cast makes a copy, and what the op writes to a copy is lost. Here stands which arguments these are, and the
-replacement that keeps them, or copies back what was written.
+A cast makes a copy, and what the op writes to a copy is lost. This file knows which arguments these are, and builds the
+replacement that leaves them uncast, or copies back what was written.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Mutation:
     itself: bool = False
     inplace: bool = False
 
-    def kept(self, to_half: bool) -> frozenset[str]:
-        """Return the parameters that stay as they are: a norm's weights go with its statistics, in their dtype."""
+    def uncast(self, to_half: bool) -> frozenset[str]:
+        """Return the parameters that are not cast: of a norm the weights too, since they go with its statistics."""
         if self.itself:
             return frozenset(self.parameters[:1])
         if to_half and self.mutated:
@@ -71,14 +71,13 @@ def mutation_of(original: Any) -> Mutation | None:
     In-place forms that have an out-of-place function beside them are not asked for here: they compute with that.
     """
     name = getattr(original, "__name__", "")
-    if not isinstance(original, types.FunctionType):
-        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
-            return Mutation(("self",), itself=True)
-        return Mutation(_BUILTINS[name], frozenset(_STATISTICS)) if name in _BUILTINS else None
-    if not original.__module__.startswith("torch."):
+    in_python = isinstance(original, types.FunctionType)
+    if in_python and not original.__module__.startswith("torch."):
         return None
     if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
         return Mutation(("self",), itself=True)
+    if not in_python:
+        return Mutation(_BUILTINS[name], frozenset(_STATISTICS)) if name in _BUILTINS else None
     parameters = original.__code__.co_varnames[: original.__code__.co_argcount]
     if "inplace" in parameters:
         return Mutation(parameters, inplace=True)
@@ -95,10 +94,10 @@ def build_mutating(
         cast_all: Casts ``args`` and ``kwargs``; what is not to be cast comes back as the same object.
         casts: The state that the replacement reads.
         mutation: What the function writes to.
-        to_half: Whether the cast is one to half: what is mutated is then kept in its own, wider dtype. A cast to
+        to_half: Whether the cast is one to half: what is mutated then stays in its own, wider dtype. A cast to
             fp32 is copied back after the call.
     """
-    local, deviations, kept = casts.local, casts.deviations, mutation.kept(to_half)
+    local, deviations, uncast = casts.local, casts.deviations, mutation.uncast(to_half)
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
         if deviations and not local.on:
@@ -111,7 +110,7 @@ def build_mutating(
         given = _Call(mutation.parameters, list(args), kwargs)
         if mutation.inplace and given.get("inplace"):
             return _in_place(original, given, call)
-        for name in kept:
+        for name in uncast:
             call.put(name, given.get(name))
         result = original(*call.args, **call.kwargs)
         for name in mutation.mutated:
@@ -119,8 +118,8 @@ def build_mutating(
             if isinstance(before, Tensor) and after is not before:
                 with torch.no_grad():
                     before.copy_(after)
-        # With a kept argument in fp32 the result may be fp32 too.
-        return map_tensors(result, casts.to_half) if kept and not mutation.itself else result
+        # With an uncast argument in fp32 the result may be fp32 too.
+        return map_tensors(result, casts.to_half) if uncast and not mutation.itself else result
 
     passed = casts.passing(original, replacement)
     return replacement

@@ -26,7 +26,7 @@ from autoamp.modules import (
     build_parallel_apply,
     build_recompute,
 )
-from autoamp.ops import DisabledRegions, Expansion, Target, build, build_check_input, locate, owns_its_names
+from autoamp.ops import DisabledRegions, Expansion, Target, build_check_input, build_replacement, locate, owns_its_names
 from autoamp.patching import PatchSet, imitate, mark, name_by, original_of
 from autoamp.rules import CastPolicy, CastRule
 from autoamp.stepping import watch_autograd_grad
@@ -129,7 +129,7 @@ class Installation:
         rule = target.rule
         key = (id(target.original), rule.policy, id(target.functional))
         if key not in self._built:
-            replacement = build(
+            replacement = build_replacement(
                 target.original, rule.policy, self._casts,
                 module=target.module, qualname=target.qualname, functional=target.functional,
                 remedy=rule.remedy, allow_banned=self._allow_banned,

@@ -11,7 +11,7 @@ from typing import Any
 
 from autoamp.casting import Casts
 from autoamp.errors import ListFileError, PatchError, warn_user
-from autoamp.ops import Target, build, target_at
+from autoamp.ops import Target, build_replacement, target_at
 from autoamp.patching import check_writable
 from autoamp.rules import CastPolicy, CastRule, Origin
 
@@ -29,7 +29,9 @@ class _Decorated:
 
     def build(self, casts: Casts) -> Any:
         name = getattr(self.function, "__qualname__", type(self.function).__name__)
-        replacement = build(self.function, self.policy, casts, module=str(self.function.__module__), qualname=name)
+        replacement = build_replacement(
+            self.function, self.policy, casts, module=str(self.function.__module__), qualname=name
+        )
         self.built = (casts, replacement)
         return replacement
 

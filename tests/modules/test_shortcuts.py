@@ -21,7 +21,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.overrides import TorchFunctionMode
 
 import autoamp
-from autoamp.modules.shortcuts import build_direct_calls, skips_call_impl
+from autoamp.modules.shortcuts import build_shortcuts, skips_call_impl
 
 HALF = torch.bfloat16
 
@@ -46,7 +46,7 @@ CASES: dict[str, tuple[Callable[[], Module], tuple[int, ...]]] = {
 
 
 class Around(nn.Module):
-    """A module around another, which is what a direct call takes: the outermost one goes the long way."""
+    """A module around another, so that its shortcut is taken: the outermost call takes none."""
 
     def __init__(self, inner: Module) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ def test_results_are_those_of_forward(handle: autoamp.Handle, name: str, trainin
 
 def test_what_torch_has(bf16: autoamp.Handle) -> None:
     assert skips_call_impl()
-    assert {type(make()) for make, _ in CASES.values()} == set(build_direct_calls())
+    assert {type(make()) for make, _ in CASES.values()} == set(build_shortcuts())
 
 
 def test_an_unknown_implementation_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -621,7 +621,7 @@ def test_models_pickle_and_copy_as_ever(bf16: autoamp.Handle) -> None:
     assert torch.equal(copy.deepcopy(model)(x), expected)
 
 
-def test_lists_hold_in_direct_calls() -> None:
+def test_lists_hold_in_shortcuts() -> None:
     with autoamp.region(device_type="cpu", dtype=HALF, lists={"extends": [], "fp16": ["linear"], "fp32": ["conv2d"]}):
         assert Around(nn.Linear(4, 3))(torch.randn(2, 4)).dtype is HALF
         assert Around(nn.Conv2d(4, 3, 1).to(HALF))(torch.randn(2, 4, 2, 2)).dtype is torch.float32

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 import autoamp
 from autoamp.casting.casts import Casts
-from autoamp.ops.policies import build
+from autoamp.ops.policies import build_replacement
 from autoamp.rules.table import CastPolicy
 
 HALF, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -50,7 +50,7 @@ def build_one(function: Any, policy: CastPolicy, casts: Casts | None = None, **m
     if casts is None:
         casts = Casts(HALF, "cpu")
         casts.open()
-    return build(function, policy, casts, module=__name__, qualname="function", **more)
+    return build_replacement(function, policy, casts, module=__name__, qualname="function", **more)
 
 
 # -- fp16 and fp32 --

@@ -188,8 +188,8 @@ def test_written_by() -> None:
     assert found is not None
     assert found.mutated == {"running_mean", "running_var"}
     assert found.parameters[:3] == ("input", "running_mean", "running_var")
-    assert found.kept(to_half=True) == {"weight", "bias", "running_mean", "running_var"}
-    assert found.kept(to_half=False) == frozenset()
+    assert found.uncast(to_half=True) == {"weight", "bias", "running_mean", "running_var"}
+    assert found.uncast(to_half=False) == frozenset()
     assert mutation_of(Tensor.normal_) == Mutation(("self",), itself=True)
 
     def relu_(x: Tensor, inplace: bool = True) -> Tensor:
