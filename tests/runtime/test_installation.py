@@ -118,11 +118,12 @@ def test_an_init_that_fails_leaves_torch_and_the_handle_before_as_they_were(
         if calls > (8 if failing == "builder" else 0):
             monkeypatch.undo()
             raise RuntimeError("half way")
-        return build(*args, **kwargs)
+        return build_replacement(*args, **kwargs)
 
-    build = installation.build
+    build_replacement = installation.build_replacement
     owner: Any = {"rebind": installation.PatchSet, "deferred": installation.PatchSet}.get(failing, installation)
-    name = {"builder": "build", "module call": "build_module_call", "deferred": "when_imported"}.get(failing, failing)
+    names = {"builder": "build_replacement", "module call": "build_module_call", "deferred": "when_imported"}
+    name = names.get(failing, failing)
     monkeypatch.setattr(owner, name, fail)
     with pytest.raises(RuntimeError, match="half way"):
         init(dtype=torch.bfloat16, lists=with_targets(fp32=["not_there_yet.focal"]))
