@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autoamp.errors import CheckpointError, UsageError
@@ -171,6 +171,8 @@ def corrupted(draw: st.DrawFn) -> tuple[dict[str, Any], str]:
     return state, scaler
 
 
+# The first text that is drawn builds a table of Unicode, which takes seconds on a busy machine.
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(corrupted())
 def test_no_corrupted_state_is_loaded_by_half(corruption: tuple[dict[str, Any], str]) -> None:
     state, key = corruption
