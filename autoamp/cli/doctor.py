@@ -1,4 +1,4 @@
-"""`autoamp doctor`."""
+"""`autoamp doctor`: looks at the device, the lists and the names taken before `init`, and prints what it finds."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoamp.cli import probes
+from autoamp.cli.measurements import Measured, Spread, measure
 from autoamp.cli.output import aligned
 from autoamp.errors import UsageError
 
@@ -43,7 +44,7 @@ def _doctor(chosen: argparse.Namespace) -> int:
         "lists": dataclasses.asdict(probes.lists_of(device.kind)),
         "names": dataclasses.asdict(probes.bound_names()),
     }
-    measured = [] if chosen.quick else probes.measure(device.kind)
+    measured = [] if chosen.quick else measure(device.kind)
     found["measured"] = [{**dataclasses.asdict(one), "verdict": one.verdict} for one in measured if one.dtype != "fp32"]
     if chosen.json:
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
@@ -53,7 +54,7 @@ def _doctor(chosen: argparse.Namespace) -> int:
     return 0
 
 
-def _sections(found: Mapping[str, Any], measured: Sequence[probes.Measured]) -> list[tuple[str, list[str]]]:
+def _sections(found: Mapping[str, Any], measured: Sequence[Measured]) -> list[tuple[str, list[str]]]:
     packages, device, lists, names = found["packages"], found["device"], found["lists"], found["names"]
     sections = [
         ("Packages", aligned([
@@ -79,14 +80,14 @@ def _sections(found: Mapping[str, Any], measured: Sequence[probes.Measured]) -> 
     return sections
 
 
-def _measured_heading(one: probes.Measured) -> str:
+def _measured_heading(one: Measured) -> str:
     return (
         f"Measured: matmul of {one.size} x {one.size}, elementwise op on {one.elements / 1e6:.0f} million "
         "(median, quartiles)"
     )
 
 
-def _measured_lines(measured: Sequence[probes.Measured]) -> list[str]:
+def _measured_lines(measured: Sequence[Measured]) -> list[str]:
     unit, factor = ("TFLOP/s", 1e12) if measured[0].flops.median > 1e12 else ("GFLOP/s", 1e9)
     rows = [("", unit, "", "GB/s", "")]
     for one in measured:
@@ -94,7 +95,7 @@ def _measured_lines(measured: Sequence[probes.Measured]) -> list[str]:
     return [*aligned(rows), "", *(one.verdict for one in measured if one.dtype != "fp32")]
 
 
-def _cells(spread: probes.Spread, factor: float) -> tuple[str, str]:
+def _cells(spread: Spread, factor: float) -> tuple[str, str]:
     return f"{spread.median / factor:.1f}", f"({spread.low / factor:.1f} to {spread.high / factor:.1f})"
 
 

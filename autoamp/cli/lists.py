@@ -1,4 +1,4 @@
-"""`autoamp lists`."""
+"""`autoamp lists`: each rule with its origin, and the shipped lists compared with the installed torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines and tables on the terminal."""
+"""Tables as lines of text, and messages on stderr."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ __all__ = ["aligned", "say"]
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a line for each row, its columns of one width each."""
+    """Return a line for each row, with each column as wide as its widest cell. All rows have as many cells."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def say(line: str) -> None:
-    """Tell the user a line, on stderr."""
+    """Write a line to stderr, with ``autoamp: `` before it. Does nothing where there is no stderr."""
     try:
         sys.stderr.write(line if line.startswith("autoamp: ") else f"autoamp: {line}")
         sys.stderr.write("\n")
         sys.stderr.flush()
     except (AttributeError, OSError, ValueError):
-        # No stderr, or a closed one: nobody is listening.
+        # There is no stderr, or it is closed.
         pass

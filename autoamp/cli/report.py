@@ -1,4 +1,4 @@
-"""What a run is told to have done: its summary and its JSON."""
+"""The report of a run: its values, a line for people, and its JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`autoamp run`: its options, and its exit codes."""
+"""`autoamp run`: its command line, what it tells at the end, and its exit codes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from autoamp.cli.launch import Program, prepared, take_path
+from autoamp.cli.options import DTYPES, Options
 from autoamp.cli.output import say
-from autoamp.cli.session import DTYPES, Options, Run, set_up
+from autoamp.cli.session import Run, set_up
 from autoamp.errors import UsageError
 from autoamp.levels import LEVELS
 
@@ -65,7 +66,16 @@ def add_run(commands: Any) -> None:
 
 
 def prepared_run(chosen: argparse.Namespace, argv: Sequence[str]) -> Callable[[], None]:
-    """Set this process up and return what runs the program; ``chosen`` is what ``argv`` was parsed to."""
+    """Set this process up, and return a function that runs the program and notes its exit code.
+
+    Args:
+        chosen: What the command line was parsed to.
+        argv: The command line, without the name of the command ``autoamp``.
+
+    Raises:
+        UsageError: An option is wrong, or there is no such program.
+        ListFileError: A list cannot be used.
+    """
     # argparse keeps a "--" that follows the program for itself.
     if argv[len(argv) - len(chosen.args) - 1] == "--":
         chosen.args = ["--", *chosen.args]
@@ -101,7 +111,7 @@ def set_up_child(options: Mapping[str, Any]) -> None:
 
 
 class _End:
-    """What is told when the program has ended, by the process that began it."""
+    """Writes the summary and the report when the program has ended, in the process that began it."""
 
     def __init__(self, run: Run, program: list[str], path: Path | None, *, quiet: bool) -> None:
         self.exit_code = 0

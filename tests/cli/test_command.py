@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from autoamp.cli import command, lists, probes
+from autoamp.cli import command, doctor, lists
+from autoamp.cli.measurements import Measured, Spread
 from tests.launches import Ended, environment, launched, written
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="these programs run in forks")
@@ -500,14 +501,14 @@ def test_doctor_tells_a_module_that_cannot_be_imported(ended: dict[str, Ended]) 
 
 
 def test_doctor_prints_what_it_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    one = probes.Spread(1.0, 0.9, 1.1)
+    one = Spread(1.0, 0.9, 1.1)
 
-    def measured(kind: str) -> list[probes.Measured]:
-        flops, rate = (probes.Spread(x, x * 0.9, x * 1.1) for x in (5e12, 2e9))
+    def measured(kind: str) -> list[Measured]:
+        flops, rate = (Spread(x, x * 0.9, x * 1.1) for x in (5e12, 2e9))
         assert kind == "cpu"
-        return [probes.Measured(name, flops, rate, one, one, 256, 1000000) for name in ("fp32", "fp16")]
+        return [Measured(name, flops, rate, one, one, 256, 1000000) for name in ("fp32", "fp16")]
 
-    monkeypatch.setattr(probes, "measure", measured)
+    monkeypatch.setattr(doctor, "measure", measured)
     assert command.main(["doctor", "--device-type", "cpu"]) == 0
     out = capsys.readouterr().out
     rows = [line.split() for line in out.splitlines() if line.startswith(("  fp32  5", "  fp16  5"))]

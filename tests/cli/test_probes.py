@@ -1,4 +1,4 @@
-"""What the doctor finds: verdicts of measurements, packages, lists, names in the way."""
+"""What the doctor finds: the device, packages, lists, and names that were taken before `init`."""
 
 from __future__ import annotations
 
@@ -12,65 +12,6 @@ import torch
 
 import autoamp
 from autoamp.cli import probes
-from autoamp.cli.probes import Measured, Spread
-
-
-def measured(matmul: float, elementwise: float) -> Measured:
-    """A measurement with these ratios."""
-    one = Spread(1.0, 1.0, 1.0)
-    spreads = (Spread(ratio, ratio, ratio) for ratio in (matmul, elementwise))
-    return Measured("fp16", one, one, *spreads, size=1, elements=1)
-
-
-@pytest.mark.parametrize(
-    ("matmul", "elementwise", "said"),
-    [
-        (8.0, 1.9, "fp16 pays here: matmul 8.0 times"),
-        (1.0, 1.9, "memory-bound models only"),
-        (1.0, 1.0, "saves memory, not time"),
-        (0.3, 1.9, "does not pay here: matmul 0.3 times"),
-        (0.0148, 1.9, "does not pay here: matmul 0.015 times"),
-    ],
-)
-def test_verdict_says_whether_half_precision_pays(matmul: float, elementwise: float, said: str) -> None:
-    assert said in measured(matmul, elementwise).verdict
-
-
-def test_spread_is_median_and_quartiles() -> None:
-    assert Spread.of([5.0, 1.0, 2.0, 4.0, 3.0]) == Spread(3.0, 2.0, 4.0)
-
-
-def test_measurement_pairs_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Half is twice as fast in every round, though rounds differ.
-    rounds = {"fp32": [2.0, 4.0, 6.0], "fp16": [1.0, 2.0, 3.0], "bf16": [1.0, 2.0, 3.0]}
-    monkeypatch.setattr(probes, "_rounds", lambda *_: rounds)
-    monkeypatch.setattr(probes, "_matmuls", lambda kind: (10, {}))
-    monkeypatch.setattr(probes, "_copies", lambda kind, elements: {})
-    fp32, fp16, _ = probes.measure("cpu")
-    assert fp16.matmul == Spread(2.0, 2.0, 2.0)
-    assert fp32.flops.median == pytest.approx(2 * 10**3 / 4)
-    # As many elements, of half the bytes, in half the time.
-    assert fp16.bytes.median == pytest.approx(fp32.bytes.median)
-
-
-def test_measurement_runs_each_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = []
-    matmul = probes._matmul
-    monkeypatch.setattr(probes, "_matmul", lambda kind, size, dtype: sizes.append(size) or matmul(kind, 16, dtype))
-    monkeypatch.setattr(probes, "_time", lambda call, kind: call() is None or 1.0)
-    found = probes.measure("cpu", seconds=0.0)
-    assert [one.dtype for one in found] == ["fp32", "fp16", "bf16"]
-    assert all(one.flops.median > 0 and one.bytes.median > 0 for one in found)
-    assert set(sizes) == {256}
-
-
-def test_measurement_is_of_true_dtypes_under_an_active_handle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "_rounds", lambda calls, *_: {name: [1.0, 1.0] for name in calls})
-    seen = []
-    monkeypatch.setattr(probes, "_time", lambda call, kind: seen.append(call().dtype) or 1.0)
-    autoamp.init(device_type="cpu", dtype=torch.float16)
-    probes.measure("cpu")
-    assert set(seen) == {torch.float32, torch.float16, torch.bfloat16}
 
 
 def test_device_is_described() -> None:

@@ -1,0 +1,161 @@
+"""How fast fp16 and bf16 are on a device, beside fp32: a matmul and an elementwise op, timed in turn."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoamp import runtime
+
+__all__ = ["Measured", "Spread", "measure"]
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+# Speeds of half precision over that of fp32: above the first its casts pay, below the second they cost time.
+PAYS = 1.2
+SLOWER = 0.9
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median and the quartiles around it."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> Spread:
+        """Of at least two values."""
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median, low, high)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One dtype against fp32.
+
+    Attributes:
+        flops: Of a square matmul, floating-point operations a second.
+        bytes: Of an elementwise op, bytes read and written a second.
+        matmul: How many times as fast as in fp32 the matmul is; medians of paired runs.
+        elementwise: The same of the elementwise op, for as many elements.
+        size: The matmul's edge.
+        elements: How many elements the elementwise op has.
+    """
+
+    dtype: str
+    flops: Spread
+    bytes: Spread
+    matmul: Spread
+    elementwise: Spread
+    size: int
+    elements: int
+
+    @property
+    def verdict(self) -> str:
+        """Say whether this dtype pays here."""
+        times = (
+            f"matmul {_times(self.matmul.median)}, memory-bound ops {_times(self.elementwise.median)} the speed of fp32"
+        )
+        if self.matmul.median >= PAYS:
+            return f"{self.dtype} pays here: {times}"
+        if self.matmul.median < SLOWER:
+            return f"{self.dtype} does not pay here: {times}. It saves memory and costs time"
+        if self.elementwise.median >= PAYS:
+            return f"{self.dtype} pays here for memory-bound models only: {times}"
+        return f"{self.dtype} does not pay here: {times}. It saves memory, not time"
+
+
+def _times(ratio: float) -> str:
+    # Two digits at least: a CPU without fp16 units is a hundred times slower.
+    return f"{ratio:.{0 if ratio >= 9.95 else 1 if ratio >= 0.095 else 3}f} times"
+
+
+def measure(kind: str, seconds: float = 2.0) -> list[Measured]:
+    """Time a matmul and an elementwise op in fp32, fp16 and bf16, in turn, so that all meet the same conditions.
+
+    Args:
+        kind: The device type.
+        seconds: How long all of it may take, more or less; warming up comes on top.
+    """
+    with runtime.disable_casts(), torch.no_grad():
+        size, calls = _matmuls(kind)
+        matmul = _rounds(calls, kind, seconds / 2)
+        elements = 2**26 if kind != "cpu" else 2**23
+        elementwise = _rounds(_copies(kind, elements), kind, seconds / 2)
+    found = []
+    for name, dtype in DTYPES.items():
+        moved = 2 * elements * dtype.itemsize
+        found.append(
+            Measured(
+                dtype=name,
+                flops=Spread.of([2 * size**3 / spent for spent in matmul[name]]),
+                bytes=Spread.of([moved / spent for spent in elementwise[name]]),
+                matmul=_ratio(matmul, name),
+                elementwise=_ratio(elementwise, name),
+                size=size,
+                elements=elements,
+            )
+        )
+    return found
+
+
+def _ratio(rounds: Mapping[str, list[float]], name: str) -> Spread:
+    return Spread.of([full / half for full, half in zip(rounds["fp32"], rounds[name], strict=True)])
+
+
+def _matmuls(kind: str) -> tuple[int, dict[str, Callable[[], Any]]]:
+    """Return matmuls large enough to keep the device busy for milliseconds, and small enough for the slowest dtype."""
+    size = 256
+    while True:
+        calls = {name: _matmul(kind, size, dtype) for name, dtype in DTYPES.items()}
+        spent = {name: min(_time(call, kind) for _ in range(3)) for name, call in calls.items()}
+        if size == 8192 or min(spent.values()) > 4e-3 or max(spent.values()) > 15e-3:
+            return size, calls
+        size *= 2
+
+
+def _matmul(kind: str, size: int, dtype: torch.dtype) -> Callable[[], Any]:
+    a, b = (torch.randn(size, size, device=kind).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    return lambda: torch.mm(a, b, out=out)
+
+
+def _copies(kind: str, elements: int) -> dict[str, Callable[[], Any]]:
+    def scaled(dtype: torch.dtype) -> Callable[[], Any]:
+        x: Tensor = torch.ones(elements, device=kind, dtype=dtype)
+        out = torch.empty_like(x)
+        return lambda: torch.mul(x, 2.0, out=out)
+
+    return {name: scaled(dtype) for name, dtype in DTYPES.items()}
+
+
+def _rounds(calls: Mapping[str, Callable[[], Any]], kind: str, seconds: float) -> dict[str, list[float]]:
+    """Time each call once a round, at least five rounds and then until the time is up."""
+    for call in calls.values():
+        _time(call, kind)
+    spent: dict[str, list[float]] = {name: [] for name in calls}
+    end = time.perf_counter() + seconds
+    while len(spent["fp32"]) < 5 or (time.perf_counter() < end and len(spent["fp32"]) < 1000):
+        for name, call in calls.items():
+            spent[name].append(_time(call, kind))
+    return spent
+
+
+def _time(call: Callable[[], Any], kind: str) -> float:
+    _wait(kind)
+    start = time.perf_counter()
+    call()
+    _wait(kind)
+    return max(time.perf_counter() - start, 1e-9)
+
+
+def _wait(kind: str) -> None:
+    if kind != "cpu":
+        torch.accelerator.synchronize()

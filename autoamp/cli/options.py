@@ -1,0 +1,68 @@
+"""The options of `autoamp run`, as plain values that its child processes can be told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from autoamp.errors import UsageError
+from autoamp.scaling import make_scaler
+
+__all__ = ["DTYPES", "Options", "loss_scale_of"]
+
+DTYPES = {"fp16": torch.float16, "float16": torch.float16, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line of `autoamp run` says; plain values, since children are told them as JSON.
+
+    Attributes:
+        dtype: A key of `DTYPES`. None is bf16 where the device has units for it, else fp16, and fp16 for a program of
+            Apex.
+        device_type: As for `autoamp.init`.
+        lists: List sets and files, on top of the project's own.
+        opt_level: ``"O1"`` patches torch and scales losses. The others act where the program calls ``initialize``.
+        loss_scale: ``"dynamic"``, or a number in digits. None is `autoamp.init`'s choice.
+        apex: Whether ``import apex`` finds autoamp.
+        shadow_apex: Whether a real `apex` is hidden.
+        fastai1: Whether fastai v1 is made to run on today's torch.
+    """
+
+    dtype: str | None = None
+    device_type: str | None = None
+    lists: tuple[str, ...] = ()
+    opt_level: str = "O1"
+    loss_scale: str | None = None
+    apex: bool = True
+    shadow_apex: bool = False
+    fastai1: bool = False
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Options:
+        """Take the options out of a mapping that may have more, such as a parsed command line or JSON."""
+        chosen = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
+        return cls(**{**chosen, "lists": tuple(chosen.get("lists", ()))})
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the options as JSON has them."""
+        return {**asdict(self), "lists": list(self.lists)}
+
+
+def loss_scale_of(text: str | None) -> str | float | None:
+    """Return what `autoamp.init` takes as ``loss_scale``.
+
+    Raises:
+        UsageError: This is neither ``"dynamic"`` nor a number.
+    """
+    if text is None or text == "dynamic":
+        return text
+    try:
+        scale = float(text)
+        make_scaler(scale, torch.float16)
+        return scale
+    except ValueError:
+        raise UsageError(f"--loss-scale {text!r} is no loss scale; give 'dynamic' or a number above 0") from None
