@@ -1,4 +1,4 @@
-"""Opt levels: `initialize()` turns "O0" to "O3" into patches, cast models, master weights and loss scalers."""
+"""`initialize()`, and the functions that act on the handle it sets up."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def initialize(
 
     Raises:
         UsageError: An argument is wrong. Nothing was changed, and what was set up before is still active.
-        ListFileError: So is a list.
-        ValueError: So is the loss scale.
+        ListFileError: A list cannot be used. Nothing was changed.
+        ValueError: The loss scale is no scale. Nothing was changed.
     """
     model_list, optimizer_list = checked_models(models), checked_optimizers(optimizers)
     result = models if optimizers is None else (models, optimizers)
@@ -116,7 +116,7 @@ def initialize(
         scalers=scalers,
         models=weakref.WeakSet(model_list),
     )
-    # Every argument was looked at: from here on what was set up before for these models is gone.
+    # Every argument was checked: from here on what was set up before for these models is undone.
     handle = handle_for(setup, earlier, model_list, optimizer_list)
     setup = handle.setups[-1]
     try:
@@ -186,8 +186,8 @@ def load_state_dict(state: Mapping[str, Any]) -> None:
 def master_params(optimizer: Any) -> Iterator[Tensor]:
     """Yield what the optimizer steps: the fp32 masters of half parameters, and the other parameters themselves.
 
-    The gradients of these are the ones to clip: ``clip_grad_norm_(master_params(optimizer), max_norm)``. Inside of a
-    `scale_loss` block they have the scale of the block.
+    The gradients of these are the ones to clip: ``clip_grad_norm_(master_params(optimizer), max_norm)``. Within a
+    `scale_loss` block they are multiplied by its loss scale.
     """
     handle = current_handle()
     if handle is not None:

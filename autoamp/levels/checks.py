@@ -19,7 +19,7 @@ __all__ = ["checked_flag", "checked_models", "checked_optimizers", "checked_scal
 
 
 def checked_models(models: Any) -> list[Module]:
-    """Return the models as a list. UsageError: one is wrapped already, or is none."""
+    """Return the models as a list. UsageError: one is wrapped already, or is no module."""
     found = list(models) if isinstance(models, (list, tuple)) else [models]
     for model in found:
         if isinstance(model, (DataParallel, DistributedDataParallel)):
@@ -33,7 +33,7 @@ def checked_models(models: Any) -> list[Module]:
 
 
 def checked_optimizers(optimizers: Any) -> list[Any]:
-    """Return the optimizers as a list. UsageError: one is none, or scales its losses itself."""
+    """Return the optimizers as a list. UsageError: one is no optimizer, or scales its losses itself."""
     if optimizers is None:
         return []
     found = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
@@ -48,7 +48,7 @@ def checked_optimizers(optimizers: Any) -> list[Any]:
 
 
 def checked_flag(name: str, value: Any) -> bool | None:
-    """Return a switch that is a bool or None."""
+    """Return a switch that is a bool or None. UsageError: it is neither."""
     if value is None or isinstance(value, bool):
         return value
     remedy = f"pass opt_level={value!r} by its name" if name == "enabled" and value in tuple(LEVELS) else ""
@@ -56,7 +56,7 @@ def checked_flag(name: str, value: Any) -> bool | None:
 
 
 def checked_scale(value: Any) -> Any:
-    """Return a loss scale whose string, if it is one, means something."""
+    """Return a loss scale; of strings ``"dynamic"`` alone is one. UsageError: another string."""
     if isinstance(value, str) and value != "dynamic":
         raise UsageError(f"loss_scale={value!r} is a string; choose 'dynamic' or a number, such as 128.0")
     return value

@@ -73,15 +73,27 @@ def level_with(opt_level: str, **overrides: Any) -> OptLevel:
 def scalers_for(
     level: OptLevel, dtype: torch.dtype, num_losses: int, lowest: float | None, highest: float
 ) -> list[LossScaler]:
-    """Return a scaler for each of so many losses."""
+    """Return a scaler for each loss.
+
+    Args:
+        level: Its ``loss_scale`` is the first scale, or the scaler itself of the first loss.
+        dtype: The half dtype, which decides where the level says nothing.
+        num_losses: How many.
+        lowest: The lowest dynamic scale; None for no other bound than fp32's.
+        highest: The highest dynamic scale.
+
+    Raises:
+        UsageError: ``num_losses`` is no number of losses.
+        ValueError: The scale or its bounds are none.
+    """
     if not is_count(num_losses, 1):
         raise UsageError(f"num_losses={num_losses!r} is no number of losses; choose 1 or more")
     first = make_scaler(level.loss_scale, dtype, min_loss_scale=lowest, max_loss_scale=highest)
-    # No loss may move the scale of another.
+    # Copies: an overflow of one loss leaves the scale of the others.
     return [first, *(copy.copy(first) for _ in range(num_losses - 1))]
 
 
 def kind_of_scale(level: OptLevel, scaler: LossScaler) -> Any:
-    """Return what is equal for calls that want the same scale: a scaler that was given is like no other."""
+    """Return a key that is equal for calls that want the same scale. A scaler that was given equals only itself."""
     given = isinstance(level.loss_scale, LossScaler)
     return level.loss_scale if given else (type(scaler), scaler.loss_scale)

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def earlier_setups(models: Sequence[Module]) -> list[Setup]:
-    """Return the earlier calls whose models are alive and not named again, nor a part of one that is, or around it."""
+    """Return the earlier calls, each with those of its models that are alive and share no module with these."""
     handle = current_handle()
     if handle is None or not handle.setups:
         return []
@@ -34,7 +34,7 @@ def earlier_setups(models: Sequence[Module]) -> list[Setup]:
 
     found = [replace(setup, models=left(setup)) for setup in handle.setups]
     if any(setup.models for setup in found):
-        # What is alive in cycles alone would keep its patches.
+        # A model that nothing but reference cycles keeps alive would count as one in use.
         gc.collect()
     return [setup for setup in found if setup.models]
 
@@ -48,14 +48,15 @@ def handle_for(setup: Setup, earlier: Sequence[Setup], models: Sequence[Module],
             "and the half dtype %s of this one from now on",
             setup.settings.dtype,
         )
-    # A level that leaves torch alone leaves it to the last one that does not.
+    # Where this level does not patch torch, the last earlier one that does decides how it is patched.
     ruling = setup.settings if setup.patches or not patched else patched[-1].settings
     on = setup.on or any(one.on for one in earlier)
     handle = Handle(replace(ruling, opt_level=setup.settings.opt_level), on=on, scalers=setup.scalers)
     put_handle(None, functools.partial(handle.inherit, setups=earlier, models=models, optimizers=optimizers))
     shared = next((one.scalers for one in earlier if one.key == setup.key), None)
     if shared is not None:
-        # All begin anew, as with Apex: a later training finds nothing of an earlier one whose model lives on.
+        # The scalers that earlier calls share begin anew too, as with Apex: a later training does not go on at the
+        # scale of an earlier one whose model is still alive.
         shared[: len(setup.scalers)] = setup.scalers
         setup = replace(setup, scalers=shared)
         handle.optimizers.loss_scalers.forget_but(scaler for one in earlier for scaler in one.scalers)
@@ -64,7 +65,7 @@ def handle_for(setup: Setup, earlier: Sequence[Setup], models: Sequence[Module],
 
 
 def leave_off(models: Sequence[Module], optimizers: Sequence[Any]) -> None:
-    """Undo what was set up for these models and optimizers, and leave their losses alone."""
+    """Undo what was set up for these models and optimizers, and scale their losses no more."""
     earlier = earlier_setups(models)
     handle = current_handle()
     if handle is None or not earlier:
@@ -84,7 +85,8 @@ def set_up_models(
 ) -> None:
     """Cast the models as the level says, and what goes into them and comes out of them at each call."""
     half = setup.settings.dtype
-    # In a model whose level leaves torch alone nothing is cast, also where torch is patched for another.
+    # None: as everywhere. Within a model whose level does not patch torch nothing is cast, though it be patched for
+    # another.
     casts = None if setup.on else setup.patches
     forward = ForwardDtypes(outputs=outputs or (torch.float32 if casts else None), casts=casts)
     kind: Any = half if level.cast_model_type == "half" else level.cast_model_type

@@ -20,11 +20,11 @@ __all__ = ["ActiveHandles", "current_handle", "handles", "needed_handle", "put_h
 class ActiveHandles:
     """Which handle is active, since torch's namespace is one to a process; and what was registered for all handles.
 
-    ``init`` sets the base handle. Each open region stands above it, with the handle that serves it: the base, or one of
-    its own in whose favour the handle below is suspended.
+    ``init`` sets the base handle. Each open region is above it, with the handle that serves it: the base, or one of
+    its own, for whose time the handle below is suspended.
 
     Attributes:
-        lock: Held while handles come and go.
+        lock: Taken while handles come and go.
         registry: The functions that were decorated and registered.
     """
 
@@ -44,7 +44,7 @@ class ActiveHandles:
 
     @property
     def base(self) -> Handle | NoOpHandle | None:
-        """What serves outside of regions, if it is active or the one that does nothing."""
+        """The handle outside of regions: an active one, or the `NoOpHandle` of ``enabled=False``; else None."""
         handle = self._base
         return handle if isinstance(handle, NoOpHandle) or (handle is not None and handle.is_active()) else None
 
@@ -54,11 +54,14 @@ class ActiveHandles:
         return handle.casts if handle is not None and handle.is_active() and handle.casts.state() is not False else None
 
     def put_base(self, handle: Handle | NoOpHandle | None, end: Callable[[Handle], object] | None = None) -> None:
-        """Make ``handle`` what is active outside of regions, and end the one before. On an error nothing changes.
+        """Make ``handle`` the one outside of regions, and end the one before. On an error nothing changes.
 
         Args:
             handle: None for no handle.
             end: Called with the one before, which is suspended, in the place of its ``deactivate()``.
+
+        Raises:
+            UsageError: A region with a handle of its own is open.
         """
         with self.lock:
             if any(serving is not self._base for serving, _ in self._open):
@@ -71,7 +74,15 @@ class ActiveHandles:
                 before.deactivate() if end is None else end(before)
 
     def enter(self, settings: Settings | None, own: Callable[[], Handle]) -> Handle:
-        """Open a region and return the handle that serves it: the active one where its settings do, else ``own()``."""
+        """Open a region and return the handle that serves it: the active one where its settings fit, else ``own()``.
+
+        Args:
+            settings: Those of the region; None for any.
+            own: Makes the region's own handle, or returns the one that it made before.
+
+        Raises:
+            UsageError: A region with other settings is open in another thread.
+        """
         thread = threading.get_ident()
         with self.lock:
             handle = self.handle
@@ -87,7 +98,7 @@ class ActiveHandles:
             return handle
 
     def leave(self, handle: Handle) -> None:
-        """Close this thread's latest region of ``handle``; the last one to leave brings back what was there before."""
+        """Close this thread's latest region of ``handle``; with the last one the handle before becomes active again."""
         with self.lock:
             at = max(i for i, entry in enumerate(self._open) if entry == (handle, threading.get_ident()))
             del self._open[at]
@@ -103,7 +114,7 @@ class ActiveHandles:
         before = self.handle
         if before is not None:
             before.suspend()
-        # It is active from within `activate` on, and whoever hears of that finds it here.
+        # Set before `activate`, whose listeners look for it here.
         self._handle = handle
         try:
             if handle is not None:
@@ -136,6 +147,9 @@ def put_handle(handle: Handle | NoOpHandle | None, end: Callable[[Handle], objec
     Args:
         handle: None for none.
         end: Called with the one before in the place of its ``deactivate()``.
+
+    Raises:
+        UsageError: A region with a handle of its own is open.
     """
     handles.put_base(handle, end)
 

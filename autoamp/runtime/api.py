@@ -88,36 +88,60 @@ def _show_log() -> None:
 
 
 def disable_casts() -> contextlib.AbstractContextManager[None]:
-    """Turn casts off for a block, on this thread. Without an active handle it does nothing."""
+    """Turn casts off within a ``with`` statement, on this thread. Without an active handle it does nothing."""
     handle = handles.handle
     return handle.disable_casts() if handle is not None else contextlib.nullcontext()
 
 
 def half_function(function: Any) -> Any:
-    """Decorate a function: its floating arguments are cast to the half dtype, and what it calls follows the lists."""
+    """Decorate a function: its floating arguments are cast to the half dtype, and what it calls follows the lists.
+
+    Raises:
+        TypeError: This is no function, such as a class, or one that runs later, such as a generator function.
+    """
     return handles.registry.decorate(function, CastPolicy.FP16)
 
 
 def float_function(function: Any) -> Any:
-    """Decorate a function: its floating arguments are cast to fp32, and nothing is cast within."""
+    """Decorate a function: its floating arguments are cast to fp32, and nothing is cast within.
+
+    Raises:
+        TypeError: As for `half_function`.
+    """
     return handles.registry.decorate(function, CastPolicy.FP32)
 
 
 def promote_function(function: Any) -> Any:
-    """Decorate a function: its floating arguments are cast to the widest dtype among them."""
+    """Decorate a function: its floating arguments are cast to the widest dtype among them.
+
+    Raises:
+        TypeError: As for `half_function`.
+    """
     return handles.registry.decorate(function, CastPolicy.PROMOTE)
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Put ``module.name`` under the `fp16` policy, now and at each later `init`. ValueError: no such name."""
+    """Put ``module.name`` under the `fp16` policy, now and at each later `init`.
+
+    Raises:
+        ValueError: There is no such name, or it is nothing that can be patched.
+    """
     handles.register(module, name, CastPolicy.FP16)
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Put ``module.name`` under the `fp32` policy, now and at each later `init`. ValueError: no such name."""
+    """Put ``module.name`` under the `fp32` policy, now and at each later `init`.
+
+    Raises:
+        ValueError: There is no such name, or it is nothing that can be patched.
+    """
     handles.register(module, name, CastPolicy.FP32)
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Put ``module.name`` under the `promote` policy, now and at each later `init`. ValueError: no such name."""
+    """Put ``module.name`` under the `promote` policy, now and at each later `init`.
+
+    Raises:
+        ValueError: There is no such name, or it is nothing that can be patched.
+    """
     handles.register(module, name, CastPolicy.PROMOTE)

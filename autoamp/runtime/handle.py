@@ -1,4 +1,4 @@
-"""The handle: `init()` composes the rooms below into patched torch, loss scaling and guarded optimizer steps."""
+"""The handle: owns the patches of torch, the casts, the models that were set up, and the guarded optimizers."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ class Handle:
         """Count the calls of listed functions and what is cast for them, from now on. Costs microseconds a call.
 
         Returns:
-            The numbers, which ends the counting: ``stop()``, or the end of a ``with`` block. `deactivate` does too.
+            The numbers, which ends the counting: ``stop()``, or the end of a ``with`` statement. `deactivate` does too.
 
         Raises:
             UsageError: The handle is not active.
@@ -252,16 +252,19 @@ class Handle:
     # -- casts --
 
     def disable_casts(self) -> contextlib.AbstractContextManager[None]:
-        """Turn casts off for a block, on this thread."""
+        """Turn casts off within a ``with`` statement, on this thread."""
         return self.casts.switched(False, forced_off=True)
 
     @contextlib.contextmanager
     def inference(self, model: Module) -> Iterator[Module]:
-        """Promise that the weights of ``model`` stay as they are, and keep them in half precision for the block.
+        """Promise that the weights of ``model`` stay as they are, and keep their casts for a ``with`` statement.
 
         Where gradients are not recorded each parameter is cast once, at its first use, and on a CPU with bf16 units
-        kept in the layout that oneDNN wants. A weight that is written to within the block, against the promise, goes
-        unseen. Costs about half of the fp32 weights in memory.
+        kept in the layout that oneDNN wants. A weight that is written to meanwhile, against the promise, goes unseen.
+        Costs about half of the fp32 weights in memory.
+
+        Raises:
+            UsageError: This is no module.
         """
         if not isinstance(model, Module):
             raise UsageError(f"inference() takes a torch.nn.Module, not {_kind(model)}")
@@ -278,6 +281,9 @@ class Handle:
 
         Returns:
             An object with ``undo()``, which is also a context manager.
+
+        Raises:
+            UsageError: This is no module, or the precision is unknown.
         """
         if not isinstance(module, Module):
             raise UsageError(f"override() takes a torch.nn.Module, not {_kind(module)}")
@@ -397,7 +403,7 @@ class Handle:
         every `torch.optim.Optimizer` of the process, those that are there and those to come.
 
         Returns:
-            What ends it: ``stop()``, or the end of a ``with`` block. `deactivate` does too.
+            What ends it: ``stop()``, or the end of a ``with`` statement. `deactivate` does too.
 
         Raises:
             UsageError: The handle is not active, or its optimizers step master weights.

@@ -35,16 +35,26 @@ __all__ = ["Installation"]
 
 _NOTHING: Mapping[int, tuple[Any, Any]] = {}
 
-# Dynamo knows ops by identity, and skips a Module.__call__ that it takes for torch's own, and casts by module with it.
+# What of Dynamo copies names of torch as it is imported. It knows ops by identity; and of a `Module.__call__` that it
+# takes for torch's own it calls `forward` alone, which leaves casts by module out.
 _TAKES_FROM_TORCH = ("torch._dynamo.utils", "torch._dynamo.variables.tensor", "torch._dynamo.variables.torch")
-
 
 # A handle that comes while another goes, in another thread, would take its replacements for torch's own functions.
 _one_at_a_time = threading.RLock()
 
 
 class Installation:
-    """The patches of one handle, from the first to the last."""
+    """The patches of one handle.
+
+    Args:
+        casts: What replacements cast by.
+        precisions: Which modules run in a precision of their own.
+        models: The models that were cast, or whose inputs and outputs are.
+        allow_banned: Whether a banned function runs in fp32 with a warning, or raises.
+        rebind: Whether names that other modules took before are rebound.
+        counts: Where calls and casts are counted; None where they are not.
+        met: Called with each optimizer that is made; None where nobody asks.
+    """
 
     def __init__(
         self,
@@ -137,7 +147,7 @@ class Installation:
             if self._counts is not None:
                 name = f"{target.module}.{target.qualname}"
                 replacement = counted(replacement, name, rule.policy, self._casts, self._counts)
-            # Kept with its target, so that the ids in the key stay taken.
+            # With its target, which keeps the objects alive whose ids are in the key.
             self._built[key] = (target, mark(replacement, target.original))
             self._let_torchscript_know(target.original, replacement)
         return self._built[key][1]
@@ -242,7 +252,7 @@ class Installation:
 
 
 def _by_place(*targets: Target) -> list[Target]:
-    """One target for each attribute, the last: a registration stands above the lists."""
+    """Return one target for each attribute, the last: a registration goes before the lists."""
     return list({(id(target.parent), target.attribute): target for target in targets}.values())
 
 

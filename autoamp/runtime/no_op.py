@@ -56,7 +56,7 @@ class NoOpHandle:
         return optimizer
 
     def auto_scale(self) -> AutoScale:
-        """Return what scales nothing."""
+        """Return an `AutoScale` that was not started."""
         scaler = StaticLossScaler(1.0)
         return AutoScale(GuardedOptimizers(self._casts, [scaler]), scaler)
 
@@ -66,16 +66,16 @@ class NoOpHandle:
 
     @contextlib.contextmanager
     def disable_casts(self) -> Iterator[None]:
-        """Do nothing for a block."""
+        """Turn nothing off: nothing is cast."""
         yield
 
     @contextlib.contextmanager
     def inference(self, model: Module) -> Iterator[Module]:
-        """Do nothing for a block."""
+        """Yield the model as it is."""
         yield model
 
     def override(self, module: Module, precision: str | None = None) -> Override:
-        """Do nothing, and hand out what undoes nothing."""
+        """Do nothing, and return an `Override` that undoes nothing."""
         return ModulePrecisions(()).override_paths(module)
 
     def is_active(self) -> bool:

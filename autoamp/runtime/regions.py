@@ -16,7 +16,7 @@ __all__ = ["Region", "region"]
 
 
 class Region:
-    """Patches for a block alone, on the thread that enters it. Made by `region()`; it can be entered again."""
+    """A context manager and decorator: torch is patched within. Made by `region()`; it can be entered again."""
 
     def __init__(self, enabled: bool, settings: Settings | None) -> None:
         self._enabled = enabled
@@ -50,22 +50,27 @@ class Region:
 
 
 class _Entered(threading.local):
-    """The blocks of a region that a thread is in: one region may serve several threads."""
+    """How to leave a region, once for each time that a thread has entered it: one region may serve several threads."""
 
     def __init__(self) -> None:
         self.stacks: list[contextlib.ExitStack] = []
 
 
 def region(enabled: bool = True, loss_scale: Any = None, **settings: Any) -> Region:
-    """Patch torch for a block alone: ``with autoamp.region(dtype=torch.bfloat16) as handle``.
+    """Patch torch for a ``with`` statement alone: ``with autoamp.region(dtype=torch.bfloat16) as handle``.
 
     Args:
-        enabled: False turns the active handle's casts off for the block.
+        enabled: False turns the active handle's casts off within.
         loss_scale: As for `init`.
         **settings: The other arguments of `init`. Without any, a handle that is active already serves.
 
-    Only the thread that enters the block casts. The patches come and go with the block, which takes some ten
-    milliseconds each time: around a whole training loop that is nothing, around each of its steps prefer `init`.
+    Only the thread that enters the region casts. The patches come and go with it, which takes some ten milliseconds
+    each time: that is little around a whole training loop; around each of its steps prefer `init`.
+
+    Raises:
+        ListFileError: A list cannot be used.
+        UsageError: An argument is wrong. On entry: a region with other settings is open in another thread.
+        ValueError: The loss scale is no scale.
     """
     given = bool(settings) or loss_scale is not None
     return Region(enabled, Settings.of(loss_scale=loss_scale, **settings) if given else None)

@@ -24,7 +24,7 @@ class _Decorated:
     def __init__(self, function: Any, policy: CastPolicy) -> None:
         self.function = function
         self.policy = policy
-        # A pair is read and written at one go, so threads that race here do no harm.
+        # One tuple, set in one step: a thread never reads the casts of one handle and the replacement of another.
         self.built: tuple[Casts | None, Any] = (None, None)
 
     def build(self, casts: Casts) -> Any:
@@ -55,6 +55,9 @@ class Registry:
         Args:
             function: A function, builtin, bound method, callable object, staticmethod or classmethod.
             policy: What happens to its arguments.
+
+        Raises:
+            TypeError: This is no function, or a class, generator function or coroutine function.
         """
         if isinstance(function, (staticmethod, classmethod)):
             return type(function)(self.decorate(function.__func__, policy))

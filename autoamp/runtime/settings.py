@@ -38,7 +38,13 @@ class Settings:
         lists: Any = None, device_type: str | None = None, dtype: torch.dtype | None = None, rebind: bool = True,
         scope: str = "global",
     ) -> Settings:  # fmt: skip
-        """Fill in the defaults and read the lists. Every wrong argument is told before anything is patched."""
+        """Fill in the defaults and read the lists. The arguments are those of `init`, and nothing is patched.
+
+        Raises:
+            ListFileError: A list cannot be used.
+            UsageError: An argument is wrong.
+            ValueError: The loss scale is no scale.
+        """
         device_type = device_type_of(device_type)
         dtype = _half_dtype_of(device_type) if dtype is None else dtype
         if dtype not in HALF_DTYPES:
@@ -79,8 +85,9 @@ class Setup:
     """What one call of `initialize` set up.
 
     Attributes:
-        settings: What its arguments came to.
-        patches: Whether torch is patched for it, and ``on`` whether that acts everywhere, or within its models.
+        settings: The settings that its arguments came to.
+        patches: Whether torch is patched for it.
+        on: Whether casts act everywhere; False where they act within its models alone, or nowhere.
         masters: Whether optimizers of its models step master weights.
         key: Equal for calls that share their loss scalers.
         scalers: One for each ``loss_id``.

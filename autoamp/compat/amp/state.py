@@ -1,6 +1,6 @@
 """Apex's state as code reads and pokes it: `_amp_state`, its scalers, ``optimizer._amp_stash``, the handle of ``init``.
 
-All are views on the active handle. They hold nothing but what Apex had and autoamp has no use for.
+All are views on the active handle. Of their own they have only what Apex had and autoamp has no use for.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ScalerView:
     """One loss scaler, by the names of Apex. Writing ``_loss_scale`` takes effect.
 
     Args:
-        scaler: The native scaler.
+        scaler: The scaler of autoamp that this is a view on.
     """
 
     def __init__(self, scaler: LossScaler) -> None:
@@ -132,7 +132,7 @@ class ScalerView:
         return overflow
 
     def _pending(self) -> list[Verdict]:
-        """Return what was found in gradients of this scaler since the last step, read off the device."""
+        """Return the verdicts on gradients of this scaler since the last step. Waits for the device."""
         handle = current_handle()
         guards = [] if handle is None else handle.optimizers.guards
         pending = [verdict for guard in guards for verdict in guard.pending if verdict.scaler is self._scaler]
@@ -150,7 +150,13 @@ class ScalerView:
 
 
 class AmpState:
-    """The object ``amp._amp_state``."""
+    """The object ``amp._amp_state``.
+
+    Attributes:
+        verbosity: As given to ``amp.initialize``; what programs write here is read back, and has no effect.
+        hard_override, allow_incoming_model_not_fp32: The same.
+        min_loss_scale, max_loss_scale: The bounds as given to ``amp.initialize``.
+    """
 
     def __init__(self) -> None:
         self.verbosity = 1
@@ -202,7 +208,7 @@ class AmpStash:
         self._optimizer = (lambda: None) if optimizer is None else weakref.ref(optimizer)
         self.lazy_init_called = True
         self.params_have_scaled_gradients = False
-        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._aside: list[tuple[Tensor, Tensor]] = []
         self._found: list[Verdict] = []
 
     def attach(self, optimizer: Any) -> None:
@@ -237,13 +243,13 @@ class AmpStash:
             UsageError: A ``scale_loss`` block is open, or there was no ``initialize``.
         """
         guard, masters = self._guard("_prepare_amp_backward"), self._masters()
-        if self.params_have_scaled_gradients or self._kept:
+        if self.params_have_scaled_gradients or self._aside:
             return
-        # Gradients of half parameters become their masters'; each is kept once.
+        # Gradients of half parameters become their masters', so each is put aside once.
         guard.collect()
         guard.forget_abandoned()
-        self._kept = [(param, param.grad) for param in guard.params() if param.grad is not None]
-        # What was found in them is of no gradient that the block of `post_backward` will see.
+        self._aside = [(param, param.grad) for param in guard.params() if param.grad is not None]
+        # Verdicts on these gradients are put aside too: the block of `post_backward` sees other gradients.
         self._found, guard.pending = guard.pending, []
         for param in [*guard.params(), *([] if masters is None else self.all_fp16_params)]:
             param.grad = None
@@ -258,12 +264,12 @@ class AmpStash:
             UsageError: A ``scale_loss`` block is open, or there was no ``initialize``.
         """
         guard = self._guard("_post_amp_backward")
-        (kept, found), self._kept, self._found = (self._kept, self._found), [], []
-        # As after ``delay_unscale``: the block finds them at its scale, and on its way out makes them true.
+        (aside, found), self._aside, self._found = (self._aside, self._found), [], []
+        # As after ``delay_unscale``: the block takes the gradients for scaled, and unscales them at its end.
         guard.grads_scale = scaler.loss_scale()
         with scaled_block([guard], scaler._scaler):
             pass
-        for param, grad in kept:
+        for param, grad in aside:
             param.grad = grad if param.grad is None else param.grad.add_(grad)
         guard.collect()
         guard.pending = [*found, *guard.pending]
@@ -318,11 +324,11 @@ class AmpStash:
 
 
 def _nothing_left_to_do() -> None:
-    """Masters are made by ``initialize`` itself."""
+    """Do nothing: ``initialize`` itself makes the masters."""
 
 
 class AmpHandle:
-    """The handle of the old API, by its names; all else is the native handle's.
+    """The handle of the old API, by its names; all other names are those of `autoamp.Handle`.
 
     Args:
         handle: What `autoamp.init` returned.

@@ -25,7 +25,7 @@ _OPERATORS = ("nms", "qnms")
 
 
 class _Shims:
-    """Owns the patches and the import finder, of which a process has one set."""
+    """The patches of fastai's modules, and the import finder for torchvision. A process has one of these."""
 
     def __init__(self) -> None:
         self._patches = PatchSet()
@@ -83,7 +83,7 @@ def _load_whole_pickles(patches: PatchSet, module: Any) -> None:
 
 
 def _around_pandas(patches: PatchSet, module: Any) -> None:
-    """Replace what pandas 2 and later answer differently; with an older pandas nothing is to be done."""
+    """Replace what reads or writes tables by ways that pandas 2 changed. With an older pandas it does nothing."""
     pandas: Any = sys.modules["pandas"]
     if int(pandas.__version__.partition(".")[0]) < 2:
         return
