@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import importlib
 import io
 import json
+import pickle
 import zlib
 from pathlib import Path
 from typing import Any
@@ -73,3 +75,16 @@ def test_fp16_optimizers(name: str) -> None:
     for master, weight in zip(autoamp.master_params(optimizer), saved["model"].values(), strict=True):
         assert master.dtype == torch.float32
         torch.testing.assert_close(master.half(), weight)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "name"),
+    [
+        ("properties", "amp.properties", "Properties"),
+        ("scaler", "amp.scaler", "LossScaler"),
+        ("state", "amp.state", "AmpStash"),
+    ],
+)
+def test_classes_behind_apex_amp_are_found_by_their_old_names(old: str, new: str, name: str) -> None:
+    pickled = f"cautoamp.compat.{old}\n{name}\n.".encode()
+    assert pickle.loads(pickled) is getattr(importlib.import_module(f"autoamp.compat.{new}"), name)
