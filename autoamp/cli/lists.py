@@ -9,6 +9,8 @@ from typing import Any
 from autoamp.cli import probes
 from autoamp.cli.output import aligned
 from autoamp.diagnostics import check_lists
+from autoamp.ops import known_ops
+from autoamp.rules import check_bare_names
 
 __all__ = ["add_lists"]
 
@@ -31,7 +33,8 @@ def _lists(chosen: argparse.Namespace) -> int:
             header = "its autocast header" if drift.header else "no autocast header, as it was installed without"
             sys.stdout.write(f"the shipped lists agree with torch {drift.torch}: its public names, {header}\n")
         return int(bool(drift))
-    rules = probes.default_table(chosen.set, chosen.device_type).rules
-    rows = sorted((rule.target, rule.policy.value, str(rule.origin)) for rule in rules)
+    table = probes.default_table(chosen.set, chosen.device_type)
+    check_bare_names(table, known_ops())
+    rows = sorted((rule.target, rule.policy.value, str(rule.origin)) for rule in table.rules)
     sys.stdout.write("".join(f"{line}\n" for line in aligned(rows)))
     return 0

@@ -34,3 +34,7 @@ __all__ = [
     "to_python_float",
     "tofp16",
 ]
+
+# Pickles name the package: they load wherever in it the files lie.
+for _class in (DynamicLossScaler, FP16Model, FP16_Optimizer, LossScaler, tofp16):
+    _class.__module__ = __name__

@@ -72,3 +72,7 @@ __all__ = [
     "unscale_",
     "widened",
 ]
+
+# Pickles name the package: they load wherever in it the files lie.
+for _class in (LossScaler, StaticLossScaler, DynamicLossScaler):
+    _class.__module__ = __name__

@@ -225,6 +225,7 @@ RUNS = {
     "doctor json": ["doctor", "--quick", "--json", "--device-type", "cpu", "--import", "late"],
     "doctor fails": ["doctor", "--quick", "--import", "no_such_module"],
     "show": ["lists", "--set", "own.toml"],
+    "show typo": ["lists", "--set", "typo.toml"],
     "check": ["lists", "--check"],
 }
 
@@ -251,7 +252,10 @@ PROGRAMS = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the programs run."""
-    lists = {"own.toml": 'schema = 1\nextends = []\nfp32 = ["linear"]\n'}
+    lists = {
+        "own.toml": 'schema = 1\nextends = []\nfp32 = ["linear"]\n',
+        "typo.toml": 'schema = 1\nextends = []\nfp32 = ["linaer"]\n',
+    }
     return written(tmp_path_factory.mktemp("programs"), {**SCRIPTS, **lists})
 
 
@@ -403,7 +407,13 @@ def test_spawned_children_cast_by_module_too(programs: dict[str, Ended]) -> None
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("bad scale", "'much'"), ("bad lists", "no_such_set"), ("bad device", "toaster"), ("bad report", "--report")],
+    [
+        ("bad scale", "'much'"),
+        ("bad lists", "no_such_set"),
+        ("bad device", "toaster"),
+        ("bad report", "--report"),
+        ("show typo", "did you mean 'linear'"),
+    ],  # fmt: skip
 )
 def test_wrong_options_are_told_in_one_line_before_the_program_runs(
     name: str, said: str, ended: dict[str, Ended]

@@ -39,6 +39,21 @@ def test_objects(name: str) -> None:
     assert type(torch.load(again, weights_only=False)) is type(value)
 
 
+@pytest.mark.parametrize(
+    ("name", "home"),
+    [
+        ("DynamicLossScaler", "autoamp.scaling"), ("StaticLossScaler", "autoamp.scaling"),
+        ("fp16_utils.LossScaler", "autoamp.fp16_utils"), ("fp16_utils.DynamicLossScaler", "autoamp.fp16_utils"),
+        ("network_to_half", "autoamp.fp16_utils"), ("FP16Model", "autoamp.fp16_utils"),
+        ("FusedLayerNorm", "autoamp.normalization"),
+    ],
+)  # fmt: skip
+def test_new_pickles_name_public_places(name: str, home: str) -> None:
+    value = loaded(name)
+    kind = type(value[0] if name == "network_to_half" else value)
+    assert f"c{home}\n{kind.__name__}\n".encode() in pickle.dumps(value, protocol=0)
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_levels(level: str) -> None:
     saved = loaded(level)
