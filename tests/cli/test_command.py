@@ -413,7 +413,7 @@ def test_spawned_children_cast_by_module_too(programs: dict[str, Ended]) -> None
         ("bad device", "toaster"),
         ("bad report", "--report"),
         ("show typo", "did you mean 'linear'"),
-    ],  # fmt: skip
+    ],
 )
 def test_wrong_options_are_told_in_one_line_before_the_program_runs(
     name: str, said: str, ended: dict[str, Ended]
