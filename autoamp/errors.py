@@ -13,8 +13,10 @@ __all__ = [
     "BannedFunctionError",
     "CheckpointError",
     "ListFileError",
+    "LossScaleError",
     "NonFiniteGradientsError",
     "PatchError",
+    "TargetError",
     "UsageError",
     "warn_user",
 ]
@@ -48,6 +50,10 @@ class PatchError(AutoampError, RuntimeError):
     """A target that is not there, or cannot be patched."""
 
 
+class TargetError(AutoampError, ValueError):
+    """A name that was registered and that nothing, or nothing that can be patched, stands under."""
+
+
 class BannedFunctionError(AutoampError, NotImplementedError):
     """A banned function was called with half-precision arguments while ``allow_banned=False``."""
 
@@ -58,6 +64,10 @@ class UsageError(AutoampError, RuntimeError):
 
 class NonFiniteGradientsError(AutoampError, RuntimeError):
     """So many steps in a row overflowed that training is not going to recover."""
+
+
+class LossScaleError(AutoampError, ValueError):
+    """A loss scale, or an argument of its rule, that cannot be used."""
 
 
 class CheckpointError(AutoampError, ValueError):

@@ -24,6 +24,8 @@ def test_every_error_is_an_autoamp_error(name: str) -> None:
     [
         ("ListFileError", ValueError),
         ("PatchError", RuntimeError),
+        ("TargetError", ValueError),
+        ("LossScaleError", ValueError),
         ("BannedFunctionError", NotImplementedError),
         ("UsageError", RuntimeError),
         ("NonFiniteGradientsError", RuntimeError),

@@ -127,7 +127,7 @@ def install_as_apex(
         UsageError: A real `apex` is installed or imported and ``shadow`` is False, or an argument is wrong. Nothing was
             changed.
         ListFileError: A list cannot be used. Nothing was changed.
-        ValueError: The loss scale is no scale. Nothing was changed.
+        LossScaleError: The loss scale is no scale. Nothing was changed.
     """
     check_level(opt_level)
     listed = list(lists) if isinstance(lists, (list, tuple)) else [] if lists is None else [lists]

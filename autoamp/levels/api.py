@@ -81,7 +81,7 @@ def initialize(
     Raises:
         UsageError: An argument is wrong. Nothing was changed, and what was set up before is still active.
         ListFileError: A list cannot be used. Nothing was changed.
-        ValueError: The loss scale is no scale. Nothing was changed.
+        LossScaleError: The loss scale is no scale. Nothing was changed.
     """
     model_list, optimizer_list = checked_models(models), checked_optimizers(optimizers)
     result = models if optimizers is None else (models, optimizers)

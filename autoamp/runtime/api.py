@@ -6,8 +6,10 @@ import contextlib
 import logging
 from typing import Any
 
+import numpy
 import torch
 
+from autoamp.errors import UsageError
 from autoamp.rules import CastPolicy
 from autoamp.runtime.active import handles
 from autoamp.runtime.handle import Handle
@@ -60,8 +62,13 @@ def init(
     Raises:
         ListFileError: A list cannot be used.
         UsageError: An argument is wrong, or a region with a handle of its own is open.
-        ValueError: The loss scale is no scale.
+        LossScaleError: The loss scale is no scale.
     """
+    if not isinstance(enabled, (bool, int, numpy.bool_, type(None))):
+        raise UsageError(
+            f"enabled={_shortened(enabled)} is neither True nor False; settings are given by name, as in "
+            "autoamp.init(dtype=torch.float16), and models and optimizers to autoamp.initialize(model, optimizer)"
+        )
     if not enabled:
         nothing = NoOpHandle()
         handles.put_base(nothing)
@@ -76,6 +83,12 @@ def init(
         handle = Handle(settings)
         handles.put_base(handle)
         return handle
+
+
+def _shortened(value: object) -> str:
+    """Return how a value is shown in an error: whole, or by its type where that takes lines."""
+    shown = repr(value)
+    return shown if len(shown) < 40 and "\n" not in shown else f"a {type(value).__name__}"
 
 
 def _show_log() -> None:

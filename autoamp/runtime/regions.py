@@ -70,7 +70,7 @@ def region(enabled: bool = True, loss_scale: Any = None, **settings: Any) -> Reg
     Raises:
         ListFileError: A list cannot be used.
         UsageError: An argument is wrong. On entry: a region with other settings is open in another thread.
-        ValueError: The loss scale is no scale.
+        LossScaleError: The loss scale is no scale.
     """
     given = bool(settings) or loss_scale is not None
     return Region(enabled, Settings.of(loss_scale=loss_scale, **settings) if given else None)

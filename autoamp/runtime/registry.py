@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from autoamp.casting import Casts
-from autoamp.errors import ListFileError, PatchError, warn_user
+from autoamp.errors import ListFileError, PatchError, TargetError, warn_user
 from autoamp.ops import Target, build_replacement, target_at
 from autoamp.patching import check_writable
 from autoamp.rules import CastPolicy, CastRule, Origin
@@ -97,17 +97,17 @@ class Registry:
         """Register ``module.name``, in place of an earlier registration of the same.
 
         Raises:
-            ValueError: There is no such name, or it is nothing that can be patched.
+            TargetError: There is no such name, or it is nothing that can be patched.
         """
         where = getattr(module, "__name__", type(module).__name__)
         if not isinstance(name, str) or not hasattr(module, name):
-            raise ValueError(f"no function named {name!r} in {where!r}; register a name that is there")
+            raise TargetError(f"no function named {name!r} in {where!r}; register a name that is there")
         rule = CastRule(f"{where}.{name}", policy, Origin(f"register_{policy.value}_function", None, False))
         try:
             target = target_at(module, name, rule)
             check_writable(target.parent, target.attribute)
         except (ListFileError, PatchError) as error:
-            raise ValueError(f"{rule.target!r} cannot be registered: {error}") from error
+            raise TargetError(f"{rule.target!r} cannot be registered: {error}") from error
         self._rules.pop((id(module), name), None)
         self._rules[id(module), name] = (module, rule)
         return target

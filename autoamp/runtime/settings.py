@@ -43,7 +43,7 @@ class Settings:
         Raises:
             ListFileError: A list cannot be used.
             UsageError: An argument is wrong.
-            ValueError: The loss scale is no scale.
+            LossScaleError: The loss scale is no scale.
         """
         device_type = device_type_of(device_type)
         dtype = _half_dtype_of(device_type) if dtype is None else dtype

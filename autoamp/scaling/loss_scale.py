@@ -22,12 +22,12 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from autoamp.errors import AutoampError, CheckpointError
+from autoamp.errors import CheckpointError, LossScaleError
 from autoamp.scaling.device_scale import DeviceScale, Scale
 from autoamp.scaling.late_flags import LateFlags
 from autoamp.torch_private import update_scale_
 
-__all__ = ["DynamicLossScaler", "LossScaleError", "LossScaler", "StaticLossScaler", "is_count", "make_scaler"]
+__all__ = ["DynamicLossScaler", "LossScaler", "StaticLossScaler", "is_count", "make_scaler"]
 
 # Between these two the scale and its reciprocal are both normal fp32 numbers. A subnormal one may be flushed to 0.
 _SMALLEST = 2.0**-126
@@ -39,10 +39,6 @@ _NEAR_ONE = 2.0**6
 
 # More than the relative error of any chain of fp32 products that is taken here.
 _ROUNDING = 2.0**-16
-
-
-class LossScaleError(AutoampError, ValueError):
-    """A loss scale, or an argument of its rule, that cannot be used."""
 
 
 class LossScaler(ABC):

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from autoamp.compat import alias, install_as_apex, uninstall
-from autoamp.errors import UsageError
-from autoamp.scaling.loss_scale import LossScaleError
+from autoamp.errors import LossScaleError, UsageError
 
 TREE = Path(alias.__file__).parent / "apex"
 MODULES = sorted(

@@ -8,18 +8,39 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import autoamp
-from autoamp.errors import ListFileError
+from autoamp.errors import ListFileError, UsageError
 from autoamp.runtime.handle import Handle
 from autoamp.runtime.no_op import NoOpHandle
 from tests.runtime.shared import BF16, FULL, HALF, LISTS, in_thread, init, ones, patched, region, runs_in
 
 # -- init --
+
+
+@pytest.mark.parametrize(
+    ("enabled", "shown"),
+    [
+        ("False", "'False'"),
+        (torch.nn.Linear(1, 1), "a Linear|Linear"),
+        (torch.float16, "torch.float16"),
+        ([], "\\[\\]"),
+    ],
+)
+def test_init_refuses_what_is_no_switch(enabled: Any, shown: str) -> None:
+    with pytest.raises(UsageError, match=rf"enabled=({shown}).*autoamp.initialize\(model, optimizer\)"):
+        autoamp.init(enabled)
+    assert autoamp.current_handle() is None
+
+
+@pytest.mark.parametrize("enabled", [0, None, numpy.bool_(False)])
+def test_init_takes_what_stands_for_false(enabled: Any) -> None:
+    assert isinstance(autoamp.init(enabled), autoamp.NoOpHandle)
 
 
 def test_init_patches_and_deactivate_restores() -> None:

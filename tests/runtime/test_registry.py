@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp.casting.casts import Casts
+from autoamp.errors import TargetError
 from autoamp.rules.table import CastPolicy
 from autoamp.runtime.registry import Registry
 
@@ -359,7 +360,7 @@ def test_methods_static_methods_and_methods_of_one_object() -> None:
 
 @pytest.mark.parametrize("name", ["sigmiod", "", None])
 def test_no_such_name_is_a_value_error(name: Any) -> None:
-    with pytest.raises(ValueError, match="no function named"):
+    with pytest.raises(TargetError, match="no function named"):
         autoamp.register_half_function(torch, name)
 
 

@@ -14,12 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autoamp.errors import AutoampError, CheckpointError
+from autoamp.errors import AutoampError, CheckpointError, LossScaleError
 from autoamp.scaling.device_scale import DeviceScale
 from autoamp.scaling.late_flags import LateFlags
 from autoamp.scaling.loss_scale import (
     DynamicLossScaler,
-    LossScaleError,
     LossScaler,
     StaticLossScaler,
     is_count,

@@ -16,8 +16,7 @@ import autoamp
 from autoamp import fp16_utils, optimizers
 from autoamp.compat.early.optimizers import ContribFusedAdam, FP16_Optimizer, FusedAdam
 from autoamp.compat.early.scalers import DynamicLossScaler, LossScaler
-from autoamp.errors import UsageError
-from autoamp.scaling.loss_scale import LossScaleError
+from autoamp.errors import LossScaleError, UsageError
 
 
 def param(*values: float, dtype: torch.dtype = torch.float32) -> nn.Parameter:
