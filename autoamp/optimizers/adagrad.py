@@ -1,4 +1,4 @@
-"""Adagrad: Duchi et al. 2011."""
+"""Adagrad: Duchi, Hazan and Singer 2011 (JMLR 12, p. 2121)."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ __all__ = ["FusedAdagrad"]
 
 
 class FusedAdagrad(FusedOptimizer):
-    """Adagrad by multi-tensor functions and in fp32.
+    """Adagrad by multi-tensor functions, computed as `FusedOptimizer` says.
+
+    Each parameter's state is ``sum``, the sum of squared gradients.
 
     Args:
-        params: Parameters or groups of them.
+        params: Floating parameters of any shapes, or groups of them as `torch.optim.Optimizer` takes.
         lr: The learning rate.
         eps: Added to the root of the sum of squares.
-        weight_decay: The factor of the decay.
+        weight_decay: The factor of the parameter in the decay; 0 for none.
         set_grad_none: Whether ``zero_grad`` sets gradients to None.
-        adagrad_w_mode: Whether the decay is decoupled, as in AdamW, or added to the gradient.
+        adagrad_w_mode: Whether the decay is decoupled, as in AdamW. If not, it is added to the gradient.
     """
 
     _options = (*FusedOptimizer._options, "adagrad_w_mode")

@@ -15,33 +15,37 @@ __all__ = ["FusedAdam"]
 
 
 class FusedAdam(FusedOptimizer):
-    """AdamW, or Adam with L2 regularisation, by multi-tensor functions and in fp32.
+    """AdamW, or Adam with L2 regularisation, by multi-tensor functions, computed as `FusedOptimizer` says.
+
+    Each parameter's state is ``exp_avg`` and ``exp_avg_sq``, the averages of its gradient and of the squares.
 
     With ``capturable=True`` it also takes a `torch.amp.GradScaler`: ``scaler.step(optimizer)`` unscales the gradients,
-    half ones too, and where they hold inf or nan leaves everything as it is, without waiting for the device.
+    half ones too. If they hold inf or nan, parameters and state stay as they are. The host does not wait for the device
+    to learn that.
 
     Args:
-        params: Parameters or groups of them.
+        params: Floating parameters of any shapes, or groups of them as `torch.optim.Optimizer` takes.
         lr: The learning rate.
         bias_correction: Whether the averages are divided by ``1 - beta ** step``.
-        betas: Decay of the averages of the gradient and of its square.
+        betas: The decay of the gradient's average, and of the average of its square.
         eps: Added to the root of the second average.
-        adam_w_mode: Whether the decay is decoupled (AdamW), or added to the gradient.
-        weight_decay: The factor of the decay.
-        amsgrad: Not supported.
+        adam_w_mode: Whether the decay is decoupled (AdamW). If not, it is added to the gradient.
+        weight_decay: The factor of the parameter in the decay; 0 for none.
+        amsgrad: Not supported; must be False.
         set_grad_none: Whether ``zero_grad`` sets gradients to None.
-        capturable: Whether ``group["lr"]`` and ``group["step"]`` are tensors on the device of the group's parameters,
-            so that a step never waits for it, and a CUDA graph can hold it.
-        master_weights: Whether half parameters are stepped as fp32 copies that the state keeps.
+        capturable: Whether ``group["lr"]`` (fp32) and ``group["step"]`` (int32) are tensors without dimensions on the
+            device of the group's parameters. A step then never waits for the device, and a CUDA graph can capture it.
+        master_weights: Whether fp32 copies of the half parameters are stepped, and the parameters set to them after
+            each step. The copies are in the state, as ``master_param``.
 
     Raises:
-        UsageError: ``amsgrad=True``.
+        UsageError: ``amsgrad=True``; or ``capturable=True`` and a group has parameters on several devices.
     """
 
     _options = (*FusedOptimizer._options, "adam_w_mode", "master_weights", "capturable", "_eps_inside_sqrt")
-    # Whether eps is added under the root of the second average, for subclasses.
+    # Whether eps is added under the root of the second average. A subclass may set it.
     _eps_inside_sqrt = False
-    # For what unpickles an optimizer that was made before there was one.
+    # Optimizers that were pickled before this option existed have no such attribute of their own.
     capturable = False
 
     def __init__(
@@ -74,19 +78,23 @@ class FusedAdam(FusedOptimizer):
 
     @property
     def param_groups_master(self) -> list[dict[str, Any]] | None:
-        """The fp32 copies that are stepped, by group, in the order of the parameters; None without masters."""
+        """The copies that are stepped, a ``{"params": copies}`` for each group; None without ``master_weights``."""
         if not self.master_weights:
             return None
         return [{"params": self._masters(group["params"])} for group in self.param_groups]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; see `torch.optim.Optimizer.add_param_group`."""
+        """Add a group; see `torch.optim.Optimizer.add_param_group`.
+
+        Raises:
+            UsageError: The optimizer is capturable, and the group has parameters on several devices.
+        """
         super().add_param_group(param_group)
         if self.capturable:
             _to_device(self.param_groups[-1])
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Load what ``state_dict`` returned, of a capturable optimizer or another; see `FusedOptimizer`."""
+        """Load what ``state_dict`` of a capturable optimizer or another returned; see `FusedOptimizer`."""
         super().load_state_dict(state_dict)
         for group in self.param_groups if self.capturable else ():
             _to_device(group)
@@ -96,12 +104,13 @@ class FusedAdam(FusedOptimizer):
 
         Args:
             closure: Evaluates the loss again, with gradients; its value is returned.
-            **scaling: ``grad_scaler``, a `torch.amp.GradScaler` that scaled the loss, for who calls this in place of
-                ``scaler.step(optimizer)``. It has no name of its own: torch would pass its scaler by that, and warn.
+            **scaling: ``grad_scaler``, the `torch.amp.GradScaler` that scaled the loss, where this is called in place
+                of ``scaler.step(optimizer)``. The signature does not name it, because torch passes its scaler to every
+                ``step`` that does, and warns.
 
         Raises:
-            UsageError: A gradient is sparse, the optimizer is not capturable and gets a scaler, or there is another
-                argument.
+            UsageError: A gradient is sparse; the optimizer is not capturable and gets an enabled scaler; or an argument
+                of another name is not None.
         """
         scaler = scaling.pop("grad_scaler", None)
         given = [name for name, value in scaling.items() if value is not None]
@@ -117,7 +126,7 @@ class FusedAdam(FusedOptimizer):
             self.grad_scale, self.found_inf = scaling_of(scaler, self)
             super().step()
         finally:
-            # The scaler, which sets these itself in `scaler.step`, wants no such names outside of a step.
+            # `scaler.step` sets both attributes itself and deletes them, so neither may outlast a step.
             del self.grad_scale, self.found_inf
         return loss
 
@@ -174,12 +183,12 @@ class FusedAdam(FusedOptimizer):
             return grads
         inverse = scale.to(grads[0].device, non_blocking=True).reshape(()).reciprocal()
         grads = list(torch._foreach_mul(widened(grads), inverse))
-        # What the optimizer was given holds true values after the step, as after `GradScaler.unscale_`.
+        # The optimizer's gradients are unscaled after the step, as after `GradScaler.unscale_`.
         write_back([grad for param in group["params"] if (grad := self._gradient(param)) is not None], grads)
         return grads
 
     def _values(self, params: list[Tensor]) -> list[Tensor]:
-        """Return what is stepped, in fp32: parameters, copies of half ones, or masters where they were asked for."""
+        """Return what is stepped: the parameters, with fp32 copies of half ones; or the copies in the state."""
         return self._masters(params) if self.master_weights else widened(params)
 
     def _masters(self, params: list[Tensor]) -> list[Tensor]:
@@ -190,7 +199,7 @@ class FusedAdam(FusedOptimizer):
 
 
 def _to_device(group: dict[str, Any]) -> None:
-    """Keep the learning rate and the number of steps of a group on the device of its parameters."""
+    """Move the learning rate and the number of steps of a group to the device of its parameters."""
     devices = {param.device for param in group["params"]}
     if len(devices) > 1:
         raise UsageError(

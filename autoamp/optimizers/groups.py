@@ -1,4 +1,4 @@
-"""What the optimizers share: the tensors of a group that have gradients, in fp32 and in parts, with fp32 state."""
+"""What the optimizers share: the parameters of a group that have gradients, part by part, with their state."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from autoamp.scaling import widened
 
 __all__ = ["FusedOptimizer", "in_parts", "require", "scaling_of", "wide_copy", "write_back"]
 
-# For so many elements at a time there is what a step makes on its way: 64 MiB in fp32, enough to keep a device busy.
+# The number of elements that are stepped at a time, so that a temporary copy of them takes 64 MiB in fp32. That is
+# enough work to keep a device busy.
 _AT_ONCE = 2**24
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """An optimizer whose ``step`` computes in fp32, for parameters of any floating dtype.
+    """An optimizer for parameters of any floating dtype. Its ``step`` computes in fp32, for fp64 parameters in fp64.
 
-    The number of steps lies in the group, as ``group["step"]``, where checkpoints of Apex have it.
+    State tensors have the shape of their parameter, unless a subclass says otherwise, and the dtype of the computation.
+    The number of steps is in the group, as ``group["step"]``, where checkpoints of Apex have it.
     """
 
-    # The attributes that a copy and a pickle keep, besides groups and state.
+    # The attributes that copies and pickles have, besides groups, state and defaults.
     _options: tuple[str, ...] = ("set_grad_none",)
 
     def __init__(self, params: Any, defaults: dict[str, Any], *, set_grad_none: bool) -> None:
@@ -59,7 +61,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _tensors(self, group: dict[str, Any], *names: str) -> tuple[list[Tensor], ...]:
-        """Return the group's parameters with gradients, these gradients, and their states by name."""
+        """Return the group's parameters with gradients, these gradients, and for each name the states under it.
+
+        States that do not exist yet are made, as zeros. UsageError: a gradient is sparse.
+        """
         found = [(param, grad) for param in group["params"] if (grad := self._gradient(param)) is not None]
         params = [param for param, _ in found]
         for param, grad in found:
@@ -72,25 +77,29 @@ class FusedOptimizer(torch.optim.Optimizer):
         return params, grads, *([self.state[param][name] for param in params] for name in names)
 
     def _parts(self, group: dict[str, Any], *names: str) -> Iterator[tuple[list[Tensor], ...]]:
-        """Yield what `_tensors` returns by `in_parts`."""
+        """Yield what `_tensors` returns, part by part as `in_parts` does."""
         return in_parts(*self._tensors(group, *names))
 
     def _gradient(self, param: Tensor) -> Tensor | None:
-        """Return the gradient of a parameter, which the step does not write to."""
+        """Return the gradient of a parameter, None where it has none."""
         return param.grad
 
     def _prepared(self, group: dict[str, Any], grads: list[Tensor]) -> list[Tensor]:
-        """Return what a group is stepped by, given its gradients. It is not to write to these."""
+        """Return the gradients that a group is stepped by, such as unscaled ones, given those of its parameters.
+
+        The step does not write to what is returned, which may be the parameters' own gradients.
+        """
         return grads
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Load what ``state_dict`` returned. The state stays in fp32, whatever the parameters are in.
+        """Load what ``state_dict`` returned. The state of half parameters stays in fp32.
 
-        Where the number of steps lies with the parameters, as in checkpoints of torch and of early Apex, it goes to
-        their group. Options that the checkpoint lacks are those of the constructor.
+        Where the number of steps is in the state of the parameters, as in checkpoints of torch and of early Apex, it
+        moves to their group. Options that the checkpoint lacks are those of the constructor.
         """
         super().load_state_dict(state_dict)
-        # torch casts loaded state to the dtype of the parameter, and what it rounds off is lost.
+        # torch casts loaded state to the dtype of the parameter. State of half parameters is rounded by that, so its
+        # values are taken from the checkpoint once more.
         given = state_dict["state"]
         places = (key for group in state_dict["param_groups"] for key in group["params"])
         params = (param for group in self.param_groups for param in group["params"])
@@ -103,13 +112,14 @@ class FusedOptimizer(torch.optim.Optimizer):
             if steps:
                 group.setdefault("step", max(steps))
             if "step" in group:
-                # Some optimizers of Apex count in a tensor.
+                # Some optimizers of Apex have the number of steps in a tensor.
                 group["step"] = int(group["step"])
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
 
 
 def _wide(param: Tensor) -> torch.dtype:
+    """Return the dtype that a parameter is stepped in."""
     return torch.float64 if param.dtype is torch.float64 else torch.float32
 
 
@@ -119,9 +129,10 @@ def wide_copy(param: Tensor) -> Tensor:
 
 
 def in_parts(params: list[Tensor], grads: list[Tensor], *states: list[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
-    """Yield parameters, their gradients in fp32 and their states, so many at a time that they have `_AT_ONCE` elements.
+    """Yield parameters, their gradients and their states, in parts of at most `_AT_ONCE` elements.
 
-    A larger parameter comes alone. The half ones' gradients are there in fp32 for as long as their part is stepped.
+    A larger parameter is a part alone. Half gradients are yielded as fp32 copies, which the caller can drop with their
+    part: that bounds the memory that a step takes.
     """
     begin, taken = 0, 0
     for end in range(1, len(params) + 1):
@@ -132,17 +143,17 @@ def in_parts(params: list[Tensor], grads: list[Tensor], *states: list[Tensor]) -
 
 
 def write_back(params: list[Tensor], values: list[Tensor]) -> None:
-    """Write new values into parameters of whatever dtype, where they are not the parameters themselves."""
+    """Write new values into tensors of any dtypes. A value that is the tensor itself was stepped in place."""
     pairs = [(param, value) for param, value in zip(params, values, strict=True) if param is not value]
     if pairs:
         torch._foreach_copy_([param for param, _ in pairs], [value for _, value in pairs])
 
 
 def scaling_of(scaler: Any, optimizer: Any) -> tuple[Tensor | None, Tensor]:
-    """Return what a `torch.amp.GradScaler` multiplied an optimizer's gradients by, and how many are not finite.
+    """Return by what a `torch.amp.GradScaler` multiplied an optimizer's gradients, and whether they are finite.
 
-    Both have no dimensions and lie on the scaler's device; nobody waits for it. The first is None where the gradients
-    were unscaled already.
+    Both are fp32 tensors without dimensions on the scaler's device, which is not waited for. The first is None where
+    the gradients were unscaled already. The second is 0 where all gradients are finite, else above 0.
     """
     state = scaler._per_optimizer_states[id(optimizer)]
     unscaled = state["stage"] is OptState.UNSCALED
@@ -155,6 +166,6 @@ def scaling_of(scaler: Any, optimizer: Any) -> tuple[Tensor | None, Tensor]:
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise UsageError with a message unless a condition holds."""
+    """Raise UsageError with ``message`` unless the condition is true."""
     if not condition:
         raise UsageError(message)

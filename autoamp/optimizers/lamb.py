@@ -14,20 +14,23 @@ __all__ = ["FusedLAMB"]
 
 
 class FusedLAMB(FusedOptimizer):
-    """LAMB by multi-tensor functions and in fp32.
+    """LAMB by multi-tensor functions, computed as `FusedOptimizer` says.
+
+    Each parameter's state is ``exp_avg`` and ``exp_avg_sq``, the averages of its gradient and of the squares.
 
     Args:
-        params: Parameters or groups of them.
+        params: Floating parameters of any shapes, or groups of them as `torch.optim.Optimizer` takes.
         lr: The learning rate.
         bias_correction: Whether the averages are divided by ``1 - beta ** step``.
-        betas: Decay of the averages of the gradient and of its square.
+        betas: The decay of the gradient's average, and of the average of its square.
         eps: Added to the root of the second average.
-        weight_decay: The factor of the decay.
-        amsgrad: Not supported.
-        adam_w_mode: Whether the decay is decoupled, or added to the gradient.
-        grad_averaging: Whether the gradient enters the first average with ``1 - beta1``, or with 1.
+        weight_decay: The factor of the parameter in the decay; 0 for none.
+        amsgrad: Not supported; must be False.
+        adam_w_mode: Whether the decay is decoupled, as in AdamW. If not, it is added to the gradient.
+        grad_averaging: Whether the weight of the gradient in the first average is ``1 - beta1``. If not, it is 1.
         set_grad_none: Whether ``zero_grad`` sets gradients to None.
-        max_grad_norm: Gradients of all groups together are scaled down to this norm; 0 for no clipping.
+        max_grad_norm: The limit of the 2-norm of all groups' gradients together: where that is larger, the gradients
+            are divided by the excess. 0 for no clipping.
         use_nvlamb: Whether parameters without weight decay get a trust ratio too.
 
     Raises:
@@ -71,13 +74,13 @@ class FusedLAMB(FusedOptimizer):
             for params, grads, firsts, seconds in in_parts(*tensors):
                 limit = group["max_grad_norm"]
                 if limit:
-                    # Not `limit / total`: a norm of 0 must leave the gradients as they are.
+                    # Not `limit / total`, which for gradients that are all 0 is a division by 0.
                     excess = torch.clamp(total / limit, min=1.0)
                     grads = list(torch._foreach_div(grads, [excess.to(grad) for grad in grads]))
                 self._step_part(group, params, grads, firsts, seconds)
 
     def _values(self, params: list[Tensor]) -> list[Tensor]:
-        """Return what is stepped."""
+        """Return what is stepped: the parameters, with fp32 copies of half ones."""
         return widened(params)
 
     def _step_part(

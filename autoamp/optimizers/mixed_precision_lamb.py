@@ -15,35 +15,36 @@ __all__ = ["FusedMixedPrecisionLamb"]
 
 
 class FusedMixedPrecisionLamb(FusedLAMB):
-    """`FusedLAMB` that may keep fp32 masters of half parameters, and takes a `torch.amp.GradScaler`.
+    """`FusedLAMB` that can step fp32 copies of half parameters, and takes a `torch.amp.GradScaler`.
 
     ``scaler.step(optimizer)`` and ``optimizer.step(grad_scaler=scaler)`` unscale the gradients, half ones too, and skip
-    the step where they hold inf or nan.
+    the step where they hold inf or nan. The parameters' own gradients stay scaled.
 
     Args:
-        params: Parameters or groups of them.
+        params: Floating parameters of any shapes, or groups of them as `torch.optim.Optimizer` takes.
         lr: The learning rate.
-        step: How many steps were taken already.
+        step: The number of steps that were taken already.
         bias_correction: Whether the averages are divided by ``1 - beta ** step``.
-        betas: Decay of the averages of the gradient and of its square.
+        betas: The decay of the gradient's average, and of the average of its square.
         eps: Added to the root of the second average.
-        weight_decay: The factor of the decay.
-        amsgrad: Not supported.
-        adam_w_mode: Whether the decay is decoupled, or added to the gradient.
-        grad_averaging: Whether the gradient enters the first average with ``1 - beta1``, or with 1.
-        max_grad_norm: Gradients of all groups together are scaled down to this norm; 0 for no clipping.
+        weight_decay: The factor of the parameter in the decay; 0 for none.
+        amsgrad: Not supported; must be False.
+        adam_w_mode: Whether the decay is decoupled, as in AdamW. If not, it is added to the gradient.
+        grad_averaging: Whether the weight of the gradient in the first average is ``1 - beta1``. If not, it is 1.
+        max_grad_norm: The limit of the 2-norm of all groups' gradients together: where that is larger, the gradients
+            are divided by the excess. 0 for no clipping.
         use_nvlamb: Whether parameters without weight decay get a trust ratio too.
-        reduced_precision_dtype: Parameters of this dtype are stepped as fp32 copies that the state keeps; None for no
-            copies.
+        reduced_precision_dtype: For parameters of this dtype fp32 copies are stepped, which are in the state as
+            ``master_param``, and the parameters are set to them after each step. None for no copies.
 
     Raises:
         UsageError: ``amsgrad=True``.
     """
 
-    # By this `torch.amp.GradScaler` passes itself to `step` and leaves unscaling to it.
+    # `torch.amp.GradScaler` reads this: it leaves unscaling and skipping to `step`, and passes itself to it.
     _step_supports_amp_scaling = True
     _options = (*FusedLAMB._options, "reduced_precision_dtype")
-    # Set for the time of a step.
+    # 1 / scale during a step whose gradients are scaled, an fp32 tensor without dimensions.
     _inverse_scale: Tensor | None = None
 
     def __init__(
@@ -71,11 +72,15 @@ class FusedMixedPrecisionLamb(FusedLAMB):
             group["step"] = step
 
     def step(self, closure: Any = None, grad_scaler: Any = None) -> Any:
-        """Take one step.
+        """Take one step. Parameters without a gradient stay as they are.
 
         Args:
             closure: Evaluates the loss again, with gradients; its value is returned.
-            grad_scaler: A `torch.amp.GradScaler` by which the loss was scaled. Waits for the device.
+            grad_scaler: The `torch.amp.GradScaler` that scaled the loss. An enabled one makes the step wait for the
+                device.
+
+        Raises:
+            UsageError: A gradient is sparse.
         """
         if grad_scaler is None or not grad_scaler.is_enabled():
             return super().step(closure)

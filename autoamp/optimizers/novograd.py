@@ -14,23 +14,28 @@ __all__ = ["FusedNovoGrad"]
 
 
 class FusedNovoGrad(FusedOptimizer):
-    """NovoGrad by multi-tensor functions and in fp32: gradients are normalised by an average of each tensor's norm.
+    """NovoGrad by multi-tensor functions, computed as `FusedOptimizer` says.
 
-    The norm is that of the gradient as it is, so loss scales must be taken out before, as `autoamp.scale_loss` does.
+    Each gradient is divided by an average of its norms. A loss scale in the gradients would change these norms, so it
+    must be taken out before the step, as `autoamp.scale_loss` does.
+
+    Each parameter's state is ``exp_avg``, the average of its normalised gradient, and ``exp_avg_sq``, the average of
+    the norm itself, a tensor without dimensions.
 
     Args:
-        params: Parameters or groups of them.
+        params: Floating parameters of any shapes, or groups of them as `torch.optim.Optimizer` takes.
         lr: The learning rate.
-        bias_correction: Whether the averages are divided by ``1 - beta ** step``, the norm by the root of it.
-        betas: Decay of the averages of the normalised gradient and of the norm's square.
-        eps: Added to the norm.
-        weight_decay: The factor of the decay.
-        amsgrad: Not supported.
-        reg_inside_moment: Whether gradients are normalised and decayed before they enter the average, or the average
-            is.
-        grad_averaging: Whether the gradient enters its average with ``1 - beta1``, or with 1.
-        norm_type: 2, or 0 for the largest absolute value.
-        init_zero: Whether the averaged norm starts from 0, or from the norm of the first gradient.
+        bias_correction: Whether the gradient's average is divided by ``1 - beta1 ** step``, and the norm's by the root
+            of ``1 - beta2 ** step``.
+        betas: The decay of the gradient's average, and of the norm's.
+        eps: Added to the averaged norm.
+        weight_decay: The factor of the parameter in the decay; 0 for none.
+        amsgrad: Not supported; must be False.
+        reg_inside_moment: Whether gradients are normalised, and the decay added to them, before they enter the average.
+            If not, the average is normalised, and the decay added to that.
+        grad_averaging: Whether the weight of the gradient in its average is ``1 - beta1``. If not, it is 1.
+        norm_type: 2 for the 2-norm, whose squares are averaged; 0 for the largest absolute value.
+        init_zero: Whether the averaged norm starts from 0. If not, it starts from the norm of the first gradient.
         set_grad_none: Whether ``zero_grad`` sets gradients to None.
 
     Raises:
@@ -78,7 +83,7 @@ class FusedNovoGrad(FusedOptimizer):
                 write_back(params, values)
 
     def _norms(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
-        """Let the gradients' norms enter their averages, of shape ``()``, and return these."""
+        """Let the gradients' norms enter their averages in the state, of shape ``()``, and return these."""
         beta2, norm_type = group["betas"][1], group["norm_type"]
         averages = []
         for param, norm in zip(params, gradient_norms(grads, norm_type), strict=True):
@@ -91,10 +96,10 @@ class FusedNovoGrad(FusedOptimizer):
         return averages
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Load what ``state_dict`` returned, or the state of Apex, which keeps the norms by group.
+        """Load what ``state_dict`` returned, or that of Apex, which has the norms in the group.
 
-        Apex lists the norms of fp16 parameters first and of fp32 ones after, and only of those that had a gradient;
-        where their number is another, the norms start anew.
+        Apex has them in two tensors, for the fp16 parameters and for the fp32 ones, and only for those that had a
+        gradient. Where their number is not that of the parameters of this dtype, the norms start anew.
         """
         super().load_state_dict(state_dict)
         for group in self.param_groups:

@@ -1,4 +1,4 @@
-"""SGD with momentum, in the form of `torch.optim.SGD` (Sutskever et al. 2013)."""
+"""SGD with momentum (Sutskever et al. 2013), by the formulas of `torch.optim.SGD`."""
 
 from __future__ import annotations
 
@@ -15,31 +15,35 @@ __all__ = ["FusedSGD"]
 
 
 class FusedSGD(FusedOptimizer):
-    """SGD by multi-tensor functions and in fp32.
+    """SGD by multi-tensor functions, computed as `FusedOptimizer` says.
+
+    With a momentum each parameter's state is ``momentum_buffer``, its velocity.
 
     Args:
-        params: Parameters or groups of them.
-        lr: The learning rate; may be left out where every group brings its own.
-        momentum: Decay of the velocity.
+        params: Floating parameters of any shapes, or groups of them as `torch.optim.Optimizer` takes.
+        lr: The learning rate, 0 or more. It may be left out where every group has its own.
+        momentum: The decay of the velocity, 0 or more; 0 for no velocity.
         dampening: ``1 - dampening`` is the factor of the gradient in the velocity.
-        weight_decay: The factor of L2 regularisation.
-        nesterov: Whether the step looks ahead; wants a momentum and no dampening.
-        wd_after_momentum: Whether the decay is added to the velocity's step, not to the gradient.
-        materialize_master_grads: Not needed: masters and halves share one gradient. Taken for the sake of callers.
+        weight_decay: The factor of the parameter in the decay, 0 or more.
+        nesterov: Whether the momentum is Nesterov's. Needs a momentum, and a dampening of 0.
+        wd_after_momentum: Whether the decay is added to the velocity. If not, it is added to the gradient.
+        materialize_master_grads: Has no effect: a master and its half parameter have one gradient in common. It exists
+            because Apex has it.
         set_grad_none: Whether ``zero_grad`` sets gradients to None.
 
     Attributes:
-        most_recent_scale: The next step divides the gradients by it, and sets it back to 1. `scale_loss` leaves true
-            gradients and this 1: it is for who scales by hand.
-        scale_set_by_backward: Whether ``most_recent_scale`` is what a backward pass left. Set back by a step.
+        most_recent_scale: By what the next step divides the gradients, which sets it back to 1. For programs that scale
+            by hand: `autoamp.scale_loss` unscales the gradients itself and leaves this at 1.
+        scale_set_by_backward: For programs that scale by hand, and not read here; a step sets it to False.
 
     Raises:
         UsageError: A group has no learning rate; ``nesterov`` without a momentum or with a dampening; a negative
-            argument.
+            ``lr``, ``momentum`` or ``weight_decay``.
     """
 
     _options = (*FusedOptimizer._options, "wd_after_momentum", "materialize_master_grads")
-    # Not in `_options`: a copy has no gradients, so no scale of them. For what unpickles an older one, too.
+    # Class attributes are defaults for optimizers that were pickled before the attributes existed. The first two are
+    # not in `_options`: a copy has no gradients, so there is nothing to divide.
     most_recent_scale = 1.0
     scale_set_by_backward = False
     materialize_master_grads = True
@@ -69,7 +73,11 @@ class FusedSGD(FusedOptimizer):
         self.materialize_master_grads = materialize_master_grads
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; see `torch.optim.Optimizer.add_param_group`. UsageError: it has no learning rate."""
+        """Add a group; see `torch.optim.Optimizer.add_param_group`.
+
+        Raises:
+            UsageError: There is no learning rate, neither in the group nor for all groups.
+        """
         require(
             self.defaults["lr"] is not required or "lr" in param_group,
             "FusedSGD: a group of parameters has no lr, and there is no lr for all groups; "
@@ -78,7 +86,7 @@ class FusedSGD(FusedOptimizer):
         super().add_param_group(param_group)
 
     def step(self, closure: Any = None) -> Any:
-        """Take one step, as `FusedOptimizer.step` does."""
+        """Take one step, as `FusedOptimizer.step` does, and set ``most_recent_scale`` back to 1."""
         loss = super().step(closure)
         self.most_recent_scale, self.scale_set_by_backward = 1.0, False
         return loss

@@ -1,7 +1,14 @@
-"""The arithmetic of the optimizers, in place on lists of tensors that are in fp32 or fp64.
+"""The formulas of the optimizers, on lists of tensors that are in fp32 or fp64. Names that end in ``_`` write in place.
 
-Sources: Adam, Kingma and Ba 2015 (arXiv:1412.6980); LAMB, You et al. 2020 (arXiv:1904.00962); NovoGrad, Ginsburg et al.
-2019 (arXiv:1905.11286); Adagrad, Duchi et al. 2011.
+Each function names its source:
+
+- Adam: Kingma and Ba 2015, arXiv:1412.6980
+- AdamW: Loshchilov and Hutter 2019, arXiv:1711.05101
+- LAMB: You et al. 2020, arXiv:1904.00962
+- NovoGrad: Ginsburg et al. 2019, arXiv:1905.11286
+- Adagrad: Duchi, Hazan and Singer 2011, JMLR 12, p. 2121
+
+Lists that a function takes are parallel: one entry for each parameter, of its shape unless something else is said.
 """
 
 from __future__ import annotations
@@ -27,14 +34,17 @@ __all__ = [
 
 
 def corrections(beta1: float, beta2: float, step: int, wanted: Any) -> tuple[float, float]:
-    """Return ``1 - beta ** step`` for both averages; 1 where no correction is wanted."""
+    """Return ``1 - beta ** step`` for both averages (Adam, section 3); 1 where no correction is wanted."""
     return (1.0 - beta1**step, 1.0 - beta2**step) if wanted else (1.0, 1.0)
 
 
 def average_(
     grads: list[Tensor], firsts: list[Tensor], seconds: list[Tensor], beta1: float, weight: float, beta2: float
 ) -> None:
-    """Let gradients enter their averages with ``weight``, and their squares with ``1 - beta2``."""
+    """Set ``m = beta1 * m + weight * g`` and ``v = beta2 * v + (1 - beta2) * g * g``, the averages of Adam and LAMB.
+
+    In the papers ``weight`` is ``1 - beta1``. Apex also has 1, which it calls no averaging of gradients.
+    """
     torch._foreach_mul_(firsts, beta1)
     torch._foreach_add_(firsts, grads, alpha=weight)
     torch._foreach_mul_(seconds, beta2)
@@ -44,7 +54,10 @@ def average_(
 def adam_updates(
     firsts: list[Tensor], seconds: list[Tensor], biases: tuple[float, float], eps: float, *, eps_inside_sqrt: bool
 ) -> list[Tensor]:
-    """Return the first averages by the root of the second, both corrected; ``eps`` is added to the root or under it."""
+    """Return ``(m / biases[0]) / (sqrt(v / biases[1]) + eps)`` (Adam, algorithm 1), as new tensors.
+
+    With ``eps_inside_sqrt`` the divisor is ``sqrt(v / biases[1] + eps)``, as in early Apex.
+    """
     roots = list(torch._foreach_div(seconds, biases[1]))
     if eps_inside_sqrt:
         torch._foreach_add_(roots, eps)
@@ -61,22 +74,25 @@ def adam_on_device_(
     beta2: float, eps: float, step: Tensor, bias_correction: Any, decay: float, decoupled: bool, skip: Tensor,
     eps_inside_sqrt: bool = False,
 ) -> None:  # fmt: skip
-    """Step by Adam with numbers that lie on the device, so that nobody waits for it and a CUDA graph can hold it.
+    """Step by Adam (algorithm 1) or AdamW (algorithm 2), whose numbers are tensors on the parameters' device.
+
+    So the host never waits for the device, and a CUDA graph can capture the step. ``lr``, ``step`` and ``skip`` are
+    tensors without dimensions.
 
     Args:
-        values: The parameters.
-        grads: Their gradients, which stay as they are.
-        firsts: The averages.
-        seconds: The averages of squares.
-        lr: The learning rate, without dimensions, as are the other tensors.
+        values: The parameters, written in place.
+        grads: Their gradients, which are not written to.
+        firsts: The averages of the gradients, written in place.
+        seconds: The averages of their squares, written in place.
+        lr: The learning rate, fp32.
         beta1: The decay of ``firsts``.
         beta2: The decay of ``seconds``.
         eps: Added to the root of the second average.
-        step: The number of this step, from 1.
+        step: The number of this step, from 1, an integer.
         bias_correction: Whether the averages are divided by ``1 - beta ** step``.
         decay: The weight decay.
-        decoupled: Whether the decay is AdamW's, or added to the gradient.
-        skip: A bool. Where it is set all stays as it is, whatever the gradients hold.
+        decoupled: Whether the decay is AdamW's. If not, it is added to the gradient.
+        skip: A bool. Where it is true nothing changes, whatever the gradients are.
         eps_inside_sqrt: Whether ``eps`` is added under the root.
     """
 
@@ -86,19 +102,20 @@ def adam_on_device_(
     def corrected(averages: list[Tensor], beta: float) -> list[Tensor]:
         if not bias_correction:
             return [average.clone() for average in averages]
-        # 1 - beta ** step, without the digits that the difference would lose in fp32.
+        # 1 - beta ** step. That difference itself would lose digits in fp32.
         bias = -torch.expm1(step.float() * (math.log(beta) if beta else -math.inf))
         return list(torch._foreach_div(averages, or_else(1.0, bias)))
 
     if decay and not decoupled:
         grads = list(torch._foreach_add(grads, values, alpha=decay))
-    # Not a product with 0, which leaves nan where a gradient is inf or nan.
+    # A product with 0 would be nan where a gradient is inf or nan.
     grads = [grad.masked_fill(skip, 0.0) for grad in grads]
     torch._foreach_mul_(firsts, or_else(1.0, beta1))
     torch._foreach_add_(firsts, torch._foreach_mul(grads, or_else(0.0, 1.0 - beta1)))
     torch._foreach_mul_(seconds, or_else(1.0, beta2))
     torch._foreach_add_(seconds, torch._foreach_mul(torch._foreach_mul(grads, grads), or_else(0.0, 1.0 - beta2)))
-    # A multi-tensor sum with a tensor waits for the device. Only without an eps is there a division by 0 to fear.
+    # A skipped step must not divide 0 by 0. An eps above 0 prevents that, and can stay a Python number: adding a tensor
+    # to a list of tensors waits for the device.
     small = eps if isinstance(eps, float) and eps > 0.0 else or_else(1.0, eps)
     roots = corrected(seconds, beta2)
     if eps_inside_sqrt:
@@ -115,7 +132,10 @@ def adam_on_device_(
 
 
 def trust_(updates: list[Tensor], value_norms: Sequence[Tensor], update_norms: Sequence[Tensor]) -> None:
-    """Multiply each update by ``|value| / |update|``; by 1 where either is 0."""
+    """Multiply each update by its trust ratio ``|value| / |update|``, or by 1 where either norm is 0.
+
+    LAMB, algorithm 2, whose function phi is the identity here. The norms are tensors without dimensions.
+    """
     ratios = []
     for update, value_norm, update_norm in zip(updates, value_norms, update_norms, strict=True):
         both = (value_norm != 0) & (update_norm != 0)
@@ -127,7 +147,10 @@ def adagrad_(
     values: list[Tensor], grads: list[Tensor], sums: list[Tensor], *, lr: float, eps: float, decay: float,
     decoupled: bool,
 ) -> None:  # fmt: skip
-    """Step by gradients over the root of the sum of their squares. The decay is decoupled, or added to the gradient."""
+    """Set ``s += g * g`` and ``w -= lr * g / (sqrt(s) + eps)`` (Adagrad, figure 1, diagonal matrices).
+
+    The decay is no part of the paper: it is decoupled, as AdamW's, or added to the gradient.
+    """
     if decay and not decoupled:
         grads = list(torch._foreach_add(grads, values, alpha=decay))
     torch._foreach_addcmul_(sums, grads, grads, 1.0)
@@ -140,13 +163,19 @@ def adagrad_(
 
 
 def gradient_norms(grads: list[Tensor], norm_type: int) -> list[Tensor]:
-    """Return the 2-norm of each gradient, or for ``norm_type=0`` its largest absolute value; 0 of an empty one."""
+    """Return for each gradient the norm that NovoGrad averages, a tensor without dimensions; 0 for an empty gradient.
+
+    That is the 2-norm, as in the paper, or with ``norm_type=0`` the largest absolute value, which Apex offers too.
+    """
     kinds = [2.0 if norm_type == 2 or grad.numel() == 0 else float("inf") for grad in grads]
     return [torch._foreach_norm([grad], kind)[0] for grad, kind in zip(grads, kinds, strict=True)]
 
 
 def blended_norms(norms: Tensor, new: Tensor, beta2: float, norm_type: int) -> Tensor:
-    """Return averages that new norms have entered: root mean squares of 2-norms, means of largest values."""
+    """Return an average of norms that a new norm has entered with ``1 - beta2``.
+
+    For 2-norms that is the root of the averaged squares (NovoGrad, algorithm 1), else the average of the norms.
+    """
     if norm_type == 2:
         return (beta2 * norms**2 + (1.0 - beta2) * new**2).sqrt()
     return norms.lerp(new, 1.0 - beta2)
@@ -156,20 +185,21 @@ def novograd_(
     values: list[Tensor], grads: list[Tensor], firsts: list[Tensor], norms: list[Tensor], *, lr: float, beta1: float,
     weight: float, biases: tuple[float, float], eps: float, decay: float, inside: bool,
 ) -> None:  # fmt: skip
-    """Step by the average of normalised gradients, which enter it with ``weight``.
+    """Step by NovoGrad: with ``inside`` and without bias corrections this is algorithm 1 of the paper.
 
     Args:
-        values: The parameters.
-        grads: Their gradients.
-        firsts: The averages.
-        norms: The averaged norm of each gradient.
+        values: The parameters, written in place.
+        grads: Their gradients, which are not written to.
+        firsts: The averages of the gradients, written in place.
+        norms: The averaged norm of each gradient, without dimensions.
         lr: The learning rate.
         beta1: The decay of the averages.
-        weight: With what a gradient enters its average.
-        biases: What the averages are divided by; the norms are divided by the root of the second.
+        weight: The weight of a gradient in its average; in the paper 1.
+        biases: By the first of them the averages are divided, by the root of the second the norms.
         eps: Added to the norms.
         decay: The weight decay.
-        inside: Whether gradients are normalised and decayed before they enter the average, or the average is.
+        inside: Whether gradients are normalised, and the decay added to them, before they enter the average. If not,
+            the average is normalised, and the decay added to that.
     """
     scales = [(norm / biases[1] ** 0.5 + eps).to(grad) for norm, grad in zip(norms, grads, strict=True)]
     if inside:
