@@ -1,8 +1,12 @@
 """Layer and RMS norms with the signatures of `apex.normalization`, on torch's own functions.
 
-All compute in fp32, or in fp64 where the input is in that. The plain ones return the dtype of their input, the mixed
-ones that of their weights. Within `torch.autocast` all but `manual_rms_norm` return its dtype, unless the input is in
-fp64.
+All compute in fp32, or in fp64 where the input is in that, and take weights of any floating dtype. The result has the
+shape of the input. Its dtype is that of the input; with the mixed norms and `manual_rms_norm` it is that of the
+weights. Within `torch.autocast` it is autocast's, unless the input is in fp64. `manual_rms_norm`, `wide_layer_norm` and
+`wide_rms_norm` do not heed `torch.autocast`.
+
+``normalized_shape`` is the shape of the last dimensions, over which is normalised, or an int for the last one alone;
+weights and biases have that shape. ``memory_efficient`` has no effect and exists because Apex has it.
 """
 
 from __future__ import annotations
@@ -39,10 +43,12 @@ class FusedLayerNorm(torch.nn.LayerNorm):
     """`torch.nn.LayerNorm` that takes half input beside fp32 weights.
 
     Args:
-        normalized_shape: The last dimensions, over which the mean and the variance are taken.
+        normalized_shape: The shape of the last dimensions, over which the mean and the variance are taken; an int for
+            the last one alone.
         eps: Added to the variance.
-        elementwise_affine: Whether there are a weight and a bias, of ``normalized_shape``.
-        memory_efficient: Taken for the sake of callers; torch saves the input and two numbers a row in any case.
+        elementwise_affine: Whether there are a weight and a bias, of shape ``normalized_shape``.
+        memory_efficient: Has no effect: torch saves the input and two numbers for each row in any case.
+        **factory: What else `torch.nn.LayerNorm` takes: ``bias``, ``device`` and ``dtype``.
     """
 
     def __init__(
@@ -62,7 +68,11 @@ class FusedLayerNorm(torch.nn.LayerNorm):
 
 
 class MixedFusedLayerNorm(FusedLayerNorm):
-    """`FusedLayerNorm` whose output has the dtype of its weights."""
+    """`FusedLayerNorm` whose output has the dtype of its weights.
+
+    Raises:
+        UsageError: ``elementwise_affine=False``.
+    """
 
     def __init__(
         self, normalized_shape: Any, eps: float = 1e-5, *, memory_efficient: bool = False, **factory: Any
@@ -76,7 +86,10 @@ class MixedFusedLayerNorm(FusedLayerNorm):
 
 
 class FusedRMSNorm(torch.nn.RMSNorm):
-    """`torch.nn.RMSNorm` that takes half input beside fp32 weights. Arguments as for `FusedLayerNorm`."""
+    """`torch.nn.RMSNorm` that takes half input beside fp32 weights.
+
+    Arguments as for `FusedLayerNorm`, but there is no bias, and ``eps`` is added to the mean square.
+    """
 
     def __init__(
         self,
@@ -95,7 +108,11 @@ class FusedRMSNorm(torch.nn.RMSNorm):
 
 
 class MixedFusedRMSNorm(FusedRMSNorm):
-    """`FusedRMSNorm` whose output has the dtype of its weights."""
+    """`FusedRMSNorm` whose output has the dtype of its weights.
+
+    Raises:
+        UsageError: ``elementwise_affine=False``.
+    """
 
     def __init__(
         self, normalized_shape: Any, eps: float = 1e-5, *, memory_efficient: bool = False, **factory: Any
@@ -111,7 +128,7 @@ class MixedFusedRMSNorm(FusedRMSNorm):
 def fused_layer_norm(
     input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """Normalise over the last dimensions, without weights, in the dtype of ``input``."""
+    """Return the layer norm over the last dimensions, without weights, in the dtype of ``input``."""
     return _layer_norm(input, normalized_shape, None, None, eps, input.dtype)
 
 
@@ -123,7 +140,7 @@ def fused_layer_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """Normalise over the last dimensions, then multiply and add, in the dtype of ``input``."""
+    """Return the layer norm over the last dimensions, times ``weight`` plus ``bias``, in the dtype of ``input``."""
     return _layer_norm(input, normalized_shape, weight, bias, eps, input.dtype)
 
 
@@ -135,31 +152,34 @@ def mixed_dtype_fused_layer_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """`fused_layer_norm_affine` in the dtype of ``weight``."""
+    """Return what `fused_layer_norm_affine` does, in the dtype of ``weight``."""
     return _layer_norm(input, normalized_shape, weight, bias, eps, weight.dtype)
 
 
 def fused_rms_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False) -> Tensor:
-    """Divide by the root of the mean square over the last dimensions, in the dtype of ``input``."""
+    """Return ``input`` divided by the root of its mean square over the last dimensions, in its own dtype."""
     return _rms_norm(input, normalized_shape, None, eps, input.dtype)
 
 
 def fused_rms_norm_affine(
     input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """`fused_rms_norm`, then multiply by ``weight``, in the dtype of ``input``."""
+    """Return `fused_rms_norm` times ``weight``, in the dtype of ``input``."""
     return _rms_norm(input, normalized_shape, weight, eps, input.dtype)
 
 
 def mixed_dtype_fused_rms_norm_affine(
     input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """`fused_rms_norm_affine` in the dtype of ``weight``."""
+    """Return what `fused_rms_norm_affine` does, in the dtype of ``weight``."""
     return _rms_norm(input, normalized_shape, weight, eps, weight.dtype)
 
 
 def manual_rms_norm(input: Tensor, normalized_shape: Shape, weight: Tensor | None, eps: float) -> Tensor:
-    """Divide by the root of the mean square, computed in fp32; then multiply by ``weight``, if any, in its dtype."""
+    """Return the RMS norm in the dtype of ``weight``, also within `torch.autocast`.
+
+    Without a weight (None) the dtype is that of ``input``.
+    """
     return wide_rms_norm(input, normalized_shape, weight, eps, input.dtype if weight is None else weight.dtype)
 
 
@@ -173,13 +193,16 @@ def _check_affine(name: str, affine: bool) -> None:
 def wide_layer_norm(
     input: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
 ) -> Tensor:
-    """Return the layer norm, computed in fp32, in ``dtype``, whatever `torch.autocast` says."""
+    """Return the layer norm over the last dimensions, ``shape``, in ``dtype``, also within `torch.autocast`."""
     input = _wide(input)
     return F.layer_norm(input, _dimensions(shape), _as(weight, input), _as(bias, input), eps).to(dtype)
 
 
 def wide_rms_norm(input: Tensor, shape: Shape, weight: Tensor | None, eps: float | None, dtype: torch.dtype) -> Tensor:
-    """Return the RMS norm, computed in fp32, in ``dtype``, whatever `torch.autocast` says."""
+    """Return the RMS norm over the last dimensions, ``shape``, in ``dtype``, also within `torch.autocast`.
+
+    ``eps`` None is torch's default.
+    """
     input = _wide(input)
     return F.rms_norm(input, _dimensions(shape), _as(weight, input), eps).to(dtype)
 
@@ -195,7 +218,7 @@ def _rms_norm(input: Tensor, shape: Shape, weight: Tensor | None, eps: float | N
 
 
 def _autocast(input: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the region of `torch.autocast` that a call is in; ``dtype`` outside, and for fp64."""
+    """Return the dtype of the `torch.autocast` region that the call is in; outside, or for fp64 input, ``dtype``."""
     kind = input.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and input.dtype is not torch.float64:
         return torch.get_autocast_dtype(kind)
@@ -203,12 +226,12 @@ def _autocast(input: Tensor, dtype: torch.dtype) -> torch.dtype:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Return a tensor in fp32, or as it is: in fp64, or of whole numbers, which torch's norms refuse."""
+    """Return a half tensor in fp32, any other as it is. Integers are left to torch's norms, which refuse them."""
     return tensor if tensor.dtype is torch.float64 or not tensor.is_floating_point() else tensor.float()
 
 
 def _as(weight: Tensor | None, input: Tensor) -> Tensor | None:
-    """Return a weight in the dtype of the input: torch's layer norm takes no two widths."""
+    """Return a weight in the dtype of the input: torch's layer norm wants both in one dtype."""
     return weight if weight is None or weight.dtype is input.dtype else weight.to(input.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Data parallelism over processes: gradients are averaged by the end of backward, in flat buffers."""
+"""Data parallelism over processes: gradients are averaged at the end of a backward pass, or when asked to."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from autoamp.torch_private import current_graph_task, flatten, unflatten
 
 __all__ = ["DistributedDataParallel", "Reducer", "apply_flat_dist_call", "flat_dist_call", "split_by_type"]
 
-# What gradient a parameter has, in ascending order: what some rank has is what all ranks reduce.
+# Kinds of gradients: none, one in the parameter's dtype, one in fp32 beside a half parameter, a sparse one. The ranks
+# agree on the largest number that one of them has.
 _NONE, _OWN, _WIDE, _SPARSE = range(4)
 
 
 def split_by_type(tensors: Iterable[Tensor]) -> dict[str, list[Tensor]]:
-    """Return the tensors by ``tensor.type()``, in their order."""
+    """Return the tensors by ``tensor.type()``, such as ``"torch.cuda.HalfTensor"``, in their order."""
     found: dict[str, list[Tensor]] = {}
     for tensor in tensors:
         found.setdefault(str(tensor.type()), []).append(tensor)
@@ -34,7 +35,14 @@ def split_by_type(tensors: Iterable[Tensor]) -> dict[str, list[Tensor]]:
 
 @torch.no_grad()
 def apply_flat_dist_call(bucket: Sequence[Tensor], call: Callable[..., Any], extra_args: Any = None) -> None:
-    """Run a collective on tensors of one type as on a single one. An ``all_reduce`` averages."""
+    """Run a collective on tensors of one type as on a single one, and copy the result into them.
+
+    Args:
+        bucket: Tensors of one dtype and device, one at least, of any shapes. They are written in place.
+        call: The collective, which writes to the tensor that it is given. With `torch.distributed.all_reduce` itself
+            the sum is divided by the world size.
+        extra_args: What else the collective is called with, a sequence; None for nothing.
+    """
     flat = flatten(bucket)
     call(flat, *(extra_args or ()))
     if call is dist.all_reduce:
@@ -44,19 +52,27 @@ def apply_flat_dist_call(bucket: Sequence[Tensor], call: Callable[..., Any], ext
 
 
 def flat_dist_call(tensors: Iterable[Tensor], call: Callable[..., Any], extra_args: Any = None) -> None:
-    """Run a collective on tensors of any types, once for each type. It needs a process group."""
+    """Run a collective on tensors of any dtypes and devices, once for each; see `apply_flat_dist_call`.
+
+    A process group must exist.
+    """
     for bucket in split_by_type(tensors).values():
         apply_flat_dist_call(bucket, call, extra_args)
 
 
 class Reducer:
-    """Averages gradients, or tensors, when it is asked to. On one process, with or without a group, they stay.
+    """Averages gradients, or tensors, over all processes when `reduce` is called. With one process they do not change.
 
     Args:
-        module_or_grads_list: A module, whose parameters are taken from rank 0 now; or tensors.
+        module_or_grads_list: A module, whose parameters and their fp32 masters are set to those of rank 0 now, and
+            whose gradients are averaged; or tensors, which are averaged.
+
+    Attributes:
+        module: The module, None where tensors were given.
+        grads: The tensors; an empty list where a module was given.
 
     Raises:
-        UsageError: There is no process group, and the environment says that there are several processes.
+        UsageError: There is no process group, and the environment variable ``WORLD_SIZE`` is above 1.
     """
 
     def __init__(self, module_or_grads_list: Module | Iterable[Tensor]) -> None:
@@ -71,10 +87,12 @@ class Reducer:
             _broadcast(self.module.parameters(), self)
 
     def reduce(self) -> None:
-        """Average over all processes. Each must have the same gradients: one that a rank lacks is an error or a hang.
+        """Average over all processes, in place.
+
+        All processes must have gradients of the same parameters: otherwise the collective raises or hangs.
 
         Raises:
-            UsageError: A process group came after this reducer.
+            UsageError: A group of several processes was made after this reducer.
         """
         if not self._grouped:
             _check_still_alone("Reducer")
@@ -86,35 +104,35 @@ class Reducer:
 
 
 class DistributedDataParallel(Module):
-    """Runs a module, and averages its gradients over all processes by the end of each backward pass.
+    """Runs a module, and averages its gradients over all processes at the end of each backward pass.
 
-    Parameters, their fp32 masters and buffers are taken from rank 0 at construction. Gradients are reduced at the end
-    of backward, in one buffer for each type. On one process, with or without a group, they stay as they are.
+    At construction parameters, their fp32 masters and buffers are set to those of rank 0. Gradients are reduced in one
+    buffer for each dtype and device. With one process they stay as they are.
 
     A parameter may have no gradient in some iterations, on some ranks or on all. But on every rank each backward pass
-    must reach one parameter at least: a rank whose loss depends on none leaves the others waiting, until the process
-    group's timeout. Add ``0.0 * output.sum()`` to such a loss.
+    must reach one parameter at least: a rank whose loss depends on none makes the others wait until the process group's
+    timeout. Add ``0.0 * output.sum()`` to such a loss.
 
     Args:
         module: The module, on its device.
-        message_size: Taken for the sake of callers, as are the arguments that choose how reduction overlaps backward.
+        message_size: Has no effect, as the other arguments that say how Apex overlaps reduction and backward pass.
         delay_allreduce: As ``message_size``.
-        shared_param: No longer an argument in Apex either.
+        shared_param: Must be None. Apex no longer takes it either.
         allreduce_trigger_params: As ``message_size``.
         retain_allreduce_buffers: As ``message_size``.
-        allreduce_always_fp32: Whether half gradients are reduced in fp32.
+        allreduce_always_fp32: Whether gradients are reduced in fp32, whatever their dtype.
         num_allreduce_streams: As ``message_size``.
         allreduce_communicators: As ``message_size``.
-        gradient_average: Whether gradients are averaged, or summed. With sums, several backward passes add up rightly;
-            only do not mix passes with and without `disable_allreduce` before one step.
-        gradient_predivide_factor: Gradients are divided by it before, and averages by the rest of the world size after;
-            sums stay divided by it, where there is a process group.
-        gradient_average_split_factor: The name of ``gradient_predivide_factor`` in older Apex.
+        gradient_average: Whether gradients are averaged. If not, they are summed. Several backward passes before one
+            step then add up correctly, unless some of them come between `disable_allreduce` and `enable_allreduce`.
+        gradient_predivide_factor: By what gradients are divided before the reduction. Averages are divided by world
+            size / factor after it; sums are not, and so stay divided by the factor.
+        gradient_average_split_factor: The name of ``gradient_predivide_factor`` in older Apex; None for not given.
         prof: As ``message_size``.
 
     Raises:
-        UsageError: There is no process group, and the environment says that there are several processes. Or, in
-            backward, on all ranks: a gradient is sparse.
+        UsageError: There is no process group, and the environment variable ``WORLD_SIZE`` is above 1. Or, in a backward
+            pass and on all ranks: a gradient is sparse on one of them.
         ValueError: ``shared_param`` is given.
     """
 
@@ -150,29 +168,29 @@ class DistributedDataParallel(Module):
         self._hook_parameters()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Call the module.
+        """Call the module and return what it returns.
 
         Raises:
-            UsageError: A process group came after this wrapper.
+            UsageError: A group of several processes was made after this wrapper.
         """
         if not self._grouped:
             _check_still_alone("DistributedDataParallel")
         elif current_graph_task() == -1:
-            # No backward pass is running: what is noted is of one that raised.
+            # No backward pass is running, so what is noted comes from one that raised.
             self._earlier.clear()
         self._hook_parameters()
         return self.module(*inputs, **kwargs)
 
     def disable_allreduce(self) -> None:
-        """Leave gradients as they are from now on, to accumulate them."""
+        """Leave gradients as they are in the backward passes that follow, to accumulate them."""
         self._enabled = False
 
     def enable_allreduce(self) -> None:
-        """Reduce gradients again, those that were accumulated included."""
+        """Reduce gradients at the end of the next backward pass again, with what was accumulated."""
         self._enabled = True
 
     def __getstate__(self) -> dict[str, Any]:
-        # Hooks are not copied with the parameters.
+        # A copy's parameters have no hooks, so it must not have the notes of which are watched.
         own = ("_queued_for", "_hooked", "_reduced", "_earlier")
         return {name: value for name, value in vars(self).items() if name not in own}
 
@@ -181,16 +199,17 @@ class DistributedDataParallel(Module):
         self._watch_anew()
 
     def _watch_anew(self) -> None:
-        # The backward pass that the reduction is queued for; one that raised leaves its own behind and blocks no other.
+        # The number of the backward pass that the reduction is queued for. A pass that raised leaves its number here;
+        # the next pass has another one.
         self._queued_for: int | None = None
         self._hooked: Any = WeakIdKeyDictionary()
-        # For sums: the parameters whose gradients were summed over the ranks, and what of them was there already when
-        # more arrived. That part must not be summed again.
+        # For sums: the parameters whose gradients were summed over the ranks, and copies of these sums, made before more
+        # is added to a gradient. The copied part must not be summed again.
         self._reduced: Any = WeakIdKeyDictionary()
         self._earlier: Any = WeakIdKeyDictionary()
 
     def _hook_parameters(self) -> None:
-        """Watch parameters that are not watched yet: those that were frozen or not there so far as well."""
+        """Watch the parameters that are not watched yet: at each call, as some may have been frozen or missing."""
         for param in self.module.parameters() if self._grouped else ():
             if param.requires_grad and param not in self._hooked:
                 self._hooked[param] = True
@@ -199,7 +218,7 @@ class DistributedDataParallel(Module):
                     param.register_hook(_noting(self, param))
 
     def _note_earlier(self, param: Tensor) -> None:
-        """Before a gradient is added to what is there: note what was summed over the ranks already."""
+        """Copy what was summed over the ranks already, before a new gradient is added to it."""
         if param not in self._reduced or param in self._earlier:
             return
         if self._enabled and param.grad is not None:
@@ -208,6 +227,7 @@ class DistributedDataParallel(Module):
             del self._reduced[param]
 
     def _arrived(self, _: Tensor) -> None:
+        """Queue the reduction for the end of the backward pass, once for each pass."""
         running = current_graph_task()
         if self._enabled and self._queued_for != running:
             self._queued_for = running
@@ -215,12 +235,13 @@ class DistributedDataParallel(Module):
 
     @torch.no_grad()
     def _reduce(self) -> None:
+        """Reduce the gradients of all parameters for which some rank has one."""
         self._queued_for = None
         present = self._present_anywhere([param for param in self.module.parameters() if param.requires_grad])
         wanted = [param for param, _ in present]
         for param, dtype in present:
             if param.grad is None:
-                # Another rank has one; here its part of the sum is 0.
+                # Another rank has one. This rank adds 0 to the sum.
                 param.grad = torch.zeros_like(param, dtype=dtype)
             elif param.grad.dtype is not dtype:
                 param.grad = param.grad.to(dtype)
@@ -231,14 +252,15 @@ class DistributedDataParallel(Module):
             grad.add_(part)
 
     def _present_anywhere(self, params: list[Tensor]) -> list[tuple[Tensor, torch.dtype]]:
-        """Return the parameters that have a gradient on some rank, and in which dtype, the same ones on each.
+        """Return the parameters that have a gradient on some rank, each with the dtype in which all ranks reduce it.
 
-        Beside fp32 masters the gradient of a half parameter is in fp32 on a rank where it was added to an earlier one.
+        A half parameter with an fp32 master may have a half gradient on one rank, and on another an fp32 one, where it
+        was added to an earlier gradient: fp32 is the dtype then. UsageError: a gradient is sparse on some rank.
         """
         anywhere = torch.tensor([_kind(param) for param in params], dtype=torch.int32).to(params[0].device)
         dist.all_reduce(anywhere, dist.ReduceOp.MAX)
         found = anywhere.tolist()
-        # All ranks learn of it, so none is left waiting.
+        # Each rank has the same result and raises, so none waits for another.
         if _SPARSE in found:
             index = found.index(_SPARSE)
             raise UsageError(
@@ -252,12 +274,12 @@ class DistributedDataParallel(Module):
         ]
 
     def _taken_out(self, params: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Take from the gradients what was summed before; return these gradients with what was taken out."""
+        """Subtract from the gradients what was summed before. Return those gradients, each with what was subtracted."""
         parts = []
         for param in params:
             grad = param.grad
             if grad is not None and param in self._reduced:
-                # Where nothing was noted nothing has arrived since: all of it was summed before.
+                # Without a copy nothing was added since: the whole gradient was summed before.
                 part = self._earlier.get(param, grad).clone()
                 grad.sub_(part)
                 parts.append((grad, part))
@@ -266,6 +288,7 @@ class DistributedDataParallel(Module):
         return parts
 
     def _reduce_bucket(self, bucket: list[Tensor]) -> None:
+        """Sum or average gradients of one dtype and device over the ranks, in place."""
         flat = flatten(bucket)
         flat = flat.float() if self.allreduce_always_fp32 else flat
         if self.gradient_predivide_factor != 1.0:
@@ -287,14 +310,15 @@ def _kind(param: Tensor) -> int:
 
 
 def _broadcast(params: Iterable[Tensor], wrapper: object) -> None:
-    """Take parameters from rank 0, with the fp32 masters of those that have some."""
+    """Set parameters, and the fp32 masters of those that have some, to the values of rank 0."""
     params = list(params)
     with equalised(params, wrapper) as masters:
         flat_dist_call([param.data for param in params] + masters, dist.broadcast, (0,))
 
 
 def _noting(ddp: DistributedDataParallel, param: Tensor) -> Callable[[Tensor], None]:
-    # Weakly: the parameter holds the hook.
+    """Return the hook that notes what a parameter's gradient is before more is added."""
+    # A weak reference, since the parameter refers to the hook.
     reference = weakref.ref(param)
 
     def note(_: Tensor) -> None:
@@ -306,7 +330,7 @@ def _noting(ddp: DistributedDataParallel, param: Tensor) -> Callable[[Tensor], N
 
 
 def _has_group(name: str) -> bool:
-    """Tell whether there is a process group. Without one there must be one process alone."""
+    """Tell whether there is a process group. UsageError: there is none, and ``WORLD_SIZE`` is above 1."""
     if dist.is_available() and dist.is_initialized():
         return True
     world = os.environ.get("WORLD_SIZE", "1").strip()
@@ -319,6 +343,7 @@ def _has_group(name: str) -> bool:
 
 
 def _check_still_alone(name: str) -> None:
+    """Raise UsageError where a group of several processes was made after what was built without a group."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise UsageError(
             f"{name} was made before the process group of {dist.get_world_size()} processes and reduces nothing; call "

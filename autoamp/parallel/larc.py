@@ -16,17 +16,18 @@ __all__ = ["LARC"]
 class LARC(torch.optim.Optimizer):
     """Gives each parameter of an optimizer a learning rate of its own, by scaling its gradient before the step.
 
-    With ``r = trust_coefficient * |w| / (|g| + weight_decay * |w| + eps)`` the gradient ``g + weight_decay * w`` is
-    multiplied by ``r`` (LARS), or by ``min(r / lr, 1)`` where ``clip``.
+    With ``r = trust_coefficient * |w| / (|g| + weight_decay * |w| + eps)`` the gradient becomes
+    ``(g + weight_decay * w) * r`` (LARS, as in the paper), or with ``clip`` that with ``min(r / lr, 1)`` for
+    ``r``, as in Apex. The norms are 2-norms. Where one of them is 0 the gradient stays as it is, without decay.
 
     Args:
-        optimizer: The optimizer that steps. Its weight decay is part of the scaled gradient.
+        optimizer: The optimizer that steps. Its groups' ``lr`` and ``weight_decay`` are those of the formula.
         trust_coefficient: As in the formula.
-        clip: Whether the learning rate is an upper limit.
+        clip: Whether the optimizer's learning rate is an upper limit.
         eps: As in the formula.
 
-    Raises:
-        UsageError: In ``step``: a gradient is sparse. Nothing was changed.
+    Attributes:
+        optim: The optimizer.
     """
 
     def __init__(
@@ -36,7 +37,8 @@ class LARC(torch.optim.Optimizer):
         self.trust_coefficient = trust_coefficient
         self.clip = clip
         self.eps = eps
-        # No constructor of the base class, as all state is the wrapped optimizer's; but its hooks.
+        # The base class's constructor would make groups and state, which are the wrapped optimizer's here. This sets up
+        # only what hooks need.
         super().__setstate__({})
 
     @property
@@ -63,7 +65,7 @@ class LARC(torch.optim.Optimizer):
         return self.optim.defaults
 
     def __getstate__(self) -> dict[str, Any]:
-        # Hooks and a scheduler's wrapper of `step` are not copied, as with any optimizer.
+        # Without hooks and a scheduler's wrapper of `step`, which torch's optimizers do not copy either.
         return {name: vars(self)[name] for name in ("optim", "trust_coefficient", "clip", "eps")}
 
     def __repr__(self) -> str:
@@ -78,7 +80,7 @@ class LARC(torch.optim.Optimizer):
         self.optim.load_state_dict(state_dict)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clear the gradients."""
+        """Clear the gradients, as the wrapped optimizer does."""
         self.optim.zero_grad(*args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -90,6 +92,9 @@ class LARC(torch.optim.Optimizer):
 
         Args:
             closure: Evaluates the loss again, once, before the gradients are scaled; its value is returned.
+
+        Raises:
+            UsageError: A gradient is sparse. No gradient was scaled and no step taken.
         """
         loss = None
         if closure is not None:
@@ -122,12 +127,12 @@ class LARC(torch.optim.Optimizer):
             ratio = self.trust_coefficient * weight_norm / (grad_norm + decay * weight_norm + self.eps)
             if self.clip:
                 ratio = torch.clamp(ratio / group["lr"], max=1.0)
-            # A parameter or gradient that is 0 is stepped as it is; so the choice never waits for the device.
+            # Chosen on the device, which an `if` would wait for.
             usable = (weight_norm != 0) & (grad_norm != 0)
             grad.copy_(torch.where(usable, (grad + decay * param) * ratio, grad))
 
 
 def _norms(tensors: list[Tensor]) -> Sequence[Tensor]:
-    """Return 2-norms, computed in fp32 at least: the square of a half number soon leaves its range."""
+    """Return 2-norms in fp32, or in fp64 where a tensor is in that: squares in fp16 would overflow."""
     double = any(tensor.dtype is torch.float64 for tensor in tensors)
     return torch._foreach_norm(tensors, 2, dtype=torch.float64 if double else torch.float32)

@@ -1,4 +1,4 @@
-"""Starts a script once for each GPU, as ``python -m apex.parallel.multiproc script.py arguments`` did."""
+"""Starts a script once for each GPU: what ``python -m apex.parallel.multiproc script.py arguments`` runs."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a script in one process for each GPU, in one at least, and wait for all of them.
+    """Run a script in one process for each GPU, or in a single one without GPUs, and wait for all of them.
 
-    Each gets ``--world-size N --rank I`` behind its own arguments, and ``WORLD_SIZE``, ``RANK`` and ``LOCAL_RANK`` in
-    its environment. ``--world-size N`` among the arguments chooses the number.
+    Each process gets ``--world-size N --rank I`` after the arguments given, and in its environment ``WORLD_SIZE``,
+    ``RANK`` and ``LOCAL_RANK``, with ``MASTER_ADDR`` and ``MASTER_PORT`` where they are not set. ``--world-size N``
+    among the arguments sets the number of processes.
 
     Args:
         arguments: The script and its arguments; None for those of the command line.
 
     Returns:
-        The exit status of the first process that failed, 0 where none did.
+        The exit status of the process of lowest rank that failed, 0 where none did.
 
     Raises:
-        UsageError: There is no script, or ``--world-size`` is no number of processes.
+        UsageError: There is no script, or ``--world-size`` is not followed by a whole number from 1 on.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given:
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _world_size(arguments: Sequence[str]) -> int:
-    """Return what ``--world-size N`` or ``--world-size=N`` says."""
+    """Return the number in ``--world-size N`` or ``--world-size=N``. UsageError: it is no whole number from 1 on."""
     words = [word for argument in arguments for word in argument.split("=", 1)]
     text = next(iter(words[words.index("--world-size") + 1 :]), "nothing")
     if not text.isdecimal() or int(text) < 1:

@@ -1,4 +1,4 @@
-"""Batch norm over all processes: `torch.nn.SyncBatchNorm`, which also runs on one process and on CPUs."""
+"""Batch norm over all processes, as `torch.nn.SyncBatchNorm`, but also with one process and on CPUs."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from autoamp.torch_private import MODULES_OF_BATCH_NORM
 
 __all__ = ["SyncBatchNorm", "convert_syncbn_model", "create_syncbn_process_group"]
 
-# The base of torch's batch norms, by a public way.
+# The base class of torch's batch norms, which has no public name.
 _BatchNorm: Any = torch.nn.SyncBatchNorm.__base__
 
 
 class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
     """Batch norm whose statistics are those of the batches of all processes together.
 
-    Without a process group, or with one process, it is plain batch norm. On a CPU the statistics are computed by
-    differentiable collectives, since torch's own is for GPUs alone.
+    Without a process group, or with one process, it is plain batch norm. On a CPU differentiable collectives compute
+    the statistics, since torch's function is for GPUs alone.
+
+    It is no subclass of `torch.nn.SyncBatchNorm`: torch's DistributedDataParallel refuses those on a CPU.
 
     Args:
-        num_features: The number of channels.
+        num_features: C, the number of channels.
         eps: Added to the variance.
-        momentum: The weight of the new batch in the running statistics; None for their plain mean.
-        affine: Whether there are a weight and a bias.
-        track_running_stats: Whether there are running statistics.
-        process_group: Which processes; None for all.
-        channel_last: Whether the channels are the last dimension of the input, not the second.
+        momentum: The weight of the new batch in the running statistics; None for the mean over all batches.
+        affine: Whether there are a weight and a bias, of shape ``(C,)``.
+        track_running_stats: Whether there are running statistics, of shape ``(C,)``.
+        process_group: The processes whose batches count; None for all.
+        channel_last: Whether the channels are the last dimension of the input. If not, they are the second.
         fuse_relu: Whether a ReLU follows.
     """
-
-    # It is no `torch.nn.SyncBatchNorm`, since torch's DistributedDataParallel refuses those on a CPU.
 
     def __init__(
         self,
@@ -54,19 +54,23 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
         self.fuse_relu = fuse_relu
 
     def _check_input_dim(self, input: Tensor) -> None:
-        # Torch calls it before anything else, and leaves it to each kind of batch norm.
+        # torch's forward calls this first; each class of batch norm has its own.
         if input.dim() < 2 or input.shape[1] == 0:
             raise ValueError(f"SyncBatchNorm takes (N, C, *) with at least one channel, not {tuple(input.shape)}")
 
-    # What `torch.nn.SyncBatchNorm.forward` calls on GPUs.
+    # `torch.nn.SyncBatchNorm.forward`, which runs on GPUs, calls it by this name.
     _check_non_zero_input_channels = _check_input_dim
 
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
-        """Return the normalised input, shape ``(N, C, *)``, or ``(N, *, C)`` where ``channel_last``.
+        """Return the normalised input, in its shape and dtype.
 
         Args:
-            input: A floating tensor.
-            z: Added to the result, before the ReLU where there is one.
+            input: A floating tensor of shape ``(N, C, *)``, or with ``channel_last`` ``(N, *, C)``.
+            z: Added to the result, before the ReLU where there is one. Of the input's shape.
+
+        Raises:
+            ValueError: The input has less than two dimensions or no channels; or in training there is only one value
+                for each channel.
         """
         given = input.movedim(-1, 1) if self.channel_last else input
         output = self._normalised(given)
@@ -76,7 +80,7 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
 
     def _normalised(self, input: Tensor) -> Tensor:
         if not self.training or not _many(self.process_group):
-            # What `torch.nn.BatchNorm*d` runs, with its count of batches and its momentum.
+            # The forward of `torch.nn.BatchNorm1d` to `BatchNorm3d`, which counts batches too.
             plain: Tensor = _BatchNorm.forward(self, input)
             return plain
         if input.is_cuda:
@@ -84,6 +88,7 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
         return self._by_collectives(input)
 
     def _by_collectives(self, input: Tensor) -> Tensor:
+        """Normalise by statistics over all processes, computed in fp32 (fp64 for an fp64 input)."""
         dims = [dim for dim in range(input.dim()) if dim != 1]
         wide = input if input.dtype is torch.float64 else input.float()
         shape = [-1 if dim == 1 else 1 for dim in range(input.dim())]
@@ -96,7 +101,7 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
                 f"{int(count)} values per channel over all processes; training needs 2; use a larger batch"
             )
         centred = wide - mean.view(shape)
-        # A second collective, since the mean of squares less the square of the mean loses digits.
+        # In a second collective: the mean of squares minus the square of the mean would need one, but loses digits.
         variance: Tensor = dist_nn.all_reduce(centred.square().sum(dims), group=group) / count
         if self.track_running_stats:
             self._update_running(mean.detach(), variance.detach() * (count / (count - 1)).detach())
@@ -116,9 +121,14 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
 
 
 def convert_syncbn_model(module: Module, process_group: Any = None, channel_last: bool = False) -> Module:
-    """Return the module with every batch norm replaced by a `SyncBatchNorm` of the same weights and statistics.
+    """Return the module with every batch norm replaced by a `SyncBatchNorm` that has the same parameters and buffers.
 
-    The module is changed in place where it is no batch norm itself.
+    A module that is no batch norm itself is changed in place and returned. For one that is, the new layer is returned.
+
+    Args:
+        module: Any module.
+        process_group: As for `SyncBatchNorm`.
+        channel_last: As for `SyncBatchNorm`.
     """
     done: dict[Module, Module] = {}
 
@@ -126,7 +136,7 @@ def convert_syncbn_model(module: Module, process_group: Any = None, channel_last
         if old not in done:
             is_plain = isinstance(old, MODULES_OF_BATCH_NORM) and not isinstance(old, SyncBatchNorm)
             done[old] = _converted(old, process_group, channel_last) if is_plain else old
-            # Not named_children(), which gives a module that is held under two names once.
+            # Not named_children(), which yields a module with two names only once.
             for name, child in old._modules.items():
                 if child is not None:
                     setattr(done[old], name, convert(child))
@@ -139,7 +149,7 @@ def _converted(norm: Any, process_group: Any, channel_last: bool) -> SyncBatchNo
     new = SyncBatchNorm(
         norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats, process_group, channel_last
     )
-    # The very tensors: an optimizer that was built before goes on with them.
+    # The same tensors, not copies: an optimizer that was built before steps them.
     for name, param in norm.named_parameters(recurse=False):
         setattr(new, name, param)
     for name, buffer in norm.named_buffers(recurse=False):
@@ -149,12 +159,12 @@ def _converted(norm: Any, process_group: Any, channel_last: bool) -> SyncBatchNo
 
 
 def create_syncbn_process_group(group_size: int) -> Any:
-    """Split the processes into groups of ``group_size`` and return this process's; None for 0, all of them.
+    """Split the processes into groups of ``group_size`` and return the group of this process.
 
-    Without a process group there is one process, and None is its group.
+    All processes must call it. With 0, or without a process group, the result is None, which means all processes.
 
     Raises:
-        ValueError: The world size is no multiple of ``group_size``.
+        ValueError: ``group_size`` does not divide the world size, which is 1 without a process group.
     """
     if group_size == 0:
         return None
@@ -171,5 +181,5 @@ def create_syncbn_process_group(group_size: int) -> Any:
 
 
 def _many(process_group: Any) -> bool:
-    """Tell whether there is more than one process."""
+    """Tell whether there is more than one process in a group; None is the group of all."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1
