@@ -203,8 +203,8 @@ class DistributedDataParallel(Module):
         # the next pass has another one.
         self._queued_for: int | None = None
         self._hooked: Any = WeakIdKeyDictionary()
-        # For sums: the parameters whose gradients were summed over the ranks, and copies of these sums, made before more
-        # is added to a gradient. The copied part must not be summed again.
+        # For sums: the parameters whose gradients were summed over the ranks, and copies of these sums. Copies are made
+        # before more is added to a gradient, since that part must not be summed again.
         self._reduced: Any = WeakIdKeyDictionary()
         self._earlier: Any = WeakIdKeyDictionary()
 
