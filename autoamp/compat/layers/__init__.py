@@ -1,1 +1,1 @@
-"""Layers of Apex, on torch's own functions."""
+"""Modules, losses and pruning with the names of Apex, computed by torch's own functions."""

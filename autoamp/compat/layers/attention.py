@@ -16,7 +16,7 @@ __all__ = ["EncdecMultiheadAttn", "SelfMultiheadAttn", "fast_mask_softmax_dropou
 
 
 class _MultiheadAttn(nn.Module):
-    """What both kinds share: the norm before and the sum after, masks, and the product itself."""
+    """What both kinds share: the layer norm before, the sum after, the masks, and the attention itself."""
 
     def __init__(
         self, embed_dim: int, num_heads: int, dropout: float, bias: bool, include_norm_add: bool, impl: str
@@ -32,13 +32,17 @@ class _MultiheadAttn(nn.Module):
         self.mask_additive = False
         self.out_proj_weight = _weight(embed_dim, embed_dim)
         self.out_proj_bias = _weight(embed_dim) if bias else None
-        # By the names that each implementation of Apex had, for the sake of checkpoints.
+        # The names that each of Apex's two implementations had, so that its checkpoints load.
         if include_norm_add and impl == "fast":
             self.lyr_nrm_gamma_weights, self.lyr_nrm_beta_weights = _weight(embed_dim), _weight(embed_dim)
         self.lyr_nrm = FusedLayerNorm(embed_dim) if include_norm_add and impl != "fast" else None
 
     def _reset(self, weights: dict[str, float]) -> None:
-        """Draw weights of these names with a gain, and set biases and the norm to their start."""
+        """Draw weights by Xavier's uniform rule, and set biases to 0 and the norm to 1 and 0.
+
+        Args:
+            weights: The gain by the name of the parameter; ``out_proj_weight`` comes on top, with 1.
+        """
         for name, gain in {**weights, "out_proj_weight": 1.0}.items():
             nn.init.xavier_uniform_(getattr(self, name), gain=gain)
         for name, param in self.named_parameters(recurse=False):
@@ -50,6 +54,7 @@ class _MultiheadAttn(nn.Module):
             self.lyr_nrm.reset_parameters()
 
     def _normed(self, query: Tensor) -> Tensor:
+        """Return the input after the layer norm, or as it is without ``include_norm_add``."""
         if not self.include_norm_add:
             return query
         if self.lyr_nrm is not None:
@@ -74,7 +79,7 @@ class _MultiheadAttn(nn.Module):
         return F.dropout(out, self.dropout, training) + query if self.include_norm_add else out
 
     def _mask(self, padding: Tensor | None, future: Tensor | None) -> Tensor | None:
-        """Return a mask as torch takes it: True where a key counts, or what is added."""
+        """Return the mask for torch's attention: bool, True where a key counts, or numbers to add to the scores."""
         if padding is not None and future is not None:
             raise UsageError("key_padding_mask and attn_mask cannot both be given; make one mask of them")
         if future is not None:
@@ -96,9 +101,10 @@ class SelfMultiheadAttn(_MultiheadAttn):
         dropout: The share that dropout sets to 0, of the attention and, with ``include_norm_add``, of the output.
         bias: Whether the projections have biases.
         include_norm_add: Whether the input is layer normed first, and added to the output.
-        impl: ``"fast"`` or ``"default"``: how the norm's weights are named. Both compute the same.
+        impl: ``"fast"`` or ``"default"``, which compute the same. With ``include_norm_add`` they differ in the names
+            of the norm's parameters.
         separate_qkv_params: Whether queries, keys and values have matrices of their own.
-        mask_additive: Whether ``key_padding_mask`` is added to the scores.
+        mask_additive: Whether ``key_padding_mask`` holds numbers that are added to the scores.
 
     Raises:
         UsageError: ``embed_dim`` is no multiple of ``num_heads``, or ``impl`` is unknown.
@@ -119,7 +125,7 @@ class SelfMultiheadAttn(_MultiheadAttn):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew. Three matrices in one are drawn like three."""
+        """Draw the weights anew; queries, keys and values in one matrix get the spread of three matrices."""
         each = {"q_weight": 1.0, "k_weight": 1.0, "v_weight": 1.0}
         self._reset(each if self.separate_qkv_params else {"in_proj_weight": math.sqrt(2.0)})
 
@@ -132,9 +138,10 @@ class SelfMultiheadAttn(_MultiheadAttn):
 
         Args:
             query: Shape ``(time, batch, embed_dim)``.
-            key: Not looked at: keys are the query's.
-            value: Not looked at.
-            key_padding_mask: Shape ``(batch, time)``: not 0 where a key is padding; or added, with ``mask_additive``.
+            key: No effect: keys are computed from ``query``.
+            value: No effect, likewise.
+            key_padding_mask: Shape ``(batch, time)``: not 0 where a key is padding; with ``mask_additive`` numbers
+                that are added to the scores.
             need_weights: No effect.
             attn_mask: Shape ``(time, time)``: not 0 where a query (row) must not see a key (column).
             is_training: Whether there is dropout.
@@ -162,7 +169,8 @@ class EncdecMultiheadAttn(_MultiheadAttn):
         dropout: The share that dropout sets to 0, of the attention and, with ``include_norm_add``, of the output.
         bias: Whether the projections have biases.
         include_norm_add: Whether the query is layer normed first, and added to the output.
-        impl: ``"fast"`` or ``"default"``: how the norm's weights are named. Both compute the same.
+        impl: ``"fast"`` or ``"default"``, which compute the same. With ``include_norm_add`` they differ in the names
+            of the norm's parameters.
 
     Raises:
         UsageError: ``embed_dim`` is no multiple of ``num_heads``, or ``impl`` is unknown.
@@ -179,7 +187,7 @@ class EncdecMultiheadAttn(_MultiheadAttn):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew. Two matrices in one are drawn like two."""
+        """Draw the weights anew; keys and values in one matrix get the spread of two matrices."""
         self._reset({"in_proj_weight_q": 1.0, "in_proj_weight_kv": math.sqrt(1.5)})
 
     def forward(
@@ -191,7 +199,7 @@ class EncdecMultiheadAttn(_MultiheadAttn):
         Args:
             query: The decoder's, shape ``(time, batch, embed_dim)``.
             key: The encoder's, shape ``(source, batch, embed_dim)``, for keys and values.
-            value: Not looked at.
+            value: No effect: values are computed from ``key``.
             key_padding_mask: Shape ``(batch, source)``: not 0 where a key is padding.
             need_weights: No effect.
             attn_mask: Shape ``(time, source)``: not 0 where a query must not see a key.
@@ -216,9 +224,12 @@ def fast_mask_softmax_dropout_func(
         is_training: Whether there is dropout.
         heads: The number of heads.
         inputs: Scores, shape ``(batch * heads, queries, keys)``.
-        pad_mask: Shape ``(batch, keys)``: not 0 where a key is padding; or added, with ``mask_additive``.
+        pad_mask: Shape ``(batch, keys)``: not 0 where a key is padding; with ``mask_additive`` numbers that are added.
         mask_additive: See ``pad_mask``.
         dropout_prob: The share that dropout sets to 0.
+
+    Returns:
+        Shape ``(batch * heads, queries, keys)``.
     """
     if pad_mask is not None:
         mask = pad_mask.repeat_interleave(heads, dim=0)[:, None]

@@ -1,4 +1,4 @@
-"""What of `apex.contrib` is small and stands on torch's own functions: a loss, clipping, a norm, an indexed product."""
+"""Small parts of `apex.contrib`: cross entropy, gradient clipping, a layer norm, and an indexed product."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class SoftmaxCrossEntropyLoss:
             logits: Shape ``(n, classes)``.
             labels: Shape ``(n,)``, class numbers.
             smoothing: The share of the target that is spread over all classes evenly.
-            padding_idx: Rows with this label have a loss and a gradient of 0. Class 0, unless told otherwise.
-            half_to_float: Whether half logits give an fp32 loss; otherwise it is rounded to their dtype.
+            padding_idx: Rows with this label have a loss and a gradient of 0. It is class 0 by default, as in Apex.
+            half_to_float: Whether the loss of half logits stays fp32, and is not rounded to their dtype.
 
         Returns:
-            Shape ``(n,)``, not reduced.
+            Shape ``(n,)``.
 
         Raises:
             UsageError: The shapes do not fit.
@@ -67,7 +67,7 @@ def clip_grad_norm_(
         error_if_nonfinite: Whether to raise where the norm is inf or nan; this waits for the device.
 
     Returns:
-        The norm before, fp32 (fp64 if a gradient is), without dimensions.
+        The norm before clipping, fp32 (fp64 if a gradient is), without dimensions.
 
     Raises:
         UsageError: The norm is not finite and ``error_if_nonfinite`` is set; nothing was scaled. Or ``norm_type`` is
@@ -102,7 +102,10 @@ def index_mul_2d(in1: Tensor, in2: Tensor, idx1: Tensor) -> Tensor:
     Args:
         in1: Shape ``(rows, features)``.
         in2: Shape ``(n, features)``, of the dtype of ``in1``.
-        idx1: Shape ``(n,)``: rows of ``in1``.
+        idx1: Shape ``(n,)``: row numbers of ``in1``.
+
+    Returns:
+        Shape ``(n, features)``, of the same dtype.
 
     Raises:
         UsageError: The shapes or dtypes do not fit.

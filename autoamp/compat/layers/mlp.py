@@ -22,12 +22,12 @@ __all__ = [
     "mlp_function",
 ]
 
-# In the order of the numbers by which `mlp_function` knows them.
+# The place in this tuple is the number that `mlp_function` takes.
 _ACTIVATIONS = ("none", "relu", "sigmoid")
 
 
 class MLP(Module):
-    """Linear layers, each with its bias and the activation, the last one too.
+    """Linear layers, each followed by the activation, the last one too.
 
     The parameters are ``weight_0``, ``bias_0``, ``weight_1``, ...; weight ``i`` has the shape
     ``(mlp_sizes[i + 1], mlp_sizes[i])``.
@@ -36,7 +36,8 @@ class MLP(Module):
         mlp_sizes: The number of features of the input and of each layer's output.
         bias: Whether there are biases.
         activation: ``"none"``, ``"relu"`` or ``"sigmoid"``.
-        relu: The older form: True is ``activation="relu"``, False ``"none"``. A bool as the third argument is this.
+        relu: The older form: True is ``activation="relu"``, False ``"none"``. A bool as the third argument counts as
+            this one.
 
     Raises:
         UsageError: Another activation, or fewer than two sizes.
@@ -92,10 +93,13 @@ def mlp_function(bias: int, activation: int, input: Tensor, *parameters: Tensor)
     """Compute an MLP.
 
     Args:
-        bias: Whether there are biases among the parameters.
+        bias: 1 where there are biases among the parameters, else 0.
         activation: What follows each layer: 0 for nothing, 1 for ReLU, 2 for the sigmoid.
         input: Shape ``(*, n)``.
-        *parameters: All weights, then all biases.
+        *parameters: All weights, of shape ``(outputs, inputs)``, then all biases, of shape ``(outputs,)``.
+
+    Returns:
+        The last layer's output, shape ``(*, outputs)``.
 
     Raises:
         UsageError: An unknown activation, or biases that do not match the weights in number.
@@ -170,5 +174,16 @@ def dense_no_bias_function(input: Tensor, weight: Tensor) -> Tensor:
 def fused_dense_gelu_dense_function(
     input: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor
 ) -> Tensor:
-    """Return a linear layer of GELU, by erf, of a linear layer; shapes as in `FusedDenseGeluDense`."""
+    """Return ``gelu(input @ weight1.T + bias1) @ weight2.T + bias2``, with the exact GELU, by erf.
+
+    Args:
+        input: Shape ``(*, in_features)``.
+        weight1: Shape ``(intermediate_features, in_features)``.
+        bias1: Shape ``(intermediate_features,)``.
+        weight2: Shape ``(out_features, intermediate_features)``.
+        bias2: Shape ``(out_features,)``.
+
+    Returns:
+        Shape ``(*, out_features)``.
+    """
     return F.linear(F.gelu(F.linear(input, weight1, bias1)), weight2, bias2)

@@ -1,8 +1,9 @@
-"""The norms' functions of `apex.normalization` and `apex.contrib.layer_norm` that were called by ``apply``.
+"""The autograd functions of `apex.normalization` and `apex.contrib.layer_norm`, which programs call by ``apply``.
 
-Megatron and what is made from it call them directly, and look at the arguments of ``forward`` to learn whether there
-is a ``memory_efficient``. Apex's were autograd functions; these are compositions of torch's, which derives them twice
-too. All compute in fp32 and know nothing of `torch.autocast`, as an autograd function does. ``ctx`` is not used.
+Megatron and programs derived from it do so, and look at the arguments of ``forward`` to learn whether it takes
+``memory_efficient``, which has no effect here. These are no autograd functions: they call torch's norms, so second
+derivatives work too. All compute in fp32, or in fp64 for fp64 input, and pay no heed to `torch.autocast`. ``ctx`` has
+no effect. The result has the shape of the input.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Shape = int | Sequence[int]
 
 
 class _Function:
-    """What is called by ``apply``."""
+    """Gives ``forward`` the way in by ``apply`` that an autograd function has."""
 
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Tensor:
@@ -38,31 +39,31 @@ class _Function:
 
 
 class FusedLayerNormAffineFunction(_Function):
-    """Layer norm with weights, in the dtype of its input."""
+    """Layer norm with weights; the result has the dtype of its input."""
 
     @staticmethod
     def forward(
         ctx: Any, input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: Shape, eps: float,
         memory_efficient: bool = False,
     ) -> Tensor:  # fmt: skip
-        """Normalise over the last dimensions, then multiply and add."""
+        """Normalise over the last dimensions, then multiply by ``weight`` and add ``bias``."""
         return wide_layer_norm(input, normalized_shape, weight, bias, eps, input.dtype)
 
 
 class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
-    """Layer norm with weights, in the dtype of these."""
+    """Layer norm with weights; the result has their dtype."""
 
     @staticmethod
     def forward(
         ctx: Any, input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: Shape, eps: float,
         memory_efficient: bool = False,
     ) -> Tensor:  # fmt: skip
-        """Normalise over the last dimensions, then multiply and add."""
+        """Normalise over the last dimensions, then multiply by ``weight`` and add ``bias``."""
         return wide_layer_norm(input, normalized_shape, weight, bias, eps, weight.dtype)
 
 
 class FusedLayerNormFunction(_Function):
-    """Layer norm without weights, in the dtype of its input."""
+    """Layer norm without weights; the result has the dtype of its input."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False) -> Tensor:
@@ -71,29 +72,29 @@ class FusedLayerNormFunction(_Function):
 
 
 class FusedRMSNormAffineFunction(_Function):
-    """RMS norm with weights, in the dtype of its input."""
+    """RMS norm with weights; the result has the dtype of its input."""
 
     @staticmethod
     def forward(
         ctx: Any, input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False
     ) -> Tensor:
-        """Divide by the root of the mean square over the last dimensions, then multiply."""
+        """Divide by the root of the mean square over the last dimensions, then multiply by ``weight``."""
         return wide_rms_norm(input, normalized_shape, weight, eps, input.dtype)
 
 
 class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
-    """RMS norm with weights, in the dtype of these."""
+    """RMS norm with weights; the result has their dtype."""
 
     @staticmethod
     def forward(
         ctx: Any, input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False
     ) -> Tensor:
-        """Divide by the root of the mean square over the last dimensions, then multiply."""
+        """Divide by the root of the mean square over the last dimensions, then multiply by ``weight``."""
         return wide_rms_norm(input, normalized_shape, weight, eps, weight.dtype)
 
 
 class FusedRMSNormFunction(_Function):
-    """RMS norm without weights, in the dtype of its input."""
+    """RMS norm without weights; the result has the dtype of its input."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False) -> Tensor:
@@ -102,7 +103,7 @@ class FusedRMSNormFunction(_Function):
 
 
 class FastLayerNormFN(_Function):
-    """Layer norm over the last dimension with weights, in the dtype of its input."""
+    """Layer norm over the last dimension with weights; the result has the dtype of its input."""
 
     @staticmethod
     def forward(

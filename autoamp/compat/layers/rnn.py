@@ -1,7 +1,7 @@
 """Recurrent networks with the names and the state dict of `apex.RNN`.
 
-A network keeps its hidden state from one call to the next. Between two steps of training call ``detach_hidden()``, to
-go on from it, or ``reset_hidden(batch_size)``, to begin from zeros.
+A network goes on from the hidden state of its last call. Between two steps of training call ``detach_hidden()``, so
+that the backward pass ends there, or ``reset_hidden(batch_size)``, to begin from zeros.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class RNNCell(Module):
         hidden: The tensors of the hidden state, shape ``(batch, features)``, or None before the first call.
     """
 
+    # How many gates (the rows of the weights count in them), and how many tensors the hidden state has.
     gates = 1
     n_hidden_states = 1
 
@@ -64,7 +65,7 @@ class RNNCell(Module):
         self.reset_parameters()
 
     def new_like(self, input_size: int) -> RNNCell:
-        """Return a cell of the same kind and sizes, but that of the input."""
+        """Return a new cell of the same kind and sizes, but for ``input_size``."""
         return type(self)(input_size, self.hidden_size, self.bias, self.output_size)
 
     def reset_parameters(self) -> None:
@@ -74,8 +75,8 @@ class RNNCell(Module):
             torch.nn.init.uniform_(parameter, -bound, bound)
 
     def init_hidden(self, bsz: int) -> None:
-        """Begin from zeros unless there is a hidden state for this batch size, on the weights' device."""
-        # A weight that is computed by a hook, as weight norm's, may be older than the parameters.
+        """Begin from zeros unless there is a hidden state of this batch size on the parameters' device."""
+        # Not `w_ih`: where a hook computes it, as for weight norm, it may lie where the parameters were before.
         like, now = next(self.parameters()).detach(), self.hidden
         if now is None or now[0].shape[0] != bsz or now[0].device != like.device:
             sizes = (self.output_size, self.hidden_size)[: self.n_hidden_states]
@@ -87,10 +88,10 @@ class RNNCell(Module):
         self.init_hidden(bsz)
 
     def detach_hidden(self) -> None:
-        """Go on from the hidden state without its history.
+        """Cut the hidden state from the graph that computed it, and go on from its values.
 
         Raises:
-            UsageError: There is none.
+            UsageError: There is no hidden state yet.
         """
         if self.hidden is None:
             raise UsageError("detach_hidden() before there is a hidden state; call the network, or reset_hidden(batch)")
@@ -108,11 +109,11 @@ class RNNCell(Module):
             the order of time.
         """
         self.init_hidden(input.shape[1])
-        # The input's part of the gates needs no recurrence: one product for all time steps.
+        # The input's part of the gates does not depend on the hidden state: one product for all time steps.
         projected = self.project(input)
         places = range(input.shape[0])
         assert self.hidden is not None
-        # The model may have been cast since.
+        # The model may have been cast since the last call.
         hidden = (self.hidden[0].to(projected[0].dtype), *self.hidden[1:])
         states = []
         for place in reversed(places) if reverse else places:
@@ -125,15 +126,18 @@ class RNNCell(Module):
         return torch.stack([state[0] for state in states]), states
 
     def project(self, input: Tensor) -> tuple[Tensor, ...]:
-        """Return what is computed from the input alone, for all time steps."""
+        """Return what is computed from the input alone: tensors of shape ``(time, batch, features)``."""
         return (F.linear(input, self.w_ih, self.b_ih),)
 
     def advance(self, projected: tuple[Tensor, ...], hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the next hidden state, the output first, from one time step's projected input."""
+        """Return the next hidden state, the output first, from one time step of `project`'s tensors and the last state.
+
+        The output comes before its projection by ``w_ho``. All shapes are ``(batch, features)``.
+        """
         raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
-        # The hidden state has a history, which can be neither copied nor pickled.
+        # The hidden state is a part of autograd's graph, and such a tensor cannot be deep-copied.
         return {**self.__dict__, "hidden": None}
 
     def extra_repr(self) -> str:
@@ -150,7 +154,7 @@ class ReLUCell(RNNCell):
 
 
 class TanhCell(RNNCell):
-    """Elman 1990: ``h' = tanh(W_ih x + b_ih + W_hh h + b_hh)``."""
+    """The network of Elman 1990: ``h' = tanh(W_ih x + b_ih + W_hh h + b_hh)``."""
 
     def advance(self, projected: tuple[Tensor, ...], hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """See `RNNCell.advance`."""
@@ -158,7 +162,7 @@ class TanhCell(RNNCell):
 
 
 class GRUCell(RNNCell):
-    """Cho et al. 2014 (arXiv:1406.1078), in the form of `torch.nn.GRU`.
+    """The gated recurrent unit of Cho et al. 2014 (arXiv:1406.1078), with the formula of `torch.nn.GRU`.
 
     Raises:
         UsageError: ``output_size`` differs from ``hidden_size``.
@@ -183,7 +187,7 @@ class GRUCell(RNNCell):
 
 
 class LSTMCell(RNNCell):
-    """Hochreiter and Schmidhuber 1997, in the form of `torch.nn.LSTM`; ``output_size`` as its ``proj_size``."""
+    """The LSTM of Hochreiter and Schmidhuber 1997, as in `torch.nn.LSTM`; ``output_size`` is its ``proj_size``."""
 
     gates = 4
     n_hidden_states = 2
@@ -224,12 +228,12 @@ def _lstm(gates: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class stackedRNN(Module):  # noqa: N801
-    """Layers of one kind of cell, each on the output of the one before. The cells are ``rnns.0``, ``rnns.1``, ...
+    """Layers of one kind of cell; each runs on the output of the one before. The cells are ``rnns.0``, ``rnns.1``, ...
 
     Args:
         inputRNN: The first layer; the others are like it.
         num_layers: How many layers.
-        dropout: The probability of a zero between two layers, in training.
+        dropout: The share of each layer's output, but the last one's, that dropout sets to 0 while training.
         batch_first: Whether input and output have the batch before the time.
     """
 
@@ -255,10 +259,11 @@ class stackedRNN(Module):  # noqa: N801
 
         Returns:
             The last layer's output, shaped as the input, and the hidden state: one tensor, or two for an LSTM, of shape
-            ``(layers, batch, features)`` after the last step; with ``collect_hidden`` ``(time, layers, ...)``.
+            ``(layers, batch, features)`` after the step computed last; with ``collect_hidden`` of all steps,
+            ``(time, layers, batch, features)``.
 
         Raises:
-            UsageError: The input has not three dimensions, or no time step.
+            UsageError: The input has not three dimensions, or one of them is 0.
         """
         if input.dim() != 3 or 0 in input.shape:
             raise UsageError(f"input of shape {tuple(input.shape)}; it must be (time, batch, features), none of them 0")
@@ -269,7 +274,7 @@ class stackedRNN(Module):  # noqa: N801
                 output = F.dropout(output, self.dropout, self.training)
             output, states = rnn(output, reverse)
             layers.append(states if collect_hidden else [states[0 if reverse else -1]])
-        # By kind of state and time step; the layers are stacked.
+        # For each kind of state and time step, the layers are stacked.
         kinds = range(len(layers[0][0]))
         times = range(len(layers[0]))
         found = [[torch.stack([layer[time][kind] for layer in layers]) for time in times] for kind in kinds]
@@ -287,10 +292,10 @@ class stackedRNN(Module):  # noqa: N801
             rnn.reset_hidden(bsz)
 
     def detach_hidden(self) -> None:
-        """Go on from the hidden state without its history.
+        """Cut the hidden state from the graph that computed it, and go on from its values.
 
         Raises:
-            UsageError: There is none.
+            UsageError: There is no hidden state yet.
         """
         for rnn in self._cells():
             rnn.detach_hidden()
@@ -319,7 +324,7 @@ class bidirectionalRNN(Module):  # noqa: N801
         self.bckwrd = stackedRNN(inputRNN.new_like(inputRNN.input_size), num_layers, dropout, batch_first)
 
     def forward(self, input: Tensor, collect_hidden: bool = False) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Run over a sequence; see `stackedRNN.forward`. The last dimension is twice as long here."""
+        """Run over a sequence; see `stackedRNN.forward`. The features of both directions follow one another."""
         output, hidden = self.fwd(input, collect_hidden)
         back_output, back_hidden = self.bckwrd(input, collect_hidden, reverse=True)
         joined = tuple(torch.cat(pair, -1) for pair in zip(hidden, back_hidden, strict=True))
@@ -336,10 +341,10 @@ class bidirectionalRNN(Module):  # noqa: N801
         self.bckwrd.reset_hidden(bsz)
 
     def detach_hidden(self) -> None:
-        """Go on from the hidden state without its history.
+        """Cut the hidden state from the graph that computed it, and go on from its values.
 
         Raises:
-            UsageError: There is none.
+            UsageError: There is no hidden state yet.
         """
         self.fwd.detach_hidden()
         self.bckwrd.detach_hidden()
@@ -351,6 +356,8 @@ class bidirectionalRNN(Module):  # noqa: N801
 
 
 def _maker(cell: type[RNNCell], name: str) -> Any:
+    """Return the function ``name`` of `apex.RNN`, which makes a network of these cells."""
+
     def make(
         input_size: int,
         hidden_size: int,
@@ -365,7 +372,7 @@ def _maker(cell: type[RNNCell], name: str) -> Any:
         return network(cell(input_size, hidden_size, bias, output_size), num_layers, dropout, batch_first)
 
     make.__name__ = make.__qualname__ = name
-    make.__doc__ = f"""Return layers of `{cell.__name__}`; see `stackedRNN`, or `bidirectionalRNN`, for how they run."""
+    make.__doc__ = f"""Return layers of `{cell.__name__}`: a `stackedRNN`, or a `bidirectionalRNN` if so asked."""
     return make
 
 

@@ -1,7 +1,8 @@
 """`apex.contrib.sparsity`: weights of which two in four are zero, for GPUs that multiply such matrices faster.
 
-The method: Mishra et al. 2021, Accelerating Sparse Deep Neural Networks, arXiv:2104.08378. A trained model is pruned by
-magnitude, two of each four weights along the input channels, and trained on with the zeros held.
+The method is that of Mishra et al. 2021, Accelerating Sparse Deep Neural Networks, arXiv:2104.08378. Of each four
+weights of a trained model, along the input channels, the two smallest are set to 0, and training goes on with these
+staying 0.
 """
 
 from __future__ import annotations
@@ -27,12 +28,17 @@ logger = logging.getLogger(__name__)
 _LAYERS: dict[type[Module], list[str]] = {
     torch.nn.Linear: ["weight"], torch.nn.Conv1d: ["weight"], torch.nn.Conv2d: ["weight"], torch.nn.Conv3d: ["weight"]
 }  # fmt: skip
-# What the GPU's instructions want: a weight of other sizes would be pruned for nothing.
+# Outputs and inputs must be multiples of these: the GPU's instructions take no other sizes, so pruning gains nothing.
 _MULTIPLES = (8, 16)
 
 
 def m4n2_1d(matrix: Tensor, density: float = 0.5) -> Tensor:
-    """Return a mask, fp32, that keeps the two largest of each four values in a row of a matrix."""
+    """Return a mask of 0 and 1, fp32, for the two values of largest magnitude in each four along a row.
+
+    Args:
+        matrix: Shape ``(rows, columns)``; the mask has the same.
+        density: No effect.
+    """
     rows, columns = matrix.shape
     groups = F.pad(matrix.detach().float().abs(), (0, -columns % 4)).view(-1, 4)
     mask = torch.zeros_like(groups).scatter_(1, groups.topk(2, dim=1).indices, 1.0)
@@ -40,29 +46,40 @@ def m4n2_1d(matrix: Tensor, density: float = 0.5) -> Tensor:
 
 
 def m4n2_2d_best(matrix: Tensor, density: float = 0.5) -> Tensor:
-    """Return a mask that keeps two of each four in rows and in columns: of each 4 x 4 block the best one of 90."""
-    blocks = _blocks(matrix)
+    """Return a mask of 0 and 1, fp32, with two in each four along rows and along columns.
+
+    Of the 90 such masks of a 4 x 4 tile, each tile gets the one that leaves the largest sum of magnitudes.
+
+    Args:
+        matrix: Shape ``(rows, columns)``; the mask has the same.
+        density: No effect.
+    """
+    tiles = _tiles(matrix)
     patterns = _patterns().to(matrix.device)
-    best = (blocks @ patterns.t()).argmax(dim=1)
-    return _from_blocks(patterns[best], matrix.shape)
+    best = (tiles @ patterns.t()).argmax(dim=1)
+    return _from_tiles(patterns[best], matrix.shape)
 
 
 def m4n2_2d_greedy(matrix: Tensor, density: float = 0.5) -> Tensor:
-    """Return a mask like `m4n2_2d_best`'s, by taking the values of a block from the largest on while they fit.
+    """Return a mask like `m4n2_2d_best`'s, found by taking the values of a tile from the largest on.
 
-    Some blocks get fewer than eight, where what is left fits no more.
+    A value is taken if its row and its column have fewer than two so far. Some tiles end with fewer than eight.
+
+    Args:
+        matrix: Shape ``(rows, columns)``; the mask has the same.
+        density: No effect.
     """
-    blocks = _blocks(matrix)
-    mask = torch.zeros_like(blocks)
-    in_row, in_column = torch.zeros_like(blocks[:, :4]), torch.zeros_like(blocks[:, :4])
-    for place in blocks.argsort(dim=1, descending=True).unbind(1):
+    tiles = _tiles(matrix)
+    mask = torch.zeros_like(tiles)
+    in_row, in_column = torch.zeros_like(tiles[:, :4]), torch.zeros_like(tiles[:, :4])
+    for place in tiles.argsort(dim=1, descending=True).unbind(1):
         place = place[:, None]
         row, column = place // 4, place % 4
         fits = ((in_row.gather(1, row) < 2) & (in_column.gather(1, column) < 2)).float()
         mask.scatter_(1, place, fits)
         in_row.scatter_add_(1, row, fits)
         in_column.scatter_add_(1, column, fits)
-    return _from_blocks(mask, matrix.shape)
+    return _from_tiles(mask, matrix.shape)
 
 
 _PATTERNS: dict[str, Callable[[Tensor, float], Tensor]] = {
@@ -77,10 +94,10 @@ def create_mask(tensor: Tensor, pattern: str = "m4n2_1d", density: float = 0.5) 
         tensor: Shape ``(columns,)``, ``(rows, columns)``, or ``(out, in, *kernel)`` of a convolution, which is pruned
             along ``in``.
         pattern: ``"m4n2_1d"``, ``"m4n2_2d_best"`` or ``"m4n2_2d_greedy"``.
-        density: The share that is kept: 0.5.
+        density: The share of weights that stay: 0.5.
 
     Raises:
-        UsageError: The pattern or the density is another.
+        UsageError: The pattern is unknown, or the density is not 0.5.
     """
     if pattern not in _PATTERNS:
         raise UsageError(
@@ -90,7 +107,7 @@ def create_mask(tensor: Tensor, pattern: str = "m4n2_1d", density: float = 0.5) 
         raise UsageError(f"density={density} cannot be had by two in four; leave it 0.5")
     if tensor.dim() < 2:
         return _PATTERNS[pattern](tensor.view(1, -1), density).view(tensor.shape).to(tensor.dtype)
-    # Rows are the outputs of one place of the kernel, columns the inputs.
+    # One matrix for each place in the kernel: its rows are the outputs, its columns the inputs.
     matrix = tensor.flatten(2) if tensor.dim() > 2 else tensor[..., None]
     matrix = matrix.permute(2, 0, 1)
     mask = torch.stack([_PATTERNS[pattern](each, density) for each in matrix])
@@ -98,13 +115,13 @@ def create_mask(tensor: Tensor, pattern: str = "m4n2_1d", density: float = 0.5) 
 
 
 class _Pruned:
-    """One weight, its mask, and what the mask took away, where that is kept."""
+    """One weight, its mask, and, if ``keeps``, the values that the mask set to 0."""
 
     def __init__(self, name: str, module: Module, leaf: str, weight: Tensor, keeps: bool) -> None:
         self.name, self.weight = name, weight
         self._module, self._mask, self._taken = module, f"__{leaf}_mma_mask", f"__{leaf}_mma_pruned_p"
         self._keeps = keeps
-        # Buffers, by Apex's names: a checkpoint has them.
+        # Buffers with Apex's names, so that checkpoints hold them.
         module.register_buffer(self._mask, torch.ones_like(weight, dtype=torch.bool))
         if keeps:
             module.register_buffer(self._taken, torch.zeros_like(weight, device="cpu"))
@@ -118,7 +135,11 @@ class _Pruned:
         return not bool(self.mask.all())
 
     def compute(self, calculate: Callable[[Tensor], Tensor]) -> None:
-        """Restore what was taken, and mask anew."""
+        """Give the weight its values back where it is masked, then mask it by a new mask.
+
+        Raises:
+            UsageError: The pruned values were not kept, or the mask has another shape.
+        """
         if self.is_sparse:
             self.restore()
         mask = calculate(self.weight).to(self.weight.device, torch.bool)
@@ -133,6 +154,7 @@ class _Pruned:
         self.apply()
 
     def restore(self) -> None:
+        """Add the pruned values to the weight again. UsageError: they were not kept."""
         if not self._keeps:
             raise UsageError(
                 f"what was pruned from {self.name} was not kept; use "
@@ -153,6 +175,7 @@ class _Pruned:
             self.weight.grad.mul_(self.mask)
 
     def _values(self) -> Iterator[Tensor]:
+        """Yield the weight, and its fp32 master where it has one."""
         yield self.weight
         master = master_of(self.weight)
         if master is not None:
@@ -160,7 +183,7 @@ class _Pruned:
 
 
 class _Pruning:
-    """The pruned weights of a model, and the optimizer that is to leave their zeros."""
+    """The pruned weights of a model, and the hooks on the optimizer that hold their zeros."""
 
     def __init__(self, calculate: Callable[[Tensor], Tensor], weights: list[_Pruned]) -> None:
         self.calculate, self.weights = calculate, weights
@@ -178,11 +201,11 @@ class _Pruning:
 
 
 class ASP:
-    """Automatic sparsity, two in four: one model and one optimizer of the process at a time.
+    """Automatic sparsity, two in four, for one model and one optimizer at a time in a process.
 
-    A model is prepared (`init_model_for_pruning`), so is its optimizer (`init_optimizer_for_pruning`), and masked where
-    the program wants it (`compute_sparse_masks`); or all three by `prune_trained_model`. From then on every step of the
-    optimizer leaves the zeros. Input channels are not permuted, which Apex did to lose less by the pruning.
+    `init_model_for_pruning` prepares the model, `init_optimizer_for_pruning` its optimizer, and `compute_sparse_masks`
+    prunes; `prune_trained_model` does all three. From then on pruned weights are 0 after every step of the optimizer.
+    Input channels are not permuted, as Apex did to lose less accuracy.
     """
 
     _pruning: _Pruning | None = None
@@ -194,22 +217,23 @@ class ASP:
         disallowed_layer_names: Sequence[str] = (), allow_recompute_mask: bool = False,
         custom_layer_dict: dict[type[Module], list[str]] | None = None, allow_permutation: bool = True,
     ) -> None:  # fmt: skip
-        """Give the weights of a model masks, which keep all of them at first.
+        """Give the weights of a model masks, which prune nothing until `compute_sparse_masks`.
 
         Args:
             model: On its device, and cast already.
             mask_calculator: A pattern of `create_mask`, or a function that returns a mask given a weight.
             verbosity: No effect: what happens is logged.
-            whitelist: The classes of layers whose weights are pruned, exactly these.
+            whitelist: The classes of layers whose weights are pruned; subclasses do not count.
             allowed_layer_names: Only layers of these names, where given.
             disallowed_layer_names: No layers of these names.
-            allow_recompute_mask: Whether what is pruned is kept, in the memory of the host, for `compute_sparse_masks`
-                to start from all of a weight again, and for `restore_pruned_weights`.
-            custom_layer_dict: Names of weights by classes of layers of your own, which are added to ``whitelist``.
+            allow_recompute_mask: Whether pruned values are kept in the memory of the host. A later
+                `compute_sparse_masks`, and `restore_pruned_weights`, need them.
+            custom_layer_dict: The names of the weights of further classes of layers, which are added to ``whitelist``.
             allow_permutation: No effect: channels are not permuted.
 
         Raises:
-            UsageError: A model was prepared already, or there is a class whose weights nobody named.
+            UsageError: A model was prepared already, the pattern is unknown, or a class is in ``whitelist`` whose
+                weights ``custom_layer_dict`` does not name.
         """
         if cls._pruning is not None:
             raise UsageError("ASP has a model already; it prunes one at a time: call ASP.reset() before the next")
@@ -233,7 +257,11 @@ class ASP:
 
     @classmethod
     def init_optimizer_for_pruning(cls, optimizer: torch.optim.Optimizer) -> None:
-        """Let every step of an optimizer leave masked weights at zero. UsageError: it is none, or there is one."""
+        """Set masked gradients to 0 before every step of an optimizer, and masked weights after it.
+
+        Raises:
+            UsageError: It is no `torch.optim.Optimizer`, an optimizer was prepared already, or no model was.
+        """
         pruning = cls._prepared()
         if pruning.hooks:
             raise UsageError("ASP has an optimizer already; call ASP.reset() before the next")
@@ -246,7 +274,12 @@ class ASP:
     @classmethod
     @torch.no_grad()
     def compute_sparse_masks(cls) -> None:
-        """Mask the weights by what they are now. UsageError: they are masked, and what was pruned was not kept."""
+        """Prune the weights, by masks computed from what they are now.
+
+        Raises:
+            UsageError: They are pruned already and the pruned values were not kept, a mask has another shape than its
+                weight, or no model was prepared.
+        """
         pruning = cls._prepared()
         for weight in pruning.weights:
             weight.compute(pruning.calculate)
@@ -255,14 +288,18 @@ class ASP:
     @classmethod
     @torch.no_grad()
     def restore_pruned_weights(cls) -> None:
-        """Give the weights back what was pruned, and keep all of them. UsageError: it was not kept."""
+        """Give the weights their pruned values back; the masks prune nothing then.
+
+        Raises:
+            UsageError: The pruned values were not kept, or no model was prepared.
+        """
         for weight in cls._prepared().weights:
             if weight.is_sparse:
                 weight.restore()
 
     @classmethod
     def is_sparsity_enabled(cls) -> bool:
-        """Tell whether the weights are masked. UsageError: some are and some are not."""
+        """Tell whether the weights are pruned. UsageError: some are and some are not, or no model was prepared."""
         found = {weight.is_sparse for weight in cls._prepared().weights}
         if len(found) > 1:
             raise UsageError("some weights are masked and some are not; call ASP.compute_sparse_masks()")
@@ -275,7 +312,11 @@ class ASP:
 
     @classmethod
     def prune_trained_model(cls, model: Module, optimizer: torch.optim.Optimizer) -> None:
-        """Prepare a model and its optimizer, and mask the weights of linear layers and 2d convolutions."""
+        """Prepare a model and its optimizer, and prune the weights of linear layers and 2d convolutions.
+
+        Raises:
+            UsageError: As for the three methods that do it.
+        """
         cls.init_model_for_pruning(model, "m4n2_1d", whitelist=[torch.nn.Linear, torch.nn.Conv2d])
         cls.init_optimizer_for_pruning(optimizer)
         cls.compute_sparse_masks()
@@ -288,7 +329,7 @@ class ASP:
 
     @classmethod
     def reset(cls) -> None:
-        """Forget the model and the optimizer, which steps as before; the weights stay as they are."""
+        """Forget the model, and take the hooks off the optimizer; weights, masks and pruned values stay as they are."""
         for hook in cls._pruning.hooks if cls._pruning is not None else ():
             hook.remove()
         cls._pruning = None
@@ -301,6 +342,7 @@ class ASP:
 
 
 def _pruned(name: str, module: Module, leaves: list[str], keeps: bool) -> list[_Pruned]:
+    """Return the weights of a module that can be pruned; a warning is logged for those of other sizes."""
     found = []
     for leaf, weight in module.named_parameters():
         if leaf not in leaves or not weight.requires_grad:
@@ -311,26 +353,28 @@ def _pruned(name: str, module: Module, leaves: list[str], keeps: bool) -> list[_
                 name, leaf, tuple(weight.shape), *_MULTIPLES,
             )  # fmt: skip
             continue
-        # A buffer's name has no dots.
+        # A dotted name belongs to a child's weight, and the name of a buffer may have no dots.
         found.append(_Pruned(f"{name}.{leaf}", module, leaf.rpartition(".")[2], weight, keeps))
     return found
 
 
 @functools.cache
 def _patterns() -> Tensor:
+    """Return all 4 x 4 tiles of 0 and 1 with two in each row and column, shape ``(90, 16)``."""
     rows = [row for row in itertools.product((0.0, 1.0), repeat=4) if sum(row) == 2]
     found = torch.tensor(list(itertools.product(rows, repeat=4)))
     return found[(found.sum(dim=1) == 2).all(dim=1)].flatten(1)
 
 
-def _blocks(matrix: Tensor) -> Tensor:
-    """Return the absolute values of the 4 x 4 blocks of a matrix, padded by zeros, shape ``(blocks, 16)``."""
+def _tiles(matrix: Tensor) -> Tensor:
+    """Return the magnitudes in the 4 x 4 tiles of a matrix, padded by zeros, shape ``(tiles, 16)``."""
     rows, columns = matrix.shape
     padded = F.pad(matrix.detach().float().abs(), (0, -columns % 4, 0, -rows % 4))
     return padded.unfold(0, 4, 4).unfold(1, 4, 4).reshape(-1, 16)
 
 
-def _from_blocks(blocks: Tensor, shape: Sequence[int]) -> Tensor:
+def _from_tiles(tiles: Tensor, shape: Sequence[int]) -> Tensor:
+    """Undo `_tiles`: return a matrix of this shape."""
     down, across = -(-shape[0] // 4), -(-shape[1] // 4)
-    matrix = blocks.view(down, across, 4, 4).transpose(1, 2).reshape(4 * down, 4 * across)
+    matrix = tiles.view(down, across, 4, 4).transpose(1, 2).reshape(4 * down, 4 * across)
     return matrix[: shape[0], : shape[1]].contiguous()

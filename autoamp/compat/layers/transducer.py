@@ -14,16 +14,16 @@ __all__ = ["TransducerJoint", "TransducerLoss"]
 
 
 class TransducerJoint(torch.nn.Module):
-    """Adds every encoder output to every prediction output of the same sample; ReLU and dropout may follow.
+    """Adds every output of the encoder to every output of the prediction network; ReLU and dropout may follow.
 
     Args:
-        pack_output: Whether the output has only the rows within the lengths, one after the other.
+        pack_output: Whether the output has the rows within the lengths alone, sample after sample.
         relu: Whether a ReLU follows.
         dropout: Whether dropout follows, while training.
         opt: No effect.
         fwd_tile_size: No effect.
         dropout_prob: The share that dropout sets to 0.
-        probe_mask: Whether ``mask_probe``, a list, gets the mask of ReLU and dropout, uint8, of each call.
+        probe_mask: Whether each call appends its mask of ReLU and dropout, uint8, to the list ``mask_probe``.
     """
 
     def __init__(
@@ -38,21 +38,21 @@ class TransducerJoint(torch.nn.Module):
         self, f: Tensor, g: Tensor, f_len: Tensor, g_len: Tensor, batch_offset: Tensor | None = None,
         packed_batch: Tensor | int = 0,
     ) -> Tensor:  # fmt: skip
-        """Return the sums.
+        """Return ``f[b, t] + g[b, u]`` for all samples ``b``, times ``t`` and labels ``u``.
 
         Args:
-            f: What the encoder made, shape ``(batch, times, features)``.
-            g: What the prediction network made, shape ``(batch, labels, features)``, of the same dtype.
+            f: The output of the encoder, shape ``(batch, times, features)``.
+            g: The output of the prediction network, shape ``(batch, labels, features)``, of the same dtype.
             f_len: Shape ``(batch,)``: how many times each sample has.
-            g_len: Shape ``(batch,)``: how many labels, the blank at the start included.
-            batch_offset: ``torch.cumsum(f_len * g_len, dim=0)``; wanted where the output is packed.
-            packed_batch: Its last value, likewise.
+            g_len: Shape ``(batch,)``: how many labels, and one for the blank at the start.
+            batch_offset: ``torch.cumsum(f_len * g_len, dim=0)``; needed for packed output.
+            packed_batch: The last value of that; needed likewise.
 
         Returns:
             Shape ``(batch, times, labels, features)``, -1 beyond the lengths; packed ``(packed_batch, features)``.
 
         Raises:
-            UsageError: The output is to be packed, and an argument for that is missing or wrong.
+            UsageError: ``pack_output``, and ``batch_offset`` or ``packed_batch`` is missing, or the latter is wrong.
         """
         _, times, _ = f.shape
         labels = g.shape[1]
@@ -80,7 +80,9 @@ class TransducerJoint(torch.nn.Module):
 
 
 class TransducerLoss(torch.nn.Module):
-    """The negative log probability of the labels, over all alignments: Graves 2012, arXiv:1211.3711, in fp32.
+    """The negative log probability of the labels, over all alignments: Graves 2012, arXiv:1211.3711.
+
+    It is computed in fp32, or in fp64 for fp64 logits.
 
     Args:
         fuse_softmax_backward: No effect.
@@ -104,22 +106,22 @@ class TransducerLoss(torch.nn.Module):
             f_len: Shape ``(batch,)``: how many times each sample has.
             y_len: Shape ``(batch,)``: how many labels.
             blank_idx: The number of the blank.
-            batch_offset: ``torch.cumsum(f_len * (y_len + 1), dim=0)``; wanted where the input is packed.
-            max_f_len: The largest of ``f_len``, likewise.
-            debug_list: An empty list gets the forward and the backward variables, logarithms in fp32 of shape
+            batch_offset: ``torch.cumsum(f_len * (y_len + 1), dim=0)``; needed for packed input.
+            max_f_len: The largest of ``f_len``; needed likewise.
+            debug_list: To an empty list the forward and the backward variables are appended: logarithms, shape
                 ``(batch, times, labels + 1)``.
 
         Raises:
-            UsageError: The input is packed, and an argument for that is missing; or shapes do not fit.
+            UsageError: ``packed_input``, and ``batch_offset`` or ``max_f_len`` is missing; or shapes do not fit.
         """
         scores = torch.log_softmax(x if x.dtype is torch.float64 else x.float(), dim=-1)
-        # The last label has no next one: any class will do, which is not looked at.
+        # No label follows the last one. Any class may stand there: its score has no effect.
         following = torch.nn.functional.pad(label.long(), (0, 1), value=blank_idx)
         if self.packed_input:
             if batch_offset is None or max_f_len is None:
                 raise UsageError("packed_input=True wants batch_offset and max_f_len; see TransducerLoss.forward")
             rows = _packed_rows(batch_offset, y_len, int(max_f_len), following.shape[1])
-            # Beyond the lengths any row will do.
+            # Places beyond the lengths have no row. Any row may stand there: its scores have no effect.
             rows = rows.clamp(max=x.shape[0] - 1)
             blanks, nexts = scores[rows, blank_idx], scores[rows, following[:, None].expand_as(rows)]
         else:
@@ -138,7 +140,10 @@ class TransducerLoss(torch.nn.Module):
 
 
 class _Alignments(torch.autograd.Function):
-    """The negative log probability of all alignments, given the log probabilities of a blank and of the next label."""
+    """The negative log probability of all alignments, by log probabilities of a blank and of the next label.
+
+    Both have the shape ``(batch, times, labels + 1)``. Also returned are the forward and backward variables.
+    """
 
     @staticmethod
     def forward(ctx: Any, blanks: Tensor, nexts: Tensor, f_len: Tensor, y_len: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -153,7 +158,7 @@ class _Alignments(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, None, None]:
         blanks, nexts, alpha, beta, f_len, y_len = ctx.saved_tensors
         last = _is_last(blanks, f_len, y_len)
-        # The share of all alignments that takes this step: Graves 2012, equation 20.
+        # Each gradient is minus the share of all alignments that takes this step: Graves 2012, equation 20.
         reached = alpha - beta[:, :1, :1]
         after_blank = torch.where(last, 0.0, _shifted(beta, 1))
         after_next = _shifted(beta, 2)
@@ -162,7 +167,10 @@ class _Alignments(torch.autograd.Function):
 
 
 def _forward_variables(blanks: Tensor, nexts: Tensor) -> Tensor:
-    """Return the log probability of what comes before each place, along the diagonals of times and labels."""
+    """Return the log probability of all ways from the start to each place, found diagonal by diagonal.
+
+    On a diagonal, time plus label is the same, so its places depend on those of the one before alone.
+    """
     batch, times, labels = blanks.shape
     by_blank, by_next = _skewed(blanks, -torch.inf), _skewed(nexts, -torch.inf)
     now = blanks.new_full((batch, labels), -torch.inf)
@@ -176,7 +184,7 @@ def _forward_variables(blanks: Tensor, nexts: Tensor) -> Tensor:
 
 
 def _backward_variables(blanks: Tensor, nexts: Tensor, f_len: Tensor, y_len: Tensor) -> Tensor:
-    """Return the log probability of what comes from each place on; -inf beyond the lengths."""
+    """Return the log probability of all ways from each place to the end; -inf beyond the lengths."""
     batch, times, labels = blanks.shape
     by_blank, by_next = _skewed(blanks, -torch.inf), _skewed(nexts, -torch.inf)
     last = _skewed(_is_last(blanks, f_len, y_len), False)
@@ -202,7 +210,7 @@ def _skewed(values: Tensor, outside: float | bool) -> Tensor:
 
 
 def _straight(values: Tensor, times: int) -> Tensor:
-    """Undo `_skewed`."""
+    """Undo `_skewed` for values of so many times."""
     return torch.stack([values[:, label : label + times, label] for label in range(values.shape[2])], dim=2)
 
 
@@ -213,11 +221,13 @@ def _shifted(values: Tensor, dim: int) -> Tensor:
 
 
 def _inside(f_len: Tensor, g_len: Tensor, times: int, labels: int) -> Tensor:
+    """Tell which places are within the lengths: bool, shape ``(batch, times, labels)``."""
     in_time = torch.arange(times, device=f_len.device) < f_len[:, None]
     return in_time[:, :, None] & (torch.arange(labels, device=g_len.device) < g_len[:, None])[:, None]
 
 
 def _is_last(values: Tensor, f_len: Tensor, y_len: Tensor) -> Tensor:
+    """Tell which place is the last of its sample: bool, of the shape of ``values``."""
     _, times, labels = values.shape
     in_time = torch.arange(times, device=values.device) == f_len[:, None].to(values.device) - 1
     at_label = torch.arange(labels, device=values.device) == y_len[:, None].to(values.device)
@@ -225,7 +235,7 @@ def _is_last(values: Tensor, f_len: Tensor, y_len: Tensor) -> Tensor:
 
 
 def _packed_rows(batch_offset: Tensor, y_len: Tensor, times: int, labels: int) -> Tensor:
-    """Return where the row of each sample, time and label lies, shape ``(batch, times, labels)``."""
+    """Return the row of packed input for each sample, time and label, shape ``(batch, times, labels)``."""
     starts = torch.nn.functional.pad(batch_offset[:-1], (1, 0)).long()
     time = torch.arange(times, device=y_len.device)[:, None] * (y_len.long() + 1)[:, None, None]
     return starts[:, None, None] + time + torch.arange(labels, device=y_len.device)

@@ -1,4 +1,4 @@
-"""What of `apex.contrib` image models import: group norm, batch norm in groups, focal loss, convolutions with ReLU."""
+"""Parts of `apex.contrib` for image models: group norm, batch norm over several processes, focal loss, convolutions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ACTIVATIONS = ("", "silu", "swish")
 
 
 def torch_group_norm(x: Tensor, g: int, w: Tensor | None, b: Tensor | None, eps: float, act: str = "") -> Tensor:
-    """Return the group norm (Wu, He 2018, arXiv:1803.08494), computed in fp32, in the dtype of ``x``.
+    """Return the group norm (Wu, He 2018, arXiv:1803.08494), computed in fp32, or in fp64 for fp64 input.
 
     Args:
         x: Shape ``(batch, channels, *)``.
@@ -35,10 +35,13 @@ def torch_group_norm(x: Tensor, g: int, w: Tensor | None, b: Tensor | None, eps:
         w: Shape ``(channels,)``, of any dtype, or None.
         b: Likewise.
         eps: Added to the variance.
-        act: ``"silu"`` or ``"swish"``, which are the same, for one to follow.
+        act: ``"silu"`` or ``"swish"``, which are the same, for a SiLU to follow; ``""`` for none.
+
+    Returns:
+        The shape and the dtype of ``x``.
 
     Raises:
-        UsageError: ``act`` is another.
+        UsageError: ``act`` is unknown.
     """
     act = act.lower()
     if act not in _ACTIVATIONS:
@@ -54,15 +57,16 @@ class GroupNorm(torch.nn.GroupNorm):
 
     Args:
         num_groups: The number of groups.
-        num_channels: The number of channels, a multiple of it.
+        num_channels: The number of channels, a multiple of ``num_groups``.
         eps: Added to the variance.
         affine: Whether there are a weight and a bias.
-        device: Of these.
-        dtype: Of these.
-        act: ``"silu"`` or ``"swish"``, which are the same, for one to follow.
+        device: Of weight and bias.
+        dtype: Of weight and bias.
+        act: ``"silu"`` or ``"swish"``, which are the same, for a SiLU to follow; ``""`` for none.
 
     Raises:
-        UsageError: ``act`` is another.
+        UsageError: ``act`` is unknown.
+        ValueError: ``num_channels`` is no multiple of ``num_groups``.
     """
 
     def __init__(
@@ -80,7 +84,7 @@ class GroupNorm(torch.nn.GroupNorm):
 
 
 class BatchNorm2d_NHWC(SyncBatchNorm):  # noqa: N801
-    """Batch norm of tensors of shape ``(batch, height, width, channels)``, over this process or a group of some.
+    """Batch norm of tensors of shape ``(batch, height, width, channels)``, over one process or a group of several.
 
     Args:
         num_features: The number of channels.
@@ -89,6 +93,9 @@ class BatchNorm2d_NHWC(SyncBatchNorm):  # noqa: N801
         max_cta_per_sm: No effect.
         cta_launch_margin: No effect.
         multi_stream: No effect.
+
+    Raises:
+        ValueError: The number of processes is no multiple of ``bn_group``.
     """
 
     def __init__(
@@ -100,14 +107,22 @@ class BatchNorm2d_NHWC(SyncBatchNorm):  # noqa: N801
         self.bn_group = bn_group
 
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
-        """Return the normalised input; ``z`` is added before the ReLU. UsageError: there is a ``z`` and no ReLU."""
+        """Return the normalised input, in its shape.
+
+        Args:
+            input: Shape ``(batch, height, width, channels)``.
+            z: Of the same shape, added before the ReLU.
+
+        Raises:
+            UsageError: ``z`` is given, and the layer has no ReLU.
+        """
         if z is not None and not self.fuse_relu:
             raise UsageError("BatchNorm2d_NHWC: z is added before a ReLU; make the layer with fuse_relu=True")
         return super().forward(input, z)
 
     def _normalised(self, input: Tensor) -> Tensor:
         if self.bn_group == 1:
-            # No group stands for all processes in the base.
+            # To the base class, no process group means all processes.
             return torch.nn.BatchNorm2d.forward(self, input)
         return super()._normalised(input)
 
@@ -120,10 +135,11 @@ class FocalLoss:
         cls_output: Tensor, cls_targets_at_level: Tensor, num_positives_sum: Tensor, num_real_classes: int,
         alpha: float, gamma: float, label_smoothing: float = 0.0,
     ) -> Tensor:  # fmt: skip
-        """Return the sum of the loss of all anchors and classes over the number of positive anchors.
+        """Return the sum of the losses of all anchors and classes, divided by the number of positive anchors.
 
-        It is computed in fp32, or in fp64 for fp64 logits: ``alpha`` for the target's class and ``1 - alpha`` for
-        others, times the probability of the other answer to the power of ``gamma``, times the binary cross entropy.
+        The loss of one is ``weight * (1 - p) ** gamma * entropy``: the weight is ``alpha`` for the target's class and
+        ``1 - alpha`` for others, ``p`` the probability that is given to the right answer, the last factor the binary
+        cross entropy. All is computed in fp32, or in fp64 for fp64 logits.
 
         Args:
             cls_output: Logits, shape ``(*, classes)``.
@@ -131,11 +147,11 @@ class FocalLoss:
             num_positives_sum: The number of positive anchors, a tensor of one element.
             num_real_classes: Classes from this number on are padding.
             alpha: The weight of the target's class.
-            gamma: How much less what is answered well counts.
-            label_smoothing: Half of it is the target of a class that is none, and is taken from one that is.
+            gamma: The exponent; the larger it is, the less do well-answered anchors count.
+            label_smoothing: The targets are half of it and 1 less that half, in place of 0 and 1.
 
         Returns:
-            No dimensions, fp32 or fp64.
+            A tensor without dimensions, fp32 or fp64.
 
         Raises:
             UsageError: The shapes do not fit.
@@ -152,7 +168,7 @@ class FocalLoss:
         is_target = positive.to(logits.dtype)
         smoothed = is_target * (1.0 - label_smoothing) + label_smoothing / 2
         entropy = F.binary_cross_entropy_with_logits(logits, smoothed, reduction="none")
-        # The probability of the other answer, without the digits that 1 - p would lose.
+        # The probability 1 - p of the wrong answer; subtracting p from 1 would lose digits.
         other = torch.sigmoid(torch.where(positive, -logits, logits))
         weights = is_target * alpha + (1.0 - is_target) * (1.0 - alpha)
         losses = weights * other**gamma * entropy
@@ -170,26 +186,29 @@ def focal_loss(
 
 
 def ConvBias(x: Tensor, weight: Tensor, bias: Tensor, padding: int, stride: int) -> Tensor:  # noqa: N802
-    """Return a 2d convolution with a bias of ``(channels,)`` or ``(1, channels, 1, 1)``."""
+    """Return a 2d convolution with a bias of shape ``(channels,)`` or ``(1, channels, 1, 1)``."""
     return F.conv2d(x, weight, bias.reshape(-1), stride, padding)
 
 
 def ConvBiasReLU(x: Tensor, weight: Tensor, bias: Tensor, padding: int, stride: int) -> Tensor:  # noqa: N802
-    """Return `ConvBias`, with a ReLU."""
+    """Return the ReLU of `ConvBias`."""
     return F.relu(ConvBias(x, weight, bias, padding, stride))
 
 
 def ConvBiasMaskReLU(  # noqa: N802
     x: Tensor, weight: Tensor, bias: Tensor, mask: Tensor, padding: int, stride: int
 ) -> Tensor:
-    """Return `ConvBias`, multiplied by a mask of the output's shape, with a ReLU."""
+    """Return the ReLU of `ConvBias` times a mask of the output's shape."""
     return F.relu(ConvBias(x, weight, bias, padding, stride) * mask)
 
 
 def ConvFrozenScaleBiasReLU(  # noqa: N802
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor, padding: int, stride: int
 ) -> Tensor:
-    """Return a 2d convolution times ``scale`` plus ``bias``, both by channel and without gradients, with a ReLU."""
+    """Return the ReLU of a 2d convolution times ``scale`` plus ``bias``.
+
+    Both have one element a channel, and get no gradients.
+    """
     channels = (1, -1, 1, 1)
     found = F.conv2d(x, weight, None, stride, padding)
     return F.relu(found * scale.detach().reshape(channels) + bias.detach().reshape(channels))

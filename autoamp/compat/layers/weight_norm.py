@@ -1,8 +1,8 @@
 """Reparameterizations with the names of `apex.reparameterization`: a weight computed from other parameters.
 
-These are functions of modules and hooks, as `torch.nn.utils.weight_norm` was, whose names of parameters they share:
-``weight_g`` and ``weight_v`` for ``weight``. `torch.nn.utils.parametrizations.weight_norm` has other names, which
-checkpoints of the time do not fit.
+A hook before ``forward`` computes the weight, and the parameters are named as by `torch.nn.utils.weight_norm`:
+``weight_g`` and ``weight_v`` for ``weight``. Apex's checkpoints have these names, and not those of
+`torch.nn.utils.parametrizations.weight_norm`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Reparameterization:
     """A weight of a module that is computed anew before each forward. Subclasses say from what and how.
 
     Args:
-        name: The name of the weight in ``module``, or in the module that holds the hook, dotted.
-        dim: The dimension of it that is kept, or None.
-        module: The module that holds the weight.
+        name: The name of the weight in ``module``, dotted where a child holds it.
+        dim: The dimension over which no norm is taken; None where it is taken over all.
+        module: The module that has the hook.
 
     Attributes:
-        reparameterization_names: The names of the parameters in its place.
+        reparameterization_names: The names of the parameters in the weight's place.
     """
 
     def __init__(self, name: str, dim: int | None, module: Module) -> None:
@@ -46,11 +46,11 @@ class Reparameterization:
         self.reparameterization_names: list[str] = []
 
     def compute_weight(self, module: Module, name: str) -> Tensor:
-        """Return the weight ``name`` of ``module`` from the parameters in its place."""
+        """Return the weight ``name`` of ``module``, computed from the parameters in its place."""
         raise NotImplementedError
 
     def reparameterize(self, name: str, weight: Tensor, dim: int | None) -> tuple[list[str], list[Parameter]]:
-        """Return the names of the parameters that take a weight's place, and these."""
+        """Return the names of the parameters that take a weight's place, and these parameters."""
         raise NotImplementedError
 
     @staticmethod
@@ -81,8 +81,8 @@ class Reparameterization:
         """Put a reparameterization on one parameter; see `apply_reparameterization`.
 
         Returns:
-            What does it, or None where the parameter is left alone: it has fewer than two dimensions, or is an
-            embedding's, or is None.
+            The reparameterization, or None where the parameter is left alone: it is None or an embedding's, or has
+            fewer than two dimensions.
 
         Raises:
             UsageError: There is no such parameter, or it is reparameterized already.
@@ -101,17 +101,20 @@ class Reparameterization:
         del holder._parameters[own]
         for new, parameter in zip(fn.reparameterization_names, parameters, strict=True):
             holder.register_parameter(new, parameter)
-        # Without its history, which could not be copied.
+        # A part of autograd's graph could not be deep-copied with the module.
         setattr(holder, own, fn.compute_weight(holder, own).detach())
         (holder if hook_child else module).register_forward_pre_hook(fn)
         return fn
 
     def get_params(self, module: Module) -> list[Any]:
-        """Return the parameters in the weight's place, of the module that holds them."""
+        """Return the parameters in the weight's place. ``module`` is the one that holds them."""
         return [getattr(module, name) for name in self.reparameterization_names]
 
     def remove(self, module: Module) -> None:
-        """Make the weight of the hooked module a parameter again, with the value that it has now."""
+        """Make the weight a parameter again, with its present value.
+
+        ``module`` is the one with the hook. The hook stays: whoever calls this takes it off.
+        """
         holder, own = self.get_module_and_name(module, self.name)
         weight = self.compute_weight(holder, own).detach()
         requires_grad = any(parameter.requires_grad for parameter in self.get_params(holder))
@@ -127,21 +130,22 @@ class Reparameterization:
 
 
 class WeightNorm(Reparameterization):
-    """Salimans and Kingma 2016 (arXiv:1602.07868): ``weight = g * v / |v|``, the norm over all dimensions but ``dim``.
+    """Weight norm (Salimans, Kingma 2016, arXiv:1602.07868): ``weight = g * v / |v|``.
 
-    The parameters are ``<name>_g``, of size 1 but for ``dim``, and ``<name>_v``, shaped as the weight. With
-    ``dim=None`` the norm is over all dimensions, and ``g`` has none.
+    The norm is taken over all dimensions but ``dim``. The parameters are ``<name>_v``, shaped as the weight, and
+    ``<name>_g``, where every dimension but ``dim`` has the size 1. With ``dim=None`` the norm is taken over all
+    dimensions, and ``<name>_g`` has none.
     """
 
     def compute_weight(self, module: Module, name: str) -> Tensor:
         """Return the weight in the dtype of ``v``, computed in fp32 or fp64."""
         g, v = getattr(module, f"{name}_g"), getattr(module, f"{name}_v")
         dtype = torch.float64 if v.dtype is torch.float64 else torch.float32
-        # The dimension -1 is torch's own sign for "none is kept".
+        # To torch the dimension -1 means that the norm is taken over all of them.
         return normed_weight(v.to(dtype), g.to(dtype), -1 if self.dim is None else self.dim).to(v.dtype)
 
     def reparameterize(self, name: str, weight: Tensor, dim: int | None) -> tuple[list[str], list[Parameter]]:
-        """Return ``g``, the norms of a weight, and ``v``, the weight."""
+        """Return the names and values of ``g``, the norms of a weight, and ``v``, a copy of the weight."""
         norm = torch.norm_except_dim(weight.detach(), 2, -1 if dim is None else dim)
         parameters = [Parameter(value, weight.requires_grad) for value in (norm, weight.detach().clone())]
         return [f"{name}_g", f"{name}_v"], parameters
@@ -166,20 +170,21 @@ def apply_reparameterization(
 ) -> Module:
     """Let a parameter of a module, or all of them, be computed from others before each forward.
 
-    Parameters of one dimension, and those of embeddings, are left alone; without a name, those in a weight's place too.
+    Parameters of fewer than two dimensions, and those of embeddings, are left alone. So are, without a name, parameters
+    that stand in a weight's place already.
 
     Args:
         module: The module, changed in place.
-        reparameterization: The kind.
+        reparameterization: A subclass of `Reparameterization`.
         name: The parameter's name, dotted for a child's. Empty is every parameter of the module and its children.
-        dim: The dimension that is kept, or None.
+        dim: The dimension over which no norm is taken; None where it is taken over all.
         hook_child: Whether the hook is on the module that holds the parameter, or on ``module``.
 
     Returns:
         The module. Optimizers must be built after this, since its parameters are new.
 
     Raises:
-        UsageError: No kind was given, or there is no such parameter.
+        UsageError: No ``reparameterization`` was given, there is no such parameter, or it has one already.
     """
     if reparameterization is None:
         raise UsageError("apply_reparameterization() needs a kind; pass reparameterization=WeightNorm, say")
@@ -200,13 +205,13 @@ def remove_reparameterization(
     name: str = "",
     remove_all: bool = False,
 ) -> Module:
-    """Make computed weights parameters again, with the values that they have.
+    """Make computed weights parameters again, with their present values.
 
     Args:
         module: The module, changed in place.
-        reparameterization: The kind that is taken away; the base class is every kind.
+        reparameterization: The class of those that are removed; the base class is all of them.
         name: The parameter's name, dotted for a child's. Empty is every one of the module and its children.
-        remove_all: Whether to take all away, whatever the name says.
+        remove_all: Whether to remove all, whatever ``name`` is.
 
     Returns:
         The module.
