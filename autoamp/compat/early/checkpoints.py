@@ -1,7 +1,7 @@
-"""Checkpoints of the `FP16_Optimizer` of early 2019, in the form of the native one; and its flat groups.
+"""Checkpoints of the `FP16_Optimizer` of early 2019, converted for `autoamp.FP16_Optimizer`; and its flat groups.
 
-That optimizer kept one flat fp32 master for each group (key ``fp32_groups_flat``), and the optimizer's state was flat
-too; the one of `apex.contrib.optimizers` could keep a master for each parameter (key ``fp32_groups``).
+The optimizer of `apex.optimizers` had one flat fp32 master for each group (key ``fp32_groups_flat``), and flat state of
+the optimizer inside. That of `apex.contrib.optimizers` could have a master for each parameter (key ``fp32_groups``).
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from torch import Tensor
 
 from autoamp.errors import CheckpointError, UsageError
 
-__all__ = ["flat_of", "native_state"]
+__all__ = ["converted_state", "flat_of"]
 
 
-def native_state(state: Mapping[str, Any], groups: Sequence[Sequence[Tensor]]) -> Mapping[str, Any]:
-    """Return what the native ``load_state_dict`` takes for an early checkpoint; any other as it is.
+def converted_state(state: Mapping[str, Any], groups: Sequence[Sequence[Tensor]]) -> Mapping[str, Any]:
+    """Return an early checkpoint as `autoamp.FP16_Optimizer.load_state_dict` takes it; any other as it is.
 
     Args:
         state: A checkpoint of an `FP16_Optimizer`.
-        groups: The masters that it is meant for, a list for each group.
+        groups: The masters of the optimizer that is to load it, a list for each group.
 
     Raises:
-        CheckpointError: The checkpoint's groups are not of these sizes, or a key is missing. The message names it.
+        CheckpointError: A key is missing, or what it holds does not fit the groups. The message names the key.
     """
     if "cur_scale" not in state:
         return state
@@ -52,14 +52,14 @@ def native_state(state: Mapping[str, Any], groups: Sequence[Sequence[Tensor]]) -
 
 
 def flat_of(name: str, tensors: Sequence[Tensor]) -> Tensor:
-    """Return one tensor, shape ``(n,)``, that holds all of these: from now on they are parts of its memory.
+    """Return one tensor, shape ``(n,)``, with all elements of these tensors, which are views of its memory afterwards.
 
     Args:
-        name: What is asked for, for the message.
+        name: The name of the attribute that is read, for the message.
         tensors: Parameters of one dtype and device.
 
     Raises:
-        UsageError: They are of several dtypes or devices.
+        UsageError: They are of more than one dtype or device.
     """
     kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
     if len(kinds) > 1:
@@ -80,7 +80,7 @@ def flat_of(name: str, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _unskipped(state: Mapping[str, Any]) -> int:
-    """Return how many steps came since the last overflow, or since the scale last grew."""
+    """Return how many steps there were since the last overflow, or since the scale last grew; 0 for a static scale."""
     if not state["dynamic_loss_scale"]:
         return 0
     since = int(state.get("cur_iter", 0)) - int(state.get("last_overflow_iter", -1)) - 1
@@ -88,6 +88,7 @@ def _unskipped(state: Mapping[str, Any]) -> int:
 
 
 def _by_group(key: str, flats: Any, groups: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    """Return a tensor for each master, split from one flat tensor a group. CheckpointError: sizes differ."""
     found = [tensor.numel() for tensor in flats]
     wanted = [sum(master.numel() for master in masters) for masters in groups]
     if found != wanted:
@@ -96,13 +97,14 @@ def _by_group(key: str, flats: Any, groups: Sequence[Sequence[Tensor]]) -> list[
 
 
 def _parts(flat: Tensor, masters: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies of the parts of a flat tensor, shaped as the masters."""
     sizes = [master.numel() for master in masters]
     pieces = flat.detach().reshape(-1).split(sizes) if sizes else ()
     return [piece.reshape(master.shape).clone() for piece, master in zip(pieces, masters, strict=True)]
 
 
 def _split_inner(inner: Mapping[str, Any], groups: Sequence[Sequence[Tensor]]) -> dict[str, Any]:
-    """Give each parameter its part of the flat state, and what is no tensor of the group's size as it is."""
+    """Return an optimizer's flat state by parameter: tensors of a group's size are split, other values go to each."""
     state: dict[int, Any] = {}
     saved_groups = []
     count = 0

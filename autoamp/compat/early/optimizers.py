@@ -1,6 +1,7 @@
-"""The optimizers of early 2019 (Apex before `apex.amp.initialize`), and what programs of that time reach into.
+"""The optimizers of early 2019 (Apex before `apex.amp.initialize`), with the attributes that programs of then read.
 
-`FusedAdam` takes the arguments of both eras. `FP16_Optimizer` is the native one with the names of the old one's inside.
+`FusedAdam` takes the arguments of early 2019 and of later Apex. `FP16_Optimizer` is `autoamp.FP16_Optimizer` with the
+attributes of the early one.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp import fp16_utils, optimizers
-from autoamp.compat.early.checkpoints import flat_of, native_state
+from autoamp.compat.early.checkpoints import converted_state, flat_of
 from autoamp.compat.early.scalers import PokedDynamicScaler, PokedStaticScaler
 from autoamp.errors import UsageError
 from autoamp.scaling import DynamicLossScaler, widened
@@ -24,8 +25,9 @@ __all__ = ["ContribFusedAdam", "FP16_Optimizer", "FusedAdam"]
 class FusedAdam(optimizers.FusedAdam):
     """`autoamp.optimizers.FusedAdam` that takes the arguments of early 2019 too.
 
-    With ``bias_correction=False``, as BERT scripts have it, the step is that of both eras. With it ``eps`` and the
-    decay are those of the later one, which corrects the averages and not the learning rate.
+    With ``bias_correction=False``, as in BERT scripts, the step is the same as in early 2019 and later. With
+    ``bias_correction=True`` it is the later one: it corrects the averages, where the early one corrected the learning
+    rate, which changes what ``eps`` and ``weight_decay`` do.
 
     Args:
         params: Parameters or groups of them. ``max_grad_norm`` may be one of a group's options.
@@ -33,13 +35,13 @@ class FusedAdam(optimizers.FusedAdam):
         bias_correction: Whether the averages are divided by ``1 - beta ** step``.
         betas: Decay of the averages of the gradient and of its square.
         eps: Added to the root of the second average.
-        adam_w_mode: Whether the decay is decoupled (AdamW), or added to the gradient.
-        weight_decay: The factor of the decay.
-        amsgrad: Not supported.
+        adam_w_mode: Whether the weight decay is decoupled (AdamW), or added to the gradient.
+        weight_decay: The factor of the weight decay.
+        amsgrad: Not supported; must be False.
         set_grad_none: Whether ``zero_grad`` sets gradients to None.
         capturable: Whether the learning rate and the number of steps are tensors on the device.
-        master_weights: Whether half parameters are stepped as fp32 copies that the state keeps.
-        eps_inside_sqrt: Whether ``eps`` is added under the root instead.
+        master_weights: Whether half parameters have fp32 masters in the optimizer's state.
+        eps_inside_sqrt: Whether ``eps`` is added under the root, not to it.
         max_grad_norm: The gradients of each group are scaled down to this norm, after unscaling; 0 for no clipping.
         use_mt: No effect: every step is a multi-tensor one.
         amp_scale_adjustment: No effect.
@@ -48,7 +50,7 @@ class FusedAdam(optimizers.FusedAdam):
         UsageError: ``amsgrad=True``.
     """
 
-    # Set for the time of a step.
+    # What `step` was given, for as long as it runs: gradients by parameter, the scale, norms by the id of a group.
     _given: Any = None
     _scale = 1.0
     _norms: Mapping[int, Any] = {}
@@ -94,11 +96,11 @@ class FusedAdam(optimizers.FusedAdam):
 
         Args:
             closure: Evaluates the loss again, with gradients; its value is returned.
-            grads: The gradients, in place of those of the parameters: a list, or one for each group. None in it stands
-                for none.
-            output_params: Tensors of any dtype, in the same form, that the new values are written to as well.
-            scale: The gradients are divided by it; None, which later callers pass, is 1.
-            grad_norms: The norm of each group's gradients, before the division; by default it is computed.
+            grads: The gradients, in place of those of the parameters: a list, or a list for each group. A parameter
+                with None in it stays as it is.
+            output_params: Tensors of any dtype, likewise; the new values are written to them too.
+            scale: The gradients are divided by it; None, as later callers pass, is 1.
+            grad_norms: The norm of each group's gradients before the division; it is computed where there is none.
             **scaling: See `autoamp.optimizers.FusedAdam.step`.
 
         Raises:
@@ -122,7 +124,7 @@ class FusedAdam(optimizers.FusedAdam):
         return loss
 
     def _by_param(self, name: str, given: Any) -> Any:
-        """Return tensors by parameter, given a list of them or one for each group; None where none are given."""
+        """Return tensors by parameter, given a list of them or a list for each group; None for None."""
         if given is None:
             return None
         lists = list(given)
@@ -163,7 +165,7 @@ class FusedAdam(optimizers.FusedAdam):
 
 
 class ContribFusedAdam(FusedAdam):
-    """`FusedAdam` with the positional arguments of early 2019, as `apex.contrib.optimizers` kept them."""
+    """`FusedAdam` with its arguments in the order of early 2019, as `apex.contrib.optimizers` still has them."""
 
     def __init__(
         self,
@@ -186,10 +188,10 @@ class ContribFusedAdam(FusedAdam):
 
 
 class FP16_Optimizer(fp16_utils.FP16_Optimizer):  # noqa: N801
-    """`autoamp.FP16_Optimizer` with what programs of its time read and write inside.
+    """`autoamp.FP16_Optimizer` with the attributes that programs of early 2019 read and write.
 
-    The arguments are those of the native one. ``loss_scaler`` has ``cur_scale``; so has the optimizer, as that of
-    `apex.optimizers` had.
+    The arguments are those of `autoamp.FP16_Optimizer`. ``cur_scale`` is there twice: on ``loss_scaler``, as in
+    `apex.fp16_utils`, and on the optimizer, as in `apex.optimizers`.
     """
 
     def __init__(
@@ -213,7 +215,7 @@ class FP16_Optimizer(fp16_utils.FP16_Optimizer):  # noqa: N801
 
     @property
     def cur_scale(self) -> float:
-        """The loss scale; writing it takes effect."""
+        """The loss scale; it may be written."""
         return self.loss_scaler.loss_scale
 
     @cur_scale.setter
@@ -221,7 +223,7 @@ class FP16_Optimizer(fp16_utils.FP16_Optimizer):  # noqa: N801
         scaler: Any = self.loss_scaler
         scaler.cur_scale = scale
 
-    # As `FP16_Optimizer` of `apex.fp16_utils` called it.
+    # The name that it had in `apex.fp16_utils`.
     loss_scale = cur_scale
 
     @property
@@ -242,18 +244,18 @@ class FP16_Optimizer(fp16_utils.FP16_Optimizer):  # noqa: N801
 
     @property
     def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
-        """The parameters that are in fp32 in the model too, a list for each group."""
+        """The parameters that have no masters, since they are in fp32 in the model, a list for each group."""
         masters = {id(master) for _, master in self._masters.pairs}
         return [[p for p in group["params"] if id(p) not in masters] for group in self.param_groups]
 
     @property
     def fp32_groups(self) -> list[list[Tensor]]:
-        """``fp32_from_fp16_groups``, as `apex.contrib.optimizers` called it."""
+        """``fp32_from_fp16_groups`` by its name in `apex.contrib.optimizers`."""
         return self._masters_by_group()
 
     @property
     def fp32_groups_flat(self) -> list[Tensor]:
-        """The masters of each group in one buffer, shape ``(n,)``, of which they are parts from now on.
+        """The masters of each group as one tensor, shape ``(n,)``, whose views they are from now on.
 
         Raises:
             UsageError: The masters of a group are on several devices.
@@ -262,10 +264,10 @@ class FP16_Optimizer(fp16_utils.FP16_Optimizer):  # noqa: N801
 
     @property
     def fp16_groups_flat(self) -> list[Tensor]:
-        """The half parameters of each group in one buffer, shape ``(n,)``, of which they are parts from now on.
+        """The half parameters of each group as one tensor, shape ``(n,)``, whose views they are from now on.
 
         Raises:
-            UsageError: A group has both half dtypes, or several devices.
+            UsageError: The half parameters of a group have both half dtypes, or are on several devices.
         """
         return [flat_of("fp16_groups_flat", group) for group in self.fp16_groups]
 
@@ -276,4 +278,4 @@ class FP16_Optimizer(fp16_utils.FP16_Optimizer):  # noqa: N801
             CheckpointError: A key is missing or does not fit. The message names it.
         """
         known = isinstance(state_dict, Mapping)
-        super().load_state_dict(native_state(state_dict, self.fp32_groups) if known else state_dict)
+        super().load_state_dict(converted_state(state_dict, self.fp32_groups) if known else state_dict)

@@ -1,4 +1,4 @@
-"""The scalers of `apex.fp16_utils` and of its `FP16_Optimizer`, by the names that programs read and write inside."""
+"""The scalers of `apex.fp16_utils` and of its `FP16_Optimizer`, with the attributes that programs read and write."""
 
 from __future__ import annotations
 
@@ -6,29 +6,30 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from autoamp import fp16_utils
-from autoamp.scaling import DynamicLossScaler as NativeDynamicScaler
-from autoamp.scaling import LossScaler as NativeScaler
-from autoamp.scaling import StaticLossScaler, non_finite
+from autoamp import fp16_utils, scaling
 
 __all__ = ["DynamicLossScaler", "LossScaler", "PokedDynamicScaler", "PokedStaticScaler"]
 
 
-def _poke(scaler: NativeScaler, scale: float) -> None:
-    """Set a scale, any that is usable at all: a dynamic scaler's limits hold for its own moves, as in Apex."""
-    scale = StaticLossScaler(float(scale)).loss_scale
-    if isinstance(scaler, NativeDynamicScaler):
+def _poke(scaler: scaling.LossScaler, scale: float) -> None:
+    """Set a scaler's scale. As in Apex it may be beyond a dynamic scaler's limits, which give way.
+
+    Raises:
+        LossScaleError: No scaler takes this scale.
+    """
+    scale = scaling.StaticLossScaler(float(scale)).loss_scale
+    if isinstance(scaler, scaling.DynamicLossScaler):
         scaler.max_loss_scale = max(scaler.max_loss_scale, scale)
         scaler.min_loss_scale = min(scaler.min_loss_scale, scale)
     scaler.load_state_dict({"loss_scale": scale, "unskipped": scaler.unskipped})
 
 
-class _Poked(NativeScaler):
-    """A scaler whose scale is also read and written as ``cur_scale``."""
+class _Poked(scaling.LossScaler):
+    """A scaler whose scale is read and written as ``cur_scale`` too."""
 
     @property
     def cur_scale(self) -> float:
-        """The scale for the next loss; writing it takes effect."""
+        """The scale for the next loss; it may be written."""
         return self.loss_scale
 
     @cur_scale.setter
@@ -36,21 +37,21 @@ class _Poked(NativeScaler):
         _poke(self, scale)
 
 
-class PokedStaticScaler(_Poked, StaticLossScaler):
+class PokedStaticScaler(_Poked, scaling.StaticLossScaler):
     """`autoamp.StaticLossScaler` with ``cur_scale``."""
 
 
-class PokedDynamicScaler(_Poked, NativeDynamicScaler):
+class PokedDynamicScaler(_Poked, scaling.DynamicLossScaler):
     """`autoamp.DynamicLossScaler` with ``cur_scale``, ``scale_factor`` and ``scale_window``."""
 
     @property
     def scale_factor(self) -> float:
-        """By what the scale grows and shrinks."""
+        """The factor by which the scale grows."""
         return self.growth_factor
 
     @property
     def scale_window(self) -> int:
-        """After so many steps without an overflow the scale grows."""
+        """How many steps without an overflow there are before the scale grows."""
         return self.growth_interval
 
 
@@ -63,7 +64,7 @@ class LossScaler(fp16_utils.LossScaler):
 
     @property
     def cur_scale(self) -> float:
-        """The scale; writing it takes effect."""
+        """The scale; it may be written."""
         return self._scaler.loss_scale
 
     @cur_scale.setter
@@ -76,17 +77,18 @@ class LossScaler(fp16_utils.LossScaler):
 
 
 class DynamicLossScaler(fp16_utils.DynamicLossScaler):
-    """`autoamp.fp16_utils.DynamicLossScaler` with ``cur_scale`` and the old names of its check.
+    """`autoamp.fp16_utils.DynamicLossScaler` with ``cur_scale`` and further names of ``has_overflow``.
 
     Args:
         init_scale: The first scale.
-        scale_factor: The factor.
-        scale_window: How many steps without overflow before the scale grows.
+        scale_factor: The scale is divided by it after an overflow, and multiplied by it after ``scale_window`` steps
+            without one.
+        scale_window: See ``scale_factor``.
     """
 
     @property
     def cur_scale(self) -> float:
-        """The scale; writing it takes effect."""
+        """The scale; it may be written."""
         return self._scaler.loss_scale
 
     @cur_scale.setter
@@ -94,9 +96,9 @@ class DynamicLossScaler(fp16_utils.DynamicLossScaler):
         _poke(self._scaler, scale)
 
     def has_overflow_serial(self, params: Iterable[Tensor]) -> bool:
-        """Do what ``has_overflow`` does; the name is from when there was one for several processes as well."""
+        """Do what ``has_overflow`` does. The name is from a time with another check for several processes."""
         return self.has_overflow(params)
 
     @staticmethod
     def _has_inf_or_nan(x: Tensor) -> bool:
-        return bool(non_finite([("", x)], limit=1))
+        return bool(scaling.non_finite([("", x)], limit=1))
