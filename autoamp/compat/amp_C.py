@@ -1,4 +1,4 @@
-"""The tree's `amp_C`."""
+"""`amp_C`, as autoamp serves it: Apex's extension of functions of lists of tensors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ __all__ = [
     "update_scale_hysteresis",
 ]
 
-# Both spellings were in use.
+# Versions of Apex differ in these two names.
 multi_tensor_lamb_stage1_cuda = multi_tensor_lamb_stage1
 multi_tensor_lamb_stage2_cuda = multi_tensor_lamb_stage2
 

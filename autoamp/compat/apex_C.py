@@ -1,4 +1,4 @@
-"""The tree's `apex_C`."""
+"""`apex_C`, as autoamp serves it: Apex's extension that joins tensors into one and splits it again."""
 
 from __future__ import annotations
 

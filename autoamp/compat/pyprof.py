@@ -1,4 +1,4 @@
-"""`apex.pyprof`: what marked calls for NVIDIA's profilers. Calls are not marked here; programs that ask for it run."""
+"""`apex.pyprof`, which marked calls for NVIDIA's profilers. Here none are marked; programs that use it still run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 def init() -> None:
-    """Say, as a warning of the log, that no call is marked, and what to use instead."""
+    """Log a warning that no call is marked, and what to use instead."""
     logger.warning(
         "apex.pyprof marks no calls here: nothing was done. Use torch.profiler.profile, or "
         "torch.autograd.profiler.emit_nvtx() for NVIDIA's profilers"
@@ -21,6 +21,6 @@ def init() -> None:
 
 
 def wrap(mod: Any, fn_name: str) -> None:
-    """Leave a function of a module as it is. UsageError: there is none of that name."""
+    """Leave ``mod.fn_name``, a function of a module or class, as it is. UsageError: there is no such function."""
     if not callable(getattr(mod, fn_name, None)):
         raise UsageError(f"pyprof.nvtx.wrap: {mod!r} has no function {fn_name!r}; give a module or class and a name")

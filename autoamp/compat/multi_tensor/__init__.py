@@ -1,1 +1,1 @@
-"""What stands behind `amp_C`: functions of lists of tensors."""
+"""The functions of `amp_C`, which work on lists of tensors, on torch's ``_foreach`` functions."""

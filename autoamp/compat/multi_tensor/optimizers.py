@@ -1,8 +1,8 @@
-"""The optimizer steps of `amp_C`: one call updates lists of gradients, parameters and state in place.
+"""The optimizer steps of `amp_C`: one call updates lists of parameters and their state in place.
 
-Each takes ``(chunk_size, noop_flag, tensor_lists, ...)`` as the functions of `autoamp.compat.multi_tensor` do, computes
-in fp32, or fp64 for fp64 tensors, and does nothing where ``noop_flag`` is set; that flag is read once a call, which
-waits for the device. Gradients stay as they are.
+Each takes ``(chunk_size, noop_flag, tensor_lists, ...)`` as the functions of `tensor_lists` do, and computes in fp32,
+or in fp64 for fp64 tensors. Where ``noop_flag`` is not 0 nothing is done. To read the flag is to wait for the device;
+the capturable functions do not. They alone write to gradients.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ def multi_tensor_sgd(
     chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, wd: float, momentum: float, dampening: float,
     lr: float, nesterov: bool, first_run: bool, wd_after_momentum: bool, scale: float = 1.0,
 ) -> None:  # fmt: skip
-    """Take a step of SGD with momentum: Sutskever et al. 2013, in the form of `torch.optim.SGD`.
+    """Take a step of SGD with momentum: Sutskever et al. 2013, with the formula of `torch.optim.SGD`.
 
     Args:
         chunk_size: No effect.
         noop_flag: One element; nothing is done where it is set.
         tensor_lists: ``[grads, params, momentums]``, or with a fourth list of copies of the parameters in any dtype.
         wd: Weight decay, added to the gradient before or after the momentum, as ``wd_after_momentum`` says.
-        momentum: 0 for none; the momentums are not touched then.
-        dampening: The gradient enters the momentum with ``1 - dampening``.
+        momentum: The decay of the momentums. With 0 there is no momentum, and they stay as they are.
+        dampening: Gradients are multiplied by ``1 - dampening`` before they are added to the momentums.
         lr: The learning rate.
         nesterov: Whether to use Nesterov's momentum.
-        first_run: Whether the momentums are not filled yet; they become the gradients.
+        first_run: Whether this is the first step, where the momentums are set to the gradients.
         wd_after_momentum: See ``wd``.
-        scale: The gradients are multiplied by it.
+        scale: The gradients are multiplied by it first.
 
     Raises:
         UsageError: The lists do not fit. Nothing was written.
@@ -162,9 +162,10 @@ def multi_tensor_adam_capturable_master(
     chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, lr: Tensor, beta1: float, beta2: float,
     epsilon: float, step: Tensor, mode: int, bias_correction: int, weight_decay: float, inv_scale: Tensor,
 ) -> None:  # fmt: skip
-    """Step masters as `multi_tensor_adam_capturable` steps parameters, and write them to the parameters too.
+    """Step masters as `multi_tensor_adam_capturable` steps parameters, and copy them to the parameters.
 
-    ``tensor_lists`` is ``[grads, params, exp_avgs, exp_avg_sqs, masters]``; the other arguments are the same.
+    ``tensor_lists`` is ``[grads, params, exp_avgs, exp_avg_sqs, masters]``; the other arguments are those of
+    `multi_tensor_adam_capturable`.
 
     Raises:
         UsageError: The lists do not fit, or the mode is unknown. Nothing was written.
@@ -188,7 +189,7 @@ def _adam_on_device(
     )
     skip = flag != 0
     wide_grads = list(torch._foreach_mul(wide(grads), factor))
-    # New tensors where the masters are the parameters and in half precision; written back below.
+    # These are new tensors where the lists have half ones, which `store` copies them to below.
     values, first_values, second_values = wide(masters), wide(firsts), wide(seconds)
     adam_on_device_(
         values, wide_grads, first_values, second_values, lr=number, beta1=beta1, beta2=beta2, eps=epsilon, step=count,
@@ -206,9 +207,16 @@ def multi_tensor_adagrad(
     chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, lr: float, epsilon: float, mode: int,
     weight_decay: float,
 ) -> None:  # fmt: skip
-    """Take a step of Adagrad: Duchi et al. 2011. ``tensor_lists`` is ``[grads, params, sums]``.
+    """Take a step of Adagrad: Duchi et al. 2011.
 
-    ``mode`` 0 adds the decay to the gradient; 1 decouples it, as AdamW does.
+    Args:
+        chunk_size: No effect.
+        noop_flag: One element; nothing is done where it is set.
+        tensor_lists: ``[grads, params, sums]``; the last are the sums of squared gradients.
+        lr: The learning rate.
+        epsilon: Added to the root.
+        mode: 0 adds the decay to the gradient, 1 decouples it as AdamW does.
+        weight_decay: The factor of the decay.
 
     Raises:
         UsageError: The lists do not fit, or the mode is unknown. Nothing was written.
@@ -229,7 +237,7 @@ def multi_tensor_novograd(
     beta2: float, epsilon: float, step: int, bias_correction: int, weight_decay: float, grad_averaging: int,
     mode: int, norm_type: int,
 ) -> None:  # fmt: skip
-    """Take a step of NovoGrad: Ginsburg et al. 2019 (arXiv:1905.11286). One second moment for each tensor.
+    """Take a step of NovoGrad (Ginsburg et al. 2019, arXiv:1905.11286), which averages one norm for each gradient.
 
     Args:
         chunk_size: No effect.
@@ -321,9 +329,9 @@ def multi_tensor_lamb_mp(
     epsilon: float, step: Tensor, bias_correction: int, weight_decay: float, grad_averaging: int, mode: int,
     global_grad_norm: Tensor, max_grad_norm: Tensor, use_nvlamb: bool | None, found_inf: Tensor, inv_scale: Tensor,
 ) -> None:  # fmt: skip
-    """Take a step of LAMB (arXiv:1904.00962), as `multi_tensor_lamb`, by gradients that are scaled.
+    """Take a step of LAMB (arXiv:1904.00962), as `multi_tensor_lamb`, from scaled gradients.
 
-    The numbers are tensors of one element, as a capturable optimizer has them; they are read, which waits for the
+    The numbers that are tensors have one element each, as a capturable optimizer has them. Reading them waits for the
     device.
 
     Args:
@@ -340,11 +348,11 @@ def multi_tensor_lamb_mp(
         weight_decay: The factor of the decay.
         grad_averaging: Whether the gradient enters its average with ``1 - beta1``, or with 1.
         mode: 0 adds the decay to the gradient, 1 to the update.
-        global_grad_norm: The norm of all gradients, after they are unscaled.
+        global_grad_norm: The norm of all unscaled gradients.
         max_grad_norm: Gradients are scaled down to this norm; 0 or less for no clipping.
         use_nvlamb: Whether there is a trust ratio without weight decay too.
-        found_inf: Nothing is done where it is set.
-        inv_scale: What the gradients are multiplied by first; they stay as they are.
+        found_inf: Nothing is done where it is not 0.
+        inv_scale: One over the loss scale, by which the gradients are unscaled; they themselves stay as they are.
 
     Raises:
         UsageError: The lists do not fit, or the mode is unknown. Nothing was written.
@@ -367,7 +375,7 @@ def multi_tensor_lamb_stage1(
     chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, per_tensor_decay: Tensor, step: int,
     beta1: float, beta2: float, epsilon: float, global_grad_norm: Tensor | float, max_global_grad_norm: float,
 ) -> None:  # fmt: skip
-    """Compute LAMB's updates (arXiv:1904.00962) before their trust ratios.
+    """Compute LAMB's updates (arXiv:1904.00962), not yet multiplied by their trust ratios.
 
     Args:
         chunk_size: No effect.
@@ -403,16 +411,17 @@ def multi_tensor_lamb_stage2(
     chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, per_tensor_param_norm: Tensor,
     per_tensor_update_norm: Tensor, lr: float, weight_decay: float | None = None, use_nvlamb: bool | None = False,
 ) -> None:  # fmt: skip
-    """Add LAMB's updates to the parameters, by ``-lr * |param| / |update|``; ``tensor_lists`` is ``[params, updates]``.
+    """Subtract LAMB's updates, times ``lr`` and their trust ratios ``|param| / |update|``, from the parameters.
 
     Args:
         chunk_size: No effect.
         noop_flag: One element; nothing is done where it is set.
-        tensor_lists: Two lists; the parameters are written.
-        per_tensor_param_norm: Shape ``(n,)``. A norm of 0 makes the ratio 1.
+        tensor_lists: ``[params, updates]``; the parameters are written.
+        per_tensor_param_norm: Shape ``(n,)``. Where it is 0 the ratio is 1.
         per_tensor_update_norm: Shape ``(n,)``, likewise.
         lr: The learning rate.
-        weight_decay: 0 makes the ratio 1, unless ``use_nvlamb``. None, as in the older form without it, does not.
+        weight_decay: With 0 all ratios are 1, unless ``use_nvlamb``. With None, for callers from before there was this
+            argument, they are not.
         use_nvlamb: See ``weight_decay``.
 
     Raises:
@@ -443,7 +452,7 @@ def _updates(firsts: list[Tensor], seconds: list[Tensor], biases: tuple[float, f
 
 
 def _clipped(grads: list[Tensor], norm: Tensor | float, limit: float) -> list[Tensor]:
-    """Return new tensors, scaled down to a norm."""
+    """Return new tensors: gradients of this total norm, scaled down to a limit; at or below 0 there is none."""
     if limit <= 0:
         return [grad.clone() for grad in grads]
     excess = torch.as_tensor(norm, dtype=torch.float32).reshape(()) / limit

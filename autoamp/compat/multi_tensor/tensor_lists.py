@@ -1,8 +1,8 @@
-"""The multi-tensor functions of `amp_C`, and what applies them, on torch's ``_foreach`` functions.
+"""`amp_C`'s products, sums and norms of lists of tensors, its loss scale, and `MultiTensorApply`, which calls them.
 
-Every function takes ``(chunk_size, noop_flag, tensor_lists, ...)``. ``chunk_size`` has no effect: torch chooses one.
-``noop_flag`` is a tensor of one element; a non-finite result sets it to 1, without a wait for the device. A tensor list
-holds tensors of any floating dtypes, mixed as may be; all is computed in fp32, or in fp64 for fp64 tensors.
+The functions take ``(chunk_size, noop_flag, tensor_lists, ...)``. ``chunk_size`` has no effect: torch chooses one.
+``noop_flag`` is a tensor of one element, which inf or nan sets to 1, without a wait for the device. A list may have
+tensors of several floating dtypes. All is computed in fp32, or in fp64 for fp64 tensors.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class MultiTensorApply:
     """Calls a multi-tensor function with a chunk size.
 
     Args:
-        chunk_size: Passed on; it has no effect here.
+        chunk_size: What the functions are called with; it has no effect.
 
     Attributes:
         available: Always True.
@@ -52,7 +52,7 @@ class MultiTensorApply:
         self.chunk_size = chunk_size
 
     def check_avail(self) -> None:
-        """Do nothing: the functions are always there."""
+        """Do nothing. Apex raised here where its extension was not built."""
 
     def __call__(self, op: Callable[..., Any], noop_flag_buffer: Tensor, tensor_lists: TensorLists, *args: Any) -> Any:
         """Return ``op(chunk_size, noop_flag_buffer, tensor_lists, *args)``."""
@@ -64,9 +64,13 @@ multi_tensor_applier = MultiTensorApply(2048 * 32)
 
 @torch.no_grad()
 def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, scale: float) -> None:
-    """Write ``input * scale`` to the outputs; ``tensor_lists`` is ``[inputs, outputs]``, which may be the same tensors.
+    """Write ``input * scale`` to the outputs. Inf and nan are written too.
 
-    Values that are inf or nan, or become so in the output's dtype, are written too, and set ``noop_flag``.
+    Args:
+        chunk_size: No effect.
+        noop_flag: One element, set to 1 where an output has inf or nan.
+        tensor_lists: ``[inputs, outputs]``, which may be the same tensors.
+        scale: The factor.
 
     Raises:
         UsageError: The lists do not fit. Nothing was written.
@@ -108,11 +112,17 @@ def multi_tensor_axpby(
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, per_tensor: bool | None = False
 ) -> tuple[Tensor, Tensor]:
-    """Return the 2-norm of all tensors of ``[tensors]`` taken as one vector, and that of each.
+    """Return the 2-norm of all tensors taken as one vector, and that of each.
+
+    Args:
+        chunk_size: No effect.
+        noop_flag: One element, set to 1 where the total is inf or nan.
+        tensor_lists: ``[tensors]``.
+        per_tensor: Whether the norm of each tensor is wanted.
 
     Returns:
-        Two tensors: the total of shape ``(1,)``; with ``per_tensor`` one norm a tensor, shape ``(n,)``, else an empty
-        tensor. They are fp32, or fp64 where a tensor is. A total that is not finite sets ``noop_flag``.
+        Two tensors, fp32, or fp64 where a tensor of the list is: the total, shape ``(1,)``, and the norm of each, shape
+        ``(n,)``, or an empty tensor unless ``per_tensor``.
 
     Raises:
         UsageError: There is not exactly one list.
@@ -121,7 +131,7 @@ def multi_tensor_l2norm(
     return _norms(noop_flag, tensors, per_tensor)
 
 
-# Apex had a second one for lists of mixed dtypes, which the first one takes as well here.
+# In Apex this one alone took lists of mixed dtypes.
 multi_tensor_l2norm_mp = multi_tensor_l2norm
 
 
@@ -129,10 +139,16 @@ multi_tensor_l2norm_mp = multi_tensor_l2norm
 def multi_tensor_l2norm_scale(
     chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, scale: float, per_tensor: bool | None = False
 ) -> tuple[Tensor, Tensor]:
-    """Write ``input * scale`` to the outputs of ``[inputs, outputs]`` and return the norms of what was written.
+    """Write ``input * scale`` to the outputs and return the norms of these products, as `multi_tensor_l2norm` does.
 
-    The norms are those of the products before they are rounded to the outputs' dtype; they have the shapes that
-    `multi_tensor_l2norm` gives. A total that is not finite sets ``noop_flag``.
+    The norms are those before the products are rounded to the outputs' dtype.
+
+    Args:
+        chunk_size: No effect.
+        noop_flag: One element, set to 1 where the total is inf or nan.
+        tensor_lists: ``[inputs, outputs]``, which may be the same tensors.
+        scale: The factor.
+        per_tensor: Whether the norm of each tensor is wanted.
 
     Raises:
         UsageError: The lists do not fit. Nothing was written.
@@ -152,9 +168,14 @@ def multi_tensor_unscale_l2norm(
     inv_scale: Tensor | float,
     per_tensor: bool | None = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the norms of ``[tensors]`` times ``inv_scale``, a number or a tensor of one element; none is written.
+    """Return the norms of tensors times ``inv_scale``, as `multi_tensor_l2norm` does; the tensors stay as they are.
 
-    The result is that of `multi_tensor_l2norm`.
+    Args:
+        chunk_size: No effect.
+        noop_flag: One element, set to 1 where the total is inf or nan.
+        tensor_lists: ``[tensors]``.
+        inv_scale: The factor, a number or a tensor of one element.
+        per_tensor: Whether the norm of each tensor is wanted.
 
     Raises:
         UsageError: There is not exactly one list.
@@ -170,18 +191,18 @@ def update_scale_hysteresis(
     current_scale: Tensor, growth_tracker: Tensor, hysteresis_tracker: Tensor, found_inf: Tensor, growth_factor: float,
     backoff_factor: float, growth_interval: int, hysteresis: int,
 ) -> Tensor:  # fmt: skip
-    """Update a loss scale as `torch.amp.GradScaler` does, but let some overflows pass before it falls.
+    """Update a loss scale as `torch.amp.GradScaler` does, but not for the first overflows in a row.
 
-    The first ``hysteresis - 1`` overflows in a row since the last clean step leave it; from then on each lowers it.
-    Nothing waits for the device, and all tensors have one element, of which the first three are written.
+    The first ``hysteresis - 1`` overflows after a clean step leave the scale as it is; each further one lowers it.
+    Nothing waits for the device. All tensors have one element; the first three are written.
 
     Args:
         current_scale: The loss scale, fp32.
         growth_tracker: How many clean steps there were in a row, int32.
         hysteresis_tracker: How many overflows are left until one lowers the scale, int32; ``hysteresis`` at first.
         found_inf: Above 0 where the step overflowed, fp32.
-        growth_factor: What the scale is multiplied by after ``growth_interval`` clean steps, unless it becomes inf.
-        backoff_factor: What it is multiplied by after an overflow.
+        growth_factor: The scale is multiplied by it after ``growth_interval`` clean steps, unless it would become inf.
+        backoff_factor: The scale is multiplied by it after an overflow.
         growth_interval: See ``growth_factor``.
         hysteresis: What a clean step sets ``hysteresis_tracker`` to.
 
@@ -198,7 +219,7 @@ def update_scale_hysteresis(
 
 
 def checked(op: str, tensor_lists: TensorLists, *names: str) -> list[list[Tensor]]:
-    """Return tensor lists as Python lists.
+    """Return tensor lists as Python lists, once they are known to fit one another.
 
     Args:
         op: The name of the function, for the message.
@@ -222,12 +243,12 @@ def checked(op: str, tensor_lists: TensorLists, *names: str) -> list[list[Tensor
 
 
 def wide(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors in fp32, those of fp64 in fp64: themselves where they are so already."""
+    """Return tensors in fp32. Those that are fp32 or fp64 already are returned themselves."""
     return [tensor if tensor.dtype is torch.float64 else tensor.to(torch.float32) for tensor in tensors]
 
 
 def store(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Copy values to tensors of any dtype, but where they are the same tensors."""
+    """Copy values to tensors of any dtype, except where value and tensor are the same object."""
     pairs = [pair for pair in zip(tensors, values, strict=True) if pair[0] is not pair[1]]
     if pairs:
         torch._foreach_copy_([pair[0] for pair in pairs], [pair[1] for pair in pairs])
@@ -246,6 +267,7 @@ def _norms(noop_flag: Tensor, tensors: list[Tensor], per_tensor: bool | None) ->
 
 
 def _flag(noop_flag: Tensor, tensors: list[Tensor]) -> None:
+    """Set the flag to 1 where a tensor has inf or nan."""
     # An empty tensor has no largest value.
     filled = [tensor for tensor in tensors if tensor.numel()]
     if filled:
@@ -254,4 +276,5 @@ def _flag(noop_flag: Tensor, tensors: list[Tensor]) -> None:
 
 
 def _raise_flag(noop_flag: Tensor, bad: Tensor) -> None:
+    """Set the flag to 1 where ``bad``, a bool of one element, is True."""
     noop_flag.masked_fill_(bad.to(noop_flag.device).reshape(()), 1)
