@@ -1,8 +1,8 @@
 """`apex.contrib.sparsity`: weights of which two in four are zero, for GPUs that multiply such matrices faster.
 
 The method is that of Mishra et al. 2021, Accelerating Sparse Deep Neural Networks, arXiv:2104.08378. Of each four
-weights of a trained model, along the input channels, the two smallest are set to 0, and training goes on with these
-staying 0.
+weights of a trained model, along the input channels, the two of smallest magnitude are set to 0, and stay 0 while
+training goes on.
 """
 
 from __future__ import annotations
