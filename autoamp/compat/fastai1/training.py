@@ -1,8 +1,8 @@
-"""fastai v1: a `Learner` trains under ``autoamp.init()`` as it is, and runs on today's torch after ``enable()``.
+"""fastai v1: a `Learner` trains unchanged under ``autoamp.init()``, and runs on today's torch after ``enable()``.
 
-Two parts, and neither needs the other. While a handle is active, the backward pass of every batch that fastai trains
-on is scaled, and a step that is skipped decays no weights. `enable` mends what fastai 1.0.61 does that today's torch
-and pandas no longer take. Both come into force when fastai is imported, before or after; without it they cost nothing.
+Neither part needs the other. While a handle is active, the loss of every batch that fastai trains on is scaled for its
+backward pass, and a skipped step decays no weights. `enable` mends what today's torch, pandas and torchvision no longer
+take from fastai 1.0.61. fastai may be imported before or after; where it is not, both cost nothing.
 """
 
 from __future__ import annotations
@@ -43,25 +43,24 @@ def enable() -> None:
     - ``add_datepart`` finds the week, and seconds, in the dates of pandas 2 and later.
     - ``OptimWrapper.zero_grad`` keeps gradients as zeros, which ``AccumulateScheduler`` divides.
     - ``get_transforms`` with a perspective warp solves by `torch.linalg.solve`.
-    - torchvision's wheel from PyPI is built for CUDA: where a CPU torch cannot load its operators, the two that it
-      looks for when it is imported are declared. These declarations stay, as a torchvision that was imported needs
-      them.
+    - torchvision's wheel from PyPI is built for CUDA: where a CPU torch cannot load its operators, the two that its
+      import looks for are declared. `disable` leaves them declared, since an imported torchvision needs them.
     """
     shims.enable()
 
 
 def disable() -> None:
-    """Take `enable` back: every patched attribute is again the object it was."""
+    """Undo `enable`: every patched attribute is again the object it was."""
     shims.disable()
 
 
 def watch() -> None:
-    """Let fastai's training loop follow the active handle, from when fastai is imported. ``import autoamp`` does it."""
+    """Let fastai's training loop follow the active handle, once fastai is imported. ``import autoamp`` calls this."""
     _training.watch()
 
 
 class _Training:
-    """Owns the patches of fastai's training loop, which stand while a handle is active.
+    """Owns the patches of fastai's training loop, which are in place while a handle is active.
 
     Patched are ``basic_train.loss_batch``, ``CallbackHandler.on_backward_begin`` and ``OptimWrapper.step``.
     """
@@ -73,7 +72,7 @@ class _Training:
         suspended.listen(lambda _: self._patches.restore())
 
     def watch(self) -> None:
-        """Patch once fastai is imported, where a handle is active by then."""
+        """Patch fastai, now or once it is imported, if a handle is active then."""
         self._patch_if_active()
         self._waiting.when_imported(_TRAINING, lambda _: self._patch_if_active())
 
@@ -93,12 +92,13 @@ class _Training:
             _replace(self._patches, module, "loss_batch", around_loss_batch)
             _replace(self._patches, module.CallbackHandler, "on_backward_begin", _around_on_backward_begin)
             _replace(self._patches, module.OptimWrapper, "step", _around_step)
-            # Others hold it by `from fastai.basic_train import *`.
+            # `from fastai.basic_train import *` has given it to other modules.
             taken = original_of(module.loss_batch)
             self._patches.rebind({id(taken): (taken, module.loss_batch)}, lambda name: name == _TRAINING)
 
 
 def _replace(patches: PatchSet, owner: Any, name: str, around: Callable[[Any], Any]) -> None:
+    """Patch ``owner.name`` by what ``around`` makes of it."""
     original = vars(owner)[name]
     patches.replace(owner, name, imitate(around(original), original, owner.__name__, name))
 
@@ -107,9 +107,14 @@ _training = _Training()
 
 
 class _Batch:
-    """One training batch: its loss scales itself when ``backward()`` is called on it, and has its true value.
+    """One training batch, whose loss is scaled when ``backward()`` is called on it.
 
-    The method is put on the tensor and not on a scaled copy, since the loss is what callbacks and the recorder see.
+    To that end the loss itself gets another ``backward``. A scaled copy in its place would be what callbacks and the
+    recorder see.
+
+    Args:
+        handle: The active handle.
+        optimizer: The optimizer that steps after the batch.
     """
 
     def __init__(self, handle: Handle, optimizer: Optimizer) -> None:
@@ -118,14 +123,14 @@ class _Batch:
         self._loss: Tensor | None = None
 
     def take(self, loss: Any) -> None:
-        """Let this be the loss of the batch."""
+        """Make this the loss of the batch. What is no floating tensor is not scaled."""
         self.let_go()
         if isinstance(loss, Tensor) and loss.is_floating_point():
             self._loss = loss
             vars(loss)["backward"] = self._backward
 
     def let_go(self) -> Tensor | None:
-        """Leave the loss as it was, and return it."""
+        """Take the method off the loss again, and return the loss; None where there is none."""
         loss, self._loss = self._loss, None
         if loss is not None:
             vars(loss).pop("backward", None)
@@ -136,7 +141,7 @@ class _Batch:
         if loss is None:
             raise UsageError("backward() of this loss was called before; call it once, on the loss itself")
         if open_blocks.count:
-            # A loss_batch that was edited by hand scales by itself.
+            # The program runs a loss_batch of its own, with a scale_loss block in it.
             loss.backward(*args, **kwargs)
             return
         with self._handle.scale_loss(loss, self._optimizer) as scaled_loss:
@@ -144,7 +149,7 @@ class _Batch:
 
 
 class _Batches(threading.local):
-    """The batches that a thread is in: fastai's callbacks may train on others within one."""
+    """The batches that a thread is in, the innermost last: a callback of fastai may train on others within one."""
 
     def __init__(self) -> None:
         self.open: list[_Batch] = []
@@ -186,7 +191,7 @@ def _around_on_backward_begin(original: Any) -> Any:
 def _around_step(original: Any) -> Any:
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _will_skip(self.opt):
-            # fastai decays the weights before the optimizer is asked, and its guard is to see the step that it skips.
+            # fastai's step would decay the weights first. The optimizer's own does the skip: its guard counts it.
             self.opt.step()
             return None
         return original(self, *args, **kwargs)
@@ -195,6 +200,7 @@ def _around_step(original: Any) -> Any:
 
 
 def _will_skip(optimizer: Any) -> bool:
+    """Tell whether the guard will skip the optimizer's next step. Waits for the device where it scales."""
     handle = current_handle()
     if handle is None or not _is_guardable(optimizer):
         return False
@@ -204,11 +210,12 @@ def _will_skip(optimizer: Any) -> bool:
 
 
 def _is_guardable(optimizer: Any) -> bool:
-    """Tell whether a handle can scale for it: fastai's FakeOptimizer steps nothing, an FP16_Optimizer scales itself."""
+    """Tell whether a handle scales for it: fastai's FakeOptimizer steps nothing, an FP16_Optimizer scales by itself."""
     return isinstance(optimizer, Optimizer) and not isinstance(optimizer, FP16_Optimizer)
 
 
 def _refuse_own_scaling(cb_handler: Any) -> None:
+    """Raise a UsageError where fastai's own mixed precision is among the callbacks."""
     module: Any = sys.modules.get("fastai.callbacks.fp16")
     own = getattr(module, "MixedPrecision", ())
     if any(isinstance(callback, own) for callback in getattr(cb_handler, "callbacks", None) or ()):
