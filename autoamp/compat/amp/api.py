@@ -1,4 +1,4 @@
-"""The functions of `apex.amp`, with its signatures and what its callers pass."""
+"""The functions of `apex.amp`: its signatures, and every form of argument that its callers pass."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class _Unnamed(str):
-    """The level of a call that names none. Libraries that pass a signature's defaults on name none either."""
+    """The type of the default of ``opt_level``: a library that passes it on names no level either."""
 
 
 _UNNAMED = _Unnamed("O1")
@@ -49,11 +49,17 @@ def initialize(
     min_loss_scale: Any = None,
     max_loss_scale: Any = 2.0**24,
 ) -> Any:
-    """Set models and optimizers up, as ``apex.amp.initialize`` did; see `autoamp.initialize`.
+    """Set models and optimizers up, as ``apex.amp.initialize`` did; see `autoamp.initialize` for all arguments.
 
     The half dtype, the device type and the lists are those that `install_as_apex` was given, and so are the level and
-    the loss scale where none is named. Flags and numbers may be strings, as command lines give them. A level in the
-    place of ``enabled`` means True.
+    the loss scale where the call names none. Flags and numbers may be strings, as command lines give them. A level in
+    the place of ``enabled`` means True.
+
+    Returns:
+        As `autoamp.initialize`.
+
+    Raises:
+        UsageError: A model is wrapped in `DistributedDataParallel` already. Beside it what `autoamp.initialize` raises.
     """
     _refuse_wrapped(models)
     chosen = options()
@@ -108,6 +114,7 @@ def _enabled(enabled: Any, level: str) -> bool:
 
 
 def _properties(level: str, overrides: Mapping[str, Any]) -> Properties:
+    """Return the level's properties with what the call overrides, and the loss scale that the handle came to."""
     properties = opt_levels[level](Properties())
     for name, value in overrides.items():
         if value is not None:
@@ -131,17 +138,17 @@ def scale_loss(
     """Scale a loss for its backward pass; see `autoamp.scale_loss`.
 
     Raises:
-        UsageError: ``initialize`` was not called before. It is a RuntimeError.
+        UsageError: ``initialize`` was not called before. It is a RuntimeError, as Apex's was.
     """
     with levels.scale_loss(loss, optimizers, loss_id, model, delay_unscale, delay_overflow_check) as scaled_loss:
         yield scaled_loss
 
 
 def state_dict(destination: MutableMapping[str, Any] | None = None) -> MutableMapping[str, Any]:
-    """Return ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``, and nothing else, as Apex did.
+    """Return the state of the loss scalers alone, as Apex did: ``{"loss_scaler0": {"loss_scale": float, ...}, ...}``.
 
     Args:
-        destination: Where to write the entries; a new dict unless given.
+        destination: The mapping that the entries are written to; a new dict unless given.
     """
     found: MutableMapping[str, Any] = OrderedDict() if destination is None else destination
     found.update({name: entry for name, entry in levels.state_dict().items() if name.startswith("loss_scaler")})
@@ -149,7 +156,7 @@ def state_dict(destination: MutableMapping[str, Any] | None = None) -> MutableMa
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Load what `state_dict` returned. Of a run with another number of losses those are loaded that both have.
+    """Load what `state_dict` returned. From a run with another number of losses, the scalers that both have are loaded.
 
     Raises:
         CheckpointError: A key is unknown or of the wrong kind. The message names it, and nothing was loaded.
@@ -177,7 +184,11 @@ def init(
     verbose: bool = False,
     allow_banned: bool = False,
 ) -> AmpHandle:
-    """Patch torch and return the handle of the old API, as ``apex.amp.init`` did; see `autoamp.init`."""
+    """Patch torch and return the handle of the old API, as ``apex.amp.init`` did; see `autoamp.init`.
+
+    The half dtype, the device type and the lists are those that `install_as_apex` was given. ``enabled`` and
+    ``loss_scale`` may be strings.
+    """
     chosen = options()
     on = as_flag("enabled", enabled)
     handle = runtime.init(
@@ -188,13 +199,13 @@ def init(
 
 
 def maybe_print(msg: str, rank0: bool = False) -> None:
-    """Log a message at the verbosity that ``initialize`` was given."""
+    """Log a message, unless ``initialize`` was given ``verbosity=0``. ``rank0`` has no effect."""
     if amp_state.verbosity > 0:
         log.info("%s", msg)
 
 
 def warn_or_err(msg: str) -> None:
-    """Warn, or raise where the state says that errors are not overridden, as the internals of Apex did."""
+    """Raise a UsageError, or warn where ``_amp_state.hard_override`` is set, as the internals of Apex did."""
     if amp_state.hard_override:
         warn_user(msg)
     else:

@@ -1,4 +1,4 @@
-"""The list set `apex` by the names that `apex.amp.lists` had, and what programs changed in these lists."""
+"""The list set `apex` as the names in `apex.amp.lists`, and the changes that programs make there."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def names_of(owner: Any) -> dict[str, list[str]]:
 
 
 def changed_lists() -> list[dict[str, list[str]]]:
-    """Return what a program has added to or taken from `apex.amp.lists`, as ``lists=`` takes it; empty for nothing.
+    """Return what a program has added to or taken from `apex.amp.lists`, as ``lists=`` takes it; empty for no change.
 
-    A name that was added goes under its new policy, whatever list it was in before. One that is in no list any more is
-    left alone. Names that the module or class does not have are passed over, as Apex did.
+    An added name is put under its new policy, whatever list it was in before. One that is in no list any more is not
+    patched. Names that the module or class does not have are passed over, as Apex did.
     """
     changes: dict[str, list[str]] = {}
     for name in _MODULES:
@@ -35,7 +35,8 @@ def changed_lists() -> list[dict[str, list[str]]]:
         if module is None:
             continue
         owner, before = module.MODULE, module.names
-        # Functions of torch.nn.functional call tensor methods of the same name, which have to follow: a bare name.
+        # Functions of torch.nn.functional call tensor methods of the same name, which need the same policy. A bare name
+        # in a list means all of them.
         prefix = "" if name == _MODULES[0] else "torch.Tensor." if isinstance(owner, type) else "torch."
         now: set[str] = set()
         for attribute, policy in _POLICIES.items():

@@ -1,4 +1,4 @@
-"""`apex.amp.scaler.LossScaler`, used by hand: the scale, its rule, and a pass that unscales gradients."""
+"""`apex.amp.scaler.LossScaler` for programs that call it themselves: a scale, its rule, and what unscales gradients."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autoamp import scaling
 from autoamp.compat.amp.state import ScalerView
-from autoamp.scaling import DynamicLossScaler, StaticLossScaler
-from autoamp.scaling import LossScaler as NativeScaler
 
 __all__ = ["LossScaler"]
 
 
 class LossScaler(ScalerView):
-    """A loss scaler that is asked by hand: ``unscale``, then ``update_scale``.
+    """A loss scaler whose caller unscales gradients by ``unscale`` and then moves the scale by ``update_scale``.
 
     Args:
         loss_scale: A number, or ``"dynamic"``.
         init_scale: The first dynamic scale.
-        scale_factor: By what the dynamic scale is multiplied and divided.
-        scale_window: After so many clean updates the scale grows.
+        scale_factor: The dynamic scale is divided by it after an overflow, and multiplied by it after ``scale_window``
+            updates without one.
+        scale_window: See ``scale_factor``.
         min_loss_scale: The lowest dynamic scale.
         max_loss_scale: The highest dynamic scale.
 
@@ -43,14 +43,14 @@ class LossScaler(ScalerView):
         min_loss_scale: float | None = None,
         max_loss_scale: float = 2.0**24,
     ) -> None:
-        scaler: NativeScaler
+        scaler: scaling.LossScaler
         if loss_scale == "dynamic":
-            scaler = DynamicLossScaler(
+            scaler = scaling.DynamicLossScaler(
                 min(init_scale, max_loss_scale), scale_factor, 1.0 / scale_factor, scale_window, min_loss_scale,
                 max_loss_scale,
             )  # fmt: skip
         else:
-            scaler = StaticLossScaler(float(loss_scale))
+            scaler = scaling.StaticLossScaler(float(loss_scale))
         super().__init__(scaler)
         self._overflowed = False
 
@@ -76,13 +76,15 @@ class LossScaler(ScalerView):
         models_are_masters: bool = False,
         scale_override: Any = None,
     ) -> None:
-        """Write ``model_grads / scale`` into ``master_grads``, and note whether an inf or nan was there.
+        """Write ``model_grads / scale`` into ``master_grads``.
+
+        Whether inf or nan is among them is noted, which waits for the device.
 
         Args:
             model_grads: Gradients of any floating dtypes.
-            master_grads: As many of the same shapes.
-            unused_scale: Ignored, as by Apex.
-            models_are_masters: Whether both are the same tensors.
+            master_grads: As many tensors of the same shapes. Where one of a pair is None, the pair is passed over.
+            unused_scale: No effect, as in Apex.
+            models_are_masters: No effect: both may be the same tensors.
             scale_override: A scale, or a tuple of which the first is the scale, in place of this scaler's.
         """
         scale = self.loss_scale()
@@ -101,10 +103,12 @@ class LossScaler(ScalerView):
     ) -> None:
         """Write ``model_grads * out / grads + stashed_master_grads * out / stashed`` into ``master_grads``.
 
+        Whether inf or nan is among the sums is noted, which waits for the device.
+
         Args:
             model_grads: New gradients, scaled by this scaler.
-            stashed_master_grads: Those of earlier backward passes.
-            master_grads: Where the sums go.
+            stashed_master_grads: Gradients of earlier backward passes, of the same shapes.
+            master_grads: The tensors that the sums are written to, of the same shapes.
             scale_override: The scales ``(grads, stashed, out)``; by default this scaler's, 1 and 1.
         """
         of_grads, of_stashed, out = scale_override or (self.loss_scale(), 1.0, 1.0)
@@ -119,7 +123,7 @@ class LossScaler(ScalerView):
             self._overflowed |= not all(bool(torch.isfinite(norm)) for norm in norms)
 
     def update_scale(self) -> bool:
-        """Move the scale by what was found, and return whether the step is to be skipped."""
+        """Move the scale by what was found, and tell whether the step is to be skipped: never for a static scale."""
         overflow = self._overflowed or (self._buffer is not None and bool(self._buffer.any()))
         self._scaler.update(overflow)
         return overflow and self.dynamic

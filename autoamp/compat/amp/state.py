@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autoamp import runtime
 from autoamp.casting import CastCache
 from autoamp.compat.amp.properties import Properties
 from autoamp.errors import UsageError
 from autoamp.runtime import Handle, current_handle
-from autoamp.runtime import NoOpHandle as NativeNoOpHandle
 from autoamp.scaling import DynamicLossScaler, LossScaler, Verdict, read_verdicts
 from autoamp.stepping import MasterWeights, StepGuard, scaled_block
 
@@ -335,7 +335,7 @@ class AmpHandle:
         verbose: As given to ``amp.init``.
     """
 
-    def __init__(self, handle: Handle | NativeNoOpHandle, verbose: bool = False) -> None:
+    def __init__(self, handle: Handle | runtime.NoOpHandle, verbose: bool = False) -> None:
         self._handle = handle
         self.verbose = verbose
 
@@ -384,7 +384,7 @@ class NoOpHandle(AmpHandle):
     """The handle of ``init(enabled=False)``: the surface of the other, with nothing behind it."""
 
     def __init__(self) -> None:
-        super().__init__(NativeNoOpHandle())
+        super().__init__(runtime.NoOpHandle())
 
 
 def amp_handle() -> AmpHandle | None:

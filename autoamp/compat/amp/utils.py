@@ -1,4 +1,4 @@
-"""Small functions of `apex.amp.utils`, `.compat`, `.opt` and `.rnn_compat` that code imports."""
+"""Small functions of `apex.amp.utils`, `.compat`, `.opt` and `.rnn_compat` that programs import."""
 
 from __future__ import annotations
 
@@ -45,22 +45,22 @@ def is_tensor(value: Any) -> bool:
 
 
 def tensor_is_variable() -> bool:
-    """Return True: tensors and variables are one since torch 0.4."""
+    """Return True: tensors and variables are the same since torch 0.4."""
     return True
 
 
 def tensor_is_float_tensor() -> bool:
-    """Return False: ``torch.Tensor`` is the base of all tensors and no name of the fp32 kind."""
+    """Return False: ``torch.Tensor`` is the base class of all tensors, not another name of ``torch.FloatTensor``."""
     return False
 
 
 def is_floating_point(value: Any) -> bool:
-    """Tell whether a value is a floating tensor, or a type of one."""
+    """Tell whether a value is a floating tensor."""
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def is_fp_tensor(value: Any) -> bool:
-    """Tell whether a value is a floating tensor, or a sequence of nothing else."""
+    """Tell whether a value is a floating tensor, or a tuple or list of nothing else."""
     return all(map(is_fp_tensor, value)) if is_nested(value) else is_floating_point(value)
 
 
@@ -75,19 +75,19 @@ def is_cuda_enabled() -> bool:
 
 
 def get_cuda_version() -> tuple[int, ...]:
-    """Return the version of CUDA that this torch was built with, ``(12, 8)``; empty where it was built without."""
+    """Return the version of CUDA that this torch was built with, as ``(12, 8)``; empty for a build without CUDA."""
     return tuple(int(part) for part in (torch.version.cuda or "").split(".") if part)
 
 
 def collect_fp_tensor_types(args: Any, kwargs: dict[str, Any]) -> list[str]:
-    """Return the types of the floating tensors in nested arguments: ``["FloatTensor", "HalfTensor"]``."""
+    """Return the types of the floating tensors in nested arguments, sorted: ``["FloatTensor", "HalfTensor"]``."""
     found: set[str] = set()
     map_tensors((list(args), kwargs), lambda tensor: found.add(type_string(tensor)) if is_fp_tensor(tensor) else None)
     return sorted(found)
 
 
 def as_inplace(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of ``x`` and what follows that writes ``function``'s result into ``x`` and returns ``x``."""
+    """Return a function that writes the result of ``function`` into its first argument, and returns that."""
 
     def inplace(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return x.copy_(function(x, *args, **kwargs))
@@ -96,12 +96,12 @@ def as_inplace(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def verbosify(cast_fn: Callable[..., Any], fn_name: str, verbose: bool) -> Callable[..., Any]:
-    """Return ``cast_fn`` with the name of what it casts for; casts themselves are reported by the handle."""
+    """Return ``cast_fn``, with its arguments ``name`` and ``verbose`` bound if ``verbose``."""
     return functools.partial(cast_fn, name=fn_name, verbose=verbose) if verbose else cast_fn
 
 
 def has_old_rnns() -> bool:
-    """Return False: the recurrent layers before torch 1.0 are gone."""
+    """Return False: this torch has no recurrent layers from before torch 1.0."""
     return False
 
 
@@ -111,12 +111,12 @@ def type_string(value: Any) -> str:
 
 
 def maybe_half(value: Any, name: str = "", verbose: bool = False) -> Any:
-    """Return a tensor, or each tensor of a nest, in fp16 where it is a floating one off the CPU."""
+    """Return a value with the floating CUDA tensors in it cast to fp16; the last two arguments have no effect."""
     return map_tensors(value, lambda tensor: tensor.half() if tensor.is_cuda and tensor.is_floating_point() else tensor)
 
 
 def maybe_float(value: Any, name: str = "", verbose: bool = False) -> Any:
-    """Return a tensor, or each tensor of a nest, in fp32 where it is a floating one off the CPU."""
+    """Return a value with the floating CUDA tensors in it cast to fp32; the last two arguments have no effect."""
     return map_tensors(
         value, lambda tensor: tensor.float() if tensor.is_cuda and tensor.is_floating_point() else tensor
     )
@@ -136,12 +136,12 @@ def iter_params(param_groups: Sequence[dict[str, Any]]) -> Iterator[Tensor]:
 
 
 def has_func(module: Any, name: str) -> bool:
-    """Tell whether a module, class or dict has a name."""
+    """Tell whether a module or class has an attribute, or a dict a key, of this name."""
     return name in module if isinstance(module, dict) else hasattr(module, name)
 
 
 def set_func(module: Any, name: str, function: Any) -> None:
-    """Write a name into a module, class or dict."""
+    """Set an attribute of a module or class, or a key of a dict."""
     if isinstance(module, dict):
         module[name] = function
     else:
@@ -149,7 +149,7 @@ def set_func(module: Any, name: str, function: Any) -> None:
 
 
 def filter_attrs(module: Any, names: Sequence[str]) -> list[str]:
-    """Return those of ``names`` that a module has."""
+    """Return those of ``names`` that are attributes of a module."""
     return [name for name in names if hasattr(module, name)]
 
 
@@ -159,7 +159,7 @@ def scalar_python_val(value: Any) -> Any:
 
 
 class OptimWrapper:
-    """An optimizer with a ``scale_loss`` of its own, what ``handle.wrap_optimizer`` returned in Apex.
+    """An optimizer with a ``scale_loss`` of its own, as ``handle.wrap_optimizer`` returned it in Apex.
 
     Args:
         optimizer: Any optimizer.
@@ -180,7 +180,12 @@ class OptimWrapper:
         return getattr(self._optimizer, name)
 
     def step(self, closure: Any = None) -> Any:
-        """Step the optimizer. UsageError: a closure, whose losses would take scalers in no known order."""
+        """Step the optimizer.
+
+        Raises:
+            UsageError: A closure is given. It might be evaluated any number of times, so which of its losses has which
+                scaler is not known.
+        """
         if closure is not None:
             raise UsageError("a wrapped optimizer takes no closure; use handle.scale_loss within the closure instead")
         return self._optimizer.step()

@@ -1,4 +1,4 @@
-"""`apex.amp.wrap`, whose functions wrote casts into a module's namespace: each is a registration now."""
+"""`apex.amp.wrap`: what replaced functions of a module registers them with the runtime here; two decorate functions."""
 
 from __future__ import annotations
 
@@ -22,10 +22,19 @@ __all__ = ["cached_cast", "make_cast_wrapper", "make_promote_wrapper", "promote"
 def cached_cast(
     mod: Any, fn: str, cast_fn: Callable[..., Any], handle: Any, try_caching: bool = False, verbose: bool = False
 ) -> None:
-    """Put ``mod.fn`` under a policy: ``cast_fn`` is `maybe_half` or `maybe_float` of `apex.amp.utils`.
+    """Put ``mod.fn``, if there is one, under the policy `fp16` or `fp32`, now and at each later ``init``.
+
+    Args:
+        mod: A module or class.
+        fn: The name of a function in it.
+        cast_fn: `maybe_half` or `maybe_float` of `apex.amp.utils`.
+        handle: No effect.
+        try_caching: No effect: the active handle decides which casts are kept.
+        verbose: No effect.
 
     Raises:
-        UsageError: It is another function.
+        UsageError: ``cast_fn`` is another function.
+        ValueError: ``mod.fn`` is nothing that can be patched.
     """
     if not hasattr(mod, fn):
         return
@@ -38,20 +47,29 @@ def cached_cast(
 
 
 def promote(mod: Any, fn: str, handle: Any, verbose: bool = False) -> None:
-    """Put ``mod.fn`` under the policy that casts arguments to the widest dtype among them."""
+    """Put ``mod.fn`` under the policy `promote`, which casts arguments to the widest dtype among them.
+
+    ``handle`` and ``verbose`` have no effect. Where there is no ``mod.fn`` nothing is done.
+
+    Raises:
+        ValueError: ``mod.fn`` is nothing that can be patched.
+    """
     if hasattr(mod, fn):
         register_promote_function(mod, fn)
 
 
 def sequence_promote(mod: Any, fn: str, handle: Any, verbose: bool = False) -> None:
-    """Do as `promote`, for functions that take a sequence of tensors."""
+    """Do what `promote` does: that policy looks into sequences of tensors too."""
     promote(mod, fn, handle, verbose)
 
 
 def make_cast_wrapper(
     orig_fn: Callable[..., Any], cast_fn: Callable[..., Any], handle: Any, try_caching: bool = False
 ) -> Callable[..., Any]:
-    """Return ``orig_fn`` with its floating arguments cast by ``cast_fn`` while a handle is active."""
+    """Return a function that calls ``orig_fn``, with floating arguments cast by ``cast_fn`` while casts are on.
+
+    ``handle`` and ``try_caching`` have no effect.
+    """
 
     @functools.wraps(orig_fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -64,5 +82,8 @@ def make_cast_wrapper(
 
 
 def make_promote_wrapper(orig_fn: Callable[..., Any], cast_fn: Any, handle: Any = None) -> Callable[..., Any]:
-    """Return ``orig_fn`` with its floating arguments cast to the widest dtype among them."""
+    """Return a function that calls ``orig_fn``, with floating arguments cast to the widest dtype among them.
+
+    ``cast_fn`` and ``handle`` have no effect.
+    """
     return promote_function(orig_fn)  # type: ignore[no-any-return]
