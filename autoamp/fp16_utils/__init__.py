@@ -1,4 +1,4 @@
-"""Manual mixed precision: networks cast by hand, masters beside them, scalers, `FP16_Optimizer`."""
+"""Manual mixed precision with the names of `apex.fp16_utils`: half networks, masters, scalers, `FP16_Optimizer`."""
 
 from __future__ import annotations
 
@@ -35,6 +35,6 @@ __all__ = [
     "tofp16",
 ]
 
-# Pickles name the package: they load wherever in it the files lie.
+# Pickles name the package, so that they load whichever file of it a class is in.
 for _class in (DynamicLossScaler, FP16Model, FP16_Optimizer, LossScaler, tofp16):
     _class.__module__ = __name__

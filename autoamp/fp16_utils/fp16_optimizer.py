@@ -1,4 +1,4 @@
-"""`FP16_Optimizer`: any optimizer over half parameters, stepped in fp32, with the loss scaling built in."""
+"""`FP16_Optimizer`: any optimizer over half parameters, stepped in fp32, that scales the loss itself."""
 
 from __future__ import annotations
 
@@ -26,22 +26,28 @@ _NO_COPY = (
 
 
 class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
-    """Steps fp32 master weights of half parameters and writes them back; skips steps whose gradients overflowed.
+    """Steps fp32 masters of half parameters and copies them into these; skips steps whose gradients overflowed.
 
     A `torch.optim.Optimizer` in every respect: LR schedulers, hooks and ``isinstance`` work. It may be built before or
-    after ``model.half()``.
+    after ``model.half()``. It cannot be copied or pickled; `state_dict` can.
 
     Args:
-        init_optimizer: The optimizer that does the arithmetic. Its half parameters are replaced by fp32 masters.
+        init_optimizer: The optimizer that does the arithmetic. In its groups fp32 masters replace its half parameters.
         static_loss_scale: The loss scale unless it is dynamic; None is 1.0.
         dynamic_loss_scale: Whether the scale adapts to overflows.
-        dynamic_loss_args: For a dynamic scale ``init_scale`` (default 2**16), ``scale_factor`` (2) and ``scale_window``
-            (2000 steps without overflow before the scale grows).
-        verbose: For legacy callers, and ignored; skipped steps are logged to ``autoamp.stepping``.
+        dynamic_loss_args: For a dynamic scale: ``init_scale`` (default 2**16), ``scale_factor`` (2), by which an
+            overflow divides the scale, and ``scale_window`` (2000), the number of steps without an overflow after which
+            the scale is multiplied by it.
+        verbose: Has no effect, and exists because Apex has it. Skips are logged to ``autoamp.stepping``.
 
     Attributes:
         optimizer: The optimizer given, whose ``param_groups`` and ``state`` are this one's too.
         loss_scaler: The scaler.
+
+    Raises:
+        UsageError: ``init_optimizer`` is no optimizer, or an `FP16_Optimizer`; or ``dynamic_loss_args`` has an unknown
+            key.
+        LossScaleError: The loss scale or an argument of the dynamic one is out of range.
     """
 
     def __init__(
@@ -63,7 +69,7 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
         )
         self.optimizer = init_optimizer
         handle = current_handle()
-        # At O2 an optimizer may have its masters, and a guard that knows nothing of this one's scale.
+        # At O2 the handle may have given the optimizer masters and a guard. The masters are used here, the guard goes.
         theirs = None if handle is None else handle.optimizers.hand_over(init_optimizer)
         self._masters = MasterWeights(init_optimizer) if theirs is None else theirs
         self._guard = StepGuard(init_optimizer, masters=self._masters, casts=_current_casts, on_step=self._tell_handle)
@@ -71,7 +77,7 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
         if handle is not None:
             handle.leave_to("FP16_Optimizer")
         self._tell_handle(self._guard.skips)
-        # What Optimizer.__init__ sets up besides groups and state, which here are the inner optimizer's.
+        # Groups and state are the inner optimizer's. This sets up the rest of what Optimizer.__init__ does.
         self.__setstate__({"defaults": getattr(init_optimizer, "defaults", {})})
 
     @property
@@ -82,17 +88,20 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The inner optimizer's state, by master; that of a half parameter is its master's."""
+        """The inner optimizer's state by master. A half parameter finds the state of its master."""
         return _State(self.optimizer.state, self._masters.of)
 
     @property
     def loss_scale(self) -> float:
-        """The current loss scale."""
+        """The current loss scale. May wait for the device."""
         return self.loss_scaler.loss_scale
 
     @property
     def overflow(self) -> bool:
-        """Whether the gradients of the step at hand overflowed, or those of the last step. Waits for the device."""
+        """Whether gradients since the last step overflowed; where there are none, whether that step was a skip.
+
+        Waits for the device.
+        """
         return self._guard.overflowed()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -104,9 +113,9 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
         """Run the backward pass of a scaled loss, in place of ``loss.backward()``.
 
         Args:
-            loss: A scalar floating tensor.
-            update_master_grads: Whether gradients are unscaled and checked right away. With False several backward
-                passes add up, until `update_master_grads` or `step`.
+            loss: A floating tensor of one element. It is scaled in fp32.
+            update_master_grads: Whether gradients are unscaled and checked right away. If not, they stay scaled, and
+                those of several backward passes add up, until `update_master_grads` or `step` is called.
             retain_graph: As for ``Tensor.backward``.
         """
         with scaled_block([self._guard], self.loss_scaler, delay_unscale=not update_master_grads) as scale:
@@ -117,37 +126,47 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
         self._guard.finish_delayed()
 
     def masters_from_model(self) -> None:
-        """Set the masters to the half parameters: for weights that were written through ``.data`` in mid-training."""
+        """Set the masters to the half parameters, after weights were written through ``.data`` between steps."""
         self._masters.read_model()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the masters and write them into the half parameters, unless the gradients overflowed.
+        """Step the masters and copy them into the half parameters, unless the gradients overflowed.
 
         Args:
             closure: Clears the gradients, runs the model and ``optimizer.backward(loss)``, and returns the loss.
+
+        Returns:
+            What the inner optimizer's ``step`` returns, None for a skip.
         """
         return self.optimizer.step() if closure is None else self.optimizer.step(closure)
 
     def zero_grad(self, set_to_none: bool = True, *, set_grads_to_None: bool | None = None) -> None:  # noqa: N803
-        """Clear the gradients of masters and half parameters alike. ``set_grads_to_None`` is the legacy keyword."""
+        """Clear the gradients of masters and half parameters.
+
+        Args:
+            set_to_none: Whether they are set to None. If not, to 0.
+            set_grads_to_None: The name of ``set_to_none`` in Apex.
+        """
         set_to_none = set_to_none if set_grads_to_None is None else set_grads_to_None
         self._masters.share_gradients()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     parameter.grad = None if set_to_none else parameter.grad.detach().zero_()
-        # Now the half parameters, which follow their masters.
+        # The masters' gradients were cleared; this clears those of their half parameters.
         self._masters.share_gradients()
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float:
-        """Clip the total norm of the masters' gradients.
+        """Scale down all gradients of the step so that their norm, taken together, is at most ``max_norm``.
+
+        Gradients that are still scaled are unscaled and checked first. Waits for the device.
 
         Args:
-            max_norm: The largest norm to let through.
+            max_norm: The limit of the norm.
             norm_type: The p of the p-norm; ``inf`` is allowed.
 
         Returns:
-            The norm before clipping, or -1 if the gradients overflowed and nothing was clipped.
+            The norm before clipping, or -1.0 if the gradients overflowed and nothing was clipped.
         """
         self.update_master_grads()
         if self.overflow:
@@ -157,14 +176,20 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
         return float(norm)
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
-        """Return the masters' gradients, a list for each group, or None after an overflow."""
+        """Return the gradients of the step, a list for each group, or None if they overflowed.
+
+        Gradients that are still scaled are unscaled and checked first. Waits for the device.
+        """
         self.update_master_grads()
         if self.overflow:
             return None
         return [[None if p.grad is None else p.grad.data for p in group["params"]] for group in self.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scaler's state, the inner optimizer's and the masters, by the legacy keys."""
+        """Return the states of the scaler and the inner optimizer, and the masters, by the keys that Apex has.
+
+        The masters in it are the fp32 tensors themselves, not copies.
+        """
         self._masters.follow()
         return {
             "loss_scaler": self.loss_scaler.state_dict(),
@@ -176,10 +201,10 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned: all of it, or nothing.
+        """Load what `state_dict` returned, and copy the masters into the half parameters.
 
         Raises:
-            CheckpointError: A key is missing or does not fit. The message names it.
+            CheckpointError: A key is missing or does not fit. The message names it, and nothing was loaded.
         """
         if not isinstance(state_dict, Mapping):
             raise CheckpointError(
@@ -215,10 +240,12 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
         raise UsageError(_NO_COPY)
 
     def _masters_by_group(self) -> list[list[Tensor]]:
+        """Return the masters, a list for each group; fp32 parameters, which have none, are left out."""
         masters = {id(master) for _, master in self._masters.pairs}
         return [[p for p in group["params"] if id(p) in masters] for group in self.param_groups]
 
     def _tell_handle(self, skips: Skips) -> None:
+        """Let the active handle count this optimizer's skips."""
         handle = current_handle()
         if handle is not None:
             handle.optimizers.note_own(skips, self.loss_scaler)
@@ -228,7 +255,7 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
 
 
 class _State(MutableMapping[Any, Any]):
-    """A view on an optimizer's state, which is found by master and by half parameter."""
+    """A view of an optimizer's state, in which a half parameter finds what is stored by its master."""
 
     def __init__(self, state: Any, stepped: Callable[[Any], Any]) -> None:
         self._state = state
@@ -257,11 +284,13 @@ class _State(MutableMapping[Any, Any]):
 
 
 def _current_casts() -> Casts | None:
+    """Return the casts of the active handle, None without one."""
     handle = current_handle()
     return None if handle is None else handle.casts
 
 
 def _dynamic_arguments(given: Mapping[str, float]) -> dict[str, Any]:
+    """Return the arguments of our dynamic scaler for the legacy ones. UsageError: there is no such argument."""
     unknown = sorted(set(given) - set(_DYNAMIC_ARGUMENTS))
     if unknown:
         raise UsageError(f"dynamic_loss_args has no {unknown[0]!r}; choose among {', '.join(_DYNAMIC_ARGUMENTS)}")
@@ -272,12 +301,13 @@ def _dynamic_arguments(given: Mapping[str, float]) -> dict[str, Any]:
         "growth_factor": factor,
         "backoff_factor": 1.0 / factor,
         "growth_interval": int(given.get("scale_window", 2000)),
-        # The legacy scaler knew no highest scale, and programs begin at 2**32.
+        # The legacy scaler has no highest scale, and programs give it 2**32 to begin with.
         "max_loss_scale": max(init_scale, 2.0**24),
     }
 
 
 def _matched(ours: list[list[Tensor]], theirs: Any) -> list[tuple[Tensor, Tensor]]:
+    """Pair the masters with those of a checkpoint. CheckpointError: groups or shapes differ."""
     shapes = [[tuple(tensor.shape) for tensor in group] for group in ours]
     try:
         found = [[tuple(tensor.shape) for tensor in group] for group in theirs]

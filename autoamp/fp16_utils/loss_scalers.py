@@ -14,7 +14,11 @@ __all__ = ["DynamicLossScaler", "LossScaler"]
 
 
 class _ByHand:
-    """What the legacy scalers share: the caller checks for overflow and updates the scale."""
+    """What the legacy scalers have in common.
+
+    The caller runs `backward`, checks with ``has_overflow``, divides the gradients by `loss_scale` and calls
+    `update_scale`.
+    """
 
     def __init__(self, scaler: scaling.LossScaler) -> None:
         self._scaler = scaler
@@ -25,30 +29,38 @@ class _ByHand:
         return self._scaler.loss_scale
 
     def scale_gradient(self, module: Any, grad_in: Iterable[Tensor], grad_out: Any) -> tuple[Tensor, ...]:
-        """Multiply a module's input gradients by the scale: a backward hook."""
+        """Return a module's input gradients times the scale: a backward hook of a module."""
         return tuple(self.loss_scale * grad for grad in grad_in)
 
     def update_scale(self, overflow: bool) -> None:
-        """Move on by one step."""
+        """Tell the scaler, once for each step, whether the gradients overflowed: a dynamic scale moves by that."""
         self._scaler.update(overflow)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Run the backward pass of the scaled loss. The gradients keep the scale."""
+        """Run the backward pass of ``loss * loss_scale``, computed in fp32. The gradients stay scaled.
+
+        Args:
+            loss: A floating tensor of one element.
+            retain_graph: As for ``Tensor.backward``.
+        """
         (loss.float() * self.loss_scale).backward(retain_graph=retain_graph)
 
 
 class LossScaler(_ByHand):
-    """A static scale. It sees no overflow, as ever.
+    """A static scale, which looks for no overflow.
 
     Args:
-        scale: The scale.
+        scale: The scale, from 2**-126 to 2**126.
+
+    Raises:
+        LossScaleError: ``scale`` is out of that range.
     """
 
     def __init__(self, scale: float = 1) -> None:
         super().__init__(scaling.StaticLossScaler(scale))
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """Return False."""
+        """Return False, whatever the gradients hold."""
         return False
 
 
@@ -57,8 +69,11 @@ class DynamicLossScaler(_ByHand):
 
     Args:
         init_scale: The first scale.
-        scale_factor: The factor.
-        scale_window: How many steps without overflow before the scale grows.
+        scale_factor: The factor, above 1.
+        scale_window: The number of steps without an overflow after which the scale grows.
+
+    Raises:
+        LossScaleError: An argument is out of range.
     """
 
     def __init__(self, init_scale: float = 2**32, scale_factor: float = 2.0, scale_window: int = 1000) -> None:

@@ -1,4 +1,4 @@
-"""Networks cast by hand, and fp32 masters beside their parameters: the legacy `apex.fp16_utils.fp16util`."""
+"""Networks cast to half by hand, and fp32 masters of their parameters: the legacy `apex.fp16_utils.fp16util`."""
 
 from __future__ import annotations
 
@@ -33,12 +33,15 @@ class tofp16(Module):  # noqa: N801
     """A layer that casts its floating input to fp16."""
 
     def forward(self, input: Any) -> Any:
-        """Return ``input``, a tensor or a nest of tensors, in fp16."""
+        """Return ``input``, a tensor or nested containers of tensors, with floating tensors in fp16."""
         return map_tensors(input, lambda tensor: tensor.half() if tensor.is_floating_point() else tensor)
 
 
 def BN_convert_float(module: Module) -> Module:  # noqa: N802
-    """Cast the batch norms in a module, itself included, to fp32, in place. Returns the module."""
+    """Cast the batch norms in a module, itself included, to fp32, in place, and return the module.
+
+    Batch norms without parameters (``affine=False``) are left as they are.
+    """
     for part in module.modules():
         if isinstance(part, MODULES_OF_BATCH_NORM) and part.affine:
             part.float()
@@ -46,16 +49,21 @@ def BN_convert_float(module: Module) -> Module:  # noqa: N802
 
 
 def network_to_half(network: Module) -> Module:
-    """Cast a network to fp16 with batch norms in fp32, and put a cast of the input before it.
+    """Cast a network to fp16, in place, and put a cast of the input to fp16 before it.
+
+    Batch norms are in fp32, unless they have no parameters.
 
     Returns:
-        ``nn.Sequential(tofp16(), network)``. The network is cast in place.
+        ``nn.Sequential(tofp16(), network)``.
     """
     return torch.nn.Sequential(tofp16(), BN_convert_float(network.half()))
 
 
 def convert_module(module: Module, dtype: torch.dtype) -> None:
-    """Cast the floating parameters and buffers that a module holds itself, its children's not, in place."""
+    """Cast a module's own floating parameters, their gradients and its buffers to ``dtype``, in place.
+
+    Those of its children are left as they are. The parameters stay the same objects, the buffers do not.
+    """
     for parameter in module._parameters.values():
         if parameter is not None and parameter.is_floating_point():
             grad, parameter.grad = parameter.grad, None
@@ -67,7 +75,10 @@ def convert_module(module: Module, dtype: torch.dtype) -> None:
 
 
 def convert_network(network: Module, dtype: torch.dtype) -> Module:
-    """Cast a network in place, batch norms with parameters excepted. Returns the network."""
+    """Cast the floating parameters and buffers of a network to ``dtype``, in place, and return the network.
+
+    Batch norms are left as they are, unless they have no parameters.
+    """
     for module in network.modules():
         if not (isinstance(module, MODULES_OF_BATCH_NORM) and module.affine):
             convert_module(module, dtype)
@@ -77,10 +88,13 @@ def convert_network(network: Module, dtype: torch.dtype) -> Module:
 
 
 class FP16Model(Module):
-    """A network cast to fp16, batch norms excepted, with its inputs cast on the way in.
+    """A network cast to fp16 by `convert_network`, whose floating inputs are cast to fp16 at each call.
+
+    Args:
+        network: The network, which is cast in place.
 
     Attributes:
-        network: The network, cast in place.
+        network: The network.
     """
 
     def __init__(self, network: Module) -> None:
@@ -88,7 +102,7 @@ class FP16Model(Module):
         self.network = convert_network(network, dtype=torch.half)
 
     def forward(self, *inputs: Any) -> Any:
-        """Call the network with fp16 inputs."""
+        """Call the network with inputs cast to fp16, and return what it returns."""
         return self.network(*(tofp16()(value) for value in inputs))
 
 
@@ -96,15 +110,17 @@ def prep_param_lists(model: Module, flat_master: bool = False) -> tuple[list[Par
     """Pair a model's trainable parameters with fp32 masters.
 
     Args:
-        model: Its trainable parameters are taken.
-        flat_master: One master for all, flattened. All parameters must be of one dtype.
+        model: The model.
+        flat_master: Whether there is a single master, with the elements of all parameters, in one dimension. All
+            parameters must be of one dtype then.
 
     Returns:
-        ``(model_params, master_params)``. The masters have gradients of their own only after
-        `model_grads_to_master_grads`. With ``flat_master`` the second list holds one parameter.
+        ``(model_params, master_params)``: the parameters that require gradients, and fp32 copies of their shapes. With
+        ``flat_master`` the second list has one parameter, whose gradient is 0; else the masters have no gradients until
+        `model_grads_to_master_grads` is called.
 
     Raises:
-        UsageError: ``flat_master`` with parameters of several dtypes.
+        UsageError: ``flat_master`` with parameters of several dtypes, or without parameters that require gradients.
     """
     model_params = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if flat_master:
@@ -123,7 +139,14 @@ def prep_param_lists(model: Module, flat_master: bool = False) -> tuple[list[Par
 def model_grads_to_master_grads(
     model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
 ) -> None:
-    """Copy the gradients of model parameters to their masters, in fp32."""
+    """Copy the gradients of model parameters to their masters, in fp32.
+
+    Args:
+        model_params: The first list that `prep_param_lists` returned.
+        master_params: The second.
+        flat_master: As for `prep_param_lists`. A parameter without a gradient counts as one with a gradient of 0 then;
+            else its master has no gradient either.
+    """
     if flat_master:
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]
         master_params[0].grad = flatten(grads).float()
@@ -136,17 +159,23 @@ def model_grads_to_master_grads(
 def master_params_to_model_params(
     model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
 ) -> None:
-    """Copy the masters into the model parameters, in one multi-tensor pass."""
+    """Copy the masters into the model parameters, rounded to their dtypes, in one multi-tensor pass.
+
+    Args:
+        model_params: The first list that `prep_param_lists` returned.
+        master_params: The second.
+        flat_master: As for `prep_param_lists`.
+    """
     sources = list(unflatten(master_params[0].data, model_params)) if flat_master else list(master_params)
     if sources:
         torch._foreach_copy_(list(model_params), sources)
 
 
 def to_python_float(value: Tensor | Sequence[float]) -> float:
-    """Return the one number in a tensor or a sequence."""
+    """Return the number in a tensor of one element, or the first of a sequence. A tensor's device is waited for."""
     return value.item() if isinstance(value, Tensor) else float(value[0])
 
 
 def clip_grad_norm(parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Clip the total norm of gradients in place and return the norm before; `torch.nn.utils.clip_grad_norm_`."""
+    """Clip gradients in place and return their total norm before that, as `torch.nn.utils.clip_grad_norm_` does."""
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
