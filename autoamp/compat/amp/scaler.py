@@ -27,7 +27,7 @@ class LossScaler(ScalerView):
         max_loss_scale: The highest dynamic scale.
 
     Raises:
-        ValueError: An argument is out of range.
+        LossScaleError: An argument is out of range. It is a ValueError.
     """
 
     warned_no_fused_kernel = False

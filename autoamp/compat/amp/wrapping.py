@@ -1,4 +1,4 @@
-"""`apex.amp.wrap`: what replaced functions of a module registers them with the runtime here; two decorate functions."""
+"""`apex.amp.wrap`. What wrote casts into a module there registers the module's functions with the runtime here."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def cached_cast(
 
     Raises:
         UsageError: ``cast_fn`` is another function.
-        ValueError: ``mod.fn`` is nothing that can be patched.
+        TargetError: ``mod.fn`` is nothing that can be patched. It is a ValueError.
     """
     if not hasattr(mod, fn):
         return
@@ -52,7 +52,7 @@ def promote(mod: Any, fn: str, handle: Any, verbose: bool = False) -> None:
     ``handle`` and ``verbose`` have no effect. Where there is no ``mod.fn`` nothing is done.
 
     Raises:
-        ValueError: ``mod.fn`` is nothing that can be patched.
+        TargetError: ``mod.fn`` is nothing that can be patched. It is a ValueError.
     """
     if hasattr(mod, fn):
         register_promote_function(mod, fn)

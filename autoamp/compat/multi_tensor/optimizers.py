@@ -452,7 +452,7 @@ def _updates(firsts: list[Tensor], seconds: list[Tensor], biases: tuple[float, f
 
 
 def _clipped(grads: list[Tensor], norm: Tensor | float, limit: float) -> list[Tensor]:
-    """Return new tensors: gradients of this total norm, scaled down to a limit; at or below 0 there is none."""
+    """Return new tensors: gradients of this total norm, scaled down to a limit; one of 0 or less is no limit."""
     if limit <= 0:
         return [grad.clone() for grad in grads]
     excess = torch.as_tensor(norm, dtype=torch.float32).reshape(()) / limit

@@ -37,14 +37,14 @@ def test_both_eras_are_one_class() -> None:
         FusedAdam([param(1.0)], amsgrad=True)
 
 
-def test_without_early_arguments_it_is_the_native_one() -> None:
-    ours, native = param(1.0, -2.0), param(1.0, -2.0)
-    pair = [FusedAdam([ours], lr=0.1, weight_decay=0.1), optimizers.FusedAdam([native], lr=0.1, weight_decay=0.1)]
+def test_without_early_arguments_it_steps_as_autoamps_own() -> None:
+    early, own = param(1.0, -2.0), param(1.0, -2.0)
+    pair = [FusedAdam([early], lr=0.1, weight_decay=0.1), optimizers.FusedAdam([own], lr=0.1, weight_decay=0.1)]
     for grad in ([0.5, 3.0], [-1.0, 0.25]):
-        ours.grad, native.grad = torch.tensor(grad), torch.tensor(grad)
+        early.grad, own.grad = torch.tensor(grad), torch.tensor(grad)
         for optimizer in pair:
             optimizer.step()
-    assert torch.equal(ours, native)
+    assert torch.equal(early, own)
 
 
 def test_max_grad_norm_is_for_each_group() -> None:
