@@ -136,7 +136,10 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
             closure: Clears the gradients, runs the model and ``optimizer.backward(loss)``, and returns the loss.
 
         Returns:
-            What the inner optimizer's ``step`` returns, None for a skip.
+            What the inner optimizer's ``step`` returns; for a skip None, or the loss if the closure was evaluated.
+
+        Raises:
+            NonFiniteGradientsError: There were too many skips in a row, or gradients overflowed in the middle of one.
         """
         return self.optimizer.step() if closure is None else self.optimizer.step(closure)
 

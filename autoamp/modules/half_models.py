@@ -1,8 +1,8 @@
 """Models in half precision (O2, O3): their parameters and buffers are cast in place, and can be cast back.
 
-What goes into such a model and what comes out of it is cast by a patched module call, and a model carries nothing but a
-tag: a deep copy is a model of its own. Its ``state_dict()`` is fp32, from the masters where there are
-some, and what is loaded reaches the masters unrounded. Buffers keep their fp32 values beside the rounded ones.
+The patched module call (`call`) casts what goes into such a model and what comes out of it, by its `ForwardDtypes`. The
+model itself has only a tag, which a deep copy has too. Its ``state_dict()`` is fp32, from the masters where there are
+some, and what is loaded reaches the masters unrounded. The fp32 values of buffers are stored beside the half ones.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class ForwardDtypes:
     Attributes:
         inputs: The dtype that inputs are cast to; None leaves them.
         outputs: The dtype that outputs are cast to; None leaves them.
-        casts: Whether the casts of the lists are on within, whatever they are elsewhere; None leaves them.
-        doubles: Whether inputs in fp64 are cast too: a model with fp64 parameters wants them as they are.
+        casts: Whether the casts of the lists are on within the call, whatever they are elsewhere; None leaves them.
+        doubles: Whether inputs in fp64 are cast too. False for models with fp64 parameters.
     """
 
     inputs: torch.dtype | None = None
@@ -49,7 +49,18 @@ class ForwardDtypes:
     doubles: bool = False
 
     def around(self, call: Callable[..., Any], casts: Casts, module: Module, args: Any, kwargs: Any) -> Any:
-        """Call a module with inputs and outputs in these dtypes."""
+        """Call a module with inputs and outputs in these dtypes, and casts on or off.
+
+        Args:
+            call: What is called with the module, its positional arguments and its keyword arguments.
+            casts: Those of the handle.
+            module: The module.
+            args: Its positional arguments, a tuple.
+            kwargs: Its keyword arguments, a dict.
+
+        Returns:
+            The outputs.
+        """
         local, token = casts.local, None
         if self.inputs is not None:
             args, kwargs = cast_structure((args, kwargs), self.inputs, doubles=self.doubles)
@@ -57,7 +68,7 @@ class ForwardDtypes:
             if not local.within_disabled():
                 token = local.set(True, forced_off=False)
         elif self.casts is False and casts.on_by_default:
-            # Where torch is patched for other models.
+            # Casts are on because of other models.
             token = local.set(False)
         try:
             outputs = call(module, args, kwargs)
@@ -71,9 +82,9 @@ class CastModels:
     """The models of a handle that are in half precision, or whose inputs and outputs are cast.
 
     Attributes:
-        originals: By ``id(parameter)`` the fp32 values that parameters had before, from which masters are made. Cleared
-            once the optimizers have theirs.
-        forward_dtypes: In which dtypes models take inputs and give outputs.
+        originals: By ``id(parameter)`` the fp32 values that parameters had before they were cast, from which masters
+            are made. Cleared when the optimizers have their masters.
+        forward_dtypes: In which dtypes models take inputs and give outputs, by tag.
     """
 
     def __init__(self) -> None:
@@ -89,8 +100,8 @@ class CastModels:
 
         Args:
             model: Any module. Parameters and buffers that occur more than once stay shared. fp64 is left alone.
-            dtype: fp32 or a half dtype.
-            keep_norms: Whether batch and instance norms keep their parameters and running statistics as they are.
+            dtype: fp32, fp16 or bf16.
+            keep_norms: Whether the parameters and running statistics of batch and instance norms stay as they are.
         """
         buffers: dict[int, Tensor] = {}
         for module in model.modules():
@@ -105,14 +116,14 @@ class CastModels:
                         buffers[id(buffer)] = self._cast_buffer(buffer, dtype)
                     module._buffers[name] = buffers[id(buffer)]
             if isinstance(module, torch.nn.RNNBase):
-                # cuDNN wants its weights in one piece; a cast has scattered them.
+                # cuDNN wants its weights in one piece of memory, and the cast has allocated each by itself.
                 flatten_weights(module)
         self._models[model] = dtype
 
     def _cast_parameter(self, parameter: Tensor, dtype: torch.dtype) -> None:
         grad, parameter.grad = parameter.grad, None
         if dtype is torch.float32:
-            # An optimizer that was dropped left its masters. Before there are any, the values are as they were.
+            # The fp32 values are those of the master, which outlives its optimizer, or without one the original values.
             wide = release_master(parameter)
             wide = self.originals.get(id(parameter)) if wide is None else wide
             parameter.data = parameter.data.float() if wide is None else wide.detach()
@@ -133,17 +144,17 @@ class CastModels:
         return half
 
     def _wide_buffer(self, buffer: Tensor) -> Tensor | None:
-        """Return the fp32 values of a half buffer, None if it was written to since."""
+        """Return the fp32 values of a half buffer, None where there are none or the buffer was written to since."""
         wide: Tensor | None = self._wide_buffers.get(buffer)
         return wide if wide is not None and torch.equal(wide.to(buffer.dtype), buffer) else None
 
     def step_halves(self, optimizer: Any) -> None:
-        """Let an optimizer's state be of the dtype of the parameters, now and when these are cast back."""
+        """Cast the state of an optimizer without masters to its parameters' dtypes, now and when they are cast back."""
         fit_state(optimizer)
         self._optimizers.add(optimizer)
 
     def set_forward_dtypes(self, model: Module, dtypes: ForwardDtypes) -> None:
-        """Cast what goes into and comes out of a model, at each of its calls and at those of its copies."""
+        """Cast what goes into and comes out of a model, at each of its calls and at those of its later copies."""
         self._models.setdefault(model, None)
         self._drop_forward_dtypes(model)
         self.forward_dtypes.give(model, dtypes)
@@ -154,14 +165,14 @@ class CastModels:
             self.forward_dtypes.take(tag, model)
 
     def builders(self) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
-        """The methods of `torch.nn.Module` to patch beside its call, each with the builder of its replacement."""
+        """Return which methods of `torch.nn.Module` to patch beside its call, each with what builds its replacement."""
         if not self._models:
             return ()
         return ("state_dict", self._build_state_dict), ("load_state_dict", self._build_load_state_dict)
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Cast every model that is in half precision back to fp32, after optimizers have given their masters back."""
+        """Cast every half model back to fp32. The optimizers must step the models' own parameters again by then."""
         self.let_go(list(self._models))
         self._optimizers.clear()
         self.forward_dtypes.values.clear()
@@ -179,7 +190,7 @@ class CastModels:
             fit_state(optimizer)
 
     def overlapping(self, models: Iterable[Module]) -> list[Module]:
-        """Return the models here that are, have, or are a part of one of these."""
+        """Return the models that have a module in common with one of these."""
         modules = {module for model in models for module in model.modules()}
         return [model for model in self._models if not modules.isdisjoint(model.modules())]
 
@@ -188,7 +199,7 @@ class CastModels:
         return [model for model, dtype in self._models.items() if dtype in HALF_DTYPES]
 
     def _involves_halves(self, module: Module) -> bool:
-        """Tell whether a module is or has a model in half precision, or a copy of one, or is a part of such a model."""
+        """Tell whether a module is or has a half model or a copy of one, or is a part of a half model."""
         for part in module.modules():
             tag = self.forward_dtypes.find(part)
             if tag is not None and self.forward_dtypes.values[tag].inputs in HALF_DTYPES:
@@ -240,13 +251,13 @@ class CastModels:
 
     @torch.no_grad()
     def _load_wide(self, module: Module, state_dict: Mapping[str, Any]) -> None:
-        """Bring a checkpoint's fp32 values, of which the half ones were just loaded, to masters and wide buffers."""
+        """Write a checkpoint's values, whose rounded ones were just loaded, to masters and fp32 values of buffers."""
         for buffer in module.buffers():
             if buffer in self._wide_buffers:
                 self._wide_buffers[buffer] = buffer.float()
         for name, half, wide in self._wide_values(module):
             value = state_dict.get(name)
-            # A hook of the module may have loaded something else than what stands under this name.
+            # A hook of the module may have loaded something else than the entry of this name.
             if isinstance(value, Tensor) and value.shape == half.shape:
                 value = value.to(device=half.device)
                 if torch.equal(value.to(half.dtype), half):
@@ -257,10 +268,10 @@ class CastModels:
 
 
 def cast_structure(value: Any, dtype: torch.dtype, *, doubles: bool = False) -> Any:
-    """Cast the floating tensors in a nest of containers, dataclasses and objects with a ``to`` method.
+    """Cast the floating tensors in nested containers, dataclasses and objects with a ``to`` method.
 
-    Complex, integer and sparse tensors are left alone, and without ``doubles`` fp64. Nothing is written to: what
-    changes is built anew.
+    Complex, integer and sparse tensors are left alone, and without ``doubles`` fp64 ones. Nothing is written to:
+    containers and dataclasses whose tensors change are built anew, and of objects what their ``to`` returns is taken.
     """
     sources = _FLOATS | {torch.float64} if doubles else _FLOATS
 
@@ -280,9 +291,9 @@ def cast_structure(value: Any, dtype: torch.dtype, *, doubles: bool = False) -> 
 
 
 class _OthersStay(TorchFunctionMode):
-    """Within, `Tensor.to` and `Tensor.type` do not make floating tensors of integers, bools and complex ones.
+    """A mode in which `Tensor.to` and `Tensor.type` do not change the dtype of integer, bool and complex tensors.
 
-    Objects with a ``to`` pass on what they get to all that they hold: an index of 1001 would be 1000 in fp16.
+    The ``to`` of an object may pass the dtype on to all tensors in it, and an index of 2049 would become 2048 in fp16.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -296,6 +307,7 @@ class _OthersStay(TorchFunctionMode):
 
 
 def _cast_dataclass(value: Any, convert: Callable[[Tensor], Any], other: Callable[[Any], Any]) -> Any:
+    """Return a dataclass's instance with converted fields; the instance itself where none changes."""
     changed = {}
     for field in dataclasses.fields(value):
         old = getattr(value, field.name)
@@ -304,7 +316,7 @@ def _cast_dataclass(value: Any, convert: Callable[[Tensor], Any], other: Callabl
             changed[field.name] = new
     if not changed:
         return value
-    # A copy, not `replace`: that one runs __init__, which may do more than take fields.
+    # Not `dataclasses.replace`, which calls __init__: that may do more than set fields.
     rebuilt = copy.copy(value)
     for name, new in changed.items():
         object.__setattr__(rebuilt, name, new)
@@ -312,15 +324,18 @@ def _cast_dataclass(value: Any, convert: Callable[[Tensor], Any], other: Callabl
 
 
 class _Depth(threading.local):
+    """Whether this thread is within a call of ``state_dict``: 1, else 0."""
+
     value = 0
 
 
 def _state_arguments(destination: Any = None, prefix: str = "", keep_vars: bool = False) -> tuple[Any, str, bool]:
+    """Return the arguments of `torch.nn.Module.state_dict`, however they were passed."""
     return destination, prefix, keep_vars
 
 
 def _widened(value: Any, wide: Tensor | None, keep_vars: bool) -> Any:
-    """Return an entry of a state dict in fp32: its wide values where there are some."""
+    """Return an entry of a state dict in fp32: ``wide``, where the entry has fp32 values, else the entry cast."""
     if wide is not None:
         return wide if keep_vars else wide.detach()
     return value.float() if isinstance(value, Tensor) and value.dtype in HALF_DTYPES else value

@@ -1,9 +1,9 @@
-"""Casts for programs that know nothing of mixed precision: within the calls of modules, and of what derives from them.
+"""Casts for programs written without mixed precision: within calls of modules, and of what is computed from outputs.
 
-A table that a constructor computes, a covariance, a metric, a step taken by hand are none of a model's forward pass,
-and stay as precise as the program has them. So casts are on within a module's call, unless a module is constructed
-meanwhile, and elsewhere for a call with an argument that requires gradients or is in the half dtype already. What comes
-out of the outermost call is fp32 again.
+Casts are on within a module's call, but not in the constructor of a module that is made there. Outside of module calls
+they are on for a function call with an argument that requires gradients or is in the half dtype already. What else a
+program computes (a table in a constructor, a covariance, a metric, an update written by hand) is not part of a model's
+forward pass, and is not cast. The outputs of the outermost module call are fp32.
 
 A program that turns out to compute in half precision itself is left alone.
 """
@@ -32,19 +32,20 @@ log = logging.getLogger(__name__)
 
 # What may change the dtype of a module's parameters.
 _CONVERSIONS = ("bfloat16", "double", "float", "half", "to", "type")
-# In ``ThreadState.on``, where the constructor of a module has begun within the call of another.
+# The value of ``ThreadState.on`` when a module's constructor was called within the call of another module, and may be
+# running still. It counts as false.
 _PAUSED: Any = ()
 
 
 class ModuleCasts(Casts):
-    """Casts within the calls of modules, and of what derives from them.
+    """Casts within the calls of modules, and of what is computed from their outputs.
 
     Attributes:
-        left_to: What the program itself computes in half precision with, so that nothing is cast; None where it has
-            nothing of the kind.
-        waits_for: The call that is to come first, as the program has it in its source; None where nothing is waited
-            for.
-        on_left: Called once with ``left_to``.
+        left_to: By what the program itself computes in half precision, so that nothing is cast; None while nothing of
+            the kind was seen.
+        waits_for: The call, as the program's source has it, that must come before anything is cast; None where there is
+            none.
+        on_left: Called once with ``left_to``, when that is set.
     """
 
     def __init__(self, dtype: torch.dtype, device_type: str, *, enable_caching: bool = True) -> None:
@@ -54,23 +55,22 @@ class ModuleCasts(Casts):
         self.on_left: Callable[[str], None] = lambda whom: None
         self._awaited: Callable[[], str | None] | None = None
         self._trains = False
-        # By id the modules without half parameters, as far as anybody has looked. Dynamo cannot trace a WeakSet.
+        # By id the modules that were found to have no half parameters. Not a WeakSet, which Dynamo cannot trace.
         self._seen: dict[int, weakref.ref[Module]] = {}
 
-    # -- whether the program is cast --
-
     def wait_for(self, awaited: Callable[[], str | None]) -> None:
-        """Ask before anything is cast whether the program is to set mixed precision up itself, and wait for that.
+        """Cast nothing before the program has set up mixed precision itself, if its source has a call that does so.
 
-        The first step of an optimizer tells that it does not.
+        That ends with the first step of an optimizer: a program that trains by then will not make the call.
 
         Args:
-            awaited: Names the call that the program sets it up by; None where it has none.
+            awaited: Returns that call as the source has it, None where there is none. Called once, before the first
+                cast.
         """
         self._awaited = awaited
 
     def note_step(self) -> None:
-        """Take note that an optimizer steps: who has not set mixed precision up by now will not do so."""
+        """Take note that an optimizer steps: a program without mixed precision by now will not set it up later."""
         self._trains, self._awaited = True, None
         if self.waits_for is not None and self.left_to is None:
             log.info("the program trains without %s: casts are on from here", self.waits_for)
@@ -86,12 +86,14 @@ class ModuleCasts(Casts):
             self.on_left(whom)
 
     def _turn(self, on: bool | None) -> None:
+        """Turn casts off for all threads, or with None let calls decide again."""
         self._on = on
         if self.is_open:
-            # No more than the default of threads: one that is within a module's call goes on to its end.
+            # Only the default: a thread that is within a module's call has set its own switches until the call ends.
             self.local.set_default(on, forced_off=on is False)
 
     def _has_begun(self) -> bool:
+        """Tell whether anything may be cast yet, or a call of the program is waited for."""
         if self._awaited is not None and not torch.compiler.is_dynamo_compiling():
             awaited, self._awaited = self._awaited, None
             self.waits_for = awaited()
@@ -101,7 +103,10 @@ class ModuleCasts(Casts):
         return self.waits_for is None
 
     def _takes(self, module: Module) -> bool:
-        """Tell whether a module's call is to be cast: not that of one in half precision, which is the program's own."""
+        """Tell whether a module's call is to be cast: not where the program has half parameters in it.
+
+        Such a module before the first step means that the program does its own mixed precision.
+        """
         known = self._seen.get(id(module))
         if known is not None and known() is module:
             return True
@@ -111,19 +116,17 @@ class ModuleCasts(Casts):
             seen[key] = weakref.ref(module, lambda _: seen.pop(key, None))
         elif not self._trains:
             self.leave_to(f"{type(module).__name__} in {str(dtype).removeprefix('torch.')}")
-        # Later than that it is a copy, to be saved or evaluated.
+        # After the first step a half module may be a copy to save or evaluate: only its own calls are not cast.
         return dtype is None
 
-    # -- where it is cast --
-
     def state(self) -> bool | None:
-        """Tell whether this thread casts now; None where the arguments of each call tell."""
+        """Tell whether this thread casts now; None where each call decides by its arguments."""
         local = self.local
         on: bool | None = local.on
         paused = on is _PAUSED
         if torch.compiler.is_dynamo_compiling() or not (paused or (on is None and local.constructing)):
             return True if paused else on
-        # Nothing tells of the end of a constructor. Who is about to cast looks for it on the stack.
+        # The end of a constructor cannot be seen, so whether one is still running is looked up on the stack.
         if _in_constructor(sys._getframe(1)):
             return False
         local.constructing = False
@@ -132,26 +135,26 @@ class ModuleCasts(Casts):
         return on
 
     def switches(self, args: Sequence[Any] = ()) -> Switches:
-        """Return how this thread casts now; what requires gradients in ``args`` turns casts on."""
+        """Return how this thread casts now, for `ThreadState.set`; on where a tensor in ``args`` requires gradients."""
         on, forced_off = super().switches()
         if on is None and any(tensor.requires_grad for tensor in iter_tensors(args)):
             on = True
         return on, forced_off
 
     def remembered(self, function: Callable[..., Any], args: Sequence[Any] = ()) -> Callable[..., Any]:
-        """Wrap a function as `Casts.remembered`. Where its arguments turn casts on, it gives fp32, as a module does."""
+        """Wrap a function as `Casts.remembered` does. Where ``args`` turn casts on, half outputs become fp32."""
         run, on = super().remembered(function, args), self.state()
         if on is not None or not self.switches(args)[0]:
             return run
         return lambda *args, **kwargs: self._widened(run(*args, **kwargs))
 
     def wants(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Tell whether a call is to be cast: outside modules, one whose arguments derive from a model's."""
+        """Tell whether a call is to be cast: within a module's call, or because of its arguments (see `_derives`)."""
         on = self.state()
         return on if on is not None else _derives((args, kwargs), self.dtype) and self._has_begun()
 
     def passing(self, original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what a replacement calls where `ThreadState.on` is false: it looks closer."""
+        """Return what a replacement calls where `ThreadState.on` is false: it asks `wants`, and casts after all."""
         local = self.local
 
         def passed(*args: Any, **kwargs: Any) -> Any:
@@ -166,7 +169,7 @@ class ModuleCasts(Casts):
         return passed
 
     def around_outermost(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what stands around a module's call that is within no other: it turns casts on."""
+        """Return a wrapper of a module's call that is within no other module's call: it turns casts on."""
         local, compiling = self.local, torch.compiler.is_dynamo_compiling
 
         def outermost(module: Module, *args: Any, **kwargs: Any) -> Any:
@@ -178,13 +181,14 @@ class ModuleCasts(Casts):
                 outputs = call(module, *args, **kwargs)
             finally:
                 local.reset(token)
-            # In an autocast region of the program's own outputs are what torch makes of them.
+            # In an autocast region of the program outputs have the dtypes that torch gives them.
             in_region = is_any_autocast_enabled() and self.autocast_rules()
             return self._widened(outputs) if within and not in_region else outputs
 
         return outermost
 
     def _widened(self, outputs: Any) -> Any:
+        """Return nested outputs with tensors of the half dtype cast to fp32."""
         half, device_type = self.dtype, self.device_type
 
         def widen(tensor: Tensor) -> Tensor:
@@ -193,10 +197,8 @@ class ModuleCasts(Casts):
         return map_tensors(outputs, widen)
 
     def evaluating(self) -> Any:
-        """Let a closure, which an optimizer calls within its step, cast as around the step."""
+        """Let calls decide by their arguments in a closure that an optimizer calls in its step. There casts are off."""
         return self.switched(None)
-
-    # -- what is patched for it --
 
     def builders(self) -> Sequence[tuple[Any, str, Callable[[Any], Any]]]:
         """Return what else is to be patched: a module's constructor, and what changes its parameters' dtype."""
@@ -206,6 +208,7 @@ class ModuleCasts(Casts):
         ]
 
     def _build_init(self, original: Any) -> Any:
+        """Build the replacement of `Module.__init__`: it notes that a constructor may be running."""
         local, compiling = self.local, torch.compiler.is_dynamo_compiling
 
         def init(module: Module, *args: Any, **kwargs: Any) -> None:
@@ -219,6 +222,7 @@ class ModuleCasts(Casts):
         return imitate(init, original)
 
     def _build_conversion(self, original: Any) -> Any:
+        """Build the replacement of a method that may change dtypes: modules are looked at again after it."""
         seen, compiling = self._seen, torch.compiler.is_dynamo_compiling
 
         def convert(module: Module, *args: Any, **kwargs: Any) -> Any:
@@ -230,7 +234,10 @@ class ModuleCasts(Casts):
 
 
 def _is_torchs(cls: type) -> bool:
-    """Tell whether a class is torch's own: its layers compute no tables, and Dynamo makes modules while it traces."""
+    """Tell whether a class is torch's own. Its constructors need no pause: they compute nothing that casts would spoil.
+
+    And Dynamo makes modules of torch while it traces.
+    """
     return str(cls.__module__).partition(".")[0] == "torch"
 
 
@@ -247,6 +254,6 @@ def _in_constructor(frame: types.FrameType | None) -> bool:
 
 
 def _derives(values: Any, half: torch.dtype) -> bool:
-    """Tell whether a tensor among nested arguments requires gradients, where they are recorded, or is a half one."""
+    """Tell whether a tensor among nested arguments is half, or requires gradients while these are recorded."""
     records = torch.is_grad_enabled()
     return any(tensor.dtype is half or (records and tensor.requires_grad) for tensor in iter_tensors(values))

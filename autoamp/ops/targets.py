@@ -1,4 +1,4 @@
-"""From names to places: what each rule of a table patches in the torch that is installed."""
+"""What each rule of a table patches: the attributes that its name means in the installed torch and imported modules."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Target:
     """One attribute to patch.
 
     Attributes:
-        parent: The module or class that holds it.
+        parent: The module, class or object whose attribute it is.
         attribute: Its name there.
-        original: What is there now, replacements of ours taken off.
+        original: What is there now, below any replacement of ours.
         rule: The rule that asks for the patch.
-        functional: For an in-place form the out-of-place function it is derived from, else None.
+        functional: For an in-place form the function that computes the same out of place, else None.
     """
 
     parent: Any
@@ -63,12 +63,12 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """What a table comes to in this process.
+    """What a table's rules mean in this process.
 
     Attributes:
         targets: What to patch now.
-        deferred: Rules on modules that are not imported yet.
-        skipped: Rules of shipped list sets on names that this torch lacks.
+        deferred: Rules on attributes of modules that are not imported yet.
+        skipped: Rules of shipped list sets on names that the installed torch, or another imported module, lacks.
     """
 
     targets: tuple[Target, ...]
@@ -78,12 +78,13 @@ class Expansion:
 
 @functools.cache
 def _namespaces() -> tuple[Any, ...]:
+    """Return the public namespaces of torch in which a bare name is looked up."""
     return (torch, torch.Tensor, torch.nn.functional, torch.linalg, torch.special, torch.fft)
 
 
 @functools.cache
 def known_ops() -> frozenset[str]:
-    """Return every name that a bare rule may use: the callables of torch's public namespaces that are no classes."""
+    """Return every name that a bare rule may use: callables in torch's public namespaces, but no classes."""
     names = set()
     for namespace in _namespaces():
         for name, value in _attributes(namespace).items():
@@ -94,7 +95,7 @@ def known_ops() -> frozenset[str]:
 
 
 def _attributes(namespace: Any) -> dict[str, Any]:
-    """Return the attributes of a module or a class, inherited ones included, as they stand there."""
+    """Return the attributes of a module or a class by name, with inherited ones; descriptors as they are."""
     attributes: dict[str, Any] = {}
     for base in reversed(namespace.__mro__) if isinstance(namespace, type) else [namespace]:
         attributes.update(vars(base))
@@ -102,7 +103,9 @@ def _attributes(namespace: Any) -> dict[str, Any]:
 
 
 def expand(table: CastTable) -> Expansion:
-    """Resolve a table's rules, the later over the earlier for the same place.
+    """Resolve a table's rules. Where several mean the same attribute the last one applies.
+
+    Rules whose ``versions`` do not admit the installed torch are passed over.
 
     Raises:
         ListFileError: A rule names an op that torch does not have, or an attribute that an imported module does not
@@ -111,7 +114,7 @@ def expand(table: CastTable) -> Expansion:
     rules = tuple(rule for rule in table.rules if admits_version(rule.versions, torch.__version__))
     table = replace(table, rules=rules)
     lacking = check_bare_names(table, known_ops())
-    # An op that is left alone is as well off where torch lacks it.
+    # A rule to leave an op alone needs no report where torch lacks the op.
     skipped = [rule for rule in lacking if rule.policy is not CastPolicy.NONE]
     lacking_targets = {rule.target for rule in lacking}
     places: dict[tuple[int, str], Target] = {}
@@ -146,12 +149,13 @@ def expand(table: CastTable) -> Expansion:
 
 
 def locate(rule: CastRule) -> tuple[Target, ...] | None:
-    """Resolve a dotted rule: that target alone. None while its module is not imported.
+    """Resolve a dotted rule, whose name means one attribute alone. None while its module is not imported.
 
-    A class stands for the method that does its work: ``forward`` of a module, ``apply`` of an autograd function.
+    The name of a class means its method: ``forward`` of an `nn.Module`, ``apply`` of an autograd function.
 
     Raises:
-        ListFileError: The module is imported and has no such attribute, or the target is nothing that is called.
+        ListFileError: The module is imported and has no such attribute; or the attribute cannot be called, or is any
+            other class.
     """
     try:
         found = resolve(rule.target)
@@ -164,12 +168,12 @@ def locate(rule: CastRule) -> tuple[Target, ...] | None:
 
 
 def target_at(parent: Any, attribute: str, rule: CastRule) -> Target:
-    """Describe the patch of one attribute of a module, class or object.
+    """Return the target for one attribute of a module, class or object.
 
     Raises:
-        ListFileError: The attribute is nothing that is called.
+        ListFileError: The attribute cannot be called, or is a class other than `locate` allows.
     """
-    # Of a class the descriptor itself is patched; of an object, what a call through the object finds.
+    # In a class the descriptor is replaced; in a module or object, what the attribute's value is.
     found = inspect.getattr_static(parent, attribute) if isinstance(parent, type) else getattr(parent, attribute)
     original = original_of(found)
     if isinstance(original, type):
@@ -181,6 +185,7 @@ def target_at(parent: Any, attribute: str, rule: CastRule) -> Target:
 
 
 def _method_of(cls: type, rule: CastRule) -> tuple[type, str, Any]:
+    """Return the class, the name of the method that a rule on it means, and that method, unpatched."""
     for base, method in ((torch.nn.Module, "forward"), (torch.autograd.Function, "apply")):
         if issubclass(cls, base):
             return cls, method, original_of(inspect.getattr_static(cls, method))
@@ -190,7 +195,7 @@ def _method_of(cls: type, rule: CastRule) -> tuple[type, str, Any]:
 
 
 def _spellings(rule: CastRule, spaces: list[tuple[Any, dict[str, Any]]]) -> Iterator[Target]:
-    """Every public spelling of a bare name, and the in-place forms derived from it.
+    """Yield the targets of a bare name: the attribute of that name in each namespace, and its in-place form there.
 
     Args:
         rule: A rule on a bare name.
@@ -198,8 +203,8 @@ def _spellings(rule: CastRule, spaces: list[tuple[Any, dict[str, Any]]]) -> Iter
     """
     for name in _names(rule.target):
         if name != rule.target and rule.policy is CastPolicy.FP16:
-            # A product in place goes on in what it is written to, as under autocast: no rule to half speaks for that.
-            # But half factors, which the program knows nothing of, are no error.
+            # A product in place has the dtype of the tensor that it writes to, as under autocast: it is not cast to
+            # half. Its factors are promoted to one dtype, as some of them may be half because of other rules.
             rule = replace(rule, policy=CastPolicy.PROMOTE)
         in_torch = None
         for namespace, attributes in spaces:
@@ -209,11 +214,12 @@ def _spellings(rule: CastRule, spaces: list[tuple[Any, dict[str, Any]]]) -> Iter
             in_torch = original if namespace is torch else in_torch
             functional = _functional_in(attributes, name)
             if functional is None and name != rule.target:
-                # Nothing to derive it from: `normal_` fills, and no `Tensor.normal` computes what it fills with.
+                # No function computes the same out of place: `Tensor.normal_` exists, `Tensor.normal` does not.
                 continue
             yield Target(namespace, name, original, rule, functional)
             yield from _definition(original, name, rule)
-        # What torch spells in Python calls torch._VF itself; only recurrent layers go to torch._VF past torch.
+        # Recurrent layers call builtins in RECURRENT (torch._VF), not in torch. Functions that torch writes in Python
+        # call that namespace themselves, so it is enough to patch the functions.
         if in_torch is not None and not isinstance(in_torch, types.FunctionType):
             original = _callable_at(RECURRENT, name)
             functional = _functional(RECURRENT, name)
@@ -222,7 +228,7 @@ def _spellings(rule: CastRule, spaces: list[tuple[Any, dict[str, Any]]]) -> Iter
 
 
 def _definition(original: Any, name: str, rule: CastRule) -> Iterator[Target]:
-    """The module that defines a Python function which torch exports under the same name (`torch.functional.einsum`)."""
+    """Yield the target in the module that defines a Python function of torch, such as `torch.functional.einsum`."""
     if isinstance(original, types.FunctionType):
         module = sys.modules.get(original.__module__)
         if module is not None and original_of(vars(module).get(name)) is original:
@@ -230,12 +236,14 @@ def _definition(original: Any, name: str, rule: CastRule) -> Iterator[Target]:
 
 
 def _callable_at(namespace: Any, name: str) -> Any:
+    """Return the callable of this name in a namespace, unpatched; None where there is none."""
     if namespace is RECURRENT:
         return _callable(getattr(namespace, name, None) if hasattr(torch, name) else None)
     return _callable(_attributes(namespace).get(name))
 
 
 def _callable(value: Any) -> Any:
+    """Return what is below any replacement, where that can be called and is no class; else None."""
     if value is None:
         return None
     value = original_of(value)
@@ -243,15 +251,17 @@ def _callable(value: Any) -> Any:
 
 
 def _names(bare: str) -> tuple[str, str]:
+    """Return the names that a rule on a bare name covers: this one, and that of the in-place form."""
     return bare, _inplace_name(bare)
 
 
 def _inplace_name(name: str) -> str:
+    """Return ``__iadd__`` for ``__add__``, ``add_`` for ``add``."""
     return f"__i{name[2:]}" if name.startswith("__") else f"{name}_"
 
 
 def _functional(parent: Any, attribute: str) -> Any:
-    """The out-of-place function beside torch's in-place form, None for anything else."""
+    """Return the out-of-place function for an in-place form in a namespace of torch, None for anything else."""
     if parent is RECURRENT:
         name = _outofplace_name(attribute)
         return None if name is None else _callable_at(parent, name)
@@ -266,7 +276,7 @@ def _functional_in(attributes: dict[str, Any], attribute: str) -> Any:
 
 
 def _outofplace_name(attribute: str) -> str | None:
-    """The name of what an in-place form is derived from, None for the name of anything else."""
+    """Return the name of the out-of-place function for that of an in-place form, None for any other name."""
     if attribute.startswith("__i") and attribute.endswith("__"):
         return f"__{attribute[3:]}"
     if attribute.endswith("_") and not attribute.endswith("__"):
@@ -275,11 +285,12 @@ def _outofplace_name(attribute: str) -> str | None:
 
 
 def _where(rule: CastRule) -> tuple[str, int | None]:
+    """Return the file and line of a rule, for an error."""
     return rule.origin.path, rule.origin.line
 
 
 def _nearest(dotted: str) -> str:
-    """Say what comes nearest to the first part of a dotted name that is not there."""
+    """Say which names come nearest to the first part of a dotted name that does not exist."""
     parts = dotted.split(".")
     for end in range(len(parts) - 1, 0, -1):
         holder: Any = sys.modules.get(".".join(parts[:end]))
@@ -297,14 +308,14 @@ def _nearest(dotted: str) -> str:
 
 
 def owns_its_names(module_name: str) -> bool:
-    """Tell whether a module's globals are torch's own business and must not be rebound.
+    """Tell whether names that a module imported from torch must not be rebound to replacements.
 
-    torch's compiler, decompositions and tracers keep the original functions as keys; the modules in which torch writes
-    layers and distributions call them as any user would.
+    That is true of this package and of torch. torch's compiler, decompositions and tracers use the original functions
+    as keys. But ``torch.nn`` and ``torch.distributions`` call the functions as any program does, so those are rebound.
     """
     if module_name == "autoamp" or module_name.startswith("autoamp."):
         return True
     if module_name != "torch" and not module_name.startswith("torch."):
         return False
-    # In torch.nn.functional every public name is a target of its own: what no rule covers there is to stay.
+    # In torch.nn.functional rules mean the names themselves: what no rule means there must stay.
     return module_name == "torch.nn.functional" or not module_name.startswith(("torch.nn.", "torch.distributions."))
