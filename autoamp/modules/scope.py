@@ -197,7 +197,7 @@ class ModuleCasts(Casts):
         return map_tensors(outputs, widen)
 
     def evaluating(self) -> Any:
-        """Let calls decide by their arguments in a closure that an optimizer calls in its step. There casts are off."""
+        """Let calls in a closure decide by their arguments: an optimizer calls it in its step, where casts are off."""
         return self.switched(None)
 
     def builders(self) -> Sequence[tuple[Any, str, Callable[[Any], Any]]]:
@@ -234,9 +234,9 @@ class ModuleCasts(Casts):
 
 
 def _is_torchs(cls: type) -> bool:
-    """Tell whether a class is torch's own. Its constructors need no pause: they compute nothing that casts would spoil.
+    """Tell whether a class is torch's own: casts need not stop for its constructor, which computes no tables.
 
-    And Dynamo makes modules of torch while it traces.
+    Nor may they: Dynamo makes modules of torch while it traces.
     """
     return str(cls.__module__).partition(".")[0] == "torch"
 
