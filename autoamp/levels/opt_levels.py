@@ -84,7 +84,7 @@ def scalers_for(
 
     Raises:
         UsageError: ``num_losses`` is no number of losses.
-        ValueError: The scale or its bounds are none.
+        LossScaleError: The scale or its bounds are none.
     """
     if not is_count(num_losses, 1):
         raise UsageError(f"num_losses={num_losses!r} is no number of losses; choose 1 or more")

@@ -137,7 +137,7 @@ def register_half_function(module: Any, name: str) -> None:
     """Put ``module.name`` under the `fp16` policy, now and at each later `init`.
 
     Raises:
-        ValueError: There is no such name, or it is nothing that can be patched.
+        TargetError: There is no such name, or it is nothing that can be patched.
     """
     handles.register(module, name, CastPolicy.FP16)
 
@@ -146,7 +146,7 @@ def register_float_function(module: Any, name: str) -> None:
     """Put ``module.name`` under the `fp32` policy, now and at each later `init`.
 
     Raises:
-        ValueError: There is no such name, or it is nothing that can be patched.
+        TargetError: There is no such name, or it is nothing that can be patched.
     """
     handles.register(module, name, CastPolicy.FP32)
 
@@ -155,6 +155,6 @@ def register_promote_function(module: Any, name: str) -> None:
     """Put ``module.name`` under the `promote` policy, now and at each later `init`.
 
     Raises:
-        ValueError: There is no such name, or it is nothing that can be patched.
+        TargetError: There is no such name, or it is nothing that can be patched.
     """
     handles.register(module, name, CastPolicy.PROMOTE)
