@@ -1,4 +1,4 @@
-"""Runs command lines of autoamp as programs of their own, for the tests of several rooms.
+"""Runs command lines of autoamp as programs of their own, for the tests of several packages.
 
 Importing torch takes seconds, so one process imports it and forks for each command line.
 """

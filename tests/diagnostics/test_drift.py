@@ -1,4 +1,4 @@
-"""The drift room, and by it: every public callable of the installed torch has a policy, or a reason to have none."""
+"""Every public callable of the installed torch has a policy, or a reason to have none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The written room: what an op writes to reaches the caller's tensors, whatever list the op is put in."""
+"""What an op writes to reaches the caller's tensors, whatever list the op is put in."""
 
 from __future__ import annotations
 
