@@ -19,6 +19,7 @@ __all__ = [
     "half_dtype_with_units",
     "iter_tensors",
     "map_tensors",
+    "version_of",
 ]
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -135,3 +136,11 @@ def _rebuilt_dict(value: dict[Any, Any], mapped: dict[Any, Any]) -> Any:
     for key, item in mapped.items():
         rebuilt[key] = item
     return rebuilt
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """Return how often torch saw a tensor written to; None for an inference tensor, where it does not count."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return None

@@ -20,6 +20,7 @@ from autoamp.tensors import (
     default_half_dtype,
     iter_tensors,
     map_tensors,
+    version_of,
 )
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool, torch.complex64]
@@ -210,3 +211,13 @@ def test_default_half_dtype_is_torch_s_own() -> None:
     assert default_half_dtype("cpu") is torch.bfloat16
     assert default_half_dtype("cuda") is torch.float16
     assert set(HALF_DTYPES) == {torch.float16, torch.bfloat16}
+
+
+def test_versions_count_writes_but_not_those_of_inference_tensors() -> None:
+    tensor = torch.zeros(2)
+    before = version_of(tensor)
+    tensor.add_(1)
+    assert before is not None
+    assert version_of(tensor) == before + 1
+    with torch.inference_mode():
+        assert version_of(torch.zeros(2)) is None

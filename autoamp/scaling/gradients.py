@@ -18,7 +18,7 @@ import torch
 from autoamp.errors import UsageError
 from autoamp.scaling.device_scale import DeviceFactor, Factor
 from autoamp.scaling.gradient_layout import GradientLayout
-from autoamp.tensors import HALF_DTYPES
+from autoamp.tensors import HALF_DTYPES, version_of
 from autoamp.torch_private import group_by_device_and_dtype, unscale_and_check_
 
 __all__ = [
@@ -278,7 +278,7 @@ class GradientMark:
         for param in params:
             grad = param.grad
             if grad is not None:
-                self._marked = weakref.ref(param), weakref.ref(grad), _version(grad)
+                self._marked = weakref.ref(param), weakref.ref(grad), version_of(grad)
                 break
 
     def replaced(self) -> bool:
@@ -288,7 +288,7 @@ class GradientMark:
     def touched(self) -> bool:
         """Whether the gradient is gone, another tensor, or was written in place. True also if there was none."""
         grad = self._same()
-        return grad is None or self._marked is None or _version(grad) != self._marked[2]
+        return grad is None or self._marked is None or version_of(grad) != self._marked[2]
 
     def _same(self) -> torch.Tensor | None:
         if self._marked is None:
@@ -451,8 +451,3 @@ def _grouped_by_kind(tensors: Iterable[torch.Tensor]) -> dict[DeviceAndDtype, li
     for tensor in tensors:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     return groups
-
-
-def _version(tensor: torch.Tensor | None) -> int | None:
-    # Torch counts no writes into inference tensors.
-    return None if tensor is None or tensor.is_inference() else tensor._version

@@ -44,6 +44,7 @@ from autoamp.stepping.attach import AttachedStep, named_params, stepped_params
 from autoamp.stepping.masters import MasterWeights
 from autoamp.stepping.replicas import several_processes
 from autoamp.stepping.skips import Skips
+from autoamp.tensors import version_of
 
 __all__ = ["GivenUp", "StepGuard", "versions_of"]
 
@@ -505,9 +506,9 @@ class GivenUp(BaseException):
         self.blamed = blamed
 
 
-def versions_of(params: Iterable[torch.Tensor]) -> list[int]:
-    """Return how often torch saw each tensor written to; 0 for an inference tensor, where it does not count."""
-    return [0 if param.is_inference() else param._version for param in params]
+def versions_of(params: Iterable[torch.Tensor]) -> list[int | None]:
+    """Return the version of each tensor; see `version_of`."""
+    return [version_of(param) for param in params]
 
 
 def _honours_flags(kind: type[Any]) -> bool:

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp.errors import UsageError
 from autoamp.stepping.replicas import several_processes
-from autoamp.tensors import HALF_DTYPES
+from autoamp.tensors import HALF_DTYPES, version_of
 
 __all__ = ["Link", "check_shapes", "equalised", "follow", "linked", "load_master", "master_of", "release_master"]
 
@@ -39,8 +39,8 @@ class Link:
 
     def agree(self, half: Tensor) -> None:
         """Take note that the half parameter is the rounded master now."""
-        self._version, self._address = _version(half), _address(half)
-        self._master_version = _version(self.master)
+        self._version, self._address = version_of(half), _address(half)
+        self._master_version = version_of(self.master)
         if self.fingerprint is not None:
             self.fingerprint = _fingerprint(half)
 
@@ -54,11 +54,11 @@ class Link:
 
     def is_written(self, half: Tensor) -> bool:
         """Tell whether torch tells of a write into the half parameter."""
-        return _version(half) != self._version or _address(half) != self._address
+        return version_of(half) != self._version or _address(half) != self._address
 
     def take_over(self, half: Tensor, *, whole: bool) -> None:
         """Set the master to the half parameter, which was written to; where both were, the master stays."""
-        if _version(self.master) == self._master_version:
+        if version_of(self.master) == self._master_version:
             self.read(half, whole=whole)
         else:
             self.agree(half)
@@ -182,15 +182,6 @@ def follow(pairs: Iterable[tuple[Tensor, Link]], *, first_step: bool = False, lo
 def _fingerprint(tensor: Tensor) -> Tensor | None:
     """Return a hash of the values, on their device: nothing is waited for. None for an empty tensor."""
     return torch.hash_tensor(_local(tensor.detach())) if tensor.numel() else None
-
-
-def _version(tensor: Tensor) -> int | None:
-    """Return how often torch saw the tensor written to."""
-    try:
-        return tensor._version
-    except RuntimeError:
-        # Torch counts no writes into inference tensors.
-        return None
 
 
 def _address(tensor: Tensor) -> int:
