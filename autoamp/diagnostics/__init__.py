@@ -1,8 +1,10 @@
-"""Looks on and changes nothing: counts of calls and casts, lists compared with the installed torch."""
+"""Looks on and changes nothing: observers of calls, counts, lists compared with the installed torch."""
 
 from __future__ import annotations
 
-from autoamp.diagnostics.counts import Counts, counted, sum_of
+from autoamp.diagnostics.call_sites import CallSite
+from autoamp.diagnostics.counts import Counts, sum_of
 from autoamp.diagnostics.drift import check_lists
+from autoamp.diagnostics.observer import Call, Observation, Observer, Op, Watch
 
-__all__ = ["Counts", "check_lists", "counted", "sum_of"]
+__all__ = ["Call", "CallSite", "Counts", "Observation", "Observer", "Op", "Watch", "check_lists", "sum_of"]

@@ -1,8 +1,7 @@
 """Counting: how often each function of the cast lists was called, in which dtype it ran, and what was cast for it.
 
-A count is asked for, and costs nothing where it is not: the replacements are installed anew with a layer above each
-that counts, and again without it when the count stops. The layer tells by the function's policy what the replacement
-does with the arguments, and so knows nothing of how it does it.
+The counts observe the calls, so that they cost nothing where nobody asks. They tell by a function's policy what its
+replacement does with the arguments, and so know nothing of how it does it.
 """
 
 from __future__ import annotations
@@ -17,13 +16,14 @@ import torch
 from torch import Tensor
 
 from autoamp.casting import Casts
+from autoamp.diagnostics.observer import Call, Observer
 from autoamp.rules import CastPolicy
 from autoamp.tensors import CASTABLE_LAYOUTS, iter_tensors
 
-__all__ = ["Counts", "counted", "sum_of"]
+__all__ = ["Counts", "floating_tensors", "sum_of", "target_of"]
 
 
-class Counts:
+class Counts(Observer):
     """The calls since ``handle.count()``; also a context manager, which stops at its end.
 
     Not counted are functions under no rule, what torch.compile compiles, and calls where casts are off: in
@@ -31,10 +31,12 @@ class Counts:
     `stop`.
 
     Args:
-        on_stop: Called once by `stop`.
+        casts: The state that replacements read; None for numbers that are only added.
+        on_stop: Called once by `stop`, with the counts.
     """
 
-    def __init__(self, on_stop: Callable[[], None] | None = None) -> None:
+    def __init__(self, casts: Casts | None = None, on_stop: Callable[[Counts], object] | None = None) -> None:
+        self._casts_of_handle = casts
         self._on_stop = on_stop
         self._lock = threading.Lock()
         self._ops: Counter[tuple[str, torch.dtype]] = Counter()
@@ -76,10 +78,29 @@ class Counts:
         return {"ops": self.ops, "by_dtype": self.by_dtype(), "casts": casts}
 
     def stop(self) -> None:
-        """Count no more, and take the layer that counts away."""
+        """Count no more."""
         on_stop, self._on_stop = self._on_stop, None
         if on_stop is not None:
-            on_stop()
+            on_stop(self)
+
+    def before(self, call: Call) -> None:
+        """Count a call."""
+        casts = self._casts_of_handle
+        if not call.casting or casts is None or not self.active:
+            return
+        tensors = floating_tensors(call)
+        if not tensors:
+            return
+        target = target_of(tensors, call.op.policy, casts)
+        cast = [] if target is None else [t for t in tensors if casts.eligible(t) and t.dtype is not target]
+        left = {tensor.dtype for tensor in tensors if not any(tensor is other for other in cast)}
+        dtypes = left | ({target} if cast and target is not None else set())
+        widest = functools.reduce(torch.promote_types, dtypes)
+        self.add(call.op.name, widest, [(t.dtype, target) for t in cast if target])
+
+    def ended(self) -> None:
+        """Count no more, as the handle has ended."""
+        self._on_stop = None
 
     def add(self, name: str, dtype: torch.dtype, casts: Iterable[tuple[torch.dtype, torch.dtype]]) -> None:
         """Take note of one call: the function, the dtype it runs in, and the casts as (from, to)."""
@@ -105,30 +126,6 @@ class Counts:
         self.stop()
 
 
-def counted(replacement: Any, name: str, policy: CastPolicy, casts: Casts, counts: Counts) -> Any:
-    """Return a replacement of the same kind that counts its calls.
-
-    Args:
-        replacement: A function, staticmethod or classmethod that `autoamp.ops.build_replacement` made.
-        name: What to count it as.
-        policy: The policy that it was built by.
-        casts: The state that it reads.
-        counts: Where calls are added.
-    """
-    if isinstance(replacement, (staticmethod, classmethod)):
-        return type(replacement)(counted(replacement.__func__, name, policy, casts, counts))
-    compiling = torch.compiler.is_compiling
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not compiling() and counts.active and casts.wants(args, kwargs):
-            _count(args, kwargs, name, policy, casts, counts)
-        return replacement(*args, **kwargs)
-
-    counting: Any = functools.update_wrapper(run, replacement, updated=())
-    counting.__wrapped__ = getattr(replacement, "__wrapped__", replacement)
-    return counting
-
-
 def sum_of(several: Iterable[Counts]) -> Counts:
     """Return counts that hold the numbers of several, and are not active."""
     total = Counts()
@@ -137,21 +134,13 @@ def sum_of(several: Iterable[Counts]) -> Counts:
     return total
 
 
-def _count(
-    args: tuple[Any, ...], kwargs: dict[str, Any], name: str, policy: CastPolicy, casts: Casts, counts: Counts
-) -> None:
-    given = (args, {key: value for key, value in kwargs.items() if key != "out"})
-    tensors = [tensor for tensor in iter_tensors(given) if tensor.is_floating_point() or tensor.is_complex()]
-    if not tensors:
-        return
-    target = _target(tensors, policy, casts)
-    cast = [] if target is None else [t for t in tensors if casts.eligible(t) and t.dtype is not target]
-    left = {tensor.dtype for tensor in tensors if not any(tensor is other for other in cast)}
-    dtypes = left | ({target} if cast and target is not None else set())
-    counts.add(name, functools.reduce(torch.promote_types, dtypes), [(t.dtype, target) for t in cast if target])
+def floating_tensors(call: Call) -> list[Tensor]:
+    """Return the floating and complex tensors among a call's arguments, ``out`` apart."""
+    given = (call.args, {key: value for key, value in call.kwargs.items() if key != "out"})
+    return [tensor for tensor in iter_tensors(given) if tensor.is_floating_point() or tensor.is_complex()]
 
 
-def _target(tensors: list[Tensor], policy: CastPolicy, casts: Casts) -> torch.dtype | None:
+def target_of(tensors: list[Tensor], policy: CastPolicy, casts: Casts) -> torch.dtype | None:
     """Return what a policy casts these arguments to, None where it leaves them."""
     # One sparse argument, and the whole call goes through as it came.
     if policy is not CastPolicy.PROMOTE and any(tensor.layout not in CASTABLE_LAYOUTS for tensor in tensors):

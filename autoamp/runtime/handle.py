@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from autoamp.auto_scaling import AutoScale
 from autoamp.casting import CastCache, Casts
-from autoamp.diagnostics import Counts
+from autoamp.diagnostics import Counts, Observation, Observer, Watch
 from autoamp.errors import UsageError
 from autoamp.modules import CastModels, ForwardDtypes, ModuleCasts, ModulePrecisions, Override
 from autoamp.ops import Target, expand
@@ -61,6 +61,7 @@ class Handle:
         self._step_hooks: list[Any] = []
         self._registered: list[Target] = []
         self._auto_scale: AutoScale | None = None
+        self._observation = Observation(self.casts)
         self._counts: Counts | None = None
         self.ended = False
         self.setups: list[Setup] = []
@@ -102,7 +103,7 @@ class Handle:
             self.models,
             allow_banned=self.settings.allow_banned,
             rebind=self.settings.rebind,
-            counts=self._counts,
+            observation=self._observation if self._observation.observers else None,
             met=self._meet if any(setup.masters for setup in self.setups) else None,
         )
         self.casts.open()
@@ -152,8 +153,7 @@ class Handle:
         if self._auto_scale is not None:
             self._auto_scale.stop()
         foreign = self.suspend()
-        if self._counts is not None:
-            self._counts.stop()
+        self._observation.end()
         self.ended = True
         self.precisions.undo_all()
         self.optimizers.release()
@@ -174,8 +174,7 @@ class Handle:
             return
         if before._auto_scale is not None:
             before._auto_scale.stop()
-        if before._counts is not None:
-            before._counts.stop()
+        before._observation.end()
         before.let_go(models, optimizers)
         before.ended = True
         self.precisions.join(before.precisions)
@@ -225,6 +224,33 @@ class Handle:
         """Names that other modules had taken from torch before ``init()``, and that were rebound."""
         return self._installation.late_bound if self._installation is not None else ()
 
+    # -- diagnostics --
+
+    def observe(self, observer: Observer) -> Watch:
+        """Tell an observer of each call of a patched function, from now on. Several may look on at once.
+
+        The replacements are installed anew with the first, and again when the last goes, which takes tens of
+        milliseconds; what goes on in between costs a few microseconds a call. What torch.compile compiles is not seen.
+
+        Returns:
+            What ends it: ``stop()``, or the end of a ``with`` statement. `deactivate` does too.
+
+        Raises:
+            UsageError: The handle is not active, or this is no observer.
+        """
+        self._check_active()
+        if not isinstance(observer, Observer):
+            raise UsageError(f"observe() takes an autoamp.diagnostics.Observer, not {_kind(observer)}")
+        first = not self._observation.observers
+        self._observation.add(observer)
+        if first:
+            self.install_anew()
+        return Watch(lambda: self._observe_no_more(observer))
+
+    def _observe_no_more(self, observer: Observer) -> None:
+        if self._observation.remove(observer) and not self._observation.observers:
+            self.install_anew()
+
     def count(self) -> Counts:
         """Count the calls of listed functions and what is cast for them, from now on. Costs microseconds a call.
 
@@ -235,14 +261,10 @@ class Handle:
             UsageError: The handle is not active.
         """
         self._check_active()
-        if self._counts is None:
-            self._counts = Counts(self._count_no_more)
-            self.install_anew()
+        if self._counts is None or not self._counts.active:
+            self._counts = Counts(self.casts, self._observe_no_more)
+            self.observe(self._counts)
         return self._counts
-
-    def _count_no_more(self) -> None:
-        self._counts = None
-        self.install_anew()
 
     @property
     def cache(self) -> CastCache:

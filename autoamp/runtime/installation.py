@@ -15,7 +15,7 @@ import torch.utils.checkpoint
 
 from autoamp import torch_private
 from autoamp.casting import Casts
-from autoamp.diagnostics import Counts, counted
+from autoamp.diagnostics import Observation, Op
 from autoamp.errors import ListFileError, PatchError, warn_user
 from autoamp.modules import (
     CastModels,
@@ -52,7 +52,7 @@ class Installation:
         models: The models that were cast, or whose inputs and outputs are.
         allow_banned: Whether a banned function runs in fp32 with a warning, or raises.
         rebind: Whether names that other modules took before are rebound.
-        counts: Where calls and casts are counted; None where they are not.
+        observation: Who is told of calls; None where nobody looks on.
         met: Called with each optimizer that is made; None where nobody asks.
     """
 
@@ -64,7 +64,7 @@ class Installation:
         *,
         allow_banned: bool,
         rebind: bool,
-        counts: Counts | None = None,
+        observation: Observation | None = None,
         met: Callable[[Any], None] | None = None,
     ) -> None:
         self._casts = casts
@@ -72,7 +72,7 @@ class Installation:
         self._models = models
         self._allow_banned = allow_banned
         self._rebind = rebind
-        self._counts = counts
+        self._observation = observation
         self._met = met
         self._patches = PatchSet()
         # One replacement for each original, policy and in-place form, so that aliases stay the same object.
@@ -144,9 +144,9 @@ class Installation:
                 module=target.module, qualname=target.qualname, functional=target.functional,
                 remedy=rule.remedy, allow_banned=self._allow_banned,
             )  # fmt: skip
-            if self._counts is not None:
-                name = f"{target.module}.{target.qualname}"
-                replacement = counted(replacement, name, rule.policy, self._casts, self._counts)
+            if self._observation is not None:
+                op = Op(target.name, rule, target.original, target.functional)
+                replacement = self._observation.watched(replacement, op)
             # With its target, which keeps the objects alive whose ids are in the key.
             self._built[key] = (target, mark(replacement, target.original))
             self._let_torchscript_know(target.original, replacement)
@@ -189,7 +189,8 @@ class Installation:
             self._patches.replace(sys.modules[module_name], "parallel_apply", replacement)
 
     def _module_call(self, original: Any) -> Any:
-        return build_module_call(original, self._casts, self._precisions, self._models.forward_dtypes)
+        replacement = build_module_call(original, self._casts, self._precisions, self._models.forward_dtypes)
+        return replacement if self._observation is None else self._observation.watched_modules(replacement)
 
     def _optimizer_init(self, original: Any) -> Any:
         met: Any = self._met

@@ -11,7 +11,7 @@ from torch.nn import Module
 
 from autoamp.auto_scaling import AutoScale
 from autoamp.casting import CastCache, Casts
-from autoamp.diagnostics import Counts
+from autoamp.diagnostics import Counts, Observer, Watch
 from autoamp.modules import ModulePrecisions, Override
 from autoamp.rules import CastRule
 from autoamp.scaling import StaticLossScaler
@@ -59,6 +59,10 @@ class NoOpHandle:
         """Return an `AutoScale` that was not started."""
         scaler = StaticLossScaler(1.0)
         return AutoScale(GuardedOptimizers(self._casts, [scaler]), scaler)
+
+    def observe(self, observer: Observer) -> Watch:
+        """Tell nothing: nothing is patched."""
+        return Watch(observer.ended)
 
     def count(self) -> Counts:
         """Return counts that stay at 0."""

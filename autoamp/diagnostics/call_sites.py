@@ -1,0 +1,123 @@
+"""Where a call is made: the path of the module, and the file and line of the first frame outside torch and autoamp."""
+
+from __future__ import annotations
+
+import functools
+import os
+import types
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.nn import Module
+
+__all__ = ["CallSite", "ModulePaths", "user_frame"]
+
+# Frames of these directories are on the way to torch's ops, and not where somebody calls one.
+_LIBRARIES = tuple(os.path.join(path, "") for path in (Path(torch.__file__).parent, Path(__file__).parents[1]))
+
+
+@dataclass(frozen=True, slots=True)
+class CallSite:
+    """Where a call is made.
+
+    Attributes:
+        module: The path of the module whose call it is made within, as the outermost module's ``named_modules()`` has
+            it: ``""`` for the outermost itself, None outside of modules.
+        module_class: The name of that module's class, None outside of modules.
+        root: The name of the outermost module's class, None outside of modules.
+        file: The file of the first frame outside torch and autoamp; None where there is none, as in a thread of
+            autograd.
+        line: The 1-based line in it.
+    """
+
+    module: str | None
+    module_class: str | None
+    root: str | None
+    file: str | None
+    line: int | None
+
+    @property
+    def location(self) -> str | None:
+        """The file and line as ``"file:line"``, relative to the working directory where it is below that."""
+        return None if self.file is None else f"{_shown(self.file)}:{self.line}"
+
+    @property
+    def where(self) -> str:
+        """The module as people read it: its path, the class of the outermost in parentheses, or ``"-"``."""
+        return self.module or (f"({self.root})" if self.module == "" else "-")
+
+
+def _shown(file: str) -> str:
+    try:
+        relative = os.path.relpath(file)
+    except ValueError:
+        # On another drive.
+        return file
+    return file if relative.startswith(os.pardir) else relative
+
+
+@functools.cache
+def _is_library(file: str) -> bool:
+    return file.startswith(_LIBRARIES) or file.startswith("<frozen")
+
+
+def user_frame(frame: types.FrameType | None) -> types.FrameType | None:
+    """Return the first frame that is neither torch's nor autoamp's, from this one outwards; None where all are."""
+    while frame is not None and _is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+class ModulePaths:
+    """The paths of modules within the outermost module.
+
+    A module that was seen within another keeps its path there when it is called by itself later, as
+    `torch.utils.checkpoint` does in backward.
+    """
+
+    def __init__(self) -> None:
+        # By id of the outermost and of the module itself; the references tell whether the ids are still theirs.
+        self._found: dict[tuple[int, int], tuple[weakref.ref[Module], weakref.ref[Module], tuple[str, str, str]]] = {}
+        # By id: the outermost module that a module was seen in.
+        self._homes: dict[int, tuple[weakref.ref[Module], weakref.ref[Module]]] = {}
+
+    def find(self, modules: tuple[Module, ...]) -> tuple[str, str, str] | tuple[None, None, None]:
+        """Return the path, the class and the outermost module's class for modules that call each other.
+
+        Args:
+            modules: The modules that are being called, outermost first.
+        """
+        if not modules:
+            return None, None, None
+        root, module = modules[0], modules[-1]
+        key = id(root), id(module)
+        entry = self._found.get(key)
+        if entry is not None and entry[0]() is root and entry[1]() is module:
+            return entry[2]
+        home = self._home_of(root)
+        names = {id(inner): name for name, inner in home.named_modules()}
+        path = names.get(id(module))
+        if path is None:
+            # It is called, and registered in none of those around it.
+            around = next((names[id(outer)] for outer in reversed(modules) if id(outer) in names), "")
+            path = f"{around}.<{type(module).__name__}>".removeprefix(".")
+        found = path, type(module).__name__, type(home).__name__
+        self._found[key] = weakref.ref(root), weakref.ref(module), found
+        return found
+
+    def _home_of(self, root: Module) -> Module:
+        """Return the module within which an outermost one was seen before, or itself."""
+        entry = self._homes.get(id(root))
+        if entry is not None and entry[0]() is root:
+            home = entry[1]()
+            # It may have been taken out since.
+            if home is not None and (home is root or any(inner is root for inner in home.modules())):
+                return home
+        reference = weakref.ref(root)
+        # What was called by itself before has its place in this one from now on.
+        self._found.clear()
+        for inner in root.modules():
+            self._homes[id(inner)] = weakref.ref(inner), reference
+        return root

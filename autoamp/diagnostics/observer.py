@@ -1,0 +1,271 @@
+"""Observers: told before and after each call of a function in the cast lists, while somebody looks on.
+
+Off they cost nothing. With the first observer the replacements are installed anew with a layer above each that tells
+the observers, and without it when the last goes.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from autoamp.casting import Casts
+from autoamp.diagnostics.call_sites import CallSite, ModulePaths, user_frame
+from autoamp.patching import mark, original_of
+from autoamp.rules import CastPolicy, CastRule
+
+__all__ = ["Call", "Observation", "Observer", "Op", "Watch"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Op:
+    """A patched function.
+
+    Attributes:
+        name: Its dotted name, such as ``"torch.nn.functional.linear"``; of several names one.
+        rule: The rule that it is patched by, with the list file and line.
+        original: The function below the replacement.
+        functional: For an in-place form the function that computes the same out of place, else None.
+    """
+
+    name: str
+    rule: CastRule
+    original: Any
+    functional: Any = None
+
+    @property
+    def policy(self) -> CastPolicy:
+        """What the rule does with the arguments."""
+        return self.rule.policy
+
+
+class Call:
+    """One call of a patched function; it is told of while it runs, and not to be kept after.
+
+    Attributes:
+        op: The function.
+        args, kwargs: What it was given, before casts.
+        casting: Whether casts are on for this call. They are off in ``optimizer.step()``, within a composite function
+            that runs in fp32, in ``disable_casts`` and the like.
+        outer: The call of a patched function that this one is made within, in this thread; None for most.
+        modules: The modules whose calls this one is made within, outermost first.
+        frame: The frame that makes the call; None once it has ended.
+    """
+
+    __slots__ = ("_observation", "_site", "args", "casting", "frame", "kwargs", "modules", "op", "outer")
+
+    def __init__(
+        self,
+        observation: Observation,
+        op: Op,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        casting: bool,
+        outer: Call | None,
+        modules: tuple[Module, ...],
+    ) -> None:
+        self.op = op
+        self.args = args
+        self.kwargs = kwargs
+        self.casting = casting
+        self.outer = outer
+        self.modules = modules
+        self.frame: types.FrameType | None = None
+        self._observation = observation
+        self._site: CallSite | None = None
+
+    @property
+    def site(self) -> CallSite:
+        """Where the call is made: the module, and file and line. Some microseconds; ask while the call runs."""
+        if self._site is None:
+            self._site = self._observation.site_of(self.frame, self.modules)
+        return self._site
+
+
+class Observer:
+    """What looks on at calls of patched functions. A subclass overrides what it wants to be told of.
+
+    Methods are called in the thread of the call, at once in several threads. Within them casts are off and calls are
+    not observed. What one raises goes to the caller.
+    """
+
+    def before(self, call: Call) -> Any:
+        """Take note that a call begins; what this returns is given to `after` or `failed`."""
+
+    def after(self, call: Call, state: Any, result: Any) -> None:
+        """Take note of a call's result."""
+
+    def failed(self, call: Call, state: Any, error: BaseException) -> None:
+        """Take note that a call raised an exception."""
+
+    def ended(self) -> None:
+        """Take note that nothing more comes: called once, also where the handle is deactivated."""
+
+
+class Watch:
+    """That an observer looks on: until `stop`, or the end of a ``with`` statement."""
+
+    def __init__(self, stop: Callable[[], None]) -> None:
+        self._stop: Callable[[], None] | None = stop
+
+    def stop(self) -> None:
+        """Let the observer look on no more."""
+        stop, self._stop = self._stop, None
+        if stop is not None:
+            stop()
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self.stop()
+
+
+class _Thread(threading.local):
+    """What is going on in a thread.
+
+    Attributes:
+        modules: The modules that are being called, outermost first.
+        call: The innermost call of a patched function.
+        telling: Whether an observer is being told, so that what it calls is not told of.
+    """
+
+    modules: tuple[Module, ...] = ()
+    call: Call | None = None
+    telling = False
+
+
+class Observation:
+    """The observers of one handle, and the layer above replacements that tells them.
+
+    Attributes:
+        observers: Who is told, in this order before a call and in reverse after it.
+    """
+
+    def __init__(self, casts: Casts) -> None:
+        self.observers: tuple[Observer, ...] = ()
+        self._casts = casts
+        self._thread = _Thread()
+        self._paths = ModulePaths()
+        self._lock = threading.Lock()
+
+    def add(self, observer: Observer) -> None:
+        """Tell one more observer from now on."""
+        with self._lock:
+            self.observers = (*self.observers, observer)
+
+    def remove(self, observer: Observer) -> bool:
+        """Tell an observer no more. Return False where it was not told anyway."""
+        with self._lock:
+            left = tuple(other for other in self.observers if other is not observer)
+            found = len(left) < len(self.observers)
+            self.observers = left
+        if found:
+            observer.ended()
+        return found
+
+    def end(self) -> None:
+        """Remove all observers."""
+        for observer in self.observers:
+            self.remove(observer)
+
+    def site_here(self) -> CallSite:
+        """Return where this thread is: for modes, which see ops that are in no list."""
+        return self.site_of(sys._getframe(1), self._thread.modules)
+
+    def site_of(self, frame: types.FrameType | None, modules: tuple[Module, ...]) -> CallSite:
+        """Return the site for the innermost of these modules, and the first frame of a user from this one outwards."""
+        path = self._paths.find(modules)
+        frame = user_frame(frame)
+        return CallSite(*path, *((None, None) if frame is None else (frame.f_code.co_filename, frame.f_lineno)))
+
+    @property
+    def call(self) -> Call | None:
+        """The innermost call of a patched function that this thread is in."""
+        return self._thread.call
+
+    @property
+    def telling(self) -> bool:
+        """Whether an observer of this thread is being told."""
+        return self._thread.telling
+
+    def watched(self, replacement: Any, op: Op) -> Any:
+        """Return a replacement of the same kind that tells the observers of each call.
+
+        Args:
+            replacement: A function, staticmethod or classmethod that `autoamp.ops.build_replacement` made.
+            op: What it stands for.
+        """
+        if isinstance(replacement, (staticmethod, classmethod)):
+            return type(replacement)(self.watched(replacement.__func__, op))
+        compiling, thread, observe = torch.compiler.is_compiling, self._thread, self._observe
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if compiling() or thread.telling or not self.observers:
+                return replacement(*args, **kwargs)
+            return observe(replacement, op, args, kwargs)
+
+        watching: Any = functools.update_wrapper(run, replacement, updated=())
+        watching.__wrapped__ = getattr(replacement, "__wrapped__", replacement)
+        return watching
+
+    def _observe(self, replacement: Any, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        thread, observers = self._thread, self.observers
+        outer = thread.call
+        casting = self._casts.wants(args, kwargs)
+        call = Call(self, op, args, kwargs, casting=casting, outer=outer, modules=thread.modules)
+        call.frame = sys._getframe(2)
+        states: list[tuple[Observer, Any]] = []
+        self._tell(lambda: states.extend([(observer, observer.before(call)) for observer in observers]))
+        thread.call = call
+        try:
+            result = replacement(*args, **kwargs)
+        except BaseException as error:
+            # Else the name of the exception would be a circle of frames.
+            failure = error
+            self._tell(lambda: [observer.failed(call, state, failure) for observer, state in reversed(states)])
+            call.frame = None
+            raise
+        finally:
+            thread.call = outer
+        self._tell(lambda: [observer.after(call, state, result) for observer, state in reversed(states)])
+        call.frame = None
+        return result
+
+    def _tell(self, tell: Callable[[], Any]) -> None:
+        """Tell observers, with casts off and unobserved."""
+        thread, local = self._thread, self._casts.local
+        thread.telling = True
+        token = local.set(False)
+        try:
+            tell()
+        finally:
+            local.reset(token)
+            thread.telling = False
+
+    def watched_modules(self, replacement: types.FunctionType) -> Any:
+        """Return a replacement of ``torch.nn.Module.__call__`` that notes which modules are being called."""
+        compiling, thread = torch.compiler.is_compiling, self._thread
+
+        def call(self: Module, *args: Any, **kwargs: Any) -> Any:
+            if compiling():
+                return replacement(self, *args, **kwargs)
+            before = thread.modules
+            thread.modules = (*before, self)
+            try:
+                return replacement(self, *args, **kwargs)
+            finally:
+                thread.modules = before
+
+        watching: Any = functools.update_wrapper(call, replacement, updated=())
+        watching.__wrapped__ = original_of(replacement)
+        return mark(watching, original_of(replacement))

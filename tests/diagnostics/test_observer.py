@@ -1,0 +1,166 @@
+"""Observers: what they are told, that several may look on, that nobody pays while none does."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autoamp
+from autoamp.diagnostics import Call, Observer
+
+LISTS = {"extends": [], "fp16": ["linear"], "fp32": ["softmax", "exp"], "none": []}
+
+
+class Notes(Observer):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+        self.over = 0
+
+    def before(self, call: Call) -> Any:
+        self.told.append(("before", call.op.name, call.casting, call.site.module))
+        # Neither cast nor told of.
+        assert F.linear(torch.ones(1, 1), torch.ones(1, 1)).dtype is torch.float32
+        return len(self.told)
+
+    def after(self, call: Call, state: Any, result: Any) -> None:
+        self.told.append(("after", state, result.dtype, None if call.outer is None else call.outer.op.name))
+
+    def failed(self, call: Call, state: Any, error: BaseException) -> None:
+        self.told.append(("failed", state, type(error)))
+
+    def ended(self) -> None:
+        self.over += 1
+
+
+@pytest.fixture
+def handle() -> autoamp.Handle:
+    return autoamp.init(device_type="cpu", dtype=torch.float16, lists=LISTS)
+
+
+def test_off_the_same_functions_are_installed(handle: autoamp.Handle) -> None:
+    names = [(torch.nn.functional, "linear"), (torch.nn.functional, "softmax"), (torch, "exp"), (nn.Module, "__call__")]
+    before = [vars(owner)[name].__code__ for owner, name in names]
+    one, other = Notes(), Notes()
+    first = handle.observe(one)
+    within = [vars(owner)[name] for owner, name in names]
+    assert all(function.__code__ is not code for function, code in zip(within, before, strict=True))
+    second = handle.observe(other)
+    first.stop()
+    # The second still looks on, and needed no patches of its own.
+    assert [vars(owner)[name] for owner, name in names] == within
+    second.stop()
+    second.stop()
+    assert [vars(owner)[name].__code__ for owner, name in names] == before
+    assert (one.over, other.over) == (1, 1)
+
+
+def test_what_an_observer_is_told(handle: autoamp.Handle) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Softmax(-1))
+    notes = Notes()
+    with handle.observe(notes):
+        model(torch.ones(1, 2))
+        torch.exp(torch.ones(1))
+        with pytest.raises(RuntimeError):
+            F.linear(torch.ones(1, 2), torch.ones(3, 3))
+    linear, softmax = "torch.nn.functional.linear", "torch.nn.functional.softmax"
+    assert notes.told == [
+        ("before", linear, True, "0"),
+        ("after", 1, torch.float16, None),
+        ("before", softmax, True, "1"),
+        # The Python function calls the method, with casts off.
+        ("before", "torch.Tensor.softmax", False, "1"),
+        ("after", 4, torch.float32, softmax),
+        ("after", 3, torch.float32, None),
+        ("before", "torch.exp", True, None),
+        ("after", 7, torch.float32, None),
+        ("before", linear, True, None),
+        ("failed", 9, RuntimeError),
+    ]
+
+
+def test_several_are_told_in_order_and_back(handle: autoamp.Handle) -> None:
+    order: list[str] = []
+
+    class Named(Observer):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def before(self, call: Call) -> None:
+            order.append(f"{self.name} before")
+
+        def after(self, call: Call, state: Any, result: Any) -> None:
+            order.append(f"{self.name} after")
+
+    with handle.observe(Named("a")), handle.observe(Named("b")):
+        torch.exp(torch.ones(1))
+    assert order == ["a before", "b before", "b after", "a after"]
+
+
+def test_threads_have_modules_of_their_own(handle: autoamp.Handle) -> None:
+    sites: list[tuple[str, str | None]] = []
+    barrier = threading.Barrier(2, timeout=20)
+
+    class Sites(Observer):
+        def before(self, call: Call) -> None:
+            sites.append((threading.current_thread().name, call.site.module))
+
+    class Waits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Any:
+            barrier.wait()
+            return self.inner(x)
+
+    model = nn.ModuleDict({"one": Waits(), "two": Waits()})
+    with handle.observe(Sites()):
+        threads = [threading.Thread(target=model[name], args=(torch.ones(1, 2),), name=name) for name in ("one", "two")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sorted(sites) == [("one", "inner"), ("two", "inner")]
+
+
+def test_it_ends_with_the_handle(handle: autoamp.Handle) -> None:
+    notes = Notes()
+    watch = handle.observe(notes)
+    handle.deactivate()
+    watch.stop()
+    assert notes.over == 1
+    with pytest.raises(autoamp.UsageError, match="not active"):
+        handle.observe(Notes())
+
+
+def test_only_observers_are_taken(handle: autoamp.Handle) -> None:
+    with pytest.raises(autoamp.UsageError, match="not a list"):
+        handle.observe([])  # type: ignore[arg-type]
+    torch.exp(torch.ones(1))
+
+
+def test_training_is_bitwise_the_same() -> None:
+    def trained(look_on: bool) -> list[Tensor]:
+        handle: Any = autoamp.init(device_type="cpu", dtype=torch.float16, lists=LISTS, loss_scale=1024.0)
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Softmax(-1), nn.Linear(8, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        watch = handle.observe(Notes()) if look_on else None
+        for _ in range(4):
+            loss = model(torch.randn(3, 4)).float().square().sum()
+            with handle.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if watch is not None:
+            watch.stop()
+        return [parameter.detach() for parameter in model.parameters()]
+
+    assert all(map(torch.equal, trained(False), trained(True)))
