@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoamp.cli import probes
-from autoamp.cli.measurements import Measured, Spread, measure
+from autoamp.cli.measurements import REPEATS, Measured, Spread, measure
 from autoamp.cli.output import aligned
 from autoamp.errors import UsageError
 
@@ -83,15 +83,17 @@ def _sections(found: Mapping[str, Any], measured: Sequence[Measured]) -> list[tu
 def _measured_heading(one: Measured) -> str:
     return (
         f"Measured: matmul of {one.size} x {one.size}, elementwise op on {one.elements / 1e6:.0f} million "
-        "(median, quartiles)"
+        f"(median of {REPEATS} repeats, lowest to highest)"
     )
 
 
 def _measured_lines(measured: Sequence[Measured]) -> list[str]:
     unit, factor = ("TFLOP/s", 1e12) if measured[0].flops.median > 1e12 else ("GFLOP/s", 1e9)
-    rows = [("", unit, "", "GB/s", "")]
+    rows = [("", unit, "", "of fp32", "GB/s", "", "of fp32")]
     for one in measured:
-        rows.append((one.dtype, *_cells(one.flops, factor), *_cells(one.bytes, 1e9)))
+        speeds = (f"{ratio.median:.2f}" for ratio in (one.matmul, one.elementwise))
+        flops, bytes_ = _cells(one.flops, factor), _cells(one.bytes, 1e9)
+        rows.append((one.dtype, *flops, next(speeds), *bytes_, next(speeds)))
     return [*aligned(rows), "", *(one.verdict for one in measured if one.dtype != "fp32")]
 
 

@@ -1,10 +1,10 @@
-"""How fast fp16 and bf16 are on a device, beside fp32: a matmul and an elementwise op, timed in turn."""
+"""How fast fp16 and bf16 are on a device, beside fp32: a matmul and an elementwise op, timed in turn, several times."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,27 +13,35 @@ from torch import Tensor
 
 from autoamp import runtime
 
-__all__ = ["Measured", "Spread", "measure"]
+__all__ = ["REPEATS", "Measured", "Spread", "measure"]
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # Speeds of half precision over that of fp32: above the first its casts pay, below the second they cost time.
 PAYS = 1.2
 SLOWER = 0.9
+# How often the whole measurement is made. Ratios that differ by more than a factor between repeats tell nothing, unless
+# the verdict is the same at both ends.
+REPEATS = 5
+NOISE = 1.5
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A median and the quartiles around it."""
+    """The median of several repeats, with the lowest and the highest of them."""
 
     median: float
     low: float
     high: float
 
     @classmethod
-    def of(cls, values: list[float]) -> Spread:
-        """Of at least two values."""
-        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-        return cls(median, low, high)
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Of at least one value."""
+        return cls(statistics.median(values), min(values), max(values))
+
+    @property
+    def ratio(self) -> float:
+        """The highest over the lowest."""
+        return self.high / self.low
 
 
 @dataclass(frozen=True)
@@ -59,46 +67,73 @@ class Measured:
 
     @property
     def verdict(self) -> str:
-        """Say whether this dtype pays here."""
+        """Say whether this dtype pays here, or that the repeats differ too much to tell."""
         times = (
             f"matmul {_times(self.matmul.median)}, memory-bound ops {_times(self.elementwise.median)} the speed of fp32"
         )
-        if self.matmul.median >= PAYS:
-            return f"{self.dtype} pays here: {times}"
-        if self.matmul.median < SLOWER:
-            return f"{self.dtype} does not pay here: {times}. It saves memory and costs time"
-        if self.elementwise.median >= PAYS:
-            return f"{self.dtype} pays here for memory-bound models only: {times}"
-        return f"{self.dtype} does not pay here: {times}. It saves memory, not time"
+        lowest, highest = (self._verdict_at(*ends) for ends in (
+            (self.matmul.low, self.elementwise.low), (self.matmul.high, self.elementwise.high)
+        ))  # fmt: skip
+        if lowest != highest and max(self.matmul.ratio, self.elementwise.ratio) > NOISE:
+            return (
+                f"{self.dtype}: too noisy to tell: matmul {_range(self.matmul)}, memory-bound ops "
+                f"{_range(self.elementwise)} times the speed of fp32; run it again when nothing else runs"
+            )
+        pays, remark = self._verdict_at(self.matmul.median, self.elementwise.median)
+        return f"{self.dtype} {pays}: {times}{remark}"
+
+    @staticmethod
+    def _verdict_at(matmul: float, elementwise: float) -> tuple[str, str]:
+        """Return the verdict at these speeds, and what is to be added to it."""
+        if matmul >= PAYS:
+            return "pays here", ""
+        if matmul < SLOWER:
+            return "does not pay here", ". It saves memory and costs time"
+        if elementwise >= PAYS:
+            return "pays here for memory-bound models only", ""
+        return "does not pay here", ". It saves memory, not time"
 
 
 def _times(ratio: float) -> str:
+    return f"{_number(ratio)} times"
+
+
+def _range(spread: Spread) -> str:
+    return f"{_number(spread.low)} to {_number(spread.high)}"
+
+
+def _number(ratio: float) -> str:
     # Two digits at least: a CPU without fp16 units is a hundred times slower.
-    return f"{ratio:.{0 if ratio >= 9.95 else 1 if ratio >= 0.095 else 3}f} times"
+    return f"{ratio:.{0 if ratio >= 9.95 else 1 if ratio >= 0.095 else 3}f}"
 
 
 def measure(kind: str, seconds: float = 2.0) -> list[Measured]:
     """Time a matmul and an elementwise op in fp32, fp16 and bf16, in turn, so that all meet the same conditions.
 
+    That is done `REPEATS` times. Each repeat gives the medians of its rounds, and a `Spread` says how these differ.
+
     Args:
         kind: The device type.
         seconds: How long all of it may take, more or less; warming up comes on top.
     """
+    matmul, elementwise = [], []
     with runtime.disable_casts(), torch.no_grad():
-        size, calls = _matmuls(kind)
-        matmul = _rounds(calls, kind, seconds / 2)
+        size, products = _matmuls(kind)
         elements = 2**26 if kind != "cpu" else 2**23
-        elementwise = _rounds(_copies(kind, elements), kind, seconds / 2)
+        copies = _copies(kind, elements)
+        for _ in range(REPEATS):
+            matmul.append(_rounds(products, kind, seconds / 2 / REPEATS))
+            elementwise.append(_rounds(copies, kind, seconds / 2 / REPEATS))
     found = []
     for name, dtype in DTYPES.items():
         moved = 2 * elements * dtype.itemsize
         found.append(
             Measured(
                 dtype=name,
-                flops=Spread.of([2 * size**3 / spent for spent in matmul[name]]),
-                bytes=Spread.of([moved / spent for spent in elementwise[name]]),
-                matmul=_ratio(matmul, name),
-                elementwise=_ratio(elementwise, name),
+                flops=Spread.of([2 * size**3 / statistics.median(rounds[name]) for rounds in matmul]),
+                bytes=Spread.of([moved / statistics.median(rounds[name]) for rounds in elementwise]),
+                matmul=Spread.of([_ratio(rounds, name) for rounds in matmul]),
+                elementwise=Spread.of([_ratio(rounds, name) for rounds in elementwise]),
                 size=size,
                 elements=elements,
             )
@@ -106,8 +141,9 @@ def measure(kind: str, seconds: float = 2.0) -> list[Measured]:
     return found
 
 
-def _ratio(rounds: Mapping[str, list[float]], name: str) -> Spread:
-    return Spread.of([full / half for full, half in zip(rounds["fp32"], rounds[name], strict=True)])
+def _ratio(rounds: Mapping[str, list[float]], name: str) -> float:
+    """Return how many times as fast as fp32 a dtype is: the median over rounds, each with itself alone."""
+    return statistics.median(full / half for full, half in zip(rounds["fp32"], rounds[name], strict=True))
 
 
 def _matmuls(kind: str) -> tuple[int, dict[str, Callable[[], Any]]]:
@@ -137,12 +173,12 @@ def _copies(kind: str, elements: int) -> dict[str, Callable[[], Any]]:
 
 
 def _rounds(calls: Mapping[str, Callable[[], Any]], kind: str, seconds: float) -> dict[str, list[float]]:
-    """Time each call once a round, at least five rounds and then until the time is up."""
+    """Time each call once a round, at least three rounds and then until the time is up."""
     for call in calls.values():
         _time(call, kind)
     spent: dict[str, list[float]] = {name: [] for name in calls}
     end = time.perf_counter() + seconds
-    while len(spent["fp32"]) < 5 or (time.perf_counter() < end and len(spent["fp32"]) < 1000):
+    while len(spent["fp32"]) < 3 or (time.perf_counter() < end and len(spent["fp32"]) < 1000):
         for name, call in calls.items():
             spent[name].append(_time(call, kind))
     return spent

@@ -522,7 +522,8 @@ def test_doctor_prints_what_it_measured(monkeypatch: pytest.MonkeyPatch, capsys:
     assert command.main(["doctor", "--device-type", "cpu"]) == 0
     out = capsys.readouterr().out
     rows = [line.split() for line in out.splitlines() if line.startswith(("  fp32  5", "  fp16  5"))]
-    assert rows == [[name, "5.0", "(4.5", "to", "5.5)", "2.0", "(1.8", "to", "2.2)"] for name in ("fp32", "fp16")]
+    cells = ["5.0", "(4.5", "to", "5.5)", "1.00", "2.0", "(1.8", "to", "2.2)", "1.00"]
+    assert rows == [[name, *cells] for name in ("fp32", "fp16")]
     assert "fp16 does not pay here" in out
 
 

@@ -31,8 +31,42 @@ def test_verdict_says_whether_half_precision_pays(matmul: float, elementwise: fl
     assert said in measured(matmul, elementwise).verdict
 
 
-def test_spread_is_median_and_quartiles() -> None:
-    assert Spread.of([5.0, 1.0, 2.0, 4.0, 3.0]) == Spread(3.0, 2.0, 4.0)
+@pytest.mark.parametrize(
+    ("matmul", "elementwise", "said"),
+    [
+        (Spread(1.5, 0.8, 1.9), Spread(1.0, 1.0, 1.0), "fp16: too noisy to tell: matmul 0.8 to 1.9, memory-bound ops"),
+        (Spread(1.0, 1.0, 1.0), Spread(1.5, 0.9, 1.8), "fp16: too noisy to tell"),
+        # As noisy, but each repeat says the same.
+        (Spread(3.0, 2.0, 5.0), Spread(1.0, 1.0, 1.0), "fp16 pays here: matmul 3.0 times"),
+        (Spread(0.2, 0.1, 0.4), Spread(1.0, 1.0, 1.0), "fp16 does not pay here: matmul 0.2 times"),
+        # Both sides of a limit, close together.
+        (Spread(1.2, 1.15, 1.25), Spread(1.0, 1.0, 1.0), "fp16 pays here: matmul 1.2 times"),
+    ],
+)
+def test_verdict_says_where_repeats_differ(matmul: Spread, elementwise: Spread, said: str) -> None:
+    one = Spread(1.0, 1.0, 1.0)
+    assert Measured("fp16", one, one, matmul, elementwise, size=1, elements=1).verdict.startswith(said)
+
+
+def test_spread_is_median_lowest_and_highest() -> None:
+    assert Spread.of([5.0, 1.0, 2.0, 4.0, 3.0]) == Spread(3.0, 1.0, 5.0)
+
+
+def test_measurement_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Each repeat has rounds of its own, and half gets faster from one to the next.
+    speeds = iter([1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 4.0, 4.0, 5.0, 5.0])
+
+    def rounds(*_: object) -> dict[str, list[float]]:
+        speed = next(speeds)
+        return {"fp32": [6.0, 6.0, 60.0], "fp16": [6.0 / speed, 6.0 / speed, 1.0], "bf16": [6.0, 6.0, 6.0]}
+
+    monkeypatch.setattr(measurements, "_rounds", rounds)
+    monkeypatch.setattr(measurements, "_matmuls", lambda kind: (10, {}))
+    monkeypatch.setattr(measurements, "_copies", lambda kind, elements: {})
+    _, fp16, bf16 = measurements.measure("cpu")
+    assert fp16.matmul == fp16.elementwise == Spread(3.0, 1.0, 5.0)
+    assert bf16.matmul == Spread(1.0, 1.0, 1.0)
+    assert next(speeds, None) is None
 
 
 def test_measurement_pairs_rounds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -37,12 +38,6 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def rows_of(table: str) -> dict[str, list[str]]:
-    """Return the cells of a printed table by their row's first cell."""
-    lines = [line.strip("│ ").split("│") for line in table.splitlines() if line.startswith("│")]
-    return {cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in lines}
-
-
 @pytest.fixture
 def digits() -> ModuleType:
     """The example as a module."""
@@ -55,24 +50,80 @@ def digits() -> ModuleType:
     return module
 
 
+QUICK = ("--width", "16", "--device", "cpu")
+
+
 @needs_example_packages
-def test_digits_prints_a_table_and_mixed_precision_is_as_accurate() -> None:
-    done = run(str(DIGITS), "--seeds", "1", "--epochs", "8", "--device", "cpu")
+def test_digits_prints_json_and_mixed_precision_is_as_accurate() -> None:
+    asked = ("--seeds", "1", "--epochs", "8", "--dtype", "fp16", "bf16", "--json")
+    done = run(str(DIGITS), *QUICK, *asked)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = rows_of(done.stdout)
-    assert list(rows) == ["fp32", "fp16", "bf16"]
-    accuracy, saved, skipped, scale, _ = zip(*rows.values(), strict=True)
-    assert all(float(text.split()[0]) > 90 for text in accuracy)
-    fp32_bytes, *half_bytes = (int(text.removesuffix(" KiB").replace(",", "")) for text in saved)
-    assert all(0.4 * fp32_bytes < count < 0.8 * fp32_bytes for count in half_bytes)
-    assert skipped == ("0", "0", "0")
-    assert scale == ("1", "65536", "1")
+    found = json.loads(done.stdout)
+    assert (found["device"], found["width"], found["seeds"], found["threads"]) == ("cpu", 16, 1, 1)
+    assert list(found["modes"]) == ["fp32", "fp16", "bf16"]
+    runs = {name: mode["runs"][0] for name, mode in found["modes"].items()}
+    assert all(run["accuracy"] > 90 and run["epoch_seconds"] > 0 for run in runs.values())
+    full = runs["fp32"]["saved_bytes"]
+    assert all(0.4 * full < runs[name]["saved_bytes"] < 0.8 * full for name in ("fp16", "bf16"))
+    assert [run["skipped_steps"] for run in runs.values()] == [0, 0, 0]
+    assert [run["loss_scale"] for run in runs.values()] == [1, 65536, 1]
+    for name in ("fp16", "bf16"):
+        mode = found["modes"][name]
+        assert mode["memory"] == runs[name]["saved_bytes"] / full
+        assert mode["speed"] == [runs["fp32"]["epoch_seconds"] / runs[name]["epoch_seconds"]]
+        assert mode["verdict"].startswith(f"{name}: one seed cannot tell")
 
 
 @needs_example_packages
-def test_digits_takes_one_dtype(digits: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    digits.main(["--seeds", "1", "--epochs", "1", "--device", "cpu", "--dtype", "bf16"])
-    assert list(rows_of(capsys.readouterr().out)) == ["fp32", "bf16"]
+@pytest.mark.parametrize("rich", [True, False])
+def test_digits_prints_a_table_with_and_without_rich(
+    digits: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rich: bool
+) -> None:
+    if not rich:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setitem(sys.modules, "rich", None)
+    # Of the accuracy of one epoch nothing is asked.
+    monkeypatch.setattr(digits, "TOLERANCE", 100.0)
+    assert digits.main(["--seeds", "2", "--epochs", "1", *QUICK]) == 0
+    captured = capsys.readouterr()
+    table = {line.split()[0]: line for line in captured.out.splitlines() if line}
+    assert re.match(r"\W*mode +accuracy % +kept +epoch +speed +skipped", table["mode"])
+    # The one that init() takes on a CPU.
+    assert "fp16" not in table
+    row = r"\W*bf16 +[\d.]+ ± [\d.]+ +[\d,]+ KiB +\d+ ms +[\d.]+ \([\d.]+-[\d.]+\) +0 *$"
+    lines = [line for line in captured.out.splitlines() if "bf16" in line]
+    assert re.match(row, lines[0])
+    assert re.match("bf16.*(pays here|does not pay here|takes about the time|too noisy)", lines[1])
+    assert ("run 4 of 4: bf16, seed 1" in captured.err) is not rich
+
+
+@needs_example_packages
+@pytest.mark.parametrize(
+    ("times", "said", "pays"),
+    [
+        ((2.0, 1.8, 2.2), "bf16 pays here: 2.00 (1.80-2.20) times the speed of fp32, keeps 40% less", True),
+        ((0.5, 0.4, 0.6), "bf16 does not pay here: 0.50 (0.40-0.60) times the speed of fp32; it keeps 40% less", False),
+        ((1.0, 0.98, 1.02), "bf16 takes about the time of fp32 here", False),
+        ((1.3, 0.6, 1.9), "bf16: too noisy to tell whether it is faster: speed 1.30 (0.60-1.90)", True),
+        ((2.5, 1.5, 4.0), "bf16 pays here", True),
+        ((2.0,), "bf16: one seed cannot tell whether it is faster", True),
+    ],
+)
+def test_digits_says_whether_it_pays(digits: ModuleType, times: tuple[float, ...], said: str, pays: bool) -> None:
+    exact = [digits.Run(98.0, 1000, 0, 1.0, seconds) for seconds in times]
+    mixed = [digits.Run(98.5, 600, 0, 1.0, 1.0) for _ in times]
+    one = digits.Compared.of("bf16", mixed, exact)
+    assert one.verdict.startswith(said)
+    assert one.verdict.endswith("accuracy +0.50 points.")
+    assert one.pays is pays
+
+
+@needs_example_packages
+def test_digits_compares_all_levels(digits: ModuleType) -> None:
+    options = digits.parse(["--all-levels", "--device", "cpu"])
+    assert (options.width, options.seeds, options.dtype) == (16, 2, ["bf16"])
+    modes = digits.make_modes(options.dtype, torch.device("cpu"), all_levels=True)
+    assert [mode.name for mode in modes] == ["fp32", "bf16", "O1 bf16", "O2 bf16", "FP16_Optimizer"]
 
 
 @needs_example_packages
