@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import os
 import re
@@ -22,8 +23,13 @@ pytestmark = pytest.mark.client("fastai", "pandas", "matplotlib", "fastprogress"
 @functools.cache
 def output_of(program: str, *arguments: str) -> str:
     """Run a program of its own, since fastai cannot be imported anew."""
+    return ran(str(ROOT / program), *arguments).stdout
+
+
+def ran(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python; what it printed is there where it succeeded, and shown where it did not."""
     done = subprocess.run(
-        [sys.executable, str(ROOT / program), *arguments],
+        [sys.executable, *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -31,7 +37,7 @@ def output_of(program: str, *arguments: str) -> str:
         timeout=300,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
+    return done
 
 
 def results_of(program: str, *arguments: str) -> dict[str, Any]:
@@ -93,6 +99,40 @@ def test_tables_ratings_and_images() -> None:
     assert found["images"] > 0.9
     assert found["steps"] > 200
     assert found["loss_scale"] >= 1.0
+
+
+def told_of_texts(output: str) -> tuple[float, float, float]:
+    """Return the language model's loss before and after training, and the classifier's accuracy in percent."""
+    before, after = re.findall(r"loss ([\d.]+) before, ([\d.]+) after", output)[0]
+    return float(before), float(after), float(re.findall(r"classifier: accuracy ([\d.]+) %", output)[0])
+
+
+@pytest.mark.client("fastai", "pandas", "matplotlib", "fastprogress", "bs4", "sklearn")
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_texts_under_the_command(dtype: str) -> None:
+    command = ("-m", "autoamp", "run", "--fastai1", "--device-type", "cpu", "--dtype", dtype)
+    done = ran(*command, str(ROOT / "examples" / "fastai_v1_text.py"), "--texts", "400", "--epochs", "2")
+    before, after, accuracy = told_of_texts(done.stdout)
+    assert after < before - 1.5
+    assert accuracy > 75
+    summary = re.search(r"autoamp: (\w+) on cpu", done.stderr)
+    assert summary is not None
+    assert summary[1] == {"fp16": "float16", "bf16": "bfloat16"}[dtype]
+
+
+@pytest.mark.client("fastai", "pandas", "matplotlib", "fastprogress", "bs4", "sklearn")
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_texts_under_init(dtype: str) -> None:
+    output = output_of(str(PROGRAMS / "fastai_text.py"), dtype)
+    before, after, accuracy = told_of_texts(output)
+    assert after < before - 1.5
+    assert accuracy > 75
+    found = json.loads(output.splitlines()[-1])
+    assert found["casts"] > 1000
+    assert found["steps"] > 20
+    assert "to_fp16" in found["to_fp16"]
+    if importlib.util.find_spec("spacy") is None:
+        assert "Tokenizer(tok_func=BaseTokenizer)" in found["spacy"]
 
 
 @pytest.mark.client("fastai", "pandas", "matplotlib", "fastprogress", "bs4", "sklearn")

@@ -1,20 +1,23 @@
-"""What fastai 1.0.61 needs on today's torch, pandas and torchvision; `autoamp.compat.fastai1.enable` tells of each.
+"""What fastai 1.0.61 needs on today's packages; `autoamp.compat.fastai1.enable` tells of each.
 
 Every shim writes to fastai's own modules and classes, never to torch or pandas, so no other code sees it.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import logging
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from importlib.machinery import ModuleSpec
 from typing import Any
 
+import numpy
 import torch
 
+from autoamp.errors import UsageError
 from autoamp.patching import PatchSet, imitate
 
 __all__ = ["disable", "enable"]
@@ -25,16 +28,16 @@ _OPERATORS = ("nms", "qnms")
 
 
 class _Shims:
-    """The patches of fastai's modules, and the import finder for torchvision. A process has one of these."""
+    """The patches of fastai's modules, and the import finder. A process has one of these."""
 
     def __init__(self) -> None:
         self._patches = PatchSet()
-        self._finder: _TorchvisionFinder | None = None
+        self._finder: _Finder | None = None
 
     def enable(self) -> None:
         if self._finder is not None:
             return
-        self._finder = _TorchvisionFinder()
+        self._finder = _Finder()
         sys.meta_path.insert(0, self._finder)
         for name, shim in _SHIMS.items():
             module = sys.modules.get(name)
@@ -147,45 +150,131 @@ def _solve_by_linalg(patches: PatchSet, module: Any) -> None:
     patches.replace(module, "_solve_func", solve)
 
 
+# -- fastai.data_block, fastai.text --
+
+
+def _ragged(original: Any) -> Any:
+    def array(a: Any, dtype: Any = None, **kwargs: Any) -> Any:
+        items = a if isinstance(a, Sized) or hasattr(a, "__array_interface__") else list(a)
+        if dtype is None and not kwargs and _is_ragged(items):
+            return _of_objects(items)
+        return original(items, dtype=dtype, **kwargs)
+
+    return array
+
+
+def _is_ragged(items: Any) -> bool:
+    """Tell whether these are sequences of several lengths, of which numpy 1.24 and later make no array unasked."""
+    if not isinstance(items, (list, tuple)) or not all(
+        isinstance(item, (list, tuple, numpy.ndarray)) for item in items
+    ):
+        return False
+    return len({len(item) for item in items}) > 1
+
+
+def _of_objects(items: Sequence[Any]) -> Any:
+    """Return a one-dimensional array whose elements are these sequences."""
+    array = numpy.empty(len(items), dtype=object)
+    array[:] = items
+    return array
+
+
+class _Numpy(types.ModuleType):
+    """numpy, as fastai's modules of data see it: with the names of types that left it in 1.24."""
+
+    # What these names stood for: the builtins.
+    int, float, bool, object = int, float, bool, object
+
+    def __init__(self) -> None:
+        super().__init__("numpy")
+        self.random = _Random("numpy.random")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(numpy, name)
+
+
+class _Random(types.ModuleType):
+    """numpy.random, as fastai sees it: sequences of several lengths can be permuted."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(numpy.random, name)
+
+    def permutation(self, x: Any) -> Any:
+        """Return them in a random order, one sequence an element."""
+        return numpy.random.permutation(_of_objects(x) if _is_ragged(x) else x)
+
+
+def _around_numpy(patches: PatchSet, module: Any) -> None:
+    """Replace what makes ragged arrays, and numpy itself. With an older numpy it does nothing."""
+    if numpy.lib.NumpyVersion(numpy.__version__) < "1.24.0":
+        return
+    if vars(module).get("np") is numpy:
+        patches.replace(module, "np", _Numpy())
+    original = vars(module).get("array")
+    if isinstance(original, types.FunctionType):
+        patches.replace(module, "array", imitate(_ragged(original), original, module.__name__, "array"))
+
+
+def _data_block(patches: PatchSet, module: Any) -> None:
+    _load_whole_pickles(patches, module)
+    _around_numpy(patches, module)
+
+
+def _around_spacy(patches: PatchSet, module: Any) -> None:
+    """Make the default tokenizer of what today's spacy takes: ``blank(disable=)`` is gone since 3.0."""
+    if getattr(module.spacy, "__version__", "2").split(".")[0] in ("1", "2"):
+        return
+
+    def init(self: Any, lang: str) -> None:
+        # A blank pipeline has no parser, tagger or entity recognizer that were to be disabled.
+        self.tok = module.spacy.blank(lang)
+
+    owner = module.SpacyTokenizer
+    patches.replace(owner, "__init__", imitate(init, vars(owner)["__init__"], owner.__name__, "__init__"))
+
+
 _SHIMS: dict[str, _Shim] = {
     "fastai.basic_data": _load_whole_pickles,
     "fastai.basic_train": _load_whole_pickles,
-    "fastai.data_block": _load_whole_pickles,
+    "fastai.data_block": _data_block,
+    "fastai.text.data": _around_numpy,
     "fastai.text.learner": _load_whole_pickles,
+    "fastai.text.transform": _around_spacy,
     "fastai.tabular.transform": _around_pandas,
     "fastai.callback": _keep_zero_gradients,
     "fastai.vision.transform": _solve_by_linalg,
 }
 
 
-# -- torchvision --
+# -- imports --
 
 
-class _TorchvisionFinder:
-    """Lets the import of torchvision be tried a second time, with its operators declared, where it lacks them."""
+class _Finder:
+    """Gives torchvision and fastai.text.transform, when they are imported, loaders that know what these lack here."""
 
     def __init__(self) -> None:
-        self._asking = False
+        self._asking: set[str] = set()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return torchvision's own spec with another loader; see `importlib.abc.MetaPathFinder`."""
-        if fullname != "torchvision" or self._asking:
+        """Return the module's own spec with another loader; see `importlib.abc.MetaPathFinder`."""
+        loader = _LOADERS.get(fullname)
+        if loader is None or fullname in self._asking:
             return None
-        self._asking = True
+        self._asking.add(fullname)
         try:
             specs = (finder.find_spec(fullname, path, target) for finder in sys.meta_path)
             spec = next((spec for spec in specs if spec is not None), None)
         finally:
-            self._asking = False
+            self._asking.discard(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _SecondTry(spec.loader)  # type: ignore[assignment]
+            spec.loader = loader(spec.loader)  # type: ignore[assignment]
         return spec
 
 
-class _SecondTry:
-    """A loader that declares torchvision's operators where the import says that they are not there."""
+class _Loader:
+    """Another loader, for a subclass to go around its `exec_module`."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -197,6 +286,10 @@ class _SecondTry:
         """Make the module; see `importlib.abc.Loader`."""
         module: types.ModuleType | None = self._loader.create_module(spec)
         return module
+
+
+class _SecondTry(_Loader):
+    """Declares torchvision's operators where its import says that they are not there, and imports it once more."""
 
     def exec_module(self, module: types.ModuleType) -> None:
         """Run the module, a second time if it lacks an operator."""
@@ -215,6 +308,40 @@ class _SecondTry:
                 torch.library.define(f"torchvision::{operator}", schema)
             log.info("torchvision's operators cannot be loaded beside this torch: %s", error)
             self._loader.exec_module(module)
+
+
+class _WithoutSpacy(_Loader):
+    """Lets fastai.text.transform be imported where spacy is not installed, which its default tokenizer alone needs."""
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Run the module, beside a stand-in for spacy that is there for that time alone."""
+        if "spacy" in sys.modules or importlib.util.find_spec("spacy") is not None:
+            self._loader.exec_module(module)
+            return
+        spacy, symbols = _NoSpacy("spacy"), types.ModuleType("spacy.symbols")
+        vars(symbols)["ORTH"] = "ORTH"
+        sys.modules |= {"spacy": spacy, "spacy.symbols": symbols}
+        try:
+            self._loader.exec_module(module)
+        finally:
+            for name in ("spacy", "spacy.symbols"):
+                sys.modules.pop(name, None)
+
+
+class _NoSpacy(types.ModuleType):
+    """What fastai.text has in place of spacy where that is not installed."""
+
+    __version__ = "3"
+
+    def blank(self, lang: str) -> Any:
+        """Say what is missing; fastai's default tokenizer calls this."""
+        raise UsageError(
+            f"fastai's default tokenizer needs spacy, which is not installed (spacy.blank({lang!r})): install it, or "
+            "give a tokenizer of your own, as in Tokenizer(tok_func=BaseTokenizer)"
+        )
+
+
+_LOADERS: dict[str, type[_Loader]] = {"torchvision": _SecondTry, "fastai.text.transform": _WithoutSpacy}
 
 
 _shims = _Shims()

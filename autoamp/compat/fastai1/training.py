@@ -1,8 +1,8 @@
 """fastai v1: a `Learner` trains unchanged under ``autoamp.init()``, and runs on today's torch after ``enable()``.
 
 Neither part needs the other. While a handle is active, the loss of every batch that fastai trains on is scaled for its
-backward pass, and a skipped step decays no weights. `enable` mends what today's torch, pandas and torchvision no longer
-take from fastai 1.0.61. fastai may be imported before or after; where it is not, both cost nothing.
+backward pass, and a skipped step decays no weights. `enable` mends what today's torch, numpy, pandas and torchvision no
+longer take from fastai 1.0.61. fastai may be imported before or after; where it is not, both cost nothing.
 """
 
 from __future__ import annotations
@@ -33,15 +33,18 @@ _PATCHED = ("loss_batch", "CallbackHandler", "OptimWrapper")
 
 
 def enable() -> None:
-    """Let fastai 1.0.61 run on today's torch, pandas and torchvision. `disable` undoes it; a second call does nothing.
+    """Let fastai 1.0.61 run on today's torch, numpy, pandas and torchvision. `disable` undoes it.
 
-    It may be called before fastai is imported, or after. What it does, to fastai alone:
+    It may be called before fastai is imported, or after; a second call does nothing. What it does, to fastai alone:
 
     - ``torch.load`` as fastai's own modules call it takes whole pickles again, as `Learner.load`, `load_learner` and
       ``lr_find`` need. Such a file runs code when it is loaded: load those that you trust.
     - ``Categorify`` assigns whole columns: pandas 2 keeps the old dtype when it assigns through ``df.loc``.
     - ``add_datepart`` finds the week, and seconds, in the dates of pandas 2 and later.
     - ``OptimWrapper.zero_grad`` keeps gradients as zeros, which ``AccumulateScheduler`` divides.
+    - ``fastai.text`` and ``data_block`` make arrays of texts that have several lengths, which numpy refuses since 1.24.
+    - ``fastai.text`` can be imported without spacy, and its ``SpacyTokenizer`` works with spacy 3. Without spacy give a
+      tokenizer: ``Tokenizer(tok_func=BaseTokenizer)``, or a subclass of ``BaseTokenizer``.
     - ``get_transforms`` with a perspective warp solves by `torch.linalg.solve`.
     - torchvision's wheel from PyPI is built for CUDA: where a CPU torch cannot load its operators, the two that its
       import looks for are declared. `disable` leaves them declared, since an imported torchvision needs them.

@@ -1,0 +1,63 @@
+"""fastai v1's text application under `init`, in the dtype that is given: the example as it is, and its errors."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+import autoamp
+from autoamp.compat.fastai1 import training
+
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "fastai_v1_text.py"
+
+training.enable()
+dtype_name = sys.argv[1]
+handle = autoamp.init(dtype=getattr(torch, dtype_name), device_type="cpu")
+assert isinstance(handle, autoamp.Handle)
+counts = handle.count()
+sys.argv = [str(EXAMPLE), "--texts", "400", "--epochs", "2"]
+program = runpy.run_path(str(EXAMPLE), run_name="__main__")
+casts = dict(counts.casts)
+
+
+def error_of_to_fp16() -> str:
+    """Train a language model with fastai's own mixed precision; return what is said."""
+    from fastai.text import AWD_LSTM, BaseTokenizer, Tokenizer, awd_lstm_lm_config, language_model_learner
+
+    frame = program["paragraphs"]()[:60]
+    with tempfile.TemporaryDirectory() as path:
+        words = program["data"](frame, path, Tokenizer(tok_func=BaseTokenizer), bs=4, bptt=10)
+        config = {**awd_lstm_lm_config, **program["SMALL"]}
+        learn = language_model_learner(words, AWD_LSTM, config=config, pretrained=False, silent=True)
+        try:
+            learn.to_fp16().fit(1)
+        except autoamp.UsageError as error:
+            return str(error)
+    return ""
+
+
+def error_without_spacy() -> str:
+    """Make the default tokenizer; return what is said."""
+    from fastai.text import SpacyTokenizer
+
+    try:
+        SpacyTokenizer("en")
+    except autoamp.UsageError as error:
+        return str(error)
+    return ""
+
+
+found = {
+    "casts": sum(count for (_, after), count in casts.items() if after == dtype_name),
+    "steps": handle.optimizers.steps,
+    "to_fp16": error_of_to_fp16(),
+    "spacy": error_without_spacy(),
+}
+handle.deactivate()
+training.disable()
+print("\n" + json.dumps(found))
