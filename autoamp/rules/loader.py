@@ -81,7 +81,7 @@ def _shipped_folder() -> Traversable:
     try:
         return importlib.resources.files("autoamp.lists")
     except ModuleNotFoundError:
-        # In a checkout that is only on sys.path there is no package autoamp.lists: the folder is beside autoamp/.
+        # In a checkout, and in an editable install of one, there is no such package: the folder is beside autoamp/.
         return Path(__file__).resolve().parents[2] / "lists"
 
 

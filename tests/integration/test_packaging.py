@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tomllib
 import zipfile
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 
 import autoamp
+from autoamp.rules import shipped_table
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED_SETS = {path.name for path in (ROOT / "lists").glob("*.toml")}
@@ -42,7 +44,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("sources")
     for name in ("autoamp", "lists", "tests"):
         shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("setup.cfg", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, target)
     return target
 
@@ -62,6 +64,16 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> Non
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "autoamp").rglob("*.py")}
     lists = {f"autoamp/lists/{name}" for name in {"__init__.py", *SHIPPED_SETS}}
     assert shipped == {*modules, "autoamp/py.typed", *lists}
+
+
+@needs_build_tools
+def test_source_distribution_holds_the_lists(sources: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(sources, tmp_path / "sources")
+    script = "import setuptools.build_meta as build; print(build.build_sdist('dist'))"
+    name = subprocess.run([sys.executable, "-c", script], cwd=copy, check=True, capture_output=True, text=True).stdout
+    with tarfile.open(copy / "dist" / name.splitlines()[-1]) as archive:
+        members = {"/".join(Path(member).parts[1:]) for member in archive.getnames()}
+    assert {"setup.py", "setup.cfg", *(f"lists/{name}" for name in ("__init__.py", *SHIPPED_SETS))} <= members
 
 
 @needs_build_tools
@@ -88,9 +100,10 @@ READ_LISTS = """
 import site, sys
 site.addsitedir({site!r})
 sys.path.append({dependencies!r})
-import importlib.resources, autoamp
+import autoamp, autoamp.rules
 print(autoamp.__file__)
-print(importlib.resources.files("autoamp.lists").joinpath("default.toml").read_text(encoding="utf-8"))
+print(*autoamp.rules.shipped_sets())
+print(*(rule.target for rule in autoamp.rules.shipped_table("default").rules))
 """
 
 
@@ -103,16 +116,22 @@ def test_installed_package_reads_its_lists(sources: Path, tmp_path: Path, editab
     (site,) = {path.parent for path in tmp_path.rglob("autoamp-*.dist-info")}
     # -S leaves out the environment's own install of autoamp, which may be an editable one of this tree.
     script = READ_LISTS.format(site=str(site), dependencies=sysconfig.get_path("purelib"))
-    where, _, text = run([sys.executable, "-I", "-S", "-c", script]).partition("\n")
+    where, sets, rules = run([sys.executable, "-I", "-S", "-c", script]).splitlines()
     assert Path(where).is_relative_to(sources if editable else tmp_path)
-    assert text.rstrip() == (ROOT / "lists" / "default.toml").read_text(encoding="utf-8").rstrip()
+    assert {f"{name}.toml" for name in sets.split()} == SHIPPED_SETS
+    assert rules.split() == [rule.target for rule in shipped_table("default").rules]
+    if editable:
+        # What type checkers and editors can follow: the folder, in a line of a .pth file, and no import hook.
+        (pth,) = site.glob("*autoamp*.pth")
+        assert [Path(line).resolve() for line in pth.read_text(encoding="utf-8").split("\n") if line] == [sources]
+        assert not list(site.glob("*finder*"))
 
 
 def test_every_package_is_named_in_setup_cfg() -> None:
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg", encoding="utf-8")
     found = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "autoamp").rglob("__init__.py")}
-    assert set(config["options"]["packages"].split()) == {*found, "autoamp.lists"}
+    assert set(config["options"]["packages"].split()) == found
 
 
 def test_pyproject_holds_the_build_system_alone() -> None:

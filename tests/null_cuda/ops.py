@@ -5,15 +5,14 @@ Calls are OpInfo samples, those of torch's own autocast tests, and some written 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import importlib.resources
 import itertools
 import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from tests.null_cuda.training import HALVES
 from tests.sweep.cases import FLOATS, MODES, OPS, Call
 
 # Samples of one op; arguments of several dtypes for each of them.
+LISTS = Path(__file__).resolve().parents[2] / "lists"
 SAMPLES = 3
 FP32 = torch.float32
 # What torch compiles anew for each call of its helpers, and what follows values into sizes of its own.
@@ -269,6 +269,4 @@ def _comment(line: int) -> str:
 
 @functools.cache
 def _default_lines() -> list[str]:
-    with contextlib.suppress(ModuleNotFoundError):
-        return (importlib.resources.files("autoamp.lists") / "default.toml").read_text(encoding="utf-8").splitlines()
-    raise AssertionError("the lists are not where the package looks for them")
+    return (LISTS / "default.toml").read_text(encoding="utf-8").splitlines()

@@ -1,0 +1,22 @@
+"""Builds autoamp with its list sets inside; all metadata and settings are in setup.cfg.
+
+The lists lie at the top of the tree, where people look for them, and a wheel has them as the package `autoamp.lists`.
+setup.cfg could say so, but then an editable install would go by an import hook of setuptools, which type checkers and
+editors cannot follow. So that package is added where files are copied; an editable install is a line in a .pth file.
+"""
+
+from setuptools import setup
+from setuptools.command.build_py import build_py
+
+
+class BuildWithLists(build_py):
+    """Copies `lists/` too, as `autoamp/lists`."""
+
+    def finalize_options(self) -> None:
+        """Add the package to those that are copied; the distribution's own record stays as it is."""
+        super().finalize_options()
+        self.packages = [*(self.packages or ()), "autoamp.lists"]
+        self.package_dir = {**self.package_dir, "autoamp.lists": "lists"}
+
+
+setup(cmdclass={"build_py": BuildWithLists})
