@@ -31,6 +31,7 @@ __all__ = [
     "RECURRENT",
     "TELLS_GRAPH_TASKS",
     "TENSOR_GUARDS",
+    "DispatchMode",
     "cudnn_enabled",
     "current_graph_task",
     "dispatch_modes",
@@ -107,6 +108,9 @@ tracing_state: Callable[[], Any] = _find("torch._C._get_tracing_state", _tracing
 
 dispatch_modes: Callable[[], int] = _find("torch._C._len_torch_dispatch_stack", lambda: 1)
 """How many `TorchDispatchMode`s intercept operators."""
+
+DispatchMode: Any = _find("torch.utils._python_dispatch.TorchDispatchMode", None)
+"""The base class of what intercepts operators; None where it is missing, and then nobody looks at operators."""
 
 is_transformed: Callable[[Tensor], bool] = _find("torch._C._functorch.is_functorch_wrapped_tensor", lambda _: True)
 """Whether a transform of `torch.func` wraps a tensor."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from autoamp.cli import probes
 from autoamp.cli.output import aligned
-from autoamp.diagnostics import check_lists
+from autoamp.diagnostics import check_lists, explain
 from autoamp.ops import known_ops
 from autoamp.rules import check_bare_names
 
@@ -18,6 +18,7 @@ __all__ = ["add_lists"]
 def add_lists(commands: Any) -> None:
     """Add the command ``lists`` to a parser's commands."""
     lists = commands.add_parser("lists", help="show each rule and where it comes from")
+    lists.add_argument("ops", nargs="*", metavar="OP", help="only what applies to these, such as softmax")
     lists.add_argument("--set", default=None, help="a list set or file; default: what this project uses")
     lists.add_argument("--device-type", help="for which device: cuda, cpu, ...; the accelerator's unless given")
     lists.add_argument("--check", action="store_true",
@@ -34,6 +35,9 @@ def _lists(chosen: argparse.Namespace) -> int:
             sys.stdout.write(f"the shipped lists agree with torch {drift.torch}: its public names, {header}\n")
         return int(bool(drift))
     table = probes.default_table(chosen.set, chosen.device_type)
+    if chosen.ops:
+        sys.stdout.write("".join(f"{explain(table, name)}\n" for name in chosen.ops))
+        return 0
     check_bare_names(table, known_ops())
     rows = sorted((rule.target, rule.policy.value, str(rule.origin)) for rule in table.rules)
     sys.stdout.write("".join(f"{line}\n" for line in aligned(rows)))

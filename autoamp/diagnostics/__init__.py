@@ -5,6 +5,27 @@ from __future__ import annotations
 from autoamp.diagnostics.call_sites import CallSite
 from autoamp.diagnostics.counts import Counts, sum_of
 from autoamp.diagnostics.drift import check_lists
+from autoamp.diagnostics.explain import Explanation, explain
 from autoamp.diagnostics.observer import Call, Observation, Observer, Op, Watch
+from autoamp.diagnostics.rows import Hint, Row
+from autoamp.diagnostics.tables import as_csv, as_table
+from autoamp.diagnostics.trace import CastTrace
 
-__all__ = ["Call", "CallSite", "Counts", "Observation", "Observer", "Op", "Watch", "check_lists", "sum_of"]
+__all__ = [
+    "Call",
+    "CallSite",
+    "CastTrace",
+    "Counts",
+    "Explanation",
+    "Hint",
+    "Observation",
+    "Observer",
+    "Op",
+    "Row",
+    "Watch",
+    "as_csv",
+    "as_table",
+    "check_lists",
+    "explain",
+    "sum_of",
+]

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from autoamp.auto_scaling import AutoScale
 from autoamp.casting import CastCache, Casts
-from autoamp.diagnostics import Counts, Observation, Observer, Watch
+from autoamp.diagnostics import CastTrace, Counts, Explanation, Observation, Observer, Watch, explain
 from autoamp.errors import UsageError
 from autoamp.modules import CastModels, ForwardDtypes, ModuleCasts, ModulePrecisions, Override
 from autoamp.ops import Target, expand
@@ -265,6 +265,32 @@ class Handle:
             self._counts = Counts(self.casts, self._observe_no_more)
             self.observe(self._counts)
         return self._counts
+
+    def trace(self, *, profile: bool = False) -> CastTrace:
+        """Trace casts within a ``with`` statement: by op and place what was cast, what was spared, in which dtypes.
+
+        Results are those without, bit for bit. ``print(trace)`` is a table with hints; there are ``to_dict``,
+        ``to_json`` and ``to_csv``.
+
+        Args:
+            profile: Whether torch.profiler takes times as well.
+
+        Raises:
+            UsageError: The handle is not active.
+        """
+        self._check_active()
+        return CastTrace(self.casts, self._observation, self.observe, profile=profile)
+
+    def explain(self, name: str) -> Explanation:
+        """Tell which rules of this handle's lists apply to an op, and in which file and line they stand.
+
+        Args:
+            name: Such as ``"softmax"``, ``"exp_"`` or ``"torch.nn.functional.softmax"``.
+
+        Raises:
+            UsageError: Torch has no op of this name, and no rule is on it.
+        """
+        return explain(self.settings.table, name)
 
     @property
     def cache(self) -> CastCache:

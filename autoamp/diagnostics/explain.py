@@ -1,0 +1,97 @@
+"""Which rule applies to an op, and where it stands."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from autoamp.errors import UsageError
+from autoamp.ops import Target, expand, known_ops
+from autoamp.rules import CastRule, CastTable
+
+__all__ = ["Explanation", "explain"]
+
+_MEANINGS = {
+    "fp16": "its arguments are cast to the half dtype",
+    "fp32": "its arguments are cast to fp32",
+    "promote": "arguments of several dtypes are cast to fp32",
+    "banned": "in half precision it raises an error, or runs in fp32 with allow_banned",
+    "none": "left alone",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What a table of rules says of a name; ``str()`` is for people.
+
+    Attributes:
+        name: What was asked for.
+        rules: The rules that apply, each with the functions that it patches, by name; empty for an op on no list.
+    """
+
+    name: str
+    rules: tuple[tuple[CastRule, tuple[str, ...]], ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values: ``{"name": ..., "rules": [{"target", "policy", "file", "line", ...}]}``."""
+        return {
+            "name": self.name,
+            "rules": [
+                {
+                    "target": rule.target, "policy": rule.policy.value, "file": rule.origin.path,
+                    "line": rule.origin.line, "reason": rule.reason, "remedy": rule.remedy, "patched": list(names),
+                }
+                for rule, names in self.rules
+            ],
+        }  # fmt: skip
+
+    def to_json(self) -> str:
+        """Return `to_dict` as JSON."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def __str__(self) -> str:
+        if not self.rules:
+            return f"{self.name}: on no list; its arguments are left as they are, and torch promotes mixed dtypes"
+        lines = []
+        for rule, names in self.rules:
+            notes = "".join(f"; {note}" for note in (rule.reason, rule.remedy) if note)
+            lines.append(
+                f"{self.name}: {rule.policy.value} ({_MEANINGS[rule.policy.value]}), by {rule.target!r} "
+                f"in {rule.origin}{notes}"
+            )
+            lines += [f"    {name}" for name in names]
+        return "\n".join(lines)
+
+
+def explain(table: CastTable, name: str) -> Explanation:
+    """Tell which rules of a table apply to a name.
+
+    Args:
+        table: The rules in force.
+        name: An op such as ``"softmax"`` or ``"exp_"``, or a dotted name such as ``"torch.nn.functional.softmax"``.
+
+    Raises:
+        UsageError: Torch has no op of this name, and no rule is on it.
+    """
+    expansion = expand(table)
+    found: dict[CastRule, list[str]] = {}
+    for target in expansion.targets:
+        if _means(target, name):
+            written = table.policy_of(target.rule.target) or target.rule
+            # An in-place form may go by another policy than the rule says for the op itself.
+            rule = target.rule if target.rule.policy is not written.policy else written
+            found.setdefault(rule, []).append(target.name)
+    for rule in (*expansion.deferred, *(rule for rule in table.rules if not found)):
+        if rule.target == name:
+            found.setdefault(rule, [])
+    if not found and name.rpartition(".")[2] not in known_ops():
+        near = difflib.get_close_matches(name, known_ops(), n=3)
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "give a name such as 'softmax'"
+        raise UsageError(f"{name!r} is no op of torch, and no rule is on it; {hint}")
+    return Explanation(name, tuple((rule, tuple(names)) for rule, names in found.items()))
+
+
+def _means(target: Target, name: str) -> bool:
+    return name in (target.attribute, target.name, target.rule.target) if "." not in name else name == target.name

@@ -1,0 +1,142 @@
+"""What a trace suggests: where casts cost more than they bring, each with its figure and a remedy."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from autoamp.diagnostics.rows import Hint, Row
+from autoamp.tensors import HALF_DTYPES
+
+__all__ = ["Flow", "hints_of"]
+
+
+class _ByTensor:
+    """Values by tensor, forgotten with it."""
+
+    def __init__(self) -> None:
+        self._values: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
+
+    def get(self, tensor: Tensor) -> Any:
+        found = self._values.get(id(tensor))
+        return found[1] if found is not None and found[0]() is tensor else None
+
+    def put(self, tensor: Tensor, value: Any) -> None:
+        key, values = id(tensor), self._values
+
+        def forget(reference: weakref.ref[Tensor]) -> None:
+            found = values.get(key)
+            if found is not None and found[0] is reference:
+                del values[key]
+
+        values[key] = weakref.ref(tensor, forget), value
+
+
+class Flow:
+    """Where cast activations come from and go to.
+
+    Attributes:
+        repeats: By the row of the first cast of an activation and that of another one to the same dtype: how often,
+            and the bytes.
+        islands: By the row of an op that runs in fp32 on half arguments and whose result, maybe through ops on no
+            list, is cast to half again: how often, the bytes of both casts, and the row that casts back.
+    """
+
+    def __init__(self) -> None:
+        self.repeats: dict[tuple[int, int], tuple[Row, Row, int, int]] = {}
+        self.islands: dict[int, tuple[Row, int, int, Row | None]] = {}
+        self._casts_of = _ByTensor()
+        self._island_of = _ByTensor()
+
+    def cast(self, source: Tensor, result: Tensor, row: Row | None) -> None:
+        """Take note of a copy in another dtype, made for a row, or by the program itself."""
+        size = result.numel() * result.element_size()
+        if source.dtype is torch.float32 and result.dtype in HALF_DTYPES:
+            island = self._island_of.get(source)
+            if island is not None:
+                first, widened = island
+                _, count, total, _ = self.islands.get(id(first), (first, 0, 0, None))
+                self.islands[id(first)] = first, count + 1, total + size + widened, row
+        if row is None or isinstance(source, Parameter):
+            return
+        before = self._casts_of.get(source) or {}
+        version = getattr(source, "_version", 0) if not source.is_inference() else 0
+        first = before.get((result.dtype, version))
+        if first is None:
+            self._casts_of.put(source, {**before, (result.dtype, version): row})
+        else:
+            key = id(first), id(row)
+            _, _, count, total = self.repeats.get(key, (first, row, 0, 0))
+            self.repeats[key] = first, row, count + 1, total + size
+
+    def ran(self, row: Row, inputs: Sequence[Tensor], outputs: Iterable[Tensor]) -> None:
+        """Take note of what a listed op got and returned."""
+        halves = [tensor for tensor in inputs if tensor.dtype in HALF_DTYPES]
+        if halves and row.policy != "fp16":
+            widened = sum(tensor.numel() * 4 for tensor in halves)
+            for output in outputs:
+                if output.dtype is torch.float32:
+                    self._island_of.put(output, (row, widened))
+
+    def passed(self, inputs: Sequence[Tensor], outputs: Iterable[Tensor]) -> None:
+        """Take note of an op on no list: what comes from an island stays of it."""
+        island = next((found for tensor in inputs if (found := self._island_of.get(tensor)) is not None), None)
+        if island is not None:
+            for output in outputs:
+                if output.dtype is torch.float32:
+                    self._island_of.put(output, island)
+
+
+def hints_of(rows: Iterable[Row], unlisted: Iterable[Row], flow: Flow) -> tuple[Hint, ...]:
+    """Return what the rows of a trace suggest, by bytes, most first."""
+    found = []
+    for row in rows:
+        if row.exact and row.casts and row.elements_cast > row.work:
+            found.append(
+                Hint(
+                    "casts more than it computes",
+                    row.label,
+                    f"{row.elements_cast:,} elements cast for {row.work:,} multiply-adds",
+                    f"leave it alone with none = [{row.rule!r}], or promise that weights stay: handle.inference(model)",
+                    row.bytes_cast,
+                )
+            )
+    for first, row, count, size in flow.repeats.values():
+        found.append(
+            Hint(
+                "activation cast several times",
+                row.label,
+                f"{count} times an activation that was cast for {first.label} already, {size:,} bytes",
+                "cast it once before both, or call both from one module's forward with enable_caching",
+                size,
+            )
+        )
+    for row, count, size, back in flow.islands.values():
+        into = "the program" if back is None else back.label
+        found.append(
+            Hint(
+                "fp32 island",
+                row.label,
+                f"{count} results went back to half for {into}; {size:,} bytes for both casts",
+                f"where its values allow, list it as fp16 or none; it is {row.policy} by {row.origin}",
+                size,
+            )
+        )
+    for row in unlisted:
+        name = row.op.removeprefix("aten::")
+        dtypes = " and ".join(f"{count} {dtype}" for dtype, count in sorted(row.dtypes_in.items()))
+        found.append(
+            Hint(
+                "mixed dtypes on no list",
+                row.label,
+                f"{row.calls} calls got {dtypes}; torch widened {row.bytes_cast:,} bytes",
+                f"list {name!r} as fp16 or promote, or cast one of the arguments before",
+                row.bytes_cast,
+            )
+        )
+    return tuple(sorted(found, key=lambda hint: -hint.bytes))

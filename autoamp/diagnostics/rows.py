@@ -1,0 +1,97 @@
+"""What a trace consists of: a row for each op at each place, and hints."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from autoamp.diagnostics.call_sites import CallSite
+
+__all__ = ["COLUMNS", "Hint", "Row"]
+
+COLUMNS = (
+    "op", "policy", "rule", "origin", "module", "module_class", "location", "calls", "casts", "spared", "bytes_cast",
+    "elements_cast", "work", "exact", "dtypes_in", "dtypes_out", "cpu_us", "device_us",
+)  # fmt: skip
+"""The keys of a row in `CastTrace.to_dict`, and the columns of `CastTrace.to_csv`."""
+
+
+@dataclass(slots=True)
+class Row:
+    """What happened at one place with one op.
+
+    Attributes:
+        op: The function's dotted name, or torch's name of an operator on no list.
+        policy: The policy's name, ``"unlisted"`` for an op on no list.
+        rule: The rule's target, None for an op on no list.
+        origin: The list file and line, None for an op on no list.
+        site: Where it is called.
+        calls: How often, in forward and where checkpoints compute again, with casts on.
+        casts: How many copies in another floating dtype were made of its arguments, and of its result for those.
+        spared: How many arguments the policy puts in another dtype without a copy: a kept cast served, or torch's
+            op reads the one dtype and computes in the other.
+        bytes_cast: The size of these copies, in bytes.
+        elements_cast: And in elements.
+        work: The multiply-adds of products (torch's own formulas), else the elements of its arguments or of its
+            results, whichever are more.
+        exact: Whether each copy was seen. Not under ``handle.inference()`` and for cuDNN's recurrent layers, where
+            whoever looks closer would change what runs: there casts are what the policy asks for.
+        dtypes_in, dtypes_out: How many floating tensors of each dtype were given and returned.
+        cpu_us, device_us: Microseconds in all by torch.profiler, casts included; None where it did not run.
+    """
+
+    op: str
+    policy: str
+    rule: str | None
+    origin: str | None
+    site: CallSite
+    calls: int = 0
+    casts: int = 0
+    spared: int = 0
+    bytes_cast: int = 0
+    elements_cast: int = 0
+    work: int = 0
+    exact: bool = True
+    dtypes_in: dict[str, int] = field(default_factory=dict)
+    dtypes_out: dict[str, int] = field(default_factory=dict)
+    cpu_us: float | None = None
+    device_us: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values by the names in `COLUMNS`."""
+        site = {"module": self.site.module, "module_class": self.site.module_class, "location": self.site.location}
+        return {name: site[name] if name in site else getattr(self, name) for name in COLUMNS}
+
+    @property
+    def label(self) -> str:
+        """The op's last name and its place, for a sentence."""
+        op = self.op.rpartition(".")[2]
+        inside = f" in {self.site.where}" if self.site.module is not None else ""
+        return f"{op}{inside} ({self.site.location or 'no Python frame'})"
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """Something that a trace suggests.
+
+    Attributes:
+        kind: ``"casts more than it computes"``, ``"activation cast several times"``, ``"fp32 island"`` or ``"mixed
+            dtypes on no list"``.
+        where: The op and its place.
+        figure: What was found, with numbers.
+        remedy: What may be done.
+        bytes: The size of the copies in question.
+    """
+
+    kind: str
+    where: str
+    figure: str
+    remedy: str
+    bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values by the attributes' names."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.where}: {self.figure}; {self.remedy}"
