@@ -1,0 +1,30 @@
+"""Fused optimizer steps on CPUs and in CUDA, for `autoamp`.
+
+Importing this never fails: `doors` says what can run here, and why the rest cannot.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autoamp_kernels.doors import Door, doors
+from autoamp_kernels.errors import ArgumentError, KernelError
+
+__version__ = "0.1.0"
+
+__all__ = ["ArgumentError", "Door", "KernelError", "adam_", "available", "doors"]
+
+try:
+    from autoamp_kernels.optimizers import adam_
+except Exception as error:  # torch is missing, or of another kind than any that was tested
+    _failed = error
+
+    def __getattr__(name: str) -> Any:
+        if name in __all__:
+            raise KernelError(f"autoamp_kernels.{name} needs torch, which failed: {_failed!r}")
+        raise AttributeError(name)
+
+
+def available(device_type: str) -> bool:
+    """Tell whether kernels can run on devices of a type, such as ``"cpu"`` or ``"cuda"``."""
+    return any(door.open for door in doors() if door.name == device_type)

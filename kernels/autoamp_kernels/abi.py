@@ -1,0 +1,115 @@
+"""The structs of ``src/abi.h``, for ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_double, c_int32, c_int64, c_uint32, c_void_p
+
+__all__ = [
+    "ABI",
+    "CHUNK",
+    "CPU",
+    "CUDA",
+    "CUDA_ERROR",
+    "DECOUPLED",
+    "EPS_INSIDE",
+    "F32",
+    "I32",
+    "I64",
+    "KERNELS",
+    "MAXIMIZE",
+    "NO_BIAS_CORRECTION",
+    "NO_DTYPE",
+    "RESULTS",
+    "AdamArgs",
+    "Args",
+    "GradScale",
+    "Head",
+    "Step",
+]
+
+ABI = 1
+CHUNK = 32768
+CPU, CUDA = 0, 1
+F32, F16, BF16, I32, I64, NO_DTYPE = 0, 1, 2, 3, 4, -1
+DECOUPLED, MAXIMIZE, NO_BIAS_CORRECTION, EPS_INSIDE = 1, 2, 4, 8
+
+CUDA_ERROR = 1000
+RESULTS = {
+    1: "its struct of arguments has another size than this package gives; reinstall autoamp-kernels",
+    2: "its library is of another version than this package; reinstall autoamp-kernels",
+    3: "it does not take these dtypes",
+    4: "a count or a pointer is missing",
+    5: "this build has no kernels for the device",
+}
+
+
+class Head(ctypes.Structure):
+    """``ak_head``: what every struct of arguments begins with."""
+
+    _fields_ = (
+        ("size", c_uint32),
+        ("version", c_uint32),
+        ("device", c_int32),
+        ("threads", c_int32),
+        ("stream", c_void_p),
+        ("module", c_void_p),
+        ("tensors", c_int64),
+        ("counts", c_void_p),
+        ("first_chunk", c_void_p),
+        ("found_inf", c_void_p),
+    )
+
+
+class GradScale(ctypes.Structure):
+    """``ak_grad_scale``: what gradients are multiplied by."""
+
+    _fields_ = (("number", c_double), ("factor", c_void_p), ("scale", c_void_p))
+
+
+class Step(ctypes.Structure):
+    """``ak_step``: the count of steps."""
+
+    _fields_ = (
+        ("number", c_double),
+        ("one", c_void_p),
+        ("each", c_void_p),
+        ("dtype", c_int32),
+        ("advance", c_int32),
+    )
+
+
+class Args(ctypes.Structure):
+    """What all structs of arguments have in common; each begins with the field ``head``."""
+
+    head: Head
+
+
+class AdamArgs(Args):
+    """``ak_adam_args``."""
+
+    _fields_ = (
+        ("head", Head),
+        ("grad_scale", GradScale),
+        ("step", Step),
+        ("grads", c_void_p),
+        ("params", c_void_p),
+        ("exp_avgs", c_void_p),
+        ("exp_avg_sqs", c_void_p),
+        ("max_exp_avg_sqs", c_void_p),
+        ("halves", c_void_p),
+        ("lr_at", c_void_p),
+        ("lr", c_double),
+        ("beta1", c_double),
+        ("beta2", c_double),
+        ("eps", c_double),
+        ("weight_decay", c_double),
+        ("grad_dtype", c_int32),
+        ("param_dtype", c_int32),
+        ("half_dtype", c_int32),
+        ("flags", c_int32),
+    )
+
+
+# The function of the library and the struct that it takes, by the kernel's name.
+KERNELS: dict[str, type[Args]] = {"adam": AdamArgs}

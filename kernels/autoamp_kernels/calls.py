@@ -1,0 +1,115 @@
+"""What all kernels' Python sides share: arguments that are one number, the head of a struct, and the launch."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from autoamp_kernels.abi import ABI, CPU, CUDA, Args, GradScale, Head, Step
+from autoamp_kernels.doors import doors, library
+from autoamp_kernels.errors import ArgumentError, KernelError
+from autoamp_kernels.tables import CODES, Table, Tables
+
+__all__ = ["address", "by_operator", "fill_grad_scale", "fill_step", "launch", "new_args", "tables"]
+
+A = TypeVar("A", bound=Args)
+
+# The tables of all calls by functions. Who wants to drop them can: `tables.clear()`.
+tables = Tables()
+
+_PLAIN = torch._C._disabled_torch_dispatch_impl if hasattr(torch._C, "_disabled_torch_dispatch_impl") else None
+
+
+def by_operator(lists: Iterable[Sequence[Tensor] | None]) -> bool:
+    """Tell whether a call must go through torch's dispatcher: it is compiled, or tensors are of another kind.
+
+    A direct call has less overhead, which for hundreds of tensors is most of the host's time.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    kinds = {kind for tensors in lists if tensors for kind in set(map(type, tensors))}
+    return any(getattr(kind, "__torch_dispatch__", _PLAIN) is not _PLAIN for kind in kinds)
+
+
+def address(kernel: str, name: str, tensor: Tensor | None, table: Table, *dtypes: torch.dtype) -> int | None:
+    """Return where a tensor of one element lies, None for none.
+
+    Raises:
+        ArgumentError: It has several elements, or is of another dtype or on another device than the kernel wants.
+    """
+    if tensor is None:
+        return None
+    if tensor.dtype not in dtypes or tensor.device != table.device or tensor.numel() != 1:
+        allowed = " or ".join(str(one).removeprefix("torch.") for one in dtypes)
+        raise ArgumentError(
+            f"{kernel}: {name} has dtype {tensor.dtype}, shape {tuple(tensor.shape)}, on {tensor.device}; it must be "
+            f"one element of dtype {allowed} on {table.device}"
+        )
+    return tensor.data_ptr()
+
+
+def new_args(kernel: str, kind: type[A], table: Table, found_inf: Tensor | None) -> A:
+    """Return a struct of arguments whose head is filled."""
+    args = kind()
+    args.head = Head(
+        size=ctypes.sizeof(kind), version=ABI, device=CPU if table.device.type == "cpu" else CUDA,
+        threads=torch.get_num_threads(), tensors=len(table.counts), counts=int(table.counts.ctypes.data),
+        first_chunk=int(table.first_chunk.ctypes.data),
+        found_inf=address(kernel, "found_inf", found_inf, table, torch.float32),
+    )  # fmt: skip
+    return args
+
+
+def fill_grad_scale(
+    kernel: str, table: Table, inv_scale: float, grad_scale: Tensor | None, grad_factor: Tensor | None
+) -> GradScale:
+    """Return what gradients are multiplied by, as the kernel takes it."""
+    return GradScale(
+        number=inv_scale,
+        factor=address(kernel, "grad_factor", grad_factor, table, torch.float32),
+        scale=address(kernel, "grad_scale", grad_scale, table, torch.float32),
+    )
+
+
+def fill_step(kernel: str, table: Table, number: float, one: Tensor | None, advance: bool) -> Step:
+    """Return the count of steps, as the kernel takes it."""
+    each = table.columns.get("steps")
+    return Step(
+        number=number,
+        one=address(kernel, "step", one, table, torch.float32, torch.int32, torch.int64),
+        each=None if each is None else each.address,
+        dtype=0 if one is None else CODES[one.dtype],
+        advance=advance,
+    )
+
+
+def launch(kernel: str, args: Args, table: Table, written: Iterable[Sequence[Tensor] | None]) -> None:
+    """Run a kernel, and tell autograd which tensors it wrote.
+
+    Raises:
+        KernelError: There are no kernels for the device, or they failed. The message names the kernel.
+    """
+    if args.head.device == CUDA:
+        closed = next((door.reason for door in doors() if door.name == table.device.type and not door.open), None)
+        if closed is not None or table.device.type != "cuda":
+            raise KernelError(f"kernel {kernel}: no kernels for {table.device}: {closed or 'choose a CPU or CUDA'}")
+        with torch.cuda.device(table.device):
+            args.head.stream = torch.cuda.current_stream().cuda_stream
+            library().call(kernel, args)
+    else:
+        library().call(kernel, args)
+    for tensors in written:
+        if tensors:
+            _count_writes(tensors)
+
+
+def _count_writes(tensors: Sequence[Tensor]) -> None:
+    """Let each tensor's ``_version`` go up, as torch's own in-place functions do."""
+    if any(tensor.is_inference() for tensor in tensors[:1]):
+        tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+    increment: Any = torch.autograd.graph.increment_version
+    increment(tensors)

@@ -1,0 +1,146 @@
+"""Optimizer steps in one pass: gradients read as they are, fp32 parameters and states updated, half copies written.
+
+The functions that end in ``_`` write in place and do not take part in autograd. Lists are parallel: one tensor for each
+parameter, of its size. Tensors must be dense, all lists on one device, each list of one dtype, and nothing that is
+written may share memory with anything else; otherwise an `ArgumentError` names the tensor, and nothing is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from autoamp_kernels.abi import (
+    DECOUPLED,
+    EPS_INSIDE,
+    MAXIMIZE,
+    NO_BIAS_CORRECTION,
+    NO_DTYPE,
+    AdamArgs,
+)
+from autoamp_kernels.calls import address, by_operator, fill_grad_scale, fill_step, launch, new_args, tables
+from autoamp_kernels.operators import define
+from autoamp_kernels.tables import Column, Role, Table
+
+__all__ = ["adam_"]
+
+_HALF = (torch.bfloat16, torch.float16)
+_ANY = (torch.float32, *_HALF)
+
+Tensors = Sequence[Tensor]
+
+_PARAMS = Role("params", _ANY, written=True)
+_GRADS = Role("grads", _ANY)
+_HALVES = Role("halves", _HALF, written=True)
+_STEPS = Role("steps", written=True, single=True, state=True)
+
+
+def _state(name: str) -> Role:
+    return Role(name, written=True, state=True)
+
+
+def _column(table: Table, name: str) -> int | None:
+    column: Column | None = table.columns.get(name)
+    return None if column is None else column.address
+
+
+def _dtypes(table: Table) -> dict[str, int]:
+    halves = table.columns.get("halves")
+    return {
+        "grad_dtype": table.columns["grads"].dtype,
+        "param_dtype": table.columns["params"].dtype,
+        "half_dtype": NO_DTYPE if halves is None else halves.dtype,
+    }
+
+
+def adam_(
+    params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, *, lr: float | Tensor, beta1: float,
+    beta2: float, eps: float, weight_decay: float = 0.0, step: float | Tensor | Tensors, halves: Tensors | None = None,
+    max_exp_avg_sqs: Tensors | None = None, decoupled: bool = True, maximize: bool = False,
+    bias_correction: bool = True, eps_inside_sqrt: bool = False, advance: bool = False, inv_scale: float = 1.0,
+    grad_scale: Tensor | None = None, grad_factor: Tensor | None = None, found_inf: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Step by Adam, AdamW or AMSGrad, as `torch.optim.Adam` and `torch.optim.AdamW` do.
+
+    Sources: Kingma and Ba 2015, arXiv:1412.6980, algorithm 1; Loshchilov and Hutter 2019, arXiv:1711.05101,
+    algorithm 2; Reddi et al. 2018, arXiv:1904.09237.
+
+    Args:
+        params: Parameters, fp32, or half ones without ``halves``; computed in fp32.
+        grads: Their gradients: fp32, fp16 or bf16. They are not written to.
+        exp_avgs: The averages of the gradients, fp32.
+        exp_avg_sqs: The averages of their squares, fp32.
+        lr: The learning rate: a number, or one fp32 element on the parameters' device.
+        beta1: The decay of ``exp_avgs``.
+        beta2: The decay of ``exp_avg_sqs``.
+        eps: Added to the root of the second average.
+        weight_decay: The factor of the parameter in the decay.
+        step: The number of this step, from 1: a number; one element (fp32, int32 or int64) on the parameters' device;
+            or a list of fp32 tensors of one element, as `torch.optim` keeps them.
+        halves: fp16 or bf16 tensors that are set to the new parameters; None for none.
+        max_exp_avg_sqs: The largest ``exp_avg_sqs`` so far, fp32, for AMSGrad; None without.
+        decoupled: Whether the decay is AdamW's. If not, it is added to the gradient.
+        maximize: Whether the sign of the gradients is turned.
+        bias_correction: Whether the averages are divided by ``1 - beta ** step``.
+        eps_inside_sqrt: Whether ``eps`` is added under the root.
+        advance: Whether the tensors in ``step`` are increased by 1 first, unless the step is skipped.
+        inv_scale: A factor of the gradients.
+        grad_scale: One fp32 element by which the gradients are divided; None for 1.
+        grad_factor: One fp32 element by which the gradients are multiplied; None for 1.
+        found_inf: One fp32 element. Unless it is 0, nothing is written. None for 0.
+
+    Raises:
+        ArgumentError: A tensor that the kernel cannot take.
+        KernelError: There are no kernels for this device.
+    """
+    if not params:
+        return
+    steps = list(step) if isinstance(step, (list, tuple)) else []
+    step_at = step if isinstance(step, Tensor) else None
+    number = float(step) if isinstance(step, (int, float)) else 0.0
+    lr_at = lr if isinstance(lr, Tensor) else None
+    flags = DECOUPLED * decoupled | MAXIMIZE * maximize | NO_BIAS_CORRECTION * (not bias_correction)
+    flags |= EPS_INSIDE * eps_inside_sqrt
+    lists = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs or [], halves or [], steps)
+    run = _adam_operator if by_operator(lists) else _adam
+    run(
+        *lists, step_at, lr_at, grad_scale, grad_factor, found_inf, 0.0 if lr_at is not None else lr, beta1, beta2, eps,
+        weight_decay, number, inv_scale, flags, advance,
+    )  # fmt: skip
+
+
+_ADAM = (
+    _PARAMS, _GRADS, _state("exp_avgs"), _state("exp_avg_sqs"), _state("max_exp_avg_sqs"), _HALVES, _STEPS,
+)  # fmt: skip
+
+
+def _adam(
+    params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, max_exp_avg_sqs: Tensors,
+    halves: Tensors, steps: Tensors, step_at: Tensor | None, lr_at: Tensor | None, grad_scale: Tensor | None,
+    grad_factor: Tensor | None, found_inf: Tensor | None, lr: float, beta1: float, beta2: float, eps: float,
+    weight_decay: float, step: float, inv_scale: float, flags: int, advance: bool,
+) -> None:  # fmt: skip
+    lists = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs or None, halves or None, steps or None)
+    table = tables.table("adam", _ADAM, lists)
+    args = new_args("adam", AdamArgs, table, found_inf)
+    args.grad_scale = fill_grad_scale("adam", table, inv_scale, grad_scale, grad_factor)
+    args.step = fill_step("adam", table, step, step_at, advance)
+    args.lr_at = address("adam", "lr", lr_at, table, torch.float32)
+    args.lr, args.beta1, args.beta2, args.eps, args.weight_decay = lr, beta1, beta2, eps, weight_decay
+    args.flags = flags
+    for name in ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "halves"):
+        setattr(args, name, _column(table, name))
+    for name, code in _dtypes(table).items():
+        setattr(args, name, code)
+    launch("adam", args, table, (params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, halves, steps if advance else None))
+
+
+_adam_operator = define(
+    "adam_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
+    "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] halves, Tensor(f!)[] steps, Tensor(g!)? step_at, Tensor? lr_at, "
+    "Tensor? grad_scale, Tensor? grad_factor, Tensor? found_inf, float lr, float beta1, float beta2, float eps, "
+    "float weight_decay, float step, float inv_scale, int flags, bool advance) -> ()",
+    _adam,
+)

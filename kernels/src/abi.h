@@ -1,0 +1,106 @@
+// The C ABI of autoamp_kernels: one struct of arguments per kernel, one function per kernel.
+//
+// Every struct begins with `ak_head`, whose first two fields are the size of the whole struct and the version of this
+// header, as the caller knows them: a caller from another build is told so, and nothing is read or written. Pointers to
+// tables are on the host; what a table points to is on the device of the call. Nothing here allocates device memory or
+// waits for a device.
+#ifndef AUTOAMP_KERNELS_ABI_H
+#define AUTOAMP_KERNELS_ABI_H
+
+// NVRTC has no standard headers.
+typedef int ak_int32;
+typedef unsigned int ak_uint32;
+typedef unsigned short ak_uint16;
+typedef long long ak_int64;
+
+#define AK_ABI 1
+
+// Elements that one block, or one turn of a thread, takes of one tensor.
+#define AK_CHUNK 32768
+
+enum { AK_F32 = 0, AK_F16 = 1, AK_BF16 = 2, AK_I32 = 3, AK_I64 = 4, AK_NO_DTYPE = -1 };
+
+enum { AK_CPU = 0, AK_CUDA = 1 };
+
+// What a function returns. From AK_CUDA_ERROR on it is AK_CUDA_ERROR + the driver's CUresult.
+enum {
+  AK_OK = 0,
+  AK_WRONG_SIZE = 1,     // head.size is not the size of the struct
+  AK_WRONG_VERSION = 2,  // head.version is not AK_ABI
+  AK_WRONG_DTYPE = 3,    // no kernel for these dtypes
+  AK_WRONG_VALUE = 4,    // a count is negative, or a pointer that is needed is NULL
+  AK_NO_DEVICE = 5,      // this build has no kernels for head.device
+  AK_CUDA_ERROR = 1000
+};
+
+typedef struct ak_head {
+  ak_uint32 size;
+  ak_uint32 version;
+  ak_int32 device;   // AK_CPU or AK_CUDA
+  ak_int32 threads;  // of the CPU; 1 or more
+  void* stream;      // a CUstream
+  void* module;      // what ak_cuda_open gave
+  ak_int64 tensors;
+  const ak_int64* counts;       // [tensors] elements of each
+  const ak_int64* first_chunk;  // [tensors + 1] sums of ceil(count / AK_CHUNK), from 0
+  const float* found_inf;       // NULL, or one element: unless it is 0 nothing is written
+} ak_head;
+
+// What a gradient is multiplied by before anything else: number * *factor / *scale; NULL counts as 1.
+typedef struct ak_grad_scale {
+  double number;
+  const float* factor;
+  const float* scale;
+} ak_grad_scale;
+
+// A count of steps: a number, one element on the device, or one fp32 element for each tensor (as torch.optim keeps).
+typedef struct ak_step {
+  double number;
+  void* one;           // NULL, or of `dtype`: AK_F32, AK_I32 or AK_I64
+  float* const* each;  // NULL, or [tensors]
+  ak_int32 dtype;
+  ak_int32 advance;  // whether the counts on the device are increased by 1 first, unless found_inf
+} ak_step;
+
+enum {
+  AK_DECOUPLED = 1,           // the decay is AdamW's; if not, it is added to the gradient
+  AK_MAXIMIZE = 2,            // the gradient's sign is turned
+  AK_NO_BIAS_CORRECTION = 4,  // averages are not divided by 1 - beta^step
+  AK_EPS_INSIDE = 8,          // eps is added under the root
+};
+
+// Adam (Kingma and Ba 2015, arXiv:1412.6980, algorithm 1), AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101,
+// algorithm 2), AMSGrad (Reddi et al. 2018, arXiv:1904.09237, algorithm 2) as torch.optim has it.
+typedef struct ak_adam_args {
+  ak_head head;
+  ak_grad_scale grad_scale;
+  ak_step step;
+  const void* const* grads;       // of grad_dtype
+  void* const* params;            // of param_dtype
+  float* const* exp_avgs;
+  float* const* exp_avg_sqs;
+  float* const* max_exp_avg_sqs;  // NULL without AMSGrad
+  void* const* halves;            // of half_dtype: set to the new parameters; NULL where half_dtype is AK_NO_DTYPE
+  const float* lr_at;             // NULL, or one element, which counts instead of lr
+  double lr, beta1, beta2, eps, weight_decay;
+  ak_int32 grad_dtype, param_dtype, half_dtype;
+  ak_int32 flags;
+} ak_adam_args;
+
+#if !defined(__CUDACC__)
+#ifdef __cplusplus
+extern "C" {
+#endif
+ak_uint32 ak_abi(void);
+ak_int64 ak_chunk(void);
+// The CPU variant in use, such as "avx512"; never NULL.
+const char* ak_cpu_variant(void);
+// Use another variant: "plain", "avx2" or "avx512". Returns 0, or AK_NO_DEVICE where this CPU cannot run it.
+int ak_use_cpu_variant(const char* name);
+int ak_adam(const ak_adam_args* args);
+#ifdef __cplusplus
+}
+#endif
+#endif
+
+#endif

@@ -1,0 +1,15 @@
+// How a function is declared that is compiled into its caller, on a host or on a GPU.
+#ifndef AUTOAMP_KERNELS_FUNCTION_H
+#define AUTOAMP_KERNELS_FUNCTION_H
+
+#include "abi.h"
+
+#if defined(__CUDACC__)
+#define AK_FN __device__ __forceinline__
+#define AK_POW pow
+#else
+#define AK_FN static inline __attribute__((always_inline))
+#define AK_POW __builtin_pow
+#endif
+
+#endif

@@ -1,0 +1,82 @@
+// The arithmetic of every kernel, once, for a float on a GPU and for a vector of floats on a CPU.
+//
+// Each function is a template of the type V that holds the elements: `float` under nvcc and NVRTC, a vector type of the
+// compiler on a host. Nothing is contracted to fused multiply-adds (the builds say so), and only operations that IEEE
+// 754 rounds exactly are used, so all builds give the same bits.
+#ifndef AUTOAMP_KERNELS_FUNCTORS_H
+#define AUTOAMP_KERNELS_FUNCTORS_H
+
+#include "function.h"
+
+#if defined(__CUDACC__)
+AK_FN float root(float x) { return sqrtf(x); }
+AK_FN float larger(float a, float b) { return (a > b || a != a) ? a : b; }
+#endif
+
+AK_FN float gradient_factor(const ak_grad_scale& scale) {
+  double factor = scale.number;
+  if (scale.factor) factor *= (double)*scale.factor;
+  if (scale.scale) factor /= (double)*scale.scale;
+  return (float)factor;
+}
+
+AK_FN double step_of(const ak_step& step, ak_int64 tensor) {
+  if (step.each) return (double)*step.each[tensor];
+  if (!step.one) return step.number;
+  if (step.dtype == AK_F32) return (double)*(const float*)step.one;
+  if (step.dtype == AK_I32) return (double)*(const ak_int32*)step.one;
+  return (double)*(const ak_int64*)step.one;
+}
+
+// -- Adam, AdamW, AMSGrad --
+
+struct AdamNumbers {
+  float factor;         // of the gradient
+  float l2;             // weight decay that is added to the gradient
+  float shrink;         // 1 - lr * decay, where the decay is decoupled
+  float weight1;        // 1 - beta1
+  float beta2, weight2;  // weight2 = 1 - beta2
+  float inverse_bias2;  // 1 / (1 - beta2^step)
+  float size;           // lr / (1 - beta1^step)
+  float eps_inside, eps_outside;
+};
+
+AK_FN AdamNumbers adam_numbers(const ak_adam_args& a, ak_int64 tensor) {
+  AdamNumbers c;
+  double lr = a.lr_at ? (double)*a.lr_at : a.lr;
+  double bias1 = 1.0, bias2 = 1.0;
+  if (!(a.flags & AK_NO_BIAS_CORRECTION)) {
+    double step = step_of(a.step, tensor);
+    bias1 = 1.0 - AK_POW(a.beta1, step);
+    bias2 = 1.0 - AK_POW(a.beta2, step);
+  }
+  bool decoupled = a.flags & AK_DECOUPLED;
+  c.factor = gradient_factor(a.grad_scale);
+  if (a.flags & AK_MAXIMIZE) c.factor = -c.factor;
+  c.l2 = decoupled ? 0.0f : (float)a.weight_decay;
+  c.shrink = decoupled ? (float)(1.0 - lr * a.weight_decay) : 1.0f;
+  c.weight1 = (float)(1.0 - a.beta1);
+  c.beta2 = (float)a.beta2;
+  c.weight2 = (float)(1.0 - a.beta2);
+  c.inverse_bias2 = (float)(1.0 / bias2);
+  c.size = (float)(lr / bias1);
+  c.eps_inside = (a.flags & AK_EPS_INSIDE) ? (float)a.eps : 0.0f;
+  c.eps_outside = (a.flags & AK_EPS_INSIDE) ? 0.0f : (float)a.eps;
+  return c;
+}
+
+// Steps parameter p, averages m and v and, where `most` is not NULL, the largest v so far.
+template <class V>
+AK_FN void adam(const AdamNumbers& c, V g, V& p, V& m, V& v, V* most) {
+  g = g * c.factor;
+  // A decay of 0 must not make nan of a parameter that is inf.
+  if (c.l2 != 0.0f) g = g + c.l2 * p;
+  p = p * c.shrink;
+  m = m + c.weight1 * (g - m);
+  v = c.beta2 * v + c.weight2 * (g * g);
+  V second = v;
+  if (most) second = *most = larger(*most, v);
+  p = p - c.size * (m / (root(second * c.inverse_bias2 + c.eps_inside) + c.eps_outside));
+}
+
+#endif

@@ -1,0 +1,96 @@
+"""Tensors that kernels cannot take are refused before anything is written, and tables serve again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import autoamp_kernels
+import pytest
+import torch
+from autoamp_kernels.tables import Role, Tables
+from torch import Tensor
+
+ROLES = (Role("params", written=True), Role("grads", (torch.float32, torch.bfloat16)))
+
+
+def lists(**changed: list[Tensor]) -> dict[str, Any]:
+    made = {name: [torch.ones(4), torch.ones(6)] for name in ("params", "grads", "exp_avgs", "exp_avg_sqs")}
+    return {**made, "halves": [torch.ones(4).half(), torch.ones(6).half()], **changed}
+
+
+def aliased() -> dict[str, Any]:
+    shared = torch.ones(9)
+    return lists(params=[shared[:4], shared[3:]])
+
+
+def read_and_written() -> dict[str, Any]:
+    one = torch.ones(6)
+    return lists(params=[torch.ones(4), one], grads=[torch.ones(4), one])
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: lists(grads=[torch.ones(4)]), r"grads has 1 tensors and params has 2; give one for each"),
+    (lambda: lists(grads=[torch.ones(4), torch.ones(5)]), r"grads\[1\] has 5 elements; it must have 6, as params\[1\]"),
+    (lambda: lists(params=[torch.ones(4), torch.ones(3, 4)[:, ::2]]), r"params\[1\] is not contiguous.*\.contiguous"),
+    (lambda: lists(params=[torch.ones(4), torch.ones(6).double()]), r"params\[1\] has dtype torch.float64; it must be"),
+    (lambda: lists(grads=[torch.ones(4), torch.ones(6).half()]), r"grads\[1\] has dtype torch.float16.*for each dtype"),
+    (lambda: lists(grads=[torch.ones(4), torch.ones(6, device="meta")]), r"grads\[1\] is on meta and params\[0\] on"),
+    (lambda: lists(grads=[torch.ones(4), torch.ones(6).to_sparse()]), r"grads\[1\] .*(layout|dense)"),
+    (aliased, r"params\[0\] and params\[1\] share memory"),
+    (read_and_written, r"grads\[1\] and params\[1\] share memory"),
+], ids=lambda value: None if callable(value) else "")  # fmt: skip
+def test_refused_before_anything_is_written(make: Callable[[], dict[str, Any]], message: str) -> None:
+    given = make()
+    with pytest.raises(autoamp_kernels.ArgumentError, match=message):
+        autoamp_kernels.adam_(**given, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, step=1)
+    for tensors in given.values():
+        assert all(bool((tensor.to_dense() == 1).all()) for tensor in tensors if tensor.device.type == "cpu")
+
+
+@pytest.mark.parametrize("name", ["lr", "found_inf", "grad_scale", "grad_factor", "step"])
+def test_numbers_on_a_device_must_be_one_element(name: str) -> None:
+    numbers: dict[str, Any] = {"lr": 0.1, "step": 1, name: torch.ones(2)}
+    with pytest.raises(autoamp_kernels.ArgumentError, match=rf"{name} has dtype torch.float32, shape \(2,\)"):
+        autoamp_kernels.adam_(**lists(), beta1=0.9, beta2=0.99, eps=1e-8, **numbers)
+
+
+def test_a_table_serves_again_until_a_tensor_changes() -> None:
+    tables = Tables()
+    params, grads = [torch.ones(4), torch.ones(6)], [torch.ones(4), torch.ones(6)]
+
+    def table() -> Any:
+        return tables.table("kernel", ROLES, (params, grads))
+
+    first = table()
+    assert table() is first
+    grads[1] = torch.ones(6)
+    second = table()
+    assert second is not first
+    assert second.columns["params"] is first.columns["params"]
+    assert second.columns["grads"].pointers.tolist() == [grad.data_ptr() for grad in grads]
+    # The same object at the same address, of another size.
+    params[1].data, grads[1].data = params[1].data[:5], grads[1].data[:5]
+    assert table().counts.tolist() == [4, 5]
+    params[0].data = torch.ones(2, 2).data
+    grads[0].data = grads[0].data.view(2, 2).t()
+    with pytest.raises(autoamp_kernels.ArgumentError, match=r"grads\[0\] is not contiguous"):
+        table()
+
+
+def test_the_oldest_table_goes() -> None:
+    tables = Tables(kept=1)
+    one, two = ([torch.ones(2)], [torch.ones(2)]), ([torch.ones(2)], [torch.ones(2)])
+    first = tables.table("kernel", ROLES, one)
+    tables.table("kernel", ROLES, two)
+    assert tables.table("kernel", ROLES, one) is not first
+
+
+def test_counts_beyond_31_bits() -> None:
+    """Memory that nobody writes to takes no place."""
+    tables = Tables()
+    big = torch.empty(2**31 + 5, dtype=torch.bfloat16)
+    roles = (Role("params", (torch.bfloat16,), written=True),)
+    table = tables.table("kernel", roles, ([big, torch.empty(3, dtype=torch.bfloat16)],))
+    assert table.counts.tolist() == [2**31 + 5, 3]
+    assert table.first_chunk.tolist() == [0, 2**16 + 1, 2**16 + 2]
