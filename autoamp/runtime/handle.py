@@ -105,6 +105,7 @@ class Handle:
             rebind=self.settings.rebind,
             observation=self._observation if self._observation.observers else None,
             met=self._meet if any(setup.masters for setup in self.setups) else None,
+            loaded=self.optimizers.note_loaded if self.optimizers.scales else None,
         )
         self.casts.open()
         try:

@@ -54,6 +54,7 @@ class Installation:
         rebind: Whether names that other modules took before are rebound.
         observation: Who is told of calls; None where nobody looks on.
         met: Called with each optimizer that is made; None where nobody asks.
+        loaded: Called with each optimizer whose state was loaded; None where nobody asks.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Installation:
         rebind: bool,
         observation: Observation | None = None,
         met: Callable[[Any], None] | None = None,
+        loaded: Callable[[Any], None] | None = None,
     ) -> None:
         self._casts = casts
         self._precisions = precisions
@@ -74,6 +76,7 @@ class Installation:
         self._rebind = rebind
         self._observation = observation
         self._met = met
+        self._loaded = loaded
         self._patches = PatchSet()
         # One replacement for each original, policy and in-place form, so that aliases stay the same object.
         self._built: dict[tuple[int, CastPolicy, int], tuple[Target, Any]] = {}
@@ -175,6 +178,7 @@ class Installation:
             (torch.nn.Module, "__call__", self._module_call),
             *((torch.nn.Module, name, builder) for name, builder in self._models.builders()),
             (torch.optim.Optimizer, None if self._met is None else "__init__", self._optimizer_init),
+            (torch.optim.Optimizer, None if self._loaded is None else "load_state_dict", self._optimizer_load),
             *casts.builders(),
         ]
         for owner, name, builder in builders:
@@ -200,6 +204,16 @@ class Installation:
             met(self)
 
         return imitate(init, original)
+
+    def _optimizer_load(self, original: Any) -> Any:
+        loaded: Any = self._loaded
+
+        def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, *args, **kwargs)
+            loaded(self)
+            return result
+
+        return imitate(load_state_dict, original)
 
     def _let_torchscript_know(self, original: Any, replacement: Any) -> None:
         # The compiler of torch.jit.script cannot compile a variadic closure. It knows builtins, and functions that are

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from autoamp.casting import Casts
-from autoamp.errors import UsageError
-from autoamp.scaling import LossScaler, multiplied_loss
+from autoamp.errors import UsageError, warn_user
+from autoamp.scaling import DynamicLossScaler, LossScaler, multiplied_loss
 from autoamp.stepping.attach import (
     AttachedStep,
     InnerSteps,
@@ -92,6 +92,9 @@ class GuardedOptimizers:
         self._casts = casts
         self._guards: weakref.WeakKeyDictionary[Any, StepGuard] = weakref.WeakKeyDictionary()
         self._inner_steps: InnerSteps | None = None
+        # Optimizers whose state was loaded before any step, while nobody loaded loss scales.
+        self._resumed: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._scales_loaded = False
 
     @property
     def skipped_steps(self) -> int:
@@ -145,6 +148,8 @@ class GuardedOptimizers:
         if not loss.is_floating_point():
             raise UsageError(f"scale_loss() takes a floating tensor, and this loss is {loss.dtype}; check what made it")
         guards = [self.guard(optimizer) for optimizer in listed(optimizers)]
+        if self._resumed and scaler.checks:
+            self._warn_of_resumed(listed(optimizers), scaler)
         try:
             with scaled_block(guards, scaler, delay_unscale=delay_unscale) as scale:
                 yield multiplied_loss(loss, scale)
@@ -364,10 +369,37 @@ class GuardedOptimizers:
         self.own = self.own or OwnSteps()
         self.own.scalers[skips] = scaler
 
+    def note_loaded(self, optimizer: Any) -> None:
+        """Take note that an optimizer's state was loaded; if it is scaled next without loss scales, that is warned of.
+
+        Not once steps were taken: then the scale is that of this run, and no first value.
+        """
+        if not self._scales_loaded and not self.steps and getattr(optimizer, "state", None):
+            self._resumed.add(optimizer)
+
+    def scales_are_known(self) -> None:
+        """Take note that loss scales were loaded, or that somebody was told that they were not."""
+        self._scales_loaded = True
+        self._resumed.clear()
+
+    def _warn_of_resumed(self, optimizers: Sequence[Any], scaler: LossScaler) -> None:
+        if any(optimizer in self._resumed for optimizer in optimizers) and isinstance(scaler, DynamicLossScaler):
+            warn_user(
+                f"the optimizer's state was loaded, but no state of the loss scalers: the loss scale begins anew at "
+                f"{scaler.loss_scale:g}, and the first steps may be skipped. Save autoamp.state_dict() in the "
+                "checkpoint, and call autoamp.load_state_dict() when you resume"
+            )
+            self.scales_are_known()
+
     @property
     def scalers(self) -> list[LossScaler]:
         """The loss scalers, in the order of their entries in a checkpoint."""
         return self.loss_scalers.all
+
+    @property
+    def scales(self) -> bool:
+        """Whether a scaler has a scale that moves, so that a resumed run has to know it."""
+        return any(isinstance(scaler, DynamicLossScaler) for scaler in self.loss_scalers.all)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scalers' state and the number of skips; see `LossScalers.state_dict`."""
@@ -380,6 +412,7 @@ class GuardedOptimizers:
             CheckpointError: A key is missing, unknown or of the wrong kind. The message names it.
         """
         skipped = self.loss_scalers.load_state_dict(state)
+        self.scales_are_known()
         self._catch_up()
         self._skipped_steps = skipped
         for guard in self.guards:

@@ -1,0 +1,48 @@
+"""Train a transformer on several processes with torch's DistributedDataParallel; stop it and it goes on.
+
+    torchrun --nproc-per-node 2 examples/ddp.py
+    torchrun --nproc-per-node 2 --max-restarts 3 examples/ddp.py --checkpoints run --opt-level O2 --dtype fp16
+
+On GPUs it runs over nccl, elsewhere over gloo. With `--checkpoints` a run goes on from the last checkpoint in that
+folder: after a process was killed (`--max-restarts`), with more steps, or on another number of processes. On the same
+number the resumed run is bitwise the one that was never stopped.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from transformer import HALF_DTYPES, Transformer, parse, process_group, report, train
+
+import autoamp
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train, and return the exit code."""
+    options = parse(arguments, str(__doc__).splitlines()[0])
+    torch.set_num_threads(1)
+    with process_group() as place:
+        torch.manual_seed(0)
+        model = Transformer(options.width, options.depth, heads=4, length=options.length).to(place.device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
+        # First initialize(), then the wrapper: its buckets have the dtypes of the parameters.
+        autoamp.initialize(
+            model,
+            optimizer,
+            opt_level=options.opt_level,
+            dtype=HALF_DTYPES.get(options.dtype),
+            device_type=place.device.type,
+            verbosity=0,
+        )
+        wrapped = DistributedDataParallel(model)
+        state = autoamp.DistributedState(wrapped, optimizer)
+        loss = train(options, place, wrapped, optimizer, state)
+        report(options, place, "DistributedDataParallel", loss)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""`DistributedState` in one process: what it saves, and that a resumed training is the one without a stop."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+import autoamp
+from autoamp.checkpoints import DistributedState
+from autoamp.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad
+
+# Without a process group torch says that it assumes that one process is all there is.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "Adam": lambda params: torch.optim.Adam(params, lr=1e-2, amsgrad=True),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2),
+    "AdamW fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
+    "FusedAdam": lambda params: FusedAdam(params, lr=1e-2),
+    "FusedLAMB": lambda params: FusedLAMB(params, lr=1e-2),
+    "FusedNovoGrad": lambda params: FusedNovoGrad(params, lr=1e-2),
+}
+
+
+class Training:
+    """A small training in fp16 on a CPU, whose first loss scale overflows a few times."""
+
+    def __init__(self, level: str, optimizer: str = "SGD", seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4))
+        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
+        autoamp.initialize(
+            self.model, self.optimizer, opt_level=level, dtype=torch.float16, device_type="cpu", verbosity=0,
+            loss_scale=autoamp.DynamicLossScaler(2.0**22, growth_interval=3),
+        )  # fmt: skip
+        self.step = 0
+
+    def train(self, until: int) -> None:
+        while self.step < until:
+            x = torch.randn(5, 8, generator=torch.Generator().manual_seed(self.step))
+            self.optimizer.zero_grad()
+            with autoamp.scale_loss(self.model(x).float().square().mean(), self.optimizer) as scaled:
+                scaled.backward()
+            self.optimizer.step()
+            self.step += 1
+
+    def state(self) -> dict[str, Any]:
+        return {"training": DistributedState(self.model, self.optimizer)}
+
+    def all_bits(self) -> list[tuple[str, bytes]]:
+        found: dict[str, Any] = {**self.model.state_dict()}
+        for index, state in self.optimizer.state_dict()["state"].items():
+            found.update({f"{index}.{key}": value for key, value in state.items() if isinstance(value, Tensor)})
+        bits = [(key, value.contiguous().flatten().view(torch.uint8).numpy().tobytes()) for key, value in found.items()]
+        return [*sorted(bits), ("amp", repr(autoamp.state_dict()).encode())]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_resumed_training_is_the_one_without_a_stop(level: str, name: str, tmp_path: Path) -> None:
+    whole = Training(level, name)
+    whole.train(8)
+    dcp.save(whole.state(), checkpoint_id=tmp_path / "8")
+    whole.train(15)
+    expected = whole.all_bits()
+    resumed = Training(level, name, seed=1)
+    dcp.load(resumed.state(), checkpoint_id=tmp_path / "8")
+    resumed.step = 8
+    resumed.train(15)
+    assert resumed.all_bits() == expected
+    assert b"'skipped_steps': 0" not in dict(expected)["amp"]
+
+
+@pytest.mark.parametrize("step", [0, 8])
+def test_saving_changes_nothing(step: int, tmp_path: Path) -> None:
+    expected = Training("O2")
+    expected.train(12)
+    bits = expected.all_bits()
+    saved = Training("O2")
+    saved.train(step)
+    dcp.save(saved.state(), checkpoint_id=tmp_path / "at")
+    assert bool(saved.optimizer.state) == bool(step)
+    saved.train(12)
+    assert saved.all_bits() == bits
+    # What was saved before any step has no momentum, which is not the same as momentum of 0.
+    resumed = Training("O2", seed=1)
+    dcp.load(resumed.state(), checkpoint_id=tmp_path / "at")
+    resumed.step = step
+    resumed.train(12)
+    assert resumed.all_bits() == bits
+
+
+def test_keys_are_those_of_torch() -> None:
+    training = Training("O1", "Adam")
+    training.train(8)
+    ours = DistributedState(training.model, training.optimizer).state_dict()
+    theirs = get_optimizer_state_dict(
+        training.model, training.optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
+    )
+    assert ours["optimizer"].keys() - {"stepped"} == theirs.keys()
+    torch.testing.assert_close({key: ours["optimizer"][key] for key in theirs}, theirs, rtol=0, atol=0)
+    assert ours["model"].keys() == training.model.state_dict().keys()
+    assert ours["amp"] == autoamp.state_dict()
+
+
+def test_o2_saves_masters() -> None:
+    training = Training("O2")
+    training.train(8)
+    state = DistributedState(training.model, training.optimizer).state_dict()
+    assert all(value.dtype is torch.float32 for value in state["model"].values() if value.is_floating_point())
+    assert state["model"]["0.weight"].data_ptr() == training.optimizer.param_groups[0]["params"][0].data_ptr()
+    assert state["optimizer"]["state.0.weight.momentum_buffer"].dtype is torch.float32
+
+
+def test_a_checkpoint_without_scales_is_warned_of(tmp_path: Path) -> None:
+    plain = Training("O1")
+    plain.train(8)
+    dcp.save({"training": DistributedState(plain.model, plain.optimizer, amp=False)}, checkpoint_id=tmp_path / "at")
+    resumed = Training("O1", seed=1)
+    with pytest.raises(CheckpointException, match=r"Missing key in checkpoint state_dict: training\.amp\."):
+        dcp.load(resumed.state(), checkpoint_id=tmp_path / "at")
+    partial = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    warning = r"without the state of the loss scalers: the loss scale goes on from 4\.1943e\+06"
+    with pytest.warns(UserWarning, match=warning):
+        dcp.load(resumed.state(), checkpoint_id=tmp_path / "at", planner=partial)
+    with pytest.warns(UserWarning, match=warning):
+        dcp.load(
+            {"training": DistributedState(resumed.model, resumed.optimizer, amp=False)}, checkpoint_id=tmp_path / "at"
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # Once is enough.
+        resumed.train(3)
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_where_no_scale_moves_nothing_is_warned_of(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    dcp.save({"t": DistributedState(model)}, checkpoint_id=tmp_path / "at", no_dist=True)
+    for scale in (1.0, 128.0):
+        autoamp.init(dtype=torch.bfloat16, device_type="cpu", loss_scale=scale)
+        state = {"t": DistributedState(model, amp=False)}
+        dcp.load(state, checkpoint_id=tmp_path / "at", no_dist=True)
+    autoamp.init(enabled=False)
+    dcp.load({"t": DistributedState(model)}, checkpoint_id=tmp_path / "at", no_dist=True)
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(autoamp.UsageError, match=r"model=str is no torch\.nn\.Module"):
+        DistributedState("model")  # type: ignore[arg-type]
+    with pytest.raises(autoamp.UsageError, match="not int"):
+        DistributedState(model, [3])
+    foreign = torch.optim.SGD([*model.parameters(), torch.ones(3)], 0.1)
+    with pytest.raises(autoamp.UsageError, match=r"parameter 2 of group 0 of SGD, of shape \(3,\), is none of the"):
+        DistributedState(model, foreign).state_dict()
