@@ -5,6 +5,7 @@ In the first attempt of torchrun that rank kills itself in the middle of the bac
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import os
 import signal
@@ -12,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
@@ -22,19 +23,19 @@ def die(*_: Any) -> None:
 
 
 def main() -> int:
+    faulthandler.dump_traceback_later(30)
     name, rank, step, *arguments = sys.argv[1:]
-    steps = 0
+    calls = 0
 
-    def before_step(optimizer: Any, *_: Any) -> None:
-        nonlocal steps
-        steps += 1
-        if steps == int(step) - 1:
-            # A parameter in the middle: some gradients of the next pass are reduced by then, others are not.
-            params = optimizer.param_groups[0]["params"]
-            params[len(params) // 2].register_hook(die)
+    def before_call(module: Any, args: Any) -> None:
+        nonlocal calls
+        calls += type(module).__name__.endswith("Transformer")
+        if type(module).__name__.endswith("Block") and calls == int(step):
+            # In the middle of the backward pass: some gradients are reduced by then, others are not.
+            args[0].register_hook(die)
 
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == rank:
-        register_optimizer_step_pre_hook(before_step)
+        register_module_forward_pre_hook(before_call)
     return int(importlib.import_module(name).main(arguments))
 
 
