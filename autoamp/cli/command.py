@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from autoamp.cli.doctor import add_doctor
 from autoamp.cli.lists import add_lists
 from autoamp.cli.output import say
+from autoamp.cli.profile import add_profile, prepared_profile
 from autoamp.cli.run import add_run, prepared_run
 from autoamp.errors import AutoampError
 
@@ -22,6 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if chosen.command == "run":
             program = prepared_run(chosen, argv)
+        elif chosen.command == "profile":
+            program = prepared_profile(chosen, argv)
         else:
             return int(chosen.act(chosen))
     except AutoampError as error:
@@ -35,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="autoamp", description="Mixed precision for PyTorch programs.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     add_run(commands)
+    add_profile(commands)
     add_doctor(commands)
     add_lists(commands)
     return parser

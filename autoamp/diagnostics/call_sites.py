@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import types
@@ -12,10 +13,13 @@ from pathlib import Path
 import torch
 from torch.nn import Module
 
-__all__ = ["CallSite", "ModulePaths", "user_frame"]
+__all__ = ["CallSite", "ModulePaths", "in_scaling", "user_frame"]
 
 # Frames of these directories are on the way to torch's ops, and not where somebody calls one.
 _LIBRARIES = tuple(os.path.join(path, "") for path in (Path(torch.__file__).parent, Path(__file__).parents[1]))
+_SCALING = tuple(
+    os.path.join(Path(__file__).parents[1], package, "") for package in ("auto_scaling", "scaling", "stepping")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,15 @@ def _shown(file: str) -> str:
 
 @functools.cache
 def _is_library(file: str) -> bool:
-    return file.startswith(_LIBRARIES) or file.startswith("<frozen")
+    return file.startswith(_LIBRARIES) or file.startswith("<frozen") or file == contextlib.__file__
+
+
+@functools.cache
+def _scales(file: str) -> bool | None:
+    """Tell whether a file of autoamp scales losses and steps; None for one that is on the way there."""
+    if file.startswith(_SCALING):
+        return True
+    return None if _is_library(file) else False
 
 
 def user_frame(frame: types.FrameType | None) -> types.FrameType | None:
@@ -68,6 +80,13 @@ def user_frame(frame: types.FrameType | None) -> types.FrameType | None:
     while frame is not None and _is_library(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
+
+
+def in_scaling(frame: types.FrameType | None) -> bool:
+    """Tell whether the innermost frame that is not on the way scales losses or steps optimizers for autoamp."""
+    while frame is not None and (found := _scales(frame.f_code.co_filename)) is None:
+        frame = frame.f_back
+    return frame is not None and bool(found)
 
 
 class ModulePaths:

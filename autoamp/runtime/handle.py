@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from autoamp.auto_scaling import AutoScale
 from autoamp.casting import CastCache, Casts
-from autoamp.diagnostics import CastTrace, Counts, Explanation, Observation, Observer, Watch, explain
+from autoamp.diagnostics import CastTrace, Counts, Explanation, Observation, Observer, RangeProfile, Watch, explain
 from autoamp.errors import UsageError
 from autoamp.modules import CastModels, ForwardDtypes, ModuleCasts, ModulePrecisions, Override
 from autoamp.ops import Target, expand
@@ -281,6 +281,18 @@ class Handle:
         """
         self._check_active()
         return CastTrace(self.casts, self._observation, self.observe, profile=profile)
+
+    def profile_ranges(self) -> RangeProfile:
+        """Profile the ranges of values within a ``with`` statement, in fp32: this thread casts nothing meanwhile.
+
+        Results are those of fp32, bit for bit. ``print(ranges)`` is a table and a verdict on fp16 and bf16; there are
+        ``to_dict`` and ``to_json``. Each operator is run three times, so that it takes some times as long.
+
+        Raises:
+            UsageError: The handle is not active.
+        """
+        self._check_active()
+        return RangeProfile(self.casts, self._observation, self.observe, lambda: self.loss_scale)
 
     def explain(self, name: str) -> Explanation:
         """Tell which rules of this handle's lists apply to an op, and in which file and line they stand.

@@ -1,0 +1,86 @@
+"""Histograms of binary exponents, and what of them a half dtype cannot hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["FORMATS", "Exponents"]
+
+_BINS, _BIAS = 256, 127
+
+FORMATS: dict[str, tuple[int, int, int]] = {"float16": (-25, -14, 16), "bfloat16": (-134, -126, 128)}
+"""By half dtype three binary exponents: what is below the first becomes 0, what is below the second subnormal, and what
+has the third or more overflows (IEEE 754 binary16; bfloat16 has the exponents of binary32)."""
+
+
+class Exponents:
+    """How many elements have each binary exponent: ``e`` for magnitudes from ``2 ** e`` to below ``2 ** (e + 1)``.
+
+    The exponents are those of fp32, -126 to 127; -127 stands for all fp32 subnormals, which in bf16 count as subnormal.
+    Values that only rounding takes over a limit (65520 to 65536 in fp16, or exactly 2 ** -25) count as within it.
+
+    Attributes:
+        counts: int64 of 254 + 2 bins on the CPU: bin ``e + 127``, the last for inf and nan.
+        zeros: How many elements are 0; they are in no bin.
+    """
+
+    def __init__(self) -> None:
+        self.counts = torch.zeros(_BINS, dtype=torch.int64)
+        self.zeros = 0
+
+    def add(self, tensor: Tensor) -> None:
+        """Count the elements of a floating tensor of any shape; fp64 is rounded to fp32 first."""
+        bits = tensor.detach().float().contiguous().view(torch.int32).flatten()
+        magnitude = bits & 0x7FFFFFFF
+        counts = torch.bincount(magnitude >> 23, minlength=_BINS).cpu()
+        zeros = int((magnitude == 0).sum())
+        counts[0] -= zeros
+        self.counts += counts
+        self.zeros += zeros
+
+    def include(self, other: Exponents) -> None:
+        """Add another histogram."""
+        self.counts += other.counts
+        self.zeros += other.zeros
+
+    @property
+    def elements(self) -> int:
+        """How many elements were counted, zeros, inf and nan among them."""
+        return int(self.counts.sum()) + self.zeros
+
+    @property
+    def nonfinite(self) -> int:
+        """How many elements are inf or nan."""
+        return int(self.counts[-1])
+
+    @property
+    def largest(self) -> int | None:
+        """The largest exponent of a finite element; None where all are 0."""
+        found = self.counts[:-1].nonzero()
+        return int(found[-1]) - _BIAS if len(found) else None
+
+    def in_format(self, dtype: str, shift: int = 0) -> dict[str, int]:
+        """Return how many finite elements a half dtype would make 0, subnormal or inf.
+
+        Args:
+            dtype: A key of `FORMATS`.
+            shift: Added to each exponent: the binary logarithm of a loss scale.
+
+        Returns:
+            ``{"underflow": ..., "subnormal": ..., "overflow": ...}``.
+        """
+        zero, normal, top = (min(max(limit - shift + _BIAS, 0), _BINS - 1) for limit in FORMATS[dtype])
+        finite = self.counts[:-1]
+        return {
+            "underflow": int(finite[:zero].sum()),
+            "subnormal": int(finite[zero:normal].sum()),
+            "overflow": int(finite[top:].sum()),
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return ``{"exponents": {"-3": 17, ...}, "zeros": ..., "nonfinite": ...}``, bins without elements left out."""
+        filled = {str(int(e) - _BIAS): int(self.counts[e]) for e in self.counts[:-1].nonzero().flatten()}
+        return {"exponents": filled, "zeros": self.zeros, "nonfinite": self.nonfinite}

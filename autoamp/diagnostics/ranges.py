@@ -1,0 +1,317 @@
+"""The range profile: which values a model computes in fp32, and what fp16 and bf16 would make of them.
+
+A `TorchDispatchMode` sees each operator with its result, whatever list it is on. Operators that write to nothing and
+draw no random numbers are run again on half arguments, below autograd, which leaves no trace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from autoamp.casting import Casts
+from autoamp.diagnostics.call_sites import CallSite, in_scaling
+from autoamp.diagnostics.exponents import FORMATS, Exponents
+from autoamp.diagnostics.observer import Call, Observation, Observer, Watch
+from autoamp.diagnostics.tables import as_table
+from autoamp.tensors import HALF_DTYPES, iter_tensors, map_tensors
+from autoamp.torch_private import DispatchMode, current_graph_task
+
+__all__ = ["OpRange", "RangeProfile"]
+
+_MOST = 24
+# What makes values of no argument's value.
+_MAKERS = ("aten::empty", "aten::new_", "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::rand")
+_REFUSED = (RuntimeError, NotImplementedError, TypeError)
+
+
+@dataclass(slots=True)
+class OpRange:
+    """The results of one operator at one place.
+
+    Attributes:
+        op: Torch's name of the operator, such as ``"aten::addmm"``.
+        within: The listed function that called it, None where none did.
+        site: Where it is called.
+        calls: How often.
+        values: The exponents of its results.
+        errors: By half dtype the largest relative error of a call on half arguments, in the 2-norm beside fp32; inf
+            where a finite result became inf or nan. A dtype is absent where no call could be run again.
+        excluded: Why it was not run again, None where it was.
+    """
+
+    op: str
+    within: str | None
+    site: CallSite
+    calls: int = 0
+    values: Exponents = field(default_factory=Exponents)
+    errors: dict[str, float] = field(default_factory=dict)
+    excluded: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values: the attributes, the site as ``module`` and ``location``, and counts by half dtype."""
+        return {
+            "op": self.op,
+            "within": self.within,
+            "module": self.site.module,
+            "location": self.site.location,
+            "calls": self.calls,
+            **self.values.to_dict(),
+            **{dtype: self.values.in_format(dtype) for dtype in FORMATS},
+            "errors": {name: error if math.isfinite(error) else "inf" for name, error in self.errors.items()},
+            "excluded": self.excluded,
+        }
+
+
+class RangeProfile(Observer):
+    """The profile of a ``with handle.profile_ranges()`` statement, within which this thread computes in fp32.
+
+    Gradients are read when an optimizer steps, unscaled; where none stepped, at the end of the statement.
+
+    Args:
+        casts: What is switched off meanwhile.
+        observation: Tells where calls are made.
+        start: Begins to tell this observer of calls.
+        scale_of: Returns the present loss scale.
+    """
+
+    def __init__(
+        self,
+        casts: Casts,
+        observation: Observation,
+        start: Callable[[Observer], Watch],
+        scale_of: Callable[[], float],
+    ) -> None:
+        self._casts = casts
+        self._observation = observation
+        self._start = start
+        self._scale_of = scale_of
+        self._ops: dict[tuple[str, CallSite], OpRange] = {}
+        self._roots: weakref.WeakSet[Module] = weakref.WeakSet()
+        self._stack = contextlib.ExitStack()
+        self._stepped = self._stepping = False
+        self.gradients: dict[str, Exponents] = {}
+        self.loss_scale = 1.0
+
+    def __enter__(self) -> RangeProfile:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._start(self))
+            stack.enter_context(self._casts.switched(False, forced_off=True))
+            stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+            stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+            if DispatchMode is not None:
+                stack.enter_context(_mode_for(self))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._stack.close()
+        self.loss_scale = self._scale_of()
+        if not self._stepped:
+            self._read([p for root in self._roots for p in root.parameters()])
+
+    def before(self, call: Call) -> None:
+        """Remember the outermost module, for the names of parameters."""
+        # A step that raised an exception has ended, and a closure within one is a forward pass.
+        self._stepping = False
+        if call.modules:
+            self._roots.add(call.modules[0])
+
+    @property
+    def ops(self) -> tuple[OpRange, ...]:
+        """Each operator at each place, in the order of their first calls."""
+        return tuple(self._ops.values())
+
+    # -- looking --
+
+    def saw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Take note of an operator, which the mode has seen."""
+        if self._stepping or self._observation.telling or current_graph_task() != -1:
+            return
+        outputs = [t for t in iter_tensors(result) if t.is_floating_point()]
+        inputs = [t for t in iter_tensors((args, kwargs)) if t.is_floating_point()]
+        schema = func._schema
+        # A view computes nothing; what has no floating argument makes values that are not computed.
+        is_view = any(found.alias_info is not None and not found.alias_info.is_write for found in schema.returns)
+        if not outputs or not inputs or is_view:
+            return
+        name = func.name().partition(".")[0]
+        if name.startswith(_MAKERS) or in_scaling(sys._getframe(1)):
+            return
+        site = self._observation.site_here()
+        row = self._ops.get((name, site))
+        if row is None:
+            call = self._observation.call
+            row = self._ops[name, site] = OpRange(name, None if call is None else call.op.name, site)
+        row.calls += 1
+        for output in outputs:
+            row.values.add(output)
+        if schema.is_mutable:
+            row.excluded = "writes to its arguments"
+        elif torch.Tag.nondeterministic_seeded in func.tags:
+            row.excluded = "draws random numbers"
+        else:
+            self._run_again(row, func, args, kwargs, outputs)
+
+    def _run_again(self, row: OpRange, func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
+        for dtype in HALF_DTYPES:
+            to_half = _narrower(dtype)
+            try:
+                again = func(*map_tensors(args, to_half), **map_tensors(kwargs, to_half))
+            except _REFUSED as error:
+                row.excluded = f"{_short(dtype)}: {str(error).partition(chr(10))[0]}"
+                continue
+            halves = [tensor for tensor in iter_tensors(again) if tensor.is_floating_point()]
+            error_ = max(map(_relative_error, halves, outputs), default=0.0)
+            row.errors[_short(dtype)] = max(error_, row.errors.get(_short(dtype), 0.0))
+
+    def _before_step(self, optimizer: Any, *_: Any) -> None:
+        self._stepped = self._stepping = True
+        self._read([param for group in optimizer.param_groups for param in group["params"]])
+
+    def _after_step(self, *_: Any) -> None:
+        self._stepping = False
+
+    def _read(self, params: Iterable[Tensor]) -> None:
+        names = {id(p): name for root in self._roots for name, p in root.named_parameters()}
+        for number, param in enumerate(params):
+            if param.grad is not None and not param.grad.is_sparse:
+                name = names.get(id(param), f"parameter {number} of shape {tuple(param.shape)}")
+                self.gradients.setdefault(name, Exponents()).add(param.grad)
+
+    # -- what it says --
+
+    def all_values(self) -> Exponents:
+        """Return the exponents of all results together."""
+        return _sum(row.values for row in self.ops)
+
+    def all_gradients(self) -> Exponents:
+        """Return the exponents of all gradients together, unscaled."""
+        return _sum(self.gradients.values())
+
+    def loss_scales(self, dtype: str = "float16") -> tuple[float, ...]:
+        """Return the powers of two from 1 to 2 ** 24 that lose fewest gradients to 0, of those without overflow.
+
+        Empty where no gradient was seen, or where all these scales overflow.
+        """
+        found = self.all_gradients()
+        if not self.gradients:
+            return ()
+        lost = {k: found.in_format(dtype, k) for k in range(_MOST + 1)}
+        fitting = {k: numbers["underflow"] for k, numbers in lost.items() if not numbers["overflow"]}
+        least = min(fitting.values(), default=0)
+        return tuple(2.0**k for k, underflow in fitting.items() if underflow == least)
+
+    def verdict(self) -> str:
+        """Return a sentence for each half dtype, and what loss scales lose least."""
+        shift, values, gradients = self._shift(), self.all_values(), self.all_gradients()
+        lines = []
+        for dtype in FORMATS:
+            forward, backward = values.in_format(dtype), gradients.in_format(dtype, shift)
+            errors = [row.errors[dtype] for row in self.ops if dtype in row.errors]
+            worst = f"{max(errors):.2g}" if errors else "unknown"
+            lines.append(
+                f"{dtype}: of {values.elements:,} results {forward['overflow']:,} overflow, "
+                f"{forward['underflow']:,} become 0, {forward['subnormal']:,} are subnormal; of "
+                f"{gradients.elements:,} gradients at loss scale {self.loss_scale:g} {backward['overflow']:,}, "
+                f"{backward['underflow']:,} and {backward['subnormal']:,}; largest relative error of an op {worst}"
+            )
+        scales = self.loss_scales()
+        if scales:
+            lines.append(f"float16 loses fewest gradients at loss scales {scales[0]:g} to {scales[-1]:g}")
+        elif self.gradients:
+            lines.append("float16 gradients overflow at every loss scale from 1 on; bfloat16 needs none")
+        return "\n".join(lines)
+
+    def _shift(self) -> int:
+        return round(math.log2(self.loss_scale)) if self.loss_scale > 0 else 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values: ``loss_scale``, ``loss_scales``, ``ops`` and ``gradients`` as rows, and ``verdict``."""
+        shift = self._shift()
+        return {
+            "schema": 1,
+            "kind": "autoamp.ranges",
+            "torch": torch.__version__,
+            "loss_scale": self.loss_scale,
+            "loss_scales": list(self.loss_scales()),
+            "verdict": self.verdict(),
+            "ops": [row.to_dict() for row in self.ops],
+            "gradients": [
+                {
+                    "parameter": name,
+                    **found.to_dict(),
+                    **{dtype: found.in_format(dtype, shift) for dtype in FORMATS},
+                }
+                for name, found in self.gradients.items()
+            ],
+        }
+
+    def to_json(self) -> str:
+        """Return `to_dict` as JSON."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    def __str__(self) -> str:
+        headings = ("op", "module", "called at", "largest", "fp16 0", "fp16 inf", "bf16 0", "fp16 error", "bf16 error")
+        lines = []
+        for row in self.ops:
+            half, brain, top = row.values.in_format("float16"), row.values.in_format("bfloat16"), row.values.largest
+            lines.append((
+                row.op.removeprefix("aten::"), row.site.where, row.site.location or "-",
+                "-" if top is None else f"2^{top}", str(half["underflow"]), str(half["overflow"]),
+                str(brain["underflow"]),
+                *(f"{row.errors[d]:.1e}" if d in row.errors else "-" for d in ("float16", "bfloat16")),
+            ))  # fmt: skip
+        return as_table("Ranges in fp32", headings, lines, 6) + self.verdict() + "\n"
+
+
+def _mode_for(profile: RangeProfile) -> Any:
+    class Mode(DispatchMode):  # type: ignore[misc]
+        @classmethod
+        def ignore_compile_internals(cls) -> bool:
+            return True
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            profile.saw(func, args, kwargs or {}, result)
+            return result
+
+    return Mode()
+
+
+def _narrower(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: tensor.to(dtype) if tensor.dtype is torch.float32 else tensor
+
+
+def _relative_error(half: Tensor, full: Tensor) -> float:
+    """Return the 2-norm of the difference over that of the fp32 result, where that is finite."""
+    if half.shape != full.shape:
+        return 0.0
+    fine = full.isfinite()
+    full, half = full.double().where(fine, 0.0), half.double().where(fine, 0.0)
+    difference, size = float((half - full).norm()), float(full.norm())
+    if not math.isfinite(difference):
+        return math.inf
+    return difference / size if size else (0.0 if difference == 0 else math.inf)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _sum(several: Iterable[Exponents]) -> Exponents:
+    total = Exponents()
+    for found in several:
+        total.include(found)
+    return total

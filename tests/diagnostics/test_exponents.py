@@ -1,0 +1,72 @@
+"""Histograms of exponents, beside a recomputation in numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from autoamp.diagnostics import FORMATS, Exponents
+
+
+def values(seed: int, count: int = 20_000) -> np.ndarray:
+    """Return fp32 values of all magnitudes, none of which only rounding takes over a limit."""
+    rng = np.random.default_rng(seed)
+    exponents = rng.integers(-126, 127, count)
+    return (np.ldexp(rng.uniform(1.01, 1.9, count), exponents) * rng.choice([-1, 1], count)).astype(np.float32)
+
+
+def to_bfloat16(x: np.ndarray) -> np.ndarray:
+    """Round fp32 to bf16, to nearest even."""
+    bits = x.view(np.uint32).astype(np.uint64)
+    return ((((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16) & 0xFFFFFFFF).astype(np.uint32).view(np.float32)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_histogram_is_that_of_numpy(seed: int) -> None:
+    x = values(seed)
+    found = Exponents()
+    found.add(torch.from_numpy(x).reshape(100, -1).t())
+    expected = np.unique(np.frexp(x)[1] - 1, return_counts=True)
+    assert found.to_dict()["exponents"] == {str(e): n for e, n in zip(*map(np.ndarray.tolist, expected), strict=True)}
+    assert found.elements == len(x)
+    assert found.largest == int(expected[0][-1])
+
+
+@pytest.mark.parametrize("scale", [0, 8, 16])
+def test_what_fp16_cannot_hold_is_what_numpy_rounds(scale: int) -> None:
+    x = values(3)
+    found = Exponents()
+    found.add(torch.from_numpy(x))
+    with np.errstate(over="ignore", under="ignore"):
+        half = (x.astype(np.float64) * 2.0**scale).astype(np.float16)
+    expected = {
+        "underflow": int((half == 0).sum()),
+        "subnormal": int(((half != 0) & (np.abs(half) < 2.0**-14)).sum()),
+        "overflow": int(np.isinf(half).sum()),
+    }
+    assert found.in_format("float16", scale) == expected
+
+
+def test_what_bf16_cannot_hold() -> None:
+    x = values(4)
+    found = Exponents()
+    found.add(torch.from_numpy(x))
+    brain = to_bfloat16(x)
+    assert not np.isinf(brain).any()
+    expected = {"underflow": int((brain == 0).sum()), "subnormal": 0, "overflow": 0}
+    assert found.in_format("bfloat16") == expected
+    # At a loss scale of 4 the values of the two largest exponents overflow.
+    with np.errstate(over="ignore"):
+        assert found.in_format("bfloat16", 2)["overflow"] == int(np.isinf(x * np.float32(4)).sum()) > 0
+
+
+def test_zeros_nonfinite_and_other_dtypes() -> None:
+    found = Exponents()
+    found.add(torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-45, 3.0]))
+    found.add(torch.tensor([1.5], dtype=torch.float64))
+    found.add(torch.tensor(0.25, dtype=torch.bfloat16))
+    assert (found.zeros, found.nonfinite, found.elements) == (2, 3, 9)
+    assert found.to_dict()["exponents"] == {"-127": 1, "-2": 1, "0": 1, "1": 1}
+    assert Exponents().largest is None
+    assert set(FORMATS) == {"float16", "bfloat16"}

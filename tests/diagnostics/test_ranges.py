@@ -1,0 +1,148 @@
+"""The range profile: figures beside numpy, runs again without side effects, results that are those of fp32."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autoamp
+from autoamp.cli import main
+from autoamp.diagnostics import OpRange, RangeProfile
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def handle() -> Any:
+    return autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=1024.0)
+
+
+def op(ranges: RangeProfile, name: str) -> OpRange:
+    (found,) = [row for row in ranges.ops if row.op == f"aten::{name}"]
+    return found
+
+
+def test_an_op_beside_numpy(handle: Any) -> None:
+    a, b = torch.randn(16, 32), torch.randn(32, 8) * 3e3
+    with handle.profile_ranges() as ranges:
+        result = torch.mm(a, b)
+    assert result.dtype is torch.float32
+    row = op(ranges, "mm")
+    assert (row.within, row.calls, row.excluded, row.values.elements) == ("torch.mm", 1, None, 128)
+    expected = np.unique(np.frexp(result.numpy())[1] - 1, return_counts=True)
+    assert row.to_dict()["exponents"] == {str(int(e)): int(n) for e, n in zip(*expected, strict=True)}
+    exact = result.numpy().astype(np.float64)
+    with handle.disable_casts():
+        half = torch.mm(a.bfloat16(), b.bfloat16()).float().numpy().astype(np.float64)
+    expected_error = np.linalg.norm(half - exact) / np.linalg.norm(exact)
+    assert row.errors["bfloat16"] == pytest.approx(expected_error, rel=1e-6)
+
+
+def test_an_overflow_is_seen_in_fp16_alone(handle: Any) -> None:
+    with handle.profile_ranges() as ranges:
+        torch.mul(torch.full((4,), 300.0), 300.0)
+    row = op(ranges, "mul")
+    assert row.values.in_format("float16") == {"underflow": 0, "subnormal": 0, "overflow": 4}
+    assert (row.errors["float16"], row.errors["bfloat16"] < 0.01) == (math.inf, True)
+    assert json.loads(ranges.to_json())["ops"][0]["errors"]["float16"] == "inf"
+    assert "4 overflow" in ranges.verdict()
+
+
+def test_gradients_are_unscaled_and_named_and_choose_the_scale(handle: Any) -> None:
+    model = nn.Linear(1, 2, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with handle.profile_ranges() as ranges:
+        loss = (model(torch.ones(1, 1)) * torch.tensor([2.0**-30, 2.0**-3])).sum()
+        with handle.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    assert ranges.gradients["weight"].to_dict()["exponents"] == {"-30": 1, "-3": 1}
+    # 2**-30 is above 2**-25 from a scale of 2**5 on, and 2**-3 below 2**16 up to 2**18.
+    assert ranges.loss_scales() == tuple(2.0**k for k in range(5, 19))
+    assert ranges.loss_scale == 1024.0
+    assert ranges.to_dict()["gradients"][0]["float16"] == {"underflow": 0, "subnormal": 1, "overflow": 0}
+    # What the optimizer and the scaling compute is none of the model's.
+    assert {row.op for row in ranges.ops} == {"aten::mm", "aten::mul", "aten::sum"}
+
+
+def test_without_a_step_gradients_are_read_at_the_end(handle: Any) -> None:
+    model = nn.Linear(2, 2)
+    with handle.profile_ranges() as ranges:
+        model(torch.ones(1, 2)).sum().backward()
+    assert set(ranges.gradients) == {"weight", "bias"}
+
+
+def test_what_writes_or_draws_is_not_run_again(handle: Any) -> None:
+    x = torch.ones(8)
+    with handle.profile_ranges() as ranges:
+        x.add_(1)
+        torch.bernoulli(x / 4)
+    assert x.tolist() == [2.0] * 8
+    assert op(ranges, "add_").excluded == "writes to its arguments"
+    assert op(ranges, "bernoulli").excluded == "draws random numbers"
+    assert op(ranges, "add_").errors == op(ranges, "bernoulli").errors == {}
+
+
+def test_training_is_bitwise_that_of_fp32(handle: Any) -> None:
+    def trained(around: Any) -> list[Tensor]:
+        torch.manual_seed(1)
+        model = nn.Sequential(
+            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Dropout(0.3), nn.Linear(8, 2)
+        )
+        optimizer = torch.optim.Adam(model.parameters())
+        with around:
+            for _ in range(3):
+                loss = F.mse_loss(model(torch.randn(5, 4)), torch.randn(5, 2))
+                with handle.scale_loss(loss, optimizer) as scaled:
+                    scaled.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [*(p.detach() for p in model.parameters()), *model.buffers(), torch.get_rng_state()]
+
+    assert all(map(torch.equal, trained(handle.disable_casts()), trained(handle.profile_ranges())))
+    assert F.linear(torch.ones(1, 1), torch.ones(1, 1)).dtype is torch.float16
+
+
+def test_an_exception_in_the_program_ends_it(handle: Any) -> None:
+    ranges = handle.profile_ranges()
+
+    def program() -> None:
+        with ranges:
+            torch.exp(torch.ones(2))
+            raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        program()
+    assert len(ranges.ops) == 1
+    assert "exp" in str(ranges)
+    torch.exp(torch.ones(2))
+    assert len(ranges.ops) == 1
+
+
+def test_the_command(tmp_path: Path) -> None:
+    script, out = tmp_path / "script.py", tmp_path / "ranges.json"
+    script.write_text("import sys, torch\nx = torch.ones(2, 2)\ntorch.mm(x, x)\nsys.exit(len(sys.argv) + 1)\n")
+    command = [sys.executable, "-m", "autoamp", "profile", "--device-type", "cpu", "--json"]
+    ran = subprocess.run(
+        [*command, str(out), str(script), "--x"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 3, ran.stderr
+    found = json.loads(out.read_text())
+    assert [row["op"] for row in found["ops"]] == ["aten::mm"]
+    assert found["ops"][0]["location"].endswith("script.py:3")
+    assert "float16: of 4 results 0 overflow" in ran.stdout
+
+
+def test_the_command_refuses_what_it_cannot_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "--json", str(tmp_path), "script.py"]) == 2
+    assert "cannot be written" in capsys.readouterr().err
