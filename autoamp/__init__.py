@@ -24,6 +24,7 @@ from autoamp.errors import (
 from autoamp.fp16_utils import FP16_Optimizer
 from autoamp.levels import initialize, load_state_dict, master_params, scale_loss, state_dict
 from autoamp.runtime import (
+    BaseHandle,
     Handle,
     NoOpHandle,
     Region,
@@ -45,6 +46,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AutoampError",
     "BannedFunctionError",
+    "BaseHandle",
     "CheckpointError",
     "DistributedState",
     "DynamicLossScaler",

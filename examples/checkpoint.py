@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +42,7 @@ COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), 
 class Recipe:
     """What a run is made of."""
 
-    opt_level: str
+    opt_level: Literal["O0", "O1", "O2", "O3"]
     optimizer: str
     dtype: str
     device: str

@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -129,7 +129,7 @@ class Handled:
 
     model: nn.Module
     optimizer: Optimizer
-    handle: autoamp.Handle | autoamp.NoOpHandle
+    handle: autoamp.BaseHandle
 
     @property
     def loss_scale(self) -> float:
@@ -198,7 +198,7 @@ def cast_lists(dtype: torch.dtype, device: torch.device) -> MakePrecision:
     return precision
 
 
-def opt_level(level: str, dtype: torch.dtype, device: torch.device) -> MakePrecision:
+def opt_level(level: Literal["O1", "O2"], dtype: torch.dtype, device: torch.device) -> MakePrecision:
     """Train at an opt level until the run ends."""
 
     @contextlib.contextmanager
@@ -454,11 +454,8 @@ def make_modes(dtypes: Iterable[str], device: torch.device, *, all_levels: bool)
     modes = [Mode("fp32", full_precision)]
     modes += [Mode(name, cast_lists(HALF_DTYPES[name], device)) for name in dtypes]
     if all_levels:
-        modes += [
-            Mode(f"{level} {name}", opt_level(level, HALF_DTYPES[name], device))
-            for level in ("O1", "O2")
-            for name in dtypes
-        ]
+        modes += [Mode(f"O1 {name}", opt_level("O1", HALF_DTYPES[name], device)) for name in dtypes]
+        modes += [Mode(f"O2 {name}", opt_level("O2", HALF_DTYPES[name], device)) for name in dtypes]
         modes.append(Mode("FP16_Optimizer", by_hand))
     return modes
 

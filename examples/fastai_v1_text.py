@@ -45,7 +45,7 @@ SOURCES = {
     "feature_selection gaussian_process impute isotonic linear_model manifold metrics mixture model_selection "
     "multiclass naive_bayes neighbors neural_network pipeline preprocessing svm tree",
 }
-SMALL = {"emb_sz": 64, "n_hid": 128, "n_layers": 2}
+SMALL = {"emb_sz": 48, "n_hid": 64, "n_layers": 2}
 
 
 class WordTokenizer(BaseTokenizer):  # type: ignore[misc]  # fastai has no types

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -52,14 +52,16 @@ class Options:
         return {**asdict(self), "lists": list(self.lists)}
 
 
-def loss_scale_of(text: str | None) -> str | float | None:
+def loss_scale_of(text: str | None) -> Literal["dynamic"] | float | None:
     """Return what `autoamp.init` takes as ``loss_scale``.
 
     Raises:
         UsageError: This is neither ``"dynamic"`` nor a number.
     """
-    if text is None or text == "dynamic":
-        return text
+    if text is None:
+        return None
+    if text == "dynamic":
+        return "dynamic"
     try:
         scale = float(text)
         make_scaler(scale, torch.float16)

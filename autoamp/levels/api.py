@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -20,30 +20,79 @@ from autoamp.levels.setup import earlier_setups, handle_for, leave_off, set_up_m
 from autoamp.ops import expand
 from autoamp.rules import CastTable
 from autoamp.runtime import Settings, Setup, current_handle, needed_handle, put_handle
+from autoamp.scaling import LossScaler
 from autoamp.tensors import HALF_DTYPES
 
 __all__ = ["initialize", "load_state_dict", "master_params", "scale_loss", "state_dict"]
 
 log = logging.getLogger(__name__)
 
+# One module, or several; and what is given comes back as it is.
+Models = TypeVar("Models", bound="Module | Sequence[Module]")
+Optimizers = TypeVar("Optimizers")
 
+
+@overload
 def initialize(
-    models: Any,
-    optimizers: Any = None,
+    models: Models,
+    optimizers: None = None,
     enabled: bool | None = True,
-    opt_level: str = "O1",
+    opt_level: Literal["O0", "O1", "O2", "O3"] = "O1",
     cast_model_type: torch.dtype | Literal[False] | None = None,
     patch_torch_functions: bool | None = None,
     keep_batchnorm_fp32: bool | None = None,
     master_weights: bool | None = None,
-    loss_scale: Any = None,
+    loss_scale: float | Literal["dynamic"] | LossScaler | None = None,
     cast_model_outputs: torch.dtype | None = None,
     num_losses: int = 1,
     verbosity: int = 1,
     min_loss_scale: float | None = None,
     max_loss_scale: float = 2.0**24,
     *,
-    scope: str = "global",
+    scope: Literal["global", "models"] = "global",
+    dtype: torch.dtype | None = None,
+    device_type: str | None = None,
+    lists: Any = None,
+) -> Models: ...
+@overload
+def initialize(
+    models: Models,
+    optimizers: Optimizers,
+    enabled: bool | None = True,
+    opt_level: Literal["O0", "O1", "O2", "O3"] = "O1",
+    cast_model_type: torch.dtype | Literal[False] | None = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | Literal["dynamic"] | LossScaler | None = None,
+    cast_model_outputs: torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+    *,
+    scope: Literal["global", "models"] = "global",
+    dtype: torch.dtype | None = None,
+    device_type: str | None = None,
+    lists: Any = None,
+) -> tuple[Models, Optimizers]: ...
+def initialize(
+    models: Any,
+    optimizers: Any = None,
+    enabled: bool | None = True,
+    opt_level: Literal["O0", "O1", "O2", "O3"] = "O1",
+    cast_model_type: torch.dtype | Literal[False] | None = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | Literal["dynamic"] | LossScaler | None = None,
+    cast_model_outputs: torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+    *,
+    scope: Literal["global", "models"] = "global",
     dtype: torch.dtype | None = None,
     device_type: str | None = None,
     lists: Any = None,

@@ -16,10 +16,12 @@ from autoamp.runtime.api import (
 from autoamp.runtime.events import activated, suspended
 from autoamp.runtime.handle import Handle
 from autoamp.runtime.no_op import NoOpHandle
+from autoamp.runtime.protocol import BaseHandle
 from autoamp.runtime.regions import Region, region
 from autoamp.runtime.settings import Settings, Setup, device_type_of
 
 __all__ = [
+    "BaseHandle",
     "Handle",
     "NoOpHandle",
     "Region",

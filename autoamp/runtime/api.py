@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
 
 import numpy
 import torch
@@ -14,7 +15,9 @@ from autoamp.rules import CastPolicy
 from autoamp.runtime.active import handles
 from autoamp.runtime.handle import Handle
 from autoamp.runtime.no_op import NoOpHandle
+from autoamp.runtime.protocol import BaseHandle, Scope
 from autoamp.runtime.settings import Settings
+from autoamp.scaling import LossScaler
 
 __all__ = [
     "disable_casts",
@@ -27,10 +30,13 @@ __all__ = [
     "register_promote_function",
 ]
 
+# What a decorator takes comes back with its own type: its parameters, overloads and descriptors stay known.
+_Function = TypeVar("_Function", bound="Callable[..., Any] | staticmethod[..., Any] | classmethod[Any, ..., Any]")
+
 
 def init(
     enabled: bool = True,
-    loss_scale: Any = None,
+    loss_scale: float | Literal["dynamic"] | LossScaler | None = None,
     enable_caching: bool = True,
     verbose: bool = False,
     allow_banned: bool = True,
@@ -39,8 +45,8 @@ def init(
     device_type: str | None = None,
     dtype: torch.dtype | None = None,
     rebind: bool = True,
-    scope: str = "global",
-) -> Handle | NoOpHandle:
+    scope: Scope = "global",
+) -> BaseHandle:
     """Patch torch by the cast lists and return the handle that scales losses.
 
     A second call with the same arguments returns the same handle; with others the new handle replaces the old one. A
@@ -106,31 +112,34 @@ def disable_casts() -> contextlib.AbstractContextManager[None]:
     return handle.disable_casts() if handle is not None else contextlib.nullcontext()
 
 
-def half_function(function: Any) -> Any:
+def half_function(function: _Function) -> _Function:
     """Decorate a function: its floating arguments are cast to the half dtype, and what it calls follows the lists.
 
     Raises:
         TypeError: This is no function, such as a class, or one that runs later, such as a generator function.
     """
-    return handles.registry.decorate(function, CastPolicy.FP16)
+    decorated: _Function = handles.registry.decorate(function, CastPolicy.FP16)
+    return decorated
 
 
-def float_function(function: Any) -> Any:
+def float_function(function: _Function) -> _Function:
     """Decorate a function: its floating arguments are cast to fp32, and nothing is cast within.
 
     Raises:
         TypeError: As for `half_function`.
     """
-    return handles.registry.decorate(function, CastPolicy.FP32)
+    decorated: _Function = handles.registry.decorate(function, CastPolicy.FP32)
+    return decorated
 
 
-def promote_function(function: Any) -> Any:
+def promote_function(function: _Function) -> _Function:
     """Decorate a function: its floating arguments are cast to the widest dtype among them.
 
     Raises:
         TypeError: As for `half_function`.
     """
-    return handles.registry.decorate(function, CastPolicy.PROMOTE)
+    decorated: _Function = handles.registry.decorate(function, CastPolicy.PROMOTE)
+    return decorated
 
 
 def register_half_function(module: Any, name: str) -> None:

@@ -21,6 +21,7 @@ from autoamp.ops import Target, expand
 from autoamp.rules import CastRule
 from autoamp.runtime.events import activated, suspended
 from autoamp.runtime.installation import Installation
+from autoamp.runtime.protocol import Precision
 from autoamp.runtime.settings import Settings, Setup
 from autoamp.scaling import LossScaler, is_count, make_scaler
 from autoamp.stepping import GuardedOptimizers, stepped_params
@@ -65,6 +66,18 @@ class Handle:
         self._counts: Counts | None = None
         self.ended = False
         self.setups: list[Setup] = []
+
+    def __repr__(self) -> str:
+        """Tell what it casts, where, by which lists, and how training goes."""
+        settings, scalers = self.settings, self.optimizers.scalers
+        # The scale may be known to the device alone: repr() waits for it, as `loss_scale` does.
+        scales = ", ".join(f"{scaler.loss_scale:g}" for scaler in scalers)
+        lists = sorted({rule.origin.path for rule in settings.table.rules})
+        level = f"opt_level={settings.opt_level!r}, " if settings.opt_level else ""
+        return (
+            f"<autoamp.Handle {'active' if self.is_active() else 'not active'}: {level}{settings.dtype} on "
+            f"{settings.device_type}, lists={lists}, loss_scale={scales}, skipped_steps={self.skipped_steps}>"
+        )
 
     # -- lifecycle --
 
@@ -332,7 +345,7 @@ class Handle:
         with self.casts.cache.pin(list(model.parameters())):
             yield model
 
-    def override(self, module: Module, precision: str | None = None) -> Override:
+    def override(self, module: Module, precision: Precision | None = None) -> Override:
         """Run a module in a precision of its own, forward and backward, with all it calls.
 
         Args:

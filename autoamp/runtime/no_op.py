@@ -14,6 +14,7 @@ from autoamp.casting import CastCache, Casts
 from autoamp.diagnostics import Counts, Observer, Watch
 from autoamp.modules import ModulePrecisions, Override
 from autoamp.rules import CastRule
+from autoamp.runtime.protocol import Precision
 from autoamp.scaling import StaticLossScaler
 from autoamp.stepping import GuardedOptimizers
 
@@ -32,6 +33,9 @@ class NoOpHandle:
 
     def __init__(self) -> None:
         self._casts = Casts(torch.float16, "cpu", enable_caching=False, on=False)
+
+    def __repr__(self) -> str:
+        return "<autoamp.NoOpHandle not active: nothing is cast or scaled>"
 
     @property
     def cache(self) -> CastCache:
@@ -78,7 +82,7 @@ class NoOpHandle:
         """Yield the model as it is."""
         yield model
 
-    def override(self, module: Module, precision: str | None = None) -> Override:
+    def override(self, module: Module, precision: Precision | None = None) -> Override:
         """Do nothing, and return an `Override` that undoes nothing."""
         return ModulePrecisions(()).override_paths(module)
 

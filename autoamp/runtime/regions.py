@@ -10,6 +10,7 @@ from autoamp.runtime.active import handles
 from autoamp.runtime.api import disable_casts
 from autoamp.runtime.handle import Handle
 from autoamp.runtime.no_op import NoOpHandle
+from autoamp.runtime.protocol import BaseHandle
 from autoamp.runtime.settings import Settings
 
 __all__ = ["Region", "region"]
@@ -24,7 +25,7 @@ class Region:
         self._handle: Handle | None = None
         self._entered = _Entered()
 
-    def __enter__(self) -> Handle | NoOpHandle:
+    def __enter__(self) -> BaseHandle:
         with contextlib.ExitStack() as stack:
             handle = self._enter(stack)
             self._entered.stacks.append(stack.pop_all())
@@ -33,7 +34,7 @@ class Region:
     def __exit__(self, *exc_info: Any) -> None:
         self._entered.stacks.pop().__exit__(*exc_info)
 
-    def _enter(self, stack: contextlib.ExitStack) -> Handle | NoOpHandle:
+    def _enter(self, stack: contextlib.ExitStack) -> BaseHandle:
         if not self._enabled:
             stack.enter_context(disable_casts())
             return handles.handle or NoOpHandle()

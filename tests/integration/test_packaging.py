@@ -127,6 +127,34 @@ def test_installed_package_reads_its_lists(sources: Path, tmp_path: Path, editab
         assert not list(site.glob("*finder*"))
 
 
+@needs_build_tools
+@pytest.mark.parametrize("checker", ["mypy", "basedpyright"])
+def test_type_checkers_find_the_editable_install(sources: Path, tmp_path: Path, checker: str) -> None:
+    pytest.importorskip(checker)
+    environment = tmp_path / "environment"
+    run([sys.executable, "-m", "venv", "--without-pip", str(environment)])
+    python = str(environment / "bin" / "python")
+    isolated = ["--no-build-isolation", "--no-deps", "--no-index", "--ignore-installed", "--no-warn-script-location"]
+    run([*PIP, "install", *isolated, "--prefix", str(environment), "-e", str(sources)])
+    program, wrong = tmp_path / "program.py", tmp_path / "wrong.py"
+    program.write_text("import autoamp\nimport autoamp.compat.fastai1\n", encoding="utf-8")
+    wrong.write_text("import autoamp_of_no_one\n", encoding="utf-8")
+    command = [sys.executable, "-m", checker]
+    if checker == "mypy":
+        command += [
+            "--config-file=",
+            "--follow-imports=skip",
+            "--cache-dir",
+            str(tmp_path),
+            "--python-executable",
+            python,
+        ]
+    else:
+        command += ["--level", "error", "--pythonpath", python]
+    run([*command, str(program)])
+    assert subprocess.run([*command, str(wrong)], capture_output=True, timeout=300).returncode == 1
+
+
 def test_every_package_is_named_in_setup_cfg() -> None:
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg", encoding="utf-8")

@@ -63,7 +63,7 @@ def initialize(
     """
     _refuse_wrapped(models)
     chosen = options()
-    level = chosen.opt_level if opt_level is None or isinstance(opt_level, _Unnamed) else opt_level
+    level: Any = chosen.opt_level if opt_level is None or isinstance(opt_level, _Unnamed) else opt_level
     on = _enabled(enabled, level)
     overrides = {
         "cast_model_type": as_type(cast_model_type),

@@ -335,7 +335,7 @@ class AmpHandle:
         verbose: As given to ``amp.init``.
     """
 
-    def __init__(self, handle: Handle | runtime.NoOpHandle, verbose: bool = False) -> None:
+    def __init__(self, handle: runtime.BaseHandle, verbose: bool = False) -> None:
         self._handle = handle
         self.verbose = verbose
 

@@ -86,4 +86,4 @@ def make_promote_wrapper(orig_fn: Callable[..., Any], cast_fn: Any, handle: Any 
 
     ``cast_fn`` and ``handle`` have no effect.
     """
-    return promote_function(orig_fn)  # type: ignore[no-any-return]
+    return promote_function(orig_fn)

@@ -1,0 +1,96 @@
+"""What every handle offers, whether it casts or not: the type of what `init` returns."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol
+
+from torch import Tensor
+from torch.nn import Module
+
+from autoamp.auto_scaling import AutoScale
+from autoamp.casting import CastCache
+from autoamp.diagnostics import Counts
+from autoamp.modules import Override
+from autoamp.rules import CastRule
+
+__all__ = ["BaseHandle", "Precision", "Scope"]
+
+Precision = Literal["fp32", "fp16", "none"]
+"""What `override` runs a module in."""
+
+Scope = Literal["global", "modules"]
+"""Where `init` casts."""
+
+
+class BaseHandle(Protocol):
+    """The surface that `Handle` and `NoOpHandle` have in common; `Handle` says what each part does.
+
+    It is what `autoamp.init` and ``with autoamp.region(...)`` are annotated to return, so that code runs unchanged with
+    ``enabled=False``. ``isinstance(handle, autoamp.Handle)`` tells whether anything is cast.
+    """
+
+    max_consecutive_skips: int
+
+    @property
+    def loss_scale(self) -> float:
+        """The current scale of the first loss."""
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many optimizer steps were skipped because gradients overflowed."""
+
+    @property
+    def last_step_skipped(self) -> bool:
+        """Whether the last optimizer step was skipped."""
+
+    @property
+    def late_bound(self) -> tuple[str, ...]:
+        """Names that other modules had taken from torch before, and that were rebound."""
+
+    @property
+    def skipped_rules(self) -> tuple[CastRule, ...]:
+        """Rules of shipped list sets on ops that this torch lacks."""
+
+    @property
+    def cache(self) -> CastCache:
+        """The cache of parameter casts."""
+
+    def scale_loss(
+        self, loss: Tensor, optimizers: Any, loss_id: int = 0, *, delay_unscale: bool = False
+    ) -> contextlib.AbstractContextManager[Tensor]:
+        """Scale a loss for its backward pass; see `Handle.scale_loss`."""
+
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
+        """Give an optimizer a ``scale_loss(loss)`` of its own, and return it."""
+
+    def auto_scale(self) -> AutoScale:
+        """Scale every ``loss.backward()`` of the program from now on."""
+
+    def count(self) -> Counts:
+        """Count the calls of listed functions and what is cast for them."""
+
+    def disable_casts(self) -> contextlib.AbstractContextManager[None]:
+        """Turn casts off within a ``with`` statement, on this thread."""
+
+    def inference(self, model: Module) -> contextlib.AbstractContextManager[Module]:
+        """Keep the casts of a model's weights for a ``with`` statement."""
+
+    def override(self, module: Module, precision: Precision | None = None) -> Override:
+        """Run a module in a precision of its own."""
+
+    def masters_from_model(self) -> None:
+        """Set every fp32 master to its half parameter."""
+
+    def is_active(self) -> bool:
+        """Tell whether this handle's patches are in place."""
+
+    def deactivate(self) -> tuple[str, ...]:
+        """Restore torch, the optimizers and the modules."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loss scalers' state and the number of skipped steps."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned."""
