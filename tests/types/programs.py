@@ -23,7 +23,8 @@ def handles(model: nn.Linear, optimizer: SGD) -> None:
     with handle.inference(model), handle.disable_casts(), handle.override(model, "fp32"):
         handle.max_consecutive_skips = 10
     if isinstance(handle, autoamp.Handle):
-        assert_type(handle, autoamp.Handle)
+        narrowed: autoamp.Handle = handle
+        narrowed.deactivate()
     with autoamp.region(dtype=torch.bfloat16) as inner:
         assert_type(inner, autoamp.BaseHandle)
     off: autoamp.BaseHandle = autoamp.NoOpHandle()

@@ -1,4 +1,4 @@
-"""fastai v1's text application under `init`, in the dtype that is given: the example as it is, and its errors."""
+"""fastai v1's text application under `init`, in the dtype that is given first: the example as it is, and its errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ dtype_name = sys.argv[1]
 handle = autoamp.init(dtype=getattr(torch, dtype_name), device_type="cpu")
 assert isinstance(handle, autoamp.Handle)
 counts = handle.count()
-sys.argv = [str(EXAMPLE), "--texts", "400", "--epochs", "2"]
+sys.argv = [str(EXAMPLE), *sys.argv[2:]]
 program = runpy.run_path(str(EXAMPLE), run_name="__main__")
 casts = dict(counts.casts)
 
