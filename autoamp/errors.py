@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from typing import Any
 
 __all__ = [
     "AutoampError",
@@ -63,7 +64,16 @@ class UsageError(AutoampError, RuntimeError):
 
 
 class NonFiniteGradientsError(AutoampError, RuntimeError):
-    """So many steps in a row overflowed that training is not going to recover."""
+    """So many steps in a row overflowed that training is not going to recover.
+
+    Args:
+        message: What happened and what to do.
+        overflow: What explains the last of the skips, where `init` was called with ``trace_overflow=True``.
+    """
+
+    def __init__(self, message: str, overflow: Any = None) -> None:
+        self.overflow = overflow
+        super().__init__(message)
 
 
 class LossScaleError(AutoampError, ValueError):

@@ -226,6 +226,10 @@ class AutoScale:
                 run(tensors, grad_tensors, grad_variables=grad_variables)
                 return
             running, reached = opened
+            watch = self._optimizers.watch
+            if watch is not None:
+                for root in roots:
+                    watch.loss_scaled(root)
             with self._passes.opened(running), self._run(running, roots, *reached):
                 run(roots, scaled_gradients(roots, given, running.scale))
 

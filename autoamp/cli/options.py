@@ -30,6 +30,7 @@ class Options:
         apex: Whether ``import apex`` finds autoamp.
         shadow_apex: Whether a real `apex` is hidden.
         fastai1: Whether fastai v1 is made to run on today's torch.
+        trace_overflow: Whether skipped steps are explained, in the log.
     """
 
     dtype: str | None = None
@@ -40,6 +41,7 @@ class Options:
     apex: bool = True
     shadow_apex: bool = False
     fastai1: bool = False
+    trace_overflow: bool = False
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Options:

@@ -57,6 +57,9 @@ def add_run(commands: Any) -> None:
     run.add_argument("--no-apex", dest="apex", action="store_false", help="do not let `import apex` find autoamp")
     run.add_argument("--shadow-apex", action="store_true", help="hide a real apex that is installed")
     run.add_argument("--fastai1", action="store_true", help="let fastai 1.0.61 run on today's torch")
+    run.add_argument(
+        "--trace-overflow", action="store_true", help="tell for each skipped step what overflowed, on standard error"
+    )
     run.add_argument("--report", metavar="FILE", help="write how it went to this file, as JSON")
     run.add_argument("--quiet", action="store_true", help="no summary at the end")
     run.add_argument("-m", dest="is_module", action="store_true", help="run a module, as python -m does")

@@ -54,7 +54,7 @@ def set_up(options: Options, *, count: bool = False) -> Run:
     if options.opt_level == "O1":
         made = runtime.init(
             dtype=dtype or default, device_type=device_type, lists=lists or None, loss_scale=loss_scale,
-            scope="modules",
+            scope="modules", trace_overflow=options.trace_overflow,
         )  # fmt: skip
         handle = made if isinstance(made, Handle) else None
     try:

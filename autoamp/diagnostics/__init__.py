@@ -8,30 +8,50 @@ from autoamp.diagnostics.drift import check_lists
 from autoamp.diagnostics.explain import Explanation, explain
 from autoamp.diagnostics.exponents import FORMATS, Exponents
 from autoamp.diagnostics.observer import Call, Observation, Observer, Op, Watch
+from autoamp.diagnostics.overflow import OverflowTrace
 from autoamp.diagnostics.ranges import OpRange, RangeProfile
+from autoamp.diagnostics.rehearsal import explain_step
 from autoamp.diagnostics.rows import Hint, Row
 from autoamp.diagnostics.tables import as_csv, as_table
 from autoamp.diagnostics.trace import CastTrace
+from autoamp.diagnostics.verdicts import (
+    Communication,
+    HalfPrecisionOp,
+    NotFiniteInFp32,
+    NotLocated,
+    Overflow,
+    OverflowVerdict,
+    ScaleSearch,
+)
 
 __all__ = [
     "FORMATS",
     "Call",
     "CallSite",
     "CastTrace",
+    "Communication",
     "Counts",
     "Explanation",
     "Exponents",
+    "HalfPrecisionOp",
     "Hint",
+    "NotFiniteInFp32",
+    "NotLocated",
     "Observation",
     "Observer",
     "Op",
     "OpRange",
+    "Overflow",
+    "OverflowTrace",
+    "OverflowVerdict",
     "RangeProfile",
     "Row",
+    "ScaleSearch",
     "Watch",
     "as_csv",
     "as_table",
     "check_lists",
     "explain",
+    "explain_step",
     "sum_of",
 ]

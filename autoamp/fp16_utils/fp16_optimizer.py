@@ -118,6 +118,12 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
                 those of several backward passes add up, until `update_master_grads` or `step` is called.
             retain_graph: As for ``Tensor.backward``.
         """
+        handle = current_handle()
+        if handle is not None and handle.optimizers.rehearsal is not None:
+            handle.optimizers.rehearsal.backward(loss)
+            return
+        if handle is not None and handle.optimizers.watch is not None:
+            handle.optimizers.watch.loss_scaled(loss)
         with scaled_block([self._guard], self.loss_scaler, delay_unscale=not update_master_grads) as scale:
             multiplied_loss(loss, scale).backward(retain_graph=retain_graph)
 

@@ -96,6 +96,7 @@ def initialize(
     dtype: torch.dtype | None = None,
     device_type: str | None = None,
     lists: Any = None,
+    trace_overflow: bool = False,
 ) -> Any:
     """Set models and optimizers up for mixed precision at an opt level.
 
@@ -123,6 +124,7 @@ def initialize(
         dtype: The half dtype; None is torch's own choice for the device type.
         device_type: As for `init`.
         lists: As for `init`.
+        trace_overflow: As for `init`.
 
     Returns:
         ``models``, or ``(models, optimizers)`` if optimizers were given, as they were given: the same objects.
@@ -153,7 +155,7 @@ def initialize(
     settings = Settings.of(level.loss_scale, True, verbosity > 1, True, lists, device_type, half, True)
     table = settings.table if level.patch_torch_functions else CastTable(modules=settings.table.modules)
     expand(table)
-    settings = replace(settings, table=table, opt_level=opt_level)
+    settings = replace(settings, table=table, opt_level=opt_level, trace_overflow=trace_overflow)
     scalers = scalers_for(level, settings.dtype, num_losses, min_loss_scale, max_loss_scale)
     earlier = earlier_setups(model_list)
     setup = Setup(

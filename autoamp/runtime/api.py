@@ -46,6 +46,7 @@ def init(
     dtype: torch.dtype | None = None,
     rebind: bool = True,
     scope: Scope = "global",
+    trace_overflow: bool = False,
 ) -> BaseHandle:
     """Patch torch by the cast lists and return the handle that scales losses.
 
@@ -64,6 +65,8 @@ def init(
         rebind: Whether names that other modules took before (``from torch import matmul``) are rebound too.
         scope: ``"global"``, or ``"modules"`` for code that knows nothing of mixed precision: casts act within the calls
             of modules alone, whose outputs are fp32, and where an argument requires gradients.
+        trace_overflow: Explain each skipped step, in `Handle.last_overflow`; see docs/diagnostics.md. It changes no
+            result. A skipped step is run again, forward and backward, some times.
 
     Raises:
         ListFileError: A list cannot be used.
@@ -81,7 +84,9 @@ def init(
         return nothing
     if verbose:
         _show_log()
-    settings = Settings.of(loss_scale, enable_caching, verbose, allow_banned, lists, device_type, dtype, rebind, scope)
+    settings = Settings.of(
+        loss_scale, enable_caching, verbose, allow_banned, lists, device_type, dtype, rebind, scope, trace_overflow
+    )
     with handles.lock:
         base = handles.base
         if isinstance(base, Handle) and base.settings == settings:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,19 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from autoamp.auto_scaling import AutoScale
 from autoamp.casting import CastCache, Casts
-from autoamp.diagnostics import CastTrace, Counts, Explanation, Observation, Observer, RangeProfile, Watch, explain
+from autoamp.diagnostics import (
+    CastTrace,
+    Counts,
+    Explanation,
+    Observation,
+    Observer,
+    Overflow,
+    OverflowTrace,
+    RangeProfile,
+    Watch,
+    explain,
+    explain_step,
+)
 from autoamp.errors import UsageError
 from autoamp.modules import CastModels, ForwardDtypes, ModuleCasts, ModulePrecisions, Override
 from autoamp.ops import Target, expand
@@ -24,7 +36,7 @@ from autoamp.runtime.installation import Installation
 from autoamp.runtime.protocol import Precision
 from autoamp.runtime.settings import Settings, Setup
 from autoamp.scaling import LossScaler, is_count, make_scaler
-from autoamp.stepping import GuardedOptimizers, stepped_params
+from autoamp.stepping import GuardedOptimizers, Rehearsing, stepped_params
 from autoamp.tensors import HALF_DTYPES
 
 __all__ = ["Handle"]
@@ -43,6 +55,7 @@ class Handle:
         skipped_rules: Rules of shipped list sets on ops that this torch lacks.
         ended: Whether ``deactivate`` was called; a handle that was only suspended may come back.
         setups: The calls of `initialize` that it serves, in their order.
+        overflows: Explains skipped steps, with ``trace_overflow=True``; else None.
     """
 
     def __init__(self, settings: Settings, *, on: bool = True, scalers: Sequence[LossScaler] | None = None) -> None:
@@ -57,6 +70,8 @@ class Handle:
         self.precisions = ModulePrecisions(settings.table.modules)
         self.models = CastModels()
         self.optimizers = GuardedOptimizers(self.casts, scalers or [make_scaler(settings.loss_scale, settings.dtype)])
+        self.overflows = OverflowTrace(self.casts) if settings.trace_overflow else None
+        self.optimizers.watch = self.overflows
         self.skipped_rules: tuple[CastRule, ...] = ()
         self._installation: Installation | None = None
         self._step_hooks: list[Any] = []
@@ -119,6 +134,7 @@ class Handle:
             observation=self._observation if self._observation.observers else None,
             met=self._meet if any(setup.masters for setup in self.setups) else None,
             loaded=self.optimizers.note_loaded if self.optimizers.scales else None,
+            around_call=None if self.overflows is None else self.overflows.recorder.around,
         )
         self.casts.open()
         try:
@@ -194,6 +210,7 @@ class Handle:
         self.precisions.join(before.precisions)
         self.models, self.optimizers, self.setups = before.models, before.optimizers, list(setups)
         self.optimizers.serve(self.casts, self._check_active)
+        self.optimizers.watch = self.overflows
         self.optimizers.masters_for_all = False
         self.optimizers.loss_scalers.forget_but(scaler for setup in setups for scaler in setup.scalers)
         before.models = CastModels()
@@ -411,6 +428,50 @@ class Handle:
     def last_step_skipped(self) -> bool:
         """Whether the last optimizer step was skipped."""
         return self.optimizers.last_step_skipped
+
+    @property
+    def last_overflow(self) -> Overflow | None:
+        """What the last skipped step came from; None before the first, and without ``trace_overflow=True``."""
+        return None if self.overflows is None else self.overflows.last
+
+    def explain_overflow(self, step_fn: Callable[[], Any]) -> Overflow | None:
+        """Run a step of the program several times, and tell what overflows in it: at the present loss scale, at lower
+        ones, and in fp32.
+
+        Random generators, buffers and gradients are as before afterwards, and no optimizer steps. Needs no
+        ``trace_overflow``.
+
+        Args:
+            step_fn: Computes the loss, and returns it or runs its backward pass as the program does: in ``scale_loss``,
+                by ``FP16_Optimizer.backward``, or plainly. What follows an ``optimizer.step()`` in it is not run. Each
+                call must do the same: it may draw random numbers, and must not fetch another batch.
+
+        Returns:
+            What overflows first; None where nothing does.
+
+        Raises:
+            UsageError: The handle is not active, or this is called within ``step_fn``.
+        """
+        self._check_active()
+        if self.optimizers.rehearsal is not None:
+            raise UsageError("explain_overflow() was called within a step that is being explained; call it outside")
+        trace, auto_scale = self.overflows, self._auto_scale
+        if auto_scale is not None:
+            auto_scale.pause()
+        if trace is not None:
+            trace.recorder.paused = True
+        own = self.optimizers.own
+        scale = self.loss_scale if own is None else own.loss_scale
+        try:
+            return explain_step(step_fn, self.casts, scale, self._rehearse)
+        finally:
+            if trace is not None:
+                trace.recorder.paused = False
+            if auto_scale is not None:
+                auto_scale.resume()
+
+    def _rehearse(self, rehearsal: Rehearsing | None) -> None:
+        self.optimizers.rehearsal = rehearsal
 
     @property
     def max_consecutive_skips(self) -> int:

@@ -55,6 +55,7 @@ class Installation:
         observation: Who is told of calls; None where nobody looks on.
         met: Called with each optimizer that is made; None where nobody asks.
         loaded: Called with each optimizer whose state was loaded; None where nobody asks.
+        around_call: Wraps the replacement of ``Module.__call__``; None where nobody looks on.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Installation:
         observation: Observation | None = None,
         met: Callable[[Any], None] | None = None,
         loaded: Callable[[Any], None] | None = None,
+        around_call: Callable[[Any], Any] | None = None,
     ) -> None:
         self._casts = casts
         self._precisions = precisions
@@ -77,6 +79,7 @@ class Installation:
         self._observation = observation
         self._met = met
         self._loaded = loaded
+        self._around_call = around_call
         self._patches = PatchSet()
         # One replacement for each original, policy and in-place form, so that aliases stay the same object.
         self._built: dict[tuple[int, CastPolicy, int], tuple[Target, Any]] = {}
@@ -193,8 +196,10 @@ class Installation:
             self._patches.replace(sys.modules[module_name], "parallel_apply", replacement)
 
     def _module_call(self, original: Any) -> Any:
-        replacement = build_module_call(original, self._casts, self._precisions, self._models.forward_dtypes)
-        return replacement if self._observation is None else self._observation.watched_modules(replacement)
+        call = build_module_call(original, self._casts, self._precisions, self._models.forward_dtypes)
+        if self._observation is not None:
+            call = self._observation.watched_modules(call)
+        return call if self._around_call is None else self._around_call(call)
 
     def _optimizer_init(self, original: Any) -> Any:
         met: Any = self._met

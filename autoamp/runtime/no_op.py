@@ -27,6 +27,7 @@ class NoOpHandle:
     loss_scale = 1.0
     skipped_steps = 0
     last_step_skipped = False
+    last_overflow = None
     max_consecutive_skips = 50
     late_bound: tuple[str, ...] = ()
     skipped_rules: tuple[CastRule, ...] = ()

@@ -31,12 +31,13 @@ class Settings:
     table: CastTable
     opt_level: str | None = None
     scope: str = "global"
+    trace_overflow: bool = False
 
     @classmethod
     def of(
         cls, loss_scale: Any = None, enable_caching: bool = True, verbose: bool = False, allow_banned: bool = True,
         lists: Any = None, device_type: str | None = None, dtype: torch.dtype | None = None, rebind: bool = True,
-        scope: str = "global",
+        scope: str = "global", trace_overflow: bool = False,
     ) -> Settings:  # fmt: skip
         """Fill in the defaults and read the lists. The arguments are those of `init`, and nothing is patched.
 
@@ -53,7 +54,18 @@ class Settings:
             raise UsageError(f"scope={scope!r} is unknown; choose 'global' or 'modules'")
         table = load_table(lists, base="bf16" if dtype is torch.bfloat16 else "default", device_type=device_type)
         make_scaler(loss_scale, dtype)
-        return cls(loss_scale, enable_caching, verbose, allow_banned, device_type, dtype, rebind, table, scope=scope)
+        return cls(
+            loss_scale,
+            enable_caching,
+            verbose,
+            allow_banned,
+            device_type,
+            dtype,
+            rebind,
+            table,
+            scope=scope,
+            trace_overflow=trace_overflow,
+        )
 
 
 def device_type_of(device: Any = None) -> str:

@@ -11,14 +11,16 @@ from autoamp.stepping.links import equalised, load_master, master_of, release_ma
 from autoamp.stepping.masters import MasterWeights, fit_state
 from autoamp.stepping.optimizers import GuardedOptimizers
 from autoamp.stepping.replicas import several_processes
-from autoamp.stepping.skips import Skips
+from autoamp.stepping.skips import Rehearsing, Skips, StepWatch
 
 __all__ = [
     "GuardedOptimizers",
     "MasterWeights",
+    "Rehearsing",
     "ScalesItself",
     "Skips",
     "StepGuard",
+    "StepWatch",
     "check_half_model",
     "check_half_norms",
     "check_optimizer",

@@ -71,6 +71,7 @@ class StepGuard:
         on_skip: Called once for each skip, as soon as it is known.
         serves: Tells whether another guard sees to the gradient of a tensor.
         max_consecutive_skips: So many skips in a row are an error.
+        wants_flags: Tells whether a flag is to be read that could stay on the device.
 
     Attributes:
         masters: As given.
@@ -96,10 +97,12 @@ class StepGuard:
         on_skip: Callable[[], None] = lambda: None,
         serves: Callable[[torch.Tensor], bool] = lambda _: False,
         max_consecutive_skips: int = 50,
+        wants_flags: Callable[[], bool] = lambda: False,
     ) -> None:
         self.name = type(optimizer).__name__
         self.stepping = False
         self._serves = serves
+        self._wants_flags = wants_flags
         # What the last block unscaled, and its scale.
         self._unscaled: tuple[Sequence[torch.Tensor], LossScaler, Scale] | None = None
         self.masters = masters
@@ -340,7 +343,7 @@ class StepGuard:
     def _settle_later(self) -> torch.Tensor | None:
         """Settle the pending verdicts on their device and return the flag; None where they are to be read."""
         verdicts = self.pending
-        if not verdicts or self._abandoned or not self._takes_flags():
+        if not verdicts or self._abandoned or self._wants_flags() or not self._takes_flags():
             return None
         scaler, scale = verdicts[0].scaler, verdicts[0].scale
         self.skips.wait_by(scaler.late)
@@ -424,11 +427,14 @@ class StepGuard:
         known = {id(param) for param in cleared}
         named = [(name, param.grad) for name, param in named_params(optimizer) if param.grad is not None]
         found = [name for name, param in named_params(optimizer) if id(param) in known] or non_finite(named)
+        explained = self.skips.explanation
         return NonFiniteGradientsError(
             f"{self.skips.in_a_row} steps of {self.name} in a row were skipped for inf or nan in the gradients, "
             f"first in {', '.join(found) or 'gradients that are gone by now'}; the loss scale is "
             f"{scaler.loss_scale:g}. Look for inf or nan in the data and the loss, for too high a learning "
             f"rate, for ops that need fp32. max_consecutive_skips={self.max_consecutive_skips} is the limit"
+            + ("" if explained is None else f". The last of them: {explained}"),
+            overflow=explained,
         )
 
     def _step_with_closure(

@@ -28,7 +28,7 @@ from autoamp.stepping.checks import check_optimizer
 from autoamp.stepping.guard import StepGuard
 from autoamp.stepping.loss_scalers import LossScalers, listed
 from autoamp.stepping.masters import MasterWeights
-from autoamp.stepping.skips import Skips
+from autoamp.stepping.skips import Rehearsing, Skips, StepWatch
 
 __all__ = ["GuardedOptimizers"]
 
@@ -76,6 +76,8 @@ class GuardedOptimizers:
         own: What the program's own `FP16_Optimizer` did; None where it has none.
         masters_for_all: Whether every optimizer that is guarded from now on gets masters for its half parameters.
         max_consecutive_skips: So many skips of one optimizer in a row are an error.
+        watch: What looks on, if anything does.
+        rehearsal: Takes the losses and the steps of a step that is rehearsed, while that runs.
     """
 
     def __init__(self, casts: Casts, scalers: Sequence[LossScaler]) -> None:
@@ -89,6 +91,8 @@ class GuardedOptimizers:
         self.own: OwnSteps | None = None
         self.masters_for_all = False
         self.max_consecutive_skips = 50
+        self.watch: StepWatch | None = None
+        self.rehearsal: Rehearsing | None = None
         self._casts = casts
         self._guards: weakref.WeakKeyDictionary[Any, StepGuard] = weakref.WeakKeyDictionary()
         self._inner_steps: InnerSteps | None = None
@@ -114,8 +118,13 @@ class GuardedOptimizers:
         self.loss_scalers.catch_up()
 
     def _count_step(self, skips: Skips) -> None:
+        if self.rehearsal is not None:
+            skips.steps -= 1
+            raise self.rehearsal.step_reached()
         self.steps += 1
         self._last = skips
+        if self.watch is not None:
+            self.watch.step_begins()
 
     def _count_skip(self) -> None:
         self._skipped_steps += 1
@@ -147,9 +156,15 @@ class GuardedOptimizers:
             raise UsageError(f"scale_loss() takes a floating tensor, not a {kind}; pass the loss, not loss.item()")
         if not loss.is_floating_point():
             raise UsageError(f"scale_loss() takes a floating tensor, and this loss is {loss.dtype}; check what made it")
+        if self.rehearsal is not None:
+            with self.rehearsal.scaled(loss) as scaled:
+                yield scaled
+            return
         guards = [self.guard(optimizer) for optimizer in listed(optimizers)]
         if self._resumed and scaler.checks:
             self._warn_of_resumed(listed(optimizers), scaler)
+        if self.watch is not None:
+            self.watch.loss_scaled(loss)
         try:
             with scaled_block(guards, scaler, delay_unscale=delay_unscale) as scale:
                 yield multiplied_loss(loss, scale)
@@ -188,11 +203,19 @@ class GuardedOptimizers:
             on_skip=self._count_skip,
             serves=functools.partial(self._is_served, weakref.ref(optimizer)),
             max_consecutive_skips=self.max_consecutive_skips,
+            wants_flags=self._wants_flags,
         )
+        guard.skips.watch = self._watch_now
         guard.install()
         self._guards[optimizer] = guard
         self.guarded += 1
         return guard
+
+    def _watch_now(self) -> StepWatch | None:
+        return self.watch
+
+    def _wants_flags(self) -> bool:
+        return self.watch is not None and self.watch.wants_flags
 
     def before_step(
         self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -200,6 +223,8 @@ class GuardedOptimizers:
         """See to it that `_step` runs in place of a step that is about to begin: torch's hook before any step."""
         if torch.compiler.is_compiling():
             return None
+        if self.rehearsal is not None:
+            raise self.rehearsal.step_reached()
         if self._inner_steps is None:
             self._inner_steps = InnerSteps(self._step)
         if self._inner_steps.reach(type(optimizer)):
@@ -366,8 +391,14 @@ class GuardedOptimizers:
 
     def note_own(self, skips: Skips, scaler: LossScaler) -> None:
         """Take note of an optimizer that scales its loss itself. Nobody waits for the device."""
+        if self.rehearsal is not None:
+            skips.steps -= 1
+            raise self.rehearsal.step_reached()
         self.own = self.own or OwnSteps()
         self.own.scalers[skips] = scaler
+        skips.watch = self._watch_now
+        if self.watch is not None:
+            self.watch.step_begins()
 
     def note_loaded(self, optimizer: Any) -> None:
         """Take note that an optimizer's state was loaded; if it is scaled next without loss scales, that is warned of.

@@ -6,14 +6,56 @@ skip. Whoever asks waits for the device.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from autoamp.scaling import LateFlags, LossScaler, Number, Scale
 
-__all__ = ["Skips"]
+__all__ = ["Rehearsing", "Skips", "StepWatch"]
 
 logger = logging.getLogger(__name__)
+
+
+class StepWatch(Protocol):
+    """What looks on as losses are scaled and optimizers step. It raises nothing and changes nothing."""
+
+    wants_flags: bool
+    """Whether it wants to hear of skips at once, though the device alone knows of them as yet."""
+
+    def loss_scaled(self, loss: Tensor) -> None:
+        """Hear of a loss whose backward pass is about to run."""
+
+    def step_begins(self) -> None:
+        """Hear that an optimizer is called."""
+
+    def step_known(self, skips: Skips, skipped: bool, scale: float | None, next_scale: float | None, late: bool) -> Any:
+        """Hear what became of a step, and return what explains it, if it was a skip.
+
+        Args:
+            skips: Of the optimizer.
+            skipped: Whether the step was a skip.
+            scale: The loss scale of a skip; nan where it is not known.
+            next_scale: The one after it.
+            late: Whether it was taken earlier, and others may have been since.
+        """
+
+
+class Rehearsing(Protocol):
+    """What a step of the program is rehearsed by, which changes nothing."""
+
+    def scaled(self, loss: Tensor) -> contextlib.AbstractContextManager[Tensor]:
+        """Scale a loss within a ``with`` statement."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Scale a loss and run its backward pass."""
+
+    def step_reached(self) -> BaseException:
+        """Return what is to be raised where an optimizer is called."""
 
 
 class Skips:
@@ -27,10 +69,14 @@ class Skips:
 
     Attributes:
         steps: How many times ``step()`` was called, skips included.
+        watch: Gives what looks on at these steps, if anything does.
+        explanation: What explains the last skip, as far as anybody looked on.
     """
 
     def __init__(self, name: str, on_skip: Callable[[], None]) -> None:
         self.steps = 0
+        self.watch: Callable[[], StepWatch | None] = _nobody
+        self.explanation: Any = None
         self._name = name
         self._on_skip = on_skip
         self._total = self._in_a_row = 0
@@ -90,17 +136,34 @@ class Skips:
     def tell(self, scaler: LossScaler, scale: Number, skipped: bool) -> None:
         """Count a step that was taken earlier."""
         self._has_news = skipped
-        self._count(skipped, scaler, scale)
+        self._count(skipped, scaler, scale, late=True)
 
-    def _count(self, skipped: bool, scaler: LossScaler | None, scale: Scale | Number) -> None:
+    def _count(self, skipped: bool, scaler: LossScaler | None, scale: Scale | Number, *, late: bool = False) -> None:
         self._last = skipped
         self._total += skipped
         self._in_a_row = self._in_a_row + 1 if skipped else 0
+        watch = self.watch()
         if not skipped or scaler is None:
+            if watch is not None:
+                watch.step_known(self, skipped, None, None, late)
             return
         self._on_skip()
+        if watch is not None:
+            # A number that is late by now: the scaler hears of this skip before anybody asks it.
+            following = None if late else scaler.loss_scale
+            self.explanation = watch.step_known(self, skipped, _value_of(scale), following, late)
         if self._total & (self._total - 1) == 0:
             logger.warning(
                 "%s: step skipped, gradients overflowed at loss scale %s, the next is %g (skipped %d, in a row %d)",
                 self._name, format(scale, "g"), scaler.loss_scale, self._total, self._in_a_row,
             )  # fmt: skip
+
+
+def _value_of(scale: Scale | Number) -> float:
+    """Return a scale as a number, nan where the device has not told of it."""
+    shown = format(scale, ".17g")
+    return math.nan if shown == "unknown" else float(shown)
+
+
+def _nobody() -> None:
+    """Stand for no watch."""

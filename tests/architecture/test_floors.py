@@ -195,6 +195,11 @@ TESTED_TOGETHER = {
     "compat/fastai1/shims.py": "compat/fastai1/test_training.py",
     "compat/missing.py": "compat/test_alias.py",
     "compat/moved.py": "integration/test_old_pickles.py",
+    "diagnostics/inspector.py": "diagnostics/test_overflow.py",
+    "diagnostics/records.py": "diagnostics/test_overflow.py",
+    "diagnostics/rehearsal.py": "diagnostics/test_overflow.py",
+    "diagnostics/replay.py": "diagnostics/test_overflow.py",
+    "diagnostics/verdicts.py": "diagnostics/test_overflow.py",
     "optimizers/": "optimizers/test_optimizers.py",  # all kinds keep the same rules
     "parallel/": "parallel/test_parallel.py",
     "scaling/formulas.py": "optimizers/test_optimizers.py",

@@ -1,0 +1,473 @@
+"""Looking on at every op of a replayed step: which made inf or nan of finite values, and what became of them.
+
+Forward, each call of torch's functions is seen, with the module and the line of the program that made it. An inf or nan
+is followed from the op that made it (its *origin*) through those that hand it on, until it ends in a finite result, as
+that of a mask does in a softmax. Backward, each node of the graph is seen, and belongs to the call that made it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.overrides import TorchFunctionMode
+
+from autoamp.patching import original_of
+from autoamp.tensors import HALF_DTYPES, iter_tensors, map_tensors
+from autoamp.torch_private import DispatchMode
+
+__all__ = [
+    "Backward",
+    "Flaw",
+    "Inspector",
+    "Origin",
+    "Site",
+    "bare_name",
+    "flaw_of",
+    "named_inputs",
+    "user_line",
+    "worst_of",
+]
+
+_OURS = __name__.partition(".")[0]
+_BETWEEN = frozenset((_OURS, "torch", "contextlib", "functools", "wrapt", "importlib", "runpy"))
+# What a program writes -inf with on purpose, as into the masked scores of an attention.
+_WRITERS = frozenset(
+    ("masked_fill", "fill", "full", "full_like", "new_full", "where", "tensor", "new_tensor", "scalar_tensor", "triu",
+     "tril", "masked_scatter", "setitem", "log", "log2", "log10")
+)  # fmt: skip
+_CASTS = frozenset(("half", "bfloat16", "to", "float", "type", "type_as"))
+# Functions of which each does the work of several ops.
+# Where torch has none, a context that sees no operators.
+_DISPATCH_MODE: Any = DispatchMode or contextlib.nullcontext
+_COMPOSITES = frozenset(("multi_head_attention_forward",))
+
+
+@dataclass(frozen=True)
+class Flaw:
+    """What is not finite in a tensor."""
+
+    inf: bool
+    nan: bool
+
+    @property
+    def value(self) -> str:
+        """Nan, where there are both."""
+        return "nan" if self.nan else "inf"
+
+
+@dataclass(eq=False)
+class Site:
+    """A call of an op.
+
+    Attributes:
+        op: Its bare name.
+        module: The path of the module that made it.
+        location: The line of the program, as ``"file:line"``.
+        dtype: Of its result.
+        in_cast: Whether it is a cast that was made for the op.
+        source: Where an inf or nan that went in or came out is from.
+    """
+
+    op: str
+    module: str | None
+    location: str | None
+    dtype: torch.dtype | None = None
+    in_cast: bool = False
+    source: Origin | None = None
+
+
+@dataclass(eq=False)
+class Origin:
+    """Where an inf or nan came from.
+
+    Attributes:
+        site: The call that made it, of finite values; None where it was given.
+        flaw: What it is.
+        magnitudes: The largest absolute value of each floating tensor that the call got.
+        tensor: What held it when it was first seen.
+        intended: Whether the call is one by which programs write inf on purpose.
+    """
+
+    site: Site | None
+    flaw: Flaw
+    magnitudes: tuple[float, ...] = ()
+    tensor: Tensor | None = None
+    intended: bool = False
+
+
+def flaw_of(tensor: Tensor) -> Flaw | None:
+    """Return what is not finite in a tensor; None where all is. One fp32 sum tells, as a rule."""
+    if not tensor.is_floating_point() or tensor.numel() == 0 or tensor.is_sparse:
+        return None
+    with torch.no_grad():
+        value = tensor.detach()
+        # A finite sum has finite terms. One that is not may have overflowed itself.
+        if math.isfinite(float(original_of(Tensor.sum)(value, dtype=torch.float32))):
+            return None
+        inf, nan = bool(torch.isinf(value).any()), bool(torch.isnan(value).any())
+    return Flaw(inf, nan) if inf or nan else None
+
+
+def largest(tensors: Sequence[Tensor]) -> tuple[float, ...]:
+    """Return the largest absolute value of each tensor."""
+    with torch.no_grad():
+        return tuple(
+            float(max(abs(float(t.detach().min())), abs(float(t.detach().max())))) for t in tensors if t.numel()
+        )
+
+
+def bare_name(function: Any) -> str:
+    """Return the name of a function as lists have it: ``mul`` for ``Tensor.__rmul__`` and ``Tensor.mul_``."""
+    name = str(getattr(function, "__name__", type(function).__name__))
+    if name == "__get__":
+        return str(getattr(getattr(function, "__self__", None), "__name__", name))
+    if name.startswith("__") and name.endswith("__"):
+        name = name[2:-2]
+        short = name[1:] if name[:1] in "ri" and name[1:] in _OPERATORS else name
+        return _OPERATORS.get(short, short)
+    return name[:-1] if name.endswith("_") else name
+
+
+_OPERATORS = {name: name for name in ("add", "sub", "mul", "pow", "matmul", "neg", "abs")} | {
+    "truediv": "div", "div": "div", "floordiv": "floor_divide", "mod": "remainder",
+}  # fmt: skip
+
+
+def user_line(frame: types.FrameType | None) -> str | None:
+    """Return ``"file:line"`` of the innermost frame that is neither of torch nor of this package."""
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _BETWEEN:
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None
+
+
+@dataclass(eq=False)
+class _Seen:
+    """A tensor that is not finite, with where that came from."""
+
+    tensor: Tensor
+    origin: Origin
+
+
+class Inspector(TorchFunctionMode):
+    """Looks on at all that a ``with`` statement computes.
+
+    Args:
+        root: The model; None where that is the first module to be called.
+        wide: Whether all that would be computed in half precision is computed in fp32.
+
+    Attributes:
+        sites: The call that made each node of the graph.
+        origins: All that was seen, in order.
+        inputs: The tensors that outermost modules were called with, by the names of their arguments.
+        entered: Called with each module that is called.
+    """
+
+    def __init__(self, root: Module | None = None, *, wide: bool = False) -> None:
+        super().__init__()
+        self._wide = wide
+        self.sites: dict[Any, Site] = {}
+        self.origins: list[Origin] = []
+        self.root = root
+        self._paths: dict[Module, str] | None = None
+        self._stack: list[Module] = []
+        self._flawed: dict[int, _Seen] = {}
+        self._cast_sites: dict[int, tuple[Tensor, Site]] = {}
+        self._hooks: list[Any] = []
+        self.inputs: list[tuple[str, Tensor]] = []
+        self.entered: Callable[[Module], None] = lambda module: None
+
+    # -- modules --
+
+    def __enter__(self) -> Any:
+        hooks = torch.nn.modules.module
+        self._hooks = [
+            hooks.register_module_forward_pre_hook(self._enter_module),
+            hooks.register_module_forward_hook(self._leave_module, always_call=True),
+        ]
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def _enter_module(self, module: Module, inputs: Any) -> None:
+        if self.root is None:
+            self.root = module
+        if not self._stack:
+            self.inputs += named_inputs(module, inputs, {})
+        self._stack.append(module)
+        self.entered(module)
+
+    def _leave_module(self, module: Module, inputs: Any, outputs: Any) -> None:
+        if self._stack and self._stack[-1] is module:
+            self._stack.pop()
+
+    def path_of(self, module: Module | None) -> str | None:
+        """Return the path of a module within the model; the name of its class where it is none of the model's."""
+        if module is None:
+            return None
+        if self._paths is None:
+            self._paths = {} if self.root is None else {each: name for name, each in self.root.named_modules()}
+        return self._paths.get(module) or type(module).__name__
+
+    # -- calls --
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        caller = sys._getframe(1)
+        inputs = _floating((args, kwargs))
+        flaws = [(tensor, flaw_of(tensor)) for tensor in inputs]
+        name = bare_name(func)
+        if self._wide:
+            args, kwargs = _widened(str(getattr(func, "__name__", "")), args, kwargs)
+            if name in _CASTS and inputs and inputs[0] is args[0] and _narrows(func, args, kwargs):
+                return args[0]
+        finite = [tensor for tensor, flaw in flaws if flaw is None]
+        sizes = largest(finite) if finite and len(finite) < 16 else ()
+        inner: _Innermost | None = None
+        if name in _COMPOSITES:
+            with _Innermost() as inner:
+                result = func(*args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
+        outputs = _floating(result) or ([args[0]] if name == "setitem" and isinstance(args[0], Tensor) else [])
+        if outputs:
+            self._take(name, caller, args, kwargs, flaws, sizes, outputs, inner)
+        return result
+
+    def _take(
+        self, name: str, caller: types.FrameType, args: Any, kwargs: Any,
+        flaws: Sequence[tuple[Tensor, Flaw | None]], sizes: tuple[float, ...], outputs: Sequence[Tensor],
+        inner: _Innermost | None,
+    ) -> None:  # fmt: skip
+        """Take note of a call: the nodes that it made, and what became of inf and nan."""
+        internal = name in _CASTS and str(caller.f_globals.get("__name__", "")).partition(".")[0] == _OURS
+        if name in ("data", "grad", "requires_grad_", "detach"):
+            internal = False
+        site = Site(name, self.path_of(self._stack[-1] if self._stack else None), user_line(caller))
+        site.dtype = next((t.dtype for t in outputs), None)
+        if inner is not None and inner.name is not None:
+            site.op = inner.name
+        if internal:
+            site.in_cast = True
+            for output in outputs:
+                self._cast_sites[id(output)] = (output, site)
+        else:
+            # A cast that a replacement made is part of the op that it was made for.
+            for tensor, _ in flaws:
+                known = self._cast_sites.get(id(tensor))
+                if known is not None and known[0] is tensor and known[1].in_cast and known[1].op in _CASTS:
+                    known[1].op = name
+        for output in outputs:
+            self._own(output.grad_fn, site)
+        for tensor, before in flaws:
+            if before is not None and (site.source is None or site.source.intended):
+                site.source = self.origin_of(tensor, before)
+        writes = name in _WRITERS
+        for output in outputs:
+            flaw = flaw_of(output)
+            if flaw is None:
+                self._flawed.pop(id(output), None)
+                continue
+            origin = self._origin(site, flaw, flaws, sizes, writes, output)
+            self._flawed[id(output)] = _Seen(output, origin)
+            site.source = site.source or origin
+
+    def _origin(
+        self, site: Site, flaw: Flaw, flaws: Sequence[tuple[Tensor, Flaw | None]], sizes: tuple[float, ...],
+        writes: bool, output: Tensor,
+    ) -> Origin:  # fmt: skip
+        given: list[Origin] = []
+        nan_came = False
+        for tensor, before in flaws:
+            if before is not None:
+                nan_came = nan_came or before.nan
+                given.append(self.origin_of(tensor, before))
+        real = [origin for origin in given if not origin.intended]
+        if real:
+            return real[0]
+        if given and not (flaw.nan and not nan_came):
+            return given[0]
+        # Of finite values; or nan of an inf that was written on purpose, as in a row that is masked whole.
+        origin = Origin(site, flaw, sizes, output.detach(), intended=writes and not flaw.nan)
+        self.origins.append(origin)
+        return origin
+
+    def origin_of(self, tensor: Tensor, flaw: Flaw | None = None) -> Origin:
+        """Return where the inf or nan of a tensor came from: one that no op made was given."""
+        seen = self._flawed.get(id(tensor))
+        if seen is not None and seen.tensor is tensor:
+            return seen.origin
+        flaw = flaw or flaw_of(tensor) or Flaw(False, False)
+        # A mask that the program made beforehand holds -inf alone, on purpose.
+        origin = Origin(None, flaw, (), tensor, intended=not flaw.nan and not _has_plus_inf(tensor))
+        self._flawed[id(tensor)] = _Seen(tensor, origin)
+        self.origins.append(origin)
+        return origin
+
+    def _own(self, node: Any, site: Site) -> None:
+        waiting = [node]
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in self.sites or getattr(node, "variable", None) is not None:
+                continue
+            self.sites[node] = site
+            waiting.extend(following for following, _ in node.next_functions)
+
+
+def _widened(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return arguments with fp32 in the place of half tensors, but for one that is to be written to."""
+    if name.startswith("__") or not args or not isinstance(args[0], Tensor) or not name.endswith("_"):
+        return map_tensors((args, kwargs), _to_fp32)  # type: ignore[no-any-return]
+    rest, named = map_tensors((args[1:], kwargs), _to_fp32)
+    return (args[0], *rest), named
+
+
+def _to_fp32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in HALF_DTYPES else tensor
+
+
+def _narrows(func: Any, args: Any, kwargs: Any) -> bool:
+    """Tell whether a cast goes to a half dtype."""
+    if bare_name(func) in ("half", "bfloat16"):
+        return True
+    asked = [*args[1:], *kwargs.values()]
+    return any(
+        one in HALF_DTYPES or (isinstance(one, Tensor) and one.dtype in HALF_DTYPES)
+        for one in asked
+        if isinstance(one, (torch.dtype, Tensor))
+    )
+
+
+def _has_plus_inf(tensor: Tensor) -> bool:
+    with torch.no_grad():
+        return bool(torch.isposinf(tensor.detach()).any())
+
+
+def _floating(value: Any) -> list[Tensor]:
+    return [t for t in iter_tensors(value) if t.is_floating_point() and t.layout is torch.strided]
+
+
+class _Innermost(_DISPATCH_MODE):  # type: ignore[misc]
+    """Finds the op within a composite function that first makes inf or nan of finite values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        finite = self.name is None and all(flaw_of(tensor) is None for tensor in _floating((args, kwargs)))
+        result = func(*args, **(kwargs or {}))
+        if finite and any(flaw_of(tensor) is not None for tensor in _floating(result)):
+            self.name = str(func.overloadpacket.__name__).strip("_")
+        return result
+
+
+def named_inputs(root: Module, args: Any, kwargs: Any) -> list[tuple[str, Tensor]]:
+    """Return the tensors that a module is called with, by the names of the arguments of its ``forward``."""
+    code = getattr(getattr(type(root), "forward", None), "__code__", None)
+    names = code.co_varnames[1 : code.co_argcount] if code is not None else ()
+    found: list[tuple[str, Tensor]] = []
+    for place, value in enumerate(args):
+        name = names[place] if place < len(names) else f"args[{place}]"
+        found += _numbered(name, value)
+    for name, value in kwargs.items():
+        found += _numbered(name, value)
+    return found
+
+
+def _numbered(name: str, value: Any) -> list[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        return [(name, value)]
+    return [(f"{name}[{number}]", tensor) for number, tensor in enumerate(iter_tensors(value))]
+
+
+@dataclass(eq=False)
+class _NodeResult:
+    """What a node of the graph got and gave, as far as it is not finite."""
+
+    got: Flaw | None
+    gave: Flaw | None
+    magnitudes: tuple[float, ...]
+    half: bool
+
+    @property
+    def flaw(self) -> Flaw:
+        """What it made."""
+        return self.gave or Flaw(False, False)
+
+
+@dataclass(eq=False)
+class Backward:
+    """Looks on at a backward pass over nodes whose calls are known.
+
+    Attributes:
+        sites: The call that made each node.
+        results: What each node got and gave, in the order in which they ran.
+    """
+
+    sites: dict[Any, Site]
+    results: dict[Any, _NodeResult] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[Backward]:
+        """Look on within a ``with`` statement."""
+        handles = [node.register_hook(self._hook(node)) for node in self.sites]
+        try:
+            yield self
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _hook(self, node: Any) -> Callable[[Any, Any], None]:
+        def ran(gave: Any, got: Any) -> None:
+            given, made = _floating(got), _floating(gave)
+            self.results[node] = _NodeResult(
+                worst_of(given), worst_of(made), largest(given), any(t.dtype in HALF_DTYPES for t in made)
+            )
+
+        return ran
+
+    def producer(self, reached: Callable[[Any], bool]) -> tuple[Site, _NodeResult] | None:
+        """Return the first node that made inf or nan of finite gradients, if these came to a parameter that has them.
+
+        Args:
+            reached: Tells of a tensor whether its gradient is not finite.
+        """
+        for node, result in self.results.items():
+            if result.got is None and result.gave is not None and self._arrives(node, reached):
+                return self.sites[node], result
+        return None
+
+    def _arrives(self, node: Any, reached: Callable[[Any], bool]) -> bool:
+        waiting, known = [node], set()
+        while waiting:
+            for following, _ in waiting.pop().next_functions:
+                if following is None or following in known:
+                    continue
+                known.add(following)
+                variable = getattr(following, "variable", None)
+                if variable is not None and reached(variable):
+                    return True
+                result = self.results.get(following)
+                if result is not None and result.got is not None and result.gave is not None:
+                    waiting.append(following)
+        return False
+
+
+def worst_of(tensors: Sequence[Tensor | None]) -> Flaw | None:
+    """Return what is not finite in any of several tensors; None where all is."""
+    flaws = [flaw for tensor in tensors if tensor is not None and (flaw := flaw_of(tensor)) is not None]
+    return Flaw(any(f.inf for f in flaws), any(f.nan for f in flaws)) if flaws else None

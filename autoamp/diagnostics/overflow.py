@@ -1,0 +1,207 @@
+"""Why a step was skipped: each skip explained, by running what was recorded of the step again.
+
+`OverflowTrace` looks on as losses are scaled and optimizers step. While steps are clean it keeps references and sums; a
+skip it explains at once, before the program goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+from autoamp.casting import Casts
+from autoamp.diagnostics.inspector import worst_of
+from autoamp.diagnostics.records import LossRegion, Record, Recorder
+from autoamp.diagnostics.replay import (
+    CannotReplay,
+    forward_finding,
+    in_loss,
+    kept_state,
+    replay,
+    search_scale,
+    unwrapped,
+)
+from autoamp.diagnostics.verdicts import Communication, NotLocated, Overflow, ScaleSearch
+from autoamp.stepping import Skips, several_processes
+
+__all__ = ["OverflowTrace"]
+
+log = logging.getLogger(__name__)
+
+# After a step whose overflow was not located, or lies in the loss, so many steps are recorded more thoroughly.
+WATCHED_STEPS = 8
+
+
+class OverflowTrace:
+    """Explains skips. Set up by ``init(trace_overflow=True)``.
+
+    Args:
+        casts: How threads cast.
+
+    Attributes:
+        last: The last overflow; None before the first.
+        all: All of them, the last `keeps`.
+        recorder: Keeps what a step that failed is run again from.
+        wants_flags: Whether verdicts are to be read at each step, since an overflow was not located in time.
+        listeners: Called with each overflow.
+    """
+
+    keeps = 1000
+
+    def __init__(self, casts: Casts) -> None:
+        self._casts = casts
+        self.last: Overflow | None = None
+        self.all: list[Overflow] = []
+        self.recorder = Recorder(casts)
+        self.wants_flags = False
+        self.listeners: list[Callable[[Overflow], object]] = []
+        self._steps = 0
+        self._watched = 0
+        self._judged: tuple[list[Record], list[LossRegion]] = [], []
+        self._earlier: tuple[list[Record], list[LossRegion]] = [], []
+        self._several: set[int] = set()
+
+    # -- what steps tell; see `autoamp.stepping.StepWatch` --
+
+    def loss_scaled(self, loss: Tensor) -> None:
+        """Hear of a loss whose backward pass is about to run."""
+        self.recorder.note_loss(loss)
+
+    def step_begins(self) -> None:
+        """Hear that an optimizer is called: what was recorded is of its step."""
+        self._steps += 1
+        taken = self.recorder.take()
+        # With several optimizers a part of what this one steps by may have been computed before the last step.
+        self._earlier = self._judged if len(self._several) > 1 else ([], [])
+        self._judged = taken
+        if self._watched:
+            self._watched -= 1
+        self.wants_flags = self.recorder.thorough = self._watched > 0
+
+    def step_known(
+        self, skips: Skips, skipped: bool, scale: float | None, next_scale: float | None, late: bool
+    ) -> Overflow | None:
+        """Hear what became of a step, and explain it if it was a skip; see `autoamp.stepping.StepWatch`."""
+        self._several.add(id(skips))
+        if not skipped or scale is None:
+            if not late and len(self._several) < 2:
+                self._judged = [], []
+            return None
+        try:
+            found = self._late() if late else self._explain(scale)
+        except Exception as error:
+            log.debug("the step could not be run again", exc_info=True)
+            found = self._unlocated(f"running the step again raised {type(error).__name__}: {error}")
+        finally:
+            self._judged = [], []
+        iteration = None if late else self._steps - 1
+        found = replace(
+            _with_remedy(found, scale, next_scale), iteration=iteration, loss_scale=None if math.isnan(scale) else scale
+        )
+        self._note(found)
+        return found
+
+    def _note(self, found: Overflow) -> None:
+        if isinstance(found.verdict, NotLocated) or found.module is None:
+            self._watched = max(self._watched, WATCHED_STEPS)
+            self.wants_flags = self.recorder.thorough = True
+        self.last = found
+        self.all.append(found)
+        del self.all[: -self.keeps]
+        log.log(logging.INFO if isinstance(found.verdict, ScaleSearch) else logging.WARNING, "%s", found)
+        for listener in list(self.listeners):
+            listener(found)
+
+    def _late(self) -> Overflow:
+        return self._unlocated("the device told of the overflow after later steps had begun")
+
+    def _unlocated(self, why: str) -> Overflow:
+        return Overflow(NotLocated(why, watched=WATCHED_STEPS))
+
+    # -- finding it --
+
+    def _explain(self, scale: float) -> Overflow:
+        records = [*self._earlier[0], *self._judged[0]]
+        losses = [*self._earlier[1], *self._judged[1]]
+        shared = several_processes() and any(_reduces(record.module()) for record in records)
+        try:
+            found = self._locally(records, losses, scale)
+        except CannotReplay as error:
+            found = self._unlocated(str(error))
+        except Exception as error:
+            if not shared:
+                raise
+            found = self._unlocated(f"running the step again raised {type(error).__name__}: {error}")
+        if shared:
+            return self._over_ranks(found)
+        return found or self._unlocated(
+            "run again, the step gave finite gradients" if records else "no call of a module was recorded in this step"
+        )
+
+    def _locally(self, records: list[Record], losses: list[LossRegion], scale: float) -> Overflow | None:
+        """Return the finding of this rank; None where its own gradients are finite."""
+        modules = [module for record in records if (module := record.module()) is not None]
+        self.recorder.paused = True
+        self._casts.cache.clear()
+        try:
+            with kept_state(modules):
+                for record in records:
+                    found = forward_finding(record, replay(record, self._casts), self._casts)
+                    if found is not None:
+                        return found
+                return self._backward(records, losses, scale)
+        finally:
+            self._casts.cache.clear()
+            self.recorder.paused = False
+
+    def _backward(self, records: list[Record], losses: list[LossRegion], scale: float) -> Overflow | None:
+        for region in losses:
+            found = in_loss(region, scale)
+            if found is not None:
+                return found
+        for record in reversed(records):
+            arrived = [gradient for one in record.gradients.values() for gradient in one]
+            if not arrived:
+                if record.too_large:
+                    raise CannotReplay("the gradients at the outputs are too large to be kept; use explain_overflow()")
+                continue
+            if worst_of(arrived) is not None:
+                why = (
+                    "the loss is computed in more ops than are looked at"
+                    if any(not r.whole for r in losses)
+                    else ("it lies in what is computed between calls of modules")
+                )
+                raise CannotReplay(f"{why}; use explain_overflow()")
+            found = search_scale(record, replay(record, self._casts), self._casts, scale)
+            if found is not None:
+                return found
+        return None
+
+    def _over_ranks(self, found: Overflow | None) -> Overflow:
+        """Compare with the other ranks, all of which skip this step since its gradients were reduced over them."""
+        import torch.distributed as dist
+
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, found is not None and not isinstance(found.verdict, NotLocated))
+        if found is not None:
+            return found
+        return Overflow(Communication(tuple(rank for rank, own in enumerate(told) if own)))
+
+
+def _reduces(module: Module | None) -> bool:
+    return module is not None and unwrapped(module) is not module
+
+
+def _with_remedy(found: Overflow, scale: float, next_scale: float | None) -> Overflow:
+    """Return the finding with a remedy where the scale is too large and does not move."""
+    if isinstance(found.verdict, ScaleSearch) and next_scale is not None and next_scale >= scale:
+        lower = found.verdict.finite_at
+        below = f"at most {lower:g}" if lower is not None else f"lower than {scale:g}"
+        return replace(found, suggestion=f'use loss_scale="dynamic", or a static scale of {below}')
+    return found

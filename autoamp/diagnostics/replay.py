@@ -1,0 +1,432 @@
+"""Running recorded module calls again, and finding what overflowed in them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from autoamp.casting import Casts
+from autoamp.diagnostics.inspector import Backward, Flaw, Inspector, Origin, Site, flaw_of, named_inputs, worst_of
+from autoamp.diagnostics.records import LossRegion, NodeTrace, RandomStates, Record
+from autoamp.diagnostics.verdicts import (
+    HalfPrecisionOp,
+    NotFiniteInFp32,
+    NotLocated,
+    Overflow,
+    OverflowVerdict,
+    ScaleSearch,
+)
+from autoamp.tensors import HALF_DTYPES, iter_tensors, map_tensors
+
+__all__ = [
+    "CannotReplay",
+    "Replayed",
+    "finest_scale",
+    "forward_finding",
+    "found_backward",
+    "in_loss",
+    "kept_state",
+    "origin_finding",
+    "replay",
+    "search_scale",
+    "unwrapped",
+]
+
+
+class CannotReplay(Exception):
+    """A recorded call cannot be run again; its message says why."""
+
+
+@contextlib.contextmanager
+def kept_state(modules: Sequence[Module]) -> Iterator[None]:
+    """Put random generators and buffers back at the end of a ``with`` statement, with gradients recorded in it."""
+    states = RandomStates.now(all_of_them=True)
+    buffers = [(buffer, buffer.detach().clone()) for module in modules for buffer in module.buffers()]
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        states.restore()
+        with torch.no_grad():
+            for buffer, value in buffers:
+                if not _same(buffer, value):
+                    buffer.copy_(value)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.dtype is other.dtype and torch.equal(one, other)
+
+
+@dataclass(eq=False)
+class Replayed:
+    """A recorded call that was run again, with its graph.
+
+    Attributes:
+        inspector: What looked on.
+        outputs: The floating outputs, None in the place of others.
+        inputs: The tensors that went in, with the names of the arguments.
+        leaves: What gradients are taken of, by name.
+    """
+
+    inspector: Inspector
+    outputs: list[Tensor | None]
+    inputs: list[tuple[str, Tensor]]
+    leaves: dict[str, Tensor]
+    root: Module
+    results: dict[str, Tensor] = field(default_factory=dict)
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> Backward:
+        """Take the gradients of all leaves, and keep them in ``results``."""
+        pairs = [
+            (output, gradient)
+            for output, gradient in zip(self.outputs, gradients, strict=True)
+            if output is not None and gradient is not None and output.requires_grad
+        ]
+        watch = Backward(self.inspector.sites)
+        self.results = {}
+        if not pairs or not self.leaves:
+            return watch
+        names, leaves = list(self.leaves), list(self.leaves.values())
+        outputs = [output for output, _ in pairs]
+        given = [gradient.to(output.dtype) for output, gradient in pairs]
+        with watch.watching():
+            found = torch.autograd.grad(outputs, leaves, given, retain_graph=True, allow_unused=True)
+        self.results = {name: one for name, one in zip(names, found, strict=True) if one is not None}
+        return watch
+
+    def flawed(self) -> dict[int, str]:
+        """Return the names of the leaves whose gradients are not finite, by their ids."""
+        return {id(self.leaves[name]): name for name, one in self.results.items() if flaw_of(one) is not None}
+
+
+def unwrapped(module: Module) -> Module:
+    """Return the model within a wrapper that reduces gradients over ranks: its own calls reduce nothing."""
+    inner = getattr(module, "module", None)
+    return inner if type(module).__name__ == "DistributedDataParallel" and isinstance(inner, Module) else module
+
+
+def replay(record: Record, casts: Casts, *, wide: bool = False) -> Replayed:
+    """Run a recorded call again.
+
+    Args:
+        record: The call.
+        casts: How threads cast.
+        wide: Compute in fp32.
+
+    Raises:
+        CannotReplay: The model, or an input, is not as it was.
+    """
+    module = record.module()
+    if module is None:
+        raise CannotReplay("the model is gone")
+    if record.unfit is not None:
+        raise CannotReplay(record.unfit)
+    if record.written_to():
+        raise CannotReplay("inputs of the model were written to")
+    root = unwrapped(module)
+    if any(type(each).__name__ == "SyncBatchNorm" for each in root.modules()):
+        raise CannotReplay("the model has collectives of its own, such as those of SyncBatchNorm")
+    again: list[Tensor] = []
+
+    def leaf(kept: Tensor) -> Tensor:
+        fresh = kept.detach()
+        if id(kept) in record.wanted:
+            fresh.requires_grad_()
+        again.append(fresh)
+        return fresh
+
+    args, kwargs = map_tensors(record.inputs, leaf)
+    own = {name.removeprefix("module.") if root is not module else name: b for name, b in record.buffers.items()}
+    with torch.no_grad():
+        for name, value in own.items():
+            if not _same(root.get_buffer(name), value):
+                root.get_buffer(name).copy_(value)
+    record.random.restore()
+    inspector = Inspector(root, wide=wide)
+    switches = (False, True) if wide else record.switches
+    kind = casts.device_type
+    region = torch.autocast(kind, record.autocast or torch.float16, enabled=record.autocast is not None and not wide)
+    with contextlib.nullcontext() if record.autocast is None else region, _switched(casts, switches), inspector:
+        outputs = root(*args, **kwargs)
+    found = [o if o.is_floating_point() and o.layout is torch.strided else None for o in iter_tensors(outputs)]
+    result = Replayed(inspector, found, named_inputs(root, args, kwargs), {}, root)
+    result.leaves = {name: p for name, p in root.named_parameters() if p.requires_grad}
+    result.leaves.update({f"input {name}": t for name, t in result.inputs if t.requires_grad})
+    if not wide:
+        _check_same(record, result)
+    return result
+
+
+@contextlib.contextmanager
+def _switched(casts: Casts, switches: Any) -> Iterator[None]:
+    token = casts.local.set(*switches)
+    try:
+        yield
+    finally:
+        casts.local.reset(token)
+
+
+def _check_same(record: Record, again: Replayed) -> None:
+    """Raise where a replay did not give what the step did; see `CannotReplay`."""
+    if len(again.outputs) != len(record.sums):
+        raise CannotReplay("run again, the model gave other outputs")
+    for output, before in zip(again.outputs, record.sums, strict=True):
+        if (output is None) is not (before is None):
+            raise CannotReplay("run again, the model gave other outputs")
+        if output is None or before is None:
+            continue
+        now, then = float(output.detach().sum(dtype=torch.float32)), float(before)
+        rough = 1e-2 * float(output.detach().float().abs().sum()) if math.isfinite(now) else 0.0
+        if not (now == then or (math.isnan(now) and math.isnan(then)) or abs(now - then) <= rough):
+            raise CannotReplay(
+                "run again, the model gave other outputs: it draws random numbers of Python or numpy, or its weights "
+                "or buffers have changed"
+            )
+
+
+# -- verdicts --
+
+
+def given_finding(origin: Origin, again: Replayed) -> Overflow:
+    """Return the finding for an inf or nan that no op made: an input, a parameter or a buffer holds it."""
+    tensor, root = origin.tensor, again.root
+    name = None if root is None else type(root).__name__
+    common = {"phase": "forward", "value": origin.flaw.value}
+    for argument, one in again.inputs:
+        if tensor is not None and _is(one, tensor):
+            index = batch_index(one)
+            verdict = NotFiniteInFp32(cause="data", tensor=argument, batch_index=index)
+            return Overflow(verdict, module=name, suggestion="look at the data of this batch", **common)  # type: ignore[arg-type]
+    for path, one in [*root.named_parameters(), *root.named_buffers()]:
+        if tensor is not None and _is(one, tensor):
+            verdict = NotFiniteInFp32(cause="weights", tensor=path)
+            owner = path.rpartition(".")[0] or name
+            return Overflow(
+                verdict, module=owner, suggestion="load an earlier checkpoint, or initialise it anew", **common  # type: ignore[arg-type]
+            )  # fmt: skip
+    return Overflow(NotFiniteInFp32(cause="model"), module=name, **common)  # type: ignore[arg-type]
+
+
+def _is(one: Tensor, other: Tensor) -> bool:
+    return one is other or (one.data_ptr() == other.data_ptr() and one.shape == other.shape)
+
+
+def batch_index(tensor: Tensor) -> int | None:
+    """Return the first index along the first dimension at which a tensor is not finite; None for a scalar."""
+    if tensor.dim() == 0:
+        return None
+    bad = ~torch.isfinite(tensor.detach())
+    rows = bad.reshape(bad.shape[0], -1).any(dim=1).nonzero()
+    return int(rows[0]) if len(rows) else None
+
+
+def suggested(site: Site) -> str:
+    """Return the entry of a list file that keeps an op out of half precision."""
+    return f'add fp32 = ["{site.op}"] to the list file'
+
+
+def of_site(site: Site, verdict: OverflowVerdict, phase: str, flaw: Flaw, suggestion: str | None) -> Overflow:
+    """Return the finding for what an op made."""
+    return Overflow(
+        verdict, op=site.op, module=site.module, location=site.location, phase=phase, suggestion=suggestion,
+        value=flaw.value,
+    )  # fmt: skip
+
+
+def origin_finding(origin: Origin, again: Replayed, widened: Callable[[], Origin | None]) -> Overflow:
+    """Return the finding for an inf or nan of the forward pass.
+
+    Args:
+        origin: Where it is from, in half precision.
+        again: The call that was run again.
+        widened: Returns where what is not finite in fp32 is from; None where all is finite there.
+    """
+    if origin.site is None:
+        return given_finding(origin, again)
+    in_fp32 = widened()
+    if in_fp32 is None:
+        half = origin.site.dtype if origin.site.dtype in HALF_DTYPES else torch.float16
+        verdict = HalfPrecisionOp(origin.magnitudes, str(half).removeprefix("torch."), origin.site.in_cast)
+        return of_site(origin.site, verdict, "forward", origin.flaw, suggested(origin.site))
+    if in_fp32.site is None:
+        return given_finding(in_fp32, again)
+    return of_site(in_fp32.site, NotFiniteInFp32(magnitudes=in_fp32.magnitudes), "forward", in_fp32.flaw, None)
+
+
+def forward_finding(record: Record, again: Replayed, casts: Casts) -> Overflow | None:
+    """Return the finding where an output of a call is not finite and takes part in the loss; None where none is."""
+    for number, output in enumerate(again.outputs):
+        if output is None or flaw_of(output) is None or (output.requires_grad and record.gradient_of(number) is None):
+            continue
+        origin = again.inspector.origin_of(output)
+        if origin.intended:
+            continue
+
+        def widened(number: int = number) -> Origin | None:
+            wide = replay(record, casts, wide=True)
+            value = wide.outputs[number]
+            if value is None or flaw_of(value) is None:
+                return None
+            found = wide.inspector.origin_of(value)
+            return None if found.intended else replace_tensors(found, wide, again)
+
+        return origin_finding(origin, again, widened)
+    return None
+
+
+def replace_tensors(origin: Origin, one: Replayed, other: Replayed) -> Origin:
+    """Return an origin whose tensor, an input of one replay, is the same input of the other."""
+    for (_, mine), (_, theirs) in zip(one.inputs, other.inputs, strict=True):
+        if origin.tensor is mine:
+            return replace(origin, tensor=theirs)
+    return origin
+
+
+def search_scale(record: Record, again: Replayed, casts: Casts, scale: float) -> Overflow | None:
+    """Return the finding for gradients that are not finite though those at the outputs are; None where all are.
+
+    The pass is run again at lower scales, of which the highest that does is found, and in fp32.
+    """
+    gradients = [record.gradient_of(number) for number in range(len(again.outputs))]
+    watch = again.backward(gradients)
+    flawed = again.flawed()
+    if not flawed:
+        return None
+    made = watch.producer(lambda tensor: id(tensor) in flawed)
+    parameter = next((name for name in flawed.values() if not name.startswith("input ")), next(iter(flawed.values())))
+
+    def finite_at(factor: float) -> bool:
+        again.backward([None if one is None else one * factor for one in gradients])
+        return not again.flawed()
+
+    if scale > 1.0 and finite_at(1.0 / scale):
+        return found_backward(made, ScaleSearch(finest_scale(scale, finite_at)), parameter)
+    return _at_all_scales(record, again, casts, gradients, scale, made, parameter)
+
+
+def _at_all_scales(
+    record: Record, again: Replayed, casts: Casts, gradients: Sequence[Tensor | None], scale: float, made: Any,
+    parameter: str,
+) -> Overflow:  # fmt: skip
+    source = None if made is None else made[0].source
+    if source is not None and not source.intended:
+        # The forward pass made it, though the outputs do not show it.
+        def widened() -> Origin | None:
+            wide = replay(record, casts, wide=True)
+            origins = [one for one in wide.inspector.origins if not one.intended]
+            return replace_tensors(origins[0], wide, again) if origins else None
+
+        return replace(origin_finding(source, again, widened), parameter=parameter)
+    wide = replay(record, casts, wide=True)
+    in_fp32 = wide.backward([None if one is None else one.float() / scale for one in gradients])
+    flawed = wide.flawed()
+    wide_made = in_fp32.producer(lambda tensor: id(tensor) in flawed)
+    return found_backward(made, None, parameter, wide_made, finite_in_fp32=not flawed)
+
+
+def finest_scale(scale: float, finite_at: Callable[[float], bool]) -> float:
+    """Return the highest scale, by halving, at which gradients are finite.
+
+    Args:
+        scale: One at which they are not; at 1.0 they are.
+        finite_at: Tells whether they are at ``scale`` times a factor.
+    """
+    low, high = 0, max(1, math.ceil(math.log2(scale)))
+    # The least number of halvings that does; `high` does.
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if finite_at(2.0**-middle) else (middle, high)
+    return max(scale * 2.0**-high, 1.0)
+
+
+def found_backward(
+    made: Any, search: ScaleSearch | None, parameter: str, in_fp32: Any = None, *, finite_in_fp32: bool = True
+) -> Overflow:
+    """Return the finding for gradients that are not finite.
+
+    Args:
+        made: The call, and what its node got and gave, that made inf or nan of finite gradients; None if unknown.
+        search: The verdict where a lower scale does.
+        parameter: The first parameter whose gradient is not finite.
+        in_fp32: As ``made``, in fp32.
+        finite_in_fp32: Whether gradients are finite in fp32.
+    """
+    if not finite_in_fp32 and in_fp32 is not None:
+        made = in_fp32
+    if made is None:
+        unknown = NotLocated("gradients are not finite, and no op was seen to make that of finite ones")
+        return Overflow(search or unknown, phase="backward", parameter=parameter)
+    site, result = made
+    verdict: OverflowVerdict = search or NotFiniteInFp32(magnitudes=result.magnitudes)
+    suggestion = None
+    if search is None and finite_in_fp32:
+        verdict = HalfPrecisionOp(result.magnitudes, _dtype_name(site), in_cast=site.in_cast)
+        suggestion = suggested(site)
+    return replace(of_site(site, verdict, "backward", result.flaw, suggestion), parameter=parameter)
+
+
+def _dtype_name(site: Site) -> str:
+    return str(site.dtype if site.dtype in HALF_DTYPES else torch.float16).removeprefix("torch.")
+
+
+# -- the loss --
+
+
+def in_loss(region: LossRegion, scale: float) -> Overflow | None:
+    """Return the finding for a loss whose computation, after the modules, made inf or nan; None where it did not.
+
+    Its ops are known by the nodes of the graph, and their lines as far as torch noted them; else it is the line that
+    scaled the loss.
+    """
+    for trace in region.traces:
+        if worst_of(trace.got) is not None:
+            continue
+        flaw = worst_of(trace.gave)
+        if flaw is None:
+            continue
+        return _loss_finding(region, trace, flaw, scale)
+    return None
+
+
+def _loss_finding(region: LossRegion, trace: NodeTrace, flaw: Flaw, scale: float) -> Overflow:
+    halves = any(dtype in HALF_DTYPES for dtype in trace.dtypes)
+    sizes = tuple(float(g.abs().max()) for g in trace.got if g is not None and g.numel())
+    value = flaw_of(region.loss)
+    op = _op_of(trace.name)
+    line = trace.line or region.line
+    half = next((d for d in trace.dtypes if d in HALF_DTYPES), torch.float16)
+    verdict: OverflowVerdict
+    suggestion: str | None = None
+    if value is None and halves and not flaw.nan and max(sizes, default=math.inf) / scale <= torch.finfo(half).max:
+        verdict = ScaleSearch()
+    elif halves:
+        verdict = HalfPrecisionOp(sizes, str(half).removeprefix("torch."))
+        suggestion = f'add fp32 = ["{op}"] to the list file'
+    else:
+        verdict = NotFiniteInFp32(magnitudes=sizes)
+        suggestion = "look at the loss: compute it in a form that stays finite"
+    return Overflow(
+        verdict, op=op, location=line, phase="backward" if value is None else "forward", suggestion=suggestion,
+        value=flaw.value,
+    )  # fmt: skip
+
+
+# What a node is called, where that is not the name of its op.
+_NODE_OPS = {"ToCopy": "to", "NllLoss": "nll_loss", "NllLoss2D": "nll_loss", "Expand": "expand"}
+
+
+def _op_of(name: str) -> str:
+    """Return the bare name of the op that made a node: ``mse_loss`` for ``MseLossBackward0``."""
+    stem = name.partition("::")[2] or name
+    stem = stem.partition("Backward")[0]
+    if stem in _NODE_OPS:
+        return _NODE_OPS[stem]
+    letters = "".join(f"_{one.lower()}" if one.isupper() else one for one in stem)
+    return letters.strip("_")

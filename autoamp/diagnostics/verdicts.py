@@ -1,0 +1,196 @@
+"""What is found out about a step whose gradients overflowed: verdicts, each a type, and the finding that has one."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+__all__ = [
+    "Communication",
+    "HalfPrecisionOp",
+    "NotFiniteInFp32",
+    "NotLocated",
+    "Overflow",
+    "OverflowVerdict",
+    "ScaleSearch",
+]
+
+
+@dataclass(frozen=True)
+class OverflowVerdict:
+    """Why a step overflowed. Each of its kinds is a class.
+
+    Attributes:
+        kind: The name of the verdict in reports.
+    """
+
+    kind: ClassVar[str] = ""
+
+
+@dataclass(frozen=True)
+class ScaleSearch(OverflowVerdict):
+    """The loss scale is too high as yet, and lower ones do: nothing is wrong, and no list needs to change.
+
+    Attributes:
+        finite_at: A loss scale at which the gradients of this step are finite; None where none was tried.
+    """
+
+    kind: ClassVar[str] = "scale_search"
+    finite_at: float | None = None
+
+
+@dataclass(frozen=True)
+class HalfPrecisionOp(OverflowVerdict):
+    """An op overflows in half precision, at all loss scales; in fp32 it does not.
+
+    Attributes:
+        magnitudes: The largest absolute value of each floating tensor that the op got, in its order.
+        dtype: The half dtype.
+        in_cast: Whether a value was too large for the half dtype before the op began.
+    """
+
+    kind: ClassVar[str] = "half_precision_op"
+    magnitudes: tuple[float, ...] = ()
+    dtype: str = "float16"
+    in_cast: bool = False
+
+
+@dataclass(frozen=True)
+class NotFiniteInFp32(OverflowVerdict):
+    """In fp32 the step is not finite either: the data or the model is the cause, not the precision.
+
+    Attributes:
+        cause: ``"data"``: an input of the model holds inf or nan; ``"weights"``: a parameter or buffer does;
+            ``"model"``: the computation makes them out of finite values.
+        tensor: The name of the input, parameter or buffer; None for ``"model"``.
+        batch_index: The first index along the first dimension of that input at which it is not finite.
+        magnitudes: For ``"model"`` as for `HalfPrecisionOp`.
+    """
+
+    kind: ClassVar[str] = "not_finite_in_fp32"
+    cause: str = "model"
+    tensor: str | None = None
+    batch_index: int | None = None
+    magnitudes: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Communication(OverflowVerdict):
+    """The gradients of this rank are finite; those that came out of the reduction over ranks are not.
+
+    Attributes:
+        ranks: The ranks whose own gradients are not finite. Empty where all are: then their sum overflowed.
+    """
+
+    kind: ClassVar[str] = "communication"
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class NotLocated(OverflowVerdict):
+    """The place was not found.
+
+    Attributes:
+        why: What stands in the way.
+        watched: For so many steps from here on more is taken note of.
+    """
+
+    kind: ClassVar[str] = "not_located"
+    why: str = ""
+    watched: int = 0
+
+
+@dataclass(frozen=True)
+class Overflow:
+    """What is known of one step that overflowed. ``str()`` of it is a sentence.
+
+    Attributes:
+        kind: The name of the verdict: ``"scale_search"``, ``"half_precision_op"``, ``"not_finite_in_fp32"``,
+            ``"communication"`` or ``"not_located"``.
+        verdict: The verdict with its details.
+        op: The bare name of the op that first made inf or nan of finite values, as lists have it; None if unknown.
+        module: The path within the model of the module that called it; the class of the model for the model itself.
+        location: ``"file:line"`` of the program that called it.
+        phase: ``"forward"`` or ``"backward"``.
+        parameter: The first parameter whose gradient is not finite.
+        iteration: How many calls of ``optimizer.step()`` came before this one, those of all optimizers.
+        loss_scale: The scale of the loss.
+        suggestion: What to do; for a half-precision op the entry of a list file that avoids it.
+        value: ``"inf"`` or ``"nan"``, whichever the op made; ``"nan"`` where it made both.
+    """
+
+    verdict: OverflowVerdict
+    op: str | None = None
+    module: str | None = None
+    location: str | None = None
+    phase: str | None = None
+    parameter: str | None = None
+    iteration: int | None = None
+    loss_scale: float | None = None
+    suggestion: str | None = None
+    value: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """The name of the verdict."""
+        return self.verdict.kind
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values under the names of the attributes; ``verdict`` is a mapping with its details."""
+        details = {
+            name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self.verdict).items()
+        }
+        fields = ("op", "module", "location", "phase", "parameter", "iteration", "loss_scale", "suggestion", "value")
+        return {
+            "kind": self.kind,
+            "verdict": {"type": type(self.verdict).__name__, **details},
+            **{name: getattr(self, name) for name in fields},
+        }
+
+    def __str__(self) -> str:
+        when = "the step" if self.iteration is None else f"step {self.iteration}"
+        at = "" if self.loss_scale is None else f" at loss scale {self.loss_scale:g}"
+        remedy = "" if self.suggestion is None else f"; {self.suggestion}"
+        return f"{when} overflowed{at}: {self._cause()}{remedy}"
+
+    def _cause(self) -> str:
+        match self.verdict:
+            case ScaleSearch(finite_at=scale):
+                place = self._place()
+                first = f" (first in {place})" if place else ""
+                finite = "" if scale is None else f", and at {scale:g} the gradients are finite"
+                return f"the scale is being searched{first}{finite}, which is normal"
+            case HalfPrecisionOp(magnitudes=sizes, dtype=dtype, in_cast=in_cast):
+                how = f"its input does not fit into {dtype}" if in_cast else f"it overflows in {dtype}"
+                return f"{self._made()}: {how}{_sizes(sizes)}, and not in fp32"
+            case NotFiniteInFp32(cause="data", tensor=name, batch_index=index):
+                row = "" if index is None else f" at batch index {index}"
+                return f"the input {name} of {self.module} holds {self.value or 'inf or nan'}{row}"
+            case NotFiniteInFp32(cause="weights", tensor=name):
+                return f"the weight {name} holds {self.value or 'inf or nan'}"
+            case NotFiniteInFp32(magnitudes=sizes):
+                return f"{self._made()}{_sizes(sizes)}, and in fp32 it is not finite either"
+            case Communication(ranks=()):
+                return "the gradients of every rank are finite, and overflowed as they were reduced"
+            case Communication(ranks=ranks):
+                named = ", ".join(map(str, ranks))
+                return f"the gradients of this rank are finite, and those of rank {named} are not"
+            case NotLocated(why=why, watched=steps):
+                watch = f"; watching the next {steps} steps" if steps else ""
+                return f"not located: {why}{watch}"
+        return "unknown"
+
+    def _made(self) -> str:
+        return f"{self._place()} made {self.value or 'inf or nan'}"
+
+    def _place(self) -> str:
+        backward = "the backward pass of " if self.phase == "backward" else ""
+        parts = [f"{backward}{self.op}" if self.op else ""]
+        parts.append(f"in module {self.module}" if self.module else "")
+        parts.append(f"at {self.location}" if self.location else "")
+        parts.append(f"(parameter {self.parameter})" if self.parameter else "")
+        return " ".join(part for part in parts if part)
+
+
+def _sizes(sizes: tuple[float, ...]) -> str:
+    return f" from magnitudes {', '.join(f'{size:.3g}' for size in sizes)}" if sizes else ""

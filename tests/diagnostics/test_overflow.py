@@ -1,0 +1,461 @@
+"""Planted faults: verdict, op, module and line of each, and that looking on changes no result."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autoamp
+from autoamp.diagnostics import (
+    Communication,
+    HalfPrecisionOp,
+    NotFiniteInFp32,
+    NotLocated,
+    Overflow,
+    ScaleSearch,
+)
+from autoamp.errors import NonFiniteGradientsError, UsageError
+from autoamp.runtime import current_handle
+
+
+class Net(nn.Module):
+    """Two layers with a hook for a fault between them, and dropout, which draws random numbers."""
+
+    def __init__(self, fault: Callable[[Tensor], Tensor] = lambda h: h) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.25)
+        self.faulty = Faulty(fault)
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.faulty(self.drop(self.norm(self.first(x)))))
+        return out
+
+
+class Faulty(nn.Module):
+    """Calls a function."""
+
+    def __init__(self, fault: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fault = fault
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.fault(h)
+
+
+def mean_square(out: Tensor) -> Tensor:
+    return out.float().pow(2).mean()
+
+
+def train(
+    net: nn.Module,
+    *,
+    scale: Any = 256.0,
+    steps: int = 1,
+    loss: Callable[[Tensor], Tensor] = mean_square,
+    data: Callable[[Tensor, int], Tensor] = lambda x, step: x,
+    **settings: Any,
+) -> autoamp.Handle:
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=scale, trace_overflow=True, **settings)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(steps):
+        optimizer.zero_grad()
+        value = loss(net(data(torch.randn(5, 4, generator=generator), step)))
+        with handle.scale_loss(value, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    return handle
+
+
+def found_in(handle: autoamp.Handle) -> Overflow:
+    found = handle.last_overflow
+    assert found is not None
+    assert json.loads(json.dumps(found.to_dict()))["kind"] == found.kind
+    return found
+
+
+def line_of(function: Callable[..., Any], text: str) -> str:
+    lines, first = inspect.getsourcelines(function)
+    number = next(number for number, line in enumerate(lines, start=first) if text in line)
+    return f"{inspect.getsourcefile(function)}:{number}"
+
+
+def squared(h: Tensor) -> Tensor:
+    big = h.half() * 1000.0
+    return big * big
+
+
+def doubled(h: Tensor) -> Tensor:
+    return F.linear(h.float() * 1e6, torch.eye(8))
+
+
+def steep_in_half(h: Tensor) -> Tensor:
+    return h.half().mul(0.001).mul(500.0)
+
+
+def root_of_zero(h: Tensor) -> Tensor:
+    return h.mul(0).sqrt()
+
+
+def overflowing_in_fp32(h: Tensor) -> Tensor:
+    return h.float() * 1e30 * 1e30
+
+
+def masked(h: Tensor) -> Tensor:
+    scores = h.masked_fill(torch.arange(8) > 5, float("-inf"))
+    safe = torch.where(h > 100, torch.log(torch.zeros_like(h.detach())), h)
+    return scores.softmax(-1) + safe
+
+
+def masked_and_squared(h: Tensor) -> Tensor:
+    return squared(h) + masked(h)
+
+
+def test_forward_op() -> None:
+    found = found_in(train(Net(squared)))
+    assert isinstance(found.verdict, HalfPrecisionOp)
+    assert (found.op, found.module, found.phase, found.value) == ("mul", "faulty", "forward", "inf")
+    assert found.location == line_of(squared, "big * big")
+    assert found.suggestion is not None
+    assert 'fp32 = ["mul"]' in found.suggestion
+    assert max(found.verdict.magnitudes) > 256
+    assert (found.iteration, found.loss_scale, found.kind) == (0, 256.0, "half_precision_op")
+
+
+def test_a_cast_belongs_to_its_op() -> None:
+    found = found_in(train(Net(doubled)))
+    assert isinstance(found.verdict, HalfPrecisionOp)
+    assert found.verdict.in_cast
+    assert (found.op, found.module, found.phase) == ("linear", "faulty", "forward")
+    assert found.location == line_of(doubled, "F.linear")
+
+
+def test_backward_op() -> None:
+    found = found_in(train(Net(steep_in_half), scale=1.5, loss=lambda out: (out.float() * 1000.0).sum()))
+    assert isinstance(found.verdict, HalfPrecisionOp)
+    assert (found.op, found.module, found.phase) == ("mul", "faulty", "backward")
+    assert found.location == line_of(steep_in_half, "mul(500.0)")
+    assert found.parameter is not None
+
+
+def test_backward_that_is_not_finite_in_fp32() -> None:
+    found = found_in(train(Net(root_of_zero)))
+    assert isinstance(found.verdict, NotFiniteInFp32)
+    assert (found.op, found.module, found.phase) == ("sqrt", "faulty", "backward")
+    assert found.location == line_of(root_of_zero, "sqrt")
+    # What comes after in the forward pass has finite gradients.
+    assert found.parameter is not None
+    assert found.parameter.startswith(("first", "norm"))
+
+
+def test_one_parameter() -> None:
+    net = Net()
+    with torch.no_grad():
+        net.first.weight[2, 1] = float("nan")
+    found = found_in(train(net))
+    assert isinstance(found.verdict, NotFiniteInFp32)
+    assert (found.verdict.cause, found.verdict.tensor, found.module) == ("weights", "first.weight", "first")
+
+
+def test_loss() -> None:
+    def loss(out: Tensor) -> Tensor:
+        return out.float().mul(1000.0).exp().mul(1e20).mean()
+
+    handle = train(Net(), loss=loss, steps=2)
+    found = found_in(handle)
+    assert isinstance(found.verdict, NotFiniteInFp32)
+    assert found.op == "exp"
+    # From the second overflow on torch has noted the line.
+    assert found.location == line_of(loss, "exp()")
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_scale_too_large_in_the_model(steps: int) -> None:
+    net = Net(lambda h: h.half().mul(100.0).float())
+    found = found_in(train(net, scale="dynamic", steps=steps, loss=lambda out: mean_square(out) * 0.01))
+    assert isinstance(found.verdict, ScaleSearch)
+    assert found.verdict.finite_at is not None
+    assert 1.0 <= found.verdict.finite_at < 65536.0
+    assert found.suggestion is None
+
+
+def test_scale_too_large_at_the_output_and_static() -> None:
+    found = found_in(train(Net(), scale=2.0**24))
+    assert isinstance(found.verdict, ScaleSearch)
+    assert found.suggestion is not None
+    assert "dynamic" in found.suggestion
+
+
+def test_at_one_step_only() -> None:
+    active = [False]
+
+    def at_times(h: Tensor) -> Tensor:
+        return squared(h) if active[0] else h
+
+    def data(x: Tensor, step: int) -> Tensor:
+        active[0] = step == 2
+        return x
+
+    handle = train(Net(at_times), steps=5, data=data)
+    assert handle.skipped_steps == 1
+    found = found_in(handle)
+    assert (found.iteration, found.op, found.location) == (2, "mul", line_of(squared, "big * big"))
+
+
+def test_nan_in_the_data() -> None:
+    def data(x: Tensor, step: int) -> Tensor:
+        x[3, 1] = float("nan")
+        return x
+
+    found = found_in(train(Net(), data=data))
+    assert isinstance(found.verdict, NotFiniteInFp32)
+    assert (found.verdict.cause, found.verdict.tensor, found.verdict.batch_index) == ("data", "x", 3)
+    assert (found.value, found.op) == ("nan", None)
+
+
+def test_inf_in_the_fp32_model() -> None:
+    found = found_in(train(Net(overflowing_in_fp32)))
+    assert isinstance(found.verdict, NotFiniteInFp32)
+    assert found.verdict.cause == "model"
+    assert (found.op, found.module, found.phase) == ("mul", "faulty", "forward")
+    assert found.location == line_of(overflowing_in_fp32, "1e30")
+
+
+def test_intended_infinities_are_not_blamed() -> None:
+    assert train(Net(masked)).last_overflow is None
+    found = found_in(train(Net(masked_and_squared)))
+    assert (found.op, found.location) == ("mul", line_of(squared, "big * big"))
+
+
+def test_inputs_written_to() -> None:
+    net = Net(squared)
+
+    def data(x: Tensor, step: int) -> Tensor:
+        kept.append(x)
+        return x
+
+    def loss(out: Tensor) -> Tensor:
+        kept[-1].zero_()
+        return mean_square(out)
+
+    kept: list[Tensor] = []
+    # The first layer keeps its input for backward unless its weight is frozen.
+    net.first.requires_grad_(False)
+    found = found_in(train(net, data=data, loss=loss))
+    assert isinstance(found.verdict, NotLocated)
+    assert "written to" in found.verdict.why
+    assert "not located" in str(found)
+
+
+@pytest.mark.parametrize("plant", ["clean", "fault"])
+def test_it_changes_no_result(plant: str) -> None:
+    """Weights, buffers, gradients and random numbers, bitwise, over skipped and taken steps."""
+
+    def run(traced: bool) -> list[Tensor]:
+        torch.manual_seed(1)
+        net = Net(squared if plant == "fault" else (lambda h: h * 64.0))
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+        handle = autoamp.init(device_type="cpu", dtype=torch.float16, trace_overflow=traced)
+        for _ in range(6):
+            optimizer.zero_grad()
+            with handle.scale_loss(mean_square(net(torch.randn(5, 4))) * 100.0, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+        assert handle.skipped_steps > 0
+        handle.deactivate()
+        gradients = [p.grad for p in net.parameters() if p.grad is not None]
+        return [*net.state_dict().values(), *gradients, torch.rand(3)]
+
+    for one, other in zip(run(True), run(False), strict=True):
+        assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
+
+
+def test_o2_and_the_fp16_optimizer() -> None:
+    for build in (_with_o2, _with_fp16_optimizer):
+        found = build()
+        assert isinstance(found.verdict, HalfPrecisionOp), build
+        assert (found.op, found.module, found.location) == ("mul", "faulty", line_of(squared, "big * big"))
+
+
+def _with_o2() -> Overflow:
+    net = Net(squared)
+    net, optimizer = autoamp.initialize(
+        net, torch.optim.SGD(net.parameters(), lr=0.1), opt_level="O2", device_type="cpu", dtype=torch.float16,
+        verbosity=0, trace_overflow=True, loss_scale=128.0,
+    )  # fmt: skip
+    with autoamp.scale_loss(mean_square(net(torch.randn(5, 4))), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    handle = current_handle()
+    assert handle is not None
+    found = found_in(handle)
+    handle.deactivate()
+    return found
+
+
+def _with_fp16_optimizer() -> Overflow:
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16, trace_overflow=True)
+    net = Net(squared)
+    optimizer = autoamp.FP16_Optimizer(torch.optim.SGD(net.parameters(), lr=0.1), static_loss_scale=128.0)
+    optimizer.backward(mean_square(net(torch.randn(5, 4))))
+    optimizer.step()
+    found = found_in(handle)
+    handle.deactivate()
+    return found
+
+
+def test_auto_scale() -> None:
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16, trace_overflow=True)
+    net = Net(squared)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with handle.auto_scale():
+        mean_square(net(torch.randn(5, 4))).backward()
+        optimizer.step()
+    assert (found_in(handle).op, found_in(handle).module) == ("mul", "faulty")
+
+
+def test_the_error_after_many_skips_carries_it() -> None:
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16, trace_overflow=True)
+    handle.max_consecutive_skips = 2
+    net = Net(squared)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def step() -> None:
+        with handle.scale_loss(mean_square(net(torch.randn(5, 4))), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+    step()
+    with pytest.raises(NonFiniteGradientsError, match="mul in module faulty") as caught:
+        step()
+    assert caught.value.overflow is handle.last_overflow
+
+
+# -- on demand --
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(
+    ("fault", "op", "kind"),
+    [
+        (squared, "mul", HalfPrecisionOp),
+        (doubled, "linear", HalfPrecisionOp),
+        (root_of_zero, "sqrt", NotFiniteInFp32),
+        (overflowing_in_fp32, "mul", NotFiniteInFp32),
+    ],
+)
+def test_explain(fault: Any, op: str, kind: type, whole: bool) -> None:
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16)
+    net, x = Net(fault), torch.randn(5, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    before = [value.clone() for value in net.state_dict().values()]
+    random = torch.get_rng_state()
+
+    def step() -> Tensor | None:
+        loss = mean_square(net(x))
+        if not whole:
+            return loss
+        with handle.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        raise AssertionError("the step is to end at the optimizer")
+
+    found = handle.explain_overflow(step)
+    assert found is not None
+    assert isinstance(found.verdict, kind)
+    assert (found.op, found.module) == (op, "faulty")
+    assert all(torch.equal(a, b) for a, b in zip(before, net.state_dict().values(), strict=True))
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(p.grad is None for p in net.parameters())
+    assert handle.optimizers.steps == 0
+
+
+def test_explain_a_loss_exactly() -> None:
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16)
+    net, x = Net(), torch.randn(5, 4)
+
+    def step() -> Tensor:
+        return (net(x).float() * 1e30).pow(2).sum()
+
+    found = handle.explain_overflow(step)
+    assert found is not None
+    assert (found.op, found.location) == ("pow", line_of(step, "pow(2)"))
+    assert handle.explain_overflow(lambda: mean_square(net(x))) is None
+    with pytest.raises(UsageError, match="within a step"):
+        handle.explain_overflow(lambda: handle.explain_overflow(step))
+
+
+# -- two ranks --
+
+WORKER = """
+import json, os, sys
+import torch, torch.distributed as dist
+from torch import nn
+import autoamp
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+    def forward(self, x):
+        out = self.layer(x)
+        return out.half() * 1e6 if self.bad else out
+
+torch.manual_seed(0)
+handle = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=64.0, trace_overflow=True)
+net = Net()
+model = nn.parallel.DistributedDataParallel(net)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    net.bad = rank == 1 and step == 1
+    optimizer.zero_grad()
+    loss = model(torch.ones(2, 4)).float().pow(2).mean()
+    with handle.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+with open(os.path.join(sys.argv[1], f"{rank}.json"), "w") as file:
+    json.dump([handle.skipped_steps, handle.last_overflow.to_dict()], file)
+dist.destroy_process_group()
+"""
+
+
+def test_on_one_of_two_ranks(tmp_path: Path) -> None:
+    with socket.socket() as probe, contextlib.closing(probe):
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+    workers = []
+    for rank in range(2):
+        environment = {
+            **os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(autoamp.__file__).parents[1]),
+        }  # fmt: skip
+        workers.append(subprocess.Popen([sys.executable, str(script), str(tmp_path)], env=environment))
+    assert [worker.wait(timeout=120) for worker in workers] == [0, 0]
+    clean, faulty = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert (clean[0], faulty[0]) == (1, 1)
+    assert clean[1]["verdict"] == {"type": Communication.__name__, "ranks": [1]}
+    assert clean[1]["iteration"] == 1
+    assert faulty[1]["kind"] == "half_precision_op"
+    assert (faulty[1]["op"], faulty[1]["phase"]) == ("mul", "forward")
+    assert faulty[1]["location"] == f"{script}:16"
