@@ -47,6 +47,7 @@ __all__ = [
     "names_of_builtins",
     "negated_view",
     "normed_weight",
+    "root_of_mesh",
     "tracing_state",
     "two_in_one",
     "unflatten",
@@ -214,6 +215,21 @@ gradients are compared one by one."""
 
 negated_view: Callable[[Tensor], Tensor] = _find("torch._neg_view", torch.neg)
 """A view that is negated lazily, as some complex operations return it. `TENSOR_GUARDS` is tested with one."""
+
+
+# -- parameters of several ranks --
+
+
+def _root_of_mesh() -> Callable[[Any], Any]:
+    if not torch.distributed.is_available():
+        return lambda _: None
+    root = _find("torch.distributed.device_mesh.DeviceMesh._get_root_mesh", None)
+    return root if root is not None else lambda _: None
+
+
+root_of_mesh: Callable[[Any], Any] = _root_of_mesh()
+"""The mesh that a `DeviceMesh` was cut from, which is itself for one that was not. Where the name is missing, None:
+ranks that meshes across one another concern are then all ranks."""
 
 
 # -- what is patched beside the functions of the lists. Where it is None there is no patch --

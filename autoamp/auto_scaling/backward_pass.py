@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from autoamp.scaling import LossScaler, Verdict, true_gradient
+from autoamp.scaling import AgreedVerdict, LossScaler, Verdict, true_gradient
 from autoamp.stepping import StepGuard
 
 __all__ = [
@@ -119,14 +119,18 @@ class PassVerdict(Verdict):
         return not left
 
 
-def drop(guard: StepGuard, ids: set[int]) -> None:
+def drop(guard: StepGuard, ids: set[int], but: Sequence[Verdict] = ()) -> None:
     """Take note that gradients of an optimizer were dropped.
 
-    A pass of which it has no other gradients any more skips none of its steps.
+    A pass of which it has no other gradients any more skips none of its steps; not a pass that has just begun, with a
+    verdict in ``but``.
     """
     for verdict in list(guard.pending):
-        if isinstance(verdict, PassVerdict) and verdict.drop(guard, ids):
-            guard.abandon(verdict)
+        own = verdict
+        while isinstance(own, AgreedVerdict):
+            own = own.of
+        if isinstance(own, PassVerdict) and own not in but and own.drop(guard, ids):
+            guard.abandon(own)
 
 
 class ScaledPass:
@@ -224,7 +228,7 @@ class ScaledPass:
                 if leaf.grad is None:
                     gone.setdefault(guard, set()).add(id(leaf))
         for guard, ids in gone.items():
-            drop(guard, ids)
+            drop(guard, ids, self._verdicts)
         for guard, ids in reached.items():
             self.concern(guard, ids)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from autoamp.casting import Casts
 from autoamp.errors import CheckpointError, UsageError
 from autoamp.runtime import current_handle
-from autoamp.scaling import DynamicLossScaler, LossScaler, StaticLossScaler, multiplied_loss
+from autoamp.scaling import AskedGroup, DynamicLossScaler, LossScaler, StaticLossScaler, clip_, multiplied_loss
 from autoamp.stepping import MasterWeights, ScalesItself, Skips, StepGuard, is_optimizer, scaled_block
 
 __all__ = ["FP16_Optimizer"]
@@ -72,7 +73,17 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
         # At O2 the handle may have given the optimizer masters and a guard. The masters are used here, the guard goes.
         theirs = None if handle is None else handle.optimizers.hand_over(init_optimizer)
         self._masters = MasterWeights(init_optimizer) if theirs is None else theirs
-        self._guard = StepGuard(init_optimizer, masters=self._masters, casts=_current_casts, on_step=self._tell_handle)
+        self._asked: AskedGroup | None = None
+        # Weakly: the optimizer refers to its guard.
+        own, given = weakref.ref(self), weakref.ref(init_optimizer)
+        self._guard = StepGuard(
+            init_optimizer,
+            masters=self._masters,
+            casts=_current_casts,
+            on_step=self._tell_handle,
+            asked=lambda: _asked_of(own(), given),
+            scaler=lambda: None if (found := own()) is None else found.loss_scaler,
+        )
         self._guard.install()
         if handle is not None:
             handle.leave_to("FP16_Optimizer")
@@ -178,11 +189,22 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
             The norm before clipping, or -1.0 if the gradients overflowed and nothing was clipped.
         """
         self.update_master_grads()
+        if self._guard.together is not None:
+            powered = self._guard.agreed_norm(float(norm_type))
+            if self.overflow:
+                return -1.0
+            norm = powered if norm_type == torch.inf else powered ** (1.0 / norm_type)
+            clip_(self._guard.params(), norm, max_norm)
+            return float(norm)
         if self.overflow:
             return -1.0
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
         return float(norm)
+
+    def sync_over(self, group: Any, *, replicas: int | None = None) -> None:
+        """Let all ranks of a process group agree on each step; see `autoamp.Handle.sync_over`."""
+        self._asked = AskedGroup.of(group, replicas)
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
         """Return the gradients of the step, a list for each group, or None if they overflowed.
@@ -290,6 +312,14 @@ class _State(MutableMapping[Any, Any]):
 
     def __repr__(self) -> str:
         return repr(self._state)
+
+
+def _asked_of(own: FP16_Optimizer | None, given: weakref.ref[Any]) -> AskedGroup | None:
+    """Return the group that was asked for, of the optimizer itself or of the active handle."""
+    if own is not None and own._asked is not None:
+        return own._asked
+    handle = current_handle()
+    return None if handle is None else handle.optimizers.asked_of(given)
 
 
 def _current_casts() -> Casts | None:

@@ -20,7 +20,7 @@ from autoamp.levels.setup import earlier_setups, handle_for, leave_off, set_up_m
 from autoamp.ops import expand
 from autoamp.rules import CastTable
 from autoamp.runtime import Settings, Setup, current_handle, needed_handle, put_handle
-from autoamp.scaling import LossScaler
+from autoamp.scaling import AskedGroup, LossScaler
 from autoamp.tensors import HALF_DTYPES
 
 __all__ = ["initialize", "load_state_dict", "master_params", "scale_loss", "state_dict"]
@@ -53,6 +53,7 @@ def initialize(
     dtype: torch.dtype | None = None,
     device_type: str | None = None,
     lists: Any = None,
+    process_group: Any = None,
 ) -> Models: ...
 @overload
 def initialize(
@@ -75,6 +76,7 @@ def initialize(
     dtype: torch.dtype | None = None,
     device_type: str | None = None,
     lists: Any = None,
+    process_group: Any = None,
 ) -> tuple[Models, Optimizers]: ...
 def initialize(
     models: Any,
@@ -97,6 +99,7 @@ def initialize(
     device_type: str | None = None,
     lists: Any = None,
     trace_overflow: bool = False,
+    process_group: Any = None,
 ) -> Any:
     """Set models and optimizers up for mixed precision at an opt level.
 
@@ -125,6 +128,8 @@ def initialize(
         device_type: As for `init`.
         lists: As for `init`.
         trace_overflow: As for `init`.
+        process_group: Ranks that agree on each step of these optimizers, as for `Handle.sync_over`; None for those of
+            the parameters' own meshes alone. Where no optimizer is given it is for all that come.
 
     Returns:
         ``models``, or ``(models, optimizers)`` if optimizers were given, as they were given: the same objects.
@@ -151,6 +156,7 @@ def initialize(
         raise UsageError(f"scope={scope!r} is unknown; choose 'global' or 'models'")
     if cast_model_outputs not in (None, torch.float32, torch.float64, *HALF_DTYPES):
         raise UsageError(f"cast_model_outputs={cast_model_outputs!r} is no floating dtype; choose torch.float32")
+    asked = None if process_group is None else AskedGroup.of(process_group, None)
     half = level.cast_model_type if level.cast_model_type in HALF_DTYPES else dtype
     settings = Settings.of(level.loss_scale, True, verbosity > 1, True, lists, device_type, half, True)
     table = settings.table if level.patch_torch_functions else CastTable(modules=settings.table.modules)
@@ -183,6 +189,8 @@ def initialize(
         handle.deactivate()
         raise
     handle.models.originals.clear()
+    if asked is not None:
+        handle.optimizers.sync_over(asked, optimizer_list or None)
     if any(one.masters for one in handle.setups):
         handle.optimizers.keep_masters_for_all(handle.steps_halves)
     warn_of_settings(level, model_list, optimizer_list, keep_batchnorm_fp32, table)

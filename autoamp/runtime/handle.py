@@ -35,8 +35,8 @@ from autoamp.runtime.events import activated, suspended
 from autoamp.runtime.installation import Installation
 from autoamp.runtime.protocol import Precision
 from autoamp.runtime.settings import Settings, Setup
-from autoamp.scaling import LossScaler, is_count, make_scaler
-from autoamp.stepping import GuardedOptimizers, Rehearsing, stepped_params
+from autoamp.scaling import AskedGroup, LossScaler, is_count, make_scaler
+from autoamp.stepping import GuardedOptimizers, Rehearsing, listed, stepped_params
 from autoamp.tensors import HALF_DTYPES
 
 __all__ = ["Handle"]
@@ -513,6 +513,46 @@ class Handle:
         if scalers.has_own:
             raise UsageError("after wrap_optimizer() use `with optimizer.scale_loss(loss)`, not handle.scale_loss")
         return self.optimizers.scaled(loss, optimizers, scalers.choose(loss_id, optimizers), delay_unscale)
+
+    def clip_grad_norm_(self, optimizers: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale gradients down in place so that their norm, taken together, is at most ``max_norm``.
+
+        Between the end of the block, or the backward pass, and the step. The norm is that of the whole gradients where
+        ranks have shards or stages; ranks that agree on the step tell one another of it by the same collective, so all
+        of them must call this. Nothing is read from the device.
+
+        Args:
+            optimizers: The optimizer whose gradients are meant, or several.
+            max_norm: The highest norm. Gradients are multiplied by ``max_norm / (norm + 1e-6)`` where that is below 1.
+            norm_type: The p of the p-norm, above 0; ``inf`` is the largest absolute value.
+
+        Returns:
+            The norm before clipping, a tensor without dimensions. Where it is inf or nan nothing was multiplied, and
+            the step will be skipped.
+
+        Raises:
+            UsageError: The handle is not active, a block is open, or ``norm_type`` is not above 0.
+        """
+        self._check_active()
+        return self.optimizers.clip(optimizers, max_norm, norm_type)
+
+    def sync_over(self, group: Any, *, replicas: int | None = None, optimizers: Any = None) -> None:
+        """Let all ranks of a process group agree on each step: they skip alike, and their loss scales stay equal.
+
+        For what nothing tells of by itself: stages of a pipeline, experts, parameters that some ranks alone step.
+        DTensors need no call. Each step is one small collective then, which every rank of the group must come to.
+
+        Args:
+            group: The process group, such as ``torch.distributed.group.WORLD`` or ``mesh.get_group()``.
+            replicas: How many of its ranks have the same parameters, by which `clip_grad_norm_` counts each once; None
+                for all of them, 1 for stages of a pipeline.
+            optimizers: Those that are meant, or one; None for all.
+
+        Raises:
+            UsageError: There is no process group, this rank is not in it, or ``replicas`` does not divide its size.
+        """
+        named = None if optimizers is None else listed(optimizers)
+        self.optimizers.sync_over(AskedGroup.of(group, replicas), named)
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
         """Give an optimizer a ``scale_loss(loss)`` of its own, with a scaler for each of ``num_loss`` losses.

@@ -16,7 +16,7 @@ from autoamp.modules import ModulePrecisions, Override
 from autoamp.rules import CastRule
 from autoamp.runtime.protocol import Precision
 from autoamp.scaling import StaticLossScaler
-from autoamp.stepping import GuardedOptimizers
+from autoamp.stepping import GuardedOptimizers, listed, stepped_params
 
 __all__ = ["NoOpHandle"]
 
@@ -54,6 +54,14 @@ class NoOpHandle:
 
     def masters_from_model(self) -> None:
         """Do nothing: there are no masters."""
+
+    def clip_grad_norm_(self, optimizers: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip as torch does."""
+        params = [param for optimizer in listed(optimizers) for param in stepped_params(optimizer)]
+        return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+
+    def sync_over(self, group: Any, *, replicas: int | None = None, optimizers: Any = None) -> None:
+        """Do nothing: no step is skipped."""
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
         """Give the optimizer a ``scale_loss`` that yields the loss as it is, and return it."""

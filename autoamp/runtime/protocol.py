@@ -62,6 +62,12 @@ class BaseHandle(Protocol):
     ) -> contextlib.AbstractContextManager[Tensor]:
         """Scale a loss for its backward pass; see `Handle.scale_loss`."""
 
+    def clip_grad_norm_(self, optimizers: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradients of optimizers by the norm of them all; see `Handle.clip_grad_norm_`."""
+
+    def sync_over(self, group: Any, *, replicas: int | None = None, optimizers: Any = None) -> None:
+        """Let all ranks of a process group agree on each step; see `Handle.sync_over`."""
+
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
         """Give an optimizer a ``scale_loss(loss)`` of its own, and return it."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autoamp.scaling.agreement import Agreements, AskedGroup, Ballot, Together
 from autoamp.scaling.device_scale import Number, Scale, inverse_scale, multiplied_loss, number_of, scale_ratio
 from autoamp.scaling.formulas import (
     adagrad_,
@@ -28,10 +29,22 @@ from autoamp.scaling.gradients import (
 )
 from autoamp.scaling.late_flags import LateFlags
 from autoamp.scaling.loss_scale import DynamicLossScaler, LossScaler, StaticLossScaler, is_count, make_scaler
-from autoamp.scaling.ranks import is_flat, is_sharded, non_finite_now
-from autoamp.scaling.verdict import Verdict, newly_found, read_verdicts, settle_on_device, settle_verdicts
+from autoamp.scaling.ranks import clip_, non_finite_now, powered_norm
+from autoamp.scaling.shards import has_shards, is_flat, is_sharded, local_of, settle_partial
+from autoamp.scaling.verdict import (
+    AgreedVerdict,
+    Verdict,
+    newly_found,
+    read_verdicts,
+    settle_on_device,
+    settle_verdicts,
+)
 
 __all__ = [
+    "AgreedVerdict",
+    "Agreements",
+    "AskedGroup",
+    "Ballot",
     "DeviceAndDtype",
     "DynamicLossScaler",
     "GradientLayout",
@@ -42,18 +55,22 @@ __all__ = [
     "Scale",
     "ScaledMark",
     "StaticLossScaler",
+    "Together",
     "Verdict",
     "adagrad_",
     "adam_on_device_",
     "adam_updates",
     "average_",
     "blended_norms",
+    "clip_",
     "corrections",
     "gradient_norms",
+    "has_shards",
     "inverse_scale",
     "is_count",
     "is_flat",
     "is_sharded",
+    "local_of",
     "make_scaler",
     "multiplied_loss",
     "newly_found",
@@ -61,10 +78,12 @@ __all__ = [
     "non_finite_now",
     "novograd_",
     "number_of",
+    "powered_norm",
     "read_verdicts",
     "scale_",
     "scale_ratio",
     "settle_on_device",
+    "settle_partial",
     "settle_verdicts",
     "total_norm",
     "true_gradient",

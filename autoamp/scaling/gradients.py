@@ -3,6 +3,9 @@
 Everything here goes through torch's multi-tensor functions, one call for all tensors of a device and dtype. Nothing
 waits for a device but `found_any` and `non_finite`, which return Python values.
 
+Of a DTensor each rank takes its own part, and no function here is a collective: what ranks have to tell one another is
+in `autoamp.scaling.agreement`.
+
 Which gradients are taken: dense and sparse ones, fp16, bf16, fp32 and fp64, and complex ones as pairs of reals. Integer
 and bool tensors carry no gradient of a loss and are left alone. Any other dtype is an error.
 """
@@ -18,6 +21,7 @@ import torch
 from autoamp.errors import UsageError
 from autoamp.scaling.device_scale import DeviceFactor, Factor
 from autoamp.scaling.gradient_layout import GradientLayout
+from autoamp.scaling.shards import has_shards, is_sharded, local_of
 from autoamp.tensors import HALF_DTYPES, version_of
 from autoamp.torch_private import group_by_device_and_dtype, unscale_and_check_
 
@@ -137,7 +141,7 @@ def true_gradient(
     Raises:
         UsageError: A gradient of a dtype that cannot be unscaled.
     """
-    if hasattr(gradient, "to_local"):
+    if is_sharded(gradient):
         return _true_shard(gradient, inv_scale, factor, found)
     if gradient.layout is torch.sparse_coo and gradient.dtype is torch.float16:
         # A sum of finite halves may be inf.
@@ -158,12 +162,9 @@ def true_gradient(
 
 
 def _true_shard(gradient: torch.Tensor, inv_scale: float, factor: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """Do what `true_gradient` does with this rank's part of a DTensor, whose own check is a collective.
-
-    The other ranks may not be about to join one. Inf and nan stay.
-    """
+    """Do what `true_gradient` does with this rank's part of a DTensor. Inf and nan stay."""
     result = gradient * inv_scale
-    unscale_and_check_([result.to_local().clone()], found, torch.ones_like(factor))  # type: ignore[attr-defined]
+    unscale_and_check_([local_of(result).clone()], found, torch.ones_like(factor))
     return result
 
 
@@ -185,7 +186,7 @@ def widened(tensors: Iterable[Any]) -> list[torch.Tensor]:
         new = tensor
         if tensor.dtype in HALF_DTYPES and tensor.layout is torch.strided:
             new = torch.empty_like(tensor, dtype=torch.float32)
-            copies.append((new, tensor))
+            copies.append((local_of(new), local_of(tensor)))
         elif tensor.dtype in HALF_DTYPES:
             new = tensor.float()
         wide.append(new)
@@ -218,13 +219,14 @@ def found_any(found: Sequence[torch.Tensor]) -> list[bool]:
 def non_finite(named_grads: Iterable[tuple[_Name, torch.Tensor]], limit: int = 3) -> list[_Name]:
     """Return the names, or what else is given with them, of the first ``limit`` tensors that hold inf or nan.
 
-    This is for error messages: it waits for the device once for each tensor, and stops as soon as it has enough.
+    This is for error messages: it waits for the device once for each tensor, and stops as soon as it has enough. Of a
+    DTensor this rank's part is looked at.
     """
     names: list[_Name] = []
     for name, grad in named_grads:
         if len(names) >= limit:
             break
-        if not bool(torch.isfinite(_values(grad)).all()):
+        if not bool(torch.isfinite(_values(local_of(grad))).all()):
             names.append(name)
     return names
 
@@ -344,6 +346,8 @@ def _values_by_kind(
     """Return the values of all gradients as `_writable_grads` does, by device and dtype."""
     params = list(params)
     grads = [grad for param in params if (grad := param.grad) is not None]
+    if has_shards(grads):
+        grads = [local_of(grad) for grad in grads]
     kind = None if usual is None else usual.recall(grads)
     if kind is not None:
         return {kind: grads}
@@ -381,9 +385,10 @@ def _writable_grads(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     values: dict[int, torch.Tensor] = {}
     refuses_inference = not torch.is_inference_mode_enabled()
     for param in params:
-        grad = param.grad
-        if grad is None:
+        whole = param.grad
+        if whole is None:
             continue
+        grad = local_of(whole)
         if (
             grad.layout is torch.strided
             and grad.dtype in _REAL
@@ -392,6 +397,9 @@ def _writable_grads(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
             and not (refuses_inference and grad.is_inference())
         ):
             values[id(grad)] = grad
+        elif grad is not whole:
+            if grad.is_floating_point() or grad.is_complex():
+                values[id(grad)] = _written_shard(param, grad)
         elif grad.is_floating_point() or grad.is_complex():
             writable = _writable(grad)
             if writable is not grad:
@@ -415,6 +423,15 @@ def _writable(grad: torch.Tensor) -> torch.Tensor:
         # A clone keeps strides that overlap, unless they are 0, and the marks of a lazy conjugation or negation.
         return _contiguous_clone(grad) if values is grad else grad.clone()
     return grad
+
+
+def _written_shard(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a gradient that is a DTensor as `_writable_grads` wants it."""
+    if _writable(local) is not local:
+        # A clone keeps strides that overlap, unless they are 0.
+        param.grad = param.grad.clone(memory_format=torch.contiguous_format)  # type: ignore[union-attr]
+        local = local_of(param.grad)
+    return torch.view_as_real(local) if local.is_complex() else local
 
 
 def _contiguous_clone(grad: torch.Tensor) -> torch.Tensor:

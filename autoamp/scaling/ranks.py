@@ -1,4 +1,4 @@
-"""Gradients that several ranks have a part in: checked after their reduction, whole or in shards.
+"""Gradients as they are now, after whatever reduced them: what is looked at where several ranks have a part in them.
 
 A rank knows what its own backward passes found. A reduction may bring inf and nan from other ranks. So all ranks look
 at what came out of it, and step or skip alike.
@@ -7,54 +7,72 @@ at what came out of it, and step or skip alike.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from autoamp.scaling.gradients import unscale_
-from autoamp.torch_private import unscale_and_check_
+from autoamp.scaling.agreement import Together
+from autoamp.scaling.gradient_layout import GradientLayout
+from autoamp.scaling.gradients import DeviceAndDtype, total_norm, unscale_
+from autoamp.scaling.shards import local_of
 
-__all__ = ["is_flat", "is_sharded", "non_finite_now"]
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Tell whether a tensor is torch's DTensor, of which a rank has a part: what `fully_shard` makes of parameters."""
-    return type(tensor) is not Tensor and hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
-
-
-def is_flat(tensor: Tensor) -> bool:
-    """Tell whether a tensor is a flat parameter of `FullyShardedDataParallel`."""
-    return bool(getattr(tensor, "_is_flat_param", False))
+__all__ = ["clip_", "non_finite_now", "powered_norm"]
 
 
 @torch.no_grad()
-def non_finite_now(params: Iterable[Tensor], known: Sequence[Tensor]) -> list[Tensor]:
-    """Look for inf and nan in every ``param.grad``, in one pass over them.
-
-    Where gradients are shards all ranks of their mesh come to the same answer, by a collective, as under torch's own
-    `GradScaler`; each of them must call this.
+def non_finite_now(params: Iterable[Tensor], usual: GradientLayout[DeviceAndDtype] | None = None) -> list[Tensor]:
+    """Look for inf and nan in every ``param.grad``, in this rank's part of it, in one pass over them.
 
     Args:
         params: The parameters, of which those without gradients are passed over.
-        known: Flags of what this rank has found before, of which the other ranks of a mesh are told.
+        usual: As for `autoamp.scaling.unscale_`.
 
     Returns:
         Flags as `autoamp.scaling.unscale_` returns them.
     """
-    plain: list[Tensor] = []
-    shards: dict[Any, list[Tensor]] = {}
+    return unscale_(params, 1.0, usual)
+
+
+@torch.no_grad()
+def powered_norm(params: Sequence[Tensor], together: Together | None, norm_type: float) -> Tensor:
+    """Return the p-th power of the norm of this rank's part of all gradients, so that those of all ranks add up.
+
+    What several ranks have alike is divided by their number. For ``inf`` it is the largest absolute value.
+
+    Args:
+        params: Those of which the gradients count.
+        together: Whose parts are added, None for this rank's alone.
+        norm_type: The p of the p-norm, above 0.
+    """
+    by_copies: dict[int, list[Tensor]] = {}
     for param in params:
-        gradient: Any = param.grad
-        if gradient is not None and is_sharded(gradient):
-            shards.setdefault((gradient.device_mesh, gradient.placements, gradient.dtype), []).append(gradient)
-        elif gradient is not None:
-            plain.append(param)
-    found = unscale_(plain, 1.0)
-    for gradients in shards.values():
-        device = gradients[0].device
-        flags = [flag.to(device).view(()) for flag in (*known, *found)]
-        flag = torch.stack(flags).amax().view(1) if flags else torch.zeros(1, device=device)
-        unscale_and_check_(gradients, flag, torch.ones((), device=device))
-        found.append(flag)
-    return found
+        if param.grad is not None:
+            copies = 1 if together is None else together.copies_of(param.grad)
+            by_copies.setdefault(copies, []).append(local_of(param.grad))
+    norms = {copies: total_norm(grads, norm_type) for copies, grads in by_copies.items()}
+    if not norms:
+        return torch.zeros(())
+    device = next(iter(norms.values())).device
+    if norm_type == torch.inf:
+        return torch.stack([norm.to(device) for norm in norms.values()]).amax()
+    return torch.stack([norm.to(device) ** norm_type / copies for copies, norm in norms.items()]).sum()
+
+
+@torch.no_grad()
+def clip_(params: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Multiply gradients in place by ``max_norm / (norm + 1e-6)`` where that is below 1, by the rule of
+    `torch.nn.utils.clip_grad_norm_`. A norm that is inf or nan leaves them.
+
+    Args:
+        params: Those whose gradients are meant.
+        norm: The norm of all of them, without dimensions.
+        max_norm: The highest norm.
+    """
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    factor = torch.where(norm.isfinite(), factor, 1.0)
+    by_kind: dict[DeviceAndDtype, list[Tensor]] = {}
+    for grad in {id(param.grad): param.grad for param in params if param.grad is not None}.values():
+        local = local_of(grad)
+        by_kind.setdefault((local.device, local.dtype), []).append(local)
+    for (device, dtype), grads in by_kind.items():
+        torch._foreach_mul_(grads, factor.to(device=device, dtype=dtype))

@@ -16,7 +16,7 @@ from autoamp.scaling.gradients import found_any
 from autoamp.scaling.late_flags import LateFlags
 from autoamp.scaling.loss_scale import LossScaler
 
-__all__ = ["Verdict", "newly_found", "read_verdicts", "settle_on_device", "settle_verdicts"]
+__all__ = ["AgreedVerdict", "Verdict", "newly_found", "read_verdicts", "settle_on_device", "settle_verdicts"]
 
 
 class _Telling:
@@ -71,6 +71,34 @@ class Verdict:
     @counted.setter
     def counted(self, counted: bool) -> None:
         self._telling.done = counted
+
+
+class AgreedVerdict(Verdict):
+    """What all ranks found for a verdict of this rank, which is told once that is read.
+
+    Args:
+        of: This rank's own.
+        found: What all ranks found.
+
+    Attributes:
+        of: As given.
+    """
+
+    __slots__ = ("is_whole", "of")
+
+    is_whole: bool
+
+    def __init__(self, of: Verdict, found: Tensor) -> None:
+        self.of = of
+        super().__init__(of.scaler, of.scale, (found,), block=of)
+        self.is_whole = of.is_whole
+        self.cleared = of.cleared if of.overflowed else ()
+
+    def settled(self) -> None:
+        """Let this rank's own verdict say the same, now that it is read."""
+        self.of.overflowed = self.overflowed
+        if isinstance(self.of, AgreedVerdict):
+            self.of.settled()
 
 
 @torch.no_grad()
@@ -167,6 +195,8 @@ def read_verdicts(verdicts: Sequence[Verdict]) -> None:
         said = [next(flags) for _ in own]
         verdict.overflowed = any(said)
         verdict.found = ()
+        if isinstance(verdict, AgreedVerdict):
+            verdict.settled()
 
 
 def _values_of(flags: Sequence[Tensor], late: LateFlags) -> list[bool]:

@@ -8,6 +8,7 @@ from autoamp.stepping.checks import check_half_model, check_half_norms, check_op
 from autoamp.stepping.closures import step_unaware
 from autoamp.stepping.guard import StepGuard
 from autoamp.stepping.links import equalised, load_master, master_of, release_master
+from autoamp.stepping.loss_scalers import listed
 from autoamp.stepping.masters import MasterWeights, fit_state
 from autoamp.stepping.optimizers import GuardedOptimizers
 from autoamp.stepping.replicas import several_processes
@@ -27,6 +28,7 @@ __all__ = [
     "equalised",
     "fit_state",
     "is_optimizer",
+    "listed",
     "load_master",
     "master_of",
     "open_blocks",

@@ -146,11 +146,15 @@ def _leave(guards: Sequence[StepGuard], scaler: LossScaler, scale: Scale, checks
     if checks and any(present):
         verdicts = _judged(guards, lists, scaler, scale)
     for guard, params, has_gradients, verdict in zip(guards, lists, present, verdicts, strict=True):
-        guard.leave_block(1.0, verdict if has_gradients else None, params=params)
+        if not has_gradients:
+            shared = guard.together is not None
+            # Verdicts are shared one by one, so a rank without gradients has as many as the others.
+            verdict = Verdict(scaler, scale, ()) if checks and shared else None
+            if warns and not shared:
+                warn_without_gradients(guard.name, params)
+        guard.leave_block(1.0, verdict, params=params)
         if checks:
             guard.unscaled(params, scaler, scale)
-        if warns and not has_gradients:
-            warn_without_gradients(guard.name, params)
 
 
 def _judged(

@@ -23,19 +23,28 @@ import torch
 from autoamp.casting import Casts
 from autoamp.errors import NonFiniteGradientsError, UsageError
 from autoamp.scaling import (
+    AgreedVerdict,
+    Agreements,
+    AskedGroup,
+    Ballot,
     DeviceAndDtype,
     GradientLayout,
     GradientMark,
     LossScaler,
     Scale,
     ScaledMark,
+    Together,
     Verdict,
     inverse_scale,
+    is_sharded,
+    local_of,
     non_finite,
     non_finite_now,
     number_of,
+    powered_norm,
     read_verdicts,
     settle_on_device,
+    settle_partial,
     settle_verdicts,
     total_norm,
     unscale_,
@@ -70,6 +79,8 @@ class StepGuard:
         on_step: Called with ``skips`` once for each step, before it is taken or skipped.
         on_skip: Called once for each skip, as soon as it is known.
         serves: Tells whether another guard sees to the gradient of a tensor.
+        asked: Gives the process group over which the program wants steps to be agreed on, if it asked for one.
+        scaler: Gives the scaler that hears of a step on a rank that has scaled no loss yet, if there is one.
         max_consecutive_skips: So many skips in a row are an error.
         wants_flags: Tells whether a flag is to be read that could stay on the device.
 
@@ -85,6 +96,7 @@ class StepGuard:
         in_block: Whether a block of this optimizer is open.
         step_closure: Steps with a closure in place of what this guard would do.
         usual: What gradients that are unscaled for this guard are like.
+        together: The ranks that agree on each step; None where what this rank finds is what all find.
     """
 
     def __init__(
@@ -96,6 +108,8 @@ class StepGuard:
         on_step: Callable[[Skips], None] = lambda _: None,
         on_skip: Callable[[], None] = lambda: None,
         serves: Callable[[torch.Tensor], bool] = lambda _: False,
+        asked: Callable[[], AskedGroup | None] = lambda: None,
+        scaler: Callable[[], LossScaler | None] = lambda: None,
         max_consecutive_skips: int = 50,
         wants_flags: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -103,6 +117,12 @@ class StepGuard:
         self.stepping = False
         self._serves = serves
         self._wants_flags = wants_flags
+        self._asked = asked
+        self._scaler = scaler
+        self._agreements = Agreements()
+        # The scaler and scale of the last block or pass; and whether something was found since ranks agreed.
+        self._last: tuple[LossScaler, Scale] | None = None
+        self._disagrees = False
         # What the last block unscaled, and its scale.
         self._unscaled: tuple[Sequence[torch.Tensor], LossScaler, Scale] | None = None
         self.masters = masters
@@ -119,6 +139,7 @@ class StepGuard:
         self._delayed: tuple[LossScaler, ScaledMark] | None = None
         self._abandoned: list[Verdict] = []
         self.usual: GradientLayout[DeviceAndDtype] = GradientLayout()
+        self._usual_now: GradientLayout[DeviceAndDtype] = GradientLayout()
         self._mark = GradientMark(())
         self._optimizer = weakref.ref(optimizer)
         self._attached: weakref.ref[AttachedStep] | None = None
@@ -152,6 +173,14 @@ class StepGuard:
         if self.masters is not None:
             self.masters.collect()
 
+    @property
+    def together(self) -> Together | None:
+        """The ranks that agree on each step; None where what this rank finds is what all find.
+
+        To ask may be a collective the first time. UsageError: see `Agreements.among`.
+        """
+        return self._agreements.among(self.params(), self._asked()) if several_processes() else None
+
     def before_backward(self) -> None:
         """Get the gradients that are there ready for a backward pass; see `MasterWeights.before_backward`."""
         if self.masters is not None:
@@ -177,17 +206,27 @@ class StepGuard:
             params: What `params` returns, if the caller has it at hand.
         """
         if verdict is not None:
-            self.pending.append(verdict)
+            self._note(verdict)
         self.grads_scale = grads_scale
         params = self.params() if params is None else params
         self._end_delay()
         if delayed is not None:
             self._delayed = delayed, ScaledMark(params)
-        self._mark = GradientMark(params)
+        self._remember(params)
+
+    def _note(self, verdict: Verdict) -> None:
+        self.pending.append(verdict)
+        self._last, self._disagrees = (verdict.scaler, verdict.scale), True
+
+    def _remember(self, params: Sequence[torch.Tensor]) -> None:
+        # Where the ranks of a mesh have no gradients of other parameters alike, they have those of shards alike.
+        shards = [param for param in params if is_sharded(param)] if several_processes() else []
+        self._mark = GradientMark(shards or params)
 
     def unscaled(self, params: Sequence[torch.Tensor], scaler: LossScaler, scale: Scale) -> None:
         """Take note of what a block unscaled. Gradients of all other tensors have its scale still."""
         self._unscaled = params, scaler, scale
+        self._last, self._disagrees = (scaler, scale), True
 
     def take_in_joined(self) -> None:
         """Unscale and check the gradients of what joined the optimizer after the last block.
@@ -204,21 +243,31 @@ class StepGuard:
         known = set(map(id, before))
         joined = [p for p in params if p.grad is not None and id(p) not in known and not self._serves(p)]
         if joined:
-            self.pending.append(Verdict(scaler, scale, unscale_(joined, inverse_scale(scale), None, scaler.late.blank)))
+            self._note(Verdict(scaler, scale, unscale_(joined, inverse_scale(scale), None, scaler.late.blank)))
 
     def expect(self, verdict: Verdict) -> None:
         """Take note of a backward pass from which gradients come with true values, and of the verdict on them."""
         self.finish_delayed()
-        if len(self.pending) >= _MANY_VERDICTS:
+        if len(self.pending) >= _MANY_VERDICTS and self.together is None:
             # Nobody steps. To read them all in one go now and then is enough.
             blamed = self.settle()
             self.pending = [] if blamed is None else [blamed]
-        self.pending.append(verdict)
+        elif len(self.pending) >= _MANY_VERDICTS:
+            # No scaler is told: the other ranks have not said anything.
+            read_verdicts(self.pending)
+            self.pending = [next((one for one in self.pending if one.overflowed), self.pending[-1])]
+        self._note(verdict)
 
     def abandon(self, verdict: Verdict) -> None:
         """Take note that a verdict is on gradients that were dropped: it skips no step, and its scaler hears of it."""
-        self.pending.remove(verdict)
-        self._abandoned.append(verdict)
+        together = self.together
+        if together is not None and together.asked and self._disagrees:
+            # Other ranks may have dropped nothing, and do not wait to hear of it: the next step is skipped.
+            return
+        place = next(place for place, one in enumerate(self.pending) if _is_of(one, verdict))
+        if together is not None and self._disagrees:
+            self._agree(together)
+        self._abandoned.append(self.pending.pop(place))
         if len(self._abandoned) >= _MANY_VERDICTS:
             self._settle_abandoned()
 
@@ -230,7 +279,9 @@ class StepGuard:
 
     def forget_abandoned(self) -> None:
         """Settle verdicts whose gradients were dropped without a step; the scaler learns from them all the same."""
-        if self.pending:
+        if self.pending and (together := self.together) is not None:
+            self._forget_together(together)
+        elif self.pending:
             # Where an overflow was cleared all is 0 anyway: whoever clips that goes on to the step, which is skipped.
             cleared = any(verdict.cleared for verdict in self.pending)
             if self._mark.replaced() if cleared else self._mark.touched() and not self._has_nonzero_gradients():
@@ -239,9 +290,25 @@ class StepGuard:
             self._end_delay()
             self.grads_scale = 1.0
 
+    def _forget_together(self, together: Together) -> None:
+        """Do for `forget_abandoned` what all ranks do alike.
+
+        Those of a mesh have gradients of their shards alike, and drop them alike. Where the program asked for a group
+        its ranks may have none: there the next step is skipped, and its scaler learns from that.
+        """
+        if together.asked or not self._mark.touched():
+            return
+        norm = None if self._mark.replaced() else self._own_norm(together, math.inf)
+        ballot = self._agree(together, norm, largest=True)
+        if norm is None or float(ballot.norm) == 0.0:
+            self.settle()
+
+    def _own_norm(self, together: Together | None, norm_type: float) -> torch.Tensor:
+        return powered_norm([param for param in self.params() if param.grad is not None], together, norm_type)
+
     def _has_nonzero_gradients(self) -> bool:
         """Tell gradients that were written to, as by clipping, from those that were cleared. Waits for the device."""
-        grads = [grad for param in self.params() if (grad := param.grad) is not None]
+        grads = [local_of(grad) for param in self.params() if (grad := param.grad) is not None]
         return bool(grads) and float(total_norm(grads, math.inf)) != 0.0
 
     def _end_delay(self) -> None:
@@ -250,7 +317,12 @@ class StepGuard:
             self._delayed = None
 
     def overflowed(self) -> bool:
-        """Tell whether gradients since the last step overflowed; where there are none, whether that step was a skip."""
+        """Tell whether gradients since the last step overflowed; where there are none, whether that step was a skip.
+
+        Where ranks agree on a step all of them have to ask.
+        """
+        if self.together is not None:
+            self._look_again()
         read_verdicts(self.pending)
         return any(verdict.overflowed for verdict in self.pending) if self.pending else self.skips.last
 
@@ -262,10 +334,9 @@ class StepGuard:
         self._end_delay()
         self.grads_scale = 1.0
         if not mark.dropped():
-            self.pending.append(
-                Verdict(scaler, scale, unscale_(self.params(), inverse_scale(scale), self.usual, scaler.late.blank))
-            )
-            self._mark = GradientMark(self.params())
+            params = self.params()
+            self._note(Verdict(scaler, scale, unscale_(params, inverse_scale(scale), self.usual, scaler.late.blank)))
+            self._remember(params)
 
     def guarded_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return what an optimizer may call within its step: ``closure``, at lower scales until nothing overflows.
@@ -322,6 +393,8 @@ class StepGuard:
             blamed = self.settle()
             return self.skip(blamed) if blamed is not None else self.take(original, args, kwargs)
         finally:
+            # Ranks without a block or pass until the next step have to hear of those that have one.
+            self._disagrees = self._last is not None
             self._params_changed()
 
     def _params_changed(self) -> None:
@@ -334,11 +407,61 @@ class StepGuard:
             self.masters.copy_down()
 
     def _look_again(self) -> None:
-        """Look at the gradients as they are now where other ranks have a part in them: inf may have come from there."""
-        if self.pending and several_processes():
+        """Look at the gradients as they are now where other ranks have a part in them: inf may have come from there.
+
+        Where all ranks see the same after the reduction that is all. Else they agree, once for all that was found.
+        """
+        if not several_processes():
+            return
+        together = self.together
+        if together is None and self.pending:
             last = self.pending[-1]
-            found = non_finite_now(self.params(), [flag for verdict in self.pending for flag in verdict.found])
-            self.pending.append(Verdict(last.scaler, last.scale, found))
+            self.pending.append(Verdict(last.scaler, last.scale, non_finite_now(self.params(), self._usual_now)))
+        elif together is not None and (self._disagrees or (together.asked and self._awaits_first())):
+            self._agree(together)
+
+    def _awaits_first(self) -> bool:
+        """Tell whether another rank may have scaled a loss where this one has scaled none yet."""
+        scaler = self._scaler()
+        return self._last is None and scaler is not None and scaler.checks
+
+    def _last_scale(self) -> tuple[LossScaler, Scale]:
+        if self._last is not None:
+            return self._last
+        scaler: Any = self._scaler()
+        return scaler, scaler.loss_scale
+
+    def agreed_norm(self, norm_type: float) -> torch.Tensor:
+        """Return the p-th power of the norm of the gradients of all ranks; for ``inf`` the norm itself.
+
+        Where ranks agree on a step they do so by the same collective, and the step needs no other.
+        """
+        self.collect()
+        self.finish_delayed()
+        self.take_in_joined()
+        settle_partial(self.params(), halves_alone=False)
+        together = self.together
+        norm = self._own_norm(together, norm_type)
+        return norm if together is None else self._agree(together, norm, largest=norm_type == math.inf).norm
+
+    def _agree(
+        self, together: Together, norm: torch.Tensor | None = None, *, largest: bool = False, hopeless: bool = False
+    ) -> Ballot:
+        """Let all ranks know what each of them found, by one collective. Scalers are not told yet."""
+        params = self.params()
+        settle_partial(params, halves_alone=True)
+        own = self.pending
+        found = [
+            verdict.found if verdict.overflowed is None else [torch.full((1,), float(verdict.overflowed))]
+            for verdict in own
+        ]
+        now = non_finite_now(params, self._usual_now)
+        ballot = Ballot(found, now, votes=bool(own), norm=norm, hopeless=hopeless).cast(together, largest=largest)
+        self._disagrees = False
+        self.pending = [AgreedVerdict(verdict, ballot.verdict(place)) for place, verdict in enumerate(own)]
+        if own or ballot.has_voters():
+            self.pending.append(Verdict(*self._last_scale(), [ballot.now]))
+        return ballot
 
     def _settle_later(self) -> torch.Tensor | None:
         """Settle the pending verdicts on their device and return the flag; None where they are to be read."""
@@ -496,9 +619,14 @@ class StepGuard:
             loss = self.call(closure)
             self.collect()
             self.finish_delayed()
+            hopeless = not _is_finite(loss)
+            if (together := self.together) is not None:
+                hopeless = self._agree(together, hopeless=hopeless).is_hopeless()
+            else:
+                self._look_again()
             blamed = self.settle()
             # A lower scale helps against large gradients, not against a loss that is inf already.
-            if blamed is None or blamed.scaler.loss_scale >= float(blamed.scale) or not _is_finite(loss):
+            if blamed is None or blamed.scaler.loss_scale >= float(blamed.scale) or hopeless:
                 break
         return loss, blamed
 
@@ -510,6 +638,13 @@ class GivenUp(BaseException):
         super().__init__()
         self.loss = loss
         self.blamed = blamed
+
+
+def _is_of(verdict: Verdict, own: Verdict) -> bool:
+    """Tell whether a verdict is this one, or what all ranks made of it."""
+    while isinstance(verdict, AgreedVerdict):
+        verdict = verdict.of
+    return verdict is own
 
 
 def versions_of(params: Iterable[torch.Tensor]) -> list[int | None]:

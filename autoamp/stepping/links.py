@@ -12,12 +12,11 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp.errors import UsageError
+from autoamp.scaling import local_of
 from autoamp.stepping.replicas import several_processes
 from autoamp.tensors import HALF_DTYPES, version_of
 
 __all__ = ["Link", "check_shapes", "equalised", "follow", "linked", "load_master", "master_of", "release_master"]
-
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
 class Link:
@@ -181,13 +180,8 @@ def follow(pairs: Iterable[tuple[Tensor, Link]], *, first_step: bool = False, lo
 
 def _fingerprint(tensor: Tensor) -> Tensor | None:
     """Return a hash of the values, on their device: nothing is waited for. None for an empty tensor."""
-    return torch.hash_tensor(_local(tensor.detach())) if tensor.numel() else None
+    return torch.hash_tensor(local_of(tensor.detach())) if tensor.numel() else None
 
 
 def _address(tensor: Tensor) -> int:
-    return (tensor if type(tensor) in _PLAIN else _local(tensor)).data_ptr()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Return the part of a DTensor that this process has, and any other tensor as it is."""
-    return tensor if type(tensor) in _PLAIN or not hasattr(tensor, "_local_tensor") else tensor._local_tensor
+    return local_of(tensor).data_ptr()

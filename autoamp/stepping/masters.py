@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoamp.scaling import widened
+from autoamp.scaling import local_of, widened
 from autoamp.stepping.attach import AttachedMethod
 from autoamp.stepping.links import Link, check_shapes, equalised, follow, linked, release_master
 from autoamp.stepping.replicas import Replica, Sync, Wrappers, several_processes
@@ -224,7 +224,9 @@ class MasterWeights:
         pairs = self._pairs.values()
         if pairs:
             try:
-                torch._foreach_copy_([half for half, _ in pairs], [link.master for _, link in pairs])
+                torch._foreach_copy_(
+                    [local_of(half) for half, _ in pairs], [local_of(link.master) for _, link in pairs]
+                )
             except RuntimeError:
                 for half, link in pairs:
                     check_shapes(half, link.master)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autoamp.casting import Casts
 from autoamp.errors import UsageError, warn_user
-from autoamp.scaling import DynamicLossScaler, LossScaler, multiplied_loss
+from autoamp.scaling import AskedGroup, DynamicLossScaler, LossScaler, clip_, multiplied_loss
 from autoamp.stepping.attach import (
     AttachedStep,
     InnerSteps,
@@ -95,6 +95,8 @@ class GuardedOptimizers:
         self.rehearsal: Rehearsing | None = None
         self._casts = casts
         self._guards: weakref.WeakKeyDictionary[Any, StepGuard] = weakref.WeakKeyDictionary()
+        self._asked_for_all: AskedGroup | None = None
+        self._asked: weakref.WeakKeyDictionary[Any, AskedGroup] = weakref.WeakKeyDictionary()
         self._inner_steps: InnerSteps | None = None
         # Optimizers whose state was loaded before any step, while nobody loaded loss scales.
         self._resumed: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -202,6 +204,8 @@ class GuardedOptimizers:
             on_step=self._count_step,
             on_skip=self._count_skip,
             serves=functools.partial(self._is_served, weakref.ref(optimizer)),
+            asked=functools.partial(self.asked_of, weakref.ref(optimizer)),
+            scaler=lambda: self.scalers[0] if self.scalers else None,
             max_consecutive_skips=self.max_consecutive_skips,
             wants_flags=self._wants_flags,
         )
@@ -216,6 +220,38 @@ class GuardedOptimizers:
 
     def _wants_flags(self) -> bool:
         return self.watch is not None and self.watch.wants_flags
+
+    def sync_over(self, asked: AskedGroup, optimizers: Iterable[Any] | None) -> None:
+        """Let the ranks of a process group agree on each step of these optimizers from now on; None for all."""
+        if optimizers is None:
+            self._asked_for_all = asked
+        else:
+            self._asked.update((optimizer, asked) for optimizer in optimizers)
+
+    def asked_of(self, optimizer: weakref.ref[Any]) -> AskedGroup | None:
+        """Return the group that was asked for, for an optimizer."""
+        return self._asked.get(optimizer(), self._asked_for_all)
+
+    def clip(self, optimizers: Any, max_norm: float, norm_type: float) -> Tensor:
+        """Clip the gradients of optimizers together; see `autoamp.runtime.Handle.clip_grad_norm_`."""
+        norm_type = float(norm_type)
+        if not norm_type > 0.0:
+            raise UsageError(f"norm_type={norm_type!r} must be above 0; choose 2.0, another p, or inf")
+        guards = [self.guard(optimizer) for optimizer in listed(optimizers)]
+        for guard in guards:
+            if guard.in_block:
+                raise UsageError(
+                    f"gradients of {guard.name} cannot be clipped inside its scale_loss block, where they are scaled; "
+                    "call clip_grad_norm_ after the with block"
+                )
+        norms = [guard.agreed_norm(norm_type) for guard in guards]
+        if not norms:
+            return torch.zeros(())
+        every = torch.stack([norm.to(norms[0].device) for norm in norms])
+        norm = every.amax() if norm_type == torch.inf else every.sum() ** (1.0 / norm_type)
+        for guard in guards:
+            clip_(guard.params(), norm, max_norm)
+        return norm
 
     def before_step(
         self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -1,0 +1,87 @@
+"""Tensors of which a rank has a part: torch's DTensors, and the flat parameters of `FullyShardedDataParallel`.
+
+A rank works on its own part of a DTensor, so that nothing here is a collective, but for `settle_partial`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoamp.tensors import HALF_DTYPES
+
+__all__ = ["copies_in_mesh", "has_shards", "is_flat", "is_sharded", "local_of", "meshes_of", "settle_partial"]
+
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Tell whether a tensor is torch's DTensor, of which a rank has a part: what `fully_shard` makes of parameters."""
+    return type(tensor) is not Tensor and hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
+
+
+def is_flat(tensor: Tensor) -> bool:
+    """Tell whether a tensor is a flat parameter of `FullyShardedDataParallel`."""
+    return bool(getattr(tensor, "_is_flat_param", False))
+
+
+def has_shards(tensors: Iterable[Tensor]) -> bool:
+    """Tell whether a DTensor is among some tensors. Cheap where they are torch's own tensors and parameters."""
+    tensors = list(tensors)
+    # A parameter that is a DTensor has the type of a DTensor.
+    return not _PLAIN.issuperset(map(type, tensors)) and any(map(is_sharded, tensors))
+
+
+@torch.no_grad()
+def local_of(tensor: Tensor) -> Tensor:
+    """Return the part of a DTensor that this rank has, which shares its memory; any other tensor as it is."""
+    if type(tensor) in _PLAIN or not is_sharded(tensor):
+        return tensor
+    local: Any = tensor.to_local()  # type: ignore[attr-defined]
+    # A collective may still be at work on it.
+    wait = getattr(local, "wait", None)
+    found: Tensor = local if wait is None else wait()
+    return found
+
+
+def meshes_of(tensors: Iterable[Tensor]) -> list[Any]:
+    """Return the meshes of all DTensors among some tensors, each once."""
+    meshes: dict[int, Any] = {}
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN and is_sharded(tensor):
+            mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+            meshes[id(mesh)] = mesh
+    return list(meshes.values())
+
+
+def copies_in_mesh(tensor: Any) -> int:
+    """Return how many ranks of a DTensor's mesh have the same part of it."""
+    sizes = (tensor.device_mesh.size(dim) for dim, one in enumerate(tensor.placements) if not one.is_shard())
+    return math.prod(sizes)
+
+
+@torch.no_grad()
+def settle_partial(params: Iterable[Tensor], *, halves_alone: bool) -> None:
+    """Add up gradients of which each rank has an addend: ``param.grad`` has one whole value on all of them.
+
+    A collective of their meshes, which the optimizer would run else. Nothing is done where there is none.
+
+    Args:
+        params: The parameters.
+        halves_alone: Leave those in fp32 and fp64, whose sums do not overflow where the addends are finite.
+    """
+    for param in params:
+        grad: Any = param.grad
+        if grad is None or type(grad) in _PLAIN or not is_sharded(grad):
+            continue
+        if halves_alone and grad.dtype not in HALF_DTYPES:
+            continue
+        if any(placement.is_partial() for placement in grad.placements):
+            from torch.distributed.tensor import Replicate
+
+            whole = [Replicate() if placement.is_partial() else placement for placement in grad.placements]
+            param.grad = grad.redistribute(placements=whole)
