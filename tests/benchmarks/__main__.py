@@ -22,7 +22,7 @@ from rich.progress import track
 from rich.table import Table
 
 import autoamp
-from tests.benchmarks import framework, memory
+from tests.benchmarks import diagnostics, framework, memory
 from tests.benchmarks.workers import NAMES, WAYS, asked, cycling, started, timing
 
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
@@ -36,7 +36,9 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=4, help="how many times fresh processes are started")
     parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="float16")
     parser.add_argument("--json", type=Path, help="write the results, with versions, to this file")
-    parser.add_argument("--only", choices=["calls", "runs", "memory", "growth"], help="one part of it all")
+    parser.add_argument(
+        "--only", choices=["calls", "runs", "memory", "growth", "diagnostics"], help="one part of it all"
+    )
     parser.add_argument("--big", action="store_true", help="real work too, some minutes")
     parser.add_argument("--svg", type=Path, help="draw how the cost of a step grows; takes matplotlib")
     chosen = parser.parse_args()
@@ -63,6 +65,9 @@ def main() -> None:
         console.print(found["growth"])
         if chosen.svg is not None:
             framework.draw(found["growth"], chosen.svg)
+    if chosen.only in (None, "diagnostics"):
+        found["diagnostics"] = diagnostics.measure(chosen.dtype, chosen.rounds)
+        console.print(table_of_tools(found["diagnostics"]))
     if chosen.json is not None:
         chosen.json.write_text(json.dumps(found, indent=2) + "\n")
 
@@ -124,6 +129,19 @@ def table_of_what_is_done_once(once: dict[str, list[float]]) -> Table:
     for name, seconds in once.items():
         table.add_row(name, f"{statistics.median(seconds) * 1e3:.1f}", f"{min(seconds) * 1e3:.1f}")
     return table
+
+
+def table_of_tools(found: dict[str, dict[int, list[float]]]) -> Table:
+    """Return a table of what each tool costs: medians over the step without it, and the middle half of rounds."""
+    widths = list(next(iter(found.values())))
+    shown = Table("", *(f"width {width}" for width in widths), title="A training step with it, over one without")
+    for name, ratios in found.items():
+        cells = []
+        for width in widths:
+            low, middle, high = statistics.quantiles(ratios[width], n=4)
+            cells.append(f"{middle:.2f} ({low:.2f}-{high:.2f})")
+        shown.add_row(name, *cells)
+    return shown
 
 
 def environment(dtype: str) -> dict[str, Any]:

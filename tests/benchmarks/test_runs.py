@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import autoamp
-from tests.benchmarks import framework, memory
+from tests.benchmarks import diagnostics, framework, memory
 from tests.benchmarks.workers import WAYS
 
 RUNS = framework.runs(False, "cpu", torch.bfloat16)
@@ -48,3 +48,10 @@ def test_runs_on_a_cpu_leave_out_what_it_has_no_kernel_for() -> None:
     assert any("LSTM" in name for name in RUNS)
     assert not any("LSTM" in name for name in framework.runs(True, "cpu", torch.float16))
     assert len(set(itertools.chain(RUNS))) == 11
+
+
+def test_each_tool_looks_on_at_a_step() -> None:
+    found = diagnostics.measure("float16", rounds=1, widths=(8,))
+    assert set(found) == {*diagnostics.TORCHS, *diagnostics.OURS}
+    assert all(ratios[8][0] > 0 for ratios in found.values())
+    assert autoamp.current_handle() is None
