@@ -104,7 +104,7 @@ def train_classifier(labels: TextClasDataBunch, epochs: int) -> None:
         learn.load_encoder("encoder")
         learn.fit_one_cycle(1, 2e-2)
         learn.unfreeze()
-        learn.fit_one_cycle(epochs, slice(1e-3, 1e-2))
+        learn.fit_one_cycle(2 * epochs, slice(5e-3, 2e-2))
         right = float(learn.validate()[1])
         print(f"classifier: accuracy {100 * right:.1f} % on {len(labels.valid_ds)} held-out texts")
         text = "Returns an estimator that was fitted to the samples and the labels."
@@ -124,7 +124,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as path:
         words = data(frame, path, tokenizer, bs=16, bptt=35)
         train_language_model(words, arguments.epochs)
-        train_classifier(data(frame, path, tokenizer, bs=32, vocab=words.train_ds.vocab), arguments.epochs)
+        train_classifier(data(frame, path, tokenizer, bs=16, vocab=words.train_ds.vocab), arguments.epochs)
 
 
 if __name__ == "__main__":
