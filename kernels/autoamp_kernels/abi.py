@@ -11,20 +11,26 @@ __all__ = [
     "CPU",
     "CUDA",
     "CUDA_ERROR",
+    "DECAY_AFTER",
     "DECOUPLED",
     "EPS_INSIDE",
     "F32",
+    "FIRST",
     "I32",
     "I64",
     "KERNELS",
     "MAXIMIZE",
+    "NESTEROV",
     "NO_BIAS_CORRECTION",
     "NO_DTYPE",
     "RESULTS",
+    "AdagradArgs",
     "AdamArgs",
     "Args",
     "GradScale",
     "Head",
+    "ScaleArgs",
+    "SgdArgs",
     "Step",
 ]
 
@@ -32,7 +38,7 @@ ABI = 1
 CHUNK = 32768
 CPU, CUDA = 0, 1
 F32, F16, BF16, I32, I64, NO_DTYPE = 0, 1, 2, 3, 4, -1
-DECOUPLED, MAXIMIZE, NO_BIAS_CORRECTION, EPS_INSIDE = 1, 2, 4, 8
+DECOUPLED, MAXIMIZE, NO_BIAS_CORRECTION, EPS_INSIDE, NESTEROV, FIRST, DECAY_AFTER = 1, 2, 4, 8, 16, 32, 64
 
 CUDA_ERROR = 1000
 RESULTS = {
@@ -111,5 +117,61 @@ class AdamArgs(Args):
     )
 
 
+_LISTS = (("grads", c_void_p), ("params", c_void_p))
+_DTYPES = (("grad_dtype", c_int32), ("param_dtype", c_int32), ("half_dtype", c_int32), ("flags", c_int32))
+
+
+class SgdArgs(Args):
+    """``ak_sgd_args``."""
+
+    _fields_ = (
+        ("head", Head),
+        ("grad_scale", GradScale),
+        *_LISTS,
+        ("buffers", c_void_p),
+        ("halves", c_void_p),
+        ("lr_at", c_void_p),
+        ("lr", c_double),
+        ("momentum", c_double),
+        ("dampening", c_double),
+        ("weight_decay", c_double),
+        *_DTYPES,
+    )
+
+
+class AdagradArgs(Args):
+    """``ak_adagrad_args``."""
+
+    _fields_ = (
+        ("head", Head),
+        ("grad_scale", GradScale),
+        *_LISTS,
+        ("sums", c_void_p),
+        ("halves", c_void_p),
+        ("lr_at", c_void_p),
+        ("lr", c_double),
+        ("eps", c_double),
+        ("weight_decay", c_double),
+        *_DTYPES,
+    )
+
+
+class ScaleArgs(Args):
+    """``ak_scale_args``."""
+
+    _fields_ = (
+        ("head", Head),
+        ("grad_scale", GradScale),
+        ("ins", c_void_p),
+        ("outs", c_void_p),
+        ("found", c_void_p),
+        ("partial", c_void_p),
+        ("norms", c_void_p),
+        ("total", c_void_p),
+        ("in_dtype", c_int32),
+        ("out_dtype", c_int32),
+    )
+
+
 # The function of the library and the struct that it takes, by the kernel's name.
-KERNELS: dict[str, type[Args]] = {"adam": AdamArgs}
+KERNELS: dict[str, type[Args]] = {"adam": AdamArgs, "sgd": SgdArgs, "adagrad": AdagradArgs, "scale": ScaleArgs}

@@ -13,18 +13,24 @@ import torch
 from torch import Tensor
 
 from autoamp_kernels.abi import (
+    DECAY_AFTER,
     DECOUPLED,
     EPS_INSIDE,
+    FIRST,
     MAXIMIZE,
+    NESTEROV,
     NO_BIAS_CORRECTION,
     NO_DTYPE,
+    AdagradArgs,
     AdamArgs,
+    SgdArgs,
 )
 from autoamp_kernels.calls import address, by_operator, fill_grad_scale, fill_step, launch, new_args, tables
+from autoamp_kernels.errors import ArgumentError
 from autoamp_kernels.operators import define
 from autoamp_kernels.tables import Column, Role, Table
 
-__all__ = ["adam_"]
+__all__ = ["adagrad_", "adam_", "sgd_"]
 
 _HALF = (torch.bfloat16, torch.float16)
 _ANY = (torch.float32, *_HALF)
@@ -143,4 +149,148 @@ _adam_operator = define(
     "Tensor? grad_scale, Tensor? grad_factor, Tensor? found_inf, float lr, float beta1, float beta2, float eps, "
     "float weight_decay, float step, float inv_scale, int flags, bool advance) -> ()",
     _adam,
+)
+
+
+def sgd_(
+    params: Tensors, grads: Tensors, momentum_buffers: Tensors | None = None, *, lr: float | Tensor,
+    momentum: float = 0.0, dampening: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False,
+    maximize: bool = False, first: bool = False, decay_after_momentum: bool = False, halves: Tensors | None = None,
+    inv_scale: float = 1.0, grad_scale: Tensor | None = None, grad_factor: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Step by SGD with momentum (Sutskever et al. 2013, ICML 28, p. 1139), as `torch.optim.SGD` does.
+
+    What is not named here is as in `adam_`.
+
+    Args:
+        params: Parameters, fp32, or half ones without ``halves``; computed in fp32.
+        grads: Their gradients: fp32, fp16 or bf16. They are not written to.
+        momentum_buffers: The velocities, fp32; None without momentum.
+        lr: The learning rate: a number, or one fp32 element on the parameters' device.
+        momentum: The decay of the velocities.
+        dampening: ``1 - dampening`` is the factor of the gradient in the velocity.
+        weight_decay: The factor of the parameter in the decay.
+        nesterov: Whether the momentum is Nesterov's.
+        maximize: Whether the sign of the gradients is turned.
+        first: Whether the buffers hold nothing yet. They are set to the gradients then.
+        decay_after_momentum: Whether the decay is added to the velocity. If not, it is added to the gradient.
+        halves: fp16 or bf16 tensors that are set to the new parameters; None for none.
+        inv_scale: A factor of the gradients.
+        grad_scale: One fp32 element by which the gradients are divided; None for 1.
+        grad_factor: One fp32 element by which the gradients are multiplied; None for 1.
+        found_inf: One fp32 element. Unless it is 0, nothing is written. None for 0.
+
+    Raises:
+        ArgumentError: A tensor that the kernel cannot take; a momentum without ``momentum_buffers``.
+        KernelError: There are no kernels for this device.
+    """
+    if not params:
+        return
+    if momentum and not momentum_buffers:
+        raise ArgumentError(f"sgd: momentum={momentum} wants momentum_buffers; give one for each parameter")
+    lr_at = lr if isinstance(lr, Tensor) else None
+    flags = MAXIMIZE * maximize | NESTEROV * nesterov | FIRST * first | DECAY_AFTER * decay_after_momentum
+    lists = (params, grads, momentum_buffers or [], halves or [])
+    run = _sgd_operator if by_operator(lists) else _sgd
+    run(
+        *lists, lr_at, grad_scale, grad_factor, found_inf, 0.0 if lr_at is not None else lr, momentum, dampening,
+        weight_decay, inv_scale, flags,
+    )  # fmt: skip
+
+
+_SGD = (_PARAMS, _GRADS, _state("buffers"), _HALVES)
+
+
+def _sgd(
+    params: Tensors, grads: Tensors, buffers: Tensors, halves: Tensors, lr_at: Tensor | None,
+    grad_scale: Tensor | None, grad_factor: Tensor | None, found_inf: Tensor | None, lr: float, momentum: float,
+    dampening: float, weight_decay: float, inv_scale: float, flags: int,
+) -> None:  # fmt: skip
+    table = tables.table("sgd", _SGD, (params, grads, buffers or None, halves or None))
+    args = new_args("sgd", SgdArgs, table, found_inf)
+    args.grad_scale = fill_grad_scale("sgd", table, inv_scale, grad_scale, grad_factor)
+    args.lr_at = address("sgd", "lr", lr_at, table, torch.float32)
+    args.lr, args.momentum, args.dampening, args.weight_decay = lr, momentum, dampening, weight_decay
+    args.flags = flags
+    for name in ("params", "grads", "buffers", "halves"):
+        setattr(args, name, _column(table, name))
+    for name, code in _dtypes(table).items():
+        setattr(args, name, code)
+    launch("sgd", args, table, (params, buffers, halves))
+
+
+_sgd_operator = define(
+    "sgd_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] buffers, Tensor(c!)[] halves, Tensor? lr_at, "
+    "Tensor? grad_scale, Tensor? grad_factor, Tensor? found_inf, float lr, float momentum, float dampening, "
+    "float weight_decay, float inv_scale, int flags) -> ()",
+    _sgd,
+)
+
+
+def adagrad_(
+    params: Tensors, grads: Tensors, sums: Tensors, *, lr: float | Tensor, eps: float, weight_decay: float = 0.0,
+    decoupled: bool = False, maximize: bool = False, halves: Tensors | None = None, inv_scale: float = 1.0,
+    grad_scale: Tensor | None = None, grad_factor: Tensor | None = None, found_inf: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Step by Adagrad (Duchi, Hazan and Singer 2011, JMLR 12, p. 2121), as `torch.optim.Adagrad` does.
+
+    What is not named here is as in `adam_`.
+
+    Args:
+        params: Parameters, fp32, or half ones without ``halves``; computed in fp32.
+        grads: Their gradients: fp32, fp16 or bf16. They are not written to.
+        sums: The sums of squared gradients, fp32.
+        lr: The learning rate: a number, or one fp32 element on the parameters' device. Where it decays it is that of
+            this step.
+        eps: Added to the root of the sum.
+        weight_decay: The factor of the parameter in the decay.
+        decoupled: Whether the decay is decoupled, as AdamW's. If not, it is added to the gradient.
+        maximize: Whether the sign of the gradients is turned.
+        halves: fp16 or bf16 tensors that are set to the new parameters; None for none.
+        inv_scale: A factor of the gradients.
+        grad_scale: One fp32 element by which the gradients are divided; None for 1.
+        grad_factor: One fp32 element by which the gradients are multiplied; None for 1.
+        found_inf: One fp32 element. Unless it is 0, nothing is written. None for 0.
+
+    Raises:
+        ArgumentError: A tensor that the kernel cannot take.
+        KernelError: There are no kernels for this device.
+    """
+    if not params:
+        return
+    lr_at = lr if isinstance(lr, Tensor) else None
+    lists = (params, grads, sums, halves or [])
+    run = _adagrad_operator if by_operator(lists) else _adagrad
+    run(
+        *lists, lr_at, grad_scale, grad_factor, found_inf, 0.0 if lr_at is not None else lr, eps, weight_decay,
+        inv_scale, DECOUPLED * decoupled | MAXIMIZE * maximize,
+    )  # fmt: skip
+
+
+_ADAGRAD = (_PARAMS, _GRADS, _state("sums"), _HALVES)
+
+
+def _adagrad(
+    params: Tensors, grads: Tensors, sums: Tensors, halves: Tensors, lr_at: Tensor | None, grad_scale: Tensor | None,
+    grad_factor: Tensor | None, found_inf: Tensor | None, lr: float, eps: float, weight_decay: float,
+    inv_scale: float, flags: int,
+) -> None:  # fmt: skip
+    table = tables.table("adagrad", _ADAGRAD, (params, grads, sums, halves or None))
+    args = new_args("adagrad", AdagradArgs, table, found_inf)
+    args.grad_scale = fill_grad_scale("adagrad", table, inv_scale, grad_scale, grad_factor)
+    args.lr_at = address("adagrad", "lr", lr_at, table, torch.float32)
+    args.lr, args.eps, args.weight_decay, args.flags = lr, eps, weight_decay, flags
+    for name in ("params", "grads", "sums", "halves"):
+        setattr(args, name, _column(table, name))
+    for name, code in _dtypes(table).items():
+        setattr(args, name, code)
+    launch("adagrad", args, table, (params, sums, halves))
+
+
+_adagrad_operator = define(
+    "adagrad_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] sums, Tensor(c!)[] halves, Tensor? lr_at, "
+    "Tensor? grad_scale, Tensor? grad_factor, Tensor? found_inf, float lr, float eps, float weight_decay, "
+    "float inv_scale, int flags) -> ()",
+    _adagrad,
 )

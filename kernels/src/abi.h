@@ -67,6 +67,9 @@ enum {
   AK_MAXIMIZE = 2,            // the gradient's sign is turned
   AK_NO_BIAS_CORRECTION = 4,  // averages are not divided by 1 - beta^step
   AK_EPS_INSIDE = 8,          // eps is added under the root
+  AK_NESTEROV = 16,           // Nesterov's momentum
+  AK_FIRST = 32,              // the buffers hold nothing yet: the first gradient is the first velocity
+  AK_DECAY_AFTER = 64,        // the decay is added to the velocity
 };
 
 // Adam (Kingma and Ba 2015, arXiv:1412.6980, algorithm 1), AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101,
@@ -87,6 +90,47 @@ typedef struct ak_adam_args {
   ak_int32 flags;
 } ak_adam_args;
 
+// SGD with momentum (Sutskever et al. 2013, ICML 28, p. 1139) as torch.optim.SGD has it.
+typedef struct ak_sgd_args {
+  ak_head head;
+  ak_grad_scale grad_scale;
+  const void* const* grads;
+  void* const* params;
+  float* const* buffers;  // NULL without momentum
+  void* const* halves;
+  const float* lr_at;
+  double lr, momentum, dampening, weight_decay;
+  ak_int32 grad_dtype, param_dtype, half_dtype;
+  ak_int32 flags;
+} ak_sgd_args;
+
+// Adagrad (Duchi, Hazan and Singer 2011, JMLR 12, p. 2121, figure 1, diagonal matrices) as torch.optim.Adagrad has it.
+typedef struct ak_adagrad_args {
+  ak_head head;
+  ak_grad_scale grad_scale;
+  const void* const* grads;
+  void* const* params;
+  float* const* sums;
+  void* const* halves;
+  const float* lr_at;
+  double lr, eps, weight_decay;
+  ak_int32 grad_dtype, param_dtype, half_dtype;
+  ak_int32 flags;
+} ak_adagrad_args;
+
+// One read of tensors: out = factor * in, whether any factor * in is inf or nan, and 2-norms of factor * in.
+typedef struct ak_scale_args {
+  ak_head head;
+  ak_grad_scale grad_scale;
+  const void* const* ins;  // of in_dtype
+  void* const* outs;       // of out_dtype; NULL where it is AK_NO_DTYPE; may be `ins` where the dtypes are the same
+  float* found;            // NULL, or one element: set to 1 where an inf or nan is found, else left as it is
+  double* partial;         // NULL without norms, or [chunks]: space for sums of squares
+  float* norms;            // NULL, or [tensors]
+  float* total;            // NULL, or one element: the norm of all
+  ak_int32 in_dtype, out_dtype;
+} ak_scale_args;
+
 #if !defined(__CUDACC__)
 #ifdef __cplusplus
 extern "C" {
@@ -98,6 +142,9 @@ const char* ak_cpu_variant(void);
 // Use another variant: "plain", "avx2" or "avx512". Returns 0, or AK_NO_DEVICE where this CPU cannot run it.
 int ak_use_cpu_variant(const char* name);
 int ak_adam(const ak_adam_args* args);
+int ak_sgd(const ak_sgd_args* args);
+int ak_adagrad(const ak_adagrad_args* args);
+int ak_scale(const ak_scale_args* args);
 #ifdef __cplusplus
 }
 #endif

@@ -79,4 +79,67 @@ AK_FN void adam(const AdamNumbers& c, V g, V& p, V& m, V& v, V* most) {
   p = p - c.size * (m / (root(second * c.inverse_bias2 + c.eps_inside) + c.eps_outside));
 }
 
+// -- SGD --
+
+struct SgdNumbers {
+  float factor, lr, momentum, weight, decay_before, decay_after;
+  bool nesterov, first;
+};
+
+AK_FN SgdNumbers sgd_numbers(const ak_sgd_args& a) {
+  SgdNumbers c;
+  bool after = a.flags & AK_DECAY_AFTER;
+  c.factor = gradient_factor(a.grad_scale);
+  if (a.flags & AK_MAXIMIZE) c.factor = -c.factor;
+  c.lr = a.lr_at ? *a.lr_at : (float)a.lr;
+  c.momentum = (float)a.momentum;
+  c.weight = (float)(1.0 - a.dampening);
+  c.decay_before = after ? 0.0f : (float)a.weight_decay;
+  c.decay_after = after ? (float)a.weight_decay : 0.0f;
+  c.nesterov = a.flags & AK_NESTEROV;
+  c.first = a.flags & AK_FIRST;
+  return c;
+}
+
+// Steps parameter p and, where it is not NULL, its velocity.
+template <class V>
+AK_FN void sgd(const SgdNumbers& c, V g, V& p, V* velocity) {
+  g = g * c.factor;
+  if (c.decay_before != 0.0f) g = g + c.decay_before * p;
+  if (velocity) {
+    *velocity = c.first ? g : c.momentum * *velocity + c.weight * g;
+    g = c.nesterov ? g + c.momentum * *velocity : *velocity;
+  }
+  if (c.decay_after != 0.0f) g = g + c.decay_after * p;
+  p = p - c.lr * g;
+}
+
+// -- Adagrad --
+
+struct AdagradNumbers {
+  float factor, lr, eps, l2, decoupled;
+};
+
+AK_FN AdagradNumbers adagrad_numbers(const ak_adagrad_args& a) {
+  AdagradNumbers c;
+  bool decoupled = a.flags & AK_DECOUPLED;
+  c.factor = gradient_factor(a.grad_scale);
+  if (a.flags & AK_MAXIMIZE) c.factor = -c.factor;
+  c.lr = a.lr_at ? *a.lr_at : (float)a.lr;
+  c.eps = (float)a.eps;
+  c.l2 = decoupled ? 0.0f : (float)a.weight_decay;
+  c.decoupled = decoupled ? (float)a.weight_decay : 0.0f;
+  return c;
+}
+
+template <class V>
+AK_FN void adagrad(const AdagradNumbers& c, V g, V& p, V& sum) {
+  g = g * c.factor;
+  if (c.l2 != 0.0f) g = g + c.l2 * p;
+  sum = sum + g * g;
+  V update = g / (root(sum) + c.eps);
+  if (c.decoupled != 0.0f) update = update + c.decoupled * p;
+  p = p - c.lr * update;
+}
+
 #endif

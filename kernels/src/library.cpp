@@ -1,5 +1,6 @@
 // The functions of the ABI: they check the head, pick the device and the CPU variant, and run the chunks.
 #include <atomic>
+#include <cmath>
 #include <cstring>
 
 #include "abi.h"
@@ -80,6 +81,40 @@ AK_PUBLIC int ak_use_cpu_variant(const char* name) {
     return AK_OK;
   }
   return AK_NO_DEVICE;
+}
+
+// What all optimizers' arguments have in common: gradients, parameters and half copies.
+template <class Args>
+int run_step(const Args* a, ak_chunks work, bool states) {
+  int wrong = checked(a->head, sizeof *a);
+  if (wrong) return wrong;
+  if (a->head.tensors && (!a->grads || !a->params || !states)) return AK_WRONG_VALUE;
+  if (!a->halves != (a->half_dtype == AK_NO_DTYPE)) return AK_WRONG_VALUE;
+  if (skipped(a->head)) return AK_OK;
+  return run(a->head, work, a);
+}
+
+AK_PUBLIC int ak_sgd(const ak_sgd_args* a) { return run_step(a, variant().sgd, true); }
+
+AK_PUBLIC int ak_adagrad(const ak_adagrad_args* a) { return run_step(a, variant().adagrad, a->sums); }
+
+AK_PUBLIC int ak_scale(const ak_scale_args* a) {
+  int wrong = checked(a->head, sizeof *a);
+  if (wrong || skipped(a->head)) return wrong;
+  if (!a->outs != (a->out_dtype == AK_NO_DTYPE) || (a->head.tensors && !a->ins)) return AK_WRONG_VALUE;
+  if ((a->norms || a->total) && !a->partial) return AK_WRONG_VALUE;
+  wrong = run(a->head, variant().scale, a);
+  if (wrong || !a->partial) return wrong;
+  // In the order of the chunks, whatever thread did them.
+  double total = 0.0;
+  for (ak_int64 t = 0; t < a->head.tensors; t++) {
+    double sum = 0.0;
+    for (ak_int64 c = a->head.first_chunk[t]; c < a->head.first_chunk[t + 1]; c++) sum += a->partial[c];
+    if (a->norms) a->norms[t] = (float)std::sqrt(sum);
+    total += sum;
+  }
+  if (a->total) *a->total = (float)std::sqrt(total);
+  return AK_OK;
 }
 
 AK_PUBLIC int ak_adam(const ak_adam_args* a) {

@@ -276,3 +276,72 @@ def test_compile_goes_around_it() -> None:
 
 def test_no_tensors_is_nothing_to_do() -> None:
     autoamp_kernels.adam_([], [], [], [], **ADAM, step=1)
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [
+    {},
+    {"weight_decay": 0.1, "maximize": True},
+    {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1},
+    {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+], ids=str)  # fmt: skip
+def test_sgd_is_torchs(variant: str, grad_dtype: torch.dtype, options: dict[str, Any]) -> None:
+    params = tensors()
+    models = [param.clone().requires_grad_() for param in params]
+    reference = torch.optim.SGD(models, lr=0.1, **options)
+    # What a buffer holds before the first step does not count.
+    buffers = [torch.full_like(param, math.nan) for param in params] if "momentum" in options else None
+    halves = tensors(dtype=torch.float16)
+    for step in range(3):
+        grads = tensors(seed=step + 1, dtype=grad_dtype)
+        for model, grad in zip(models, grads, strict=True):
+            model.grad = grad.float()
+        reference.step()
+        autoamp_kernels.sgd_(
+            params, [grad * 4 for grad in grads], buffers, lr=0.1, **options, first=step == 0, halves=halves,
+            grad_scale=torch.tensor(4.0),
+        )  # fmt: skip
+    assert_near(params, models, rtol=1e-5, atol=1e-6)
+    assert all(torch.equal(half, param.half()) for half, param in zip(halves, params, strict=True))
+
+
+def test_sgd_with_the_decay_after_the_momentum() -> None:
+    params, grads, buffers = tensors(), tensors(seed=1), tensors(seed=2)
+    wanted = []
+    for param, grad, buffer in zip(params, grads, buffers, strict=True):
+        velocity = 0.9 * buffer.double() + grad.double()
+        wanted.append((param.double() - 0.1 * (velocity + 0.2 * param.double())).float())
+    autoamp_kernels.sgd_(
+        params, grads, buffers, lr=torch.tensor(0.1), momentum=0.9, weight_decay=0.2, decay_after_momentum=True
+    )
+    assert_near(params, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_sgd_wants_buffers_for_a_momentum() -> None:
+    with pytest.raises(autoamp_kernels.ArgumentError, match=r"momentum=0.9 wants momentum_buffers"):
+        autoamp_kernels.sgd_(tensors(), tensors(), lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1, "maximize": True}], ids=str)
+def test_adagrad_is_torchs(variant: str, grad_dtype: torch.dtype, options: dict[str, Any]) -> None:
+    params = tensors()
+    models = [param.clone().requires_grad_() for param in params]
+    reference = torch.optim.Adagrad(models, lr=0.1, eps=1e-6, **options)
+    sums, halves = zeros(params), tensors(dtype=torch.bfloat16)
+    for step in range(3):
+        grads = tensors(seed=step + 1, dtype=grad_dtype)
+        for model, grad in zip(models, grads, strict=True):
+            model.grad = grad.float()
+        reference.step()
+        autoamp_kernels.adagrad_(params, grads, sums, lr=0.1, eps=1e-6, **options, halves=halves)
+    assert_near(params, models, rtol=1e-5, atol=1e-6)
+    assert all(torch.equal(half, param.bfloat16()) for half, param in zip(halves, params, strict=True))
+
+
+def test_adagrad_with_a_decoupled_decay() -> None:
+    params, grads, sums = tensors(), tensors(seed=1), zeros(tensors())
+    wanted = [(param.double() - 0.1 * (grad.double() / (grad.double().abs() + 1e-3) + 0.2 * param.double())).float()
+              for param, grad in zip(params, grads, strict=True)]  # fmt: skip
+    autoamp_kernels.adagrad_(params, grads, sums, lr=0.1, eps=1e-3, weight_decay=0.2, decoupled=True)
+    assert_near(params, wanted, rtol=1e-5, atol=1e-6)
