@@ -63,6 +63,12 @@ class Step:
         self.fused()
         torch._foreach_copy_(self.halves, self.masters)
 
+    def fresh(self) -> None:
+        """The same with `Tensor.float`, which makes new tensors in each step."""
+        self.wide = [grad.float() for grad in self.grads]
+        self.fused()
+        torch._foreach_copy_(self.halves, self.masters)
+
 
 def quartiles(values: list[float]) -> str:
     """Return the median and the quartiles of values."""
@@ -97,6 +103,7 @@ def main() -> None:
     target = torch.empty_like(source)
     ways = {
         "copy_": lambda: target.copy_(source), "kernel": step.kernel, "fused": step.fused, "whole": step.whole,
+        "fresh": step.fresh,
     }  # fmt: skip
     seconds = timed(ways, options.rounds)
     say = sys.stdout.write
@@ -106,7 +113,10 @@ def main() -> None:
     say(f"  copy_ bandwidth, GB/s               {quartiles([rate / 1e9 for rate in rates])}\n")
     share = [must / one / rate for one, rate in zip(seconds["kernel"], rates, strict=True)]
     say(f"  kernel, share of that               {quartiles(share)}\n")
-    for name, label in (("fused", "torch's fused AdamW alone"), ("whole", "widen + fused AdamW + narrow")):
+    for name, label in (
+        ("fused", "torch's fused AdamW alone"), ("whole", "widen + fused AdamW + narrow"),
+        ("fresh", "the same, new tensors"),
+    ):  # fmt: skip
         ratio = [one / other for one, other in zip(seconds["kernel"], seconds[name], strict=True)]
         say(f"  kernel over {label:<29}{quartiles(ratio)}\n")
     say("\nOn paper, bytes a parameter and launches on CUDA:\n")

@@ -30,8 +30,8 @@ def scale_(
 ) -> None:  # fmt: skip
     """Multiply tensors, look for inf and nan, and take 2-norms, in one read.
 
-    All of that is of ``ins`` times the factors, in fp32, before it is rounded to the dtype of ``outs``. Sums of squares do
-    not depend on the number of threads.
+    All of that is of ``ins`` times the factors, in fp32, before it is rounded to the dtype of ``outs``. Norms do not
+    depend on the number of threads.
 
     Args:
         ins: fp32, fp16 or bf16 tensors.

@@ -29,7 +29,7 @@ void each_chunk(const ak_head& head, ak_int64 from, ak_int64 to, Op& op) {
 
 template <class G, class P, class L>
 struct AdamBody {
-  const AdamNumbers& c;
+  AdamNumbers c;
   const typename G::type* grad;
   typename P::type* param;
   float *m, *v, *most;
@@ -67,7 +67,7 @@ struct AdamChunks {
 
 template <class G, class P, class L>
 struct SgdBody {
-  const SgdNumbers& c;
+  SgdNumbers c;
   const typename G::type* grad;
   typename P::type* param;
   float* buffer;
@@ -100,7 +100,7 @@ struct SgdChunks {
 
 template <class G, class P, class L>
 struct AdagradBody {
-  const AdagradNumbers& c;
+  AdagradNumbers c;
   const typename G::type* grad;
   typename P::type* param;
   float* sum;

@@ -134,9 +134,11 @@ AK_FN void store(typename E::type* to, V x, ak_int64 n) {
   else E::store_some(to, x, n);
 }
 
+// The body is a copy that nothing points to: its numbers stay in registers, whatever the loop writes.
+//
 // Calls body.at<ALL>(i, n) for each vector of `count` elements, the last of which may be shorter.
 template <class Body>
-AK_FN void each_vector(ak_int64 count, const Body& body) {
+AK_FN void each_vector(ak_int64 count, const Body body) {
   ak_int64 i = 0;
   for (; i + AK_LANES <= count; i += AK_LANES) body.template at<true>(i, AK_LANES);
   if (i < count) body.template at<false>(i, count - i);
