@@ -7,6 +7,7 @@ from autoamp.diagnostics.counts import Counts, sum_of
 from autoamp.diagnostics.drift import check_lists
 from autoamp.diagnostics.explain import Explanation, explain
 from autoamp.diagnostics.exponents import FORMATS, Exponents
+from autoamp.diagnostics.monitors import Followers, write_scalars
 from autoamp.diagnostics.observer import Call, Observation, Observer, Op, Watch
 from autoamp.diagnostics.overflow import OverflowTrace
 from autoamp.diagnostics.ranges import OpRange, RangeProfile
@@ -33,6 +34,7 @@ __all__ = [
     "Counts",
     "Explanation",
     "Exponents",
+    "Followers",
     "HalfPrecisionOp",
     "Hint",
     "NotFiniteInFp32",
@@ -54,4 +56,5 @@ __all__ = [
     "explain",
     "explain_step",
     "sum_of",
+    "write_scalars",
 ]

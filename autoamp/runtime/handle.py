@@ -18,6 +18,7 @@ from autoamp.diagnostics import (
     CastTrace,
     Counts,
     Explanation,
+    Followers,
     Observation,
     Observer,
     Overflow,
@@ -26,6 +27,7 @@ from autoamp.diagnostics import (
     Watch,
     explain,
     explain_step,
+    write_scalars,
 )
 from autoamp.errors import UsageError
 from autoamp.modules import CastModels, ForwardDtypes, ModuleCasts, ModulePrecisions, Override
@@ -72,6 +74,7 @@ class Handle:
         self.optimizers = GuardedOptimizers(self.casts, scalers or [make_scaler(settings.loss_scale, settings.dtype)])
         self.overflows = OverflowTrace(self.casts) if settings.trace_overflow else None
         self.optimizers.watch = self.overflows
+        self._followers = Followers()
         self.skipped_rules: tuple[CastRule, ...] = ()
         self._installation: Installation | None = None
         self._step_hooks: list[Any] = []
@@ -433,6 +436,80 @@ class Handle:
     def last_overflow(self) -> Overflow | None:
         """What the last skipped step came from; None before the first, and without ``trace_overflow=True``."""
         return None if self.overflows is None else self.overflows.last
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """The loss scales, steps and skips as plain JSON values; waits for the device where that alone knows.
+
+        ``loss_scale``, ``loss_scales`` of all losses, ``steps`` and ``skipped`` of all optimizers,
+        ``last_step_skipped`` and, with ``trace_overflow=True``, ``overflows`` by kind.
+        """
+        kinds: dict[str, int] = {}
+        for found in [] if self.overflows is None else self.overflows.all:
+            kinds[found.kind] = kinds.get(found.kind, 0) + 1
+        own = self.optimizers.own
+        return {
+            "loss_scale": self.loss_scale if own is None else own.loss_scale,
+            "loss_scales": [scaler.loss_scale for scaler in self.optimizers.scalers],
+            "steps": self.optimizers.steps if own is None else own.steps,
+            "skipped": self.skipped_steps if own is None else own.skipped,
+            "last_step_skipped": self.last_step_skipped,
+            "overflows": kinds,
+        }
+
+    def postfix(self) -> dict[str, str]:
+        """Return what ``tqdm.set_postfix`` takes: the loss scale and the skips."""
+        now = self.stats
+        return {"scale": f"{now['loss_scale']:g}", "skipped": str(now["skipped"])}
+
+    def log_to(self, writer: Any, every: int = 10) -> Callable[[], None]:
+        """Write the loss scale, steps and skips after each ``every``-th step; return what ends that.
+
+        Args:
+            writer: A `torch.utils.tensorboard.SummaryWriter`, a run of Weights & Biases, or what has their
+                ``add_scalar`` or ``log``.
+            every: Reading the scale may wait for the device, so not at each step by default.
+
+        Raises:
+            UsageError: The writer is neither, or ``every`` is no number of steps.
+        """
+        if not is_count(every, 1):
+            raise UsageError(f"every={every!r} is no number of steps; choose 1 or more")
+        if not any(callable(getattr(writer, name, None)) for name in ("add_scalar", "log")):
+            raise UsageError(f"log_to() cannot write to {_kind(writer)}; give what has add_scalar() or log()")
+
+        def write() -> None:
+            if self.optimizers.steps % every == 0:
+                now = self.stats
+                numbers = {name: float(now[name]) for name in ("loss_scale", "skipped")}
+                write_scalars(writer, numbers, self.optimizers.steps)
+
+        self._followers.after_all.append(write)
+        self._tell_followers()
+        return lambda: self._followers.after_all.remove(write)
+
+    def follow(self, *followers: Any) -> Callable[[], None]:
+        """Step schedulers, averages and the like after steps that landed, and not after skips.
+
+        Whether a step was a skip is asked at each step, which waits for the device where that alone knows. Not for
+        an optimizer within `FP16_Optimizer`.
+
+        Args:
+            followers: Objects with ``step()`` or ``update()``, or functions; called without arguments, in their order,
+                once parameters are as the step left them.
+
+        Returns:
+            What ends it.
+
+        Raises:
+            UsageError: One of them cannot be stepped.
+        """
+        end = self._followers.follow(followers)
+        self._tell_followers()
+        return end
+
+    def _tell_followers(self) -> None:
+        self.optimizers.on_stepped = lambda skips: self._followers.stepped(lambda: skips.last)
 
     def explain_overflow(self, step_fn: Callable[[], Any]) -> Overflow | None:
         """Run a step of the program several times, and tell what overflows in it: at the present loss scale, at lower

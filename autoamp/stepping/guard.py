@@ -83,6 +83,7 @@ class StepGuard:
         scaler: Gives the scaler that hears of a step on a rank that has scaled no loss yet, if there is one.
         max_consecutive_skips: So many skips in a row are an error.
         wants_flags: Tells whether a flag is to be read that could stay on the device.
+        on_stepped: Called with ``skips`` after each step or skip, once parameters are as it left them.
 
     Attributes:
         masters: As given.
@@ -112,6 +113,7 @@ class StepGuard:
         scaler: Callable[[], LossScaler | None] = lambda: None,
         max_consecutive_skips: int = 50,
         wants_flags: Callable[[], bool] = lambda: False,
+        on_stepped: Callable[[Skips], None] = lambda _: None,
     ) -> None:
         self.name = type(optimizer).__name__
         self.stepping = False
@@ -123,6 +125,7 @@ class StepGuard:
         # The scaler and scale of the last block or pass; and whether something was found since ranks agreed.
         self._last: tuple[LossScaler, Scale] | None = None
         self._disagrees = False
+        self._on_stepped = on_stepped
         # What the last block unscaled, and its scale.
         self._unscaled: tuple[Sequence[torch.Tensor], LossScaler, Scale] | None = None
         self.masters = masters
@@ -369,6 +372,11 @@ class StepGuard:
             UsageError: A block of this optimizer is open.
             NonFiniteGradientsError: There were too many skips in a row.
         """
+        result = self._step_or_skip(original, args, kwargs)
+        self._on_stepped(self.skips)
+        return result
+
+    def _step_or_skip(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.in_block:
             raise UsageError(
                 f"{self.name}.step() was called inside its scale_loss block, where gradients are still multiplied by "

@@ -77,6 +77,7 @@ class GuardedOptimizers:
         masters_for_all: Whether every optimizer that is guarded from now on gets masters for its half parameters.
         max_consecutive_skips: So many skips of one optimizer in a row are an error.
         watch: What looks on, if anything does.
+        on_stepped: Called with what is known of an optimizer's steps after each of them; None where nobody asks.
         rehearsal: Takes the losses and the steps of a step that is rehearsed, while that runs.
     """
 
@@ -93,6 +94,7 @@ class GuardedOptimizers:
         self.max_consecutive_skips = 50
         self.watch: StepWatch | None = None
         self.rehearsal: Rehearsing | None = None
+        self.on_stepped: Callable[[Skips], None] | None = None
         self._casts = casts
         self._guards: weakref.WeakKeyDictionary[Any, StepGuard] = weakref.WeakKeyDictionary()
         self._asked_for_all: AskedGroup | None = None
@@ -208,6 +210,7 @@ class GuardedOptimizers:
             scaler=lambda: self.scalers[0] if self.scalers else None,
             max_consecutive_skips=self.max_consecutive_skips,
             wants_flags=self._wants_flags,
+            on_stepped=self._tell_stepped,
         )
         guard.skips.watch = self._watch_now
         guard.install()
@@ -217,6 +220,10 @@ class GuardedOptimizers:
 
     def _watch_now(self) -> StepWatch | None:
         return self.watch
+
+    def _tell_stepped(self, skips: Skips) -> None:
+        if self.on_stepped is not None:
+            self.on_stepped(skips)
 
     def _wants_flags(self) -> bool:
         return self.watch is not None and self.watch.wants_flags

@@ -1,0 +1,73 @@
+"""Where users look already: scalars for TensorBoard and Weights & Biases, and what follows landed steps alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from autoamp.errors import UsageError
+
+__all__ = ["Followers", "write_scalars"]
+
+
+class Followers:
+    """Called after each step of an optimizer, once weights are as the step left them.
+
+    Attributes:
+        after_all: Called after every step, skips included.
+        after_landed: Called after steps that were taken.
+    """
+
+    def __init__(self) -> None:
+        self.after_all: list[Callable[[], object]] = []
+        self.after_landed: list[Callable[[], object]] = []
+
+    def follow(self, followers: Sequence[Any]) -> Callable[[], None]:
+        """Let these step on landed steps; return what ends that.
+
+        Raises:
+            UsageError: One of them is neither callable nor has ``step()`` or ``update()``.
+        """
+        found = [_stepping(one) for one in followers]
+        self.after_landed += found
+
+        def end() -> None:
+            for one in found:
+                self.after_landed.remove(one)
+
+        return end
+
+    def stepped(self, skipped: Callable[[], bool]) -> None:
+        """Hear that an optimizer's step has ended."""
+        if self.after_landed and not skipped():
+            for one in list(self.after_landed):
+                one()
+        for one in list(self.after_all):
+            one()
+
+
+def _stepping(follower: Any) -> Callable[[], object]:
+    for name in ("step", "update"):
+        method = getattr(follower, name, None)
+        if callable(method):
+            return method  # type: ignore[no-any-return]
+    if callable(follower):
+        return follower  # type: ignore[no-any-return]
+    raise UsageError(
+        f"follow() cannot step a {type(follower).__name__}; give an object with step() or update(), or a function"
+    )
+
+
+def write_scalars(writer: Any, values: Mapping[str, float], step: int) -> None:
+    """Write numbers to a `SummaryWriter` (``add_scalar``), or to a run of Weights & Biases (``log``).
+
+    Raises:
+        UsageError: It is neither.
+    """
+    if callable(getattr(writer, "add_scalar", None)):
+        for name, value in values.items():
+            writer.add_scalar(f"autoamp/{name}", value, step)
+    elif callable(getattr(writer, "log", None)):
+        writer.log({f"autoamp/{name}": value for name, value in values.items()})
+    else:
+        raise UsageError(f"log_to() cannot write to a {type(writer).__name__}; give what has add_scalar() or log()")
