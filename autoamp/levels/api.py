@@ -14,7 +14,14 @@ from torch import Tensor
 from torch.nn import Module
 
 from autoamp.errors import UsageError
-from autoamp.levels.checks import checked_flag, checked_models, checked_optimizers, checked_scale, warn_of_settings
+from autoamp.levels.checks import (
+    checked_flag,
+    checked_models,
+    checked_optimizers,
+    checked_scale,
+    refuse_sharded,
+    warn_of_settings,
+)
 from autoamp.levels.opt_levels import kind_of_scale, level_with, scalers_for
 from autoamp.levels.setup import earlier_setups, handle_for, leave_off, set_up_models
 from autoamp.ops import expand
@@ -156,6 +163,8 @@ def initialize(
         raise UsageError(f"scope={scope!r} is unknown; choose 'global' or 'models'")
     if cast_model_outputs not in (None, torch.float32, torch.float64, *HALF_DTYPES):
         raise UsageError(f"cast_model_outputs={cast_model_outputs!r} is no floating dtype; choose torch.float32")
+    if level.cast_model_type == "half" or level.cast_model_type in HALF_DTYPES:
+        refuse_sharded(model_list, opt_level)
     asked = None if process_group is None else AskedGroup.of(process_group, None)
     half = level.cast_model_type if level.cast_model_type in HALF_DTYPES else dtype
     settings = Settings.of(level.loss_scale, True, verbosity > 1, True, lists, device_type, half, True)

@@ -15,7 +15,14 @@ from autoamp.rules import CastTable
 from autoamp.stepping import check_half_model, check_half_norms, check_optimizer, is_optimizer, refuse_own_scaler
 from autoamp.tensors import HALF_DTYPES
 
-__all__ = ["checked_flag", "checked_models", "checked_optimizers", "checked_scale", "warn_of_settings"]
+__all__ = [
+    "checked_flag",
+    "checked_models",
+    "checked_optimizers",
+    "checked_scale",
+    "refuse_sharded",
+    "warn_of_settings",
+]
 
 
 def checked_models(models: Any) -> list[Module]:
@@ -30,6 +37,17 @@ def checked_models(models: Any) -> list[Module]:
         if not isinstance(model, Module):
             raise UsageError(f"models takes a torch.nn.Module or a list of them, not {type(model).__name__}")
     return found
+
+
+def refuse_sharded(models: Sequence[Module], opt_level: str) -> None:
+    """Raise UsageError for a model that `fully_shard` has sharded already, where the level casts it to half."""
+    for model in models:
+        for name, module in model.named_modules():
+            if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+                raise UsageError(
+                    f"opt_level={opt_level!r} casts the model, and fully_shard has sharded {name or 'it'!r} already, "
+                    "in the dtype it had; call initialize(model) first, then fully_shard, then make the optimizer"
+                )
 
 
 def checked_optimizers(optimizers: Any) -> list[Any]:

@@ -86,3 +86,16 @@ def test_precision_by_module_says_nothing_where_models_are_cast() -> None:
     lists = {"modules": {"0": "fp32"}}
     with pytest.warns(UserWarning, match=r"\[modules\] says nothing at opt_level='O2'"):
         autoamp.initialize(network(), opt_level="O2", lists=lists, device_type="cpu", verbosity=0)
+
+
+def test_a_model_that_was_sharded_first_is_refused_where_it_is_cast() -> None:
+    class FSDPModule:
+        pass
+
+    class Sharded(FSDPModule, torch.nn.Linear):
+        pass
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), Sharded(2, 2))
+    with pytest.raises(autoamp.UsageError, match=r"sharded '1' already.*initialize\(model\) first"):
+        autoamp.initialize(model, opt_level="O2", device_type="cpu", verbosity=0)
+    assert model[0].weight.dtype is torch.float32
