@@ -24,6 +24,7 @@ class FusedAdagrad(FusedOptimizer):
         adagrad_w_mode: Whether the decay is decoupled, as in AdamW. If not, it is added to the gradient.
     """
 
+    reads_half_gradients = True
     _options = (*FusedOptimizer._options, "adagrad_w_mode")
 
     def __init__(

@@ -42,6 +42,7 @@ class FusedAdam(FusedOptimizer):
         UsageError: ``amsgrad=True``; or ``capturable=True`` and a group has parameters on several devices.
     """
 
+    reads_half_gradients = True
     _options = (*FusedOptimizer._options, "adam_w_mode", "master_weights", "capturable", "_eps_inside_sqrt")
     # Whether eps is added under the root of the second average. A subclass may set it.
     _eps_inside_sqrt = False

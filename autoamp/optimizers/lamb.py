@@ -37,6 +37,7 @@ class FusedLAMB(FusedOptimizer):
         UsageError: ``amsgrad=True``.
     """
 
+    reads_half_gradients = True
     _options = (*FusedOptimizer._options, "adam_w_mode", "use_nvlamb")
 
     def __init__(

@@ -42,6 +42,7 @@ class FusedNovoGrad(FusedOptimizer):
         UsageError: ``amsgrad=True``, or an unknown ``norm_type``.
     """
 
+    reads_half_gradients = True
     _options = (*FusedOptimizer._options, "reg_inside_moment")
 
     def __init__(

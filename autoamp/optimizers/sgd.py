@@ -41,6 +41,7 @@ class FusedSGD(FusedOptimizer):
             ``lr``, ``momentum`` or ``weight_decay``.
     """
 
+    reads_half_gradients = True
     _options = (*FusedOptimizer._options, "wd_after_momentum", "materialize_master_grads")
     # Class attributes are defaults for optimizers that were pickled before the attributes existed. The first two are
     # not in `_options`: a copy has no gradients, so there is nothing to divide.

@@ -85,8 +85,10 @@ class scaled_block:  # noqa: N801, named as what it is in a with statement
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
+            # Half gradients that are neither unscaled nor checked may wait for the step.
+            last = kind is None and not self._scaler.checks and not self._delay_unscale
             for guard in self._guards:
-                guard.collect()
+                guard.collect(last=last)
             if kind is not None:
                 # The program may catch the exception and step all the same: not with inf and nan.
                 _leave(self._guards, self._scaler, self._scale, self._scale != 1.0, warns=False)
@@ -141,7 +143,10 @@ def _rescale(guards: Sequence[StepGuard], scale: Scale) -> None:
 def _leave(guards: Sequence[StepGuard], scaler: LossScaler, scale: Scale, checks: bool, *, warns: bool) -> None:
     """Unscale and check, and leave the verdict with every optimizer that has gradients."""
     lists = [guard.params() for guard in guards]
-    present = [any(param.grad is not None for param in params) for params in lists]
+    present = [
+        any(param.grad is not None for param in guard.holders(params))
+        for guard, params in zip(guards, lists, strict=True)
+    ]
     verdicts: Sequence[Verdict | None] = [None] * len(lists)
     if checks and any(present):
         verdicts = _judged(guards, lists, scaler, scale)

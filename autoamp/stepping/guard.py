@@ -171,10 +171,14 @@ class StepGuard:
         """Return the tensors whose gradients are scaled and unscaled: all that the optimizer steps."""
         return stepped_params(self._optimizer())
 
-    def collect(self) -> None:
-        """Let masters have the gradients that a backward pass left on half parameters."""
+    def collect(self, *, last: bool = False) -> None:
+        """Let masters have the gradients that a backward pass left on half parameters; see `MasterWeights.collect`."""
         if self.masters is not None:
-            self.masters.collect()
+            self.masters.collect(last=last)
+
+    def run(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call what torch calls in the end as the optimizer's step, which this guard has let through."""
+        return inner(*args, **kwargs) if self.masters is None else self.masters.step(inner, args, kwargs)
 
     @property
     def together(self) -> Together | None:
@@ -191,7 +195,11 @@ class StepGuard:
 
     def has_gradients(self) -> bool:
         """Tell whether any gradient is there."""
-        return any(param.grad is not None for param in self.params())
+        return any(param.grad is not None for param in self.holders(self.params()))
+
+    def holders(self, params: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return the tensors in whose ``.grad`` the gradients of parameters are now; see `MasterWeights.holders`."""
+        return params if self.masters is None else self.masters.holders(params)
 
     def enter_block(self, scale: Scale) -> None:
         """Take note that a block has begun, and brought all gradients to ``scale``."""
@@ -224,7 +232,7 @@ class StepGuard:
     def _remember(self, params: Sequence[torch.Tensor]) -> None:
         # Where the ranks of a mesh have no gradients of other parameters alike, they have those of shards alike.
         shards = [param for param in params if is_sharded(param)] if several_processes() else []
-        self._mark = GradientMark(shards or params)
+        self._mark = GradientMark(self.holders(shards or params))
 
     def unscaled(self, params: Sequence[torch.Tensor], scaler: LossScaler, scale: Scale) -> None:
         """Take note of what a block unscaled. Gradients of all other tensors have its scale still."""
@@ -385,7 +393,7 @@ class StepGuard:
         self.skips.steps += 1
         self._on_step(self.skips)
         self.last_step_ran = True
-        self.collect()
+        self.collect(last=not self.pending and self._delayed is None)
         self.finish_delayed()
         self.take_in_joined()
         self._look_again()

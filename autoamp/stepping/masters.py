@@ -3,7 +3,9 @@
 The optimizer's groups have the masters, the model has the half parameters. A backward pass leaves gradients in half
 precision; one multi-tensor pass copies them up, and from then on a half parameter and its master share one fp32
 gradient (torch's `Tensor.grad_dtype` allows it): clipping or clearing the one is clipping or clearing the other, and
-further backward passes add up in fp32. After a step one multi-tensor pass copies the masters down.
+further backward passes add up in fp32. After a step one multi-tensor pass copies the masters down. Gradients that
+nothing has to unscale or check wait for that until somebody looks, and if nobody does, the step copies them up and the
+masters down part by part (`autoamp.stepping.half_gradients`).
 
 Masters win. What is written into a half parameter afterwards reaches its master where torch tells of the write: by the
 parameter's version, or by the address of its data. A write through ``.data`` is not told of, and the next step undoes
@@ -25,6 +27,17 @@ from torch import Tensor
 
 from autoamp.scaling import local_of, widened
 from autoamp.stepping.attach import AttachedMethod
+from autoamp.stepping.half_gradients import (
+    LeftHalf,
+    Workspace,
+    awaited,
+    leave,
+    parts_of_groups,
+    reads_half,
+    register,
+    settle,
+    steps_by_parts,
+)
 from autoamp.stepping.links import Link, check_shapes, equalised, follow, linked, release_master
 from autoamp.stepping.replicas import Replica, Sync, Wrappers, several_processes
 from autoamp.tensors import HALF_DTYPES
@@ -63,6 +76,10 @@ class MasterWeights:
         weakref.finalize(self, _remove_all, self._hooks).atexit = False
         self._aside = _Aside()
         self._replicated: list[_Replicated] = []
+        # Half parameters that the running step has set to their masters already, by id.
+        self._done: set[int] = set()
+        self._workspace = Workspace()
+        self._widen_later = weakref.WeakMethod(self.widen)
         self._asked = (-1, -1)
         self.writes_seen = 0
         # Weakly, since what stands at the optimizer's methods refers to this object.
@@ -102,27 +119,34 @@ class MasterWeights:
         link = linked(parameter, self._originals.get(id(parameter)))
         # None: of any dtype. What backward makes is half, as DistributedDataParallel's buckets want it.
         parameter.grad_dtype = None
+        register(parameter, link.master, self._widen_later)
         self._pairs[id(parameter)] = (parameter, link)
         return link.master
 
-    def collect(self) -> None:
+    def collect(self, *, last: bool = False) -> None:
         """Make ready for what needs gradients: called when a block begins, when it ends, and before a step.
 
         The first time after a DistributedDataParallel was made it is a collective.
+
+        Args:
+            last: Whether nothing but a step is to come, as far as is known, so that half gradients may wait for that.
         """
-        self.share_gradients()
+        self.share_gradients(last=last)
         self._equalise()
 
     @torch.no_grad()
-    def share_gradients(self) -> None:
-        """Let each half parameter and its master have one fp32 gradient.
+    def share_gradients(self, *, last: bool = False) -> None:
+        """Let each half parameter and its master have one fp32 gradient, or with ``last`` see to it that it can wait.
 
         ``zero_grad()`` on the model or ``p.grad = None`` has cleared the half parameter, or the master: the other one
         follows.
         """
         self.adopt()
         fresh = []
-        for half, master in self.pairs:
+        for half, link in self._pairs.values():
+            master = link.master
+            if type(master) is LeftHalf:
+                settle(master)
             if half.requires_grad is not master.requires_grad:
                 master.requires_grad_(half.requires_grad)
             if half.requires_grad and id(half) not in self._hooks:
@@ -136,11 +160,106 @@ class MasterWeights:
                 fresh.append((half, master))
             elif half.grad is not master.grad:
                 _share(half, master, half.grad)
-        for some in _parts(fresh):
-            for (half, master), grad in zip(some, widened(half.grad for half, _ in some), strict=True):
-                _share(half, master, grad)
+        if last and fresh and self._can_wait():
+            fresh = [pair for pair in fresh if not leave(*pair)]
+        _widen(fresh)
         for half, master, earlier in self._aside.take():
             _share(half, master, earlier if master.grad is None else earlier.add_(master.grad))
+
+    def _can_wait(self) -> bool:
+        optimizer = self._optimizer()
+        known = steps_by_parts(optimizer) or reads_half(optimizer)
+        # Ranks agree on gradients as they are: in fp32.
+        return known and not several_processes() and not torch.compiler.is_compiling()
+
+    @property
+    def _waiting(self) -> list[tuple[Tensor, Tensor]]:
+        """The half parameters whose gradients wait, with their masters."""
+        return [(half, link.master) for half, link in self._pairs.values() if type(link.master) is LeftHalf]
+
+    @torch.no_grad()
+    def widen(self) -> None:
+        """Let each half parameter whose gradient waits, and its master, have that in fp32."""
+        fresh = []
+        for half, master in self._waiting:
+            settle(master)
+            if half.grad is not None and half.grad.dtype in HALF_DTYPES:
+                fresh.append((half, master))
+            else:
+                # It was cleared, or somebody gave the half parameter one of his own.
+                _share(half, master, half.grad)
+        _widen(fresh)
+
+    def holders(self, params: Iterable[Tensor]) -> list[Tensor]:
+        """Return the tensors that hold the gradients of parameters: half ones in place of masters that wait."""
+        halves = {id(master): half for half, master in self._waiting}
+        return [halves.get(id(param), param) for param in params]
+
+    def step(self, inner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call what torch calls in the end as an optimizer's step, hooks left behind, by half gradients if they wait.
+
+        Args:
+            inner: Called with the optimizer and further arguments, once or for one part after the other.
+            args: The positional arguments, the optimizer first.
+            kwargs: The keyword arguments.
+        """
+        waiting = self._waiting
+        optimizer, own = args[0], self._optimizer()
+        plain = len(args) == 1 and not any(value is not None for value in kwargs.values())
+        if not waiting or not plain or not _same(optimizer, own):
+            return inner(*args, **kwargs)
+        if reads_half(optimizer):
+            return self._step_by_halves(inner, optimizer, waiting)
+        if steps_by_parts(optimizer) and not any(group.get("differentiable") for group in optimizer.param_groups):
+            return self._step_by_parts(inner, optimizer)
+        return inner(*args, **kwargs)
+
+    def _step_by_halves(self, inner: Any, optimizer: Any, waiting: list[tuple[Tensor, Tensor]]) -> Any:
+        """Step an optimizer that takes the half gradients themselves."""
+        for half, master in waiting:
+            settle(master)
+            master.grad = half.grad
+        try:
+            return inner(optimizer)
+        finally:
+            for half, master in waiting:
+                master.grad = None
+                leave(half, master)
+
+    @torch.no_grad()
+    def _step_by_parts(self, inner: Any, optimizer: Any) -> Any:
+        """Widen some of the gradients, step their masters and copy these down, and then the next, for as many as wait.
+
+        Each part is done while it is in the processor's cache, and one part's gradients alone are there in fp32.
+        """
+        groups, lists = optimizer.param_groups, [group["params"] for group in optimizer.param_groups]
+        of_master = {id(link.master): (half, link) for half, link in self._pairs.values()}
+        result = None
+        try:
+            for part in list(parts_of_groups(groups)):
+                optimizer.param_groups = [group for group, _ in part]
+                for group, params in part:
+                    group["params"] = params
+                pairs = [pair for _, params in part for param in params if (pair := of_master.get(id(param)))]
+                waiting = [(half, link.master) for half, link in pairs if type(link.master) is LeftHalf]
+                wide = self._workspace.widened([half.grad for half, _ in waiting])  # type: ignore[misc]
+                for (_, master), grad in zip(waiting, wide, strict=True):
+                    settle(master)
+                    master.grad = grad
+                del wide
+                try:
+                    result = inner(optimizer)
+                finally:
+                    for half, master in waiting:
+                        master.grad = None
+                        leave(half, master)
+                _copy_down(pairs)
+                self._done.update(id(half) for half, _ in pairs)
+        finally:
+            optimizer.param_groups = groups
+            for group, params in zip(groups, lists, strict=True):
+                group["params"] = params
+        return result
 
     @torch.no_grad()
     def before_backward(self) -> None:
@@ -180,11 +299,14 @@ class MasterWeights:
 
     def _clear(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Stand in for ``optimizer.zero_grad``, which knows the masters alone: half parameters let go as well."""
+        for half, master in self._waiting:
+            settle(master)
+            master.grad = half.grad
         original(*args, **kwargs)
         self.adopt()
-        for half, master in self.pairs:
+        for half, link in self._pairs.values():
             if half.grad is not None:
-                half.grad = master.grad
+                half.grad = link.master.grad
 
     def _add_group(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Stand in for ``optimizer.add_param_group``: what is loaded next finds the masters there."""
@@ -220,19 +342,9 @@ class MasterWeights:
 
     @torch.no_grad()
     def copy_down(self) -> None:
-        """Write the masters into the half parameters, in one multi-tensor pass."""
-        pairs = self._pairs.values()
-        if pairs:
-            try:
-                torch._foreach_copy_(
-                    [local_of(half) for half, _ in pairs], [local_of(link.master) for _, link in pairs]
-                )
-            except RuntimeError:
-                for half, link in pairs:
-                    check_shapes(half, link.master)
-                raise
-        for half, link in pairs:
-            link.agree(half)
+        """Write the masters into the half parameters, in one multi-tensor pass, but for those that a step has done."""
+        done, self._done = self._done, set()
+        _copy_down([pair for key, pair in self._pairs.items() if key not in done])
 
     @torch.no_grad()
     def dissolve(self, only: Iterable[Tensor] | None = None) -> None:
@@ -343,6 +455,9 @@ def _arriving(half: Tensor, master: Tensor, aside: _Aside) -> Any:
     def arrive(_: Tensor) -> None:
         parameter = reference()
         if parameter is not None:
+            if type(master) is LeftHalf and parameter.grad is not None:
+                # Gradients add up in fp32.
+                awaited(master)
             _drop_old(parameter, master)
             if id(parameter) in aside.wanted:
                 aside.put(parameter, master)
@@ -370,6 +485,29 @@ def _share(half: Tensor, master: Tensor, grad: Tensor | None) -> None:
     except RuntimeError:
         check_shapes(half, master)
         raise
+
+
+def _same(one: object, other: object) -> bool:
+    return one is other
+
+
+def _widen(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Widen the gradients of half parameters, which share them with their masters then."""
+    for some in _parts(pairs):
+        for (half, master), grad in zip(some, widened(half.grad for half, _ in some), strict=True):
+            _share(half, master, grad)
+
+
+def _copy_down(pairs: list[tuple[Tensor, Link]]) -> None:
+    if pairs:
+        try:
+            torch._foreach_copy_([local_of(half) for half, _ in pairs], [local_of(link.master) for _, link in pairs])
+        except RuntimeError:
+            for half, link in pairs:
+                check_shapes(half, link.master)
+            raise
+    for half, link in pairs:
+        link.agree(half)
 
 
 def _parts(pairs: list[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:

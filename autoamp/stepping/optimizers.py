@@ -288,7 +288,7 @@ class GuardedOptimizers:
             with self._casts.switched(False):
                 return step(*args, **kwargs)
         if guard.stepping:
-            return step(*args, **kwargs)
+            return guard.run(step, args, kwargs)
         return guard.step(functools.partial(step, optimizer), given, kwargs)
 
     def end_steps(self) -> None:

@@ -22,7 +22,7 @@ from rich.progress import track
 from rich.table import Table
 
 import autoamp
-from tests.benchmarks import diagnostics, framework, memory
+from tests.benchmarks import diagnostics, framework, memory, o2
 from tests.benchmarks.workers import NAMES, WAYS, asked, cycling, started, timing
 
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="float16")
     parser.add_argument("--json", type=Path, help="write the results, with versions, to this file")
     parser.add_argument(
-        "--only", choices=["calls", "runs", "memory", "growth", "diagnostics"], help="one part of it all"
+        "--only", choices=["calls", "runs", "o2", "memory", "growth", "diagnostics"], help="one part of it all"
     )
     parser.add_argument("--big", action="store_true", help="real work too, some minutes")
     parser.add_argument("--svg", type=Path, help="draw how the cost of a step grows; takes matplotlib")
@@ -56,6 +56,10 @@ def main() -> None:
         starts = list(zip(*(framework.start_up() for _ in range(5)), strict=True))
         found["start"] = dict(zip(("import autoamp, on top of torch", "the first init()"), starts, strict=True))
         console.print(table_of_what_is_done_once(found["start"]))
+    if chosen.only in (None, "o2"):
+        steps, moved = measure_steps(chosen.rounds, chosen.processes, console)
+        console.print(table_of_steps(steps, moved))
+        found["O2"] = {name: {"seconds": ways, "bytes": moved[name]} for name, ways in steps.items()}
     if chosen.only in (None, "memory"):
         found["saved bytes"] = memory.compare()
         for name, values in found["saved bytes"].items():
@@ -102,12 +106,41 @@ def measure_runs(dtype: str, device: str, rounds: int, processes: int, big: bool
     return timings
 
 
-def ratio(ways: dict[str, list[float]]) -> tuple[float, float, float]:
-    """Return the ratio of autoamp's median over autocast's, and the quartiles of the ratios by round."""
-    low, _, high = statistics.quantiles(
-        [one / other for one, other in zip(ways["autoamp"], ways["autocast"], strict=True)], n=4
-    )
-    return statistics.median(ways["autoamp"]) / statistics.median(ways["autocast"]), low, high
+def measure_steps(rounds: int, processes: int, console: Console) -> tuple[Timings, dict[str, dict[str, float]]]:
+    """Return the seconds of each step of O2 by name and way, a value a round, and its bytes for each parameter."""
+    timings: Timings = {step.name: {way: [] for way in o2.ways()} for step in o2.STEPS}
+    for number in track(range(rounds * processes), description="O2", console=console):
+        if number % rounds == 0:
+            connections = {way: o2.start(way) for way in o2.ways()}
+        for name, ways in timings.items():
+            for way in ways:
+                ways[way].append(asked(connections[way], name))
+    moved = {name: {way: asked(connections[way], o2.BYTES + name) for way in ways} for name, ways in timings.items()}
+    return timings, moved
+
+
+def table_of_steps(timings: Timings, moved: dict[str, dict[str, float]]) -> Table:
+    """Return a table of training steps at O2: medians in milliseconds, ratios, and bytes for each parameter."""
+    shown = Table(title="A training step at O2, bfloat16 on a CPU, one thread, milliseconds; bytes a parameter")
+    shown.add_column("")
+    ways = list(next(iter(timings.values())))
+    headings = [f"{way}, {what}" for way in ways[1:] for what in ("ms", "ratio", "middle half", "bytes")]
+    for heading in (f"{ways[0]}, ms", "bytes", *headings):
+        shown.add_column(heading, justify="right")
+    for name, seconds in timings.items():
+        row = [f"{statistics.median(seconds[ways[0]]) * 1e3:.2f}", f"{moved[name][ways[0]]:.1f}"]
+        for way in ways[1:]:
+            over, low, high = ratio(seconds, way)
+            median = statistics.median(seconds[way]) * 1e3
+            row += [f"{median:.2f}", f"{over:.2f}", f"{low:.2f}-{high:.2f}", f"{moved[name][way]:.1f}"]
+        shown.add_row(name, *row)
+    return shown
+
+
+def ratio(ways: dict[str, list[float]], way: str = "autoamp") -> tuple[float, float, float]:
+    """Return the ratio of a way's median over autocast's, and the quartiles of the ratios by round."""
+    low, _, high = statistics.quantiles([one / other for one, other in zip(ways[way], ways["autocast"], strict=True)])
+    return statistics.median(ways[way]) / statistics.median(ways["autocast"]), low, high
 
 
 def table(timings: Timings, title: str) -> Table:

@@ -562,7 +562,11 @@ def test_half_gradients_go_as_they_are_widened(monkeypatch: pytest.MonkeyPatch) 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 32), nn.Linear(32, 16), nn.Linear(16, 4))
     expected = copy.deepcopy(model)
-    optimizer = sgd(model.parameters())
+
+    class Other(torch.optim.SGD):
+        """For all that is known its step may look at all gradients."""
+
+    optimizer = Other(model.parameters(), lr=0.1)
     o2(model, optimizer, dtype=torch.bfloat16)
     held: list[int] = []
     copied = torch._foreach_copy_

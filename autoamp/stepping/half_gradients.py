@@ -1,0 +1,193 @@
+"""Gradients that stay in half precision until the optimizer reads them, and steps that widen them part by part.
+
+An fp32 copy of all gradients is two more passes over memory and four bytes for each parameter. Nobody needs it where
+the optimizer alone reads gradients. So between a block and the step the half parameter keeps what backward left, and
+its master is of the class `LeftHalf`: whoever reads ``master.grad`` gets it in fp32 all the same, for at the first look
+all of the optimizer's gradients are widened. If nobody looks, the step widens a part of them at a time, small enough
+to stay in the processor's cache, steps that part and copies it down.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from autoamp.scaling import widened
+from autoamp.tensors import HALF_DTYPES
+
+__all__ = [
+    "LeftHalf",
+    "Workspace",
+    "awaited",
+    "leave",
+    "parts_of_groups",
+    "reads_half",
+    "register",
+    "settle",
+    "steps_by_parts",
+]
+
+# Optimizers that step each parameter by itself, so that some of them can be stepped, and then the others.
+_BY_PARAMETER = frozenset(
+    {
+        *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.Adamax, torch.optim.AdamW),
+        *(torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop),
+        torch.optim.SGD,
+    }
+)
+
+# So many elements are widened at a time: on a CPU, for each thread, what fits into its cache in fp32; elsewhere, where
+# each part costs launches, what keeps a device busy.
+_ON_CPU, _ELSEWHERE = 2**20, 2**24
+
+
+# For each master its half parameter, and what widens; not its attribute, which copies and pickles would have.
+_homes: Any = WeakIdKeyDictionary()
+
+
+class LeftHalf(Tensor):
+    """The class of a master while the gradient of its half parameter waits to be widened. No object is made of it."""
+
+    # As for parameters: results are plain tensors, and nothing is dispatched in Python.
+    __torch_function__ = torch.nn.Parameter.__torch_function__
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient in fp32. The first look at one widens those of all masters of the optimizer."""
+        return awaited(self).grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        half = _homes[self][0]()
+        settle(self)
+        # The half parameter follows when it is looked at next, as after a write to any master.
+        self.grad = value
+        if half is not None:
+            half.grad = None
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return awaited(self).__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return awaited(self).__reduce_ex__(protocol)
+
+
+def register(half: Tensor, master: Tensor, widen: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Prepare a half parameter and its master for `leave`; not for shards and the like, whose gradients never wait.
+
+    Args:
+        half: The half parameter, referred to weakly.
+        master: Its master.
+        widen: Widens the gradients of this and all others that wait.
+    """
+    if type(master) is Tensor:
+        # Some optimizers read half gradients.
+        master.grad_dtype = None
+        _homes[master] = (weakref.ref(half), widen)
+
+
+def leave(half: Tensor, master: Tensor) -> bool:
+    """Let the gradient of a half parameter wait, if it is half, dense and a plain tensor. Tells whether it does.
+
+    The half parameter keeps it, and the gradient of the master is None.
+    """
+    grad: Any = half.grad
+    if (
+        type(grad) is not Tensor
+        or type(master) is not Tensor
+        or grad.dtype not in HALF_DTYPES
+        or grad.layout is not torch.strided
+        or master.grad_dtype is not None
+        or master.shape != grad.shape
+    ):
+        return False
+    master.__class__ = LeftHalf
+    return True
+
+
+def settle(master: Tensor) -> None:
+    """Let a master be a plain tensor again, without a gradient."""
+    master.__class__ = Tensor
+
+
+def awaited(master: Any) -> Tensor:
+    """Return a master with its gradient in fp32: it is a plain tensor then, and so are all others that waited."""
+    reference, method = _homes[master]
+    half, widen = reference(), method()
+    if widen is not None:
+        widen()
+    if type(master) is LeftHalf:
+        # The optimizer is gone, or steps this master no longer.
+        settle(master)
+        if half is not None and half.grad is not None:
+            half.grad = master.grad = half.grad.float()
+    return master  # type: ignore[no-any-return]
+
+
+def steps_by_parts(optimizer: Any) -> bool:
+    """Tell whether some of an optimizer's parameters can be stepped, and then the others: a class of torch itself."""
+    return type(optimizer) in _BY_PARAMETER
+
+
+def reads_half(optimizer: Any) -> bool:
+    """Tell whether an optimizer's own arithmetic takes half gradients of fp32 parameters.
+
+    Its very class says so, by ``reads_half_gradients = True``: the step of a class derived from it may be another.
+    """
+    return bool(vars(type(optimizer)).get("reads_half_gradients"))
+
+
+class Workspace:
+    """Memory in which half tensors of a CPU are widened again and again, so that no step asks the system for pages."""
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+
+    def widened(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return half tensors in fp32, in memory that the next call takes again where it is little enough to keep."""
+        sizes = [tensor.numel() for tensor in tensors]
+        total, limit = sum(sizes), _limit_on_cpu()
+        if not total or total > limit or not all(tensor.is_cpu and tensor.is_contiguous() for tensor in tensors):
+            return widened(tensors)
+        if self._memory is None or self._memory.numel() < total:
+            self._memory = torch.empty(limit, dtype=torch.float32, device="cpu")
+        flat = self._memory[:total].split(sizes)
+        wide = [part.view(tensor.shape) for part, tensor in zip(flat, tensors, strict=True)]
+        torch._foreach_copy_(wide, list(tensors))
+        return wide
+
+
+def _limit_on_cpu() -> int:
+    return _ON_CPU * torch.get_num_threads()
+
+
+def parts_of_groups(groups: Sequence[dict[str, Any]]) -> Iterator[list[tuple[dict[str, Any], list[Tensor]]]]:
+    """Yield parts of an optimizer's parameters, each as some of its groups with some parameters of each.
+
+    A part has as many elements of gradients that wait as are widened at a time, or one such parameter.
+    """
+    part: list[tuple[dict[str, Any], list[Tensor]]] = []
+    room, on_cpu = 0, _limit_on_cpu()
+    for group in groups:
+        taken: list[Tensor] = []
+        for param in group["params"]:
+            size = param.numel() if type(param) is LeftHalf else 0
+            limit = on_cpu if param.is_cpu else _ELSEWHERE
+            if room and size and room + size > limit:
+                yield [*part, (group, taken)] if taken else part
+                part, taken, room = [], [], 0
+            taken.append(param)
+            room += size
+        if taken:
+            part.append((group, taken))
+    if part:
+        yield part
