@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
+from torch.distributed.rendezvous import rendezvous
 
 import autoamp
 
@@ -74,7 +75,8 @@ class Block(nn.Module):
         """Map (N, length, width) to the same shape."""
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        y: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return y
 
 
 class Transformer(nn.Module):
@@ -116,8 +118,11 @@ def process_group() -> Iterator[Place]:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
+    store, rank, size = next(rendezvous("env://"))
+    # Torchrun may keep one store over restarts, in which gloo would find the addresses of processes that are gone.
+    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)  # type: ignore[attr-defined]
     # gloo beside nccl: checkpoints that are saved in the background go through it.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=size)
     try:
         yield Place(device, dist.get_rank(), dist.get_world_size())
     finally:
@@ -140,7 +145,7 @@ def save(folder: Path, state: autoamp.DistributedState, step: int) -> None:
         # What a run that was killed may have left of it.
         shutil.rmtree(path, ignore_errors=True)
     dist.barrier()
-    dcp.save({"training": state, "step": step}, checkpoint_id=path)
+    dcp.save({"training": state, "step": step}, checkpoint_id=path)  # type: ignore[attr-defined]
 
 
 def resume(folder: Path, state: autoamp.DistributedState) -> int:
@@ -148,9 +153,9 @@ def resume(folder: Path, state: autoamp.DistributedState) -> int:
     path = last_checkpoint(folder)
     if path is None:
         return 0
-    loaded = {"training": state, "step": 0}
-    dcp.load(loaded, checkpoint_id=path)
-    return int(loaded["step"])  # type: ignore[call-overload]
+    loaded: dict[str, Any] = {"training": state, "step": 0}
+    dcp.load(loaded, checkpoint_id=path)  # type: ignore[attr-defined]
+    return int(loaded["step"])
 
 
 # -- training --

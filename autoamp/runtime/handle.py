@@ -75,6 +75,7 @@ class Handle:
         self.overflows = OverflowTrace(self.casts) if settings.trace_overflow else None
         self.optimizers.watch = self.overflows
         self._followers = Followers()
+        self._say_settings()
         self.skipped_rules: tuple[CastRule, ...] = ()
         self._installation: Installation | None = None
         self._step_hooks: list[Any] = []
@@ -96,6 +97,9 @@ class Handle:
             f"<autoamp.Handle {'active' if self.is_active() else 'not active'}: {level}{settings.dtype} on "
             f"{settings.device_type}, lists={lists}, loss_scale={scales}, skipped_steps={self.skipped_steps}>"
         )
+
+    def _say_settings(self) -> None:
+        self.optimizers.facts, self.optimizers.rules = self.settings.facts, self.settings.rules
 
     # -- lifecycle --
 
@@ -214,6 +218,7 @@ class Handle:
         self.models, self.optimizers, self.setups = before.models, before.optimizers, list(setups)
         self.optimizers.serve(self.casts, self._check_active)
         self.optimizers.watch = self.overflows
+        self._say_settings()
         self.optimizers.masters_for_all = False
         self.optimizers.loss_scalers.forget_but(scaler for setup in setups for scaler in setup.scalers)
         before.models = CastModels()

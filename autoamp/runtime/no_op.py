@@ -16,7 +16,7 @@ from autoamp.modules import ModulePrecisions, Override
 from autoamp.rules import CastRule
 from autoamp.runtime.protocol import Precision
 from autoamp.scaling import StaticLossScaler
-from autoamp.stepping import GuardedOptimizers, listed, stepped_params
+from autoamp.stepping import GuardedOptimizers, listed, stepped_params, tell_off
 
 __all__ = ["NoOpHandle"]
 
@@ -34,6 +34,7 @@ class NoOpHandle:
 
     def __init__(self) -> None:
         self._casts = Casts(torch.float16, "cpu", enable_caching=False, on=False)
+        tell_off()
 
     def __repr__(self) -> str:
         return "<autoamp.NoOpHandle not active: nothing is cast or scaled>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -66,6 +67,23 @@ class Settings:
             scope=scope,
             trace_overflow=trace_overflow,
         )
+
+    def facts(self) -> dict[str, str]:
+        """Return what ranks that train together have to have alike, by name."""
+        return {
+            "the version of autoamp": str(getattr(sys.modules.get("autoamp"), "__version__", "unknown")),
+            "the version of torch": torch.__version__,
+            "opt_level": str(self.opt_level),
+            "the half dtype": str(self.dtype),
+            "device_type": self.device_type,
+            "scope": self.scope,
+            "enable_caching": str(self.enable_caching),
+        }
+
+    def rules(self) -> dict[str, str]:
+        """Return the policy of each listed op and the precision of each listed module."""
+        modules = {f"[modules] {rule.pattern}": rule.precision.value for rule in self.table.modules}
+        return {**{rule.target: rule.policy.value for rule in self.table.rules}, **modules}
 
 
 def device_type_of(device: Any = None) -> str:

@@ -25,9 +25,11 @@ from autoamp.stepping.attach import (
 )
 from autoamp.stepping.block import scaled_block
 from autoamp.stepping.checks import check_optimizer
+from autoamp.stepping.digest import compare_ranks, rank_sets, wrappers_of
 from autoamp.stepping.guard import StepGuard
 from autoamp.stepping.loss_scalers import LossScalers, listed
 from autoamp.stepping.masters import MasterWeights
+from autoamp.stepping.replicas import several_processes
 from autoamp.stepping.skips import Rehearsing, Skips, StepWatch
 
 __all__ = ["GuardedOptimizers"]
@@ -79,6 +81,8 @@ class GuardedOptimizers:
         watch: What looks on, if anything does.
         on_stepped: Called with what is known of an optimizer's steps after each of them; None where nobody asks.
         rehearsal: Takes the losses and the steps of a step that is rehearsed, while that runs.
+        facts: Gives the settings that all ranks have to have alike, by name.
+        rules: Gives the policy of each target, which they have to have alike too.
     """
 
     def __init__(self, casts: Casts, scalers: Sequence[LossScaler]) -> None:
@@ -100,6 +104,8 @@ class GuardedOptimizers:
         self._asked_for_all: AskedGroup | None = None
         self._asked: weakref.WeakKeyDictionary[Any, AskedGroup] = weakref.WeakKeyDictionary()
         self._inner_steps: InnerSteps | None = None
+        self.facts: Callable[[], dict[str, str]] = dict
+        self.rules: Callable[[], dict[str, str]] = dict
         # Optimizers whose state was loaded before any step, while nobody loaded loss scales.
         self._resumed: weakref.WeakSet[Any] = weakref.WeakSet()
         self._scales_loaded = False
@@ -121,7 +127,7 @@ class GuardedOptimizers:
         # These hear of the steps of optimizers that are gone, too.
         self.loss_scalers.catch_up()
 
-    def _count_step(self, skips: Skips) -> None:
+    def _count_step(self, optimizer: weakref.ref[Any], skips: Skips) -> None:
         if self.rehearsal is not None:
             skips.steps -= 1
             raise self.rehearsal.step_reached()
@@ -129,6 +135,16 @@ class GuardedOptimizers:
         self._last = skips
         if self.watch is not None:
             self.watch.step_begins()
+        if skips.steps == 1 and several_processes():
+            self._compare_ranks(optimizer())
+
+    def _compare_ranks(self, optimizer: Any) -> None:
+        """Compare settings with the ranks that step together with this one; see `compare_ranks`."""
+        params = stepped_params(optimizer)
+        for ranks in rank_sets(params, wrappers_of(params)):
+            scalers = {f"loss scaler {number}": repr(scaler) for number, scaler in enumerate(self.scalers)}
+            masters = {"masters": str(self.masters_of(optimizer) is not None)}
+            compare_ranks(ranks, {**self.facts(), **masters, **scalers}, self.rules())
 
     def _count_skip(self) -> None:
         self._skipped_steps += 1
@@ -203,7 +219,7 @@ class GuardedOptimizers:
             optimizer,
             masters=masters,
             casts=lambda: self._casts,
-            on_step=self._count_step,
+            on_step=functools.partial(self._count_step, weakref.ref(optimizer)),
             on_skip=self._count_skip,
             serves=functools.partial(self._is_served, weakref.ref(optimizer)),
             asked=functools.partial(self.asked_of, weakref.ref(optimizer)),

@@ -5,7 +5,6 @@ In the first attempt of torchrun that rank kills itself in the middle of the bac
 
 from __future__ import annotations
 
-import faulthandler
 import importlib
 import os
 import signal
@@ -23,7 +22,6 @@ def die(*_: Any) -> None:
 
 
 def main() -> int:
-    faulthandler.dump_traceback_later(30)
     name, rank, step, *arguments = sys.argv[1:]
     calls = 0
 

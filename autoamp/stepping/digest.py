@@ -1,0 +1,182 @@
+"""Whether all ranks that train together have the same settings: told once, at the first step, by the group's store.
+
+A rank with autoamp off would leave a collective waiting for ever. So each rank writes what it has into the key-value
+store by which the process group was made, and the lowest rank reads and compares. No collective is made, and whoever
+does not answer is named once the time is up. The first rank writes its verdict there, and all raise the same error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import json
+import os
+import time
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from autoamp.errors import UsageError
+from autoamp.scaling import is_sharded
+from autoamp.stepping.links import master_of
+from autoamp.stepping.replicas import several_processes
+
+__all__ = ["compare_ranks", "rank_sets", "tell_off", "wrappers_of"]
+
+# Ranks come to their first step at most so many seconds apart, unless the store gives up earlier.
+_PATIENCE = 300.0
+_PREFIX = "autoamp"
+_RULES = "lists"
+
+
+def rank_sets(params: Iterable[Tensor], groups: Iterable[Any]) -> list[tuple[int, ...]]:
+    """Return the sets of ranks that step together: those of each DTensor's mesh, and of each process group."""
+    found: dict[tuple[int, ...], None] = {}
+    for param in params:
+        if is_sharded(param):
+            mesh: Any = param
+            found[tuple(sorted(mesh.device_mesh.mesh.flatten().tolist()))] = None
+    for group in groups:
+        found[tuple(sorted(dist.get_process_group_ranks(group)))] = None
+    return [ranks for ranks in found if len(ranks) > 1]
+
+
+def wrappers_of(params: Iterable[Tensor]) -> list[Any]:
+    """Return the process groups of each DistributedDataParallel around one of these parameters.
+
+    Nothing leads from a parameter to its wrapper, so this looks through all objects: tens of milliseconds.
+    """
+    wanted = set(map(id, params))
+    found: list[Any] = []
+    for candidate in gc.get_objects():
+        # By type: a proxy may answer for what it stands for.
+        if issubclass(type(candidate), DistributedDataParallel):
+            own = (
+                id(master if (master := master_of(param)) is not None else param) for param in candidate.parameters()
+            )
+            if not wanted.isdisjoint(own):
+                found.append(candidate.process_group)
+    return found
+
+
+def tell_off() -> None:
+    """Let other ranks know that autoamp is off on this one, if there are others by now."""
+    store = _store()
+    if store is not None:
+        store.set(f"{_PREFIX}/off/{dist.get_rank()}", "1")
+
+
+def compare_ranks(ranks: Sequence[int], facts: Mapping[str, str], rules: Mapping[str, str]) -> None:
+    """Compare the settings of ranks, all of which call this, once in the life of their process group.
+
+    Args:
+        ranks: Global ranks, this one among them.
+        facts: Settings by name.
+        rules: The policy of each target. Ranks send a hash of it, and the whole only where hashes differ.
+
+    Raises:
+        UsageError: A rank has other settings, has autoamp off, or gave no sign in time. It is named.
+    """
+    store = _store()
+    if store is None:
+        return
+    own, root = dist.get_rank(), min(ranks)
+    # Torchrun may keep a store when it starts processes anew.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    place = f"{_PREFIX}/{attempt}/{hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]}"
+    if store.check([f"{place}/{own}"]):
+        # An earlier handle has asked.
+        return
+    table = json.dumps(rules, sort_keys=True).encode()
+    digest = hashlib.sha256(table).hexdigest()
+    # Equal tables are one entry.
+    store.set(f"{_PREFIX}/rules/{digest}", zlib.compress(table))
+    store.set(f"{place}/{own}", json.dumps({**facts, _RULES: digest}))
+    if own == root:
+        verdict = _verdict(store, place, ranks)
+        store.set(f"{place}/verdict", verdict)
+    else:
+        # The first rank says within its own patience who is missing.
+        if not _awaited(store, [f"{place}/verdict"], [root], factor=1.25):
+            verdict = _silence([root], own)
+        else:
+            verdict = store.get(f"{place}/verdict").decode()
+    if verdict:
+        raise UsageError(verdict)
+
+
+def _store() -> Any:
+    """Return the store of the default process group; None where there is no other rank, or torch does not give it."""
+    if not several_processes():
+        return None
+    with contextlib.suppress(AttributeError, RuntimeError):
+        world: Any = dist.group.WORLD
+        return world.get_group_store()
+    return None
+
+
+def _awaited(store: Any, keys: Sequence[str], ranks: Sequence[int], factor: float = 1.0) -> bool:
+    """Wait for keys. Returns whether they came; not if a rank says that autoamp is off there."""
+    end = time.monotonic() + factor * min(_PATIENCE, store.timeout.total_seconds())
+    while time.monotonic() < end:
+        with contextlib.suppress(RuntimeError):
+            store.wait(list(keys), timedelta(seconds=max(0.01, min(2.0, end - time.monotonic()))))
+            return True
+        if any(store.check([f"{_PREFIX}/off/{rank}"]) for rank in ranks):
+            return False
+    return bool(store.check(list(keys)))
+
+
+def _verdict(store: Any, place: str, ranks: Sequence[int]) -> str:
+    """Return how ranks differ, as a message; an empty one where they agree."""
+    keys = {rank: f"{place}/{rank}" for rank in ranks}
+    if not _awaited(store, list(keys.values()), ranks):
+        off = [rank for rank in ranks if store.check([f"{_PREFIX}/off/{rank}"])]
+        if off:
+            return (
+                f"autoamp is off on {_named(off)} (enabled=False) and on elsewhere; all ranks that train together "
+                "need the same call of initialize() or init()"
+            )
+        return _silence([rank for rank in ranks if not store.check([keys[rank]])], dist.get_rank())
+    told = {rank: json.loads(store.get(key)) for rank, key in keys.items()}
+    for name in told[ranks[0]]:
+        by_value: dict[str, list[int]] = {}
+        for rank, facts in told.items():
+            by_value.setdefault(facts.get(name, "unknown"), []).append(rank)
+        if len(by_value) > 1:
+            if name == _RULES:
+                return _rules_differ(store, by_value)
+            values = "; ".join(f"{value} on {_named(having)}" for value, having in by_value.items())
+            return f"{name} differs between ranks that train together: {values}. Give all of them the same"
+    return ""
+
+
+def _rules_differ(store: Any, by_digest: Mapping[str, Sequence[int]]) -> str:
+    (one, having), (other, differing) = list(by_digest.items())[:2]
+    ours, theirs = (json.loads(zlib.decompress(store.get(f"{_PREFIX}/rules/{digest}"))) for digest in (one, other))
+    targets = sorted(target for target in {**ours, **theirs} if ours.get(target) != theirs.get(target))
+    first = ", ".join(
+        f"{target} is {ours.get(target, 'in no list')} on {_named(having)} and {theirs.get(target, 'in no list')} on "
+        f"{_named(differing)}"
+        for target in targets[:3]
+    )
+    return f"the cast lists differ between ranks that train together, in {len(targets)} targets: {first}"
+
+
+def _silence(missing: Sequence[int], own: int) -> str:
+    return (
+        f"{_named(missing)} gave no sign at the first step, on which rank {own} waits: autoamp is not active there, or "
+        "the rank hangs or takes no step. All ranks that train together need the same call of initialize() or init(), "
+        "and step the same number of times"
+    )
+
+
+def _named(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

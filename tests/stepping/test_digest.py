@@ -1,0 +1,115 @@
+"""Ranks with other settings are found at the first step and named, on two processes over gloo that serve all cases."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import autoamp
+
+CPU: dict[str, Any] = {"device_type": "cpu", "dtype": torch.float16}
+# What rank 1 has otherwise than rank 0.
+DIFFERENT: dict[str, dict[str, Any]] = {
+    "same": {},
+    "dtype": {"dtype": torch.bfloat16, "loss_scale": "dynamic"},
+    "lists": {"lists": {"fp32": ["linear"]}},
+    "scale": {"loss_scale": 128.0},
+    "version": {},
+    "off": {"enabled": False},
+    "absent": {},
+}
+# Gradients that are shards are looked at together before the step, where torch's own timeout tells of such a rank.
+ALONE = ("off", "absent")
+
+
+def step(case: str, sharded: bool) -> str:
+    """Take one step; returns the error, or how often a collective was called."""
+    torch.manual_seed(0)
+    rank = dist.get_rank()
+    handle: Any = None
+    if not (rank and case == "absent"):
+        handle = autoamp.init(**{**CPU, "loss_scale": "dynamic", **(DIFFERENT[case] if rank else {})})
+    model: Any = nn.Linear(4, 4)
+    if sharded:
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    else:
+        model = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loss = model(torch.ones(2, 4)).float().mean()
+    if handle is None:
+        loss.backward()
+        return "no step"
+    try:
+        with handle.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        if rank == 0 or case != "off":
+            optimizer.step()
+    except autoamp.AutoampError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        handle.deactivate()
+    return f"stepped, {handle.skipped_steps} skipped"
+
+
+def rank(index: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    told = {}
+    for sharded in (False, True):
+        for case in DIFFERENT:
+            if sharded and case in ALONE:
+                continue
+            dist.init_process_group(
+                "gloo", init_method=f"file://{folder}/{case}{sharded}", rank=index, world_size=2,
+                timeout=datetime.timedelta(seconds=6 if case == "absent" else 60),
+            )  # fmt: skip
+            version = autoamp.__version__
+            if case == "version" and index == 1:
+                autoamp.__version__ = "0.0.9"
+            told[case, sharded] = step(case, sharded)
+            autoamp.__version__ = version
+            Path(f"{folder}/{case}{sharded}{index}.done").touch()
+            while not Path(f"{folder}/{case}{sharded}{1 - index}.done").exists():
+                time.sleep(0.05)
+            dist.destroy_process_group()
+    torch.save(told, f"{folder}/{index}.pt")
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, bool], str]]:
+    folder = tmp_path_factory.mktemp("digest")
+    mp.spawn(rank, (str(folder),), nprocs=2)
+    return [torch.load(folder / f"{index}.pt") for index in range(2)]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_rank_that_differs_is_named(told: Any, sharded: bool) -> None:
+    first, second = (
+        {case: text for (case, found), text in told[index].items() if found is sharded} for index in (0, 1)
+    )
+    assert first["same"] == second["same"] == "stepped, 0 skipped"
+    for case, message in {
+        "dtype": "the half dtype differs between ranks that train together: torch.float16 on rank 0; torch.bfloat16 on",
+        "lists": "the cast lists differ between ranks that train together, in ",
+        "scale": "loss scaler 0 differs between ranks that train together: DynamicLossScaler(loss_scale=65536.0",
+        "version": f"the version of autoamp differs between ranks that train together: {autoamp.__version__} on rank 0"
+        "; 0.0.9 on rank 1. Give all of them the same",
+    }.items():
+        assert first[case] == second[case]
+        assert first[case].startswith(f"UsageError: {message}"), first[case]
+    assert "linear is fp16 on rank 0 and fp32 on rank 1" in first["lists"]
+    if sharded:
+        return
+    assert first["off"].startswith("UsageError: autoamp is off on rank 1 (enabled=False) and on elsewhere")
+    assert first["absent"].startswith("UsageError: rank 1 gave no sign at the first step, on which rank 0 waits")
