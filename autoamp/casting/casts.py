@@ -153,6 +153,10 @@ class Casts:
         """Tell whether this thread is in a torch.autocast region of this device type: there torch casts, and not we."""
         return is_any_autocast_enabled() and torch.is_autocast_enabled(self.device_type)
 
+    def uncast(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a function whose arguments are not cast, as one of them is sparse."""
+        return original(*args, **kwargs)
+
     def to_half(self, value: Any) -> Any:
         """Cast one value, however nested, to the half dtype. SparseArgument where a tensor in it is sparse."""
         return self.args_to_half((value,), False)[0]

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from autoamp.casting import Casts, Switches
+from autoamp.modules.meetings import meeting_builders
 from autoamp.patching import imitate
 from autoamp.tensors import HALF_DTYPES, iter_tensors, map_tensors
-from autoamp.torch_private import is_any_autocast_enabled
 
 __all__ = ["ModuleCasts"]
 
@@ -158,15 +158,25 @@ class ModuleCasts(Casts):
         local = self.local
 
         def passed(*args: Any, **kwargs: Any) -> Any:
+            within = self.state() is not None
             if not self.wants(args, kwargs):
                 return original(*args, **kwargs)
+            # Who is given half tensors gets them; elsewhere the program knows of none.
+            widens = not within and not self.autocast_rules() and not _any_of(self.dtype, (args, kwargs))
             token = local.set(True)
             try:
-                return replacement(*args, **kwargs)
+                outputs = replacement(*args, **kwargs)
             finally:
                 local.reset(token)
+            return self._widened(outputs) if widens else outputs
 
         return passed
+
+    def uncast(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a function that was given a sparse tensor: half tensors beside it, which are not the program's, widened."""
+        if self.wants(args, kwargs):
+            args, kwargs = self._widened((args, kwargs))
+        return original(*args, **kwargs)
 
     def around_outermost(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return a wrapper of a module's call that is within no other module's call: it turns casts on."""
@@ -182,8 +192,7 @@ class ModuleCasts(Casts):
             finally:
                 local.reset(token)
             # In an autocast region of the program outputs have the dtypes that torch gives them.
-            in_region = is_any_autocast_enabled() and self.autocast_rules()
-            return self._widened(outputs) if within and not in_region else outputs
+            return self._widened(outputs) if within and not self.autocast_rules() else outputs
 
         return outermost
 
@@ -201,10 +210,11 @@ class ModuleCasts(Casts):
         return self.switched(None)
 
     def builders(self) -> Sequence[tuple[Any, str, Callable[[Any], Any]]]:
-        """Return what else is to be patched: a module's constructor, and what changes its parameters' dtype."""
+        """Return what else is to be patched: what makes and changes modules, and where half tensors meet others."""
         return [
             (Module, "__init__", self._build_init),
             *((Module, name, self._build_conversion) for name in _CONVERSIONS),
+            *meeting_builders(self),
         ]
 
     def _build_init(self, original: Any) -> Any:
@@ -257,3 +267,7 @@ def _derives(values: Any, half: torch.dtype) -> bool:
     """Tell whether a tensor among nested arguments is half, or requires gradients while these are recorded."""
     records = torch.is_grad_enabled()
     return any(tensor.dtype is half or (records and tensor.requires_grad) for tensor in iter_tensors(values))
+
+
+def _any_of(dtype: torch.dtype, values: Any) -> bool:
+    return any(tensor.dtype is dtype for tensor in iter_tensors(values))

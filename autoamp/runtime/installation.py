@@ -188,7 +188,11 @@ class Installation:
             if owner is None or name is None:
                 # This torch has no such thing; `torch_private` says what goes without.
                 continue
-            self._patches.replace(owner, name, builder(original_of(inspect.getattr_static(owner, name))))
+            original = original_of(inspect.getattr_static(owner, name))
+            replacement = builder(original)
+            self._patches.replace(owner, name, replacement)
+            if isinstance(owner, types.ModuleType):
+                self._let_torchscript_know(original, replacement)
         # A function that lies in three modules of torch, two of which it hides by its name.
         original = original_of(torch.nn.parallel.parallel_apply)
         replacement = build_parallel_apply(original, casts)

@@ -151,15 +151,18 @@ def test_outputs_in_containers_are_fp32(handle: Handle, half: torch.dtype) -> No
 
 def test_what_requires_gradients_is_cast_outside_of_modules_too(handle: Handle, half: torch.dtype) -> None:
     weight, x = nn.Parameter(torch.randn(4, 4)), torch.randn(2, 4)
-    assert F.linear(x, weight).dtype is half
-    assert (x @ weight).dtype is half
-    assert torch.einsum("ij,jk->ik", x, weight).dtype is half
-    assert F.cross_entropy(F.linear(x, weight), torch.tensor([0, 1])).dtype is torch.float32
-    assert torch.cat([F.linear(x, weight), x]).dtype is torch.float32
     with torch.no_grad():
-        assert F.linear(x, weight).dtype is torch.float32
+        rounded = (x.to(half) @ weight.to(half)).float()
+        assert torch.equal(F.linear(x, weight), x @ weight.t())
+        assert not torch.equal(rounded, x @ weight)
     with torch.inference_mode():
         assert (x @ weight).dtype is torch.float32
+    # Computed in half precision, of which the program sees nothing.
+    for found in (x @ weight, F.linear(x, weight.t()), torch.einsum("ij,jk->ik", x, weight)):
+        assert found.dtype is torch.float32
+        torch.testing.assert_close(found, rounded, rtol=torch.finfo(half).eps, atol=0)
+    assert F.cross_entropy(F.linear(x, weight), torch.tensor([0, 1])).dtype is torch.float32
+    assert (x.to(half) @ weight).dtype is half, "who is given half tensors gets them"
 
 
 def test_what_got_out_in_half_precision_is_computed_as_the_lists_say(handle: Handle, half: torch.dtype) -> None:
@@ -197,12 +200,15 @@ def test_every_kind_of_replacement_asks_its_arguments(half: torch.dtype) -> None
     plain, found = dtypes(torch.float32), []
     for scope in ("global", "modules"):
         handle = autoamp.init(dtype=half, device_type="cpu", scope=scope)
-        found.append((dtypes(half), dtypes(torch.float32, requires_grad=True)))
+        with handle.count() as counts:
+            found.append((dtypes(half), counts.as_dict()))
+            outside = dtypes(torch.float32, requires_grad=True)
+            found[-1] += (counts.as_dict(),)
         if scope == "modules":
-            assert dtypes(torch.float32) == plain
+            assert dtypes(torch.float32) == plain == outside
         handle.deactivate()
     assert found[0] == found[1]
-    assert found[0][1] != plain
+    assert found[0][2] != found[0][1]
 
 
 def test_a_model_learns_as_in_the_global_scope(half: torch.dtype) -> None:
@@ -229,7 +235,7 @@ def test_checkpoints_recompute_as_they_computed(handle: Handle, reentrant: bool,
     seen: list[torch.dtype] = []
 
     def block(x: Tensor) -> Tensor:
-        table = torch.ones(8, 8) @ torch.ones(8, 8)
+        table = torch.ones(8, 8).tril() @ torch.ones(8, 8).triu()
         y = x @ weight
         seen.extend([table.dtype, y.dtype])
         return F.softmax(y, -1) @ table
@@ -244,8 +250,9 @@ def test_checkpoints_recompute_as_they_computed(handle: Handle, reentrant: bool,
     assert seen[:2] == seen[2:]
     expected, x.grad, weight.grad = (x.grad, weight.grad), None, None
     (Model()(x) if in_module else block(x)).sum().backward()
-    assert torch.equal(x.grad, expected[0])  # type: ignore[arg-type]
-    assert torch.equal(weight.grad, expected[1])  # type: ignore[arg-type]
+    # A reentrant checkpoint outside of modules casts throughout, where plain calls there give fp32 to each other.
+    rtol = 0.02 if reentrant and not in_module else 0.0
+    torch.testing.assert_close((x.grad, weight.grad), expected, rtol=rtol, atol=rtol)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -508,7 +515,9 @@ def test_nothing_is_cast_before_an_awaited_call_or_the_first_step(handle: Handle
 
 def test_who_awaits_nothing_is_cast_at_once(handle: Handle, half: torch.dtype) -> None:
     casts_of(handle).wait_for(lambda: None)
-    assert F.linear(torch.ones(2, 4), nn.Parameter(torch.ones(4, 4))).dtype is half
+    model = Probe()
+    model(torch.ones(2, 4))
+    assert model.seen == [half, half]
 
 
 def test_an_unknown_scope_is_refused() -> None:
