@@ -35,6 +35,9 @@ def add_profile(commands: Any) -> None:
         usage="autoamp profile [options] script.py args...\n       autoamp profile [options] -m module args...",
     )
     profile.add_argument("--json", metavar="FILE", help="write all of it to this file, as JSON")
+    profile.add_argument("--lists", action="append", default=[], metavar="LIST",
+                         help="a list set or file, over the project's own; repeatable")  # fmt: skip
+    profile.add_argument("--every", type=int, default=1, metavar="N", help="look at every N-th step; default 1")
     profile.add_argument("--device-type", help="whose tensors: cuda, cpu, ...; the accelerator's unless given")
     profile.add_argument("-m", dest="is_module", action="store_true", help="run a module, as python -m does")
     profile.add_argument("program", help="the script, or the module")
@@ -58,12 +61,12 @@ def prepared_profile(chosen: argparse.Namespace, argv: Sequence[str]) -> Callabl
         raise UsageError(f"--json {chosen.json!r} cannot be written: give a file in a directory that exists")
     program = Program(chosen.program, tuple(chosen.args), chosen.is_module)
     take_path(program)
-    handle: Any = runtime.init(dtype=torch.float16, device_type=chosen.device_type)
+    handle: Any = runtime.init(dtype=torch.float16, device_type=chosen.device_type, lists=chosen.lists or None)
+    ranges = handle.profile_ranges(every=chosen.every)
     run_program = prepared(program, Options(opt_level="O0", device_type=chosen.device_type).as_dict())
     process = os.getpid()
 
     def run() -> None:
-        ranges = handle.profile_ranges()
         try:
             with ranges:
                 run_program()

@@ -25,8 +25,9 @@ from autoamp.diagnostics.call_sites import CallSite, in_scaling
 from autoamp.diagnostics.exponents import FORMATS, Exponents
 from autoamp.diagnostics.observer import Call, Observation, Observer, Watch
 from autoamp.diagnostics.tables import as_table
+from autoamp.errors import UsageError
 from autoamp.tensors import HALF_DTYPES, iter_tensors, map_tensors
-from autoamp.torch_private import DispatchMode, current_graph_task
+from autoamp.torch_private import DispatchMode, current_graph_task, dispatch_modes
 
 __all__ = ["OpRange", "RangeProfile"]
 
@@ -48,6 +49,7 @@ class OpRange:
         values: The exponents of its results.
         errors: By half dtype the largest relative error of a call on half arguments, in the 2-norm beside fp32; inf
             where a finite result became inf or nan. A dtype is absent where no call could be run again.
+        compared: How many calls were run again: the first ones.
         excluded: Why it was not run again, None where it was.
     """
 
@@ -57,6 +59,7 @@ class OpRange:
     calls: int = 0
     values: Exponents = field(default_factory=Exponents)
     errors: dict[str, float] = field(default_factory=dict)
+    compared: int = 0
     excluded: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -70,6 +73,7 @@ class OpRange:
             **self.values.to_dict(),
             **{dtype: self.values.in_format(dtype) for dtype in FORMATS},
             "errors": {name: error if math.isfinite(error) else "inf" for name, error in self.errors.items()},
+            "compared": self.compared,
             "excluded": self.excluded,
         }
 
@@ -84,6 +88,17 @@ class RangeProfile(Observer):
         observation: Tells where calls are made.
         start: Begins to tell this observer of calls.
         scale_of: Returns the present loss scale.
+        every: Steps 0, ``every``, 2 * ``every``, ... of those that optimizers make are looked at.
+        compare: How many calls of an operator at one place are run again in half precision.
+
+    Attributes:
+        gradients: The exponents of each parameter's gradient, by its name.
+        loss_scale: The loss scale at the end of the statement.
+        steps: How many steps optimizers made.
+        sees_operators: Whether operators were looked at, for which torch must have a `TorchDispatchMode`.
+
+    Raises:
+        UsageError: ``every`` is below 1, or ``compare`` below 0.
     """
 
     def __init__(
@@ -92,7 +107,17 @@ class RangeProfile(Observer):
         observation: Observation,
         start: Callable[[Observer], Watch],
         scale_of: Callable[[], float],
+        *,
+        every: int = 1,
+        compare: int = 2,
     ) -> None:
+        if every < 1 or compare < 0:
+            raise UsageError(
+                f"every={every!r}, compare={compare!r}: look at every step or every n-th (every >= 1), and compare the "
+                "first calls of each operator, or none (compare >= 0)"
+            )
+        self._every = every
+        self._compare = compare
         self._casts = casts
         self._observation = observation
         self._start = start
@@ -101,8 +126,12 @@ class RangeProfile(Observer):
         self._roots: weakref.WeakSet[Module] = weakref.WeakSet()
         self._stack = contextlib.ExitStack()
         self._stepped = self._stepping = False
+        self._mode: Any = None
+        self._depth = 0
         self.gradients: dict[str, Exponents] = {}
         self.loss_scale = 1.0
+        self.steps = 0
+        self.sees_operators = DispatchMode is not None
 
     def __enter__(self) -> RangeProfile:
         with contextlib.ExitStack() as stack:
@@ -111,7 +140,8 @@ class RangeProfile(Observer):
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
             if DispatchMode is not None:
-                stack.enter_context(_mode_for(self))
+                stack.callback(self._leave_mode)
+                self._enter_mode()
             self._stack = stack.pop_all()
         return self
 
@@ -135,9 +165,23 @@ class RangeProfile(Observer):
 
     # -- looking --
 
+    @property
+    def _sampling(self) -> bool:
+        return self.steps % self._every == 0
+
+    def _enter_mode(self) -> None:
+        self._mode = _mode_for(self)
+        self._mode.__enter__()
+        self._depth = dispatch_modes()
+
+    def _leave_mode(self) -> None:
+        mode, self._mode = self._mode, None
+        if mode is not None:
+            mode.__exit__(None, None, None)
+
     def saw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Take note of an operator, which the mode has seen."""
-        if self._stepping or self._observation.telling or current_graph_task() != -1:
+        if self._stepping or not self._sampling or self._observation.telling or current_graph_task() != -1:
             return
         outputs = [t for t in iter_tensors(result) if t.is_floating_point()]
         inputs = [t for t in iter_tensors((args, kwargs)) if t.is_floating_point()]
@@ -156,15 +200,16 @@ class RangeProfile(Observer):
             row = self._ops[name, site] = OpRange(name, None if call is None else call.op.name, site)
         row.calls += 1
         for output in outputs:
-            row.values.add(output)
+            row.values.add(output, at_any_scale=False)
         if schema.is_mutable:
             row.excluded = "writes to its arguments"
         elif torch.Tag.nondeterministic_seeded in func.tags:
             row.excluded = "draws random numbers"
-        else:
+        elif row.compared < self._compare and (row.excluded is None or row.errors):
             self._run_again(row, func, args, kwargs, outputs)
 
     def _run_again(self, row: OpRange, func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
+        row.compared += 1
         for dtype in HALF_DTYPES:
             to_half = _narrower(dtype)
             try:
@@ -178,10 +223,25 @@ class RangeProfile(Observer):
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         self._stepped = self._stepping = True
-        self._read([param for group in optimizer.param_groups for param in group["params"]])
+        if self._sampling:
+            # What reads them would go through the mode.
+            on_top = self._mode is not None and dispatch_modes() == self._depth
+            if on_top:
+                self._leave_mode()
+            try:
+                self._read([param for group in optimizer.param_groups for param in group["params"]])
+            finally:
+                if on_top:
+                    self._enter_mode()
 
     def _after_step(self, *_: Any) -> None:
         self._stepping = False
+        self.steps += 1
+        # Steps that are not looked at run without the mode, unless another one was entered above it.
+        if self._mode is not None and not self._sampling and dispatch_modes() == self._depth:
+            self._leave_mode()
+        elif self._mode is None and self._sampling and self.sees_operators:
+            self._enter_mode()
 
     def _read(self, params: Iterable[Tensor]) -> None:
         names = {id(p): name for root in self._roots for name, p in root.named_parameters()}
@@ -217,6 +277,8 @@ class RangeProfile(Observer):
         """Return a sentence for each half dtype, and what loss scales lose least."""
         shift, values, gradients = self._shift(), self.all_values(), self.all_gradients()
         lines = []
+        if not self.sees_operators:
+            lines.append("no operator was looked at: this torch has no TorchDispatchMode; gradients alone were")
         for dtype in FORMATS:
             forward, backward = values.in_format(dtype), gradients.in_format(dtype, shift)
             errors = [row.errors[dtype] for row in self.ops if dtype in row.errors]
@@ -244,6 +306,9 @@ class RangeProfile(Observer):
             "schema": 1,
             "kind": "autoamp.ranges",
             "torch": torch.__version__,
+            "steps": self.steps,
+            "every": self._every,
+            "sees_operators": self.sees_operators,
             "loss_scale": self.loss_scale,
             "loss_scales": list(self.loss_scales()),
             "verdict": self.verdict(),
@@ -298,12 +363,18 @@ def _relative_error(half: Tensor, full: Tensor) -> float:
     """Return the 2-norm of the difference over that of the fp32 result, where that is finite."""
     if half.shape != full.shape:
         return 0.0
-    fine = full.isfinite()
-    full, half = full.double().where(fine, 0.0), half.double().where(fine, 0.0)
-    difference, size = float((half - full).norm()), float(full.norm())
+    difference, size = _norm(half.float() - full), _norm(full)
+    if not math.isfinite(size):
+        fine = full.isfinite()
+        full, half = full.where(fine, 0.0), half.float().where(fine, 0.0)
+        difference, size = _norm(half - full), _norm(full)
     if not math.isfinite(difference):
         return math.inf
     return difference / size if size else (0.0 if difference == 0 else math.inf)
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
 
 
 def _short(dtype: torch.dtype) -> str:

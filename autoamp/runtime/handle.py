@@ -320,17 +320,23 @@ class Handle:
         self._check_active()
         return CastTrace(self.casts, self._observation, self.observe, profile=profile)
 
-    def profile_ranges(self) -> RangeProfile:
+    def profile_ranges(self, *, every: int = 1, compare: int = 2) -> RangeProfile:
         """Profile the ranges of values within a ``with`` statement, in fp32: this thread casts nothing meanwhile.
 
         Results are those of fp32, bit for bit. ``print(ranges)`` is a table and a verdict on fp16 and bf16; there are
-        ``to_dict`` and ``to_json``. Each operator is run three times, so that it takes some times as long.
+        ``to_dict`` and ``to_json``.
+
+        Args:
+            every: Look at the first of so many steps of optimizers; the others run at nearly full speed.
+            compare: How many calls of each operator at each place are run again in both half dtypes, for their errors.
 
         Raises:
-            UsageError: The handle is not active.
+            UsageError: The handle is not active, or an argument is out of range.
         """
         self._check_active()
-        return RangeProfile(self.casts, self._observation, self.observe, lambda: self.loss_scale)
+        return RangeProfile(
+            self.casts, self._observation, self.observe, lambda: self.loss_scale, every=every, compare=compare
+        )
 
     def explain(self, name: str) -> Explanation:
         """Tell which rules of this handle's lists apply to an op, and in which file and line they stand.

@@ -48,6 +48,19 @@ def test_what_fp16_cannot_hold_is_what_numpy_rounds(scale: int) -> None:
     assert found.in_format("float16", scale) == expected
 
 
+@pytest.mark.parametrize("scale", [0, 10])
+def test_what_rounding_takes_to_inf_in_fp16_overflows(scale: int) -> None:
+    edge = np.array([65519.996, 65520.0, -65535.99, 65504.0, 65536.0, 1.9999], dtype=np.float32) / 2**scale
+    found = Exponents()
+    found.add(torch.from_numpy(edge))
+    with np.errstate(over="ignore"):
+        expected = int(np.isinf((edge.astype(np.float64) * 2.0**scale).astype(np.float16)).sum())
+    assert found.in_format("float16", scale)["overflow"] == expected == 3
+    only_at_one = Exponents()
+    only_at_one.add(torch.from_numpy(edge), at_any_scale=False)
+    assert only_at_one.in_format("float16", scale)["overflow"] == (3 if scale == 0 else 1)
+
+
 def test_what_bf16_cannot_hold() -> None:
     x = values(4)
     found = Exponents()

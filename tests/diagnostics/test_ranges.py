@@ -113,6 +113,33 @@ def test_training_is_bitwise_that_of_fp32(handle: Any) -> None:
     assert F.linear(torch.ones(1, 1), torch.ones(1, 1)).dtype is torch.float16
 
 
+def test_the_first_calls_at_a_place_are_compared_and_every_nth_step_is_looked_at(handle: Any) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with handle.profile_ranges(every=3, compare=1) as ranges:
+        for step in range(7):
+            model(torch.full((1, 2), 3e5 if step == 1 else 1.0)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    row = op(ranges, "addmm")
+    assert (ranges.steps, row.calls, row.compared, row.values.elements) == (7, 3, 1, 6)
+    assert row.values.in_format("float16")["overflow"] == 0
+    assert ranges.gradients["bias"].elements == 6
+    assert ranges.to_dict()["every"] == 3
+    with pytest.raises(autoamp.UsageError, match="every=0"):
+        handle.profile_ranges(every=0)
+
+
+def test_without_dispatch_modes_it_says_so(handle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autoamp.diagnostics.ranges.DispatchMode", None)
+    model = nn.Linear(2, 2)
+    with handle.profile_ranges() as ranges:
+        model(torch.ones(1, 2)).sum().backward()
+    assert (ranges.ops, set(ranges.gradients)) == ((), {"weight", "bias"})
+    assert "no operator was looked at" in ranges.verdict()
+    assert ranges.to_dict()["sees_operators"] is False
+
+
 def test_an_exception_in_the_program_ends_it(handle: Any) -> None:
     ranges = handle.profile_ranges()
 
@@ -132,7 +159,9 @@ def test_an_exception_in_the_program_ends_it(handle: Any) -> None:
 def test_the_command(tmp_path: Path) -> None:
     script, out = tmp_path / "script.py", tmp_path / "ranges.json"
     script.write_text("import sys, torch\nx = torch.ones(2, 2)\ntorch.mm(x, x)\nsys.exit(len(sys.argv) + 1)\n")
-    command = [sys.executable, "-m", "autoamp", "profile", "--device-type", "cpu", "--json"]
+    listed = tmp_path / "own.toml"
+    listed.write_text('schema = 1\nfp16 = ["mm", "exp"]\n')
+    command = [sys.executable, "-m", "autoamp", "profile", "--device-type", "cpu", "--lists", str(listed), "--json"]
     ran = subprocess.run(
         [*command, str(out), str(script), "--x"], cwd=ROOT, capture_output=True, text=True, check=False
     )
