@@ -48,6 +48,7 @@ __all__ = [
     "negated_view",
     "normed_weight",
     "root_of_mesh",
+    "sharded_compute_dtype",
     "tracing_state",
     "two_in_one",
     "unflatten",
@@ -230,6 +231,17 @@ def _root_of_mesh() -> Callable[[Any], Any]:
 root_of_mesh: Callable[[Any], Any] = _root_of_mesh()
 """The mesh that a `DeviceMesh` was cut from, which is itself for one that was not. Where the name is missing, None:
 ranks that meshes across one another concern are then all ranks."""
+
+
+def sharded_compute_dtype(module: Any) -> torch.dtype | None:
+    """Return the dtype in which a module that `fully_shard` has sharded computes, by its mixed-precision policy.
+
+    None where the policy names none, or the installed torch keeps it elsewhere. Looked up here and not by `_find`,
+    which would import all of ``torch.distributed.fsdp``.
+    """
+    state = getattr(module, "_get_fsdp_state", lambda: None)()
+    dtype = getattr(getattr(state, "_mp_policy", None), "param_dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else None
 
 
 # -- what is patched beside the functions of the lists. Where it is None there is no patch --

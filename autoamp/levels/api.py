@@ -60,6 +60,7 @@ def initialize(
     dtype: torch.dtype | None = None,
     device_type: str | None = None,
     lists: Any = None,
+    trace_overflow: bool = False,
     process_group: Any = None,
 ) -> Models: ...
 @overload
@@ -83,6 +84,7 @@ def initialize(
     dtype: torch.dtype | None = None,
     device_type: str | None = None,
     lists: Any = None,
+    trace_overflow: bool = False,
     process_group: Any = None,
 ) -> tuple[Models, Optimizers]: ...
 def initialize(

@@ -25,8 +25,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     State tensors have the shape of their parameter, unless a subclass says otherwise, and the dtype of the computation.
     The number of steps is in the group, as ``group["step"]``, where checkpoints of Apex have it.
 
-    A class whose step takes half gradients of fp32 parameters says ``reads_half_gradients = True``; what derives from it
-    has to say so again. At O2 it gets the gradients of half parameters as they are then.
+    A class whose step takes half gradients of fp32 parameters says ``reads_half_gradients = True``; what derives from
+    it has to say so again. At O2 it gets the gradients of half parameters as they are then.
     """
 
     # The attributes that copies and pickles have, besides groups, state and defaults.

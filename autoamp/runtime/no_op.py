@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.nn import Module
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autoamp.auto_scaling import AutoScale
 from autoamp.casting import CastCache, Casts
-from autoamp.diagnostics import Counts, Observer, Watch
+from autoamp.diagnostics import (
+    CastTrace,
+    Counts,
+    Explanation,
+    Followers,
+    Observation,
+    Observer,
+    RangeProfile,
+    Watch,
+    explain,
+)
 from autoamp.modules import ModulePrecisions, Override
-from autoamp.rules import CastRule
+from autoamp.rules import CastRule, CastTable
 from autoamp.runtime.protocol import Precision
 from autoamp.scaling import StaticLossScaler
 from autoamp.stepping import GuardedOptimizers, listed, stepped_params, tell_off
@@ -28,12 +39,15 @@ class NoOpHandle:
     skipped_steps = 0
     last_step_skipped = False
     last_overflow = None
+    overflows = None
     max_consecutive_skips = 50
     late_bound: tuple[str, ...] = ()
     skipped_rules: tuple[CastRule, ...] = ()
 
     def __init__(self) -> None:
         self._casts = Casts(torch.float16, "cpu", enable_caching=False, on=False)
+        self._followers = Followers()
+        self._steps: Any = None
         tell_off()
 
     def __repr__(self) -> str:
@@ -82,6 +96,50 @@ class NoOpHandle:
         """Return counts that stay at 0."""
         return Counts()
 
+    def trace(self, *, profile: bool = False) -> CastTrace:
+        """Return a trace in which nothing is cast."""
+        return CastTrace(self._casts, Observation(self._casts), self.observe, profile=profile)
+
+    def profile_ranges(self) -> RangeProfile:
+        """Profile the ranges of values and gradients, as a handle does."""
+        return RangeProfile(self._casts, Observation(self._casts), self.observe, lambda: 1.0)
+
+    def explain(self, name: str) -> Explanation:
+        """Tell that no rule applies to an op. UsageError: torch has no op of this name."""
+        return explain(CastTable(), name)
+
+    def explain_overflow(self, step_fn: Callable[[], Any]) -> None:
+        """Return None, and run nothing: no half precision is there to overflow."""
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """What a handle tells that has scaled nothing; steps are not counted."""
+        return {
+            "loss_scale": 1.0, "loss_scales": [], "steps": 0, "skipped": 0, "last_step_skipped": False, "overflows": {},
+        }  # fmt: skip
+
+    def postfix(self) -> dict[str, str]:
+        """Return what ``tqdm.set_postfix`` takes: a loss scale of 1, and no skip."""
+        return {"scale": "1", "skipped": "0"}
+
+    def log_to(self, writer: Any, every: int = 10) -> Callable[[], None]:
+        """Write nothing: no scale moves, and no step is skipped. What is returned does nothing."""
+        return lambda: None
+
+    def follow(self, *followers: Any) -> Callable[[], None]:
+        """Step schedulers, averages and the like after each step of any optimizer, all of which land.
+
+        Returns:
+            What ends it, as `deactivate` does.
+
+        Raises:
+            UsageError: One of them cannot be stepped.
+        """
+        end = self._followers.follow(followers)
+        if self._steps is None:
+            self._steps = register_optimizer_step_post_hook(lambda *_: self._followers.stepped(lambda: False))
+        return end
+
     @contextlib.contextmanager
     def disable_casts(self) -> Iterator[None]:
         """Turn nothing off: nothing is cast."""
@@ -101,7 +159,10 @@ class NoOpHandle:
         return False
 
     def deactivate(self) -> tuple[str, ...]:
-        """Do nothing."""
+        """Step followers no more; there is nothing else to take back."""
+        if self._steps is not None:
+            self._steps.remove()
+            self._steps = None
         return ()
 
     def state_dict(self) -> dict[str, Any]:

@@ -152,6 +152,7 @@ def _leave(guards: Sequence[StepGuard], scaler: LossScaler, scale: Scale, checks
         verdicts = _judged(guards, lists, scaler, scale)
     for guard, params, has_gradients, verdict in zip(guards, lists, present, verdicts, strict=True):
         if not has_gradients:
+            guard.check_shards()
             shared = guard.together is not None
             # Verdicts are shared one by one, so a rank without gradients has as many as the others.
             verdict = Verdict(scaler, scale, ()) if checks and shared else None

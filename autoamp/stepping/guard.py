@@ -52,6 +52,7 @@ from autoamp.scaling import (
 from autoamp.stepping.attach import AttachedStep, named_params, stepped_params
 from autoamp.stepping.masters import MasterWeights
 from autoamp.stepping.replicas import several_processes
+from autoamp.stepping.sharded_modules import refuse_left_behind, warn_of_unscaled_shards
 from autoamp.stepping.skips import Skips
 from autoamp.tensors import version_of
 
@@ -196,6 +197,14 @@ class StepGuard:
     def has_gradients(self) -> bool:
         """Tell whether any gradient is there."""
         return any(param.grad is not None for param in self.holders(self.params()))
+
+    def check_shards(self) -> None:
+        """Raise UsageError where `fully_shard` has put others in the place of this optimizer's parameters."""
+        params = self.holders(self.params())
+        if self.masters is not None:
+            halves = {id(master): half for half, master in self.masters.pairs}
+            params = [halves.get(id(param), param) for param in self.params()]
+        refuse_left_behind(self.name, params)
 
     def holders(self, params: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return the tensors in whose ``.grad`` the gradients of parameters are now; see `MasterWeights.holders`."""
@@ -390,9 +399,14 @@ class StepGuard:
                 f"{self.name}.step() was called inside its scale_loss block, where gradients are still multiplied by "
                 f"{self.grads_scale:g}; move optimizer.step() after the with block"
             )
+        first = self.skips.steps == 0
+        if first:
+            self.check_shards()
         self.skips.steps += 1
         self._on_step(self.skips)
         self.last_step_ran = True
+        if first and self._last is None and not self.pending and self._delayed is None:
+            warn_of_unscaled_shards(self.name, self.params())
         self.collect(last=not self.pending and self._delayed is None)
         self.finish_delayed()
         self.take_in_joined()

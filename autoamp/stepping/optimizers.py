@@ -30,6 +30,7 @@ from autoamp.stepping.guard import StepGuard
 from autoamp.stepping.loss_scalers import LossScalers, listed
 from autoamp.stepping.masters import MasterWeights
 from autoamp.stepping.replicas import several_processes
+from autoamp.stepping.sharded_modules import warn_of_unscaled_shards
 from autoamp.stepping.skips import Rehearsing, Skips, StepWatch
 
 __all__ = ["GuardedOptimizers"]
@@ -106,6 +107,8 @@ class GuardedOptimizers:
         self._inner_steps: InnerSteps | None = None
         self.facts: Callable[[], dict[str, str]] = dict
         self.rules: Callable[[], dict[str, str]] = dict
+        # Optimizers that stepped without a guard.
+        self._unscaled: weakref.WeakSet[Any] = weakref.WeakSet()
         # Optimizers whose state was loaded before any step, while nobody loaded loss scales.
         self._resumed: weakref.WeakSet[Any] = weakref.WeakSet()
         self._scales_loaded = False
@@ -301,6 +304,9 @@ class GuardedOptimizers:
         if guard is None and callable(given[0] if given else kwargs.get("closure")) and not _is_guarded(optimizer):
             guard = self.guard(optimizer)
         if guard is None:
+            if not _is_guarded(optimizer) and optimizer not in self._unscaled:
+                self._unscaled.add(optimizer)
+                warn_of_unscaled_shards(type(optimizer).__name__, stepped_params(optimizer))
             with self._casts.switched(False):
                 return step(*args, **kwargs)
         if guard.stepping:

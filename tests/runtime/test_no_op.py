@@ -94,6 +94,30 @@ def test_disabled_a_wrapped_optimizer_scales_nothing(training: Training) -> None
     assert optimizer.step() is None
 
 
+def test_disabled_diagnostics_find_nothing_and_followers_step(training: Training) -> None:
+    handle = autoamp.init(enabled=False)
+    with handle.trace() as trace, handle.profile_ranges() as ranges, handle.count() as counts:
+        loss = training.loss()
+        loss.backward()
+    assert (trace.rows, counts.ops) == ((), {})
+    assert any(row["op"] == "aten::addmm" for row in ranges.to_dict()["ops"])
+    assert handle.explain("softmax").rules == ()
+    assert handle.explain_overflow(training.loss) is None
+    assert set(handle.stats) == set(init().stats)
+    assert (handle.overflows, handle.postfix()) == (None, {"scale": "1", "skipped": "0"})
+    handle.log_to(None)()
+    stepped: list[int] = []
+    end = handle.follow(lambda: stepped.append(1))
+    training.optimizer.step()
+    end()
+    training.optimizer.step()
+    assert stepped == [1]
+    handle.follow(lambda: stepped.append(2))
+    handle.deactivate()
+    training.optimizer.step()
+    assert stepped == [1]
+
+
 def test_an_override_of_nothing_can_be_undone() -> None:
     handle = autoamp.init(enabled=False)
     handle.override(torch.nn.Linear(2, 2), "fp32").undo()
