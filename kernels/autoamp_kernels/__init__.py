@@ -12,10 +12,24 @@ from autoamp_kernels.errors import ArgumentError, KernelError
 
 __version__ = "0.1.0"
 
-__all__ = ["ArgumentError", "Door", "KernelError", "adagrad_", "adam_", "available", "doors", "scale_", "sgd_"]
+__all__ = [
+    "ArgumentError",
+    "Door",
+    "KernelError",
+    "adagrad_",
+    "adam_",
+    "available",
+    "axpby_",
+    "doors",
+    "lamb_",
+    "novograd_",
+    "scale_",
+    "sgd_",
+]
 
 try:
-    from autoamp_kernels.gradients import scale_
+    from autoamp_kernels.gradients import axpby_, scale_
+    from autoamp_kernels.layerwise import lamb_, novograd_
     from autoamp_kernels.optimizers import adagrad_, adam_, sgd_
 except Exception as error:  # torch is missing, or of another kind than any that was tested
     _failed = error

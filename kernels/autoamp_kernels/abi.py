@@ -7,6 +7,8 @@ from ctypes import c_double, c_int32, c_int64, c_uint32, c_void_p
 
 __all__ = [
     "ABI",
+    "CHECK_X",
+    "CHECK_Y",
     "CHUNK",
     "CPU",
     "CUDA",
@@ -18,27 +20,34 @@ __all__ = [
     "FIRST",
     "I32",
     "I64",
+    "INSIDE",
     "KERNELS",
     "MAXIMIZE",
+    "MAX_NORM",
     "NESTEROV",
     "NO_BIAS_CORRECTION",
     "NO_DTYPE",
     "RESULTS",
+    "TRUST",
     "AdagradArgs",
     "AdamArgs",
     "Args",
+    "AxpbyArgs",
     "GradScale",
     "Head",
+    "LambArgs",
+    "NovogradArgs",
     "ScaleArgs",
     "SgdArgs",
     "Step",
 ]
 
-ABI = 1
+ABI = 2
 CHUNK = 32768
 CPU, CUDA = 0, 1
 F32, F16, BF16, I32, I64, NO_DTYPE = 0, 1, 2, 3, 4, -1
 DECOUPLED, MAXIMIZE, NO_BIAS_CORRECTION, EPS_INSIDE, NESTEROV, FIRST, DECAY_AFTER = 1, 2, 4, 8, 16, 32, 64
+TRUST, MAX_NORM, INSIDE, CHECK_X, CHECK_Y = 128, 256, 512, 1024, 2048
 
 CUDA_ERROR = 1000
 RESULTS = {
@@ -156,6 +165,66 @@ class AdagradArgs(Args):
     )
 
 
+_LAYERWISE = tuple((name, c_double) for name in ("lr", "beta1", "beta2", "weight", "eps", "weight_decay"))
+
+
+class LambArgs(Args):
+    """``ak_lamb_args``."""
+
+    _fields_ = (
+        ("head", Head),
+        ("grad_scale", GradScale),
+        ("step", Step),
+        *_LISTS,
+        ("exp_avgs", c_void_p),
+        ("exp_avg_sqs", c_void_p),
+        ("halves", c_void_p),
+        ("lr_at", c_void_p),
+        ("global_norm", c_void_p),
+        ("partial", c_void_p),
+        ("ratios", c_void_p),
+        *_LAYERWISE,
+        ("max_norm", c_double),
+        *_DTYPES,
+    )
+
+
+class NovogradArgs(Args):
+    """``ak_novograd_args``."""
+
+    _fields_ = (
+        ("head", Head),
+        ("grad_scale", GradScale),
+        ("step", Step),
+        *_LISTS,
+        ("exp_avgs", c_void_p),
+        ("halves", c_void_p),
+        ("norms", c_void_p),
+        ("lr_at", c_void_p),
+        ("partial", c_void_p),
+        *_LAYERWISE,
+        *_DTYPES,
+    )
+
+
+class AxpbyArgs(Args):
+    """``ak_axpby_args``."""
+
+    _fields_ = (
+        ("head", Head),
+        ("x_scale", GradScale),
+        ("xs", c_void_p),
+        ("ys", c_void_p),
+        ("outs", c_void_p),
+        ("found", c_void_p),
+        ("b", c_double),
+        ("x_dtype", c_int32),
+        ("y_dtype", c_int32),
+        ("out_dtype", c_int32),
+        ("flags", c_int32),
+    )
+
+
 class ScaleArgs(Args):
     """``ak_scale_args``."""
 
@@ -170,8 +239,13 @@ class ScaleArgs(Args):
         ("total", c_void_p),
         ("in_dtype", c_int32),
         ("out_dtype", c_int32),
+        ("flags", c_int32),
+        ("unused", c_int32),
     )
 
 
 # The function of the library and the struct that it takes, by the kernel's name.
-KERNELS: dict[str, type[Args]] = {"adam": AdamArgs, "sgd": SgdArgs, "adagrad": AdagradArgs, "scale": ScaleArgs}
+KERNELS: dict[str, type[Args]] = {
+    "adam": AdamArgs, "sgd": SgdArgs, "adagrad": AdagradArgs, "lamb": LambArgs, "novograd": NovogradArgs,
+    "axpby": AxpbyArgs, "scale": ScaleArgs,
+}  # fmt: skip

@@ -9,12 +9,22 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from autoamp_kernels.abi import ABI, CPU, CUDA, Args, GradScale, Head, Step
+from autoamp_kernels.abi import ABI, CPU, CUDA, NO_DTYPE, Args, GradScale, Head, Step
 from autoamp_kernels.doors import doors, library
 from autoamp_kernels.errors import ArgumentError, KernelError
 from autoamp_kernels.tables import CODES, Table, Tables
 
-__all__ = ["address", "by_operator", "fill_grad_scale", "fill_step", "launch", "new_args", "tables"]
+__all__ = [
+    "address",
+    "by_operator",
+    "fill_grad_scale",
+    "fill_lists",
+    "fill_step",
+    "launch",
+    "new_args",
+    "space",
+    "tables",
+]
 
 A = TypeVar("A", bound=Args)
 
@@ -73,6 +83,25 @@ def fill_grad_scale(
         factor=address(kernel, "grad_factor", grad_factor, table, torch.float32),
         scale=address(kernel, "grad_scale", grad_scale, table, torch.float32),
     )
+
+
+def fill_lists(args: Args, table: Table, *names: str) -> None:
+    """Set a struct's pointers to the lists of these names, where they were given, and the dtypes of an optimizer's."""
+    for name in names:
+        column = table.columns.get(name)
+        if column is not None:
+            setattr(args, name, column.address)
+    for field, name in (("grad_dtype", "grads"), ("param_dtype", "params"), ("half_dtype", "halves")):
+        column = table.columns.get(name)
+        setattr(args, field, NO_DTYPE if column is None else column.dtype)
+
+
+def space(table: Table, count: int, dtype: torch.dtype) -> Tensor:
+    """Return space for numbers between the passes of a kernel, on the device of the call.
+
+    It is the caller's until the launch returns. After that the stream's order keeps it, on CUDA as well.
+    """
+    return torch.empty(count, dtype=dtype, device=table.device)
 
 
 def fill_step(kernel: str, table: Table, number: float, one: Tensor | None, advance: bool) -> Step:

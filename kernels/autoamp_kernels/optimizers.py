@@ -20,15 +20,14 @@ from autoamp_kernels.abi import (
     MAXIMIZE,
     NESTEROV,
     NO_BIAS_CORRECTION,
-    NO_DTYPE,
     AdagradArgs,
     AdamArgs,
     SgdArgs,
 )
-from autoamp_kernels.calls import address, by_operator, fill_grad_scale, fill_step, launch, new_args, tables
+from autoamp_kernels.calls import address, by_operator, fill_grad_scale, fill_lists, fill_step, launch, new_args, tables
 from autoamp_kernels.errors import ArgumentError
 from autoamp_kernels.operators import define
-from autoamp_kernels.tables import Column, Role, Table
+from autoamp_kernels.tables import Role
 
 __all__ = ["adagrad_", "adam_", "sgd_"]
 
@@ -45,20 +44,6 @@ _STEPS = Role("steps", written=True, single=True, state=True)
 
 def _state(name: str) -> Role:
     return Role(name, written=True, state=True)
-
-
-def _column(table: Table, name: str) -> int | None:
-    column: Column | None = table.columns.get(name)
-    return None if column is None else column.address
-
-
-def _dtypes(table: Table) -> dict[str, int]:
-    halves = table.columns.get("halves")
-    return {
-        "grad_dtype": table.columns["grads"].dtype,
-        "param_dtype": table.columns["params"].dtype,
-        "half_dtype": NO_DTYPE if halves is None else halves.dtype,
-    }
 
 
 def adam_(
@@ -136,10 +121,7 @@ def _adam(
     args.lr_at = address("adam", "lr", lr_at, table, torch.float32)
     args.lr, args.beta1, args.beta2, args.eps, args.weight_decay = lr, beta1, beta2, eps, weight_decay
     args.flags = flags
-    for name in ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "halves"):
-        setattr(args, name, _column(table, name))
-    for name, code in _dtypes(table).items():
-        setattr(args, name, code)
+    fill_lists(args, table, "params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "halves")
     launch("adam", args, table, (params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, halves, steps if advance else None))
 
 
@@ -213,10 +195,7 @@ def _sgd(
     args.lr_at = address("sgd", "lr", lr_at, table, torch.float32)
     args.lr, args.momentum, args.dampening, args.weight_decay = lr, momentum, dampening, weight_decay
     args.flags = flags
-    for name in ("params", "grads", "buffers", "halves"):
-        setattr(args, name, _column(table, name))
-    for name, code in _dtypes(table).items():
-        setattr(args, name, code)
+    fill_lists(args, table, "params", "grads", "buffers", "halves")
     launch("sgd", args, table, (params, buffers, halves))
 
 
@@ -281,10 +260,7 @@ def _adagrad(
     args.grad_scale = fill_grad_scale("adagrad", table, inv_scale, grad_scale, grad_factor)
     args.lr_at = address("adagrad", "lr", lr_at, table, torch.float32)
     args.lr, args.eps, args.weight_decay, args.flags = lr, eps, weight_decay, flags
-    for name in ("params", "grads", "sums", "halves"):
-        setattr(args, name, _column(table, name))
-    for name, code in _dtypes(table).items():
-        setattr(args, name, code)
+    fill_lists(args, table, "params", "grads", "sums", "halves")
     launch("adagrad", args, table, (params, sums, halves))
 
 

@@ -13,7 +13,7 @@ typedef unsigned int ak_uint32;
 typedef unsigned short ak_uint16;
 typedef long long ak_int64;
 
-#define AK_ABI 1
+#define AK_ABI 2
 
 // Elements that one block, or one turn of a thread, takes of one tensor.
 #define AK_CHUNK 32768
@@ -70,6 +70,11 @@ enum {
   AK_NESTEROV = 16,           // Nesterov's momentum
   AK_FIRST = 32,              // the buffers hold nothing yet: the first gradient is the first velocity
   AK_DECAY_AFTER = 64,        // the decay is added to the velocity
+  AK_TRUST = 128,             // updates are multiplied by LAMB's trust ratios
+  AK_MAX_NORM = 256,          // norms are the largest absolute values, not 2-norms
+  AK_INSIDE = 512,            // gradients are normalised, and the decay added, before they enter NovoGrad's average
+  AK_CHECK_X = 1024,          // look for inf and nan in x
+  AK_CHECK_Y = 2048,          // and in y
 };
 
 // Adam (Kingma and Ba 2015, arXiv:1412.6980, algorithm 1), AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101,
@@ -118,17 +123,75 @@ typedef struct ak_adagrad_args {
   ak_int32 flags;
 } ak_adagrad_args;
 
-// One read of tensors: out = factor * in, whether any factor * in is inf or nan, and 2-norms of factor * in.
+// LAMB (You et al. 2020, arXiv:1904.00962, algorithm 2, where phi is the identity), after clipping by the global norm.
+//
+// Two passes: the first writes the averages and sums squares, the second computes the updates again from the averages
+// (which moves as many bytes as keeping them would) and writes the parameters. Without AK_TRUST the first does all.
+typedef struct ak_lamb_args {
+  ak_head head;
+  ak_grad_scale grad_scale;
+  ak_step step;
+  const void* const* grads;
+  void* const* params;
+  float* const* exp_avgs;
+  float* const* exp_avg_sqs;
+  void* const* halves;
+  const float* lr_at;
+  const float* global_norm;  // NULL, or one element: the 2-norm of all gradients, after grad_scale
+  // Space for sums of squares, of parameters and updates in turn, [2 * chunks]; NULL without AK_TRUST.
+  double* partial;
+  float* ratios;             // [tensors] space for trust ratios; NULL without AK_TRUST
+  double lr, beta1, beta2, weight, eps, weight_decay;  // `weight` is that of a gradient in its average
+  double max_norm;           // gradients are divided by global_norm / max_norm where that is above 1; 0 for never
+  ak_int32 grad_dtype, param_dtype, half_dtype;
+  ak_int32 flags;
+} ak_lamb_args;
+
+// NovoGrad (Ginsburg et al. 2019, arXiv:1905.11286, algorithm 1).
+//
+// Two passes: the first takes each gradient's norm, the second steps. With AK_FIRST the averaged norms hold nothing yet.
+typedef struct ak_novograd_args {
+  ak_head head;
+  ak_grad_scale grad_scale;
+  ak_step step;
+  const void* const* grads;
+  void* const* params;
+  float* const* exp_avgs;
+  void* const* halves;
+  float* const* norms;  // [tensors] of one element: the averaged norm of each gradient
+  const float* lr_at;
+  double* partial;      // [chunks] space
+  double lr, beta1, beta2, weight, eps, weight_decay;  // `weight` is that of a gradient in its average
+  ak_int32 grad_dtype, param_dtype, half_dtype;
+  ak_int32 flags;
+} ak_novograd_args;
+
+// out = factor * x + b * y, computed in fp32, and whether x or y holds inf or nan.
+typedef struct ak_axpby_args {
+  ak_head head;
+  ak_grad_scale x_scale;  // the factor of x
+  const void* const* xs;
+  const void* const* ys;
+  void* const* outs;  // may be `ys` where the dtypes are the same
+  float* found;       // NULL, or one element: set to 1 where an inf or nan is found, else left as it is
+  double b;
+  ak_int32 x_dtype, y_dtype, out_dtype;
+  ak_int32 flags;  // AK_CHECK_X, AK_CHECK_Y
+} ak_axpby_args;
+
+// One read of tensors: out = factor * in, whether any in is inf or nan, and norms of factor * in.
 typedef struct ak_scale_args {
   ak_head head;
   ak_grad_scale grad_scale;
   const void* const* ins;  // of in_dtype
   void* const* outs;       // of out_dtype; NULL where it is AK_NO_DTYPE; may be `ins` where the dtypes are the same
   float* found;            // NULL, or one element: set to 1 where an inf or nan is found, else left as it is
-  double* partial;         // NULL without norms, or [chunks]: space for sums of squares
+  double* partial;         // NULL without norms, or [chunks]: space for sums of squares, or largest absolute values
   float* norms;            // NULL, or [tensors]
   float* total;            // NULL, or one element: the norm of all
   ak_int32 in_dtype, out_dtype;
+  ak_int32 flags;  // AK_MAX_NORM
+  ak_int32 unused;
 } ak_scale_args;
 
 #if !defined(__CUDACC__)
@@ -144,6 +207,9 @@ int ak_use_cpu_variant(const char* name);
 int ak_adam(const ak_adam_args* args);
 int ak_sgd(const ak_sgd_args* args);
 int ak_adagrad(const ak_adagrad_args* args);
+int ak_lamb(const ak_lamb_args* args);
+int ak_novograd(const ak_novograd_args* args);
+int ak_axpby(const ak_axpby_args* args);
 int ak_scale(const ak_scale_args* args);
 #ifdef __cplusplus
 }

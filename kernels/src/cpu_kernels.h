@@ -128,48 +128,191 @@ struct AdagradChunks {
   }
 };
 
+// -- LAMB --
+
+// Sums of squares in fp32 by 16 lanes, however long a vector is, so that all variants add in the same order. Each lane
+// takes 128 squares at most, and sums of those are in fp64.
+struct Squares {
+  V lanes[16 / AK_LANES];
+
+  template <bool ALL>
+  __attribute__((always_inline)) inline void add(ak_int64 i, V x, ak_int64 n) {
+    if (!ALL) x = first_lanes(x, n);
+    lanes[i / AK_LANES % (16 / AK_LANES)] += x * x;
+  }
+
+  double sum() const {
+    double all = 0.0;
+    for (int i = 0; i < 16; i++) all += (double)lanes[i / AK_LANES][i % AK_LANES];
+    return all;
+  }
+};
+
+const ak_int64 BLOCK = 128 * 16;
+
+template <class G, class P, class L>
+struct LambBody {
+  LambNumbers c;
+  const typename G::type* grad;
+  typename P::type* param;
+  float *m, *v;
+  typename L::type* half;
+  Squares &values, &updates;
+
+  template <bool ALL>
+  __attribute__((always_inline)) inline void at(ak_int64 i, ak_int64 n) const {
+    V p = load<P, ALL>(param + i, n), first = load<F32, ALL>(m + i, n), second = load<F32, ALL>(v + i, n);
+    V update = lamb<V>(c, load<G, ALL>(grad + i, n), p, first, second);
+    store<F32, ALL>(m + i, first, n);
+    store<F32, ALL>(v + i, second, n);
+    if (c.trust) {
+      values.template add<ALL>(i, p, n);
+      updates.template add<ALL>(i, update, n);
+      return;
+    }
+    p = p - c.lr * update;
+    store<P, ALL>(param + i, p, n);
+    store<L, ALL>(half + i, p, n);
+  }
+};
+
+template <class G, class P, class L>
+struct LambChunks {
+  const ak_lamb_args& a;
+
+  void run(ak_int64 t, ak_int64 chunk, ak_int64 begin, ak_int64 count) {
+    LambNumbers c = lamb_numbers(a, t);
+    double sums[2] = {0.0, 0.0};
+    for (ak_int64 from = 0; from < count; from += BLOCK) {
+      ak_int64 left = count - from, at = begin + from;
+      Squares values = {}, updates = {};
+      each_vector(left < BLOCK ? left : BLOCK, LambBody<G, P, L>{
+        c, (const typename G::type*)a.grads[t] + at, (typename P::type*)a.params[t] + at, a.exp_avgs[t] + at,
+        a.exp_avg_sqs[t] + at, a.halves ? (typename L::type*)a.halves[t] + at : nullptr, values, updates});
+      if (c.trust) sums[0] += values.sum(), sums[1] += updates.sum();
+    }
+    if (c.trust) a.partial[2 * chunk] = sums[0], a.partial[2 * chunk + 1] = sums[1];
+  }
+};
+
+// The second pass, where the averages are those of this step.
+template <class P, class L>
+struct LambLastBody {
+  LambNumbers c;
+  typename P::type* param;
+  const float *m, *v;
+  typename L::type* half;
+
+  template <bool ALL>
+  __attribute__((always_inline)) inline void at(ak_int64 i, ak_int64 n) const {
+    V p = load<P, ALL>(param + i, n);
+    p = p - c.lr * lamb_update<V>(c, p, load<F32, ALL>(m + i, n), load<F32, ALL>(v + i, n));
+    store<P, ALL>(param + i, p, n);
+    store<L, ALL>(half + i, p, n);
+  }
+};
+
+template <class, class P, class L>
+struct LambLastChunks {
+  const ak_lamb_args& a;
+
+  void run(ak_int64 t, ak_int64, ak_int64 begin, ak_int64 count) {
+    LambNumbers c = lamb_numbers(a, t);
+    c.lr *= a.ratios[t];
+    each_vector(count, LambLastBody<P, L>{
+      c, (typename P::type*)a.params[t] + begin, a.exp_avgs[t] + begin, a.exp_avg_sqs[t] + begin,
+      a.halves ? (typename L::type*)a.halves[t] + begin : nullptr});
+  }
+};
+
+// -- NovoGrad --
+
+template <class G, class P, class L>
+struct NovogradBody {
+  NovogradNumbers c;
+  const typename G::type* grad;
+  typename P::type* param;
+  float* m;
+  typename L::type* half;
+
+  template <bool ALL>
+  __attribute__((always_inline)) inline void at(ak_int64 i, ak_int64 n) const {
+    V p = load<P, ALL>(param + i, n), first = load<F32, ALL>(m + i, n);
+    novograd<V>(c, load<G, ALL>(grad + i, n), p, first);
+    store<P, ALL>(param + i, p, n);
+    store<F32, ALL>(m + i, first, n);
+    store<L, ALL>(half + i, p, n);
+  }
+};
+
+template <class G, class P, class L>
+struct NovogradChunks {
+  const ak_novograd_args& a;
+
+  void run(ak_int64 t, ak_int64, ak_int64 begin, ak_int64 count) {
+    NovogradNumbers c = novograd_numbers(a, t);
+    each_vector(count, NovogradBody<G, P, L>{
+      c, (const typename G::type*)a.grads[t] + begin, (typename P::type*)a.params[t] + begin, a.exp_avgs[t] + begin,
+      a.halves ? (typename L::type*)a.halves[t] + begin : nullptr});
+  }
+};
+
 // -- scale, check and norms --
 
-template <class I, class O>
+// Several threads may write the same 1.
+inline void tell(U bad, float* found) {
+  ak_uint32 any = 0;
+  for (int lane = 0; lane < AK_LANES; lane++) any |= bad[lane];
+  if (any && found) __atomic_store_n((ak_uint32*)found, 0x3f800000u, __ATOMIC_RELAXED);
+}
+
+// All ones where x is inf or nan: their difference is nan.
+AK_FN U not_finite(V x) { return (U)(x - x != (V){}); }
+
+template <class I, class O, bool MOST>
 struct ScaleBody {
   float factor;
   const typename I::type* in;
   typename O::type* out;
-  V& squares;
+  Squares& squares;
+  V& most;
   U& bad;
 
   template <bool ALL>
   __attribute__((always_inline)) inline void at(ak_int64 i, ak_int64 n) const {
-    V x = load<I, ALL>(in + i, n) * factor;
-    squares += x * x;
-    // Of inf and nan the difference is nan.
-    bad |= (U)(x - x != (V){});
+    V x = load<I, ALL>(in + i, n);
+    bad |= not_finite(x);
+    x = x * factor;
+    if (MOST) most = larger(magnitude(x), most);
+    // The lanes behind the last hold 0.
+    else squares.template add<true>(i, x, n);
     store<O, ALL>(out + i, x, n);
   }
 };
 
-template <class I, class O>
+template <class I, class O, bool MOST>
 struct ScaleChunks {
   const ak_scale_args& a;
 
   void run(ak_int64 t, ak_int64 chunk, ak_int64 begin, ak_int64 count) {
     float factor = gradient_factor(a.grad_scale);
     U bad = {};
+    V most = {};
     double sum = 0.0;
-    // A sum of few squares in fp32 at a time: each lane takes 128 of them.
-    for (ak_int64 from = 0; from < count; from += 128 * 16) {
-      ak_int64 left = count - from, some = left < 128 * 16 ? left : 128 * 16;
-      V squares = {};
-      each_vector(some, ScaleBody<I, O>{
+    for (ak_int64 from = 0; from < count; from += BLOCK) {
+      ak_int64 left = count - from;
+      Squares squares = {};
+      each_vector(left < BLOCK ? left : BLOCK, ScaleBody<I, O, MOST>{
         factor, (const typename I::type*)a.ins[t] + begin + from,
-        a.outs ? (typename O::type*)a.outs[t] + begin + from : nullptr, squares, bad});
-      for (int lane = 0; lane < AK_LANES; lane++) sum += (double)squares[lane];
+        a.outs ? (typename O::type*)a.outs[t] + begin + from : nullptr, squares, most, bad});
+      if (!MOST) sum += squares.sum();
+    }
+    for (int lane = 0; MOST && lane < AK_LANES; lane++) {
+      double one = (double)most[lane];
+      if (one > sum || one != one) sum = one;
     }
     if (a.partial) a.partial[chunk] = sum;
-    ak_uint32 any = 0;
-    for (int lane = 0; lane < AK_LANES; lane++) any |= bad[lane];
-    // Several threads may write the same 1.
-    if (any && a.found) __atomic_store_n((ak_uint32*)a.found, 0x3f800000u, __ATOMIC_RELAXED);
+    tell(bad, a.found);
   }
 };
 
@@ -177,8 +320,13 @@ template <class I>
 int for_outs(const ak_scale_args& a, ak_int64 from, ak_int64 to) {
 #define AK_TRY(OUT, O)                   \
   if (a.out_dtype == OUT) {              \
-    ScaleChunks<I, O> op{a};             \
-    each_chunk(a.head, from, to, op);    \
+    if (a.flags & AK_MAX_NORM) {         \
+      ScaleChunks<I, O, true> op{a};     \
+      each_chunk(a.head, from, to, op);  \
+    } else {                             \
+      ScaleChunks<I, O, false> op{a};    \
+      each_chunk(a.head, from, to, op);  \
+    }                                    \
     return AK_OK;                        \
   }
   AK_TRY(AK_NO_DTYPE, Nothing)
@@ -195,6 +343,74 @@ int scale(const void* args, ak_int64 from, ak_int64 to) {
     case AK_F32: return for_outs<F32>(a, from, to);
     case AK_F16: return for_outs<F16>(a, from, to);
     case AK_BF16: return for_outs<BF16>(a, from, to);
+  }
+  return AK_WRONG_DTYPE;
+}
+
+// -- axpby --
+
+template <class X, class Y, class O>
+struct AxpbyBody {
+  float a, b;
+  U check_x, check_y;
+  const typename X::type* x;
+  const typename Y::type* y;
+  typename O::type* out;
+  U& bad;
+
+  template <bool ALL>
+  __attribute__((always_inline)) inline void at(ak_int64 i, ak_int64 n) const {
+    V one = load<X, ALL>(x + i, n), other = load<Y, ALL>(y + i, n);
+    bad |= (not_finite(one) & check_x) | (not_finite(other) & check_y);
+    store<O, ALL>(out + i, a * one + b * other, n);
+  }
+};
+
+template <class X, class Y, class O>
+struct AxpbyChunks {
+  const ak_axpby_args& a;
+
+  void run(ak_int64 t, ak_int64, ak_int64 begin, ak_int64 count) {
+    U bad = {}, all = ~(U){};
+    each_vector(count, AxpbyBody<X, Y, O>{
+      gradient_factor(a.x_scale), (float)a.b, a.flags & AK_CHECK_X ? all : U{}, a.flags & AK_CHECK_Y ? all : U{},
+      (const typename X::type*)a.xs[t] + begin, (const typename Y::type*)a.ys[t] + begin,
+      (typename O::type*)a.outs[t] + begin, bad});
+    tell(bad, a.found);
+  }
+};
+
+template <class X, class Y>
+int axpby_outs(const ak_axpby_args& a, ak_int64 from, ak_int64 to) {
+#define AK_TRY(OUT, O)                 \
+  if (a.out_dtype == OUT) {            \
+    AxpbyChunks<X, Y, O> op{a};        \
+    each_chunk(a.head, from, to, op);  \
+    return AK_OK;                      \
+  }
+  AK_TRY(AK_F32, F32)
+  AK_TRY(AK_BF16, BF16)
+  AK_TRY(AK_F16, F16)
+#undef AK_TRY
+  return AK_WRONG_DTYPE;
+}
+
+template <class X>
+int axpby_ys(const ak_axpby_args& a, ak_int64 from, ak_int64 to) {
+  switch (a.y_dtype) {
+    case AK_F32: return axpby_outs<X, F32>(a, from, to);
+    case AK_F16: return axpby_outs<X, F16>(a, from, to);
+    case AK_BF16: return axpby_outs<X, BF16>(a, from, to);
+  }
+  return AK_WRONG_DTYPE;
+}
+
+int axpby(const void* args, ak_int64 from, ak_int64 to) {
+  const ak_axpby_args& a = *(const ak_axpby_args*)args;
+  switch (a.x_dtype) {
+    case AK_F32: return axpby_ys<F32>(a, from, to);
+    case AK_F16: return axpby_ys<F16>(a, from, to);
+    case AK_BF16: return axpby_ys<BF16>(a, from, to);
   }
   return AK_WRONG_DTYPE;
 }
@@ -228,6 +444,10 @@ int for_dtypes(const void* args, ak_int64 from, ak_int64 to) {
   return AK_WRONG_DTYPE;
 }
 
+int lamb_last(const void* args, ak_int64 from, ak_int64 to) {
+  return for_params<LambLastChunks, ak_lamb_args, Nothing>(*(const ak_lamb_args*)args, from, to);
+}
+
 }  // namespace
 
 #define AK_NAME_OF(name) #name
@@ -240,5 +460,9 @@ extern const Variant AK_SYMBOL(ak_, AK_VARIANT) = {
   for_dtypes<AdamChunks, ak_adam_args>,
   for_dtypes<SgdChunks, ak_sgd_args>,
   for_dtypes<AdagradChunks, ak_adagrad_args>,
+  for_dtypes<LambChunks, ak_lamb_args>,
+  lamb_last,
+  for_dtypes<NovogradChunks, ak_novograd_args>,
+  axpby,
   scale,
 };

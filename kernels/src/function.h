@@ -7,9 +7,11 @@
 #if defined(__CUDACC__)
 #define AK_FN __device__ __forceinline__
 #define AK_POW pow
+#define AK_SQRT sqrt
 #else
 #define AK_FN static inline __attribute__((always_inline))
 #define AK_POW __builtin_pow
+#define AK_SQRT __builtin_sqrt
 #endif
 
 #endif

@@ -142,4 +142,118 @@ AK_FN void adagrad(const AdagradNumbers& c, V g, V& p, V& sum) {
   p = p - c.lr * update;
 }
 
+// -- LAMB --
+
+struct LambNumbers {
+  float factor;          // of the gradient
+  float l2;              // weight decay that is added to the gradient
+  float decay;           // weight decay that is added to the update
+  float beta1, weight1;  // weight1 is that of a gradient in its average
+  float beta2, weight2;  // weight2 = 1 - beta2
+  float inverse_bias1, inverse_bias2;
+  float eps, lr;
+  bool trust;
+};
+
+AK_FN LambNumbers lamb_numbers(const ak_lamb_args& a, ak_int64 tensor) {
+  LambNumbers c;
+  double bias1 = 1.0, bias2 = 1.0;
+  if (!(a.flags & AK_NO_BIAS_CORRECTION)) {
+    double step = step_of(a.step, tensor);
+    bias1 = 1.0 - AK_POW(a.beta1, step);
+    bias2 = 1.0 - AK_POW(a.beta2, step);
+  }
+  bool decoupled = a.flags & AK_DECOUPLED;
+  c.factor = gradient_factor(a.grad_scale);
+  if (a.global_norm && a.max_norm > 0.0) {
+    double excess = (double)*a.global_norm / a.max_norm;
+    // A norm of nan makes all of it nan.
+    if (!(excess <= 1.0)) c.factor = (float)((double)c.factor / excess);
+  }
+  if (a.flags & AK_MAXIMIZE) c.factor = -c.factor;
+  c.l2 = decoupled ? 0.0f : (float)a.weight_decay;
+  c.decay = decoupled ? (float)a.weight_decay : 0.0f;
+  c.beta1 = (float)a.beta1;
+  c.weight1 = (float)a.weight;
+  c.beta2 = (float)a.beta2;
+  c.weight2 = (float)(1.0 - a.beta2);
+  c.inverse_bias1 = (float)(1.0 / bias1);
+  c.inverse_bias2 = (float)(1.0 / bias2);
+  c.eps = (float)a.eps;
+  c.lr = a.lr_at ? *a.lr_at : (float)a.lr;
+  c.trust = a.flags & AK_TRUST;
+  return c;
+}
+
+// Returns the update, before its trust ratio, of a parameter p whose averages m and v are those of this step.
+template <class V>
+AK_FN V lamb_update(const LambNumbers& c, V p, V m, V v) {
+  V update = m * c.inverse_bias1 / (root(v * c.inverse_bias2) + c.eps);
+  if (c.decay != 0.0f) update = update + c.decay * p;
+  return update;
+}
+
+// Steps averages m and v; returns the update.
+template <class V>
+AK_FN V lamb(const LambNumbers& c, V g, V p, V& m, V& v) {
+  g = g * c.factor;
+  if (c.l2 != 0.0f) g = g + c.l2 * p;
+  m = c.beta1 * m + c.weight1 * g;
+  v = c.beta2 * v + c.weight2 * (g * g);
+  return lamb_update<V>(c, p, m, v);
+}
+
+// The trust ratio of sums of squares: |parameter| / |update|, 1 where either is 0.
+AK_FN float trust_ratio(double values, double updates) {
+  return values != 0.0 && updates != 0.0 ? (float)(AK_SQRT(values) / AK_SQRT(updates)) : 1.0f;
+}
+
+// -- NovoGrad --
+
+struct NovogradNumbers {
+  float factor, beta1, weight, l2, inverse, decay, lr;
+};
+
+// The averaged norm after a gradient whose norm is `norm`: of 2-norms the squares are averaged.
+AK_FN float novograd_norm(const ak_novograd_args& a, float before, double norm) {
+  if (a.flags & AK_FIRST) return (float)norm;
+  double old = (double)before;
+  if (a.flags & AK_MAX_NORM) return (float)(a.beta2 * old + (1.0 - a.beta2) * norm);
+  return (float)AK_SQRT(a.beta2 * old * old + (1.0 - a.beta2) * norm * norm);
+}
+
+// After the averaged norms of this step are known.
+AK_FN NovogradNumbers novograd_numbers(const ak_novograd_args& a, ak_int64 tensor) {
+  NovogradNumbers c;
+  double bias1 = 1.0, bias2 = 1.0;
+  if (!(a.flags & AK_NO_BIAS_CORRECTION)) {
+    double step = step_of(a.step, tensor);
+    bias1 = 1.0 - AK_POW(a.beta1, step);
+    bias2 = 1.0 - AK_POW(a.beta2, step);
+  }
+  bool inside = a.flags & AK_INSIDE;
+  double scale = (double)*a.norms[tensor] / AK_SQRT(bias2) + a.eps;
+  double factor = (double)gradient_factor(a.grad_scale);
+  if (a.flags & AK_MAXIMIZE) factor = -factor;
+  c.factor = (float)(inside ? factor / scale : factor);
+  c.beta1 = (float)a.beta1;
+  c.weight = (float)a.weight;
+  c.l2 = inside ? (float)a.weight_decay : 0.0f;
+  c.inverse = (float)(inside ? 1.0 / bias1 : 1.0 / (bias1 * scale));
+  c.decay = inside ? 0.0f : (float)a.weight_decay;
+  c.lr = a.lr_at ? *a.lr_at : (float)a.lr;
+  return c;
+}
+
+// Steps parameter p and average m.
+template <class V>
+AK_FN void novograd(const NovogradNumbers& c, V g, V& p, V& m) {
+  g = g * c.factor;
+  if (c.l2 != 0.0f) g = g + c.l2 * p;
+  m = c.beta1 * m + c.weight * g;
+  V update = m * c.inverse;
+  if (c.decay != 0.0f) update = update + c.decay * p;
+  p = p - c.lr * update;
+}
+
 #endif

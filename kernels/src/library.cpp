@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "abi.h"
+#include "functors.h"
 #include "threads.h"
 #include "variant.h"
 
@@ -83,20 +84,38 @@ AK_PUBLIC int ak_use_cpu_variant(const char* name) {
   return AK_NO_DEVICE;
 }
 
-// What all optimizers' arguments have in common: gradients, parameters and half copies.
+// What all optimizers' arguments have in common: gradients, parameters, half copies, and a kernel for their dtypes.
 template <class Args>
-int run_step(const Args* a, ak_chunks work, bool states) {
+int checked_step(const Args* a, ak_chunks work, bool states) {
   int wrong = checked(a->head, sizeof *a);
   if (wrong) return wrong;
   if (a->head.tensors && (!a->grads || !a->params || !states)) return AK_WRONG_VALUE;
   if (!a->halves != (a->half_dtype == AK_NO_DTYPE)) return AK_WRONG_VALUE;
-  if (skipped(a->head)) return AK_OK;
+  // Of no chunks, so that no count of steps is written before the dtypes are known to be right.
+  return work(a, 0, 0);
+}
+
+template <class Args>
+int run_step(const Args* a, ak_chunks work, bool states) {
+  int wrong = checked_step(a, work, states);
+  if (wrong || skipped(a->head)) return wrong;
   return run(a->head, work, a);
 }
 
 AK_PUBLIC int ak_sgd(const ak_sgd_args* a) { return run_step(a, variant().sgd, true); }
 
 AK_PUBLIC int ak_adagrad(const ak_adagrad_args* a) { return run_step(a, variant().adagrad, a->sums); }
+
+// Puts the norms of chunks together in their order, whatever thread took them. Calls take(tensor, sum, or largest value).
+template <class Take>
+void each_norm(const ak_head& head, const double* partial, bool most, Take take) {
+  for (ak_int64 t = 0; t < head.tensors; t++) {
+    double all = 0.0;
+    for (ak_int64 c = head.first_chunk[t]; c < head.first_chunk[t + 1]; c++)
+      all = !most ? all + partial[c] : partial[c] > all || partial[c] != partial[c] ? partial[c] : all;
+    take(t, all);
+  }
+}
 
 AK_PUBLIC int ak_scale(const ak_scale_args* a) {
   int wrong = checked(a->head, sizeof *a);
@@ -105,26 +124,59 @@ AK_PUBLIC int ak_scale(const ak_scale_args* a) {
   if ((a->norms || a->total) && !a->partial) return AK_WRONG_VALUE;
   wrong = run(a->head, variant().scale, a);
   if (wrong || !a->partial) return wrong;
-  // In the order of the chunks, whatever thread did them.
+  bool most = a->flags & AK_MAX_NORM;
   double total = 0.0;
-  for (ak_int64 t = 0; t < a->head.tensors; t++) {
-    double sum = 0.0;
-    for (ak_int64 c = a->head.first_chunk[t]; c < a->head.first_chunk[t + 1]; c++) sum += a->partial[c];
-    if (a->norms) a->norms[t] = (float)std::sqrt(sum);
-    total += sum;
-  }
-  if (a->total) *a->total = (float)std::sqrt(total);
+  each_norm(a->head, a->partial, most, [&](ak_int64 t, double norm) {
+    if (a->norms) a->norms[t] = (float)(most ? norm : std::sqrt(norm));
+    total = !most ? total + norm : norm > total || norm != norm ? norm : total;
+  });
+  if (a->total) *a->total = (float)(most ? total : std::sqrt(total));
   return AK_OK;
 }
 
-AK_PUBLIC int ak_adam(const ak_adam_args* a) {
+AK_PUBLIC int ak_axpby(const ak_axpby_args* a) {
   int wrong = checked(a->head, sizeof *a);
   if (wrong || skipped(a->head)) return wrong;
-  if (a->head.tensors && (!a->grads || !a->params || !a->exp_avgs || !a->exp_avg_sqs)) return AK_WRONG_VALUE;
-  if (!a->halves != (a->half_dtype == AK_NO_DTYPE)) return AK_WRONG_VALUE;
-  // Before any count of steps is written.
-  wrong = variant().adam(a, 0, 0);
+  if (a->head.tensors && (!a->xs || !a->ys || !a->outs)) return AK_WRONG_VALUE;
+  return run(a->head, variant().axpby, a);
+}
+
+AK_PUBLIC int ak_lamb(const ak_lamb_args* a) {
+  int wrong = checked_step(a, variant().lamb, a->exp_avgs && a->exp_avg_sqs);
+  if (wrong || skipped(a->head)) return wrong;
+  bool trust = a->flags & AK_TRUST;
+  if (trust && (!a->partial || !a->ratios)) return AK_WRONG_VALUE;
+  advance(a->step, a->head.tensors);
+  wrong = run(a->head, variant().lamb, a);
+  if (wrong || !trust) return wrong;
+  for (ak_int64 t = 0; t < a->head.tensors; t++) {
+    double values = 0.0, updates = 0.0;
+    for (ak_int64 c = a->head.first_chunk[t]; c < a->head.first_chunk[t + 1]; c++)
+      values += a->partial[2 * c], updates += a->partial[2 * c + 1];
+    a->ratios[t] = trust_ratio(values, updates);
+  }
+  return run(a->head, variant().lamb_last, a);
+}
+
+AK_PUBLIC int ak_novograd(const ak_novograd_args* a) {
+  int wrong = checked_step(a, variant().novograd, a->exp_avgs && a->norms && a->partial);
+  if (wrong || skipped(a->head)) return wrong;
+  advance(a->step, a->head.tensors);
+  bool most = a->flags & AK_MAX_NORM;
+  ak_scale_args measure = {};
+  measure.head = a->head, measure.grad_scale = a->grad_scale, measure.ins = a->grads, measure.in_dtype = a->grad_dtype;
+  measure.out_dtype = AK_NO_DTYPE, measure.partial = a->partial, measure.flags = a->flags & AK_MAX_NORM;
+  wrong = run(a->head, variant().scale, &measure);
   if (wrong) return wrong;
+  each_norm(a->head, a->partial, most, [&](ak_int64 t, double norm) {
+    *a->norms[t] = novograd_norm(*a, *a->norms[t], most ? norm : std::sqrt(norm));
+  });
+  return run(a->head, variant().novograd, a);
+}
+
+AK_PUBLIC int ak_adam(const ak_adam_args* a) {
+  int wrong = checked_step(a, variant().adam, a->exp_avgs && a->exp_avg_sqs);
+  if (wrong || skipped(a->head)) return wrong;
   advance(a->step, a->head.tensors);
   return run(a->head, variant().adam, a);
 }

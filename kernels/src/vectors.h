@@ -12,6 +12,10 @@ typedef ak_uint16 H __attribute__((vector_size(2 * AK_LANES)));
 AK_FN V pick(U mask, V a, V b) { return (V)(((U)a & mask) | ((U)b & ~mask)); }
 AK_FN U pick(U mask, U a, U b) { return (a & mask) | (b & ~mask); }
 AK_FN V larger(V a, V b) { return pick((U)(a > b) | (U)(a != a), a, b); }
+AK_FN V first_lanes(V x, ak_int64 n) {
+  for (ak_int64 i = n; i < AK_LANES; i++) x[i] = 0.0f;
+  return x;
+}
 AK_FN V magnitude(V a) { return (V)((U)a & 0x7fffffffu); }
 
 #if AK_LANES == 16

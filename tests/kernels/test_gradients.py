@@ -59,12 +59,56 @@ def test_inf_and_nan_are_found(variant: str, dtype: torch.dtype) -> None:
             ins[tensor][place] = before
 
 
-def test_an_overflow_by_the_factor_is_found_and_an_old_one_stays() -> None:
-    found = torch.zeros(())
-    autoamp_kernels.scale_([torch.full((3,), 1e30)], found_inf=found, inv_scale=1e20)
-    assert found == 1
+def test_found_is_what_torch_finds_and_an_old_one_stays() -> None:
+    """An overflow by the factor, or by rounding, is none of the gradients'."""
+    for value, factor in ((1e30, 1e20), (60000.0, 2.0), (math.inf, 0.0), (1.0, math.inf)):
+        found, wanted = torch.zeros(1), torch.zeros(1)
+        ins, same = [torch.full((3,), value)], [torch.full((3,), value)]
+        torch._amp_foreach_non_finite_check_and_unscale_(same, wanted, torch.tensor(factor))
+        autoamp_kernels.scale_(ins, [torch.empty(3, dtype=torch.float16)], found_inf=found, inv_scale=factor)
+        assert found == wanted
+    found = torch.ones(())
     autoamp_kernels.scale_([torch.ones(3)], found_inf=found)
     assert found == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_max_norms(variant: str, dtype: torch.dtype) -> None:
+    ins = tensors(dtype)
+    ins[4][-1] = -50.0
+    norms, total = torch.empty(len(ins)), torch.empty(())
+    autoamp_kernels.scale_(ins, inv_scale=0.5, norms=norms, total=total, max_norms=True)
+    assert norms.tolist() == [float(one.float().abs().max()) / 2 if one.numel() else 0.0 for one in ins]
+    assert total == 25.0
+    ins[2][3] = math.nan
+    autoamp_kernels.scale_(ins, norms=norms, total=total, max_norms=True)
+    assert norms.isnan().tolist() == [False, False, True, False, False]
+    assert total.isnan()
+
+
+@pytest.mark.parametrize("out_dtype", [None, *DTYPES])
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float16, torch.float16)], ids=str)
+def test_sums(variant: str, dtypes: tuple[torch.dtype, torch.dtype], out_dtype: torch.dtype | None) -> None:
+    xs, ys = tensors(dtypes[0]), tensors(dtypes[1], seed=1)
+    outs = [torch.empty_like(y, dtype=out_dtype) for y in ys] if out_dtype else None
+    wanted = [(0.5 * x.double() + 3 * y.double()).to(out_dtype or dtypes[1]) for x, y in zip(xs, ys, strict=True)]
+    before, found = [y.clone() for y in ys], torch.zeros(())
+    autoamp_kernels.axpby_(1.0, xs, 3.0, ys, outs, grad_scale=torch.tensor(2.0), found_inf=found)
+    for out, value in zip(outs or ys, wanted, strict=True):
+        torch.testing.assert_close(out, value)
+    assert found == 0
+    assert outs is None or all(map(torch.equal, ys, before))
+
+
+@pytest.mark.parametrize("where", ["xs", "ys"])
+def test_sums_are_checked_where_wanted(where: str) -> None:
+    for checked in ("xs", "ys"):
+        lists = {"xs": tensors(torch.float16), "ys": tensors(torch.float32)}
+        lists[where][4][70000] = math.nan
+        found = torch.zeros(())
+        others = {f"check_{name}": name == checked for name in lists}
+        autoamp_kernels.axpby_(1.0, lists["xs"], 1.0, lists["ys"], found_inf=found, **others)
+        assert bool(found) == (where == checked)
 
 
 def test_norms_do_not_depend_on_threads() -> None:

@@ -1,0 +1,234 @@
+"""Optimizer steps whose size depends on norms of whole tensors: LAMB and NovoGrad. They take two passes.
+
+What `optimizers` says of lists of tensors holds here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoamp_kernels.abi import (
+    DECOUPLED,
+    FIRST,
+    INSIDE,
+    MAX_NORM,
+    MAXIMIZE,
+    NO_BIAS_CORRECTION,
+    TRUST,
+    LambArgs,
+    NovogradArgs,
+)
+from autoamp_kernels.calls import (
+    address,
+    by_operator,
+    fill_grad_scale,
+    fill_lists,
+    fill_step,
+    launch,
+    new_args,
+    space,
+    tables,
+)
+from autoamp_kernels.operators import define
+from autoamp_kernels.tables import Role
+
+__all__ = ["lamb_", "novograd_"]
+
+_HALF = (torch.bfloat16, torch.float16)
+_ANY = (torch.float32, *_HALF)
+
+Tensors = Sequence[Tensor]
+
+_PARAMS, _GRADS = Role("params", _ANY, written=True), Role("grads", _ANY)
+_FIRSTS, _SECONDS = (Role(name, written=True, state=True) for name in ("exp_avgs", "exp_avg_sqs"))
+_HALVES = Role("halves", _HALF, written=True)
+_NORMS, _STEPS = (Role(name, written=True, single=True, state=True) for name in ("norms", "steps"))
+
+
+def _split(step: Any) -> tuple[list[Tensor], Tensor | None, float]:
+    """Return a count of steps as a list of tensors, one tensor or a number."""
+    steps = list(step) if isinstance(step, (list, tuple)) else []
+    return steps, step if isinstance(step, Tensor) else None, float(step) if isinstance(step, (int, float)) else 0.0
+
+
+def lamb_(
+    params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, *, lr: float | Tensor, beta1: float,
+    beta2: float, eps: float, weight_decay: float = 0.0, step: float | Tensor | Tensors, halves: Tensors | None = None,
+    decoupled: bool = True, maximize: bool = False, bias_correction: bool = True, grad_averaging: bool = True,
+    always_adapt: bool = False, global_norm: Tensor | None = None, max_norm: float = 0.0, advance: bool = False,
+    inv_scale: float = 1.0, grad_scale: Tensor | None = None, grad_factor: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Step by LAMB (You et al. 2020, arXiv:1904.00962, algorithm 2, where phi is the identity).
+
+    What is not named here is as in `adam_`. A trust ratio is ``|parameter| / |update|``, or 1 where either is 0.
+    Without trust ratios one pass does all of it.
+
+    Args:
+        params: Parameters, fp32, or half ones without ``halves``; computed in fp32.
+        grads: Their gradients: fp32, fp16 or bf16. They are not written to.
+        exp_avgs: The averages of the gradients, fp32.
+        exp_avg_sqs: The averages of their squares, fp32.
+        lr: The learning rate: a number, or one fp32 element on the parameters' device.
+        beta1: The decay of ``exp_avgs``.
+        beta2: The decay of ``exp_avg_sqs``.
+        eps: Added to the root of the second average.
+        weight_decay: The factor of the parameter in the decay.
+        step: The number of this step, from 1, as in `adam_`.
+        halves: fp16 or bf16 tensors that are set to the new parameters; None for none.
+        decoupled: Whether the decay is added to the update, as in the paper. If not, it is added to the gradient.
+        maximize: Whether the sign of the gradients is turned.
+        bias_correction: Whether the averages are divided by ``1 - beta ** step``.
+        grad_averaging: Whether the weight of a gradient in its average is ``1 - beta1``. If not, it is 1.
+        always_adapt: Whether there are trust ratios without a weight decay too.
+        global_norm: One fp32 element, the 2-norm of all gradients times the factors; None for no clipping.
+        max_norm: Gradients are divided by ``global_norm / max_norm`` where that is above 1; 0 for no clipping.
+        advance: Whether the tensors in ``step`` are increased by 1 first, unless the step is skipped.
+        inv_scale: A factor of the gradients.
+        grad_scale: One fp32 element by which the gradients are divided; None for 1.
+        grad_factor: One fp32 element by which the gradients are multiplied; None for 1.
+        found_inf: One fp32 element. Unless it is 0, nothing is written. None for 0.
+
+    Raises:
+        ArgumentError: A tensor that the kernel cannot take.
+        KernelError: There are no kernels for this device.
+    """
+    if not params:
+        return
+    steps, step_at, number = _split(step)
+    lr_at = lr if isinstance(lr, Tensor) else None
+    flags = DECOUPLED * decoupled | MAXIMIZE * maximize | NO_BIAS_CORRECTION * (not bias_correction)
+    flags |= TRUST * bool(weight_decay or always_adapt)
+    lists = (params, grads, exp_avgs, exp_avg_sqs, halves or [], steps)
+    run = _lamb_operator if by_operator(lists) else _lamb
+    run(
+        *lists, step_at, lr_at, grad_scale, grad_factor, found_inf, global_norm, 0.0 if lr_at is not None else lr,
+        beta1, beta2, 1.0 - beta1 if grad_averaging else 1.0, eps, weight_decay, max_norm, number, inv_scale, flags,
+        advance,
+    )  # fmt: skip
+
+
+_LAMB = (_PARAMS, _GRADS, _FIRSTS, _SECONDS, _HALVES, _STEPS)
+
+
+def _lamb(
+    params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, halves: Tensors, steps: Tensors,
+    step_at: Tensor | None, lr_at: Tensor | None, grad_scale: Tensor | None, grad_factor: Tensor | None,
+    found_inf: Tensor | None, global_norm: Tensor | None, lr: float, beta1: float, beta2: float, weight: float,
+    eps: float, weight_decay: float, max_norm: float, step: float, inv_scale: float, flags: int, advance: bool,
+) -> None:  # fmt: skip
+    table = tables.table("lamb", _LAMB, (params, grads, exp_avgs, exp_avg_sqs, halves or None, steps or None))
+    args = new_args("lamb", LambArgs, table, found_inf)
+    args.grad_scale = fill_grad_scale("lamb", table, inv_scale, grad_scale, grad_factor)
+    args.step = fill_step("lamb", table, step, step_at, advance)
+    args.lr_at = address("lamb", "lr", lr_at, table, torch.float32)
+    args.global_norm = address("lamb", "global_norm", global_norm, table, torch.float32)
+    args.lr, args.beta1, args.beta2, args.weight = lr, beta1, beta2, weight
+    args.eps, args.weight_decay, args.max_norm, args.flags = eps, weight_decay, max_norm, flags
+    fill_lists(args, table, "params", "grads", "exp_avgs", "exp_avg_sqs", "halves")
+    if flags & TRUST:
+        partial = space(table, 2 * int(table.first_chunk[-1]) + 1, torch.float64)
+        ratios = space(table, len(table.counts), torch.float32)
+        args.partial, args.ratios = partial.data_ptr(), ratios.data_ptr()
+    launch("lamb", args, table, (params, exp_avgs, exp_avg_sqs, halves, steps if advance else None))
+
+
+_lamb_operator = define(
+    "lamb_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
+    "Tensor(e!)[] halves, Tensor(f!)[] steps, Tensor(g!)? step_at, Tensor? lr_at, Tensor? grad_scale, "
+    "Tensor? grad_factor, Tensor? found_inf, Tensor? global_norm, float lr, float beta1, float beta2, float weight, "
+    "float eps, float weight_decay, float max_norm, float step, float inv_scale, int flags, bool advance) -> ()",
+    _lamb,
+)
+
+
+def novograd_(
+    params: Tensors, grads: Tensors, exp_avgs: Tensors, norms: Tensors, *, lr: float | Tensor, beta1: float,
+    beta2: float, eps: float, weight_decay: float = 0.0, step: float | Tensor | Tensors = 1.0,
+    halves: Tensors | None = None, first: bool = False, inside: bool = False, max_norms: bool = False,
+    maximize: bool = False, bias_correction: bool = False, grad_averaging: bool = False, advance: bool = False,
+    inv_scale: float = 1.0, grad_scale: Tensor | None = None, grad_factor: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Step by NovoGrad (Ginsburg et al. 2019, arXiv:1905.11286): with ``inside`` this is algorithm 1.
+
+    What is not named here is as in `adam_`.
+
+    Args:
+        params: Parameters, fp32, or half ones without ``halves``; computed in fp32.
+        grads: Their gradients: fp32, fp16 or bf16. They are not written to.
+        exp_avgs: The averages of the gradients, fp32.
+        norms: The averaged norm of each gradient: a list of fp32 tensors of one element.
+        lr: The learning rate: a number, or one fp32 element on the parameters' device.
+        beta1: The decay of ``exp_avgs``.
+        beta2: The decay of ``norms``; of 2-norms the squares are averaged.
+        eps: Added to the averaged norm.
+        weight_decay: The factor of the parameter in the decay.
+        step: The number of this step, from 1, as in `adam_`; of no effect without a bias correction.
+        halves: fp16 or bf16 tensors that are set to the new parameters; None for none.
+        first: Whether ``norms`` hold nothing yet. They are set to the gradients' norms then.
+        inside: Whether gradients are normalised, and the decay added to them, before they enter the average. If not,
+            the average is normalised, and the decay added to that.
+        max_norms: Whether norms are the largest absolute values. If not, they are 2-norms.
+        maximize: Whether the sign of the gradients is turned.
+        bias_correction: Whether the gradient's average is divided by ``1 - beta1 ** step``, and the norm's by the root
+            of ``1 - beta2 ** step``.
+        grad_averaging: Whether the weight of a gradient in its average is ``1 - beta1``. If not, it is 1, as in the
+            paper.
+        advance: Whether the tensors in ``step`` are increased by 1 first, unless the step is skipped.
+        inv_scale: A factor of the gradients.
+        grad_scale: One fp32 element by which the gradients are divided; None for 1.
+        grad_factor: One fp32 element by which the gradients are multiplied; None for 1.
+        found_inf: One fp32 element. Unless it is 0, nothing is written. None for 0.
+
+    Raises:
+        ArgumentError: A tensor that the kernel cannot take.
+        KernelError: There are no kernels for this device.
+    """
+    if not params:
+        return
+    steps, step_at, number = _split(step)
+    lr_at = lr if isinstance(lr, Tensor) else None
+    flags = MAXIMIZE * maximize | NO_BIAS_CORRECTION * (not bias_correction) | FIRST * first | INSIDE * inside
+    flags |= MAX_NORM * max_norms
+    lists = (params, grads, exp_avgs, halves or [], list(norms), steps)
+    run = _novograd_operator if by_operator(lists) else _novograd
+    run(
+        *lists, step_at, lr_at, grad_scale, grad_factor, found_inf, 0.0 if lr_at is not None else lr, beta1, beta2,
+        1.0 - beta1 if grad_averaging else 1.0, eps, weight_decay, number, inv_scale, flags, advance,
+    )  # fmt: skip
+
+
+_NOVOGRAD = (_PARAMS, _GRADS, _FIRSTS, _HALVES, _NORMS, _STEPS)
+
+
+def _novograd(
+    params: Tensors, grads: Tensors, exp_avgs: Tensors, halves: Tensors, norms: Tensors, steps: Tensors,
+    step_at: Tensor | None, lr_at: Tensor | None, grad_scale: Tensor | None, grad_factor: Tensor | None,
+    found_inf: Tensor | None, lr: float, beta1: float, beta2: float, weight: float, eps: float, weight_decay: float,
+    step: float, inv_scale: float, flags: int, advance: bool,
+) -> None:  # fmt: skip
+    table = tables.table("novograd", _NOVOGRAD, (params, grads, exp_avgs, halves or None, norms, steps or None))
+    args = new_args("novograd", NovogradArgs, table, found_inf)
+    args.grad_scale = fill_grad_scale("novograd", table, inv_scale, grad_scale, grad_factor)
+    args.step = fill_step("novograd", table, step, step_at, advance)
+    args.lr_at = address("novograd", "lr", lr_at, table, torch.float32)
+    args.lr, args.beta1, args.beta2, args.weight = lr, beta1, beta2, weight
+    args.eps, args.weight_decay, args.flags = eps, weight_decay, flags
+    fill_lists(args, table, "params", "grads", "exp_avgs", "halves", "norms")
+    partial = space(table, int(table.first_chunk[-1]) + 1, torch.float64)
+    args.partial = partial.data_ptr()
+    launch("novograd", args, table, (params, exp_avgs, halves, norms, steps if advance else None))
+
+
+_novograd_operator = define(
+    "novograd_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] halves, Tensor(d!)[] norms, "
+    "Tensor(e!)[] steps, Tensor(g!)? step_at, Tensor? lr_at, Tensor? grad_scale, Tensor? grad_factor, "
+    "Tensor? found_inf, float lr, float beta1, float beta2, float weight, float eps, float weight_decay, float step, "
+    "float inv_scale, int flags, bool advance) -> ()",
+    _novograd,
+)
