@@ -8,6 +8,7 @@ The lists decide which ops run in half precision, which in fp32 and which promot
     optimizer.step()
 """
 
+from autoamp import parallel as parallel
 from autoamp.checkpoints import DistributedState
 from autoamp.compat import watch_fastai1 as _watch_fastai1
 from autoamp.errors import (

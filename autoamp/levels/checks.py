@@ -12,6 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from autoamp.errors import UsageError, warn_user
 from autoamp.levels.opt_levels import LEVELS, OptLevel
 from autoamp.rules import CastTable
+from autoamp.scaling import is_sharded
 from autoamp.stepping import check_half_model, check_half_norms, check_optimizer, is_optimizer, refuse_own_scaler
 from autoamp.tensors import HALF_DTYPES
 
@@ -40,14 +41,21 @@ def checked_models(models: Any) -> list[Module]:
 
 
 def refuse_sharded(models: Sequence[Module], opt_level: str) -> None:
-    """Raise UsageError for a model that `fully_shard` has sharded already, where the level casts it to half."""
+    """Raise UsageError for a model that is distributed already, by `fully_shard` or as DTensors, where it is cast."""
     for model in models:
         for name, module in model.named_modules():
             if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
-                raise UsageError(
-                    f"opt_level={opt_level!r} casts the model, and fully_shard has sharded {name or 'it'!r} already, "
-                    "in the dtype it had; call initialize(model) first, then fully_shard, then make the optimizer"
-                )
+                raise UsageError(_distributed_already(opt_level, f"fully_shard has sharded {name or 'it'!r}"))
+        for name, parameter in model.named_parameters():
+            if is_sharded(parameter):
+                raise UsageError(_distributed_already(opt_level, f"its parameter {name!r} is a DTensor"))
+
+
+def _distributed_already(opt_level: str, what: str) -> str:
+    return (
+        f"opt_level={opt_level!r} casts the model, and {what} already, in the dtype it had; call initialize(model) "
+        "first, then fully_shard or parallelize_module, then make the optimizer"
+    )
 
 
 def checked_optimizers(optimizers: Any) -> list[Any]:

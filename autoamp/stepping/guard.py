@@ -51,7 +51,7 @@ from autoamp.scaling import (
 )
 from autoamp.stepping.attach import AttachedStep, named_params, stepped_params
 from autoamp.stepping.masters import MasterWeights
-from autoamp.stepping.replicas import several_processes
+from autoamp.stepping.replicas import begin_compression_anew, may_compress, several_processes
 from autoamp.stepping.sharded_modules import refuse_left_behind, warn_of_unscaled_shards
 from autoamp.stepping.skips import Skips
 from autoamp.tensors import version_of
@@ -131,7 +131,7 @@ class StepGuard:
         self._unscaled: tuple[Sequence[torch.Tensor], LossScaler, Scale] | None = None
         self.masters = masters
         self.last_step_ran = True
-        self.skips = Skips(self.name, on_skip)
+        self.skips = Skips(self.name, functools.partial(_skipped, on_skip))
         self._honours_flags = _honours_flags(type(optimizer))
         self.max_consecutive_skips = max_consecutive_skips
         self.pending: list[Verdict] = []
@@ -498,6 +498,9 @@ class StepGuard:
         verdicts = self.pending
         if not verdicts or self._abandoned or self._wants_flags() or not self._takes_flags():
             return None
+        if may_compress():
+            # What a compression remembers is dropped at the same step by all ranks, which have to know of it.
+            return None
         scaler, scale = verdicts[0].scaler, verdicts[0].scale
         self.skips.wait_by(scaler.late)
         flag = settle_on_device(verdicts, functools.partial(self.skips.tell, scaler, number_of(scale)))
@@ -668,6 +671,11 @@ class GivenUp(BaseException):
         super().__init__()
         self.loss = loss
         self.blamed = blamed
+
+
+def _skipped(on_skip: Callable[[], None]) -> None:
+    begin_compression_anew()
+    on_skip()
 
 
 def _is_of(verdict: Verdict, own: Verdict) -> bool:

@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import statistics
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from rich.progress import track
 from rich.table import Table
 
 import autoamp
-from tests.benchmarks import diagnostics, framework, memory, o2
+from tests.benchmarks import diagnostics, framework, memory, o2, ranks
 from tests.benchmarks.workers import NAMES, WAYS, asked, cycling, started, timing
 
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
@@ -37,7 +38,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="float16")
     parser.add_argument("--json", type=Path, help="write the results, with versions, to this file")
     parser.add_argument(
-        "--only", choices=["calls", "runs", "o2", "memory", "growth", "diagnostics"], help="one part of it all"
+        "--only", choices=["calls", "runs", "o2", "memory", "growth", "diagnostics", "ranks"], help="one part of it all"
     )
     parser.add_argument("--big", action="store_true", help="real work too, some minutes")
     parser.add_argument("--svg", type=Path, help="draw how the cost of a step grows; takes matplotlib")
@@ -72,6 +73,10 @@ def main() -> None:
     if chosen.only in (None, "diagnostics"):
         found["diagnostics"] = diagnostics.measure(chosen.dtype, chosen.rounds)
         console.print(table_of_tools(found["diagnostics"]))
+    if chosen.only in (None, "ranks"):
+        with tempfile.TemporaryDirectory() as folder:
+            found["ranks"] = ranks.measure(chosen.rounds * chosen.processes, Path(folder))
+        console.print(table_of_ranks(found["ranks"]))
     if chosen.json is not None:
         chosen.json.write_text(json.dumps(found, indent=2) + "\n")
 
@@ -174,6 +179,24 @@ def table_of_tools(found: dict[str, dict[int, list[float]]]) -> Table:
             low, middle, high = statistics.quantiles(ratios[width], n=4)
             cells.append(f"{middle:.2f} ({low:.2f}-{high:.2f})")
         shown.add_row(name, *cells)
+    return shown
+
+
+def table_of_ranks(found: dict[str, dict[str, Any]]) -> Table:
+    """Return a table of steps on several ranks: medians in milliseconds, ratios by round, and collectives."""
+    shown = Table(title="A training step on several ranks, float16 on a CPU over gloo, milliseconds")
+    shown.add_column("")
+    parts = [f"{part}, {what}" for part in ("step", "after backward") for what in (*ranks.WAYS, "ratio", "middle half")]
+    for heading in (*parts, "collectives after backward"):
+        shown.add_column(heading, justify="right")
+    for name, ways in found.items():
+        row = []
+        for part in ("step", "part"):
+            theirs, own = (ways[way][part] for way in ranks.WAYS)
+            low, middle, high = statistics.quantiles([one / other for one, other in zip(own, theirs, strict=True)])
+            row += [f"{statistics.median(theirs) * 1e3:.2f}", f"{statistics.median(own) * 1e3:.2f}"]
+            row += [f"{middle:.2f}", f"{low:.2f}-{high:.2f}"]
+        shown.add_row(name, *row, " / ".join(str(ways[way]["collectives"]) for way in ranks.WAYS))
     return shown
 
 

@@ -252,6 +252,32 @@ def dropped(layouts: Layouts) -> list[Any]:
     return told
 
 
+def clipped_and_dropped(layouts: Layouts, kind: str) -> list[Any]:
+    """Programs that look at the norm, and drop the gradients without a step where it is not finite."""
+    params = [layouts.parameter("1-D", "plain" if kind == "asked" else kind, torch.float32)]
+    told = []
+    with training("scale_loss", params):
+        handle: Any = autoamp.current_handle()
+        optimizer = torch.optim.SGD(params, lr=0.5, foreach=False)
+        if kind == "asked":
+            handle.sync_over(dist.group.WORLD, replicas=1)
+        for number in range(5):
+            bad = number == 1
+            optimizer.zero_grad()
+            before = local(params[0]).detach().clone()
+            # In a group that was asked for a rank may have nothing to drop.
+            if not (bad and kind == "asked" and dist.get_rank() == 1):
+                loss = loss_of(params, [INF if bad and dist.get_rank() == 3 else 1.0])
+                with handle.scale_loss(loss, optimizer) as scaled:
+                    scaled.backward()
+            norm = float(handle.clip_grad_norm_(optimizer, 1e9))
+            if norm < INF:
+                optimizer.step()
+            moved = not torch.equal(before, local(params[0]))
+            told.append((norm < INF, moved, handle.skipped_steps, handle.loss_scale))
+    return told
+
+
 def sharded_adam(layouts: Layouts) -> list[Any]:
     """A fused optimizer that takes the flag of an overflow, given flags of all ranks."""
     params = [layouts.parameter("1-D", "sharded", torch.float32)]
@@ -296,6 +322,7 @@ def rank(index: int, folder: str) -> None:
     found["asked"] = {way: asked(layouts, way) for way in ("sync_over", "initialize")}
     found["losses"] = several_losses(layouts)
     found["dropped"] = dropped(layouts)
+    found["clipped and dropped"] = {kind: clipped_and_dropped(layouts, kind) for kind in ("sharded", "asked")}
     found["adam"] = sharded_adam(layouts)
     found["refusals"] = refusals(layouts)
     torch.save(found, f"{folder}/{index}.pt")
@@ -363,6 +390,17 @@ def test_each_loss_has_its_own_scale_on_all_ranks(ranks: list[Any]) -> None:
 def test_dropped_gradients_lower_the_scale_of_all_ranks(ranks: list[Any]) -> None:
     for found in ranks:
         assert found["dropped"] == [(2.0**15, 0), (2.0**15, 0)]
+
+
+@pytest.mark.parametrize(("kind", "costs"), [("sharded", 0), ("asked", 1)])
+def test_gradients_dropped_for_their_norm_lower_the_scale_of_all_ranks(ranks: list[Any], kind: str, costs: int) -> None:
+    for found in ranks:
+        told = found["clipped and dropped"][kind]
+        assert [finite for finite, *_ in told] == [True, False, True, True, True]
+        # Where a rank may have nothing to drop it is the next step that tells all of them, and is skipped.
+        assert [moved for _, moved, *_ in told] == [True, False, not costs, True, True]
+        assert [skipped for *_, skipped, _ in told] == [0, 0, costs, costs, costs]
+        assert [scale for *_, scale in told] == [2.0**16, 2.0**16, 2.0**15, 2.0**15, 2.0**15]
 
 
 def test_a_fused_optimizer_takes_the_flag_of_all_ranks(ranks: list[Any]) -> None:

@@ -1,0 +1,178 @@
+"""What loss scaling costs where several processes train together, beside torch.autocast and torch.amp.GradScaler.
+
+Each way has processes of its own over gloo, and the ways take turns. Timed are a whole step, and its part from the end
+of the backward pass to the end of ``optimizer.step()``: unscaling, the check for inf and nan, what is exchanged for it,
+and the optimizer itself, which is the same both ways.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.parallel import DistributedDataParallel
+
+import autoamp
+from tests.benchmarks.workers import questions, started
+
+WAYS = ("torch.amp", "autoamp")
+WRAPPERS = ("DistributedDataParallel", "fully_shard")
+RANKS = (1, 2, 4)
+DTYPE = torch.float16
+SCALE = 2.0**10
+STEPS = 5
+"""So many steps make one value."""
+
+TIMES, COLLECTIVES = "times", "collectives"
+
+
+@dataclass
+class Training:
+    """A wrapped model with its inputs and optimizer, and what scales its loss in one way.
+
+    Attributes:
+        model: What is called.
+        inputs: Of this rank.
+        optimizer: Steps all of the model's parameters.
+        scaler: Torch's; None where autoamp scales.
+        handle: Autoamp's; None where torch scales.
+    """
+
+    model: nn.Module
+    inputs: Tensor
+    optimizer: torch.optim.Optimizer
+    scaler: Any
+    handle: Any
+
+    @classmethod
+    def of(cls, way: str, wrapper: str, width: int = 128) -> Training:
+        """Set up a stack of transformer layers of this width, alike on all ranks; a process group must be there."""
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
+        model: Any = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        inputs = torch.randn(4, 16, width)
+        ours = way == "autoamp"
+        handle = (
+            autoamp.init(device_type="cpu", dtype=DTYPE, loss_scale=autoamp.DynamicLossScaler(SCALE)) if ours else None
+        )
+        scaler = None if ours else torch.amp.GradScaler("cpu", init_scale=SCALE)
+        if wrapper == "fully_shard":
+            for part in (*model.layers, model):
+                fully_shard(part)
+        else:
+            model = DistributedDataParallel(model)
+        return cls(model, inputs, torch.optim.AdamW(model.parameters(), lr=1e-4), scaler, handle)
+
+    def step(self, between: Callable[[], object] = lambda: None) -> None:
+        """Train once; call ``between`` at the end of the backward pass."""
+        if self.handle is not None:
+            with self.handle.scale_loss(self._loss(), self.optimizer) as scaled:
+                scaled.backward()
+                between()
+            self.optimizer.step()
+        else:
+            with torch.autocast("cpu", dtype=DTYPE):
+                loss = self._loss()
+            self.scaler.scale(loss).backward()
+            between()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.optimizer.zero_grad()
+
+    def _loss(self) -> Tensor:
+        loss: Tensor = self.model(self.inputs).float().square().mean()
+        return loss
+
+    def times(self) -> tuple[float, float]:
+        """Return the seconds of a step, and of its part after the backward pass; means of `STEPS` steps."""
+        parts: list[float] = []
+        begin = time.perf_counter()
+        for _ in range(STEPS):
+            self.step(lambda: parts.append(-time.perf_counter()))
+            parts[-1] += time.perf_counter()
+        return (time.perf_counter() - begin) / STEPS, sum(parts) / STEPS
+
+    def collectives(self) -> int:
+        """Return how many collectives a step has after its backward pass."""
+        with CommDebugMode() as comms:
+            before: list[int] = []
+            self.step(lambda: before.append(comms.get_total_counts()))
+        return int(comms.get_total_counts()) - before[0]
+
+
+def rank(connection: Connection, way: str, wrapper: str, index: int, size: int, store: str) -> None:
+    """Be one rank of a way: answer `TIMES` and `COLLECTIVES`, on all ranks at once."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=index, world_size=size)
+    training = Training.of(way, wrapper)
+    for _ in range(3):
+        training.step()
+    for question in questions(connection):
+        connection.send(training.times() if question == TIMES else training.collectives())
+
+
+class Ranks:
+    """The processes of one way.
+
+    Args:
+        way: Of `WAYS`.
+        wrapper: Of `WRAPPERS`.
+        size: How many there are.
+        folder: Where they meet.
+    """
+
+    def __init__(self, way: str, wrapper: str, size: int, folder: Path) -> None:
+        store = str(folder / f"{way} {wrapper} {size} {time.monotonic_ns()}")
+        self._connections = [started(rank, way, wrapper, index, size, store) for index in range(size)]
+
+    def ask(self, question: str) -> list[Any]:
+        """Ask all of them at once, and return their answers."""
+        for connection in self._connections:
+            connection.send(question)
+        return [connection.recv() for connection in self._connections]
+
+    def times(self) -> tuple[float, float]:
+        """Return the seconds of a step and of its part, of the slowest rank each."""
+        whole, parts = zip(*self.ask(TIMES), strict=True)
+        return max(whole), max(parts)
+
+    def close(self) -> None:
+        """Let the processes end."""
+        with contextlib.suppress(OSError):
+            for connection in self._connections:
+                connection.close()
+
+
+def measure(rounds: int, folder: Path) -> dict[str, dict[str, Any]]:
+    """Return by wrapper and number of ranks, and then by way, the seconds of each round and the collectives of a step.
+
+    Args:
+        rounds: How many times each way is asked.
+        folder: For files by which processes meet.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for wrapper in WRAPPERS:
+        for size in RANKS:
+            groups = {way: Ranks(way, wrapper, size, folder) for way in WAYS}
+            results: dict[str, Any] = {way: {"step": [], "part": []} for way in WAYS}
+            for number in range(rounds):
+                # Who comes second finds a warmer machine.
+                for way in WAYS if number % 2 else reversed(WAYS):
+                    whole, part = groups[way].times()
+                    results[way]["step"].append(whole)
+                    results[way]["part"].append(part)
+            for way, group in groups.items():
+                results[way]["collectives"] = max(group.ask(COLLECTIVES))
+                group.close()
+            found[f"{wrapper}, {size} ranks"] = results
+    return found
