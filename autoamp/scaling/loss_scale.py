@@ -78,6 +78,10 @@ class LossScaler(ABC):
             found_inf: Whether a gradient of this step held inf or nan.
         """
 
+    def is_lowest(self, scale: float) -> bool:
+        """Tell whether the rule has nothing lower to offer than this scale. A rule without a limit says no."""
+        return False
+
     def scale_at_hand(self) -> Scale:
         """Return the factor for the next loss, without waiting for a device."""
         return self.loss_scale
@@ -262,6 +266,10 @@ class DynamicLossScaler(LossScaler):
     def checks(self) -> bool:
         """Always True: the scale follows from what is found."""
         return True
+
+    def is_lowest(self, scale: float) -> bool:
+        """Tell whether a scale is ``min_loss_scale``. See `LossScaler.is_lowest`."""
+        return scale <= self.min_loss_scale
 
     def update(self, found_inf: bool) -> None:
         """Lower the scale, or count towards the next growth. See `LossScaler.update`."""

@@ -27,11 +27,14 @@ from autoamp.scaling import is_sharded
 from autoamp.stepping.links import master_of
 from autoamp.stepping.replicas import several_processes
 
-__all__ = ["compare_ranks", "rank_sets", "tell_off", "wrappers_of"]
+__all__ = ["compare_ranks", "found_on_ranks", "rank_sets", "tell_off", "wrappers_of"]
 
 # Ranks come to their first step at most so many seconds apart, unless the store gives up earlier.
 _PATIENCE = 300.0
+# Ranks that stop for the same skips come to it at most so many seconds apart, as a rule.
+_SOON = 5.0
 _PREFIX = "autoamp"
+_GONE = "gradients that are gone by now"
 _RULES = "lists"
 
 
@@ -72,6 +75,32 @@ def tell_off() -> None:
         store.set(f"{_PREFIX}/off/{dist.get_rank()}", "1")
 
 
+def found_on_ranks(optimizer: str, names: Sequence[str]) -> str:
+    """Say which parameters overflowed and on which rank, by what this rank or else another has found.
+
+    No collective is made, as ranks need not come here at the same time. Whoever has found nothing waits for some
+    seconds.
+
+    Args:
+        optimizer: Its name.
+        names: Of parameters whose gradients on this rank have inf or nan.
+    """
+    found = ", ".join(names)
+    store = _store()
+    if store is None:
+        return found or _GONE
+    key = f"{_PREFIX}/{_attempt()}/overflow/{optimizer}"
+    with contextlib.suppress(RuntimeError):
+        # The rank that has the store may have stopped.
+        if names:
+            found = f"{found} on rank {dist.get_rank()}"
+            store.set(key, found)
+        else:
+            store.wait([key], timedelta(seconds=_SOON))
+            found = store.get(key).decode()
+    return found or f"{_GONE}, or on another rank, whose error names them"
+
+
 def compare_ranks(ranks: Sequence[int], facts: Mapping[str, str], rules: Mapping[str, str]) -> None:
     """Compare the settings of ranks, all of which call this, once in the life of their process group.
 
@@ -87,9 +116,7 @@ def compare_ranks(ranks: Sequence[int], facts: Mapping[str, str], rules: Mapping
     if store is None:
         return
     own, root = dist.get_rank(), min(ranks)
-    # Torchrun may keep a store when it starts processes anew.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    place = f"{_PREFIX}/{attempt}/{hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]}"
+    place = f"{_PREFIX}/{_attempt()}/{hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]}"
     if store.check([f"{place}/{own}"]):
         # An earlier handle has asked.
         return
@@ -109,6 +136,11 @@ def compare_ranks(ranks: Sequence[int], facts: Mapping[str, str], rules: Mapping
             verdict = store.get(f"{place}/verdict").decode()
     if verdict:
         raise UsageError(verdict)
+
+
+def _attempt() -> str:
+    # Torchrun may keep a store when it starts processes anew.
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def _store() -> Any:

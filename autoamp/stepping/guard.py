@@ -50,6 +50,7 @@ from autoamp.scaling import (
     unscale_,
 )
 from autoamp.stepping.attach import AttachedStep, named_params, stepped_params
+from autoamp.stepping.digest import found_on_ranks
 from autoamp.stepping.masters import MasterWeights
 from autoamp.stepping.replicas import begin_compression_anew, may_compress, several_processes
 from autoamp.stepping.sharded_modules import refuse_left_behind, warn_of_unscaled_shards
@@ -506,7 +507,7 @@ class StepGuard:
         flag = settle_on_device(verdicts, functools.partial(self.skips.tell, scaler, number_of(scale)))
         if flag is not None:
             self.pending = []
-            if self.skips.news() >= self.max_consecutive_skips:
+            if (known := self.skips.news()) and self._gives_up(known):
                 raise self._too_many_skips(scaler)
         return flag
 
@@ -575,8 +576,11 @@ class StepGuard:
         # A step was due and came: LR schedulers look at this before they complain about the order of calls.
         optimizer._opt_called = True
         self.skips.count(True, blamed.scaler, blamed.scale)
-        if self.skips.in_a_row >= self.max_consecutive_skips:
+        if self._gives_up(self.skips.in_a_row):
             raise self._too_many_skips(blamed.scaler, blamed.cleared)
+
+    def _gives_up(self, in_a_row: int) -> bool:
+        return in_a_row >= self.max_consecutive_skips or self.skips.at_lowest >= _patience(self.max_consecutive_skips)
 
     def _too_many_skips(self, scaler: LossScaler, cleared: Sequence[torch.Tensor] = ()) -> NonFiniteGradientsError:
         optimizer: Any = self._optimizer()
@@ -584,11 +588,15 @@ class StepGuard:
         named = [(name, param.grad) for name, param in named_params(optimizer) if param.grad is not None]
         found = [name for name, param in named_params(optimizer) if id(param) in known] or non_finite(named)
         explained = self.skips.explanation
+        limit = f"max_consecutive_skips={self.max_consecutive_skips} is the limit"
+        lowest = ""
+        if self.skips.at_lowest >= _patience(self.max_consecutive_skips):
+            lowest = ", the lowest that it may be (min_loss_scale)"
+            limit = f"a fifth of max_consecutive_skips={self.max_consecutive_skips} is the limit at that scale"
         return NonFiniteGradientsError(
             f"{self.skips.in_a_row} steps of {self.name} in a row were skipped for inf or nan in the gradients, "
-            f"first in {', '.join(found) or 'gradients that are gone by now'}; the loss scale is "
-            f"{scaler.loss_scale:g}. Look for inf or nan in the data and the loss, for too high a learning "
-            f"rate, for ops that need fp32. max_consecutive_skips={self.max_consecutive_skips} is the limit"
+            f"first in {found_on_ranks(self.name, found)}; the loss scale is {scaler.loss_scale:g}{lowest}. Look for "
+            f"inf or nan in the data and the loss, for too high a learning rate, for ops that need fp32. {limit}"
             + ("" if explained is None else f". The last of them: {explained}"),
             overflow=explained,
         )
@@ -683,6 +691,14 @@ def _is_of(verdict: Verdict, own: Verdict) -> bool:
     while isinstance(verdict, AgreedVerdict):
         verdict = verdict.of
     return verdict is own
+
+
+def _patience(max_consecutive_skips: int) -> int:
+    """Return how many skips in a row are an error where the scale cannot be lowered.
+
+    Such skips come of the data alone, and other data may be better: a run that survives them goes on.
+    """
+    return -(-max_consecutive_skips // 5)
 
 
 def versions_of(params: Iterable[torch.Tensor]) -> list[int | None]:

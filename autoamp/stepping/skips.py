@@ -69,12 +69,13 @@ class Skips:
 
     Attributes:
         steps: How many times ``step()`` was called, skips included.
+        at_lowest: How many skips in a row are known by now that overflowed at the lowest scale that their scaler has.
         watch: Gives what looks on at these steps, if anything does.
         explanation: What explains the last skip, as far as anybody looked on.
     """
 
     def __init__(self, name: str, on_skip: Callable[[], None]) -> None:
-        self.steps = 0
+        self.steps = self.at_lowest = 0
         self.watch: Callable[[], StepWatch | None] = _nobody
         self.explanation: Any = None
         self._name = name
@@ -99,7 +100,7 @@ class Skips:
     @in_a_row.setter
     def in_a_row(self, count: int) -> None:
         self.catch_up()
-        self._in_a_row = count
+        self._in_a_row, self.at_lowest = count, min(count, self.at_lowest)
 
     @property
     def last(self) -> bool:
@@ -144,10 +145,12 @@ class Skips:
         self._in_a_row = self._in_a_row + 1 if skipped else 0
         watch = self.watch()
         if not skipped or scaler is None:
+            self.at_lowest = 0
             if watch is not None:
                 watch.step_known(self, skipped, None, None, late)
             return
         self._on_skip()
+        self.at_lowest = self.at_lowest + 1 if scaler.is_lowest(_value_of(scale)) else 0
         if watch is not None:
             # A number that is late by now: the scaler hears of this skip before anybody asks it.
             following = None if late else scaler.loss_scale

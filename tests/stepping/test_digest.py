@@ -62,9 +62,33 @@ def step(case: str, sharded: bool) -> str:
     return f"stepped, {handle.skipped_steps} skipped"
 
 
+def lowest() -> str:
+    """Overflow on rank 1 alone until the scale is at its minimum and the run stops; returns the error."""
+    scaler = autoamp.DynamicLossScaler(8.0, min_loss_scale=2.0)
+    handle = autoamp.init(**CPU, loss_scale=scaler)
+    handle.sync_over(dist.group.WORLD, replicas=1)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    try:
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss = model.weight.sum() * (float("inf") if dist.get_rank() else 1.0) + model.bias.sum()
+            with handle.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+    except autoamp.NonFiniteGradientsError as error:
+        return f"{handle.skipped_steps}: {error}"
+    finally:
+        handle.deactivate()
+    return "no error"
+
+
 def rank(index: int, folder: str) -> None:
     torch.set_num_threads(1)
-    told = {}
+    told: dict[Any, str] = {}
+    dist.init_process_group("gloo", init_method=f"file://{folder}/lowest", rank=index, world_size=2)
+    told["lowest", None] = lowest()
+    dist.destroy_process_group()
     for sharded in (False, True):
         for case in DIFFERENT:
             if sharded and case in ALONE:
@@ -90,6 +114,13 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, bool]
     folder = tmp_path_factory.mktemp("digest")
     mp.spawn(rank, (str(folder),), nprocs=2)
     return [torch.load(folder / f"{index}.pt") for index in range(2)]
+
+
+@pytest.mark.processes
+def test_a_scale_at_its_minimum_stops_all_ranks_with_the_rank_and_parameter(told: Any) -> None:
+    for found in told:
+        assert found["lowest", None].startswith("12: 12 steps of SGD in a row were skipped"), found["lowest", None]
+        assert "first in Linear.weight on rank 1; the loss scale is 2, the lowest that" in found["lowest", None]
 
 
 @pytest.mark.processes

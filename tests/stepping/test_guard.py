@@ -455,6 +455,25 @@ def test_too_many_skips_name_the_parameters() -> None:
     assert (guard.skips.total, guard.skips.in_a_row) == (5, 3)
 
 
+def test_skips_at_the_lowest_scale_are_fewer() -> None:
+    setup = Setup()
+    setup.scaler = DynamicLossScaler(8.0, min_loss_scale=2.0)
+
+    def step(factor: float) -> None:
+        setup.optimizer.zero_grad()
+        setup.backward(factor)
+        setup.optimizer.step()
+
+    for factor in (*[math.inf] * 11, 1.0, *[math.inf] * 9, 1.0, *[math.inf] * 9):
+        step(factor)
+    with pytest.raises(
+        NonFiniteGradientsError,
+        match=r"10 steps of SGD in a row .* the loss scale is 2, the lowest that it may be \(min_loss_scale\)\. .* a "
+        r"fifth of max_consecutive_skips=50 is the limit at that scale",
+    ):
+        step(math.inf)
+
+
 def test_the_default_is_fifty_skips() -> None:
     setup = Setup()
     for _ in range(49):
