@@ -41,6 +41,7 @@ from autoamp.runtime import (
     register_promote_function,
 )
 from autoamp.scaling import DynamicLossScaler, LossScaler, StaticLossScaler
+from autoamp.tuning import report_metric
 
 __version__ = "0.1.0"
 
@@ -76,6 +77,7 @@ __all__ = [
     "register_float_function",
     "register_half_function",
     "register_promote_function",
+    "report_metric",
     "scale_loss",
     "state_dict",
 ]

@@ -11,6 +11,7 @@ from autoamp.cli.lists import add_lists
 from autoamp.cli.output import say
 from autoamp.cli.profile import add_profile, prepared_profile
 from autoamp.cli.run import add_run, prepared_run
+from autoamp.cli.tune import add_tune
 from autoamp.errors import AutoampError
 
 __all__ = ["main"]
@@ -39,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     add_run(commands)
     add_profile(commands)
+    add_tune(commands)
     add_doctor(commands)
     add_lists(commands)
     return parser

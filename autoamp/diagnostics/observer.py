@@ -225,24 +225,24 @@ class Observation:
         call = Call(self, op, args, kwargs, casting=casting, outer=outer, modules=thread.modules)
         call.frame = sys._getframe(2)
         states: list[tuple[Observer, Any]] = []
-        self._tell(lambda: states.extend([(observer, observer.before(call)) for observer in observers]))
+        self.quietly(lambda: states.extend([(observer, observer.before(call)) for observer in observers]))
         thread.call = call
         try:
             result = replacement(*args, **kwargs)
         except BaseException as error:
             # Else the name of the exception would be a circle of frames.
             failure = error
-            self._tell(lambda: [observer.failed(call, state, failure) for observer, state in reversed(states)])
+            self.quietly(lambda: [observer.failed(call, state, failure) for observer, state in reversed(states)])
             call.frame = None
             raise
         finally:
             thread.call = outer
-        self._tell(lambda: [observer.after(call, state, result) for observer, state in reversed(states)])
+        self.quietly(lambda: [observer.after(call, state, result) for observer, state in reversed(states)])
         call.frame = None
         return result
 
-    def _tell(self, tell: Callable[[], Any]) -> None:
-        """Tell observers, with casts off and unobserved."""
+    def quietly(self, tell: Callable[[], Any]) -> None:
+        """Call what looks at tensors, with casts off and unobserved."""
         thread, local = self._thread, self._casts.local
         thread.telling = True
         token = local.set(False)

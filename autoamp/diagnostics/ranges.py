@@ -194,6 +194,11 @@ class RangeProfile(Observer):
         if name.startswith(_MAKERS) or in_scaling(sys._getframe(1)):
             return
         site = self._observation.site_here()
+        self._observation.quietly(lambda: self._record(func, args, kwargs, outputs, name, site))
+
+    def _record(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor], name: str, site: CallSite
+    ) -> None:
         row = self._ops.get((name, site))
         if row is None:
             call = self._observation.call
@@ -201,7 +206,7 @@ class RangeProfile(Observer):
         row.calls += 1
         for output in outputs:
             row.values.add(output, at_any_scale=False)
-        if schema.is_mutable:
+        if func._schema.is_mutable:
             row.excluded = "writes to its arguments"
         elif torch.Tag.nondeterministic_seeded in func.tags:
             row.excluded = "draws random numbers"

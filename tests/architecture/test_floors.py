@@ -23,7 +23,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
     4: ("ops", "modules", "auto_scaling"),
     5: ("diagnostics",),
     6: ("runtime",),
-    7: ("checkpoints", "levels", "fp16_utils", "normalization", "optimizers", "parallel"),
+    7: ("checkpoints", "levels", "fp16_utils", "normalization", "optimizers", "parallel", "tuning"),
     8: ("compat",),
     9: ("cli",),
     10: ("__init__", "__main__"),

@@ -140,6 +140,22 @@ def test_without_dispatch_modes_it_says_so(handle: Any, monkeypatch: pytest.Monk
     assert ranges.to_dict()["sees_operators"] is False
 
 
+def test_what_it_computes_itself_is_not_observed(handle: Any) -> None:
+    with handle.count() as counts, handle.profile_ranges() as ranges:
+        torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+        observed: list[str] = []
+
+        class Names(autoamp.diagnostics.Observer):
+            def before(self, call: Any) -> None:
+                observed.append(call.op.name)
+
+        with handle.observe(Names()):
+            torch.mm(torch.ones(2, 3), torch.ones(3, 2))
+    assert observed == ["torch.mm"]
+    assert [row.op for row in ranges.ops] == ["aten::mm"] * 2
+    assert counts.ops == {}
+
+
 def test_an_exception_in_the_program_ends_it(handle: Any) -> None:
     ranges = handle.profile_ranges()
 

@@ -1,0 +1,236 @@
+"""`autoamp tune`: surveys a program, tries changes of its lists on it, and writes the list that came of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from autoamp.cli.options import DTYPES, Options
+from autoamp.cli.output import say
+from autoamp.errors import UsageError
+from autoamp.rules import ENVIRONMENT_VARIABLE
+from autoamp.tuning import (
+    METRICS_VARIABLE,
+    Outcome,
+    OutOfBudget,
+    Proposal,
+    Search,
+    SearchResult,
+    Survey,
+    list_text,
+    printed_metric,
+    proposals_of,
+    reported_metric,
+    summary_of,
+    write_list,
+)
+
+__all__ = ["add_tune", "seconds_of"]
+
+_HELP = """\
+Measures what each op of a program costs in half precision and in fp32 on this device, and which ops half cannot hold.
+Then runs the program with changed lists, and keeps what keeps the metric within tolerance of that in fp32. What it has
+when the budget is spent is written, each entry with its reason. Ctrl-C keeps the best so far.
+"""
+# What of the budget the survey may take, half of it for the program and half for timing ops.
+_SURVEY = 0.4
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def add_tune(commands: Any) -> None:
+    """Add the command ``tune`` to a parser's commands."""
+    tune = commands.add_parser(
+        "tune",
+        help="find the list for a program on this device",
+        description=_HELP,
+        usage="autoamp tune --metric NAME [options] script.py args...\n"
+        "       autoamp tune --metric NAME [options] -m module args...",
+    )
+    tune.add_argument("--metric", required=True, metavar="NAME",
+                      help="printed as 'NAME: 0.12' or 'NAME=0.12', given to autoamp.report_metric(NAME, value), or a "
+                      "variable of the script; the last value counts")  # fmt: skip
+    tune.add_argument("--higher-is-better", action="store_true", help="the metric is to be large, not small")
+    tune.add_argument("--tolerance", type=float, default=0.02, metavar="PART",
+                      help="how much worse than in fp32 it may be, as a part of it; default 0.02")  # fmt: skip
+    tune.add_argument("--max-error", type=float, default=0.05, metavar="PART",
+                      help="ops with a larger relative error in half are unsafe; default 0.05")  # fmt: skip
+    tune.add_argument("--budget", default="10m", metavar="TIME", help="such as 60s, 10m, 2h; default 10m")
+    tune.add_argument("--seeds", type=int, default=2, metavar="N", help="runs of each candidate; default 2")
+    tune.add_argument("--seed", type=int, default=0, help="the first of these seeds; default 0")
+    tune.add_argument("--survey-steps", type=int, default=3, metavar="N", help="steps that are surveyed; default 3")
+    tune.add_argument("-o", "--output", default="autoamp.toml", metavar="FILE", help="default: autoamp.toml")
+    tune.add_argument(
+        "--dtype", choices=list(DTYPES), help="default: bf16 where the device has units for it, else fp16"
+    )
+    tune.add_argument("--device-type", help="whose tensors are cast: cuda, cpu, ...; the accelerator's unless given")
+    tune.add_argument("--lists", action="append", default=[], metavar="LIST",
+                      help="a list set or file, over the project's own, to begin with; repeatable")  # fmt: skip
+    tune.add_argument("-m", dest="is_module", action="store_true", help="run a module, as python -m does")
+    tune.add_argument("program", help="the script, or the module")
+    tune.add_argument("args", nargs=argparse.REMAINDER)
+    tune.set_defaults(act=_tune)
+
+
+def seconds_of(text: str) -> float:
+    """Return the seconds of a time such as ``60s``, ``1.5m``, ``2h`` or ``90``. UsageError for all else."""
+    found = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([smh]?)", text.strip())
+    if found is None or not float(found[1]):
+        raise UsageError(f"--budget {text!r} is no time; give seconds, minutes or hours, such as 60s, 10m or 2h")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def _tune(chosen: argparse.Namespace) -> int:
+    """Tune, write the list and print what was found. Returns the exit code."""
+    output = Path(chosen.output).absolute()
+    budget = seconds_of(chosen.budget)
+    if output.exists():
+        raise UsageError(f"--output {chosen.output!r} exists; move it away, as it would be in force while tuning")
+    if not output.parent.is_dir():
+        raise UsageError(f"--output {chosen.output!r} cannot be written: give a file in a directory that exists")
+    if chosen.seeds < 1 or chosen.tolerance < 0 or chosen.survey_steps < 1:
+        raise UsageError("--seeds and --survey-steps take 1 or more, and --tolerance 0 or more")
+    if not chosen.is_module and not os.path.exists(chosen.program):
+        raise UsageError(f"can't open file {chosen.program!r}; give the path of a script, or -m a module")
+    seeds = [chosen.seed + number for number in range(chosen.seeds)]
+    with tempfile.TemporaryDirectory(prefix="autoamp-tune-") as folder:
+        runs = _Runs(chosen, Path(folder), time.monotonic() + budget)
+        say(f"surveying {chosen.program} in fp32, for {_SURVEY * budget:.0f} s at most")
+        try:
+            survey = runs.survey(_SURVEY * budget / 2)
+        except KeyboardInterrupt:
+            say("interrupted before anything was known; nothing was written")
+            return 130
+        except OutOfBudget:
+            raise UsageError("the budget was spent before the survey had ended; give a larger --budget") from None
+        proposals = proposals_of(survey, max_error=chosen.max_error)
+        say(f"{len(survey.uses)} uses of ops, {len(proposals)} changes to try")
+        search = Search(
+            runs.run, proposals, seeds, tolerance=chosen.tolerance, higher_is_better=chosen.higher_is_better
+        )
+        result = search.search()
+    lines = summary_of(survey, result, seeds, chosen.metric)
+    extends = _extends(chosen.lists, survey, output.parent)
+    _write(output, list_text(result.chosen, extends, ["Written by autoamp tune.", *lines, ""]))
+    for line in lines:
+        say(line)
+    say(f"{chosen.output}: {len(result.chosen)} entries")
+    return _exit_code(result)
+
+
+def _write(output: Path, text: str) -> None:
+    """Write the list; a second Ctrl-C, of a user in a hurry, does not leave half of it."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        write_list(output, text)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _exit_code(result: SearchResult) -> int:
+    if result.stopped == "it was interrupted":
+        return 130
+    unknown = result.fp32 is not None and (result.fp32.failed is not None or result.fp32.metric != result.fp32.metric)
+    return 1 if unknown else 0
+
+
+def _extends(lists: Sequence[str], survey: Survey, folder: Path) -> list[str]:
+    """Return what the list says under ``extends``: nothing where it lies over what applies anyway."""
+    if not lists:
+        return []
+    base = "bf16" if survey.dtype == "bfloat16" else "default"
+    files = [os.path.relpath(name, folder) if os.path.exists(name) else name for name in lists]
+    named = [name for name in lists if not os.path.exists(name)]
+    return files if named else [base, *files]
+
+
+class _Runs:
+    """Runs the program in processes of their own, until a deadline."""
+
+    def __init__(self, chosen: argparse.Namespace, folder: Path, deadline: float) -> None:
+        self._chosen = chosen
+        self._folder = folder
+        self._deadline = deadline
+        self._number = 0
+        self._longest = 0.0
+
+    def survey(self, seconds: float) -> Survey:
+        """Return the survey. UsageError: the program fails."""
+        outcome, failed, _ = self._child("survey", self._chosen.seed, (), seconds=seconds)
+        if "survey" not in outcome:
+            raise UsageError(f"the program cannot be surveyed: {failed or 'it ended its process'}")
+        return Survey.from_json(outcome["survey"])
+
+    def run(self, candidate: tuple[Proposal, ...] | None, seed: int) -> Outcome:
+        """Run the program with these changes, in fp32 for None."""
+        name = "in fp32" if candidate is None else f"with {len(candidate)} changes" if candidate else "as it is"
+        if time.monotonic() + self._longest > self._deadline:
+            raise OutOfBudget
+        say(f"a run {name}, seed {seed}")
+        start = time.monotonic()
+        outcome, failed, output = self._child("fp32" if candidate is None else "lists", seed, candidate or ())
+        self._longest = max(self._longest, time.monotonic() - start)
+        metric = reported_metric(self._folder / f"{self._number}.metrics", self._chosen.metric)
+        if metric is None:
+            metric = printed_metric(output, self._chosen.metric)
+        if metric is None:
+            metric = outcome.get("variable")
+        return Outcome(metric, outcome.get("seconds"), outcome.get("peak_bytes"), failed)
+
+    def _child(
+        self, mode: str, seed: int, candidate: tuple[Proposal, ...], seconds: float = 0.0
+    ) -> tuple[dict[str, Any], str | None, str]:
+        """Return what a child wrote, why it failed, and what it printed. OutOfBudget: it was ended at the deadline."""
+        self._number += 1
+        chosen, own = self._chosen, self._folder / f"{self._number}"
+        files = {name: own.with_suffix(f".{name}") for name in ("spec", "outcome", "metrics", "out", "err", "toml")}
+        options = Options(
+            dtype=chosen.dtype, device_type=chosen.device_type, lists=tuple(chosen.lists),
+            opt_level="O0" if mode == "fp32" else "O1",
+        )  # fmt: skip
+        environment = {**os.environ, METRICS_VARIABLE: str(files["metrics"])}
+        if candidate:
+            files["toml"].write_text(list_text(candidate), encoding="utf-8")
+            # It lies over what --lists names as well.
+            options = Options.of({**options.as_dict(), "lists": (*options.lists, str(files["toml"]))})
+            before = environment.get(ENVIRONMENT_VARIABLE)
+            # The program may call init() itself.
+            environment[ENVIRONMENT_VARIABLE] = os.pathsep.join(filter(None, (before, str(files["toml"]))))
+        spec = {
+            "mode": mode, "seed": seed, "metric": chosen.metric, "outcome": str(files["outcome"]),
+            "is_module": chosen.is_module, "options": options.as_dict(), "steps": chosen.survey_steps,
+            "seconds": seconds,
+        }  # fmt: skip
+        files["spec"].write_text(json.dumps(spec), encoding="utf-8")
+        command = [sys.executable, "-m", "autoamp.cli.tune_child", str(files["spec"]), chosen.program, *chosen.args]
+        with open(files["out"], "wb") as out, open(files["err"], "wb") as err:
+            code = self._waited_for(command, environment, out, err)
+        written = json.loads(files["outcome"].read_text(encoding="utf-8")) if files["outcome"].exists() else {}
+        printed, errors = (files[name].read_text(encoding="utf-8", errors="replace") for name in ("out", "err"))
+        last = next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), "no word on stderr")
+        # tqdm writes to stderr.
+        return written, None if code == 0 else f"exit code {code}: {last[:200]}", errors + "\n" + printed
+
+    def _waited_for(self, command: list[str], environment: dict[str, str], out: Any, err: Any) -> int:
+        """Return the exit code of a child. Whoever ends the wait ends the child with all that it started."""
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment, start_new_session=True
+        )
+        try:
+            return child.wait(max(0.0, self._deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise OutOfBudget from None
+        finally:
+            if child.poll() is None:
+                # On Windows a process has no group.
+                os.killpg(child.pid, signal.SIGKILL) if hasattr(os, "killpg") else child.kill()
+                child.wait()

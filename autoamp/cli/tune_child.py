@@ -1,0 +1,124 @@
+"""One run of a program for `autoamp tune`: ``python -m autoamp.cli.tune_child SPEC program args...``.
+
+SPEC is a JSON file with the options of `autoamp run`, the mode (``"survey"``, ``"fp32"`` or ``"lists"``), the seed,
+the name of the metric and the file for the outcome.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from autoamp import runtime
+from autoamp.cli.launch import Program, prepared, take_path
+from autoamp.cli.options import Options
+from autoamp.cli.session import Run, set_up
+from autoamp.runtime import Handle
+from autoamp.tuning import SurveyEnded, Surveyor, number_in
+
+__all__ = ["main"]
+
+# Of a run's steps the first ones make what later ones find.
+_WARM_UP = 2
+
+
+def main(spec_file: str, program_args: list[str]) -> None:
+    """Run the program, and write the outcome. What the program raises goes on after that."""
+    spec = json.loads(Path(spec_file).read_text(encoding="utf-8"))
+    program = Program(program_args[0], tuple(program_args[1:]), spec["is_module"])
+    take_path(program)
+    options = Options.of(spec["options"])
+    run = set_up(options)
+    random.seed(spec["seed"])
+    np.random.seed(spec["seed"])
+    torch.manual_seed(spec["seed"])
+    program_runs = prepared(program, options.as_dict())
+    outcome: dict[str, Any] = {}
+    process = os.getpid()
+    try:
+        if spec["mode"] == "survey":
+            outcome["survey"] = _surveyed(program_runs, run.handle, spec)
+        else:
+            outcome |= _timed(program_runs, run, in_fp32=spec["mode"] == "fp32")
+    finally:
+        # A fork of the program that ends here has nothing to tell.
+        if os.getpid() == process:
+            value = vars(sys.modules["__main__"]).get(spec["metric"])
+            outcome["variable"] = None if value is None else number_in(value)
+            Path(spec["outcome"]).write_text(json.dumps(outcome), encoding="utf-8")
+
+
+def _surveyed(program_runs: Callable[[], None], handle: Handle | None, spec: dict[str, Any]) -> str:
+    """Run the program up to the end of the survey, and return that as JSON."""
+    surveyors: list[Surveyor] = []
+    with contextlib.ExitStack() as stack:
+
+        def begin(handle: Handle) -> None:
+            surveyors.append(Surveyor(handle, steps=spec["steps"], seconds=spec["seconds"]))
+            stack.enter_context(surveyors[-1])
+
+        if handle is not None:
+            begin(handle)
+        # The program may set amp up itself, with a handle of its own.
+        stack.callback(runtime.activated.listen(begin))
+        with contextlib.suppress(SurveyEnded, SystemExit):
+            program_runs()
+    return max(surveyors, key=lambda one: one.seen).survey(spec["seconds"]).to_json()
+
+
+def _timed(program_runs: Callable[[], None], run: Run, *, in_fp32: bool) -> dict[str, Any]:
+    """Run the program, and return the seconds of a step, of all where it has no optimizer, and the most memory held."""
+    times: list[float] = []
+    with contextlib.ExitStack() as stack:
+        if in_fp32:
+            stack.callback(runtime.activated.listen(lambda handle: stack.enter_context(handle.disable_casts())))
+        stack.callback(register_optimizer_step_post_hook(lambda *_: times.append(time.perf_counter())).remove)
+        start = time.perf_counter()
+        try:
+            program_runs()
+        except SystemExit as ended:
+            # Programs end so, also where all is well.
+            if ended.code not in (None, 0):
+                raise
+        _wait()
+        spent = time.perf_counter() - start
+    steps = [after - before for before, after in itertools.pairwise(times)][_WARM_UP:]
+    handle = runtime.current_handle() or run.handle
+    has_optimizer = bool(times) or (handle is not None and handle.skipped_steps > 0)
+    seconds = statistics.median(steps) if steps else None if has_optimizer else spent
+    return {"seconds": seconds, "peak_bytes": _peak_bytes()}
+
+
+def _wait() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def _peak_bytes() -> int | None:
+    """Return the most that was held: of a GPU's memory, else by this process. None where the system cannot tell."""
+    if torch.cuda.is_initialized():
+        return int(torch.cuda.max_memory_allocated())
+    try:
+        resource = importlib.import_module("resource")
+    except ImportError:
+        return None
+    # In KiB, but on macOS in bytes.
+    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * (1 if sys.platform == "darwin" else 1024)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

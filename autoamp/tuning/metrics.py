@@ -1,0 +1,62 @@
+"""How a program tells its metric: by `report_metric`, by a line that it prints, or by a variable of ``__main__``."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from autoamp.errors import UsageError
+
+__all__ = ["METRICS_VARIABLE", "number_in", "printed_metric", "report_metric", "reported_metric"]
+
+METRICS_VARIABLE = "AUTOAMP_METRICS"
+"""The environment variable with the file that `report_metric` appends to."""
+
+_NUMBER = r"[-+]?(?:(?:\d[\d_]*\.?\d*|\.\d+)(?:e[-+]?\d+)?|nan|inf(?:inity)?)"
+
+
+def report_metric(name: str, value: Any) -> None:
+    """Tell ``autoamp tune`` how well the program does; the last value of a name counts. Otherwise it does nothing.
+
+    Args:
+        name: What ``--metric`` is given.
+        value: A number, or a tensor of one element.
+
+    Raises:
+        UsageError: The value is no number.
+    """
+    number = number_in(value)
+    if number is None:
+        raise UsageError(f"report_metric({name!r}, ...) got {value!r}; give a number, or a tensor of one element")
+    path = os.environ.get(METRICS_VARIABLE)
+    if path:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"name": name, "value": number}) + "\n")
+
+
+def reported_metric(path: Path, name: str) -> float | None:
+    """Return the last value of a name in a file that `report_metric` wrote; None where there is none."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    values = [found["value"] for found in map(json.loads, lines) if found["name"] == name]
+    return float(values[-1]) if values else None
+
+
+def printed_metric(text: str, name: str) -> float | None:
+    """Return the number after the last ``name: `` or ``name=`` in a program's output; None where there is none."""
+    pattern = rf"(?<![\w.]){re.escape(name)}[\"']?\s*[:=]\s*({_NUMBER})(?![\w])"
+    found = re.findall(pattern, text, re.IGNORECASE)
+    return float(found[-1]) if found else None
+
+
+def number_in(value: Any) -> float | None:
+    """Return a number, or that in a tensor or array of one element; None for all else."""
+    if isinstance(value, (str, bytes, Mapping)):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None

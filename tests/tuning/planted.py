@@ -1,0 +1,74 @@
+"""Cost tables of programs with planted faults, and a program that behaves by them."""
+
+from __future__ import annotations
+
+import math
+
+from autoamp.tuning import Cost, Outcome, Proposal, Survey, Use
+
+MIB = 2**20
+
+
+def use(
+    target: str,
+    policy: str,
+    fp32: float,
+    half: float,
+    *,
+    casts: float = 0.0,
+    calls: int = 1,
+    error: float | None = 0.001,
+    kept: tuple[int, int] = (0, 0),
+    overflow: int = 0,
+    module_class: str | None = None,
+) -> Use:
+    """Return a use whose variants take so many microseconds; ``kept`` are the bytes in fp32 and in half."""
+    costs = {
+        "fp32": Cost(fp32 * 1e-6, kept[0]),
+        "half": Cost(half * 1e-6, kept[1]),
+        "half_cast": Cost((half + casts) * 1e-6, kept[1]),
+        "fp32_cast": Cost((fp32 + casts) * 1e-6, kept[0]),
+    }
+    return Use(
+        f"torch.{target}", target, policy, calls, "lists/default.toml:1", module_class, "net.py:7", "", costs,
+        overflow=overflow, largest=17 if overflow else 0, error=error,
+    )  # fmt: skip
+
+
+def survey(*uses: Use, steps: int = 1) -> Survey:
+    return Survey("cpu", "float16", "2.13.0", steps, tuple(uses))
+
+
+class Program:
+    """Runs in no time: its loss is nan while an op that overflows is in half, and its steps take what the table says.
+
+    Args:
+        found: The table.
+        fails: Changes as (name, value) that raise an exception.
+        harms: Changes that are safe by the table, and take the metric out of tolerance.
+    """
+
+    def __init__(
+        self, found: Survey, fails: set[tuple[str, str]] | None = None, harms: set[tuple[str, str]] | None = None
+    ) -> None:
+        self.found = found
+        self.fails = fails or set()
+        self.harms = harms or set()
+        self.runs: list[tuple[tuple[tuple[str, str], ...] | None, int]] = []
+
+    def __call__(self, candidate: tuple[Proposal, ...] | None, seed: int) -> Outcome:
+        entries = None if candidate is None else {one.name: one.value for one in candidate}
+        self.runs.append((None if entries is None else tuple(entries.items()), seed))
+        pairs = set((entries or {}).items())
+        if pairs & self.fails:
+            return Outcome(failed="exit code 1: RuntimeError: expected Float")
+        seconds, loss = 0.0, 0.5 + 0.001 * seed
+        for one in self.found.uses:
+            policy = "fp32" if entries is None else entries.get(one.target, one.policy)
+            if entries is not None and one.module_class in entries:
+                policy = entries[one.module_class]
+            half = policy in ("fp16", "unlisted")
+            loss = math.nan if half and one.overflow else loss
+            cost = one.total("half_cast" if half else "fp32")
+            seconds += 0.0 if cost is None else cost.seconds
+        return Outcome(loss + (1.0 if pairs & self.harms else 0.0), seconds)

@@ -1,0 +1,58 @@
+"""Metrics that programs print, report and hold."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import autoamp
+from autoamp.tuning import METRICS_VARIABLE, number_in, printed_metric, reported_metric
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("loss: 0.5", 0.5),
+        ("epoch 1 loss=1e-3, lr=2\nepoch 2 loss=.25, lr=1", 0.25),
+        ("{'eval': 1, 'loss': -2.5}", -2.5),
+        ("LOSS = 3", 3.0),
+        ("loss: inf", math.inf),
+        ("val_loss: 1.0 my.loss: 2", None),
+        ("loss: 12abc", None),
+        ("no number: loss", None),
+    ],
+)
+def test_printed(text: str, value: float | None) -> None:
+    assert printed_metric(text, "loss") == value
+
+
+def test_a_printed_nan_and_a_name_with_marks() -> None:
+    assert math.isnan(printed_metric("loss: 1.0\nloss: nan\n", "loss") or 0.0)
+    assert printed_metric("top-1(%): 71.5", "top-1(%)") == 71.5
+
+
+def test_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics"
+    autoamp.report_metric("loss", 3)
+    assert reported_metric(path, "loss") is None
+    monkeypatch.setenv(METRICS_VARIABLE, str(path))
+    autoamp.report_metric("loss", 2.0)
+    autoamp.report_metric("loss", torch.tensor(0.5))
+    autoamp.report_metric("accuracy", np.float32(0.25))
+    autoamp.report_metric("worst", math.inf)
+    assert reported_metric(path, "loss") == 0.5
+    assert reported_metric(path, "accuracy") == 0.25
+    assert reported_metric(path, "worst") == math.inf
+    assert reported_metric(path, "other") is None
+    with pytest.raises(autoamp.UsageError, match="give a number"):
+        autoamp.report_metric("loss", "low")
+
+
+def test_numbers() -> None:
+    assert number_in(torch.ones(1)) == 1.0
+    assert number_in(torch.ones(2)) is None
+    assert number_in("3") is number_in(None) is number_in(print) is None

@@ -1,0 +1,88 @@
+"""The cost model on planted tables: what it changes, and what it leaves."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from autoamp.tuning import proposals_of, totals_of
+from tests.tuning.planted import MIB, survey, use
+
+
+def changes(*uses, **how):
+    return {one.name: (one.value, one.kind, one.firm) for one in proposals_of(survey(*uses), **how)}
+
+
+def test_an_op_that_overflows_goes_to_fp32_whatever_it_costs() -> None:
+    tiny = replace(use("mul", "unlisted", 0, 0, overflow=3), costs=None)
+    (found,) = proposals_of(survey(use("linear", "fp16", 100, 50), tiny))
+    assert (found.name, found.value, found.kind, found.firm) == ("mul", "fp32", "unsafe", True)
+    assert found.reason == "3 of its results overflow in float16 at net.py:7, up to 2^18"
+
+
+def test_an_op_with_a_large_error_goes_to_fp32() -> None:
+    inexact = use("linear", "fp16", 100, 50, error=0.2)
+    assert changes(inexact) == {"linear": ("fp32", "unsafe", True)}
+    assert changes(inexact, max_error=0.3) == {}
+    assert "inf or nan" in proposals_of(survey(use("linear", "fp16", 100, 50, error=math.inf)))[0].reason
+
+
+def test_what_is_in_fp32_already_is_not_proposed() -> None:
+    assert changes(use("exp", "fp32", 100, 50, overflow=3)) == {}
+
+
+def test_an_op_that_does_not_pay_is_left_alone() -> None:
+    found = proposals_of(survey(use("conv2d", "fp16", 100, 700), use("linear", "fp16", 1000, 500, casts=10), steps=2))
+    assert [(one.name, one.value, one.kind, one.otherwise) for one in found] == [
+        ("conv2d", "none", "unprofitable", ("fp32",))
+    ]
+    assert found[0].reason == "does not pay on cpu: fp32 50 us, float16 350 us, with casts 350 us a step"
+
+
+def test_an_op_that_pays_without_its_casts_alone_is_tried_by_itself() -> None:
+    assert changes(use("linear", "fp16", 100, 90, casts=50)) == {"linear": ("none", "unprofitable", False)}
+
+
+def test_an_op_that_cannot_be_run_in_half_is_left_alone() -> None:
+    broken = use("linear", "fp16", 100, 0)
+    broken = replace(broken, costs={"fp32": broken.costs["fp32"]})
+    (found,) = proposals_of(survey(broken))
+    assert (found.value, found.reason) == ("none", "it cannot be run in float16 on cpu")
+
+
+def test_a_safe_op_that_pays_goes_to_half() -> None:
+    assert changes(use("softmax", "fp32", 100, 40, casts=10)) == {"softmax": ("fp16", "profitable", True)}
+    assert changes(use("softmax", "fp32", 100, 80, casts=30)) == {"softmax": ("fp16", "profitable", False)}
+    assert changes(use("softmax", "fp32", 100, 40, error=None)) == {}
+    assert changes(use("softmax", "fp32", 100, 140)) == {}
+
+
+def test_an_fp32_norm_that_doubles_memory_goes_to_half() -> None:
+    norm = use("layer_norm", "fp32", 100, 101, kept=(8 * MIB, 2 * MIB))
+    (found,) = proposals_of(survey(norm))
+    assert (found.name, found.value, found.kind) == ("layer_norm", "fp16", "memory")
+    assert "keeps 2,048 KiB a step in place of 8,192 KiB" in found.reason
+    # It is not worth half as much time again, nor a few bytes.
+    assert changes(use("layer_norm", "fp32", 100, 150, kept=(8 * MIB, 2 * MIB))) == {}
+    assert changes(use("layer_norm", "fp32", 100, 101, kept=(800, 200))) == {}
+
+
+def test_an_op_that_is_unsafe_in_one_class_alone_goes_to_fp32_there() -> None:
+    bad = use("linear", "fp16", 100, 50, overflow=1, module_class="net.Head")
+    good = use("linear", "fp16", 1000, 500, module_class="net.Block")
+    (found,) = proposals_of(survey(bad, good))
+    assert (found.name, found.value, found.of_module) == ("net.Head", "fp32", True)
+    assert found.reason.startswith("linear is unsafe in this class, and pays elsewhere: 1 of its results")
+    # Torch's own class would mean all of it, and where it pays nowhere else there is nothing to keep.
+    assert changes(replace(bad, module_class="torch.nn.Linear"), good) == {"linear": ("fp32", "unsafe", True)}
+    assert changes(bad, use("linear", "fp16", 500, 1000)) == {"linear": ("fp32", "unsafe", True)}
+
+
+def test_small_ops_are_left_as_they_are() -> None:
+    assert changes(use("linear", "fp16", 1000, 500), use("dot", "fp16", 1, 2)) == {}
+
+
+def test_totals_are_of_what_runs_in_half() -> None:
+    totals = totals_of(survey(use("linear", "fp16", 100, 50, casts=20, calls=2), use("exp", "fp32", 9, 9), steps=2))
+    assert [round(1e6 * value) for value in (totals.fp32, totals.half, totals.half_cast)] == [100, 50, 70]
+    assert totals_of(survey()).fp32 is None

@@ -1,0 +1,136 @@
+"""The search on a program that behaves by a planted table: what it takes, in which order, and stopped anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from autoamp.tuning import Outcome, OutOfBudget, Proposal, Search, SearchResult, list_text, proposals_of, summary_of
+from tests.tuning.planted import MIB, Program, survey, use
+
+PLANTED = survey(
+    use("mul", "unlisted", 1, 1, overflow=5),
+    use("conv2d", "fp16", 100, 700, casts=10),
+    use("linear", "fp16", 1000, 500, casts=10),
+    use("layer_norm", "fp32", 100, 101, casts=2, kept=(8 * MIB, 2 * MIB)),
+    use("softmax", "fp32", 50, 20, casts=5),
+)
+ALL = {"mul": "fp32", "conv2d": "none", "layer_norm": "fp16", "softmax": "fp16"}
+
+
+def searched(run: Callable[..., Outcome], **how: object) -> SearchResult:
+    return Search(run, proposals_of(PLANTED), (0, 1), **how).search()  # type: ignore[arg-type]
+
+
+def entries(result: SearchResult) -> dict[str, str]:
+    return {one.name: one.value for one in result.chosen}
+
+
+def test_all_that_is_sure_is_tried_at_once() -> None:
+    program = Program(PLANTED)
+    result = searched(program)
+    assert entries(result) == ALL
+    assert (result.confirmed, result.rejected, result.untried, result.stopped) == (True, [], (), None)
+    # fp32 with two seeds; the lists as they are, whose loss is nan, with one; all changes with two.
+    assert [seed for _, seed in program.runs] == [0, 1, 0, 0, 1]
+    assert program.runs[0][0] is None
+    assert program.runs[2][0] == ()
+    assert any("pays on this device: a step takes 0.5" in line for line in summary_of(PLANTED, result, (0, 1), "loss"))
+
+
+def test_what_harms_the_metric_is_not_taken() -> None:
+    result = searched(Program(PLANTED, harms={("softmax", "fp16")}))
+    assert entries(result) == {name: value for name, value in ALL.items() if name != "softmax"}
+    ((proposal, why),) = result.rejected
+    assert proposal.name == "softmax"
+    assert why == "the metric is 1.5005, in fp32 0.5005, and 0.01 is allowed"
+
+
+def test_where_the_program_fails_with_none_it_is_fp32() -> None:
+    result = searched(Program(PLANTED, fails={("conv2d", "none")}))
+    assert entries(result) == {**ALL, "conv2d": "fp32"}
+    assert [(one.name, one.value) for one, _ in result.rejected] == [("conv2d", "none")]
+
+
+def test_what_is_slower_in_the_program_than_in_the_model_is_not_taken() -> None:
+    program = Program(PLANTED)
+
+    def run(candidate: tuple[Proposal, ...] | None, seed: int) -> Outcome:
+        found = program(candidate, seed)
+        slow = candidate is not None and any(one.name == "softmax" for one in candidate)
+        return Outcome(found.metric, 1.0 if slow and found.seconds is not None else found.seconds)
+
+    # Together it is taken, as there is nothing to compare with while the lists as they are diverge; so without mul.
+    proposals = [one for one in proposals_of(PLANTED) if one.name != "mul"]
+    program.found = survey(*PLANTED.uses[1:])
+    result = Search(run, proposals, (0,)).search()
+    assert "softmax" not in entries(result)
+    assert result.rejected[0][1].startswith("a step takes 1e+03 ms, without it")
+
+
+@pytest.mark.parametrize("error", [OutOfBudget, KeyboardInterrupt])
+@pytest.mark.parametrize("last", range(7))
+def test_stopped_anywhere_it_has_the_best_so_far_and_says_what_it_has_not_tried(
+    last: int, error: type[BaseException]
+) -> None:
+    program = Program(PLANTED, harms={("softmax", "fp16")})
+
+    def run(candidate: tuple[Proposal, ...] | None, seed: int) -> Outcome:
+        if len(program.runs) == last:
+            raise error
+        return program(candidate, seed)
+
+    result = searched(run)
+    assert result.stopped is not None
+    assert entries(result)["mul"] == "fp32"
+    known = {one.name for one in (*result.chosen, *result.untried)} | {one.name for one, _ in result.rejected}
+    assert known == set(ALL)
+    if not result.confirmed:
+        assert {one.name for one in result.untried} >= set(ALL) - {"mul"}
+    text = "\n".join(summary_of(PLANTED, result, (0, 1), "loss"))
+    assert "stopped early" in text
+    assert all(f"not tried: {one.name}" in text for one in result.untried if one not in result.chosen)
+    assert ("no run has confirmed" in text) is not result.confirmed
+
+
+def test_the_same_measurements_give_the_same_list() -> None:
+    texts = set()
+    for _ in range(3):
+        result = searched(Program(PLANTED, harms={("softmax", "fp16")}))
+        texts.add(list_text(result.chosen, (), summary_of(PLANTED, result, (0, 1), "loss")))
+    assert len(texts) == 1
+
+
+def test_without_a_metric_or_a_program_that_runs_nothing_is_tried() -> None:
+    for outcome in (Outcome(None, 1.0), Outcome(failed="exit code 1: no data")):
+        runs: list[object] = []
+
+        def run(candidate: object, seed: int, given: Outcome = outcome, seen: list[object] = runs) -> Outcome:
+            seen.append(candidate)
+            return given
+
+        result = searched(run)
+        assert set(runs) == {None}
+        assert entries(result) == {"mul": "fp32"}
+        text = "\n".join(summary_of(PLANTED, result, (0, 1), "loss"))
+        assert ("the metric was not found" in text) or ("fails in fp32" in text)
+
+
+def test_a_higher_metric_may_be_better() -> None:
+    def run(candidate: tuple[Proposal, ...] | None, seed: int) -> Outcome:
+        return Outcome(0.5 if candidate is None else 0.9, 1.0)
+
+    assert searched(run, higher_is_better=True).confirmed
+    assert not searched(run).confirmed
+    assert searched(run, tolerance=1.0).confirmed
+
+
+def test_where_nothing_pays_it_says_so() -> None:
+    slow = survey(use("linear", "fp16", 100, 700))
+    program = Program(slow)
+    result = Search(program, proposals_of(slow), (0,)).search()
+    assert entries(result) == {"linear": "none"}
+    assert any("does not pay on this device" in line for line in summary_of(slow, result, (0,), "loss"))
+    empty = SearchResult()
+    assert any("by the cost model half precision does not pay" in line for line in summary_of(slow, empty, (0,), "x"))
