@@ -200,12 +200,9 @@ class StepGuard:
         return any(param.grad is not None for param in self.holders(self.params()))
 
     def check_shards(self) -> None:
-        """Raise UsageError where `fully_shard` has put others in the place of this optimizer's parameters."""
-        params = self.holders(self.params())
-        if self.masters is not None:
-            halves = {id(master): half for half, master in self.masters.pairs}
-            params = [halves.get(id(param), param) for param in self.params()]
-        refuse_left_behind(self.name, params)
+        """Raise UsageError where shards were put in the place of this optimizer's parameters."""
+        halves = {} if self.masters is None else {id(master): half for half, master in self.masters.pairs}
+        refuse_left_behind(self.name, [halves.get(id(param), param) for param in self.params()])
 
     def holders(self, params: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return the tensors in whose ``.grad`` the gradients of parameters are now; see `MasterWeights.holders`."""

@@ -1,7 +1,8 @@
-"""Modules that `fully_shard` has sharded, and optimizers that do not go with them.
+"""Modules whose parameters were replaced by shards, and optimizers that do not go with them.
 
-`fully_shard` puts new parameters in the place of those that a module had. An optimizer that was made before steps what
-is in no module any more, and torch says nothing. Nor does it where fp16 gradients are reduced that nobody has scaled.
+`fully_shard` and `parallelize_module` put new parameters in the place of those that a module had. An optimizer that was
+made before steps what is in no module any more, and torch says nothing. Nor does it where fp16 gradients are reduced
+that nobody has scaled.
 """
 
 from __future__ import annotations
@@ -24,29 +25,29 @@ __all__ = ["refuse_left_behind", "warn_of_unscaled_shards"]
 
 
 def refuse_left_behind(name: str, params: Iterable[Tensor]) -> None:
-    """Raise UsageError where `fully_shard` has put others in the place of parameters that an optimizer steps.
+    """Raise UsageError where shards were put in the place of parameters that an optimizer steps.
 
-    Looks at all objects of the process where the optimizer has parameters without gradients, and torch's
-    `fully_shard` was imported.
+    That is what `fully_shard` and `parallelize_module` do. Looks at all objects of the process where the optimizer has
+    parameters without gradients, and DTensors were imported.
 
     Args:
         name: Of the optimizer, for the message.
         params: Its parameters; the model's own, not their masters.
     """
     lost = [param for param in params if param.requires_grad and param.grad is None and not is_sharded(param)]
-    sharded = _sharded_modules() if lost else []
-    if not sharded:
+    if not lost or not _may_be_sharded():
         return
-    in_modules = {id(param) for module in _objects_of(Module) for param in _own_parameters(module)}
-    shapes = {param.shape for module in sharded for param in module.parameters() if is_sharded(param)}
+    present = [param for module in _objects_of(Module) for param in _own_parameters(module)]
+    in_modules = set(map(id, present))
+    shapes = {param.shape for param in present if is_sharded(param)}
     # What is in no module may belong to the program itself: then no shard is like it.
     lost = [param for param in lost if id(param) not in in_modules and param.shape in shapes]
     if lost:
         raise UsageError(
             f"{len(lost)} parameters of {name}, the first of shape {tuple(lost[0].shape)}, have no gradient and are in "
-            "no module any more: fully_shard put its shards in their place after the optimizer was made. Make the "
-            "optimizer after fully_shard; where the opt level casts the model: initialize(model), fully_shard(model), "
-            "then the optimizer"
+            "no module any more: fully_shard or parallelize_module put shards in their place after the optimizer was "
+            "made. Make the optimizer after that; where the opt level casts the model: initialize(model), "
+            "fully_shard(model), then the optimizer"
         )
 
 
@@ -73,8 +74,12 @@ def warn_of_unscaled_shards(name: str, params: Sequence[Tensor]) -> None:
             return
 
 
+def _may_be_sharded() -> bool:
+    return dist.is_available() and dist.is_initialized() and "torch.distributed.tensor" in sys.modules
+
+
 def _sharded_modules() -> list[Any]:
-    if not (dist.is_available() and dist.is_initialized()):
+    if not _may_be_sharded():
         return []
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     return [] if kind is None else _objects_of(kind)

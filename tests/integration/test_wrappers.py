@@ -93,11 +93,21 @@ def amp(level: str, model: nn.Module, optimizer: Any = None) -> Iterator[None]:
 
 
 def train(
-    model: Any, optimizer: Any, batch: Callable[[int], tuple[Tensor, Tensor]], accumulates: bool = False
+    model: Any, optimizer: Any, batch: Callable[[int], tuple[Tensor, Tensor]], accumulates: str = ""
 ) -> dict[str, Any]:
     """Take the steps; returns what each has left: the loss, true gradients and values by parameter."""
     handle, left = autoamp.current_handle(), []
     module = model.module if isinstance(model, DistributedDataParallel) else model
+
+    @contextlib.contextmanager
+    def no_sync() -> Iterator[None]:
+        if hasattr(model, "no_sync"):
+            with model.no_sync():
+                yield
+        else:
+            model.set_requires_gradient_sync(accumulates != "no_sync")
+            yield
+            model.set_requires_gradient_sync(True)
 
     def backward(x: Tensor, y: Tensor, factor: float) -> float:
         loss = (model(x).float() - y).square().mean() * factor
@@ -110,7 +120,7 @@ def train(
         optimizer.zero_grad()
         x, y = batch(step)
         if accumulates:
-            with model.no_sync():
+            with no_sync():
                 loss = backward(x[:2], y[:2], (INF if bad else 1.0) / 2)
             loss += backward(x[2:], y[2:], 0.5)
         else:
@@ -133,9 +143,7 @@ def sgd(model: nn.Module) -> torch.optim.SGD:
 # -- wrappers, each as a program with a level --
 
 
-def ddp(
-    level: str, model: nn.Module | None = None, hook: Any = None, accumulates: bool = False, **settings: Any
-) -> Any:
+def ddp(level: str, model: nn.Module | None = None, hook: Any = None, accumulates: str = "", **settings: Any) -> Any:
     model = model or Used()
     optimizer = sgd(model)
     with amp(level, model, optimizer):
@@ -158,13 +166,13 @@ def power_sgd() -> Any:
     return state, powerSGD_hook.powerSGD_hook
 
 
-def fsdp(level: str, mesh: Any = None, **policy: Any) -> Any:
+def fsdp(level: str, mesh: Any = None, accumulates: str = "", **policy: Any) -> Any:
     """The order that goes at all levels: initialize, fully_shard, the optimizer."""
     model = Used()
     with amp(level, model):
         for module in (model.first, model):
             fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy))
-        return train(model, sgd(model), part)
+        return train(model, sgd(model), part, accumulates)
 
 
 def fsdp_first(level: str) -> Any:
@@ -249,7 +257,7 @@ def pipeline(level: str) -> Any:
 
 DDPS: dict[str, dict[str, Any]] = {
     "ddp": {},
-    "no_sync": {"accumulates": True},
+    "no_sync": {"accumulates": "no_sync"},
     "static_graph": {"static_graph": True},
     "bucket views": {"gradient_as_bucket_view": True},
     "unused": {"model": Net, "find_unused_parameters": True},
@@ -269,6 +277,8 @@ def ddp_of(name: str) -> Callable[[str], Any]:
 WRAPPERS: dict[str, Callable[[str], Any]] = {
     **{name: ddp_of(name) for name in DDPS},
     "fully_shard": fsdp,
+    "fully_shard, two passes": lambda level: fsdp(level, accumulates="passes"),
+    "fully_shard, no_sync": lambda level: fsdp(level, accumulates="no_sync"),
     "HSDP": hsdp,
     "tensor parallel": tensor_parallel,
     "2-D": fsdp_of_tensor_parallel,

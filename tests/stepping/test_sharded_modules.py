@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import autoamp
 from autoamp import torch_private
 from autoamp.fp16_utils import FP16_Optimizer
 
 OPTIONS: dict[str, Any] = {"device_type": "cpu", "dtype": torch.float16, "verbosity": 0, "loss_scale": "dynamic"}
-ORDER = "Make the optimizer after fully_shard"
+ORDER = "Make the optimizer after that"
 UNSCALED = "param_dtype=torch.float16, and SGD steps gradients of a loss that was not scaled"
 
 
@@ -74,6 +75,16 @@ def test_an_optimizer_from_before_is_refused(level: Any, whole: bool) -> None:
     if not whole:
         # Refused before anything was stepped.
         assert all(map(torch.equal, model[2].parameters(), before))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_optimizer_from_before_tensor_parallelism_is_refused(level: Any) -> None:
+    model = network()
+    optimizer = sgd(model)
+    autoamp.initialize(model, optimizer, opt_level=level, **OPTIONS)
+    parallelize_module(model, init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()})
+    with pytest.raises(autoamp.UsageError, match=f"2 parameters of SGD, the first of shape .4, 4..*{ORDER}"):
+        block_and_step(model, optimizer)
 
 
 def test_an_optimizer_from_before_is_refused_under_auto_scale() -> None:
