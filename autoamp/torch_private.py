@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ __all__ = [
     "TELLS_GRAPH_TASKS",
     "TENSOR_GUARDS",
     "DispatchMode",
+    "compiled_graphs",
     "cudnn_enabled",
     "current_graph_task",
     "dispatch_modes",
@@ -47,6 +49,7 @@ __all__ = [
     "names_of_builtins",
     "negated_view",
     "normed_weight",
+    "profiler_enabled",
     "root_of_mesh",
     "sharded_compute_dtype",
     "tracing_state",
@@ -116,6 +119,16 @@ DispatchMode: Any = _find("torch.utils._python_dispatch.TorchDispatchMode", None
 
 is_transformed: Callable[[Tensor], bool] = _find("torch._C._functorch.is_functorch_wrapped_tensor", lambda _: True)
 """Whether a transform of `torch.func` wraps a tensor."""
+
+profiler_enabled: Callable[[], bool] = _find("torch._C._autograd._profiler_enabled", lambda: True)
+"""Whether torch.profiler runs in this thread; it runs once at a time."""
+
+
+def compiled_graphs() -> int:
+    """Return how many graphs torch.compile has made in this process; imports nothing, 0 where it does not tell."""
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
+    return int(counters.get("stats", {}).get("unique_graphs", 0))
+
 
 current_graph_task: Callable[[], int] = _find("torch._C._current_graph_task_id", lambda: -1)
 """The number of the backward pass that runs in this thread, -1 for none. Where it is missing, always -1."""

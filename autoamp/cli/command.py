@@ -10,6 +10,7 @@ from autoamp.cli.doctor import add_doctor
 from autoamp.cli.lists import add_lists
 from autoamp.cli.output import say
 from autoamp.cli.profile import add_profile, prepared_profile
+from autoamp.cli.reports import add_report
 from autoamp.cli.run import add_run, prepared_run
 from autoamp.cli.tune import add_tune
 from autoamp.errors import AutoampError
@@ -43,4 +44,5 @@ def _parser() -> argparse.ArgumentParser:
     add_tune(commands)
     add_doctor(commands)
     add_lists(commands)
+    add_report(commands)
     return parser

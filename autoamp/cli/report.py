@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 
@@ -85,9 +85,9 @@ class Report:
         scale = f"loss scale {self.loss_scale:g}; {self.skipped} of {self.steps} steps skipped"
         return f"{left}: {scale}" if left else scale
 
-    def as_json(self) -> str:
-        """Return the report as a JSON object, with a line end."""
-        return json.dumps(asdict(self), indent=2) + "\n"
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain JSON values by the attributes' names."""
+        return asdict(self)
 
 
 def _listed(counts: Mapping[str, int], before: str = "") -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,10 @@ from typing import Any
 from autoamp.cli.launch import Program, prepared, take_path
 from autoamp.cli.options import DTYPES, Options
 from autoamp.cli.output import say
+from autoamp.cli.report import Report
+from autoamp.cli.reports import FAILED
 from autoamp.cli.session import Run, set_up
+from autoamp.diagnostics import check_report_tools, failures, is_page, write_report
 from autoamp.errors import UsageError
 from autoamp.levels import LEVELS
 
@@ -29,6 +33,12 @@ itself (apex, torch.amp, half-precision models) is left to do so: `import apex` 
 _LEVEL_HELP = """\
 O1 (default): patch torch. O0: fp32, for comparison. O2, O3: half-precision models; as they need the model, they act
 where the program gives it to apex's amp.initialize() without naming a level, and nothing is cast until then
+"""
+
+
+_FAIL_HELP = """\
+end with exit code 3 where the program ends well, but a step was skipped by an overflow that is no part of the scale
+search ('overflow'), or at all ('skip'); implies --trace-overflow
 """
 
 
@@ -60,7 +70,13 @@ def add_run(commands: Any) -> None:
     run.add_argument(
         "--trace-overflow", action="store_true", help="tell for each skipped step what overflowed, on standard error"
     )
-    run.add_argument("--report", metavar="FILE", help="write how it went to this file, as JSON")
+    run.add_argument(
+        "--report",
+        metavar="FILE",
+        help="write how it went to this file: a page where it ends in .html, else JSON; implies --trace-overflow, and "
+        "looks closely at some steps, which take longer",
+    )
+    run.add_argument("--fail-on", choices=["overflow", "skip"], help=_FAIL_HELP)
     run.add_argument("--quiet", action="store_true", help="no summary at the end")
     run.add_argument("-m", dest="is_module", action="store_true", help="run a module, as python -m does")
     run.add_argument("program", help="the script, or the module")
@@ -83,18 +99,26 @@ def prepared_run(chosen: argparse.Namespace, argv: Sequence[str]) -> Callable[[]
     if argv[len(argv) - len(chosen.args) - 1] == "--":
         chosen.args = ["--", *chosen.args]
     options = Options.of(vars(chosen))
+    if chosen.report is not None or chosen.fail_on is not None:
+        # Of several ranks all trace, or none.
+        options = dataclasses.replace(options, trace_overflow=True)
     path = None if chosen.report is None else Path(chosen.report).absolute()
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
         raise UsageError(f"--report {chosen.report!r} cannot be written: give a file in a directory that exists")
+    if path is not None and is_page(path):
+        check_report_tools()
     program = Program(chosen.program, tuple(chosen.args), chosen.is_module)
     # The program's own path first: it decides what `apex` is, and a package is imported to find its module.
     take_path(program)
     first = os.environ.get("RANK", "0") == "0"
-    run = set_up(options, count=first and (path is not None or not chosen.quiet))
+    judged = chosen.fail_on is not None
+    run = set_up(
+        options, count=first and (path is not None or not chosen.quiet), record=judged or (first and path is not None)
+    )
     run_program = prepared(program, options.as_dict())
     if run.real_apex is not None and first:
         say(f"a real apex is installed ({run.real_apex}) and takes the imports; --shadow-apex hides it")
-    end = _End(run, [chosen.program, *chosen.args], path if first else None, quiet=chosen.quiet or not first)
+    end = _End(run, chosen, path if first else None, quiet=chosen.quiet or not first)
     # Python runs this after the traceback and after the program's own exit functions.
     atexit.register(end.tell)
 
@@ -103,7 +127,13 @@ def prepared_run(chosen: argparse.Namespace, argv: Sequence[str]) -> Callable[[]
             run_program()
         except BaseException as error:
             end.exit_code = _exit_code(error)
+            end.program_ended()
+            if end.exit_code:
+                raise
+            end.judge()
             raise
+        end.program_ended()
+        end.judge()
 
     return run_and_note
 
@@ -116,13 +146,30 @@ def set_up_child(options: Mapping[str, Any]) -> None:
 class _End:
     """Writes the summary and the report when the program has ended, in the process that began it."""
 
-    def __init__(self, run: Run, program: list[str], path: Path | None, *, quiet: bool) -> None:
+    def __init__(self, run: Run, chosen: argparse.Namespace, path: Path | None, *, quiet: bool) -> None:
         self.exit_code = 0
         self._run = run
-        self._program = program
+        self._program = [chosen.program, *chosen.args]
+        self._fail_on: str | None = chosen.fail_on
+        self._document: dict[str, Any] | None = None
         self._path = path
         self._quiet = quiet
         self._process = os.getpid()
+
+    def program_ended(self) -> None:
+        """Record no more."""
+        if os.getpid() == self._process and (self._path is not None or self._fail_on is not None):
+            self._document = self._run.end_recording()
+
+    def judge(self) -> None:
+        """Raise SystemExit where skips are to end the run with another exit code than the program's own."""
+        if os.getpid() != self._process or self._fail_on is None or self._document is None:
+            return
+        found = failures(self._document, self._fail_on)
+        if found:
+            self.exit_code = FAILED
+            say("\n  ".join([f"--fail-on {self._fail_on}:", *found]))
+            raise SystemExit(FAILED)
 
     def tell(self) -> None:
         """Write the summary and the report."""
@@ -134,9 +181,17 @@ class _End:
             say(report.summary())
         if self._path is not None:
             try:
-                self._path.write_text(report.as_json(), encoding="utf-8")
-            except OSError as error:
-                say(f"the report could not be written: {error}")
+                self._write(self._path, report)
+            except UsageError as error:
+                say(str(error))
+
+    def _write(self, path: Path, report: Report) -> None:
+        if self._document is not None:
+            write_report(path, [{**self._document, **report.as_dict()}])
+        elif is_page(path):
+            say("there is no report: the program was not run to its end, or nothing was cast")
+        else:
+            write_report(path, [report.as_dict()])
 
 
 def _exit_code(error: BaseException) -> int:

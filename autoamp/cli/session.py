@@ -16,7 +16,7 @@ from autoamp.cli.options import DTYPES, Options, loss_scale_of
 from autoamp.cli.report import Report
 from autoamp.cli.sources import setup_call
 from autoamp.compat import install_as_apex, real_apex
-from autoamp.diagnostics import Counts, sum_of
+from autoamp.diagnostics import Counts, report_of, sum_of
 from autoamp.errors import UsageError
 from autoamp.levels import LEVELS
 from autoamp.modules import ModuleCasts
@@ -26,12 +26,13 @@ from autoamp.tensors import default_device_type, half_dtype_with_units
 __all__ = ["Run", "set_up"]
 
 
-def set_up(options: Options, *, count: bool = False) -> Run:
+def set_up(options: Options, *, count: bool = False, record: bool = False) -> Run:
     """Prepare this process, or a child of it, for the program: before the program's first import.
 
     Args:
         options: What the command line says.
         count: Whether calls and casts are counted, which costs some microseconds a call.
+        record: Whether the run is recorded for a report.
 
     Raises:
         UsageError: An option is wrong.
@@ -69,7 +70,7 @@ def set_up(options: Options, *, count: bool = False) -> Run:
         if handle is not None:
             handle.deactivate()
         raise
-    return Run(options, handle, real, count=count)
+    return Run(options, handle, real, count=count, record=record)
 
 
 def _defaults(device_type: str | None) -> tuple[str | None, torch.dtype | None]:
@@ -119,7 +120,9 @@ class Run:
         real_apex: Where the real `apex` lies that the program will import, None where it is autoamp's or none.
     """
 
-    def __init__(self, options: Options, handle: Handle | None, real: str | None, *, count: bool) -> None:
+    def __init__(
+        self, options: Options, handle: Handle | None, real: str | None, *, count: bool, record: bool = False
+    ) -> None:
         self.options = options
         self.handle = handle
         self.real_apex = real
@@ -134,6 +137,21 @@ class Run:
                 self._count(handle)
             # The program may set amp up itself, with a handle of its own.
             self._forget = runtime.activated.listen(self._count)
+        self._forget_recording: Callable[[], None] = lambda: None
+        if record:
+            if handle is not None:
+                handle.record()
+            self._forget_recording = runtime.activated.listen(lambda made: made.record())
+
+    def end_recording(self) -> dict[str, Any] | None:
+        """Record no more, and return the values of what was recorded; None where there is no handle."""
+        now = runtime.current_handle() or self.handle
+        self._forget_recording()
+        if now is None:
+            return None
+        if now.recording is not None:
+            now.recording.stop()
+        return report_of(now)
 
     def _count(self, handle: Handle) -> None:
         counts = handle.count()

@@ -10,8 +10,18 @@ from autoamp.diagnostics.exponents import FORMATS, Exponents
 from autoamp.diagnostics.monitors import Followers, write_scalars
 from autoamp.diagnostics.observer import Call, Observation, Observer, Op, Watch
 from autoamp.diagnostics.overflow import OverflowTrace
-from autoamp.diagnostics.ranges import OpRange, RangeProfile
+from autoamp.diagnostics.ranges import OpRange, RangeProfile, ValueProfile
 from autoamp.diagnostics.rehearsal import explain_step
+from autoamp.diagnostics.report import (
+    Recording,
+    check_report_tools,
+    failures,
+    is_page,
+    load_report,
+    report_of,
+    report_page,
+    write_report,
+)
 from autoamp.diagnostics.rows import Hint, Row
 from autoamp.diagnostics.tables import as_csv, as_table
 from autoamp.diagnostics.trace import CastTrace
@@ -47,14 +57,23 @@ __all__ = [
     "OverflowTrace",
     "OverflowVerdict",
     "RangeProfile",
+    "Recording",
     "Row",
     "ScaleSearch",
+    "ValueProfile",
     "Watch",
     "as_csv",
     "as_table",
     "check_lists",
+    "check_report_tools",
     "explain",
     "explain_step",
+    "failures",
+    "is_page",
+    "load_report",
+    "report_of",
+    "report_page",
     "sum_of",
+    "write_report",
     "write_scalars",
 ]

@@ -149,10 +149,12 @@ class Observation:
 
     Attributes:
         observers: Who is told, in this order before a call and in reverse after it.
+        on_model: Called before each outermost module call; None where nobody asks.
     """
 
     def __init__(self, casts: Casts) -> None:
         self.observers: tuple[Observer, ...] = ()
+        self.on_model: Callable[[], object] | None = None
         self._casts = casts
         self._thread = _Thread()
         self._paths = ModulePaths()
@@ -254,12 +256,14 @@ class Observation:
 
     def watched_modules(self, replacement: types.FunctionType) -> Any:
         """Return a replacement of ``torch.nn.Module.__call__`` that notes which modules are being called."""
-        compiling, thread = torch.compiler.is_compiling, self._thread
+        compiling, thread, observation = torch.compiler.is_compiling, self._thread, self
 
         def call(self: Module, *args: Any, **kwargs: Any) -> Any:
             if compiling():
                 return replacement(self, *args, **kwargs)
             before = thread.modules
+            if not before and observation.on_model is not None:
+                observation.on_model()
             thread.modules = (*before, self)
             try:
                 return replacement(self, *args, **kwargs)

@@ -29,7 +29,7 @@ from autoamp.errors import UsageError
 from autoamp.tensors import HALF_DTYPES, iter_tensors, map_tensors
 from autoamp.torch_private import DispatchMode, current_graph_task, dispatch_modes
 
-__all__ = ["OpRange", "RangeProfile"]
+__all__ = ["OpRange", "RangeProfile", "ValueProfile"]
 
 _MOST = 24
 # What makes values of no argument's value.
@@ -344,6 +344,33 @@ class RangeProfile(Observer):
                 *(f"{row.errors[d]:.1e}" if d in row.errors else "-" for d in ("float16", "bfloat16")),
             ))  # fmt: skip
         return as_table("Ranges in fp32", headings, lines, 6) + self.verdict() + "\n"
+
+
+class ValueProfile(RangeProfile):
+    """The exponents of values as the program computes them: casts stay on, and nothing is run again.
+
+    What half precision has lost already, as 0 or as inf, is not seen. Whoever makes it tells it of steps, by
+    `step_begins`.
+    """
+
+    def __enter__(self) -> ValueProfile:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._start(self))
+            if DispatchMode is not None:
+                stack.enter_context(_mode_for(self))
+            self._stack = stack.pop_all()
+        return self
+
+    def leave(self) -> None:
+        """Look on no more, and read nothing."""
+        self._stack.close()
+
+    def step_begins(self, optimizer: Any) -> None:
+        """Read the gradients that an optimizer is about to step by."""
+        self._before_step(optimizer)
+
+    def _run_again(self, row: OpRange, func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
+        pass
 
 
 def _mode_for(profile: RangeProfile) -> Any:

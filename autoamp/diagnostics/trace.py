@@ -131,6 +131,12 @@ class CastTrace(Observer):
         if self._watch is not None:
             self._watch.stop()
 
+    def leave(self) -> None:
+        """Look on no more, in a fork of the process that began: what torch.profiler has going is not touched."""
+        self._leave_mode()
+        if self._watch is not None:
+            self._watch.stop()
+
     @property
     def rows(self) -> tuple[Row, ...]:
         """Each listed op at each place, in the order of their first calls."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,9 +25,13 @@ from autoamp.diagnostics import (
     Overflow,
     OverflowTrace,
     RangeProfile,
+    Recording,
+    ValueProfile,
     Watch,
     explain,
     explain_step,
+    report_of,
+    write_report,
     write_scalars,
 )
 from autoamp.errors import UsageError
@@ -58,6 +63,7 @@ class Handle:
         ended: Whether ``deactivate`` was called; a handle that was only suspended may come back.
         setups: The calls of `initialize` that it serves, in their order.
         overflows: Explains skipped steps, with ``trace_overflow=True``; else None.
+        recording: What `record` began last; None before.
     """
 
     def __init__(self, settings: Settings, *, on: bool = True, scalers: Sequence[LossScaler] | None = None) -> None:
@@ -83,6 +89,7 @@ class Handle:
         self._auto_scale: AutoScale | None = None
         self._observation = Observation(self.casts)
         self._counts: Counts | None = None
+        self.recording: Recording | None = None
         self.ended = False
         self.setups: list[Setup] = []
 
@@ -189,6 +196,8 @@ class Handle:
         """
         if self._auto_scale is not None:
             self._auto_scale.stop()
+        if self.recording is not None:
+            self.recording.stop()
         foreign = self.suspend()
         self._observation.end()
         self.ended = True
@@ -211,6 +220,8 @@ class Handle:
             return
         if before._auto_scale is not None:
             before._auto_scale.stop()
+        if before.recording is not None:
+            before.recording.stop()
         before._observation.end()
         before.let_go(models, optimizers)
         before.ended = True
@@ -337,6 +348,55 @@ class Handle:
         return RangeProfile(
             self.casts, self._observation, self.observe, lambda: self.loss_scale, every=every, compare=compare
         )
+
+    def look_at_values(self) -> ValueProfile:
+        """Return what notes the exponents of values as they are computed, for a ``with`` statement: for `record`."""
+        return ValueProfile(self.casts, self._observation, self.observe, lambda: self.loss_scale)
+
+    def record(self, *, sample: bool = True, times: bool = True) -> Recording:
+        """Record for `report` from now on: the loss scale and the skips always, casts and values of some steps.
+
+        Steps 0 to 2, 10, 11, 100, 101, and two of each 1000 are looked at closely; those take some times as long. No
+        result changes.
+
+        Args:
+            sample: Whether any step is.
+            times: Whether torch.profiler takes times in some of these. It is left alone while the program uses it.
+
+        Returns:
+            The recording, which ends it: ``stop()``, or the end of a ``with`` statement. `deactivate` does too.
+
+        Raises:
+            UsageError: The handle is not active.
+        """
+        self._check_active()
+        if self.recording is None or not self.recording.active:
+            self.recording = Recording(self, sample=sample, times=times).start()
+        return self.recording
+
+    def report(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+        """Return what was recorded since `record`, as plain JSON values, and write it to a file.
+
+        Args:
+            path: ``.html`` or ``.htm`` for a page that holds all it needs; anything else gets JSON. None: no file.
+
+        Raises:
+            UsageError: The page needs ``pip install 'autoamp[report]'``, or the file cannot be written.
+        """
+        found = report_of(self)
+        if path is not None:
+            write_report(path, [found])
+        return found
+
+    def on_model(self, told: Callable[[], object] | None) -> None:
+        """Call this before each outermost call of a module, while anything observes; None ends that."""
+        self._observation.on_model = told
+
+    def on_step(self, told: Callable[[], object]) -> Callable[[], None]:
+        """Call this after each step of a guarded optimizer, skips included; return what ends that."""
+        self._followers.after_all.append(told)
+        self._tell_followers()
+        return lambda: self._followers.after_all.remove(told)
 
     def explain(self, name: str) -> Explanation:
         """Tell which rules of this handle's lists apply to an op, and in which file and line they stand.

@@ -63,7 +63,9 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> Non
     shipped = {name for name in wheel.namelist() if ".dist-info/" not in name}
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "autoamp").rglob("*.py")}
     lists = {f"autoamp/lists/{name}" for name in {"__init__.py", *SHIPPED_SETS}}
-    assert shipped == {*modules, "autoamp/py.typed", *lists}
+    templates = {str(path.relative_to(ROOT)) for path in (ROOT / "autoamp").rglob("templates/*")}
+    assert len(templates) == 3
+    assert shipped == {*modules, *templates, "autoamp/py.typed", *lists}
 
 
 @needs_build_tools
@@ -169,7 +171,7 @@ def test_pyproject_holds_the_build_system_alone() -> None:
 def test_constraints_are_exact_and_cover_what_is_required() -> None:
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = dict(line.lower().split("==") for line in lines if not line.startswith("#"))
-    assert all(re.fullmatch(r"[0-9][0-9.]*", version) for version in pins.values())
+    assert all(re.fullmatch(r"[0-9][0-9.]*(post[0-9]+)?", version) for version in pins.values())
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg", encoding="utf-8")
     wanted = [config["options"]["install_requires"], *config["options.extras_require"].values()]

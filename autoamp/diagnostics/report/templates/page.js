@@ -1,0 +1,477 @@
+"use strict";
+(() => {
+  const RUNS = JSON.parse(document.getElementById("data").textContent);
+  const PAGE = 50;
+  const KINDS = {
+    scale_search: ["scale search", "circle"], half_precision_op: ["half-precision op", "x"],
+    not_finite_in_fp32: ["not finite in fp32", "diamond"], communication: ["communication", "square"],
+    not_located: ["not located", "circle-open"], unexplained: ["unexplained", "circle-open"],
+  };
+  const FORMATS = [["float16", "fp16"], ["bfloat16", "bf16"]];
+  const number = new Intl.NumberFormat("en");
+  const narrow = window.matchMedia("(max-width: 46rem)");
+  const redraws = [];
+
+  const make = (tag, attributes = {}, ...children) => {
+    const element = document.createElement(tag);
+    for (const [name, value] of Object.entries(attributes)) {
+      if (value !== null && value !== undefined) element.setAttribute(name, value);
+    }
+    element.append(...children);
+    return element;
+  };
+  const colour = (name) => {
+    const style = getComputedStyle(document.documentElement);
+    return (style.getPropertyValue("--" + name) || style.getPropertyValue("--other")).trim();
+  };
+  const bytes = (size) => {
+    const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let unit = 0;
+    for (; size >= 1024 && unit < units.length - 1; unit++) size /= 1024;
+    return `${size.toLocaleString("en", { maximumFractionDigits: unit ? 1 : 0 })} ${units[unit]}`;
+  };
+  const count = (value) => (value === null || value === undefined ? "" : number.format(value));
+  const short = (op) => op.replace(/^torch\.(nn\.functional\.)?/, "").replace(/^aten::/, "");
+  const dtypes = (found) => Object.keys(found).sort().join(" ") || "-";
+  const power = (exponent) => `2^${exponent}`;
+  const scaleText = (exponent) => `${power(exponent)} = ${number.format(2 ** exponent)}`;
+
+  /* A table with a filter, sorting and pages. Columns: {name, value(row), text(row), number, button(row), code}. */
+  class Table {
+    constructor(place, columns, rows, { label, sort = null, empty = "Nothing." }) {
+      this.columns = columns;
+      this.rows = rows;
+      this.page = 0;
+      this.sort = sort || { column: 0, down: false };
+      this.found = null;
+      if (!rows.length) {
+        place.append(make("p", {}, empty));
+        return;
+      }
+      this.filter = make("input", { type: "search", placeholder: "Filter", "aria-label": `Filter ${label}` });
+      this.status = make("span", { role: "status" });
+      this.back = make("button", { type: "button" }, "Previous");
+      this.next = make("button", { type: "button" }, "Next");
+      this.body = make("tbody");
+      this.heads = columns.map((column, index) => {
+        const head = make("th", { scope: "col", class: column.number ? "number" : null });
+        if (column.button) head.append(column.name);
+        else {
+          const button = make("button", { type: "button" }, column.name);
+          button.addEventListener("click", () => this.by(index));
+          head.append(button);
+        }
+        return head;
+      });
+      const table = make("table", { class: "cards sorted", "aria-label": label },
+        make("thead", {}, make("tr", {}, ...this.heads)), this.body);
+      place.append(make("div", { class: "tools" }, this.filter, this.status, this.back, this.next), table);
+      this.filter.addEventListener("input", () => { this.page = 0; this.found = null; this.show(); });
+      this.back.addEventListener("click", () => { this.page--; this.show(); });
+      this.next.addEventListener("click", () => { this.page++; this.show(); });
+      this.show();
+    }
+
+    by(index) {
+      const same = this.sort.column === index;
+      this.sort = { column: index, down: same ? !this.sort.down : Boolean(this.columns[index].number) };
+      this.page = 0;
+      this.found = null;
+      this.show();
+    }
+
+    text(row, column) {
+      return String(column.text ? column.text(row) : column.value(row) ?? "");
+    }
+
+    select() {
+      const wanted = this.filter.value.toLowerCase().split(/\s+/).filter(Boolean);
+      const told = this.columns.filter((column) => !column.button);
+      const found = this.rows.filter((row) => {
+        if (!wanted.length) return true;
+        row.searched ??= told.map((column) => this.text(row.data, column)).join("\n").toLowerCase();
+        return wanted.every((word) => row.searched.includes(word));
+      });
+      const { column, down } = this.sort;
+      const value = (row) => this.columns[column].value(row.data);
+      const compare = (a, b) => {
+        const [one, other] = [value(a), value(b)];
+        // What is not known comes last, whichever way.
+        if (one === null || one === undefined) return other === null || other === undefined ? 0 : 1;
+        if (other === null || other === undefined) return -1;
+        const order = typeof one === "number" ? one - other : String(one).localeCompare(String(other), "en");
+        return down ? -order : order;
+      };
+      return found.sort(compare);
+    }
+
+    show() {
+      this.found ??= this.select();
+      const pages = Math.max(1, Math.ceil(this.found.length / PAGE));
+      this.page = Math.min(Math.max(this.page, 0), pages - 1);
+      const from = this.page * PAGE;
+      const shown = this.found.slice(from, from + PAGE);
+      this.body.replaceChildren(...shown.map(({ data }) => make("tr", {}, ...this.columns.map((column) => {
+        const kind = [column.number ? "number" : "", column.code ? "code" : ""].join(" ").trim();
+        const cell = make("td", { "data-label": column.name, class: kind || null });
+        cell.append(column.button ? column.button(data) : this.text(data, column));
+        return cell;
+      }))));
+      this.heads.forEach((head, index) => {
+        if (index === this.sort.column) head.setAttribute("aria-sort", this.sort.down ? "descending" : "ascending");
+        else head.removeAttribute("aria-sort");
+      });
+      const to = from + shown.length;
+      this.status.textContent = shown.length
+        ? `${number.format(from + 1)} to ${number.format(to)} of ${number.format(this.found.length)}` : "0 rows";
+      this.back.disabled = this.page === 0;
+      this.next.disabled = this.page >= pages - 1;
+    }
+  }
+  const table = (place, columns, rows, options) => new Table(place, columns, rows.map((data) => ({ data })), options);
+
+  const draw = (place, traces, layout) => {
+    const axis = { gridcolor: colour("line"), zerolinecolor: colour("line"), linecolor: colour("line"), automargin: true };
+    const { xaxis = {}, yaxis = {}, ...rest } = layout;
+    window.Plotly.react(place, traces, {
+      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 56, r: 12, t: 12, b: 44 },
+      font: { color: colour("ink"), family: "system-ui, sans-serif", size: 13 }, dragmode: narrow.matches ? false : "zoom",
+      legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, xanchor: "left" },
+      xaxis: { ...axis, ...xaxis }, yaxis: { ...axis, ...yaxis }, ...rest,
+    }, { responsive: true, displaylogo: false, displayModeBar: false });
+  };
+  const drawn = (make_it) => {
+    redraws.push(make_it);
+    make_it();
+  };
+
+  const timeline = (place, run) => {
+    const known = run.timeline.scales.filter(([, scale]) => typeof scale === "number" && scale > 0);
+    if (!known.length) return void place.replaceWith(make("p", {}, "No loss scale was seen."));
+    const points = known.map(([step, scale]) => [step, Math.log2(scale)]);
+    const last = points.at(-1);
+    if (last[0] < run.timeline.steps) points.push([run.timeline.steps, last[1]]);
+    const levels = points.map(([, level]) => level);
+    const [low, high] = [Math.floor(Math.min(...levels)) - 1, Math.ceil(Math.max(...levels)) + 1];
+    const apart = Math.ceil((high - low) / 8);
+    const ticks = [];
+    for (let at = low; at <= high; at += apart) ticks.push(at);
+    drawn(() => {
+      const traces = [{
+        type: "scatter", mode: "lines", name: "loss scale", line: { shape: "hv", color: colour("ink"), width: 2 },
+        x: points.map(([step]) => step), y: levels, text: levels.map((level) => String(2 ** level)),
+        hovertemplate: "step %{x}: %{text}<extra></extra>",
+      }];
+      for (const [kind, [name, symbol]] of Object.entries(KINDS)) {
+        const events = run.skips.events.filter((event) => event.kind === kind && event.step !== null);
+        if (!events.length) continue;
+        traces.push({
+          type: "scatter", mode: "markers", name: `skip: ${name}`,
+          marker: { color: colour(kind), symbol, size: 10, line: { width: 1.5, color: colour(kind) } },
+          x: events.map((event) => event.step),
+          y: events.map((event) => (event.scale > 0 ? Math.log2(event.scale) : low)),
+          hovertemplate: `step %{x}: ${name}<extra></extra>`,
+        });
+      }
+      draw(place, traces, {
+        showlegend: true, hovermode: "closest", xaxis: { title: { text: "step" }, rangemode: "tozero" },
+        yaxis: { range: [low, high], tickvals: ticks, ticktext: ticks.map((at) => `2<sup>${at}</sup>`), title: { text: "loss scale" } },
+      });
+    });
+  };
+
+  const sum = (several) => {
+    const total = { exponents: {}, zeros: 0, nonfinite: 0 };
+    for (const one of several) {
+      for (const [exponent, found] of Object.entries(one.exponents)) {
+        total.exponents[exponent] = (total.exponents[exponent] || 0) + found;
+      }
+      total.zeros += one.zeros;
+      total.nonfinite += one.nonfinite;
+    }
+    return total;
+  };
+  const elements = (found) => Object.values(found.exponents).reduce((a, b) => a + b, found.zeros + found.nonfinite);
+  const lost = (found, [zero, normal, top], shift) => {
+    const result = { underflow: 0, subnormal: 0, overflow: 0 };
+    for (const [text, many] of Object.entries(found.exponents)) {
+      const exponent = Number(text) + shift;
+      if (exponent < zero) result.underflow += many;
+      else if (exponent < normal) result.subnormal += many;
+      if (exponent >= top) result.overflow += many;
+    }
+    return result;
+  };
+
+  const exponents = (pane, run) => {
+    const place = pane.querySelector("[data-chart=exponents]");
+    if (!place) return;
+    const slider = pane.querySelector(".scale");
+    const all = { result: sum(run.values.ops), gradient: sum(run.values.gradients) };
+    let chosen = { ...all, name: null };
+    const start = typeof run.values.loss_scale === "number" ? Math.round(Math.log2(run.values.loss_scale)) : 0;
+    slider.value = String(Math.min(24, Math.max(0, start)));
+
+    const bars = (found, shift) => {
+      const total = elements(found) || 1;
+      const known = Object.keys(found.exponents).map(Number).sort((a, b) => a - b);
+      return [known.map((exponent) => exponent + shift), known.map((exponent) => (100 * found.exponents[exponent]) / total)];
+    };
+    const paint = () => {
+      const shift = Number(slider.value);
+      const [x, y] = bars(chosen.result, 0);
+      const [gx, gy] = bars(chosen.gradient, shift);
+      const traces = [];
+      if (x.length) traces.push({ type: "bar", name: "results", x, y, marker: { color: colour("bfloat16") }, opacity: 0.75 });
+      if (gx.length) traces.push({ type: "bar", name: "gradients × scale", x: gx, y: gy, marker: { color: colour("half_precision_op") }, opacity: 0.75 });
+      for (const trace of traces) trace.hovertemplate = "2^%{x}: %{y:.3f} %<extra></extra>";
+      const most = Math.max(1, ...y, ...gy);
+      const [zero, normal, top] = run.values.formats.float16;
+      const low = Math.min(zero - 6, ...x, ...gx) - 1;
+      const high = Math.max(top + 6, ...x, ...gx) + 1;
+      const band = (from, to, bottom, height, name, strength) => ({
+        type: "rect", xref: "x", yref: "y", x0: Math.max(from, low) - 0.5, x1: Math.min(to, high) - 0.5,
+        y0: most * bottom, y1: most * (bottom + height), fillcolor: colour(name), opacity: strength, line: { width: 0 }, layer: "below",
+      });
+      const [bzero, bnormal, btop] = run.values.formats.bfloat16;
+      draw(place, traces, {
+        barmode: "overlay", bargap: 0.05, showlegend: true,
+        xaxis: { range: [low, high], title: { text: "binary exponent" } },
+        yaxis: { range: [0, most * 1.32], title: { text: "% of elements" } },
+        shapes: [
+          band(normal, top, 0, 1.14, "float16", 0.16), band(zero, normal, 0, 1.14, "float16", 0.07),
+          band(bnormal, btop, 1.18, 0.1, "bfloat16", 0.35), band(bzero, bnormal, 1.18, 0.1, "bfloat16", 0.15),
+        ],
+        annotations: [
+          [normal, 1.12, "fp16: normal", "top"], [zero, 1.12, "subnormal", "top"], [Math.max(bnormal, low) + 0.5, 1.23, "bf16: normal", "middle"],
+        ].map(([at, height, text, anchor]) => ({
+          x: at, y: most * height, text, showarrow: false, xanchor: "left", yanchor: anchor, font: { size: 11, color: colour("ink") },
+        })),
+      });
+      pane.querySelector(".scale-out").textContent = scaleText(shift);
+      slider.setAttribute("aria-valuetext", scaleText(shift));
+      tell(shift);
+    };
+    const tell = (shift) => {
+      const rows = [];
+      for (const [what, found, by] of [["results", chosen.result, 0], ["gradients", chosen.gradient, shift]]) {
+        const total = elements(found);
+        if (!total) continue;
+        for (const [dtype, name] of FORMATS) {
+          const { underflow, subnormal, overflow } = lost(found, run.values.formats[dtype], by);
+          const share = (many) => `${count(many)} (${((100 * many) / total).toPrecision(2)} %)`;
+          rows.push([`${what} in ${name}`, share(underflow), share(subnormal), share(overflow), count(found.zeros), count(found.nonfinite)]);
+        }
+      }
+      const heads = ["", "become 0", "subnormal", "overflow", "are 0", "inf or nan"];
+      const title = chosen.name ? make("p", {}, `Shown: ${chosen.name}. `) : make("p", {}, "Shown: all results and gradients. ");
+      if (chosen.name) {
+        const button = make("button", { type: "button", class: "all" }, "Show all");
+        button.addEventListener("click", () => { chosen = { ...all, name: null }; paint(); slider.focus(); });
+        title.append(button);
+      }
+      pane.querySelector(".losses").replaceChildren(title, make("table", { class: "cards numbers" },
+        make("thead", {}, make("tr", {}, ...heads.map((head) => make("th", { scope: "col", class: head ? "number" : null }, head)))),
+        make("tbody", {}, ...rows.map((row) => make("tr", {}, ...row.map((cell, index) =>
+          make(index ? "td" : "th", index ? { "data-label": heads[index], class: "number" } : { scope: "row" }, cell)))))));
+    };
+    slider.addEventListener("input", paint);
+    drawn(paint);
+
+    const nothing = { exponents: {}, zeros: 0, nonfinite: 0 };
+    const rows = [
+      ...run.values.gradients.map((one) => ({ ...one, what: "gradient", name: one.parameter })),
+      ...run.values.ops.map((one) => ({ ...one, what: "result", name: short(one.op) })),
+    ];
+    table(pane.querySelector("[data-table=values]"), [
+      { name: "of", value: (row) => row.what },
+      { name: "parameter or op", value: (row) => row.name, code: true },
+      { name: "module", value: (row) => row.module ?? "", code: true },
+      { name: "called at", value: (row) => row.location ?? "", code: true },
+      { name: "largest", value: (row) => row.largest, text: (row) => (row.largest === null ? "" : power(row.largest)), number: true },
+      { name: "are 0", value: (row) => row.zeros, text: (row) => count(row.zeros), number: true },
+      { name: "inf or nan", value: (row) => row.nonfinite, text: (row) => count(row.nonfinite), number: true },
+      { name: "histogram", value: () => null, button: (row) => {
+        const button = make("button", { type: "button", "aria-label": `Plot ${row.name}` }, "Plot");
+        button.addEventListener("click", () => {
+          const name = `${row.what} ${row.name}${row.location ? ` at ${row.location}` : ""}`;
+          chosen = { result: nothing, gradient: nothing, [row.what]: row, name };
+          paint();
+          place.scrollIntoView({ block: "center" });
+        });
+        return button;
+      } },
+    ], rows, { label: "values", sort: { column: 4, down: true } });
+  };
+
+  /* The dtype that an op ran in: that of most of its results. */
+  const ran = (row) => {
+    const [most] = Object.entries(row.dtypes_out).sort((a, b) => b[1] - a[1]);
+    return most ? most[0] : "other";
+  };
+  const time = (row) => (row.cpu_us === null || !row.timed_calls ? null : Math.max(row.cpu_us, row.device_us || 0) / row.timed_calls);
+
+  const costs = (pane, run) => {
+    const place = pane.querySelector("[data-chart=costs]");
+    const rows = run.trace.rows;
+    const select = pane.querySelector(".measure");
+    if (!rows.length) {
+      select.closest("p").remove();
+      place.replaceWith(make("p", {}, "No step was traced."));
+      return;
+    }
+    const measures = [
+      ["time", "time, ms", (row) => (time(row) === null ? null : (time(row) * row.calls) / 1000)],
+      ["bytes cast", "KiB cast", (row) => row.bytes_cast / 1024],
+      ["calls", "calls", (row) => row.calls],
+    ].filter(([, , value]) => rows.some((row) => value(row)));
+    select.append(...measures.map(([name]) => make("option", {}, name)));
+    if (!measures.length) select.closest("p").remove();
+    const steps = run.trace.steps.length;
+    const paint = () => {
+      const [, unit, value] = measures.find(([name]) => name === select.value) ?? ["calls", "calls", (row) => row.calls];
+      const totals = new Map();
+      const parts = new Map();
+      for (const row of rows) {
+        const [op, dtype, cost] = [short(row.op), ran(row), value(row) || 0];
+        totals.set(op, (totals.get(op) || 0) + cost);
+        parts.set(dtype, parts.get(dtype) ?? new Map());
+        parts.get(dtype).set(op, (parts.get(dtype).get(op) || 0) + cost);
+      }
+      const ops = [...totals].filter(([, cost]) => cost > 0).sort((a, b) => b[1] - a[1]).slice(0, 15).map(([op]) => op).reverse();
+      draw(place, [...parts].sort().map(([dtype, costs]) => ({
+        type: "bar", orientation: "h", name: dtype, marker: { color: colour(dtype) }, y: ops, x: ops.map((op) => costs.get(op) || 0),
+        hovertemplate: `%{y} in ${dtype}: %{x:,.1f} ${unit}<extra></extra>`,
+      })), {
+        barmode: "stack", showlegend: true, xaxis: { title: { text: `${unit}, ${steps} step${steps > 1 ? "s" : ""} together` } },
+        yaxis: { type: "category", tickfont: { size: 12 } },
+      });
+    };
+    select.addEventListener("change", paint);
+    drawn(paint);
+    table(pane.querySelector("[data-table=casts]"), [
+      { name: "op", value: (row) => short(row.op), code: true },
+      { name: "policy", value: (row) => row.policy },
+      { name: "module", value: (row) => row.module || (row.root ? `(${row.root})` : ""), code: true },
+      { name: "called at", value: (row) => row.location ?? "", code: true },
+      { name: "dtypes", value: (row) => `${dtypes(row.dtypes_in)} → ${dtypes(row.dtypes_out)}` },
+      { name: "calls", value: (row) => row.calls, text: (row) => count(row.calls), number: true },
+      { name: "casts", value: (row) => row.casts, text: (row) => count(row.casts), number: true },
+      { name: "spared", value: (row) => row.spared, text: (row) => count(row.spared), number: true },
+      { name: "cast", value: (row) => row.bytes_cast, text: (row) => bytes(row.bytes_cast), number: true },
+      { name: "µs a call", value: time, text: (row) => (time(row) === null ? "" : count(Math.round(time(row)))), number: true },
+    ], rows, { label: "call sites", sort: { column: 8, down: true } });
+  };
+
+  const hints = (place, run) => table(place, [
+    { name: "what", value: (row) => row.kind },
+    { name: "where", value: (row) => row.where, code: true },
+    { name: "figure", value: (row) => row.figure },
+    { name: "remedy", value: (row) => row.remedy },
+    { name: "cast", value: (row) => row.bytes, text: (row) => bytes(row.bytes), number: true },
+  ], run.trace.hints, { label: "hints", sort: { column: 4, down: true }, empty: "No cast that was seen is one too many." });
+
+  const rules = (place, run) => table(place, [
+    { name: "target", value: (row) => row.target, code: true },
+    { name: "policy", value: (row) => row.policy },
+    { name: "from", value: (row) => row.origin, code: true },
+    { name: "written by", value: (row) => (row.shipped ? "autoamp" : "this project") },
+    { name: "note", value: (row) => row.note },
+  ], [...run.lists.rules, ...run.lists.modules], { label: "rules", sort: { column: 3, down: true } });
+
+  /* The module tree; children are made when their parent is opened. */
+  const tree = (pane, run) => {
+    const place = pane.querySelector("[data-tree]");
+    if (!run.modules.length) return void place.append(make("p", {}, "No model was seen in the steps that were looked at."));
+    const roots = new Map();
+    const node = (root, path) => {
+      if (!roots.has(root)) roots.set(root, { name: root, children: new Map(), about: null, below: new Map() });
+      let at = roots.get(root);
+      for (const part of path ? path.split(".") : []) {
+        if (!at.children.has(part)) at.children.set(part, { name: part, children: new Map(), about: null, below: new Map() });
+        at = at.children.get(part);
+      }
+      return at;
+    };
+    for (const about of run.modules) node(about.root, about.path).about = about;
+    const add = (at) => {
+      for (const [dtype, many] of Object.entries(at.about?.dtypes_out ?? {})) at.below.set(dtype, many);
+      for (const child of at.children.values()) {
+        add(child);
+        for (const [dtype, many] of child.below) at.below.set(dtype, (at.below.get(dtype) || 0) + many);
+      }
+    };
+    const seen = new Set();
+    const swatch = (name) => {
+      const element = make("span", { class: "swatch" });
+      element.style.background = `var(--${name}, var(--other))`;
+      return element;
+    };
+    const label = (at) => {
+      const found = [...at.below.keys()].sort();
+      const name = found.length > 1 ? "several" : found[0] ?? "other";
+      const says = found.length ? found.join(" and ") : "no listed op";
+      const params = at.about?.elements ? `, ${count(at.about.elements)} parameters in ${at.about.dtypes.join(" and ")}` : "";
+      return [swatch(name), make("code", {}, at.name), ` ${at.about?.class ?? ""}: ${says}${params}`];
+    };
+    const item = (at, open) => {
+      if (!at.children.size) return make("li", {}, make("div", { class: "leaf" }, ...label(at)));
+      const details = make("details", {}, make("summary", {}, ...label(at)));
+      const fill = () => {
+        if (details.children.length === 1) details.append(make("ul", {}, ...[...at.children.values()].map((child) => item(child, false))));
+      };
+      details.addEventListener("toggle", () => details.open && fill());
+      if (open) {
+        fill();
+        details.open = true;
+      }
+      return make("li", {}, details);
+    };
+    for (const root of roots.values()) {
+      add(root);
+      root.below.forEach((_, dtype) => seen.add(dtype));
+    }
+    place.append(make("ul", {}, ...[...roots.values()].map((root) => item(root, true))));
+    const names = [...[...seen].sort(), "several", "other"];
+    const said = { several: "several dtypes", other: "no listed op" };
+    pane.querySelector(".legend").append(...names.map((name) => make("span", {}, swatch(name), said[name] ?? name)));
+  };
+
+  const copy = (pane) => {
+    const button = pane.querySelector(".copy");
+    button?.addEventListener("click", async () => {
+      const code = pane.querySelector(".diff code");
+      const said = pane.querySelector(".said");
+      try {
+        await navigator.clipboard.writeText(code.textContent);
+        said.textContent = "Copied.";
+      } catch {
+        getSelection().selectAllChildren(code);
+        said.textContent = document.execCommand("copy") ? "Copied." : "Selected: press Ctrl+C.";
+      }
+    });
+  };
+
+  const panes = (section, act) => {
+    for (const pane of document.querySelectorAll(`#${section} .pane`)) act(pane, RUNS[Number(pane.dataset.run)]);
+  };
+  panes("changes", copy);
+  panes("timeline", (pane, run) => timeline(pane.querySelector(".chart"), run));
+  panes("ranges", exponents);
+  panes("islands", (pane, run) => hints(pane.querySelector("[data-table]"), run));
+  panes("costs", costs);
+  panes("modules", tree);
+  panes("lists", (pane, run) => rules(pane.querySelector("[data-table]"), run));
+
+  const again = () => redraws.forEach((redraw) => redraw());
+  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
+  narrow.addEventListener("change", again);
+  document.addEventListener("keydown", (event) => {
+    if (event.key !== "/" || /^(INPUT|SELECT|TEXTAREA)$/.test(document.activeElement?.tagName)) return;
+    const visible = [...document.querySelectorAll(".tools input")].find((input) => input.getBoundingClientRect().bottom > 0);
+    if (visible) {
+      event.preventDefault();
+      visible.focus();
+    }
+  });
+})();

@@ -1,0 +1,102 @@
+"""`autoamp run --report`, `--fail-on`, and `autoamp report`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.launches import Ended, launched, written
+
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="these programs run in forks"),
+    pytest.mark.skipif(
+        any(importlib.util.find_spec(name) is None for name in ("jinja2", "plotly")),
+        reason="the extra report is absent",
+    ),
+]
+
+FAULTY = """
+import sys, torch
+class Square(torch.nn.Module):
+    def forward(self, x):
+        square = x * x
+        return square / (1 + square)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), Square(), torch.nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(4):
+    x = torch.randn(4, 8)
+    if step == 2 and "fault" in sys.argv:
+        x *= 3e3
+    optimizer.zero_grad()
+    (model(x).float().square().mean() / 64).backward()
+    optimizer.step()
+sys.exit(5 if "fails" in sys.argv else 0)
+"""
+
+RUN = ["run", "--quiet", "--device-type", "cpu", "--dtype", "fp16"]
+RUNS = {
+    "page": [*RUN, "--report", "page.html", "faulty.py"],
+    "bad": [*RUN, "--report", "bad.json", "--fail-on", "overflow", "faulty.py", "fault"],
+    "good": [*RUN, "--report", "good.json", "--fail-on", "skip", "faulty.py"],
+    "own code": [*RUN, "--fail-on", "overflow", "faulty.py", "fault", "fails"],
+    "two": ["report", "good.json", "bad.json", "-o", "two.html", "--fail-on", "overflow"],
+    "no page": ["report", "good.json", "-o", "two.json"],
+    "three": ["report", "good.json", "good.json", "good.json"],
+    "missing": ["report", "none.json"],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("reports"), {"faulty.py": FAULTY})
+
+
+@pytest.fixture(scope="module")
+def ended(folder: Path) -> dict[str, Ended]:
+    return launched(folder, RUNS)
+
+
+def test_a_page_is_written(folder: Path, ended: dict[str, Ended]) -> None:
+    assert ended["page"].code == 0, ended["page"].err
+    assert "steps skipped" in (folder / "page.html").read_text(encoding="utf-8")
+
+
+def test_a_fault_ends_with_code_3(folder: Path, ended: dict[str, Ended]) -> None:
+    assert ended["bad"].code == 3, ended["bad"].err
+    assert "1 of kind half-precision op: step 2 overflowed" in ended["bad"].err
+    found = json.loads((folder / "bad.json").read_text(encoding="utf-8"))
+    assert found["exit_code"] == 3
+    assert [one["op"] for one in found["remedies"]] == ["mul"]
+    assert found["skips"]["groups"][0]["overflow"]["location"] == "faulty.py:5"
+    assert found["timeline"]["steps"] == 4
+
+
+def test_a_good_run_ends_well(folder: Path, ended: dict[str, Ended]) -> None:
+    assert ended["good"].code == 0, ended["good"].err
+    found = json.loads((folder / "good.json").read_text(encoding="utf-8"))
+    assert found["verdict"]["level"] == "good"
+    assert found["functions"]["torch.nn.functional.linear"] == {"float16": 8}
+
+
+def test_the_programs_own_code_stays(ended: dict[str, Ended]) -> None:
+    assert ended["own code"].code == 5
+
+
+def test_two_runs(folder: Path, ended: dict[str, Ended]) -> None:
+    assert ended["two"].code == 3
+    assert "bad.json: 1 of kind half-precision op" in ended["two"].err
+    assert 'id="comparison"' in (folder / "two.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("no page", "ends in .html"), ("three", "two files at most"), ("missing", "cannot be read as a report")],
+)
+def test_what_cannot_be_is_told(name: str, message: str, ended: dict[str, Ended]) -> None:
+    assert ended[name].code == 2
+    assert message in ended[name].err

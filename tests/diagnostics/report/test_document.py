@@ -1,0 +1,106 @@
+"""The values of a report: verdict, skips in groups, coverage, what fails a run."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoamp
+from autoamp.diagnostics import failures
+from autoamp.diagnostics.report.document import plain
+from autoamp.errors import UsageError
+from tests.diagnostics.report.runs import train
+
+
+def test_a_planted_fault() -> None:
+    handle, _ = train(14, faults=(4, 9))
+    found = handle.report()
+    json.dumps(found, allow_nan=False)
+    assert found["verdict"]["level"] == "bad"
+    sentence = found["verdict"]["sentence"]
+    assert sentence.startswith("2 of 14 steps skipped, all half-precision op; forward overflow in mul at ")
+    (group,) = found["skips"]["groups"]
+    assert (group["count"], group["first"], group["last"]) == (2, 4, 9)
+    assert [(one["policy"], one["op"]) for one in found["remedies"]] == [("fp32", "mul")]
+    assert len(failures(found, "overflow")) == 1
+    assert found["trace"]["steps"] == [0, 1, 10]
+    assert found["values"]["steps"] == [2, 11]
+    by_path = {module["path"]: module for module in found["modules"]}
+    assert by_path["2.project"]["dtypes_out"] == {"float16": 3}
+    assert by_path["1"]["dtypes_out"] == {"float32": 3}
+    assert {rule["target"] for rule in found["lists"]["rules"]} >= {"linear", "softmax"}
+
+
+def test_a_clean_run() -> None:
+    handle, _ = train(3)
+    found = handle.report()
+    assert found["verdict"] == {
+        "sentence": "0 of 3 steps skipped; no forward overflow; the loss scale is fixed", "level": "good",
+    }  # fmt: skip
+    assert failures(found, "skip") == failures(found, "overflow") == []
+    assert found["timeline"] == {"steps": 3, "scales": [[0, 64.0]]}
+
+
+def test_a_scale_search_fails_no_run_but_for_skip() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    handle: Any = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale="dynamic", trace_overflow=True)
+    handle.record(times=False)
+    for _ in range(6):
+        optimizer.zero_grad()
+        with handle.scale_loss(model(torch.ones(2, 4)).float().sum() * 64, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    found = handle.report()
+    assert found["skips"]["total"] == handle.skipped_steps > 1
+    assert "all scale search; no forward overflow" in found["verdict"]["sentence"]
+    assert [scale for _, scale in found["timeline"]["scales"]] == [
+        65536.0 / 2**k for k in range(handle.skipped_steps + 1)
+    ]
+    assert failures(found, "overflow") == []
+    assert len(failures(found, "skip")) == 1
+    assert found["remedies"] == []
+
+
+def test_coverage_tells_of_autocast_regions_and_of_what_was_not_recorded() -> None:
+    handle: Any = autoamp.init(device_type="cpu", dtype=torch.bfloat16)
+    assert [line["what"] for line in handle.report()["coverage"]] == ["nothing recorded"]
+    handle.record(times=False)
+    model = nn.Linear(4, 4)
+    model(torch.ones(2, 4))
+    with torch.autocast("cpu", enabled=False):
+        model(torch.ones(2, 4))
+    handle.recording.stop()
+    lines = [line for line in handle.report()["coverage"] if line["what"] == "calls with casts off"]
+    assert [line["count"] for line in lines] == [1]
+    assert "linear at " in lines[0]["detail"]
+
+
+def test_coverage_tells_of_references_that_nobody_patched() -> None:
+    softmax = torch._C._nn.linear
+    handle: Any = autoamp.init(device_type="cpu", dtype=torch.bfloat16, rebind=False)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle.record(times=False)
+    for _ in range(4):
+        softmax(model(torch.ones(2, 4)).float(), torch.ones(4, 4)).sum().backward()
+        optimizer.step()
+    handle.recording.stop()
+    lines = [line for line in handle.report()["coverage"] if line["what"] == "unpatched references"]
+    assert len(lines) == 1
+    assert "aten::mm at " in lines[0]["detail"] or "aten::linear at " in lines[0]["detail"]
+
+
+def test_inf_and_nan_are_texts() -> None:
+    assert plain({"a": (math.inf, 1.5), 2: math.nan}) == {"a": ["inf", 1.5], "2": "nan"}
+
+
+def test_what_fails_a_run_is_one_of_two() -> None:
+    with pytest.raises(UsageError, match="choose 'overflow' or 'skip'"):
+        failures({}, "warning")
