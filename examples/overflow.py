@@ -24,7 +24,8 @@ class Gate(nn.Module):
         """Return a tensor of the shape of ``x``: (batch, width)."""
         y = self.project(x)
         square = y * y
-        return x + square / (1.0 + square)
+        gated: Tensor = x + square / (1.0 + square)
+        return gated
 
 
 class Model(nn.Module):

@@ -357,7 +357,8 @@ class ValueProfile(RangeProfile):
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._start(self))
             if DispatchMode is not None:
-                stack.enter_context(_mode_for(self))
+                stack.callback(self._leave_mode)
+                self._enter_mode()
             self._stack = stack.pop_all()
         return self
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -43,6 +44,7 @@ class NoOpHandle:
     max_consecutive_skips = 50
     late_bound: tuple[str, ...] = ()
     skipped_rules: tuple[CastRule, ...] = ()
+    recording = None
 
     def __init__(self) -> None:
         self._casts = Casts(torch.float16, "cpu", enable_caching=False, on=False)
@@ -103,6 +105,14 @@ class NoOpHandle:
     def profile_ranges(self) -> RangeProfile:
         """Profile the ranges of values and gradients, as a handle does."""
         return RangeProfile(self._casts, Observation(self._casts), self.observe, lambda: 1.0)
+
+    def record(self, *, sample: bool = True, times: bool = True) -> Watch:
+        """Record nothing: nothing is cast or skipped."""
+        return Watch(lambda: None)
+
+    def report(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+        """Return an empty report, and write nothing."""
+        return {}
 
     def explain(self, name: str) -> Explanation:
         """Tell that no rule applies to an op. UsageError: torch has no op of this name."""

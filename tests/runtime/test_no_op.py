@@ -27,6 +27,9 @@ FOR_OTHER_PACKAGES = {
     "set_up_model",
     "keep_masters",
     "step_halves",
+    "look_at_values",
+    "on_model",
+    "on_step",
 }
 
 # What a handle is composed of.
