@@ -8,7 +8,6 @@ does not answer is named once the time is up. The first rank writes its verdict 
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
 import json
 import os
@@ -20,12 +19,11 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from autoamp.errors import UsageError
 from autoamp.scaling import is_sharded
 from autoamp.stepping.links import master_of
-from autoamp.stepping.replicas import several_processes
+from autoamp.stepping.replicas import WRAPPERS, several_processes
 
 __all__ = ["compare_ranks", "found_on_ranks", "rank_sets", "tell_off", "wrappers_of"]
 
@@ -51,20 +49,13 @@ def rank_sets(params: Iterable[Tensor], groups: Iterable[Any]) -> list[tuple[int
 
 
 def wrappers_of(params: Iterable[Tensor]) -> list[Any]:
-    """Return the process groups of each DistributedDataParallel around one of these parameters.
-
-    Nothing leads from a parameter to its wrapper, so this looks through all objects: tens of milliseconds.
-    """
+    """Return the process groups of each DistributedDataParallel around one of these parameters."""
     wanted = set(map(id, params))
     found: list[Any] = []
-    for candidate in gc.get_objects():
-        # By type: a proxy may answer for what it stands for.
-        if issubclass(type(candidate), DistributedDataParallel):
-            own = (
-                id(master if (master := master_of(param)) is not None else param) for param in candidate.parameters()
-            )
-            if not wanted.isdisjoint(own):
-                found.append(candidate.process_group)
+    for wrapper in WRAPPERS.standing():
+        own = (id(master if (master := master_of(param)) is not None else param) for param in wrapper.parameters())
+        if not wanted.isdisjoint(own):
+            found.append(wrapper.process_group)
     return found
 
 
@@ -101,11 +92,11 @@ def found_on_ranks(optimizer: str, names: Sequence[str]) -> str:
     return found or f"{_GONE}, or on another rank, whose error names them"
 
 
-def compare_ranks(ranks: Sequence[int], facts: Mapping[str, str], rules: Mapping[str, str]) -> None:
+def compare_ranks(sets: Sequence[Sequence[int]], facts: Mapping[str, str], rules: Mapping[str, str]) -> None:
     """Compare the settings of ranks, all of which call this, once in the life of their process group.
 
     Args:
-        ranks: Global ranks, this one among them.
+        sets: Sets of global ranks, this one among them.
         facts: Settings by name.
         rules: The policy of each target. Ranks send a hash of it, and the whole only where hashes differ.
 
@@ -115,27 +106,38 @@ def compare_ranks(ranks: Sequence[int], facts: Mapping[str, str], rules: Mapping
     store = _store()
     if store is None:
         return
-    own, root = dist.get_rank(), min(ranks)
-    place = f"{_PREFIX}/{_attempt()}/{hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]}"
-    if store.check([f"{place}/{own}"]):
-        # An earlier handle has asked.
+    own = dist.get_rank()
+    places = {_place(ranks): ranks for ranks in sets}
+    # What an earlier handle has asked is known.
+    places = {place: ranks for place, ranks in places.items() if not store.check([f"{place}/{own}"])}
+    if not places:
         return
     table = json.dumps(rules, sort_keys=True).encode()
     digest = hashlib.sha256(table).hexdigest()
     # Equal tables are one entry.
     store.set(f"{_PREFIX}/rules/{digest}", zlib.compress(table))
-    store.set(f"{place}/{own}", json.dumps({**facts, _RULES: digest}))
-    if own == root:
-        verdict = _verdict(store, place, ranks)
+    # Other ranks may have these sets in another order, so this one waits for nobody before all have heard of it.
+    for place in places:
+        store.set(f"{place}/{own}", json.dumps({**facts, _RULES: digest}))
+    verdicts = {place: _verdict(store, place, ranks) for place, ranks in places.items() if own == min(ranks)}
+    for place, verdict in verdicts.items():
         store.set(f"{place}/verdict", verdict)
-    else:
-        # The first rank says within its own patience who is missing.
-        if not _awaited(store, [f"{place}/verdict"], [root], factor=1.25):
-            verdict = _silence([root], own)
-        else:
-            verdict = store.get(f"{place}/verdict").decode()
-    if verdict:
-        raise UsageError(verdict)
+    for place, ranks in places.items():
+        verdict = verdicts[place] if place in verdicts else _told(store, place, min(ranks))
+        if verdict:
+            raise UsageError(verdict)
+
+
+def _place(ranks: Sequence[int]) -> str:
+    return f"{_PREFIX}/{_attempt()}/{hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]}"
+
+
+def _told(store: Any, place: str, root: int) -> str:
+    """Return the verdict of the first rank, which says within its own patience who is missing."""
+    if not _awaited(store, [f"{place}/verdict"], [root], factor=1.25):
+        return _silence([root], dist.get_rank())
+    told: str = store.get(f"{place}/verdict").decode()
+    return told
 
 
 def _attempt() -> str:
@@ -204,8 +206,8 @@ def _rules_differ(store: Any, by_digest: Mapping[str, Sequence[int]]) -> str:
 def _silence(missing: Sequence[int], own: int) -> str:
     return (
         f"{_named(missing)} gave no sign at the first step, on which rank {own} waits: autoamp is not active there, or "
-        "the rank hangs or takes no step. All ranks that train together need the same call of initialize() or init(), "
-        "and step the same number of times"
+        "the rank hangs or takes no step. All ranks that train together need the same calls of initialize() or init(), "
+        "and of sync_over() where there is one, and step the same number of times"
     )
 
 

@@ -39,7 +39,7 @@ from autoamp.stepping.half_gradients import (
     steps_by_parts,
 )
 from autoamp.stepping.links import Link, check_shapes, equalised, follow, linked, release_master
-from autoamp.stepping.replicas import Replica, Sync, Wrappers, several_processes
+from autoamp.stepping.replicas import WRAPPERS, Replica, Sync, several_processes
 from autoamp.tensors import HALF_DTYPES
 
 __all__ = ["MasterWeights", "fit_state"]
@@ -53,8 +53,6 @@ _SMALL = 2**17
 # Marks a gradient that a half parameter shares with its master. Where the master's is another one by now, or none, the
 # master was cleared or written to, and the half parameter's is of an earlier step.
 _SHARED = "_autoamp_shared"
-
-_wrappers = Wrappers()
 
 
 class MasterWeights:
@@ -85,7 +83,7 @@ class MasterWeights:
         # Weakly, since what stands at the optimizer's methods refers to this object.
         self._attached: list[weakref.ref[AttachedMethod]] = []
         self.adopt()
-        self._watching = _wrappers.watch(self)
+        self._watching = WRAPPERS.watch(self)
         for method, instead in (("zero_grad", self._clear), ("add_param_group", self._add_group)):
             if callable(getattr(optimizer, method, None)):
                 self._attached.append(weakref.ref(AttachedMethod(optimizer, method, instead)))
@@ -283,13 +281,13 @@ class MasterWeights:
     @torch.no_grad()
     def _equalise(self) -> None:
         """Broadcast the masters with which a DistributedDataParallel was made since this was asked last."""
-        if self._asked == (_wrappers.seen, len(self._pairs)):
+        if self._asked == (WRAPPERS.seen, len(self._pairs)):
             return
-        self._asked = (_wrappers.seen, len(self._pairs))
+        self._asked = (WRAPPERS.seen, len(self._pairs))
         self._replicated = []
         left = dict(self._pairs)
         # Of several around one parameter the newest counts: one from before may not be collected yet.
-        for replica in reversed(list(_wrappers)):
+        for replica in reversed(list(WRAPPERS)):
             pairs = [left.pop(id(param)) for param in replica.parameters() if id(param) in left]
             stale = [(half, link) for half, link in pairs if not link.is_equal_by(replica.wrapper)]
             if stale:

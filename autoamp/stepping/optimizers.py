@@ -107,6 +107,8 @@ class GuardedOptimizers:
         self._inner_steps: InnerSteps | None = None
         self.facts: Callable[[], dict[str, str]] = dict
         self.rules: Callable[[], dict[str, str]] = dict
+        # Optimizers whose ranks have been compared.
+        self._compared: weakref.WeakSet[Any] = weakref.WeakSet()
         # Optimizers that stepped without a guard.
         self._unscaled: weakref.WeakSet[Any] = weakref.WeakSet()
         # Optimizers whose state was loaded before any step, while nobody loaded loss scales.
@@ -138,16 +140,21 @@ class GuardedOptimizers:
         self._last = skips
         if self.watch is not None:
             self.watch.step_begins()
-        if skips.steps == 1 and several_processes():
+        if several_processes():
             self._compare_ranks(optimizer())
 
     def _compare_ranks(self, optimizer: Any) -> None:
         """Compare settings with the ranks that step together with this one; see `compare_ranks`."""
+        if optimizer in self._compared:
+            return
+        self._compared.add(optimizer)
         params = stepped_params(optimizer)
-        for ranks in rank_sets(params, wrappers_of(params)):
+        asked = self.asked_of(weakref.ref(optimizer))
+        sets = rank_sets(params, wrappers_of(params) if asked is None else [*wrappers_of(params), asked.group])
+        if sets:
             scalers = {f"loss scaler {number}": repr(scaler) for number, scaler in enumerate(self.scalers)}
             masters = {"masters": str(self.masters_of(optimizer) is not None)}
-            compare_ranks(ranks, {**self.facts(), **masters, **scalers}, self.rules())
+            compare_ranks(sets, {**self.facts(), **masters, **scalers}, self.rules())
 
     def _count_skip(self) -> None:
         self._skipped_steps += 1
@@ -270,6 +277,10 @@ class GuardedOptimizers:
                     f"gradients of {guard.name} cannot be clipped inside its scale_loss block, where they are scaled; "
                     "call clip_grad_norm_ after the with block"
                 )
+        if several_processes():
+            # Before anything is agreed on.
+            for optimizer in listed(optimizers):
+                self._compare_ranks(optimizer)
         norms = [guard.agreed_norm(norm_type) for guard in guards]
         if not norms:
             return torch.zeros(())

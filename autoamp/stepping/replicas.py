@@ -19,7 +19,7 @@ from torch.nn import Module
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["Replica", "Sync", "Wrappers", "begin_compression_anew", "may_compress", "several_processes"]
+__all__ = ["WRAPPERS", "Replica", "Sync", "Wrappers", "begin_compression_anew", "may_compress", "several_processes"]
 
 _POWER_SGD = "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook"
 
@@ -130,12 +130,16 @@ class Wrappers:
     def __iter__(self) -> Iterator[Replica]:
         yield from list(self._replicas.values())
 
+    def standing(self) -> list[DistributedDataParallel]:
+        """Return every DistributedDataParallel that there is. Where nobody watches this takes tens of milliseconds."""
+        if self._hook is None:
+            return _wrappers_there()
+        return [wrapper for replica in self if (wrapper := replica.wrapper) is not None]
+
     def _look_around(self) -> None:
         if dist.is_available() and dist.is_initialized():
-            for found in gc.get_objects():
-                # By type: a proxy may answer for what it stands for.
-                if issubclass(type(found), DistributedDataParallel):
-                    self._note(found)
+            for wrapper in _wrappers_there():
+                self._note(wrapper)
 
     def _registered(self, parent: Module, name: str, child: Module | None) -> None:
         if name == "module" and isinstance(parent, DistributedDataParallel):
@@ -152,3 +156,12 @@ class Wrappers:
             self._hook.remove()
             self._hook = None
             self._replicas.clear()
+
+
+def _wrappers_there() -> list[DistributedDataParallel]:
+    # By type: a proxy may answer for what it stands for.
+    return [found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)]
+
+
+# Those of the process, for all that have to know of them.
+WRAPPERS = Wrappers()
