@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -33,9 +34,16 @@ class Followers:
 
         def end() -> None:
             for one in found:
-                self.after_landed.remove(one)
+                with contextlib.suppress(ValueError):
+                    self.after_landed.remove(one)
+            found.clear()
 
         return end
+
+    def forget(self, call: Callable[[], object]) -> None:
+        """Call one of ``after_all`` no more. Does nothing the second time."""
+        with contextlib.suppress(ValueError):
+            self.after_all.remove(call)
 
     def stepped(self, skipped: Callable[[], bool]) -> None:
         """Hear that an optimizer's step has ended."""

@@ -6,11 +6,12 @@ the observers, and without it when the last goes.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -199,6 +200,16 @@ class Observation:
     def telling(self) -> bool:
         """Whether an observer of this thread is being told."""
         return self._thread.telling
+
+    @contextlib.contextmanager
+    def unobserved(self) -> Iterator[None]:
+        """Tell observers of nothing that this thread calls within a ``with`` statement."""
+        thread = self._thread
+        before, thread.telling = thread.telling, True
+        try:
+            yield
+        finally:
+            thread.telling = before
 
     def watched(self, replacement: Any, op: Op) -> Any:
         """Return a replacement of the same kind that tells the observers of each call.

@@ -6,28 +6,31 @@ skip it explains at once, before the program goes on.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
 
 from autoamp.casting import Casts
 from autoamp.diagnostics.inspector import worst_of
+from autoamp.diagnostics.ranks import TracingRanks
 from autoamp.diagnostics.records import LossRegion, Record, Recorder
 from autoamp.diagnostics.replay import (
     CannotReplay,
     forward_finding,
     in_loss,
     kept_state,
+    output_finding,
     replay,
     search_scale,
     unwrapped,
 )
-from autoamp.diagnostics.verdicts import Communication, NotLocated, Overflow, ScaleSearch
+from autoamp.diagnostics.verdicts import Communication, NotFiniteInFp32, NotLocated, Overflow, ScaleSearch
 from autoamp.stepping import Skips, several_processes
 
 __all__ = ["OverflowTrace"]
@@ -43,6 +46,7 @@ class OverflowTrace:
 
     Args:
         casts: How threads cast.
+        unobserved: Keeps observers from seeing what runs within a ``with`` statement.
 
     Attributes:
         last: The last overflow; None before the first.
@@ -54,8 +58,11 @@ class OverflowTrace:
 
     keeps = 1000
 
-    def __init__(self, casts: Casts) -> None:
+    def __init__(
+        self, casts: Casts, unobserved: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    ) -> None:
         self._casts = casts
+        self._unobserved = unobserved
         self.last: Overflow | None = None
         self.all: list[Overflow] = []
         self.recorder = Recorder(casts)
@@ -65,7 +72,13 @@ class OverflowTrace:
         self._watched = 0
         self._judged: tuple[list[Record], list[LossRegion]] = [], []
         self._earlier: tuple[list[Record], list[LossRegion]] = [], []
-        self._several: set[int] = set()
+        self._several: weakref.WeakSet[Skips] = weakref.WeakSet()
+        self._ranks = TracingRanks()
+
+    def close(self) -> None:
+        """Drop what was recorded: the handle is no longer active."""
+        self.recorder.close()
+        self._judged = self._earlier = [], []
 
     # -- what steps tell; see `autoamp.stepping.StepWatch` --
 
@@ -88,7 +101,7 @@ class OverflowTrace:
         self, skips: Skips, skipped: bool, scale: float | None, next_scale: float | None, late: bool
     ) -> Overflow | None:
         """Hear what became of a step, and explain it if it was a skip; see `autoamp.stepping.StepWatch`."""
-        self._several.add(id(skips))
+        self._several.add(skips)
         if not skipped or scale is None:
             if not late and len(self._several) < 2:
                 self._judged = [], []
@@ -96,10 +109,12 @@ class OverflowTrace:
         try:
             found = self._late() if late else self._explain(scale)
         except Exception as error:
-            log.debug("the step could not be run again", exc_info=True)
-            found = self._unlocated(f"running the step again raised {type(error).__name__}: {error}")
+            # Whatever it is, the program goes on as without anybody who looks.
+            log.debug("the overflow could not be explained", exc_info=True)
+            found = self._unlocated(f"explaining it raised {type(error).__name__}: {error}")
         finally:
-            self._judged = [], []
+            if not late:
+                self._judged = [], []
         iteration = None if late else self._steps - 1
         found = replace(
             _with_remedy(found, scale, next_scale), iteration=iteration, loss_scale=None if math.isnan(scale) else scale
@@ -129,20 +144,34 @@ class OverflowTrace:
     def _explain(self, scale: float) -> Overflow:
         records = [*self._earlier[0], *self._judged[0]]
         losses = [*self._earlier[1], *self._judged[1]]
-        shared = several_processes() and any(_reduces(record.module()) for record in records)
+        reducing = next((module for record in records if _reduces(module := record.module())), None)
+        ranks = self._ranks.begin(reducing) if several_processes() and reducing is not None else None
+        found: Overflow | None = None
         try:
             found = self._locally(records, losses, scale)
         except CannotReplay as error:
             found = self._unlocated(str(error))
         except Exception as error:
-            if not shared:
-                raise
+            log.debug("the step could not be run again", exc_info=True)
             found = self._unlocated(f"running the step again raised {type(error).__name__}: {error}")
-        if shared:
-            return self._over_ranks(found)
+        if ranks is not None:
+            ranks.tell(None if found is not None and isinstance(found.verdict, NotLocated) else found is not None)
+        if found is None and reducing is not None and several_processes():
+            return self._over_ranks(None if ranks is None else ranks.hear())
         return found or self._unlocated(
             "run again, the step gave finite gradients" if records else "no call of a module was recorded in this step"
         )
+
+    def _over_ranks(self, told: Mapping[int, bool | None] | None) -> Overflow:
+        """Return the finding of a rank whose own gradients are finite, by what the others told."""
+        if told is None:
+            return self._unlocated("the gradients of this rank are finite, and not all ranks trace overflows")
+        blamed = tuple(rank for rank, blames in told.items() if blames)
+        unknown = [rank for rank, blames in told.items() if blames is None]
+        if not blamed and unknown:
+            ranks = ", ".join(map(str, unknown))
+            return self._unlocated(f"the gradients of this rank are finite, and rank {ranks} could not look at its own")
+        return Overflow(Communication(blamed))
 
     def _locally(self, records: list[Record], losses: list[LossRegion], scale: float) -> Overflow | None:
         """Return the finding of this rank; None where its own gradients are finite."""
@@ -150,15 +179,40 @@ class OverflowTrace:
         self.recorder.paused = True
         self._casts.cache.clear()
         try:
-            with kept_state(modules):
+            with self._unobserved(), kept_state(modules):
+                for region in losses:
+                    if region.is_searching():
+                        return in_loss(region, scale)
                 for record in records:
-                    found = forward_finding(record, replay(record, self._casts), self._casts)
-                    if found is not None:
-                        return found
-                return self._backward(records, losses, scale)
+                    if record.passes:
+                        found = forward_finding(record, replay(record, self._casts), self._casts, scale)
+                        if found is not None:
+                            return self._from_before(records, record, found)
+                found = self._backward(records, losses, scale)
+                if found is None or found.phase == "forward":
+                    # Now what is harmless as a rule: outputs without gradients, and -inf that may be on purpose.
+                    found = self._suspect(records) or found
+                return found
         finally:
             self._casts.cache.clear()
             self.recorder.paused = False
+
+    def _from_before(self, records: list[Record], record: Record, found: Overflow) -> Overflow:
+        """Return the finding, or where inf or nan came in by an input, that of the call whose output it was."""
+        if isinstance(found.verdict, NotFiniteInFp32) and found.verdict.cause == "data":
+            return self._suspect([one for one in records if one.number < record.number and not one.passes]) or found
+        return found
+
+    def _suspect(self, records: list[Record]) -> Overflow | None:
+        for record in records:
+            if record.unfit is None and record.module() is not None:
+                again = replay(record, self._casts)
+                for number, output in enumerate(again.outputs):
+                    if output is not None and (record.takes_part(number) or not output.requires_grad):
+                        found = output_finding(record, again, self._casts, number, intended=True)
+                        if found is not None:
+                            return found
+        return None
 
     def _backward(self, records: list[Record], losses: list[LossRegion], scale: float) -> Overflow | None:
         for region in losses:
@@ -166,32 +220,20 @@ class OverflowTrace:
             if found is not None:
                 return found
         for record in reversed(records):
-            arrived = [gradient for one in record.gradients.values() for gradient in one]
-            if not arrived:
-                if record.too_large:
-                    raise CannotReplay("the gradients at the outputs are too large to be kept; use explain_overflow()")
-                continue
-            if worst_of(arrived) is not None:
-                why = (
-                    "the loss is computed in more ops than are looked at"
-                    if any(not r.whole for r in losses)
-                    else ("it lies in what is computed between calls of modules")
-                )
-                raise CannotReplay(f"{why}; use explain_overflow()")
-            found = search_scale(record, replay(record, self._casts), self._casts, scale)
-            if found is not None:
-                return found
+            if record.too_large:
+                raise CannotReplay("the gradients at the outputs are too large to be kept; use explain_overflow()")
+            for loss in record.passes:
+                if worst_of(record.gradients_of(loss)) is not None:
+                    why = (
+                        "the loss is computed in more ops than are looked at"
+                        if any(not r.whole for r in losses)
+                        else "it lies in what is computed between calls of modules"
+                    )
+                    raise CannotReplay(f"{why}; use explain_overflow()")
+                found = search_scale(record, replay(record, self._casts), self._casts, scale, loss)
+                if found is not None:
+                    return found
         return None
-
-    def _over_ranks(self, found: Overflow | None) -> Overflow:
-        """Compare with the other ranks, all of which skip this step since its gradients were reduced over them."""
-        import torch.distributed as dist
-
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, found is not None and not isinstance(found.verdict, NotLocated))
-        if found is not None:
-            return found
-        return Overflow(Communication(tuple(rank for rank, own in enumerate(told) if own)))
 
 
 def _reduces(module: Module | None) -> bool:

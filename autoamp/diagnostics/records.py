@@ -1,12 +1,17 @@
 """What is kept of each step, so that it can be run again if it overflows: references, random states, fp32 sums.
 
 A record is of an outermost module call in which gradients are recorded: its arguments, without their graph, and the
-random states before it. Of its outputs one fp32 sum each is kept, and the gradients that came back to them. Of what is
-computed between the outputs and the loss, each node of the graph leaves what went through it.
+random states before it. Of its outputs one fp32 sum each is kept, and the gradients that came back to them. It lives as
+long as the graph, or until the step once gradients came back. Of what is computed between the outputs and the loss,
+each node of the graph leaves what went through it.
+
+Lines of these nodes are what torch's anomaly mode notes. That is slow, so it is on for the first step alone, and
+whenever a graph of another shape is met: the lines are remembered by the shape of the graph.
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 import threading
@@ -22,9 +27,10 @@ from torch import Tensor
 from torch.nn import Module
 
 from autoamp.casting import Casts
-from autoamp.diagnostics.inspector import user_line
+from autoamp.diagnostics.inspector import flaw_of, user_line, worst_of
 from autoamp.patching import imitate, original_of
-from autoamp.tensors import iter_tensors, map_tensors, version_of
+from autoamp.tensors import HALF_DTYPES, iter_tensors, map_tensors, version_of
+from autoamp.torch_private import current_graph_task
 
 __all__ = ["LossRegion", "NodeTrace", "RandomStates", "Record", "Recorder"]
 
@@ -34,6 +40,8 @@ _MAX_BYTES = 2**28
 _MAX_RECORDS = 256
 _MAX_NODES = 64
 _MAX_BUFFER_ELEMENTS = 2**20
+# Of so many shapes of graphs the lines are remembered; a program with more is not slowed down for them.
+_MAX_SHAPES = 16
 
 
 @dataclass(frozen=True)
@@ -78,8 +86,11 @@ class Record:
         buffers: Copies of the buffers that it writes to.
         sums: The fp32 sum of each floating output, None for another.
         nodes: For each output the number of its node among those of the call, and of the output of that node.
-        gradients: What came back to each node: None before its turn.
+        passes: What came back to each node, by the number of the loss since the last step, and by the node's.
         unfit: Why it cannot be run again; None where it can.
+        too_large: Whether gradients came back that are not kept, since they are too large.
+        number: Of the call.
+        size: Of its inputs in bytes.
     """
 
     module: weakref.ref[Module]
@@ -92,16 +103,20 @@ class Record:
     buffers: dict[str, Tensor]
     sums: list[Tensor | None] = field(default_factory=list)
     nodes: list[tuple[int, int] | None] = field(default_factory=list)
-    gradients: dict[int, Sequence[Any]] = field(default_factory=dict)
+    passes: dict[int, dict[int, Sequence[Any]]] = field(default_factory=dict)
     unfit: str | None = None
     too_large: bool = False
+    number: int = 0
+    size: int = 0
 
-    def gradient_of(self, output: int) -> Tensor | None:
-        """Return the gradient that came back to an output."""
-        place = self.nodes[output]
-        if place is None or place[0] not in self.gradients:
-            return None
-        return self.gradients[place[0]][place[1]]  # type: ignore[no-any-return]
+    def gradients_of(self, loss: int) -> list[Tensor | None]:
+        """Return the gradients that came back to the outputs in the pass of a loss; None for an output without."""
+        given = self.passes[loss]
+        return [None if place is None or place[0] not in given else given[place[0]][place[1]] for place in self.nodes]
+
+    def takes_part(self, output: int) -> bool:
+        """Tell whether a gradient came back to an output in any pass."""
+        return any(self.gradients_of(loss)[output] is not None for loss in self.passes)
 
     def written_to(self) -> bool:
         """Tell whether an input was written to since."""
@@ -110,13 +125,23 @@ class Record:
 
 @dataclass(eq=False)
 class NodeTrace:
-    """What went through one node between outputs and loss: gradients, or the fp32 sums of large ones."""
+    """What went through one node between outputs and loss: gradients, or the fp32 sums of large ones.
+
+    Attributes:
+        name: Of the node.
+        line: The line of the program that made it; None if unknown.
+        got, gave: The gradients.
+        dtypes: Of those that it gave.
+        finite_at_one: Where it made inf or nan, whether it gives finite gradients at a loss scale of 1; None if that
+            was not looked at.
+    """
 
     name: str
     line: str | None
     got: Sequence[Any] = ()
     gave: Sequence[Any] = ()
     dtypes: Sequence[torch.dtype | None] = ()
+    finite_at_one: bool | None = None
 
 
 @dataclass(eq=False)
@@ -128,12 +153,20 @@ class LossRegion:
         line: The line of the program at which it was scaled.
         traces: Of its nodes, in the order in which they ran.
         whole: Whether all of its nodes are among them.
+        first: Where the loss is not finite, the node whose op made that of finite values, as far as saved values tell.
+        nodes: The nodes, as long as their backward pass may run, where one that makes inf or nan is to be run again.
     """
 
     loss: Tensor
     line: str | None
     traces: list[NodeTrace] = field(default_factory=list)
     whole: bool = True
+    first: NodeTrace | None = None
+    nodes: list[Any] = field(default_factory=list)
+
+    def is_searching(self) -> bool:
+        """Tell whether the loss is finite, and its first gradients that are not were found to be so at a scale of 1."""
+        return flaw_of(self.loss) is None and any(trace.finite_at_one for trace in self.traces)
 
 
 class _Inside(threading.local):
@@ -160,23 +193,37 @@ class Recorder:
         self.thorough = False
         self.paused = False
         self._inside = _Inside()
+        self._begun: list[weakref.ref[Record]] = []
+        self._number = 0
         self._bytes = 0
         self._buffers: weakref.WeakKeyDictionary[Module, list[str]] = weakref.WeakKeyDictionary()
         self._anomaly: tuple[bool, bool] | None = None
+        # Lines by the shape of the graph between outputs and loss. The first step finds a new one.
+        self._lines: dict[Any, tuple[str | None, ...]] = {}
+        self._wants_lines = True
 
     def take(self) -> tuple[list[Record], list[LossRegion]]:
         """Return what there is, and begin anew."""
         self._mark_lines(False)
-        taken = self.records, self.losses
-        self.records, self.losses, self._bytes = [], [], 0
+        self._let_go()
+        taken = sorted(self.records, key=lambda record: record.number), self.losses
+        self.records, self.losses, self._begun, self._bytes = [], [], [], 0
         return taken
+
+    def close(self) -> None:
+        """Drop all, and leave torch as it was."""
+        self.take()
+        self._wants_lines = not self._lines
 
     def around(self, call: Any) -> Any:
         """Return a replacement of ``Module.__call__`` that keeps a record of outermost calls."""
         inside, compiling = self._inside, torch.compiler.is_compiling
 
         def recorded(module: Module, *args: Any, **kwargs: Any) -> Any:
-            if compiling() or inside.call or self.paused or not torch.is_grad_enabled():
+            # Within a backward pass it is a checkpoint that computes again what is recorded.
+            if (
+                compiling() or inside.call or self.paused or not torch.is_grad_enabled() or current_graph_task() != -1
+            ):  # fmt: skip
                 return call(module, *args, **kwargs)
             inside.call = True
             try:
@@ -190,7 +237,9 @@ class Recorder:
         return imitate(recorded, call)
 
     def _begin(self, module: Module, args: Any, kwargs: Any) -> Record | None:
-        if len(self.records) >= _MAX_RECORDS or (torch.cuda.is_initialized() and _is_capturing()):
+        if len(self._begun) >= _MAX_RECORDS:
+            self._begun = [known for known in self._begun if known() is not None]
+        if len(self._begun) >= _MAX_RECORDS or (torch.cuda.is_initialized() and _is_capturing()):
             return None
         self._mark_lines(False)
         wanted: set[int] = set()
@@ -206,9 +255,11 @@ class Recorder:
         inputs = map_tensors((args, kwargs), keep)
         kind = self._casts.device_type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        self._number += 1
         return Record(
             weakref.ref(module), inputs, frozenset(wanted), versions, RandomStates.now(all_of_them=self.thorough),
-            self._casts.switches(), autocast, self._copies(module), unfit=_unfit(module),
+            self._casts.switches(), autocast, self._copies(module), unfit=_unfit(module), number=self._number,
+            size=sum(kept.numel() * kept.element_size() for kept, _ in versions),
         )  # fmt: skip
 
     def _copies(self, module: Module) -> dict[str, Tensor]:
@@ -243,19 +294,30 @@ class Recorder:
                 numbers[node] = len(numbers)
                 self._hook(record, node, numbers[node])
             record.nodes.append((numbers[node], output.output_nr))
-        self.records.append(record)
-        self._mark_lines(self.thorough)
+        self._begun.append(weakref.ref(record))
+        if numbers:
+            # From here on the graph holds the record.
+            self._mark_lines(self.thorough or self._wants_lines)
+        elif self._bytes + record.size <= _MAX_BYTES:
+            self._bytes += record.size
+            self.records.append(record)
 
     def _hook(self, record: Record, node: Any, number: int) -> None:
         node.metadata[_KEY] = True
 
         def arrived(gradients: Sequence[Any]) -> None:
+            # A pass before any loss is scaled, as for a penalty on gradients, is a part of the forward pass.
+            if not self.losses or self.paused:
+                return
+            if not record.passes:
+                self.records.append(record)
+            given = record.passes.setdefault(len(self.losses) - 1, {})
             size = sum(g.numel() * g.element_size() for g in gradients if g is not None)
             if self._bytes + size > _MAX_BYTES:
                 record.too_large = True
                 return
             self._bytes += size
-            record.gradients[number] = [None if g is None else g.detach() for g in gradients]
+            given[number] = [None if g is None else g.detach() for g in gradients]
 
         node.register_prehook(arrived)
 
@@ -263,27 +325,58 @@ class Recorder:
 
     def note_loss(self, loss: Tensor) -> None:
         """Take note of a loss, and of the nodes between it and the outputs of modules."""
-        lines_known = self._anomaly is not None
+        lines_noted = self._anomaly is not None
         self._mark_lines(False)
         if self.paused:
             return
         region = LossRegion(loss.detach(), user_line(sys._getframe(1)))
-        waiting, known = [loss.grad_fn], set()
+        nodes = self._nodes_of(loss, region)
+        lines = self._lines_of(region, nodes, lines_noted)
+        traces = [NodeTrace(node.name(), line) for node, line in zip(nodes, lines, strict=True)]
+        # On a CPU it is known already what the values are; elsewhere asking would wait for the device.
+        looks = self.thorough or loss.device.type == "cpu"
+        if looks and loss.numel() and flaw_of(loss) is not None:
+            place = _first_not_finite(nodes, loss.dtype not in HALF_DTYPES)
+            region.first = None if place is None else traces[place]
+        for place, (node, trace) in enumerate(zip(nodes, traces, strict=True)):
+            node.register_hook(_leave_trace(weakref.ref(region), trace, place))
+        self._let_go()
+        region.nodes = nodes if looks else []
+        self.losses.append(region)
+
+    def _let_go(self) -> None:
+        """Keep no graph of earlier losses alive."""
+        for region in self.losses:
+            region.nodes = []
+
+    def _nodes_of(self, loss: Tensor, region: LossRegion) -> list[Any]:
+        """Return the nodes between outputs of modules and a loss, each before what it follows from."""
+        waiting: list[Any] = [loss.grad_fn]
+        known: dict[Any, None] = {}
         while waiting:
-            node: Any = waiting.pop()
-            if node is None or node in known or getattr(node, "variable", None) is not None:
+            node = waiting.pop()
+            if node is None or node in known or getattr(node, "variable", None) is not None or _KEY in node.metadata:
                 continue
-            known.add(node)
-            metadata = node.metadata
-            if _KEY in metadata:
-                continue
-            if len(known) > _MAX_NODES:
+            if len(known) >= _MAX_NODES:
                 region.whole = False
                 break
-            line = _line_in(metadata.get("traceback_")) if lines_known else None
-            node.register_hook(_leave_trace(region, NodeTrace(node.name(), line)))
+            known[node] = None
             waiting.extend(following for following, _ in node.next_functions)
-        self.losses.append(region)
+        return list(known)
+
+    def _lines_of(self, region: LossRegion, nodes: Sequence[Any], noted: bool) -> Sequence[str | None]:
+        """Return the line of each node, as far as known of this graph or of others of its shape."""
+        shape = region.line, tuple(node.name() for node in nodes)
+        if not noted:
+            self._wants_lines = shape not in self._lines and len(self._lines) < _MAX_SHAPES
+            return self._lines.get(shape, (None,) * len(nodes))
+        lines = tuple(_line_in(node.metadata.get("traceback_")) for node in nodes)
+        before = self._lines.get(shape, lines)
+        if len(self._lines) < _MAX_SHAPES or shape in self._lines:
+            # Where graphs of one shape are made at several lines, none of them is named.
+            self._lines[shape] = tuple(one if one == other else None for one, other in zip(before, lines, strict=True))
+        self._wants_lines = False
+        return lines
 
     def _mark_lines(self, on: bool) -> None:
         """Let torch note the line that makes each node of a graph, as its anomaly mode does, or no more."""
@@ -295,17 +388,138 @@ class Recorder:
             torch.autograd.set_detect_anomaly(enabled, check_nan=checks)
 
 
-def _leave_trace(region: LossRegion, trace: NodeTrace) -> Callable[[Any, Any], None]:
+def _leave_trace(
+    region: weakref.ref[LossRegion], trace: NodeTrace, place: int
+) -> Callable[[Any, Any], None]:  # fmt: skip
+    """Return a hook that keeps what goes through a node. It refers to neither the node nor what holds it.
+
+    Args:
+        region: Gets the trace.
+        trace: Of the node.
+        place: Of the node in the region.
+    """
+
     def ran(gave: Sequence[Any], got: Sequence[Any]) -> None:
+        found = region()
+        if found is None:
+            return
         trace.got, trace.gave = [_kept(g) for g in got], [_kept(g) for g in gave]
         trace.dtypes = [None if g is None else g.dtype for g in gave]
-        region.traces.append(trace)
+        found.traces.append(trace)
+        if found.nodes and worst_of(trace.gave) is not None and worst_of(trace.got) is None:
+            trace.finite_at_one = _finite_at_one(found, found.nodes[place], got)
 
     return ran
 
 
+def _finite_at_one(region: LossRegion, node: Any, got: Sequence[Any]) -> bool | None:
+    """Tell whether a node, whose saved values are still there, gives finite gradients at a loss scale of 1."""
+    # The first gradient of all is the loss scale.
+    first = region.traces[0].got[0]
+    scale = float(first.abs().max()) if first is not None and first.numel() else 1.0
+    with torch.no_grad(), contextlib.suppress(Exception):
+        gave = node(*(g if g is None else g / scale for g in got))
+        return worst_of(list(iter_tensors(gave))) is None
+    return None
+
+
+# Nodes of ops that make no inf or nan of finite values in fp32, but for sums of the largest numbers.
+_CARRIERS = frozenset(
+    ("Abs", "Neg", "View", "UnsafeView", "ReshapeAlias", "Transpose", "T", "Permute", "Expand", "Squeeze", "Unsqueeze",
+     "Select", "Slice", "Index", "Cat", "Stack", "Relu", "Tanh", "Sigmoid", "Clamp", "Max", "Min", "Amax", "Amin",
+     "Maximum", "Minimum", "MaskedFill", "Where", "LogSoftmax", "Softmax", "NllLoss", "Sum", "Mean", "Clone", "Alias",
+     "ToCopy")
+)  # fmt: skip
+
+
+_WRITERS = frozenset(("MaskedFill", "Where", "Fill", "MaskedScatter", "CopySlices"))
+
+
+def _first_not_finite(nodes: Sequence[Any], wide: bool) -> int | None:
+    """Return the place of the node whose op made inf or nan of finite values; None where saved values do not tell.
+
+    What a node saves for its backward pass are inputs of its op, and results. An op that saves nothing of use, before
+    the first inf or nan that is seen, may have made it as well: then none is named.
+
+    Args:
+        nodes: Of a loss that is not finite, each before what it follows from.
+        wide: Whether the loss is fp32 or fp64, so that a sum or a cast does not overflow.
+    """
+    places = {node: place for place, node in enumerate(nodes)}
+    before = [[places[one] for one, _ in node.next_functions if one in places] for node in nodes]
+    # Whether a result is not finite; what comes from the outputs of modules was looked at by others.
+    flawed: dict[int, bool] = {}
+    for place, node in enumerate(nodes):
+        for argument, is_flawed in _saved_flaws(node).items():
+            if argument is None:
+                flawed[place] = flawed.get(place, False) or is_flawed
+            elif argument < len(node.next_functions) and node.next_functions[argument][0] in places:
+                flawed[places[node.next_functions[argument][0]]] = is_flawed
+    flawed[0] = True
+    suspects: list[int] = []
+    for place in _forward_order(before):
+        if place not in flawed:
+            carries = wide and nodes[place].name().partition("Backward")[0] in _CARRIERS
+            if carries and not any(flawed.get(one) or one in suspects for one in before[place]):
+                flawed[place] = False
+            elif not carries:
+                suspects.append(place)
+            continue
+        if flawed[place]:
+            carries = wide and nodes[place].name().partition("Backward")[0] in _CARRIERS
+            suspects += [] if carries and suspects else [place]
+            # -inf may be written on purpose, and end in a finite result further on.
+            alone = len(suspects) == 1 and nodes[suspects[0]].name().partition("Backward")[0] not in _WRITERS
+            return suspects[0] if alone else None
+        suspects = [one for one in suspects if one not in _reached(before, place)]
+    return None
+
+
+def _reached(before: Sequence[Sequence[int]], place: int) -> set[int]:
+    """Return the places of all nodes that one follows from."""
+    found: set[int] = set()
+    waiting = list(before[place])
+    while waiting:
+        one = waiting.pop()
+        if one not in found:
+            found.add(one)
+            waiting += before[one]
+    return found
+
+
+def _forward_order(before: Sequence[Sequence[int]]) -> list[int]:
+    """Return the places of nodes in an order in which their ops may have run, the loss last."""
+    done: dict[int, None] = {}
+    waiting = [(0, False)] if before else []
+    while waiting:
+        place, expanded = waiting.pop()
+        if expanded:
+            done[place] = None
+        elif place not in done:
+            waiting.append((place, True))
+            waiting += [(one, False) for one in before[place]]
+    return list(done)
+
+
+# What a node saves is named as in torch's derivatives.yaml: of its op's arguments these are the first and the second.
+_ARGUMENTS = {"_saved_self": 0, "_saved_input": 0, "_saved_other": 1}
+
+
+def _saved_flaws(node: Any) -> dict[int | None, bool]:
+    """Return whether what a node saved is not finite: by the place of an argument, and under None its result."""
+    found: dict[int | None, bool] = {}
+    for name in dir(node):
+        if name in _ARGUMENTS or name.startswith(("_saved_result", "_saved_output")):
+            with contextlib.suppress(RuntimeError):
+                value = getattr(node, name)
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    place = _ARGUMENTS.get(name)
+                    found[place] = found.get(place, False) or flaw_of(value) is not None
+    return found
+
+
 def _kept(gradient: Any) -> Any:
-    """Return a gradient, or the fp32 sum of one that is too large to be kept."""
+    """Return a gradient, or the fp32 sum of one that is large."""
     if gradient is None or not gradient.is_floating_point():
         return None
     return gradient.detach() if gradient.numel() <= 2**16 else _sum(gradient.detach())

@@ -18,7 +18,7 @@ from torch.nn import Module
 from autoamp.casting import Casts
 from autoamp.diagnostics.inspector import Backward, Inspector, Origin, flaw_of
 from autoamp.diagnostics.records import RandomStates
-from autoamp.diagnostics.replay import Replayed, finest_scale, found_backward, origin_finding
+from autoamp.diagnostics.replay import Attributes, Replayed, finest_scale, found_backward, origin_finding, write
 from autoamp.diagnostics.verdicts import NotLocated, Overflow, ScaleSearch
 from autoamp.patching import PatchSet
 from autoamp.scaling import multiplied_loss
@@ -147,7 +147,7 @@ def explain_step(
 
 
 class _Stage:
-    """What a step is rehearsed on: it finds the random generators and the buffers as they were at first, each time."""
+    """What a step is rehearsed on: it finds random generators and modules as they were at first, each time."""
 
     def __init__(self, step: Callable[[], Any], casts: Casts, use: Callable[[Rehearsal | None], None]) -> None:
         self._step = step
@@ -155,6 +155,7 @@ class _Stage:
         self._use = use
         self._states = RandomStates.now(all_of_them=True)
         self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._attributes: dict[Module, Attributes] = {}
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
@@ -166,12 +167,14 @@ class _Stage:
 
     def _restore(self) -> None:
         self._states.restore()
-        with torch.no_grad():
-            for buffer, value in self._buffers.values():
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)
+        for buffer, value in self._buffers.values():
+            write(buffer, value)
+        for attributes in self._attributes.values():
+            attributes.put_back()
 
-    def _keep_buffers(self, module: Module) -> None:
+    def _keep(self, module: Module) -> None:
+        if module not in self._attributes:
+            self._attributes[module] = Attributes(module)
         for buffer in module.buffers(recurse=False):
             if id(buffer) not in self._buffers:
                 self._buffers[id(buffer)] = buffer, buffer.detach().clone()
@@ -181,7 +184,7 @@ class _Stage:
         self._restore()
         self._casts.cache.clear()
         rehearsal = Rehearsal(scale, wide, Inspector(wide=wide))
-        rehearsal.inspector.entered = self._keep_buffers
+        rehearsal.inspector.entered = self._keep
         self._use(rehearsal)
         patches = PatchSet()
         patches.replace(torch.autograd, "backward", _rehearsed_backward(rehearsal))

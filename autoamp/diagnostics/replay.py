@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import copy
+import functools
 import math
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from torch.nn import Module
@@ -23,9 +28,12 @@ from autoamp.diagnostics.verdicts import (
     OverflowVerdict,
     ScaleSearch,
 )
+from autoamp.scaling import is_sharded
+from autoamp.stepping import several_processes
 from autoamp.tensors import HALF_DTYPES, iter_tensors, map_tensors
 
 __all__ = [
+    "Attributes",
     "CannotReplay",
     "Replayed",
     "finest_scale",
@@ -34,9 +42,11 @@ __all__ = [
     "in_loss",
     "kept_state",
     "origin_finding",
+    "output_finding",
     "replay",
     "search_scale",
     "unwrapped",
+    "write",
 ]
 
 
@@ -46,18 +56,85 @@ class CannotReplay(Exception):
 
 @contextlib.contextmanager
 def kept_state(modules: Sequence[Module]) -> Iterator[None]:
-    """Put random generators and buffers back at the end of a ``with`` statement, with gradients recorded in it."""
+    """Put random generators, buffers and other attributes of modules back at the end of a ``with`` statement.
+
+    Gradients are recorded in it. Of lists, dicts, sets and generators of random numbers that are attributes the
+    contents are put back too; what lies deeper is not.
+    """
     states = RandomStates.now(all_of_them=True)
-    buffers = [(buffer, buffer.detach().clone()) for module in modules for buffer in module.buffers()]
+    all_of_them = list(dict.fromkeys(each for module in modules for each in module.modules()))
+    buffers = [(b, b.detach().clone()) for each in all_of_them for b in each.buffers(recurse=False)]
+    attributes = [Attributes(each) for each in all_of_them]
     try:
         with torch.enable_grad():
             yield
     finally:
         states.restore()
+        for one in attributes:
+            one.put_back()
+        for buffer, value in buffers:
+            write(buffer, value)
+
+
+def write(buffer: Tensor, value: Tensor) -> None:
+    """Give a buffer another value, unless it has it. A graph that is kept for another backward pass stays valid."""
+    if not _same(buffer, value):
         with torch.no_grad():
-            for buffer, value in buffers:
-                if not _same(buffer, value):
-                    buffer.copy_(value)
+            # Not counted as a write, since whoever reads the buffer finds what was there.
+            buffer.data.copy_(value)
+
+
+class Attributes:
+    """What a module has beside its parameters, buffers and modules: counters, caches, generators.
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: Module) -> None:
+        self._own = vars(module)
+        self._before = dict(self._own)
+        self._put_back: list[Callable[[], object]] = []
+        for name, value in self._before.items():
+            if name.startswith("_") and name in _OF_TORCH:
+                continue
+            if isinstance(value, (list, collections.deque)):
+                self._put_back.append(functools.partial(_refill, value, value.extend, list(value)))
+            elif isinstance(value, (dict, set)):
+                self._put_back.append(functools.partial(_refill, value, value.update, value.copy()))
+            elif isinstance(value, torch.Generator):
+                self._put_back.append(functools.partial(value.set_state, value.get_state()))
+            elif isinstance(value, random.Random):
+                self._put_back.append(functools.partial(value.setstate, value.getstate()))
+            elif isinstance(value, numpy.random.Generator):
+                state = copy.deepcopy(value.bit_generator.state)
+                self._put_back.append(functools.partial(setattr, value.bit_generator, "state", state))
+
+    def put_back(self) -> None:
+        """Put all back."""
+        for name in [name for name in self._own if name not in self._before]:
+            del self._own[name]
+        for name, value in self._before.items():
+            if self._own.get(name, self) is not value:
+                self._own[name] = value
+        for put_back in self._put_back:
+            put_back()
+
+
+def _refill(container: Any, add: Callable[[Any], object], contents: Any) -> None:
+    """Give a container what it held."""
+    if len(container) != len(contents) or any(
+        one is not other for one, other in zip(_flat(container), _flat(contents), strict=True)
+    ):
+        container.clear()
+        add(contents)
+
+
+def _flat(container: Any) -> list[Any]:
+    return [*container, *container.values()] if isinstance(container, dict) else list(container)
+
+
+_OF_TORCH = frozenset(vars(Module()))
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
@@ -106,10 +183,28 @@ class Replayed:
         return {id(self.leaves[name]): name for name, one in self.results.items() if flaw_of(one) is not None}
 
 
+def _with_collectives(root: Module) -> str | None:
+    """Return the class of what talks to other ranks in a model, which may not be run again at the same time."""
+    for each in root.modules():
+        kinds = {kind.__name__ for kind in type(each).__mro__}
+        if several_processes() and kinds & _COLLECTIVE:
+            return type(each).__name__
+    if any(is_sharded(param) for param in root.parameters()):
+        return "DTensors"
+    return None
+
+
+# As parts of a model. A DistributedDataParallel that is the whole model is taken off.
+_COLLECTIVE = frozenset(
+    ("SyncBatchNorm", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "PipelineStage")
+)
+
+
 def unwrapped(module: Module) -> Module:
     """Return the model within a wrapper that reduces gradients over ranks: its own calls reduce nothing."""
     inner = getattr(module, "module", None)
-    return inner if type(module).__name__ == "DistributedDataParallel" and isinstance(inner, Module) else module
+    wraps = any(kind.__name__ == "DistributedDataParallel" for kind in type(module).__mro__)
+    return inner if wraps and isinstance(inner, Module) else module
 
 
 def replay(record: Record, casts: Casts, *, wide: bool = False) -> Replayed:
@@ -131,8 +226,8 @@ def replay(record: Record, casts: Casts, *, wide: bool = False) -> Replayed:
     if record.written_to():
         raise CannotReplay("inputs of the model were written to")
     root = unwrapped(module)
-    if any(type(each).__name__ == "SyncBatchNorm" for each in root.modules()):
-        raise CannotReplay("the model has collectives of its own, such as those of SyncBatchNorm")
+    if (name := _with_collectives(root)) is not None:
+        raise CannotReplay(f"the model has collectives of its own, those of {name}")
     again: list[Tensor] = []
 
     def leaf(kept: Tensor) -> Tensor:
@@ -144,10 +239,8 @@ def replay(record: Record, casts: Casts, *, wide: bool = False) -> Replayed:
 
     args, kwargs = map_tensors(record.inputs, leaf)
     own = {name.removeprefix("module.") if root is not module else name: b for name, b in record.buffers.items()}
-    with torch.no_grad():
-        for name, value in own.items():
-            if not _same(root.get_buffer(name), value):
-                root.get_buffer(name).copy_(value)
+    for name, value in own.items():
+        write(root.get_buffer(name), value)
     record.random.restore()
     inspector = Inspector(root, wide=wide)
     switches = (False, True) if wide else record.switches
@@ -260,25 +353,58 @@ def origin_finding(origin: Origin, again: Replayed, widened: Callable[[], Origin
     return of_site(in_fp32.site, NotFiniteInFp32(magnitudes=in_fp32.magnitudes), "forward", in_fp32.flaw, None)
 
 
-def forward_finding(record: Record, again: Replayed, casts: Casts) -> Overflow | None:
-    """Return the finding where an output of a call is not finite and takes part in the loss; None where none is."""
-    for number, output in enumerate(again.outputs):
-        if output is None or flaw_of(output) is None or (output.requires_grad and record.gradient_of(number) is None):
-            continue
-        origin = again.inspector.origin_of(output)
-        if origin.intended:
-            continue
-
-        def widened(number: int = number) -> Origin | None:
-            wide = replay(record, casts, wide=True)
-            value = wide.outputs[number]
-            if value is None or flaw_of(value) is None:
-                return None
-            found = wide.inspector.origin_of(value)
-            return None if found.intended else replace_tensors(found, wide, again)
-
-        return origin_finding(origin, again, widened)
+def forward_finding(record: Record, again: Replayed, casts: Casts, scale: float) -> Overflow | None:
+    """Return the finding where an output of a call is not finite and spoils the gradients; None where none does."""
+    flawed = [number for number, output in enumerate(again.outputs) if output is not None and flaw_of(output)]
+    flawed = [number for number in flawed if record.takes_part(number)]
+    if not flawed or (scale > 1.0 and _finite_at_one(record, again, scale)):
+        return None
+    for number in flawed:
+        found = output_finding(record, again, casts, number, intended=False)
+        if found is not None:
+            return found
     return None
+
+
+def _finite_at_one(record: Record, again: Replayed, scale: float) -> bool:
+    """Tell whether all gradients are finite at a loss scale of 1, so that no inf of the forward pass is to blame."""
+    for loss in record.passes:
+        gradients = record.gradients_of(loss)
+        if worst_of(gradients) is not None:
+            return False
+        again.backward([None if one is None else one / scale for one in gradients])
+        if again.flawed():
+            return False
+    return True
+
+
+def output_finding(
+    record: Record, again: Replayed, casts: Casts, number: int, *, intended: bool
+) -> Overflow | None:  # fmt: skip
+    """Return the finding for an output that is not finite.
+
+    Args:
+        record, again: The call, and how it ran again.
+        casts: How threads cast.
+        number: Of the output.
+        intended: Whether -inf is blamed as well that may have been written on purpose.
+    """
+    output = again.outputs[number]
+    if output is None or flaw_of(output) is None:
+        return None
+    origin = again.inspector.origin_of(output)
+    if origin.intended and not intended:
+        return None
+
+    def widened() -> Origin | None:
+        wide = replay(record, casts, wide=True)
+        value = wide.outputs[number]
+        if value is None or flaw_of(value) is None:
+            return None
+        found = wide.inspector.origin_of(value)
+        return None if found.intended and not intended else replace_tensors(found, wide, again)
+
+    return origin_finding(origin, again, widened)
 
 
 def replace_tensors(origin: Origin, one: Replayed, other: Replayed) -> Origin:
@@ -289,12 +415,18 @@ def replace_tensors(origin: Origin, one: Replayed, other: Replayed) -> Origin:
     return origin
 
 
-def search_scale(record: Record, again: Replayed, casts: Casts, scale: float) -> Overflow | None:
+def search_scale(record: Record, again: Replayed, casts: Casts, scale: float, loss: int) -> Overflow | None:
     """Return the finding for gradients that are not finite though those at the outputs are; None where all are.
 
     The pass is run again at lower scales, of which the highest that does is found, and in fp32.
+
+    Args:
+        record, again: The call, and how it ran again.
+        casts: How threads cast.
+        scale: The loss scale.
+        loss: The number of the loss whose pass it is.
     """
-    gradients = [record.gradient_of(number) for number in range(len(again.outputs))]
+    gradients = record.gradients_of(loss)
     watch = again.backward(gradients)
     flawed = again.flawed()
     if not flawed:
@@ -398,23 +530,35 @@ def in_loss(region: LossRegion, scale: float) -> Overflow | None:
 def _loss_finding(region: LossRegion, trace: NodeTrace, flaw: Flaw, scale: float) -> Overflow:
     halves = any(dtype in HALF_DTYPES for dtype in trace.dtypes)
     sizes = tuple(float(g.abs().max()) for g in trace.got if g is not None and g.numel())
-    value = flaw_of(region.loss)
-    op = _op_of(trace.name)
-    line = trace.line or region.line
-    half = next((d for d in trace.dtypes if d in HALF_DTYPES), torch.float16)
-    verdict: OverflowVerdict
-    suggestion: str | None = None
-    if value is None and halves and not flaw.nan and max(sizes, default=math.inf) / scale <= torch.finfo(half).max:
+    if flaw_of(region.loss) is not None and region.first is not None:
+        verdict: OverflowVerdict = NotFiniteInFp32()
+        if region.first.dtypes and any(dtype in HALF_DTYPES for dtype in region.first.dtypes):
+            verdict = HalfPrecisionOp(dtype=_half_of(region.first.dtypes))
+        return _of_node(region, region.first, verdict, "forward", flaw_of(region.loss) or flaw)
+    searching = not flaw.nan and scale > 1.0 and flaw_of(region.loss) is None
+    if trace.finite_at_one or (trace.finite_at_one is None and searching):
+        # Where nobody could look, the scale goes down in any case, and at 1 there is no doubt left.
         verdict = ScaleSearch()
     elif halves:
-        verdict = HalfPrecisionOp(sizes, str(half).removeprefix("torch."))
-        suggestion = f'add fp32 = ["{op}"] to the list file'
+        verdict = HalfPrecisionOp(sizes, _half_of(trace.dtypes))
     else:
         verdict = NotFiniteInFp32(magnitudes=sizes)
+    return _of_node(region, trace, verdict, "backward", flaw)
+
+
+def _half_of(dtypes: Sequence[torch.dtype | None]) -> str:
+    return str(next((d for d in dtypes if d in HALF_DTYPES), torch.float16)).removeprefix("torch.")
+
+
+def _of_node(region: LossRegion, trace: NodeTrace, verdict: OverflowVerdict, phase: str, flaw: Flaw) -> Overflow:
+    op = _op_of(trace.name)
+    suggestion = None
+    if isinstance(verdict, HalfPrecisionOp):
+        suggestion = f'add fp32 = ["{op}"] to the list file'
+    elif isinstance(verdict, NotFiniteInFp32):
         suggestion = "look at the loss: compute it in a form that stays finite"
     return Overflow(
-        verdict, op=op, location=line, phase="backward" if value is None else "forward", suggestion=suggestion,
-        value=flaw.value,
+        verdict, op=op, location=trace.line or region.line, phase=phase, suggestion=suggestion, value=flaw.value
     )  # fmt: skip
 
 

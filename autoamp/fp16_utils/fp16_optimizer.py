@@ -81,6 +81,8 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
             masters=self._masters,
             casts=_current_casts,
             on_step=self._tell_handle,
+            on_stepped=_tell_stepped,
+            wants_flags=_wants_flags,
             asked=lambda: _asked_of(own(), given),
             scaler=lambda: None if (found := own()) is None else found.loss_scaler,
         )
@@ -320,6 +322,19 @@ def _asked_of(own: FP16_Optimizer | None, given: weakref.ref[Any]) -> AskedGroup
         return own._asked
     handle = current_handle()
     return None if handle is None else handle.optimizers.asked_of(given)
+
+
+def _tell_stepped(skips: Skips) -> None:
+    """Let the active handle know that a step has ended."""
+    handle = current_handle()
+    if handle is not None:
+        handle.optimizers.tell_stepped(skips)
+
+
+def _wants_flags() -> bool:
+    """Tell whether the active handle wants to hear of a skip at once."""
+    handle = current_handle()
+    return handle is not None and handle.optimizers.wants_flags()
 
 
 def _current_casts() -> Casts | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -78,8 +79,6 @@ class Handle:
         self.precisions = ModulePrecisions(settings.table.modules)
         self.models = CastModels()
         self.optimizers = GuardedOptimizers(self.casts, scalers or [make_scaler(settings.loss_scale, settings.dtype)])
-        self.overflows = OverflowTrace(self.casts) if settings.trace_overflow else None
-        self.optimizers.watch = self.overflows
         self._followers = Followers()
         self._say_settings()
         self.skipped_rules: tuple[CastRule, ...] = ()
@@ -88,6 +87,8 @@ class Handle:
         self._registered: list[Target] = []
         self._auto_scale: AutoScale | None = None
         self._observation = Observation(self.casts)
+        self.overflows = OverflowTrace(self.casts, self._observation.unobserved) if settings.trace_overflow else None
+        self.optimizers.watch = self.overflows
         self._counts: Counts | None = None
         self.recording: Recording | None = None
         self.ended = False
@@ -129,6 +130,8 @@ class Handle:
         if not self.is_active():
             return ()
         suspended.tell(self)
+        if self.overflows is not None:
+            self.overflows.close()
         return self._restore_torch()
 
     def install_anew(self) -> None:
@@ -228,7 +231,7 @@ class Handle:
         self.precisions.join(before.precisions)
         self.models, self.optimizers, self.setups = before.models, before.optimizers, list(setups)
         self.optimizers.serve(self.casts, self._check_active)
-        self.optimizers.watch = self.overflows
+        self.optimizers.watch, self._followers = self.overflows, before._followers
         self._say_settings()
         self.optimizers.masters_for_all = False
         self.optimizers.loss_scalers.forget_but(scaler for setup in setups for scaler in setup.scalers)
@@ -510,21 +513,28 @@ class Handle:
 
     @property
     def stats(self) -> dict[str, Any]:
-        """The loss scales, steps and skips as plain JSON values; waits for the device where that alone knows.
+        """How training goes, as plain JSON values; waits for the device where that alone knows of the last steps.
 
-        ``loss_scale``, ``loss_scales`` of all losses, ``steps`` and ``skipped`` of all optimizers,
-        ``last_step_skipped`` and, with ``trace_overflow=True``, ``overflows`` by kind.
+        ``loss_scale``; ``loss_scales`` and ``found_inf``, the number of overflows, of each loss; ``steps`` and
+        ``skipped`` of all optimizers, the program's own `FP16_Optimizer` included; ``last_step_skipped``; ``casts``,
+        what `count` counted, such as ``{"float32->float16": 5}``; ``overflows`` by kind, with ``trace_overflow=True``.
         """
         kinds: dict[str, int] = {}
         for found in [] if self.overflows is None else self.overflows.all:
             kinds[found.kind] = kinds.get(found.kind, 0) + 1
-        own = self.optimizers.own
+        guarded, own = self.optimizers, self.optimizers.own
+        # Catches up: scalers hear of steps no earlier than that.
+        skipped = self.skipped_steps + (0 if own is None else own.skipped)
+        # Scalers of a handle that guards no optimizer say nothing.
+        scalers = [*(guarded.scalers if own is None or guarded.steps else []), *(() if own is None else own.losses)]
         return {
             "loss_scale": self.loss_scale if own is None else own.loss_scale,
-            "loss_scales": [scaler.loss_scale for scaler in self.optimizers.scalers],
-            "steps": self.optimizers.steps if own is None else own.steps,
-            "skipped": self.skipped_steps if own is None else own.skipped,
-            "last_step_skipped": self.last_step_skipped,
+            "loss_scales": [scaler.loss_scale for scaler in scalers],
+            "found_inf": [scaler.overflows for scaler in scalers],
+            "steps": guarded.all_steps,
+            "skipped": skipped,
+            "last_step_skipped": guarded.last_step_skipped,
+            "casts": {} if self._counts is None else self._counts.as_dict()["casts"],
             "overflows": kinds,
         }
 
@@ -550,20 +560,22 @@ class Handle:
             raise UsageError(f"log_to() cannot write to {_kind(writer)}; give what has add_scalar() or log()")
 
         def write() -> None:
-            if self.optimizers.steps % every == 0:
+            if self.optimizers.all_steps % every == 0:
                 now = self.stats
                 numbers = {name: float(now[name]) for name in ("loss_scale", "skipped")}
-                write_scalars(writer, numbers, self.optimizers.steps)
+                write_scalars(writer, numbers, now["steps"])
 
         self._followers.after_all.append(write)
         self._tell_followers()
-        return lambda: self._followers.after_all.remove(write)
+        return functools.partial(self._followers.forget, write)
 
     def follow(self, *followers: Any) -> Callable[[], None]:
         """Step schedulers, averages and the like after steps that landed, and not after skips.
 
-        Whether a step was a skip is asked at each step, which waits for the device where that alone knows. Not for
-        an optimizer within `FP16_Optimizer`.
+        Also those of an optimizer within `FP16_Optimizer`. Whether a step was a skip is asked at each step, right after
+        it. Where the step was decided on the host, as for most optimizers, that is known and costs nothing. A fused or
+        capturable optimizer on a GPU decides by a flag there: then each step waits for the device, which it would not
+        do otherwise. Without a loss scale to check (bf16 with scale 1) nothing is skipped, and nobody waits.
 
         Args:
             followers: Objects with ``step()`` or ``update()``, or functions; called without arguments, in their order,
@@ -580,7 +592,7 @@ class Handle:
         return end
 
     def _tell_followers(self) -> None:
-        self.optimizers.on_stepped = lambda skips: self._followers.stepped(lambda: skips.last)
+        self.optimizers.on_stepped = lambda skips: self._followers.stepped(lambda: skips is not None and skips.last)
 
     def explain_overflow(self, step_fn: Callable[[], Any]) -> Overflow | None:
         """Run a step of the program several times, and tell what overflows in it: at the present loss scale, at lower
@@ -611,7 +623,8 @@ class Handle:
         own = self.optimizers.own
         scale = self.loss_scale if own is None else own.loss_scale
         try:
-            return explain_step(step_fn, self.casts, scale, self._rehearse)
+            with self._observation.unobserved():
+                return explain_step(step_fn, self.casts, scale, self._rehearse)
         finally:
             if trace is not None:
                 trace.recorder.paused = False

@@ -125,7 +125,8 @@ class NoOpHandle:
     def stats(self) -> dict[str, Any]:
         """What a handle tells that has scaled nothing; steps are not counted."""
         return {
-            "loss_scale": 1.0, "loss_scales": [], "steps": 0, "skipped": 0, "last_step_skipped": False, "overflows": {},
+            "loss_scale": 1.0, "loss_scales": [], "found_inf": [], "steps": 0, "skipped": 0,
+            "last_step_skipped": False, "casts": {}, "overflows": {},
         }  # fmt: skip
 
     def postfix(self) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
@@ -76,6 +76,19 @@ class BaseHandle(Protocol):
 
     def count(self) -> Counts:
         """Count the calls of listed functions and what is cast for them."""
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """How training goes, as plain JSON values; see `Handle.stats`."""
+
+    def postfix(self) -> dict[str, str]:
+        """Return what ``tqdm.set_postfix`` takes."""
+
+    def log_to(self, writer: Any, every: int = 10) -> Callable[[], None]:
+        """Write the loss scale and the skips after each ``every``-th step; see `Handle.log_to`."""
+
+    def follow(self, *followers: Any) -> Callable[[], None]:
+        """Step schedulers, averages and the like after steps that landed; see `Handle.follow`."""
 
     def disable_casts(self) -> contextlib.AbstractContextManager[None]:
         """Turn casts off within a ``with`` statement, on this thread."""

@@ -51,7 +51,14 @@ class LossScaler(ABC):
     def __init__(self, loss_scale: float) -> None:
         self._loss_scale = loss_scale
         self._unskipped = 0
+        self._overflows = 0
         self.late = LateFlags()
+
+    @property
+    def overflows(self) -> int:
+        """How many updates said that gradients of this loss overflowed. Waits as `loss_scale` does."""
+        self.late.catch_up()
+        return self._overflows
 
     @property
     def loss_scale(self) -> float:
@@ -134,7 +141,8 @@ class LossScaler(ABC):
         return {name: value for name, value in vars(self).items() if name != "late"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+        # Older pickles have no count.
+        vars(self).update({"_overflows": 0, **state})
         self.late = LateFlags()
 
 
@@ -184,6 +192,7 @@ class StaticLossScaler(LossScaler):
 
     def _count(self, found_inf: bool) -> None:
         self._unskipped = 0 if found_inf else self._unskipped + 1
+        self._overflows += found_inf
 
     def __repr__(self) -> str:
         return f"StaticLossScaler(loss_scale={self.loss_scale!r})"
@@ -313,6 +322,7 @@ class DynamicLossScaler(LossScaler):
             self._on_device = None
 
     def _move(self, found_inf: bool) -> None:
+        self._overflows += found_inf
         if found_inf:
             self._loss_scale = self._within_limits(_fp32(self._loss_scale * self.backoff_factor))
             self._unskipped = 0

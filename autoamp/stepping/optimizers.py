@@ -57,6 +57,11 @@ class OwnSteps:
         return sum(skips.total for skips in self.scalers)
 
     @property
+    def losses(self) -> list[LossScaler]:
+        """The loss scalers, each once."""
+        return list(dict.fromkeys(self.scalers.values()))
+
+    @property
     def loss_scale(self) -> float:
         """The scale of the last optimizer. Waits as `skipped` does."""
         for skips in self.scalers:
@@ -80,7 +85,8 @@ class GuardedOptimizers:
         masters_for_all: Whether every optimizer that is guarded from now on gets masters for its half parameters.
         max_consecutive_skips: So many skips of one optimizer in a row are an error.
         watch: What looks on, if anything does.
-        on_stepped: Called with what is known of an optimizer's steps after each of them; None where nobody asks.
+        on_stepped: Called with what is known of an optimizer's steps after each of them, with None for an optimizer
+            whose losses nobody scales; None where nobody asks.
         rehearsal: Takes the losses and the steps of a step that is rehearsed, while that runs.
         facts: Gives the settings that all ranks have to have alike, by name.
         rules: Gives the policy of each target, which they have to have alike too.
@@ -99,7 +105,8 @@ class GuardedOptimizers:
         self.max_consecutive_skips = 50
         self.watch: StepWatch | None = None
         self.rehearsal: Rehearsing | None = None
-        self.on_stepped: Callable[[Skips], None] | None = None
+        self.on_stepped: Callable[[Skips | None], None] | None = None
+        self._plain_steps = 0
         self._casts = casts
         self._guards: weakref.WeakKeyDictionary[Any, StepGuard] = weakref.WeakKeyDictionary()
         self._asked_for_all: AskedGroup | None = None
@@ -120,6 +127,11 @@ class GuardedOptimizers:
         """How many steps were skipped, of all optimizers together. Waits for the device where that alone knows."""
         self._catch_up()
         return self._skipped_steps
+
+    @property
+    def all_steps(self) -> int:
+        """How many steps there were: skips, those of `FP16_Optimizer` and of losses that nobody scales included."""
+        return self.steps + self._plain_steps + (0 if self.own is None else self.own.steps)
 
     @property
     def last_step_skipped(self) -> bool:
@@ -235,8 +247,8 @@ class GuardedOptimizers:
             asked=functools.partial(self.asked_of, weakref.ref(optimizer)),
             scaler=lambda: self.scalers[0] if self.scalers else None,
             max_consecutive_skips=self.max_consecutive_skips,
-            wants_flags=self._wants_flags,
-            on_stepped=self._tell_stepped,
+            wants_flags=self.wants_flags,
+            on_stepped=self.tell_stepped,
         )
         guard.skips.watch = self._watch_now
         guard.install()
@@ -247,11 +259,13 @@ class GuardedOptimizers:
     def _watch_now(self) -> StepWatch | None:
         return self.watch
 
-    def _tell_stepped(self, skips: Skips) -> None:
+    def tell_stepped(self, skips: Skips | None) -> None:
+        """Let who asked for it know that an optimizer's step has ended; None for one that is never skipped."""
         if self.on_stepped is not None:
             self.on_stepped(skips)
 
-    def _wants_flags(self) -> bool:
+    def wants_flags(self) -> bool:
+        """Tell whether a flag is to be read that could stay on the device."""
         return self.watch is not None and self.watch.wants_flags
 
     def sync_over(self, asked: AskedGroup, optimizers: Iterable[Any] | None) -> None:
@@ -319,7 +333,11 @@ class GuardedOptimizers:
                 self._unscaled.add(optimizer)
                 warn_of_unscaled_shards(type(optimizer).__name__, stepped_params(optimizer))
             with self._casts.switched(False):
-                return step(*args, **kwargs)
+                result = step(*args, **kwargs)
+            if not _is_guarded(optimizer):
+                self._plain_steps += 1
+                self.tell_stepped(None)
+            return result
         if guard.stepping:
             return guard.run(step, args, kwargs)
         return guard.step(functools.partial(step, optimizer), given, kwargs)
@@ -472,6 +490,7 @@ class GuardedOptimizers:
             raise self.rehearsal.step_reached()
         self.own = self.own or OwnSteps()
         self.own.scalers[skips] = scaler
+        self._last = skips
         skips.watch = self._watch_now
         if self.watch is not None:
             self.watch.step_begins()

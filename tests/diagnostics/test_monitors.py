@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ from torch import nn
 
 import autoamp
 from autoamp.errors import UsageError
+from autoamp.scaling import LateFlags, make_scaler
+from tests.stepping.test_skips import Sent
 
 
 class Writer:
@@ -55,7 +59,7 @@ def test_followers_step_on_landed_steps_alone() -> None:
     assert len(seen) == 2
     assert handle.stats == {
         "loss_scale": 16384.0, "loss_scales": [16384.0], "steps": 4, "skipped": 2, "last_step_skipped": True,
-        "overflows": {},
+        "found_inf": [2], "casts": {}, "overflows": {},
     }  # fmt: skip
     assert handle.postfix() == {"scale": "16384", "skipped": "2"}
     skips = [(value, step) for name, value, step in writer.scalars if name == "autoamp/skipped"]
@@ -78,3 +82,106 @@ def test_what_cannot_be_followed_or_written_to() -> None:
         handle.log_to(object())
     with pytest.raises(UsageError, match="every=0"):
         handle.log_to(Writer(), every=0)
+
+
+def test_found_inf_by_loss_and_casts() -> None:
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=64.0, trace_overflow=True)
+    assert isinstance(handle, autoamp.Handle)
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    handle.optimizers.use_scalers([make_scaler(64.0, torch.float16), make_scaler("dynamic", torch.float16)], [])
+    with handle.count():
+        for loss_id, factor in ((0, 1.0), (1, float("inf")), (1, float("inf"))):
+            optimizer.zero_grad()
+            with handle.scale_loss(net(torch.ones(2, 2)).float().mean() * factor, optimizer, loss_id) as scaled:
+                scaled.backward()
+            optimizer.step()
+    found = handle.stats
+    assert (found["found_inf"], found["loss_scales"]) == ([0, 2], [64.0, 16384.0])
+    assert found["casts"] == {"float32->float16": 9}
+    assert sum(found["overflows"].values()) == 2
+    assert pickle.loads(pickle.dumps(handle.optimizers.scalers[1])).overflows == 2
+
+
+def test_an_optimizer_within_fp16_optimizer() -> None:
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16)
+    assert isinstance(handle, autoamp.Handle)
+    net = nn.Linear(2, 2)
+    optimizer = autoamp.FP16_Optimizer(torch.optim.SGD(net.parameters(), lr=0.1), static_loss_scale=8.0)
+    seen: list[int] = []
+    writer = Writer()
+    handle.follow(lambda: seen.append(1))
+    handle.log_to(writer, every=2)
+    for factor in (1.0, float("inf"), 1.0, float("inf")):
+        optimizer.zero_grad()
+        optimizer.backward(net(torch.ones(2, 2)).float().mean() * factor)
+        optimizer.step()
+    assert len(seen) == 2
+    now = handle.stats
+    assert (now["loss_scale"], now["loss_scales"], now["found_inf"]) == (8.0, [8.0], [2])
+    assert (now["steps"], now["skipped"], now["last_step_skipped"]) == (4, 2, True)
+    assert [step for name, _, step in writer.scalars if name == "autoamp/skipped"] == [2, 4]
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_losses_that_nobody_scales(enabled: bool) -> None:
+    """In bf16, as with enabled=False, programs need no scale_loss(): all steps land."""
+    handle = autoamp.init(device_type="cpu", dtype=torch.bfloat16, enabled=enabled)
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    seen: list[int] = []
+    end = handle.follow(lambda: seen.append(1))
+    for _ in range(3):
+        net(torch.ones(2, 2)).float().mean().backward()
+        optimizer.step()
+    assert len(seen) == 3
+    assert handle.stats.keys() == autoamp.init(enabled=False).stats.keys()
+    end()
+    end()
+    optimizer.step()
+    assert len(seen) == 3
+    handle.follow(lambda: seen.append(1))
+    handle.deactivate()
+    optimizer.step()
+    assert len(seen) == 3
+
+
+def test_a_fused_optimizer_is_followed_and_logged() -> None:
+    """Flags stay on the device until a follower asks, or the log's turn has come."""
+    for follows in (False, True):
+        handle = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=64.0)
+        assert isinstance(handle, autoamp.Handle)
+        late = handle.optimizers.scalers[0].late = LateFlags(Sent, lambda device: True)
+        net = nn.Linear(2, 2)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=True)
+        seen: list[int] = []
+        if follows:
+            handle.follow(lambda: seen.append(1))
+        writer = Writer()
+        handle.log_to(writer, every=4)
+        train(handle, [False, True, False], optimizer, net)
+        assert (len(late), len(seen)) == ((0, 2) if follows else (3, 0))
+        train(handle, [True], optimizer, net)
+        assert len(late) == 0
+        assert ("autoamp/skipped", 2.0, 4) in writer.scalars
+        assert handle.stats["found_inf"] == [2]
+        handle.deactivate()
+
+
+def test_the_writer_of_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale="dynamic")
+    assert isinstance(handle, autoamp.Handle)
+    net = nn.Linear(2, 2)
+    with SummaryWriter(str(tmp_path)) as writer:
+        handle.log_to(writer, every=1)
+        train(handle, [False, True], torch.optim.SGD(net.parameters(), lr=0.1), net)
+    read = EventAccumulator(str(tmp_path))
+    read.Reload()
+    scalars = {name: [(event.step, event.value) for event in read.Scalars(name)] for name in read.Tags()["scalars"]}
+    assert scalars == {
+        "autoamp/loss_scale": [(1, 65536.0), (2, 32768.0)], "autoamp/skipped": [(1, 0.0), (2, 1.0)],
+    }  # fmt: skip

@@ -29,6 +29,8 @@ from autoamp.diagnostics import (
 )
 from autoamp.errors import NonFiniteGradientsError, UsageError
 from autoamp.runtime import current_handle
+from autoamp.scaling import LateFlags
+from tests.stepping.test_skips import Sent
 
 
 class Net(nn.Module):
@@ -175,14 +177,258 @@ def test_one_parameter() -> None:
 
 def test_loss() -> None:
     def loss(out: Tensor) -> Tensor:
-        return out.float().mul(1000.0).exp().mul(1e20).mean()
+        return out.float().mul(1000.0).abs().exp().mul(1e20).mean()
 
     handle = train(Net(), loss=loss, steps=2)
     found = found_in(handle)
     assert isinstance(found.verdict, NotFiniteInFp32)
     assert found.op == "exp"
-    # From the second overflow on torch has noted the line.
-    assert found.location == line_of(loss, "exp()")
+    assert (found.phase, found.location) == ("forward", line_of(loss, "exp()"))
+    # At the first overflow already: this step was the first of all, in which torch notes lines.
+    assert handle.overflows is not None
+    assert [one.location for one in handle.overflows.all] == [found.location] * 2
+
+
+def test_the_line_of_a_loss_that_overflows_later() -> None:
+    big = [1.0]
+
+    def loss(out: Tensor) -> Tensor:
+        size = out.float().abs() * big[0]
+        return size.sqrt().pow(4).mean()
+
+    def data(x: Tensor, step: int) -> Tensor:
+        big[0] = 1e30 if step == 4 else 1.0
+        return x
+
+    handle = train(Net(), loss=loss, data=data, steps=6)
+    found = found_in(handle)
+    assert (found.iteration, found.op, found.phase) == (4, "pow", "forward")
+    assert found.location == line_of(loss, "pow(4)")
+    assert not torch.is_anomaly_enabled()
+
+
+def test_lines_of_one_shape_of_graph_that_differ_are_not_named() -> None:
+    odd = [False]
+
+    def loss(out: Tensor) -> Tensor:
+        if odd[0]:
+            return out.float().mul(1e30).pow(2).sum()
+        return out.float().mul(1.0).pow(2).sum()
+
+    def data(x: Tensor, step: int) -> Tensor:
+        odd[0] = step > 0
+        return x
+
+    handle = train(Net(), loss=loss, data=data, steps=3)
+    assert handle.overflows is not None
+    first, second = handle.overflows.all
+    # The graph has the shape that the other line made. Then lines are noted again, and known not to be known.
+    assert first.location == line_of(loss, "1.0")
+    assert second.location == line_of(loss, "1e30")
+
+
+def test_a_gradient_of_the_loss_that_a_lower_scale_mends() -> None:
+    def loss(out: Tensor) -> Tensor:
+        return (out.float().abs() * 1e30).mean()
+
+    found = found_in(train(Net(), loss=loss, scale=2.0**40))
+    assert isinstance(found.verdict, ScaleSearch)
+    assert found.location == line_of(loss, "1e30")
+
+
+def test_a_gradient_of_the_loss_that_no_scale_mends() -> None:
+    def loss(out: Tensor) -> Tensor:
+        return (out.float() * 0).abs().sqrt().mean()
+
+    found = found_in(train(Net(), loss=loss))
+    assert isinstance(found.verdict, NotFiniteInFp32)
+    assert (found.op, found.phase, found.location) == ("sqrt", "backward", line_of(loss, "sqrt()"))
+
+
+def test_what_was_noted_of_lines_ends_with_the_handle() -> None:
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16, trace_overflow=True)
+    out = Net()(torch.randn(5, 4))
+    assert out.requires_grad
+    assert torch.is_anomaly_enabled()
+    handle.deactivate()
+    assert not torch.is_anomaly_enabled()
+
+
+def test_an_inf_that_does_no_harm_is_not_blamed() -> None:
+    """An output that overflows where the loss does not look, in a step that a lower scale mends."""
+
+    class Wasteful(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(x)
+            return torch.cat([out, (out * 0 + 1000.0).half().mul(1000.0).to(out.dtype)])
+
+    def loss(out: Tensor) -> Tensor:
+        return mean_square(torch.where(out.detach().isfinite(), out, 0.0))
+
+    net = Wasteful(lambda h: h.half().mul(100.0).float())
+    found = found_in(train(net, scale=2.0**16, loss=loss))
+    assert isinstance(found.verdict, ScaleSearch)
+
+
+def test_a_frozen_model_before_it_is_found() -> None:
+    frozen = Faulty(squared)
+    net = Net()
+
+    def data(x: Tensor, step: int) -> Tensor:
+        return frozen(x * 10.0)
+
+    def unharmed(x: Tensor, step: int) -> Tensor:
+        frozen(x * 10.0)
+        return x
+
+    found = found_in(train(net, data=data))
+    assert (found.op, found.module) == ("mul", "Faulty")
+    assert found.location == line_of(squared, "big * big")
+    autoamp.current_handle().deactivate()  # type: ignore[union-attr]
+    # An evaluation beside the training is not to blame.
+    found = found_in(train(Net(lambda h: h.half().mul(100.0).float()), data=unharmed, scale=2.0**16))
+    assert isinstance(found.verdict, ScaleSearch)
+
+
+def test_minus_inf_in_the_data() -> None:
+    def data(x: Tensor, step: int) -> Tensor:
+        x[2, 0] = float("-inf")
+        return x
+
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    found = found_in(train(net, data=data))
+    assert isinstance(found.verdict, NotFiniteInFp32)
+
+
+def test_two_passes_through_one_output() -> None:
+    """The gradients of the second pass are not those of the first, which overflowed."""
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=2.0**14, trace_overflow=True)
+    net = Net(lambda h: h.half().mul(100.0).float())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    out = net(torch.randn(5, 4))
+    for factor in (1.0, 1e-4):
+        with handle.scale_loss(mean_square(out) * factor, optimizer) as scaled:
+            scaled.backward(retain_graph=True)
+    optimizer.step()
+    assert isinstance(found_in(handle).verdict, ScaleSearch)
+
+
+def test_what_checkpoints_compute_again_is_no_call_of_the_program() -> None:
+    class Checkpointed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+            return out
+
+    found = found_in(train(Checkpointed(squared)))
+    assert (found.op, found.module, found.location) == ("mul", "faulty", line_of(squared, "big * big"))
+    handle = current_handle()
+    assert handle is not None
+    assert handle.overflows is not None
+    assert handle.overflows.recorder.records == []
+
+
+class Counting(Net):
+    """Counts its calls, keeps what it computed, and draws from a generator of its own."""
+
+    def __init__(self, fault: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(fault)
+        self.calls, self.seen = 0, [0.0]
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        out = super().forward(x + torch.rand(4, generator=self.generator) * 1e-6)
+        self.seen.append(float(out.detach().float().sum()))
+        return out
+
+
+def test_attributes_of_modules_are_as_before() -> None:
+    net = Counting(squared)
+    handle = train(net, steps=3)
+    assert handle.skipped_steps == 3
+    assert (net.calls, len(net.seen)) == (3, 4)
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(3):
+        torch.rand(4, generator=generator)
+    assert torch.equal(generator.get_state(), net.generator.get_state())
+    before = net.calls, len(net.seen), net.generator.get_state()
+    handle.explain_overflow(lambda: mean_square(net(torch.randn(5, 4))))
+    assert (net.calls, len(net.seen)) == before[:2]
+    assert torch.equal(net.generator.get_state(), before[2])
+
+
+def test_replays_are_not_counted_or_traced() -> None:
+    def calls(traced: bool) -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        handle = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=64.0, trace_overflow=traced)
+        assert isinstance(handle, autoamp.Handle)
+        net = Net(squared)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        with handle.count() as counts, handle.trace() as trace:
+            with handle.scale_loss(mean_square(net(torch.randn(5, 4))), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            handle.explain_overflow(lambda: mean_square(net(torch.randn(5, 4))))
+        assert handle.skipped_steps == 1
+        handle.deactivate()
+        return counts.as_dict(), [(row.op, row.calls, row.casts) for row in trace.rows]
+
+    assert calls(True) == calls(False)
+
+
+def test_a_graph_that_is_kept_stays_valid() -> None:
+    """Buffers that a replay writes and puts back are those that another backward pass needs."""
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=64.0, trace_overflow=True)
+    net = nn.Sequential(nn.BatchNorm1d(4), Net(squared))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    kept = nn.Linear(4, 4)(torch.randn(5, 4)) * net[0].running_var
+    with handle.scale_loss(mean_square(net(torch.randn(5, 4))), optimizer) as scaled:
+        scaled.backward()
+    before = net[0].running_var._version
+    optimizer.step()
+    assert handle.skipped_steps == 1
+    assert net[0].running_var._version == before
+    assert kept.requires_grad
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_late_verdicts(kind: Any) -> None:
+    """A fused optimizer decides by a flag on its device. The first skip is known too late; then flags are read."""
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale="dynamic", trace_overflow=True)
+    assert isinstance(handle, autoamp.Handle)
+    scaler = handle.optimizers.scalers[0]
+    scaler.late = LateFlags(Sent, lambda device: True)
+    active = [False]
+    net = Net(lambda h: squared(h) if active[0] else h)
+    optimizer = kind(net.parameters(), lr=0.01, fused=True)
+
+    def step(fault: bool) -> None:
+        active[0] = fault
+        optimizer.zero_grad()
+        with handle.scale_loss(mean_square(net(torch.randn(5, 4))) * 1e-3, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+    for fault in (False, True, False):
+        step(fault)
+    assert len(scaler.late) == 3
+    assert handle.last_overflow is None
+    assert handle.stats["found_inf"] == [1]
+    assert (handle.stats["steps"], handle.stats["skipped"], handle.stats["last_step_skipped"]) == (3, 1, False)
+    found = found_in(handle)
+    assert isinstance(found.verdict, NotLocated)
+    assert (found.verdict.watched, found.iteration, found.loss_scale) == (8, None, 65536.0)
+    for fault in (False, True):
+        step(fault)
+        assert not scaler.late
+    found = found_in(handle)
+    assert isinstance(found.verdict, HalfPrecisionOp)
+    assert (found.op, found.iteration, found.location) == ("mul", 4, line_of(squared, "big * big"))
+    for _ in range(8):
+        step(False)
+    # By now nothing is watched any more.
+    assert len(scaler.late) > 0
+    assert handle.stats["found_inf"] == [2]
 
 
 @pytest.mark.parametrize("steps", [1, 2])
@@ -404,10 +650,11 @@ def test_explain_a_loss_exactly() -> None:
 # -- two ranks --
 
 WORKER = """
-import json, os, sys
+import datetime, json, os, sys
 import torch, torch.distributed as dist
 from torch import nn
 import autoamp
+from autoamp.diagnostics import ranks
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -432,8 +679,21 @@ for step in range(3):
     with handle.scale_loss(loss, optimizer) as scaled:
         scaled.backward()
     optimizer.step()
+told = [handle.skipped_steps, handle.last_overflow.to_dict()]
+handle.deactivate()
+# Now one rank does not trace. Nobody waits for it for long, and only once.
+ranks._TO_COME = datetime.timedelta(seconds=1)
+handle = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=64.0, trace_overflow=rank == 0)
+for step in range(4):
+    net.bad = rank == 1 and step > 1
+    optimizer.zero_grad()
+    loss = model(torch.ones(2, 4)).float().pow(2).mean()
+    with handle.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+told += [handle.skipped_steps, handle.last_overflow and handle.last_overflow.to_dict()]
 with open(os.path.join(sys.argv[1], f"{rank}.json"), "w") as file:
-    json.dump([handle.skipped_steps, handle.last_overflow.to_dict()], file)
+    json.dump(told, file)
 dist.destroy_process_group()
 """
 
@@ -458,4 +718,7 @@ def test_on_one_of_two_ranks(tmp_path: Path) -> None:
     assert clean[1]["iteration"] == 1
     assert faulty[1]["kind"] == "half_precision_op"
     assert (faulty[1]["op"], faulty[1]["phase"]) == ("mul", "forward")
-    assert faulty[1]["location"] == f"{script}:16"
+    assert faulty[1]["location"] == f"{script}:17"
+    assert (clean[2], faulty[2], faulty[3]) == (2, 2, None)
+    assert clean[3]["kind"] == "not_located"
+    assert "not all ranks trace" in clean[3]["verdict"]["why"]
