@@ -8,6 +8,7 @@ that of a mask does in a softmax. Backward, each node of the graph is seen, and 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import sys
 import types
@@ -33,6 +34,7 @@ __all__ = [
     "bare_name",
     "flaw_of",
     "named_inputs",
+    "sum_of",
     "user_line",
     "worst_of",
 ]
@@ -108,13 +110,23 @@ def flaw_of(tensor: Tensor) -> Flaw | None:
     """Return what is not finite in a tensor; None where all is. One fp32 sum tells, as a rule."""
     if not tensor.is_floating_point() or tensor.numel() == 0 or tensor.is_sparse:
         return None
-    with torch.no_grad():
-        value = tensor.detach()
-        # A finite sum has finite terms. One that is not may have overflowed itself.
-        if math.isfinite(float(original_of(Tensor.sum)(value, dtype=torch.float32))):
-            return None
-        inf, nan = bool(torch.isinf(value).any()), bool(torch.isnan(value).any())
+    value = tensor.detach()
+    # A finite sum has finite terms. One that is not may have overflowed itself.
+    if math.isfinite(sum_of(value).item()):
+        return None
+    inf, nan = bool(torch.isinf(value).any()), bool(torch.isnan(value).any())
     return Flaw(inf, nan) if inf or nan else None
+
+
+@functools.cache
+def _plain_sum() -> Any:
+    return original_of(Tensor.sum)
+
+
+def sum_of(tensor: Tensor) -> Tensor:
+    """Return the fp32 sum of a tensor, without casts."""
+    result: Tensor = _plain_sum()(tensor, dtype=torch.float32)
+    return result
 
 
 def largest(tensors: Sequence[Tensor]) -> tuple[float, ...]:

@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from autoamp.casting import Casts
-from autoamp.diagnostics.inspector import flaw_of, user_line, worst_of
-from autoamp.patching import imitate, original_of
+from autoamp.diagnostics.inspector import flaw_of, sum_of, user_line, worst_of
+from autoamp.patching import imitate
 from autoamp.tensors import HALF_DTYPES, iter_tensors, map_tensors, version_of
 from autoamp.torch_private import current_graph_task
 
@@ -40,6 +40,7 @@ _MAX_BYTES = 2**28
 _MAX_RECORDS = 256
 _MAX_NODES = 64
 _MAX_BUFFER_ELEMENTS = 2**20
+_BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
 # Of so many shapes of graphs the lines are remembered; a program with more is not slowed down for them.
 _MAX_SHAPES = 16
 
@@ -196,7 +197,9 @@ class Recorder:
         self._begun: list[weakref.ref[Record]] = []
         self._number = 0
         self._bytes = 0
-        self._buffers: weakref.WeakKeyDictionary[Module, list[str]] = weakref.WeakKeyDictionary()
+        self._buffers: weakref.WeakKeyDictionary[Module, list[tuple[str, weakref.ref[Module], str]]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._anomaly: tuple[bool, bool] | None = None
         # Lines by the shape of the graph between outputs and loss. The first step finds a new one.
         self._lines: dict[Any, tuple[str | None, ...]] = {}
@@ -263,17 +266,26 @@ class Recorder:
         )  # fmt: skip
 
     def _copies(self, module: Module) -> dict[str, Tensor]:
-        """Return copies of those buffers that calls write to, as far as known; of all before the second call."""
-        names = self._buffers.get(module)
-        if names is None:
-            found = dict(module.named_buffers())
-            small = sum(buffer.numel() for buffer in found.values()) <= _MAX_BUFFER_ELEMENTS
-            self._buffers[module] = list(found) if small else []
-            names = self._buffers[module]
-        if not names:
-            return {}
-        with torch.no_grad():
-            return {name: module.get_buffer(name).detach().clone() for name in names}
+        """Return copies of the buffers that a call may write to and go by."""
+        places = self._buffers.get(module)
+        if places is None:
+            # What a batch norm computes in training does not depend on its running averages.
+            places = [
+                (f"{path}.{name}".removeprefix("."), weakref.ref(owner), name)
+                for path, owner in module.named_modules()
+                if not (isinstance(owner, _BATCH_NORMS) and owner.training)
+                for name in dict(owner.named_buffers(recurse=False))
+            ]
+            if sum(buffer.numel() for buffer in module.buffers()) > _MAX_BUFFER_ELEMENTS:
+                places = []
+            self._buffers[module] = places
+        found: dict[str, Tensor] = {}
+        for path, reference, name in places:
+            owner = reference()
+            buffer = None if owner is None else owner._buffers.get(name)
+            if buffer is not None:
+                found[path] = buffer.detach().clone()
+        return found
 
     def _end(self, record: Record | None, outputs: Any) -> None:
         if record is None:
@@ -284,8 +296,7 @@ class Recorder:
                 record.sums.append(None)
                 record.nodes.append(None)
                 continue
-            with torch.no_grad():
-                record.sums.append(_sum(output.detach()))
+            record.sums.append(sum_of(output.detach()))
             node = output.grad_fn
             if node is None:
                 record.nodes.append(None)
@@ -522,12 +533,7 @@ def _kept(gradient: Any) -> Any:
     """Return a gradient, or the fp32 sum of one that is large."""
     if gradient is None or not gradient.is_floating_point():
         return None
-    return gradient.detach() if gradient.numel() <= 2**16 else _sum(gradient.detach())
-
-
-def _sum(tensor: Tensor) -> Tensor:
-    result: Tensor = original_of(Tensor.sum)(tensor, dtype=torch.float32)
-    return result
+    return gradient.detach() if gradient.numel() <= 2**16 else sum_of(gradient.detach())
 
 
 def _line_in(traceback: Any) -> str | None:

@@ -19,7 +19,7 @@ from torch.utils._debug_mode import DebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
-from autoamp.diagnostics import Observer
+from autoamp.diagnostics import Observer, OverflowTrace
 from tests.benchmarks.models import transformer
 from tests.benchmarks.runs import SCALE, Run
 
@@ -67,7 +67,22 @@ OURS: dict[str, Tool] = {
     "handle.count()": lambda model, handle: handle.count(),
     "handle.trace()": lambda model, handle: handle.trace(),
     "handle.profile_ranges()": lambda model, handle: handle.profile_ranges(),
+    "init(trace_overflow=True)": lambda model, handle: _traced(handle),
 }
+
+
+@contextlib.contextmanager
+def _traced(handle: Any) -> Iterator[None]:
+    """Let a handle trace overflows, as ``init(trace_overflow=True)`` does from the start, for steps that are clean."""
+    trace = handle.overflows = handle.overflows or OverflowTrace(handle.casts)
+    handle.optimizers.watch = trace
+    handle.install_anew()
+    try:
+        yield
+    finally:
+        handle.optimizers.watch = handle.overflows = None
+        trace.close()
+        handle.install_anew()
 
 
 def measure(dtype: str, rounds: int, widths: tuple[int, ...] = WIDTHS) -> dict[str, dict[int, list[float]]]:

@@ -97,10 +97,10 @@ def test_found_inf_by_loss_and_casts() -> None:
                 scaled.backward()
             optimizer.step()
     found = handle.stats
-    assert (found["found_inf"], found["loss_scales"]) == ([0, 2], [64.0, 16384.0])
+    assert (found["found_inf"], found["loss_scales"]) == ([0, 0, 2], [64.0, 64.0, 16384.0])
     assert found["casts"] == {"float32->float16": 9}
     assert sum(found["overflows"].values()) == 2
-    assert pickle.loads(pickle.dumps(handle.optimizers.scalers[1])).overflows == 2
+    assert pickle.loads(pickle.dumps(handle.optimizers.scalers[2])).overflows == 2
 
 
 def test_an_optimizer_within_fp16_optimizer() -> None:
@@ -146,26 +146,25 @@ def test_losses_that_nobody_scales(enabled: bool) -> None:
     assert len(seen) == 3
 
 
-def test_a_fused_optimizer_is_followed_and_logged() -> None:
+@pytest.mark.parametrize("follows", [False, True])
+def test_a_fused_optimizer_is_followed_and_logged(follows: bool) -> None:
     """Flags stay on the device until a follower asks, or the log's turn has come."""
-    for follows in (False, True):
-        handle = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=64.0)
-        assert isinstance(handle, autoamp.Handle)
-        late = handle.optimizers.scalers[0].late = LateFlags(Sent, lambda device: True)
-        net = nn.Linear(2, 2)
-        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=True)
-        seen: list[int] = []
-        if follows:
-            handle.follow(lambda: seen.append(1))
-        writer = Writer()
-        handle.log_to(writer, every=4)
-        train(handle, [False, True, False], optimizer, net)
-        assert (len(late), len(seen)) == ((0, 2) if follows else (3, 0))
-        train(handle, [True], optimizer, net)
-        assert len(late) == 0
-        assert ("autoamp/skipped", 2.0, 4) in writer.scalars
-        assert handle.stats["found_inf"] == [2]
-        handle.deactivate()
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=64.0)
+    assert isinstance(handle, autoamp.Handle)
+    late = handle.optimizers.scalers[0].late = LateFlags(Sent, lambda device: True)
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=True)
+    seen: list[int] = []
+    if follows:
+        handle.follow(lambda: seen.append(1))
+    writer = Writer()
+    handle.log_to(writer, every=4)
+    train(handle, [False, True, False], optimizer, net)
+    assert (len(late), len(seen)) == ((0, 2) if follows else (3, 0))
+    train(handle, [True], optimizer, net)
+    assert len(late) == 0
+    assert ("autoamp/skipped", 2.0, 4) in writer.scalars
+    assert handle.stats["found_inf"] == [2]
 
 
 def test_the_writer_of_tensorboard(tmp_path: Path) -> None:
