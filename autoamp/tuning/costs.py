@@ -40,8 +40,8 @@ class Use:
         location: ``"file:line"`` of the call.
         shapes: The shapes of its tensors, for people.
         costs: By `VARIANTS`; an absent one cannot be run. None where nothing was timed.
-        overflow: How many of its results overflow in the half dtype.
-        largest: The largest binary exponent of its results, None where all are 0.
+        overflow: How many of its arguments and results overflow in the half dtype.
+        largest: The largest binary exponent of these, None where all are 0.
         error: The largest relative error of its operators in the half dtype; None where that is unknown.
     """
 

@@ -95,7 +95,9 @@ def proposals_of(survey: Survey, *, max_error: float = 0.05) -> tuple[Proposal, 
 
 
 def _unsafe(use: Use, max_error: float) -> bool:
-    return use.overflow > 0 or (use.error is not None and not use.error <= max_error)
+    # What no list casts has the error of its arguments anyway.
+    cast = use.policy in ("fp16", "fp32")
+    return use.overflow > 0 or (cast and use.error is not None and not use.error <= max_error)
 
 
 def _safe_again(
@@ -119,7 +121,7 @@ def _why_unsafe(bad: Sequence[Use], survey: Survey, max_error: float) -> str:
     at = f" at {worst.location}" if worst.location else ""
     if worst.overflow:
         size = "" if worst.largest is None else f", up to 2^{worst.largest + 1}"
-        return f"{worst.overflow:,} of its results overflow in {survey.dtype}{at}{size}"
+        return f"{worst.overflow:,} of its arguments and results overflow in {survey.dtype}{at}{size}"
     error = "inf or nan" if worst.error is None or not math.isfinite(worst.error) else f"{worst.error:.2g}"
     return f"its relative error in {survey.dtype}{at} is {error}, above {max_error:g}"
 

@@ -142,14 +142,15 @@ class Search:
         if result.fp32.failed or math.isnan(result.fp32.metric):
             return
         result.listed = self._trial(())
-        if not self._unsafe and self._within(result.listed) is None:
+        if self._unsafe:
+            self._try(self._unsafe, self._unsafe)
+        elif self._within(result.listed) is None:
             self._take((), result.listed)
-        firm = tuple(one for one in self._proposals if one.firm)
-        pending = [one for one in self._proposals if one not in firm]
-        if firm and not self._try(firm, firm):
-            pending = [one for one in firm if one.kind != "unsafe"] + pending
-            if self._unsafe and len(self._unsafe) < len(firm):
-                self._try(self._unsafe, self._unsafe)
+        others = [one for one in self._proposals if one.kind != "unsafe"]
+        firm = tuple(one for one in others if one.firm)
+        pending = [one for one in others if one not in firm]
+        if firm and not self._try((*self._unsafe, *firm), firm):
+            pending = [*firm, *pending]
         for proposal in pending:
             for value in (proposal.value, *proposal.otherwise):
                 one = proposal.as_value(value)
@@ -157,20 +158,19 @@ class Search:
                     break
 
     def _try(self, candidate: tuple[Proposal, ...], new: tuple[Proposal, ...]) -> bool:
-        """Make the runs of a candidate; take it, and return True, where it is good and not slower than the best."""
+        """Make the runs of a candidate; take it, and return True, where it is good and not slower than the best.
+
+        Of several that are not taken each is tried by itself later, but for unsafe ops, which stay.
+        """
         trial = self._trial(candidate)
-        self.result.untried = tuple(one for one in self.result.untried if one.name not in {n.name for n in new})
         why = self._within(trial) or self._slower(trial, new)
         if why is None:
             self._take(candidate, trial)
-        elif len(new) == 1:
-            if all(one != candidate[-1] for one, _ in self.result.rejected):
-                self.result.rejected.append((candidate[-1], why))
-        else:
-            # They are tried one by one from here on.
-            self.result.untried = tuple(one for one in self._proposals if one in new and one.kind != "unsafe") + tuple(
-                one for one in self.result.untried if one not in new
-            )
+        elif len(new) == 1 and new[0].kind != "unsafe" and all(one != candidate[-1] for one, _ in self.result.rejected):
+            self.result.rejected.append((candidate[-1], why))
+        if why is None or len(new) == 1 or new == self._unsafe:
+            names = {one.name for one in new}
+            self.result.untried = tuple(one for one in self.result.untried if one.name not in names)
         return why is None
 
     def _take(self, candidate: tuple[Proposal, ...], trial: Trial) -> None:

@@ -145,7 +145,7 @@ def test_the_list_is_written_with_figures_and_ctrl_c_keeps_the_best(
     table = load_table("one.toml", environ={})
     policies = {name: rule.policy for name in ("mul", "conv2d", "softmax") if (rule := table.policy_of(name))}
     assert policies == {"mul": CastPolicy.FP32, "conv2d": CastPolicy.NONE, "softmax": CastPolicy.FP16}
-    assert "unsafe: 5 of its results overflow" in Path("one.toml").read_text()
+    assert "unsafe: 5 of its arguments and results overflow" in Path("one.toml").read_text()
     assert "# float16 on cpu" in Path("one.toml").read_text()
     monkeypatch.setattr(_Planted, "interrupted_at", 3)
     assert main(["tune", "--metric", "loss", "-o", "two.toml", "--lists", "bf16", "script.py"]) == 130

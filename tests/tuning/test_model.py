@@ -17,7 +17,7 @@ def test_an_op_that_overflows_goes_to_fp32_whatever_it_costs() -> None:
     tiny = replace(use("mul", "unlisted", 0, 0, overflow=3), costs=None)
     (found,) = proposals_of(survey(use("linear", "fp16", 100, 50), tiny))
     assert (found.name, found.value, found.kind, found.firm) == ("mul", "fp32", "unsafe", True)
-    assert found.reason == "3 of its results overflow in float16 at net.py:7, up to 2^18"
+    assert found.reason == "3 of its arguments and results overflow in float16 at net.py:7, up to 2^18"
 
 
 def test_an_op_with_a_large_error_goes_to_fp32() -> None:
@@ -25,6 +25,10 @@ def test_an_op_with_a_large_error_goes_to_fp32() -> None:
     assert changes(inexact) == {"linear": ("fp32", "unsafe", True)}
     assert changes(inexact, max_error=0.3) == {}
     assert "inf or nan" in proposals_of(survey(use("linear", "fp16", 100, 50, error=math.inf)))[0].reason
+
+
+def test_the_error_of_what_no_list_casts_is_none_of_its_own() -> None:
+    assert changes(use("sub", "promote", 100, 50, error=3.0), use("mul", "unlisted", 100, 50, error=3.0)) == {}
 
 
 def test_what_is_in_fp32_already_is_not_proposed() -> None:
@@ -72,7 +76,7 @@ def test_an_op_that_is_unsafe_in_one_class_alone_goes_to_fp32_there() -> None:
     good = use("linear", "fp16", 1000, 500, module_class="net.Block")
     (found,) = proposals_of(survey(bad, good))
     assert (found.name, found.value, found.of_module) == ("net.Head", "fp32", True)
-    assert found.reason.startswith("linear is unsafe in this class, and pays elsewhere: 1 of its results")
+    assert found.reason.startswith("linear is unsafe in this class, and pays elsewhere: 1 of its arguments and results")
     # Torch's own class would mean all of it, and where it pays nowhere else there is nothing to keep.
     assert changes(replace(bad, module_class="torch.nn.Linear"), good) == {"linear": ("fp32", "unsafe", True)}
     assert changes(bad, use("linear", "fp16", 500, 1000)) == {"linear": ("fp32", "unsafe", True)}
