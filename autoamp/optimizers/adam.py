@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from autoamp import kernels
 from autoamp.errors import UsageError
 from autoamp.optimizers.groups import FusedOptimizer, require, scaling_of, wide_copy, write_back
 from autoamp.scaling import adam_on_device_, adam_updates, average_, corrections, widened
@@ -140,8 +142,24 @@ class FusedAdam(FusedOptimizer):
 
     def _step_group(self, group: dict[str, Any]) -> None:
         group["step"] = group.get("step", 0) + 1
-        for part in self._parts(group, "exp_avg", "exp_avg_sq"):
+        kernel = functools.partial(self._by_kernel, group, float(group["lr"]), None)
+        for part in self._parts(group, "exp_avg", "exp_avg_sq", kernel=kernel):
             self._step_part(group, *part)
+
+    def _by_kernel(
+        self, group: dict[str, Any], lr: float | Tensor, found_inf: Tensor | None, package: Any, params: list[Tensor],
+        grads: list[Tensor], firsts: list[Tensor], seconds: list[Tensor], halves: list[Tensor] | None,
+    ) -> bool:  # fmt: skip
+        if self.master_weights:
+            if params[0].dtype is torch.float32:
+                return False
+            params, halves = self._masters(params), params
+        return kernels.attempt(
+            package.adam_, params, grads, firsts, seconds, lr=lr, beta1=group["betas"][0], beta2=group["betas"][1],
+            eps=group["eps"], weight_decay=group["weight_decay"], step=group["step"], halves=halves,
+            found_inf=found_inf, decoupled=self.adam_w_mode, bias_correction=bool(group["bias_correction"]),
+            eps_inside_sqrt=self._eps_inside_sqrt,
+        )  # fmt: skip
 
     def _step_part(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], firsts: list[Tensor],
@@ -168,7 +186,8 @@ class FusedAdam(FusedOptimizer):
         if found_inf is not None:
             skip = found_inf.to(device, non_blocking=True).reshape(()) > 0
         group["step"] += (~skip).to(group["step"].dtype)
-        for params, grads, firsts, seconds in self._parts(group, "exp_avg", "exp_avg_sq"):
+        kernel = functools.partial(self._by_kernel, group, group["lr"], skip.to(torch.float32))
+        for params, grads, firsts, seconds in self._parts(group, "exp_avg", "exp_avg_sq", kernel=kernel):
             values = self._values(params)
             adam_on_device_(
                 values, grads, firsts, seconds, lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1],

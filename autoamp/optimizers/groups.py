@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from autoamp import kernels
 from autoamp.errors import UsageError
 from autoamp.scaling import widened
 
@@ -27,10 +29,15 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     A class whose step takes half gradients of fp32 parameters says ``reads_half_gradients = True``; what derives from
     it has to say so again. At O2 it gets the gradients of half parameters as they are then.
+
+    Attributes:
+        half_copies: While masters are stepped, their half parameters by ``id(master)``. A step that sets one of them to
+            its master takes it out; the others are set afterwards.
     """
 
     # The attributes that copies and pickles have, besides groups, state and defaults.
     _options: tuple[str, ...] = ("set_grad_none",)
+    half_copies: dict[int, Tensor] | Mapping[int, Tensor] = MappingProxyType({})
 
     def __init__(self, params: Any, defaults: dict[str, Any], *, set_grad_none: bool) -> None:
         super().__init__(params, defaults)
@@ -79,9 +86,33 @@ class FusedOptimizer(torch.optim.Optimizer):
         grads = self._prepared(group, [grad for _, grad in found])
         return params, grads, *([self.state[param][name] for param in params] for name in names)
 
-    def _parts(self, group: dict[str, Any], *names: str) -> Iterator[tuple[list[Tensor], ...]]:
-        """Yield what `_tensors` returns, part by part as `in_parts` does."""
-        return in_parts(*self._tensors(group, *names))
+    def _parts(
+        self, group: dict[str, Any], *names: str, kernel: Callable[..., bool] | None = None
+    ) -> Iterator[tuple[list[Tensor], ...]]:
+        """Yield what `_tensors` returns, part by part as `in_parts` does, but for what a compiled kernel has stepped.
+
+        Args:
+            group: The group.
+            names: The names of states.
+            kernel: Called with the package of kernels, all lists and the half copies to be written, None for none;
+                tells whether that was the step.
+        """
+        tensors = self._tensors(group, *names)
+        return in_parts(*(tensors if kernel is None else self._left_by(kernel, *tensors)))
+
+    def _left_by(self, kernel: Callable[..., bool], *tensors: list[Tensor]) -> tuple[list[Tensor], ...]:
+        """Step what a kernel takes, and return the lists of what it does not."""
+        left: list[list[Tensor]] = [[] for _ in tensors]
+        for package, lists in kernels.by_kind(*tensors):
+            copies = [half for param in lists[0] if (half := self.half_copies.get(id(param))) is not None]
+            halves = copies if len(copies) == len(lists[0]) and len({half.dtype for half in copies}) == 1 else None
+            if package is None or not kernel(package, *lists, halves):
+                for whole, some in zip(left, lists, strict=True):
+                    whole += some
+            elif halves:
+                for param in lists[0]:
+                    self.half_copies.pop(id(param))  # type: ignore[union-attr]
+        return tuple(left)
 
     def _gradient(self, param: Tensor) -> Tensor | None:
         """Return the gradient of a parameter, None where it has none."""

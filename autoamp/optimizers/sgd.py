@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import required
 
+from autoamp import kernels
 from autoamp.optimizers.groups import FusedOptimizer, require, write_back
 from autoamp.scaling import widened
 
@@ -99,8 +101,22 @@ class FusedSGD(FusedOptimizer):
 
     def _step(self) -> None:
         for group in self.param_groups:
-            for params, grads in self._parts(group):
+            for params, grads in self._parts(group, kernel=functools.partial(self._by_kernel, group)):
                 self._step_part(group, params, grads)
+
+    def _by_kernel(
+        self, group: dict[str, Any], package: Any, params: list[Tensor], grads: list[Tensor],
+        halves: list[Tensor] | None,
+    ) -> bool:  # fmt: skip
+        buffers = [self.state[param].get("momentum_buffer") for param in params] if group["momentum"] else None
+        if buffers is not None and any(buffer is None for buffer in buffers):
+            # The first gradients become the velocities.
+            return False
+        return kernels.attempt(
+            package.sgd_, params, grads, buffers, lr=float(group["lr"]), momentum=group["momentum"], halves=halves,
+            dampening=group["dampening"], weight_decay=group["weight_decay"], nesterov=group["nesterov"],
+            decay_after_momentum=self.wd_after_momentum,
+        )  # fmt: skip
 
     def _step_part(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
         values, decay = widened(params), group["weight_decay"]

@@ -10,7 +10,7 @@ to stay in the processor's cache, steps that part and copies it down.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -170,16 +170,21 @@ def _limit_on_cpu() -> int:
     return _ON_CPU * torch.get_num_threads()
 
 
-def parts_of_groups(groups: Sequence[dict[str, Any]]) -> Iterator[list[tuple[dict[str, Any], list[Tensor]]]]:
+def parts_of_groups(
+    groups: Sequence[dict[str, Any]], without: Collection[int] = ()
+) -> Iterator[list[tuple[dict[str, Any], list[Tensor]]]]:
     """Yield parts of an optimizer's parameters, each as some of its groups with some parameters of each.
 
-    A part has as many elements of gradients that wait as are widened at a time, or one such parameter.
+    A part has as many elements of gradients that wait as are widened at a time, or one such parameter. Parameters whose
+    ids are in ``without`` are left out.
     """
     part: list[tuple[dict[str, Any], list[Tensor]]] = []
     room, on_cpu = 0, _limit_on_cpu()
     for group in groups:
         taken: list[Tensor] = []
         for param in group["params"]:
+            if id(param) in without:
+                continue
             size = param.numel() if type(param) is LeftHalf else 0
             limit = on_cpu if param.is_cpu else _ELSEWHERE
             if room and size and room + size > limit:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from autoamp.scaling import local_of, widened
 from autoamp.stepping.attach import AttachedMethod
+from autoamp.stepping.fused_steps import step_by_kernels
 from autoamp.stepping.half_gradients import (
     LeftHalf,
     Workspace,
@@ -201,32 +202,53 @@ class MasterWeights:
             args: The positional arguments, the optimizer first.
             kwargs: The keyword arguments.
         """
-        waiting = self._waiting
         optimizer, own = args[0], self._optimizer()
         plain = len(args) == 1 and not any(value is not None for value in kwargs.values())
-        if not waiting or not plain or not _same(optimizer, own):
+        if not plain or not _same(optimizer, own):
             return inner(*args, **kwargs)
         if reads_half(optimizer):
-            return self._step_by_halves(inner, optimizer, waiting)
-        if steps_by_parts(optimizer) and not any(group.get("differentiable") for group in optimizer.param_groups):
-            return self._step_by_parts(inner, optimizer)
-        return inner(*args, **kwargs)
+            return self._step_by_halves(inner, optimizer, self._waiting)
+        if not steps_by_parts(optimizer) or any(group.get("differentiable") for group in optimizer.param_groups):
+            return inner(*args, **kwargs)
+        stepped, left = self._step_by_kernels(optimizer)
+        if not left:
+            return None
+        return self._step_by_parts(inner, optimizer, stepped) if stepped or self._waiting else inner(*args, **kwargs)
+
+    def _step_by_kernels(self, optimizer: Any) -> tuple[set[int], bool]:
+        """Step what compiled kernels take; returns the ids of these masters, and whether others have gradients."""
+        of_master = {id(link.master): (half, link) for half, link in self._pairs.values()}
+        stepped, left = step_by_kernels(optimizer, {key: half for key, (half, _) in of_master.items()})
+        for master in stepped:
+            pair = of_master.get(id(master))
+            if pair is not None:
+                pair[1].agree(pair[0])
+                self._done.add(id(pair[0]))
+        return set(map(id, stepped)), left
 
     def _step_by_halves(self, inner: Any, optimizer: Any, waiting: list[tuple[Tensor, Tensor]]) -> Any:
-        """Step an optimizer that takes the half gradients themselves."""
+        """Step an optimizer that takes the half gradients themselves, and may write the halves in the same pass."""
         for half, master in waiting:
             settle(master)
             master.grad = half.grad
+        optimizer.half_copies = copies = {id(link.master): half for half, link in self._pairs.values()}
         try:
             return inner(optimizer)
         finally:
+            del optimizer.half_copies
+            for half, link in self._pairs.values():
+                if id(link.master) not in copies:
+                    link.agree(half)
+                    self._done.add(id(half))
             for half, master in waiting:
                 master.grad = None
                 leave(half, master)
 
     @torch.no_grad()
-    def _step_by_parts(self, inner: Any, optimizer: Any) -> Any:
+    def _step_by_parts(self, inner: Any, optimizer: Any, stepped: set[int]) -> Any:
         """Widen some of the gradients, step their masters and copy these down, and then the next, for as many as wait.
+
+        Those whose ids are in ``stepped`` are left out.
 
         Each part is done while it is in the processor's cache, and one part's gradients alone are there in fp32.
         """
@@ -234,7 +256,7 @@ class MasterWeights:
         of_master = {id(link.master): (half, link) for half, link in self._pairs.values()}
         result = None
         try:
-            for part in list(parts_of_groups(groups)):
+            for part in list(parts_of_groups(groups, stepped)):
                 optimizer.param_groups = [group for group, _ in part]
                 for group, params in part:
                     group["params"] = params

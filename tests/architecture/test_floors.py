@@ -17,7 +17,7 @@ MAX_FUNCTION_LINES = 60
 
 # A package imports only from floors below its own, and only what an `__init__` there exports.
 FLOORS: dict[int, tuple[str, ...]] = {
-    1: ("errors", "tensors", "torch_private"),
+    1: ("errors", "tensors", "torch_private", "kernels"),
     2: ("rules", "patching", "casting", "scaling"),
     3: ("inference", "stepping"),
     4: ("ops", "modules", "auto_scaling"),
@@ -31,7 +31,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
 FLOOR_OF = {package: floor for floor, packages in FLOORS.items() for package in packages}
 
 # What is imported by one package alone, so that there is one place to look when it changes.
-SOLE_IMPORTERS = {"wrapt": "patching", "autoamp_kernels": "scaling"}
+SOLE_IMPORTERS = {"wrapt": "patching", "autoamp_kernels": "kernels"}
 
 # Private names of torch's that some classes here have as well.
 OF_TORCH = (torch.Tensor, torch.nn.LSTM(1, 1), torch.autocast("cpu"))
