@@ -14,11 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoamp.tensors import HALF_DTYPES
-
 __all__ = ["Backend", "attempt", "backend", "backends", "by_kind", "opened"]
 
-_TAKEN = (torch.float32, *HALF_DTYPES)
+_TAKEN = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)

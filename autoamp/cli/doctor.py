@@ -40,6 +40,7 @@ def _doctor(chosen: argparse.Namespace) -> int:
     device = probes.device_of(chosen.device_type)
     found: dict[str, Any] = {
         "packages": probes.packages(),
+        "kernels": probes.kernels(),
         "device": dataclasses.asdict(device),
         "lists": dataclasses.asdict(probes.lists_of(device.kind)),
         "names": dataclasses.asdict(probes.bound_names()),
@@ -59,7 +60,7 @@ def _sections(found: Mapping[str, Any], measured: Sequence[Measured]) -> list[tu
     sections = [
         ("Packages", aligned([
             ("autoamp", packages["autoamp"]), ("torch", packages["torch"]), ("Python", packages["python"]),
-            ("kernels", packages["kernels"] or "autoamp_kernels is not installed; torch's own operations are used"),
+            *(("kernels" if place == 0 else "", line) for place, line in enumerate(found["kernels"])),
             ("apex", packages["apex"] or "no real apex; `autoamp run` lets `import apex` find autoamp"),
         ])),
         ("Device", aligned([

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import sys
@@ -22,6 +21,7 @@ from autoamp import runtime
 from autoamp.cli.report import versions
 from autoamp.compat import real_apex
 from autoamp.errors import UsageError
+from autoamp.kernels import backends
 from autoamp.ops import expand, owns_its_names
 from autoamp.patching import original_of
 from autoamp.rules import ENVIRONMENT_VARIABLE, CastTable, shipped_sets
@@ -35,6 +35,7 @@ __all__ = [
     "bound_names",
     "default_table",
     "device_of",
+    "kernels",
     "lists_of",
     "packages",
 ]
@@ -108,12 +109,12 @@ def _accelerator(kind: str) -> tuple[str, str]:
 
 def packages() -> dict[str, str | None]:
     """Tell which of the packages that matter are there: a version or a path, None where one is absent."""
-    kernels = importlib.util.find_spec("autoamp_kernels")
-    return {
-        **versions(),
-        "kernels": None if kernels is None else str(kernels.origin),
-        "apex": real_apex() or _distribution("apex"),
-    }
+    return {**versions(), "apex": real_apex() or _distribution("apex")}
+
+
+def kernels() -> list[str]:
+    """Tell for each type of device whether there are compiled kernels for it, and why not."""
+    return [str(one) for one in backends()]
 
 
 def _distribution(name: str) -> str | None:

@@ -36,6 +36,7 @@ from autoamp.diagnostics import (
     write_scalars,
 )
 from autoamp.errors import UsageError
+from autoamp.kernels import Backend, backend
 from autoamp.modules import CastModels, ForwardDtypes, ModuleCasts, ModulePrecisions, Override
 from autoamp.ops import Target, expand
 from autoamp.rules import CastRule
@@ -490,6 +491,11 @@ class Handle:
         self.optimizers.read_model()
 
     # -- loss scaling --
+
+    @property
+    def backend(self) -> Backend:
+        """What does the work of a step on this handle's type of device: compiled kernels, or torch's own functions."""
+        return backend(self.settings.device_type)
 
     @property
     def loss_scale(self) -> float:

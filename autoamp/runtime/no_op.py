@@ -24,6 +24,7 @@ from autoamp.diagnostics import (
     Watch,
     explain,
 )
+from autoamp.kernels import Backend
 from autoamp.modules import ModulePrecisions, Override
 from autoamp.rules import CastRule, CastTable
 from autoamp.runtime.protocol import Precision
@@ -54,6 +55,11 @@ class NoOpHandle:
 
     def __repr__(self) -> str:
         return "<autoamp.NoOpHandle not active: nothing is cast or scaled>"
+
+    @property
+    def backend(self) -> Backend:
+        """No kernels."""
+        return Backend("cpu", False, "autoamp is not enabled")
 
     @property
     def cache(self) -> CastCache:

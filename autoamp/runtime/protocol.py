@@ -12,6 +12,7 @@ from torch.nn import Module
 from autoamp.auto_scaling import AutoScale
 from autoamp.casting import CastCache
 from autoamp.diagnostics import Counts
+from autoamp.kernels import Backend
 from autoamp.modules import Override
 from autoamp.rules import CastRule
 
@@ -32,6 +33,10 @@ class BaseHandle(Protocol):
     """
 
     max_consecutive_skips: int
+
+    @property
+    def backend(self) -> Backend:
+        """What does the work of a step: compiled kernels, or torch's own functions."""
 
     @property
     def loss_scale(self) -> float:

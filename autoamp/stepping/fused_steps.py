@@ -1,4 +1,4 @@
-"""Steps of torch's own optimizers by one kernel: gradients read as they are, masters and states updated, halves written.
+"""Steps of torch's optimizers by one kernel, which reads gradients as they are and writes masters, states and halves.
 
 The state is the optimizer's own, in torch's layout. What a parameter's first step makes of it torch makes: a parameter
 whose state is not there yet is left to torch, and so is whatever the kernels do not take. A training may go on with or

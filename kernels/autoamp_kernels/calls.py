@@ -34,12 +34,16 @@ tables = Tables()
 _PLAIN = torch._C._disabled_torch_dispatch_impl if hasattr(torch._C, "_disabled_torch_dispatch_impl") else None
 
 
+# How many modes watch torch's operators; none where this torch cannot tell.
+_watching_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+
+
 def by_operator(lists: Iterable[Sequence[Tensor] | None]) -> bool:
-    """Tell whether a call must go through torch's dispatcher: it is compiled, or tensors are of another kind.
+    """Tell whether a call must go through torch's dispatcher: it is compiled, watched, or tensors are of another kind.
 
     A direct call has less overhead, which for hundreds of tensors is most of the host's time.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or _watching_modes():
         return True
     kinds = {kind for tensors in lists if tensors for kind in set(map(type, tensors))}
     return any(getattr(kind, "__torch_dispatch__", _PLAIN) is not _PLAIN for kind in kinds)

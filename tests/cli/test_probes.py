@@ -36,11 +36,15 @@ def test_packages_tell_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert probes.packages()["apex"] is None
     (tmp_path / "apex").mkdir()
     (tmp_path / "apex" / "__init__.py").write_text("", encoding="utf-8")
-    (tmp_path / "autoamp_kernels.py").write_text("", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     found = probes.packages()
     assert found["apex"] == str(tmp_path / "apex" / "__init__.py")
-    assert found["kernels"] == str(tmp_path / "autoamp_kernels.py")
+
+
+def test_kernels_are_told_by_device_type() -> None:
+    lines = probes.kernels()
+    assert [line.partition(":")[0] for line in lines] == ["cpu", "cuda"]
+    assert all("kernels (" in line for line in lines)
 
 
 def test_a_distribution_without_its_module_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

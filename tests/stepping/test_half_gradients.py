@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autoamp import fp16_utils, optimizers
+from autoamp import fp16_utils, kernels, optimizers
 from autoamp.stepping import half_gradients, master_of
 from autoamp.stepping.half_gradients import LeftHalf
 from tests.stepping.networks import backward, equal, loss_of, masters, network, o2, snapshot
@@ -37,6 +37,12 @@ def trained(make: Callable[..., Any], seed: int = 0) -> tuple[Any, Any]:
 
 def waiting(optimizer: Any) -> list[bool]:
     return [type(master) is LeftHalf for master in masters(optimizer)]
+
+
+@pytest.fixture(autouse=True)
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is tested here is torch's way, of which kernels have steps of their own."""
+    monkeypatch.setattr(kernels, "opened", lambda _: None)
 
 
 @pytest.fixture

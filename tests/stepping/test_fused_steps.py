@@ -1,0 +1,225 @@
+"""Steps by compiled kernels: as those of torch within rounding, in torch's own state, and with torch's for the rest."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoamp
+from autoamp import kernels, optimizers
+from autoamp.stepping import fused_steps, master_of
+from tests.stepping.networks import backward, equal, masters, network, o2, snapshot
+
+pytest.importorskip("autoamp_kernels")
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "AdamW(fused)": functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, fused=True),
+    "AdamW": functools.partial(torch.optim.AdamW, lr=torch.tensor(0.01), foreach=False),
+    "Adam(amsgrad)": functools.partial(torch.optim.Adam, lr=0.01, amsgrad=True, weight_decay=0.1, maximize=True),
+    "SGD": functools.partial(torch.optim.SGD, lr=0.01),
+    "SGD(nesterov)": functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "Adagrad": functools.partial(torch.optim.Adagrad, lr=0.01, weight_decay=0.1),
+    "FusedAdam": functools.partial(optimizers.FusedAdam, lr=0.01, weight_decay=0.1),
+    "FusedAdam(capturable)": functools.partial(optimizers.FusedAdam, lr=0.01, capturable=True, adam_w_mode=False),
+    "FusedSGD": functools.partial(optimizers.FusedSGD, lr=0.01, momentum=0.9, weight_decay=0.1),
+    "FusedAdagrad": functools.partial(optimizers.FusedAdagrad, lr=0.01, weight_decay=0.1),
+}
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[int], bool]]:
+    """Each kernel's call that was taken: its name, the sizes of parameters, and whether it wrote halves."""
+    calls: list[tuple[str, list[int], bool]] = []
+    attempt = kernels.attempt
+
+    def watched(kernel: Any, params: list[Tensor], *args: Any, **kwargs: Any) -> bool:
+        taken = attempt(kernel, params, *args, **kwargs)
+        if taken:
+            calls.append((kernel.__name__, [param.numel() for param in params], bool(kwargs.get("halves"))))
+        return taken
+
+    monkeypatch.setattr(kernels, "attempt", watched)
+    return calls
+
+
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    opened = kernels.opened
+
+    def close(yes: bool) -> None:
+        monkeypatch.setattr(kernels, "opened", (lambda _: None) if yes else opened)
+
+    return close
+
+
+def set_up(make: Callable[[Any], Any], dtype: torch.dtype = BF16, **kwargs: Any) -> tuple[Any, Any]:
+    model = network()
+    optimizer = make(model.parameters())
+    o2(model, optimizer, **{"dtype": dtype, "loss_scale": None if dtype is BF16 else 8.0, **kwargs})
+    return model, optimizer
+
+
+def train(model: Any, optimizer: Any, seeds: Any) -> None:
+    for seed in seeds:
+        backward(model, optimizer, seed)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def close_to(one: list[Tensor], other: list[Tensor]) -> bool:
+    # fp32 within its rounding; a half may be the next one to a master that is.
+    return len(one) == len(other) and all(
+        torch.allclose(a, b, rtol=2e-5, atol=1e-6) if a.dtype is torch.float32 else torch.allclose(a, b, rtol=2e-2)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_are_those_of_torch(name: str, dtype: torch.dtype, called: Any, closed: Any) -> None:
+    ends, dicts = [], []
+    for off in (False, True):
+        closed(off)
+        before = len(called)
+        model, optimizer = set_up(OPTIMIZERS[name], dtype)
+        train(model, optimizer, range(5))
+        ends.append(snapshot(model, optimizer))
+        dicts.append(optimizer.state_dict())
+        # The first step of some is torch's, since it makes the state.
+        sizes = [32, 8, 16, 2]
+        assert called[before:] == [(called[-1][0], sizes, True)] * (0 if off else len(called) - before)
+        assert (len(called) - before in (4, 5)) is not off
+        assert all(torch.equal(half, master_of(half).to(dtype)) for half in model.parameters())
+    assert close_to(*ends)
+    one, other = dicts
+    assert one["param_groups"] == other["param_groups"]
+    for key, state in one["state"].items():
+        assert state.keys() == other["state"][key].keys()
+        for entry, value in state.items():
+            if isinstance(value, Tensor):
+                twin = other["state"][key][entry]
+                assert (value.dtype, value.shape, value.stride()) == (twin.dtype, twin.shape, twin.stride())
+
+
+@pytest.mark.parametrize("name", ["AdamW(fused)", "SGD(nesterov)", "FusedAdam"])
+def test_either_way_goes_on_from_the_other(name: str, closed: Any) -> None:
+    ends = []
+    for ways in ((False, True, False), (True, True, True)):
+        model, optimizer = set_up(OPTIMIZERS[name])
+        for place, off in enumerate(ways):
+            closed(off)
+            train(model, optimizer, range(2 * place, 2 * place + 2))
+            optimizer.load_state_dict(optimizer.state_dict())
+        ends.append(snapshot(model, optimizer))
+    assert close_to(*ends)
+
+
+def test_what_has_no_state_yet_is_stepped_by_torch(called: Any, closed: Any) -> None:
+    ends = []
+    for off in (False, True):
+        closed(off)
+        model, optimizer = set_up(OPTIMIZERS["AdamW(fused)"])
+        model[0].weight.requires_grad_(False)
+        train(model, optimizer, range(2))
+        model[0].weight.requires_grad_(True)
+        train(model, optimizer, range(2, 5))
+        ends.append(snapshot(model, optimizer))
+    assert close_to(*ends)
+    assert [sizes for _, sizes, _ in called] == [[8, 16, 2], [8, 16, 2], [32, 8, 16, 2], [32, 8, 16, 2]]
+    assert [float(state["step"]) for state in optimizer.state.values()].count(3.0) == 1
+
+
+def test_fp32_parameters_and_gradients_that_were_looked_at(called: Any) -> None:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    optimizer = OPTIMIZERS["AdamW(fused)"](model.parameters())
+    o2(model, optimizer, dtype=BF16, loss_scale=None)
+    train(model, optimizer, range(2))
+    assert sorted((sizes, halves) for _, sizes, halves in called) == [([8, 8], False), ([32, 8, 16, 2], True)]
+    called.clear()
+    backward(model, optimizer)
+    torch.nn.utils.clip_grad_norm_(masters(optimizer), 0.1)
+    before = snapshot(model, optimizer)
+    optimizer.step()
+    assert sorted((sizes, halves) for _, sizes, halves in called) == [([8, 8], False), ([32, 8, 16, 2], True)]
+    assert not equal(before, snapshot(model, optimizer))
+
+
+@pytest.mark.parametrize("name", ["AdamW(fused)", "AdamW", "FusedAdam(capturable)", "SGD(nesterov)"])
+def test_an_overflow_changes_nothing(name: str) -> None:
+    model, optimizer = set_up(OPTIMIZERS[name], FP16, loss_scale="dynamic")
+    train(model, optimizer, range(3))
+    before = snapshot(model, optimizer)
+    backward(model, optimizer, factor=float("inf"))
+    optimizer.step()
+    assert equal(before, snapshot(model, optimizer))
+    optimizer.zero_grad()
+    train(model, optimizer, range(2))
+    assert not equal(before, snapshot(model, optimizer))
+
+
+def test_what_kernels_do_not_take_goes_torchs_way(called: Any) -> None:
+    class Own(torch.optim.AdamW):
+        """Another class."""
+
+    for make in (
+        functools.partial(Own, lr=0.01),
+        functools.partial(torch.optim.RMSprop, lr=0.01),
+        functools.partial(torch.optim.Adagrad, lr=0.01, lr_decay=0.1),
+    ):
+        model, optimizer = set_up(make)
+        before = snapshot(model, optimizer)
+        train(model, optimizer, range(2))
+        assert not equal(before[:4], snapshot(model, optimizer)[:4])
+    assert called == []
+
+
+def test_halves_that_share_memory_are_stepped_by_torch(called: Any, closed: Any) -> None:
+    ends = []
+    for off in (False, True):
+        closed(off)
+        model, optimizer = set_up(OPTIMIZERS["AdamW(fused)"])
+        flat = torch.cat([half.detach().reshape(-1) for half in model.parameters()])
+        pieces = flat.split([half.numel() for half in model.parameters()])
+        for half, piece in zip(model.parameters(), pieces, strict=True):
+            half.data = piece.view_as(half)
+        # An overlap of two halves, which no kernel may write to.
+        model[2].bias.data = flat[-3:-1]
+        train(model, optimizer, range(3))
+        ends.append([master.clone() for master in masters(optimizer)])
+    assert called == []
+    assert close_to(*ends)
+
+
+def test_writes_into_halves_still_reach_masters() -> None:
+    model, optimizer = set_up(OPTIMIZERS["AdamW(fused)"])
+    train(model, optimizer, range(3))
+    with torch.no_grad():
+        model[0].weight.fill_(0.5)
+    backward(model, optimizer)
+    optimizer.step()
+    assert float((masters(optimizer)[0] - 0.5).abs().max()) < 0.05
+
+
+def test_hooks_of_the_optimizer_run_once(called: Any) -> None:
+    model, optimizer = set_up(OPTIMIZERS["AdamW(fused)"])
+    train(model, optimizer, range(1))
+    seen: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    train(model, optimizer, range(1))
+    assert seen == ["before", "after"]
+    assert len(called) == 1
+
+
+def test_no_class_is_known_but_torchs_own() -> None:
+    optimizer = optimizers.FusedAdam(network().parameters())
+    assert fused_steps.step_by_kernels(optimizer, {}) == ([], True)
+    assert autoamp.kernels.opened("cpu") is not None
