@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -32,12 +31,12 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     Attributes:
         half_copies: While masters are stepped, their half parameters by ``id(master)``. A step that sets one of them to
-            its master takes it out; the others are set afterwards.
+            its master takes it out; the others are set afterwards. None at other times.
     """
 
     # The attributes that copies and pickles have, besides groups, state and defaults.
     _options: tuple[str, ...] = ("set_grad_none",)
-    half_copies: dict[int, Tensor] | Mapping[int, Tensor] = MappingProxyType({})
+    half_copies: dict[int, Tensor] | None = None
 
     def __init__(self, params: Any, defaults: dict[str, Any], *, set_grad_none: bool) -> None:
         super().__init__(params, defaults)
@@ -103,15 +102,16 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _left_by(self, kernel: Callable[..., bool], *tensors: list[Tensor]) -> tuple[list[Tensor], ...]:
         """Step what a kernel takes, and return the lists of what it does not."""
         left: list[list[Tensor]] = [[] for _ in tensors]
+        of_param = self.half_copies or {}
         for package, lists in kernels.by_kind(*tensors):
-            copies = [half for param in lists[0] if (half := self.half_copies.get(id(param))) is not None]
+            copies = [half for param in lists[0] if (half := of_param.get(id(param))) is not None]
             halves = copies if len(copies) == len(lists[0]) and len({half.dtype for half in copies}) == 1 else None
             if package is None or not kernel(package, *lists, halves):
                 for whole, some in zip(left, lists, strict=True):
                     whole += some
             elif halves:
                 for param in lists[0]:
-                    self.half_copies.pop(id(param))  # type: ignore[union-attr]
+                    of_param.pop(id(param))
         return tuple(left)
 
     def _gradient(self, param: Tensor) -> Tensor | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from autoamp import kernels
 from autoamp.optimizers.groups import FusedOptimizer, in_parts, require, write_back
 from autoamp.scaling import adam_updates, average_, corrections, total_norm, trust_, widened
 
@@ -72,13 +74,29 @@ class FusedLAMB(FusedOptimizer):
         total = total_norm(every)
         for group, tensors in zip(self.param_groups, taken, strict=True):
             group["step"] = group.get("step", 0) + 1
-            for params, grads, firsts, seconds in in_parts(*tensors):
+            kernel = functools.partial(self._by_kernel, group, total)
+            for params, grads, firsts, seconds in in_parts(*self._left_by(kernel, *tensors)):
                 limit = group["max_grad_norm"]
                 if limit:
                     # Not `limit / total`, which for gradients that are all 0 is a division by 0.
                     excess = torch.clamp(total / limit, min=1.0)
                     grads = list(torch._foreach_div(grads, [excess.to(grad) for grad in grads]))
                 self._step_part(group, params, grads, firsts, seconds)
+
+    def _by_kernel(
+        self, group: dict[str, Any], total: Tensor, package: Any, params: list[Tensor], grads: list[Tensor],
+        firsts: list[Tensor], seconds: list[Tensor], halves: list[Tensor] | None,
+    ) -> bool:  # fmt: skip
+        if type(self) is not FusedLAMB:
+            # A class derived from this one may step copies.
+            return False
+        return kernels.attempt(
+            package.lamb_, params, grads, firsts, seconds, lr=float(group["lr"]), beta1=group["betas"][0],
+            beta2=group["betas"][1], eps=group["eps"], weight_decay=group["weight_decay"], step=group["step"],
+            halves=halves, decoupled=self.adam_w_mode, bias_correction=bool(group["bias_correction"]),
+            grad_averaging=bool(group["grad_averaging"]), always_adapt=self.use_nvlamb, global_norm=total,
+            max_norm=float(group["max_grad_norm"] or 0.0),
+        )  # fmt: skip
 
     def _values(self, params: list[Tensor]) -> list[Tensor]:
         """Return what is stepped: the parameters, with fp32 copies of half ones."""
