@@ -1,4 +1,4 @@
-"""``python -m kernels.bench``: an AdamW step over bf16 gradients, fp32 masters and bf16 weights, beside torch's ways.
+"""``python -m kernels.bench``: each kernel beside torch's ways, AdamW over bf16 gradients and weights first.
 
 All ways are timed in turn, many rounds, so that what disturbs the machine disturbs all of them; the table shows medians
 and quartiles of the ratio within a round. The share of copy bandwidth counts the bytes that must move: those that the
@@ -70,6 +70,81 @@ class Step:
         torch._foreach_copy_(self.halves, self.masters)
 
 
+class Others:
+    """The other kernels, each beside torch's multi-tensor functions where there are such.
+
+    Args:
+        step: Whose tensors they read and write.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.norms = [torch.ones(()) for _ in step.masters]
+        self.found, self.total = torch.zeros(()), torch.zeros(())
+        self.inverse = torch.tensor(0.5)
+
+    def rows(self) -> dict[str, tuple[int, Callable[[], object], Callable[[], object] | None]]:
+        """Return by name: the bytes that must move for each element, the kernel, and torch's way or None."""
+        import autoamp_kernels as ak
+
+        s = self.step
+        rest = {"lr": 1e-3, "halves": s.halves}
+        betas = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-6, "weight_decay": 0.01, "step": 1}
+        first, second = s.states
+        return {
+            "sgd_, momentum": (
+                20, lambda: ak.sgd_(s.masters, s.grads, first, momentum=0.9, **rest), self.torch_sgd,
+            ),
+            "adagrad_": (20, lambda: ak.adagrad_(s.masters, s.grads, second, eps=1e-10, **rest), None),
+            "lamb_": (40, lambda: ak.lamb_(s.masters, s.grads, first, second, **betas, **rest), None),
+            "novograd_": (22, lambda: ak.novograd_(s.masters, s.grads, first, self.norms, **betas, **rest), None),
+            "scale_, check and norm": (
+                6, lambda: ak.scale_(s.grads, s.wide, inv_scale=0.5, found_inf=self.found, total=self.total),
+                self.torch_unscale,
+            ),
+            "scale_, a copy down": (
+                6, lambda: ak.scale_(s.masters, s.halves), lambda: torch._foreach_copy_(s.halves, s.masters),
+            ),
+            "axpby_, in place": (10, lambda: ak.axpby_(0.5, s.grads, 1.0, s.wide), self.torch_axpby),
+        }  # fmt: skip
+
+    def torch_sgd(self) -> None:
+        """Widen, torch's fused SGD, narrow."""
+        s = self.step
+        torch._foreach_copy_(s.wide, s.grads)
+        torch._fused_sgd_(
+            s.masters, s.wide, s.states[0], weight_decay=0.0, momentum=0.9, lr=1e-3, dampening=0.0, nesterov=False,
+            maximize=False, is_first_step=False,
+        )  # fmt: skip
+        torch._foreach_copy_(s.halves, s.masters)
+
+    def torch_unscale(self) -> None:
+        """Widen, check and unscale, take norms."""
+        s = self.step
+        torch._foreach_copy_(s.wide, s.grads)
+        torch._amp_foreach_non_finite_check_and_unscale_(s.wide, self.found, self.inverse)
+        self.total = torch.stack(list(torch._foreach_norm(s.wide))).norm()
+
+    def torch_axpby(self) -> None:
+        """Widen and multiply to new tensors, add."""
+        s = self.step
+        torch._foreach_add_(s.wide, [grad.float() for grad in s.grads], alpha=0.5)
+
+
+def say_others(step: Step, count: int, copy: Callable[[], object], rounds: int) -> None:
+    """Print a row for each kernel but `adam_`."""
+    sys.stdout.write("\nOther kernels: bytes an element; share of copy bandwidth; time over that of torch's way\n")
+    for name, (moved, kernel, other) in Others(step).rows().items():
+        ways = {"copy_": copy, "kernel": kernel, **({"torch": other} if other else {})}
+        seconds = timed(ways, rounds)
+        pairs = zip(seconds["kernel"], seconds["copy_"], strict=True)
+        share = quartiles([moved * count / one / (8 * count / two) for one, two in pairs])
+        ratio = "-"
+        if other:
+            ratio = quartiles([one / two for one, two in zip(seconds["kernel"], seconds["torch"], strict=True)])
+        sys.stdout.write(f"  {name:<26}{moved:>4}  {share}  {ratio}\n")
+
+
 def quartiles(values: list[float]) -> str:
     """Return the median and the quartiles of values."""
     low, middle, high = statistics.quantiles(values, n=4)
@@ -119,6 +194,7 @@ def main() -> None:
     ):  # fmt: skip
         ratio = [one / other for one, other in zip(seconds["kernel"], seconds[name], strict=True)]
         say(f"  kernel over {label:<29}{quartiles(ratio)}\n")
+    say_others(step, count, ways["copy_"], options.rounds)
     say("\nOn paper, bytes a parameter and launches on CUDA:\n")
     for name, (bytes_moved, launches) in PATHS.items():
         say(f"  {name:<38}{bytes_moved:>4}   {launches}\n")

@@ -45,27 +45,64 @@ class Role:
     state: bool = False
 
 
-def _layout(role: Role, tensors: Sequence[Tensor]) -> tuple[list[Any], ...]:
-    """Return what tells whether tensors are those of an earlier call, cheap enough to ask at every call."""
-    pointers, sizes = [t.data_ptr() for t in tensors], [t.nbytes for t in tensors]
+# What tells whether a list is that of an earlier call, cheap enough to ask at every call: addresses, bytes, dtypes, and
+# True where all tensors are contiguous, else their shapes and strides.
+Layout: TypeAlias = tuple[list[int], list[int], Any, Any]
+
+_address, _is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
+
+
+def _layout(role: Role, tensors: Sequence[Tensor]) -> Layout:
+    # By `map`: for hundreds of tensors these calls are most of what a step costs the host.
+    pointers, sizes = list(map(_address, tensors)), [tensor.nbytes for tensor in tensors]
     if role.state:
-        return pointers, sizes, [tensors[0].dtype]
-    return pointers, sizes, [t.dtype for t in tensors], [t.is_contiguous() for t in tensors]
+        return pointers, sizes, tensors[0].dtype, None
+    return pointers, sizes, [tensor.dtype for tensor in tensors], _order(tensors)
+
+
+def _order(tensors: Sequence[Tensor]) -> Any:
+    return all(map(_is_contiguous, tensors)) or [(tensor.shape, tensor.stride()) for tensor in tensors]
 
 
 @dataclass(frozen=True)
 class Column:
-    """A list of tensors that was checked: their addresses, as a table for the kernel."""
+    """A list of tensors that was checked: their addresses, as a table for the kernel.
+
+    Attributes:
+        role: What the list is.
+        layout: What tells whether it is the same list.
+        pointers: Shape ``[tensors]``.
+        address: Where ``pointers`` lie.
+        dtype: The code of the tensors' dtype.
+    """
 
     role: Role
-    layout: tuple[list[Any], ...]
+    layout: Layout
     pointers: Ints
+    address: int
     dtype: int
 
-    @property
-    def address(self) -> int:
-        """Where the table of pointers lies."""
-        return int(self.pointers.ctypes.data)
+
+@dataclass(frozen=True)
+class Written:
+    """The memory that a kernel writes to, each piece behind the one before.
+
+    Attributes:
+        columns: Whose pieces these are.
+        begins: Shape ``[pieces]``, the first address of each.
+        ends: Shape ``[pieces]``, the first address behind each.
+        order: Shape ``[pieces]``, which piece it is, counted through all columns.
+    """
+
+    columns: list[Column]
+    begins: Ints
+    ends: Ints
+    order: Ints
+
+    def name(self, piece: int) -> tuple[str, int]:
+        """Return the argument's name and the index of a piece."""
+        column, index = divmod(int(self.order[piece]), len(self.columns[0].pointers))
+        return self.columns[column].role.name, index
 
 
 @dataclass(frozen=True)
@@ -77,12 +114,17 @@ class Table:
         counts: Shape ``[tensors]``, the number of elements of each.
         first_chunk: Shape ``[tensors + 1]``, how many chunks the tensors before have.
         columns: By the names of the roles; a list that was not given has none.
+        written: What the kernel writes to.
     """
 
     device: torch.device
     counts: Ints
     first_chunk: Ints
     columns: dict[str, Column]
+    written: Written
+
+
+Given: TypeAlias = Sequence[tuple[Role, Sequence[Tensor]]]
 
 
 class Tables:
@@ -124,10 +166,10 @@ class Tables:
             for role, tensors in given:
                 _check_dense(kernel, role, tensors)
             raise
-        if old is not None and [(name, column.layout) for name, column in old.columns.items()] == [
-            (role.name, layout) for (role, _), layout in zip(given, layouts, strict=True)
-        ]:
-            return old
+        if old is not None and len(old.columns) == len(given):
+            columns = (old.columns.get(role.name) for role, _ in given)
+            if all(map(_is_that, columns, layouts)):
+                return old
         table = _built(kernel, given, layouts, old)
         self._tables[key] = table
         self._tables.move_to_end(key)
@@ -136,35 +178,56 @@ class Tables:
         return table
 
 
-def _built(
-    kernel: str, given: Sequence[tuple[Role, Sequence[Tensor]]], layouts: Sequence[tuple[list[Any], ...]],
-    old: Table | None,
-) -> Table:  # fmt: skip
-    """Check all lists and make their table; what is as in the old table is taken from there."""
-    anchor_role, anchors = given[0]
-    kept = {}
-    if old is not None and (first := old.columns.get(anchor_role.name)) and first.layout == layouts[0]:
-        kept = {
-            role.name: column
-            for (role, _), layout in zip(given, layouts, strict=True)
-            if (column := old.columns.get(role.name)) and column.layout == layout
-        }
-    device = anchors[0].device
-    if old is not None and anchor_role.name in kept and old.device == device:
+def _is_that(column: Column | None, layout: Layout) -> bool:
+    return column is not None and column.layout == layout
+
+
+def _built(kernel: str, given: Given, layouts: Sequence[Layout], old: Table | None) -> Table:
+    """Check the lists and make their table; what is as in the old table is taken from there, unchecked."""
+    anchor, device = given[0], given[0][1][0].device
+    known: dict[str, Column] = {}
+    if old is not None and old.device == device and _is_that(old.columns.get(anchor[0].name), layouts[0]):
+        known = old.columns
         counts, first_chunk = old.counts, old.first_chunk
     else:
-        kept = {}
-        counts = np.array([tensor.numel() for tensor in anchors], dtype=np.int64)
+        counts = np.array([tensor.numel() for tensor in anchor[1]], dtype=np.int64)
         first_chunk = np.concatenate([np.zeros(1, np.int64), np.cumsum((counts + (CHUNK - 1)) // CHUNK)])
     columns = {}
     for (role, tensors), layout in zip(given, layouts, strict=True):
-        if role.name not in kept:
-            _check(kernel, role, tensors, anchor_role, anchors, device)
-            code = CODES[tensors[0].dtype]
-            kept[role.name] = Column(role, layout, np.array(layout[0], dtype=np.int64), code)
-        columns[role.name] = kept[role.name]
-    _check_overlap(kernel, columns)
-    return Table(device, counts, first_chunk, columns)
+        column = known.get(role.name)
+        if column is None or column.layout != layout:
+            if not _is_plain(role, tensors, layout, layouts[0][3], counts, device):
+                _check(kernel, role, tensors, anchor[0], anchor[1], device)
+            pointers = np.array(layout[0], dtype=np.int64)
+            column = Column(role, layout, pointers, int(pointers.ctypes.data), CODES[tensors[0].dtype])
+        columns[role.name] = column
+    written = [column for column in columns.values() if column.role.written]
+    if old is not None and len(old.written.columns) == len(written) and all(map(_same, old.written.columns, written)):
+        pieces = old.written
+    else:
+        pieces = _pieces(kernel, written)
+    for column in columns.values():
+        if not column.role.written:
+            _check_read(kernel, column, pieces)
+    return Table(device, counts, first_chunk, columns, pieces)
+
+
+def _same(one: Column, other: Column) -> bool:
+    return one is other
+
+
+def _is_plain(
+    role: Role, tensors: Sequence[Tensor], layout: Layout, anchors_order: Any, counts: Ints, device: torch.device
+) -> bool:
+    """Tell whether a list is right without looking closer: what nearly all are, found out in one pass for each rule."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    dtype = tensors[0].dtype
+    if dtypes != {dtype} or dtype not in role.dtypes or {tensor.device for tensor in tensors} != {device}:
+        return False
+    if role.single:
+        return layout[1] == [dtype.itemsize] * len(tensors)
+    order = _order(tensors) if role.state else layout[3]
+    return order is True and anchors_order is True and layout[1] == (counts * dtype.itemsize).tolist()
 
 
 def _check_length(
@@ -232,29 +295,30 @@ def _in_order(tensor: Tensor, anchor: Tensor) -> bool:
     return strides == others and filled == math.prod(tensor.shape)
 
 
-def _check_overlap(kernel: str, columns: dict[str, Column]) -> None:
-    """Raise ArgumentError where memory that is written is anybody else's too."""
-    starts, ends, names = [], [], []
-    for written in (True, False):
-        chosen = [column for column in columns.values() if column.role.written is written]
-        begin = [column.pointers for column in chosen]
-        size = [np.array(column.layout[1], dtype=np.int64) for column in chosen]
-        starts.append(np.concatenate(begin) if begin else np.zeros(0, np.int64))
-        ends.append(starts[-1] + (np.concatenate(size) if size else 0))
-        names.append([(column.role.name, i) for column in chosen for i in range(len(column.pointers))])
-    order = np.argsort(starts[0], kind="stable")
-    order = order[ends[0][order] > starts[0][order]]
-    begin_w, end_w = starts[0][order], ends[0][order]
-    bad = np.flatnonzero(begin_w[1:] < end_w[:-1])
+def _pieces(kernel: str, written: list[Column]) -> Written:
+    """Return what is written, in order; ArgumentError where two pieces share memory."""
+    begins = np.concatenate([np.zeros(0, np.int64), *(column.pointers for column in written)])
+    ends = begins + np.array([size for column in written for size in column.layout[1]], dtype=np.int64)
+    order = np.argsort(begins, kind="stable")
+    order = order[ends[order] > begins[order]]
+    pieces = Written(written, begins[order], ends[order], order)
+    bad = np.flatnonzero(pieces.begins[1:] < pieces.ends[:-1])
     if len(bad):
-        _refuse(kernel, names[0][order[bad[0]]], names[0][order[bad[0] + 1]])
-    if len(begin_w) and len(starts[1]):
-        # The first written piece that ends behind the start of what is read.
-        at = np.searchsorted(end_w, starts[1], side="right")
-        inside = np.flatnonzero((at < len(begin_w)) & (ends[1] > starts[1]))
-        bad = inside[begin_w[at[inside]] < ends[1][inside]]
-        if len(bad):
-            _refuse(kernel, names[1][bad[0]], names[0][order[at[bad[0]]]])
+        _refuse(kernel, pieces.name(bad[0]), pieces.name(bad[0] + 1))
+    return pieces
+
+
+def _check_read(kernel: str, column: Column, written: Written) -> None:
+    """Raise ArgumentError where a list that is only read shares memory with what is written."""
+    if not len(written.begins):
+        return
+    ends = column.pointers + np.array(column.layout[1], dtype=np.int64)
+    # The first written piece that ends behind the start of what is read.
+    at = np.searchsorted(written.ends, column.pointers, side="right")
+    inside = np.flatnonzero((at < len(written.begins)) & (ends > column.pointers))
+    bad = inside[written.begins[at[inside]] < ends[inside]]
+    if len(bad):
+        _refuse(kernel, (column.role.name, int(bad[0])), written.name(at[bad[0]]))
 
 
 def _refuse(kernel: str, one: tuple[str, int], other: tuple[str, int]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import autoamp_kernels
+import numpy as np
 import pytest
 import torch
 from autoamp_kernels.tables import Role, Tables
@@ -84,6 +85,51 @@ def test_the_oldest_table_goes() -> None:
     first = tables.table("kernel", ROLES, one)
     tables.table("kernel", ROLES, two)
     assert tables.table("kernel", ROLES, one) is not first
+
+
+def test_new_gradients_are_checked_against_what_is_written() -> None:
+    params, firsts, seconds = ([torch.ones(4), torch.ones(6)] for _ in range(3))
+
+    def step(grads: list[Tensor]) -> None:
+        autoamp_kernels.adam_(params, grads, firsts, seconds, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, step=1)
+
+    step([torch.ones(4), torch.ones(6)])
+    for wrong, message in (
+        ([torch.ones(4), firsts[1]], r"grads\[1\] and exp_avgs\[1\] share memory"),
+        ([torch.ones(4), torch.ones(7)[1:].half()], r"grads\[1\] has dtype torch.float16 and grads\[0\]"),
+        ([torch.ones(4), torch.ones(5)], r"grads\[1\] has 5 elements"),
+        ([torch.ones(4), torch.ones(12)[::2]], r"grads\[1\] is not contiguous"),
+    ):
+        before = [param.clone() for param in params]
+        with pytest.raises(autoamp_kernels.ArgumentError, match=message):
+            step(wrong)
+        assert all(map(torch.equal, params, before))
+    step([torch.ones(4), torch.ones(6)])
+    assert not torch.equal(params[1], before[1])
+
+
+def test_25000_tensors() -> None:
+    """Of one to seven elements, empty ones among them, cut from one: as one tensor of all of them."""
+    sizes = [i % 8 for i in range(25_000)]
+    flats = [torch.rand(sum(sizes)) for _ in range(4)]
+    wholes = [[flat.clone()] for flat in flats]
+    numbers = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8}
+    for step in (1, 2):
+        autoamp_kernels.adam_(*(list(flat.split(sizes)) for flat in flats), **numbers, step=step)
+        autoamp_kernels.adam_(*wholes, **numbers, step=step)
+    assert all(torch.equal(flat, whole) for flat, (whole,) in zip(flats, wholes, strict=True))
+
+
+def test_more_than_31_bits_of_elements() -> None:
+    """Pages that nobody writes to take no place: of this memory the last page alone is written."""
+    big = torch.from_numpy(np.zeros(2**31 + 70_000, np.int16)).view(torch.bfloat16)
+    small = torch.full((3,), 2.0, dtype=torch.bfloat16)
+    big[-1], big[2**31 - 1], big[2**31] = 3.0, -7.0, 5.0
+    norms, total, found = torch.empty(2), torch.empty(()), torch.zeros(())
+    autoamp_kernels.scale_([big, small], norms=norms, total=total, found_inf=found)
+    assert norms.tolist() == pytest.approx([83**0.5, 12**0.5])
+    assert total == pytest.approx(95**0.5)
+    assert found == 0
 
 
 def test_counts_beyond_31_bits() -> None:
