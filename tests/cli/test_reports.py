@@ -72,7 +72,7 @@ def test_a_fault_ends_with_code_3(folder: Path, ended: dict[str, Ended]) -> None
     found = json.loads((folder / "bad.json").read_text(encoding="utf-8"))
     assert found["exit_code"] == 3
     assert [one["op"] for one in found["remedies"]] == ["mul"]
-    assert found["skips"]["groups"][0]["overflow"]["location"] == "faulty.py:5"
+    assert found["skips"]["groups"][0]["overflow"]["location"].endswith("faulty.py:5")
     assert found["timeline"]["steps"] == 4
 
 

@@ -1,7 +1,7 @@
 "use strict";
 (() => {
   const RUNS = JSON.parse(document.getElementById("data").textContent);
-  const PAGE = 50;
+  const PAGE = window.matchMedia("(max-width: 46rem)").matches ? 10 : 25;
   const KINDS = {
     scale_search: ["scale search", "circle"], half_precision_op: ["half-precision op", "x"],
     not_finite_in_fp32: ["not finite in fp32", "diamond"], communication: ["communication", "square"],
@@ -223,7 +223,7 @@
       const [gx, gy] = bars(chosen.gradient, shift);
       const traces = [];
       if (x.length) traces.push({ type: "bar", name: "results", x, y, marker: { color: colour("bfloat16") }, opacity: 0.75 });
-      if (gx.length) traces.push({ type: "bar", name: "gradients × scale", x: gx, y: gy, marker: { color: colour("half_precision_op") }, opacity: 0.75 });
+      if (gx.length) traces.push({ type: "bar", name: "gradients times scale", x: gx, y: gy, marker: { color: colour("half_precision_op") }, opacity: 0.75 });
       for (const trace of traces) trace.hovertemplate = "2^%{x}: %{y:.3f} %<extra></extra>";
       const most = Math.max(1, ...y, ...gy);
       const [zero, normal, top] = run.values.formats.float16;
