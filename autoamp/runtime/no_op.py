@@ -108,9 +108,11 @@ class NoOpHandle:
         """Return a trace in which nothing is cast."""
         return CastTrace(self._casts, Observation(self._casts), self.observe, profile=profile)
 
-    def profile_ranges(self) -> RangeProfile:
+    def profile_ranges(self, *, every: int = 1, compare: int = 2) -> RangeProfile:
         """Profile the ranges of values and gradients, as a handle does."""
-        return RangeProfile(self._casts, Observation(self._casts), self.observe, lambda: 1.0)
+        return RangeProfile(
+            self._casts, Observation(self._casts), self.observe, lambda: 1.0, every=every, compare=compare
+        )
 
     def record(self, *, sample: bool = True, times: bool = True) -> Watch:
         """Record nothing: nothing is cast or skipped."""

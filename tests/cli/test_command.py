@@ -34,6 +34,24 @@ for step in range(4):
 print(out.dtype, tuple(model.weight.grad[0, :2].tolist()))
 """
 
+OVERFLOWS = """
+import torch
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+    def forward(self, x):
+        big = self.layer(x).half() * 1000.0
+        return (big * big).float()
+torch.manual_seed(0)
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(2):
+    optimizer.zero_grad()
+    model(torch.ones(2, 8)).mean().backward()
+    optimizer.step()
+"""
+
 # Notes the dtype of a linear layer's output, within a model.
 NOTES = """
 import sys, torch
@@ -162,6 +180,7 @@ if __name__ == "__main__":
     print(queue.get())
 """,
     "plain.py": TRAIN,
+    "overflows.py": OVERFLOWS,
     "fails.py": TRAIN + "raise ValueError('wrong')\n",
     "exits.py": TRAIN + "sys.exit(256 + 5)\n",
     "forks.py": TRAIN + "import os\nif os.fork():\n    os.wait()\nelse:\n    print('child')\n",
@@ -206,6 +225,7 @@ RUNS = {
     "plain": [*RUN, "plain.py"],
     "fp16": [*RUN, "--dtype", "fp16", "--loss-scale", "1024", "plain.py"],
     "report": [*RUN, "--dtype", "fp16", "--report", "report.json", "plain.py"],
+    "traced": [*RUN, "--dtype", "fp16", "--trace-overflow", "overflows.py"],
     "fails": [*RUN, "--report", "fails.json", "fails.py"],
     "exits": [*RUN, "--report", "exits.json", "exits.py"],
     "forks": [*RUN, "forks.py"],
@@ -284,6 +304,16 @@ def test_plain_program_is_cast_scaled_and_summed_up_in_one_line(ended: dict[str,
     assert ended["plain"].err.startswith("autoamp: bfloat16 on cpu (O1); ")
     assert ended["fp16"].err.startswith("autoamp: float16 on cpu (O1); ")
     assert "loss scale 1024;" in ended["fp16"].err
+
+
+def test_skips_are_explained_on_standard_error(ended: dict[str, Ended]) -> None:
+    assert (ended["traced"].code, ended["traced"].out) == (0, "")
+    line = OVERFLOWS[: OVERFLOWS.index("big * big")].count("\n") + 1
+    explained = [text for text in ended["traced"].err.splitlines() if "made inf" in text]
+    assert len(explained) == 2
+    assert "mul in module Model" in explained[0]
+    assert f"overflows.py:{line} made inf: it overflows in float16" in explained[0]
+    assert "overflowed at loss scale" not in ended["fp16"].err
 
 
 def test_report_has_what_the_summary_has(folder: Path, ended: dict[str, Ended]) -> None:
