@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -94,13 +93,11 @@ def test_filter_sort_and_pages_of_ten_thousand_call_sites(shown: Any) -> None:
     assert column(shown, "casts", 0)[:2] == ["op9999", "op9998"]
     status = one(shown, "[data-table=casts] [role=status]")
     assert status.text == "1 to 25 of 10,000"
-    began = time.perf_counter()
     shown.execute_script("document.querySelectorAll('[data-table=casts] th button')[5].click()")
     shown.execute_script("document.querySelectorAll('[data-table=casts] th button')[5].click()")
     assert column(shown, "casts", 5)[1:3] == ["1", "2"]
     assert one(shown, "[data-table=casts] th[aria-sort]").get_attribute("aria-sort") == "ascending"
     one(shown, "[data-table=casts] input").send_keys("op77 layers")
-    assert time.perf_counter() - began < 30
     assert status.text == "1 to 25 of 111"
     shown.execute_script("document.querySelectorAll('[data-table=casts] .tools button')[1].click()")
     assert status.text == "26 to 50 of 111"

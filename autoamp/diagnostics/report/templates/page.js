@@ -244,7 +244,7 @@
         ],
         annotations: [
           [normal, 1.12, "fp16: normal", "top"], [zero, 1.12, "subnormal", "top"], [Math.max(bnormal, low) + 0.5, 1.23, "bf16: normal", "middle"],
-        ].map(([at, height, text, anchor]) => ({
+        ].filter(([, , text]) => text !== "subnormal" || !narrow.matches).map(([at, height, text, anchor]) => ({
           x: at, y: most * height, text, showarrow: false, xanchor: "left", yanchor: anchor, font: { size: 11, color: colour("ink") },
         })),
       });
@@ -259,7 +259,7 @@
         if (!total) continue;
         for (const [dtype, name] of FORMATS) {
           const { underflow, subnormal, overflow } = lost(found, run.values.formats[dtype], by);
-          const share = (many) => `${count(many)} (${((100 * many) / total).toPrecision(2)} %)`;
+          const share = (many) => many === 0 ? "0" : `${count(many)} (${((100 * many) / total).toPrecision(2)} %)`;
           rows.push([`${what} in ${name}`, share(underflow), share(subnormal), share(overflow), count(found.zeros), count(found.nonfinite)]);
         }
       }
