@@ -1,11 +1,15 @@
 """Compiles the library with the C++ compiler at hand: no headers of Python or torch, so one wheel serves all of them.
 
 The settings are in pyproject.toml. The compiler is ``$CXX``, or else the first of c++, g++ and clang++ that is found.
+Where nvcc is found (``$CUDA_HOME/bin``, PATH), it compiles the CUDA kernels too: ``AUTOAMP_KERNELS_CUDA=0`` leaves them
+out, ``AUTOAMP_KERNELS_CUDA="90 120"`` takes these architectures alone, and a failing nvcc ends the build.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -32,6 +36,11 @@ OF_FILE = {
     "cpu_avx2.cpp": ["-mavx2", "-mf16c"],
     "cpu_avx512.cpp": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mf16c"],
 }
+
+# Machine code serves later minor versions too: 8.0 is 8.6's and 8.9's. What is newer than all of it takes the PTX.
+CUDA_CODE = (75, 80, 90, 100, 120)
+CUDA_FLAGS = ["-std=c++17", "-O3", "--fmad=false", "--compress-mode=size"]
+CUDA_SOURCE, CUDA_IMAGE, CUDA_CONTENTS = "kernels.cu", "kernels.fatbin", "kernels.json"
 
 
 def compiler() -> list[str]:
@@ -67,24 +76,76 @@ def compile_library(target: Path, scratch: Path, extra: tuple[str, ...] = ()) ->
     target.parent.mkdir(parents=True, exist_ok=True)
     # Replaced at one go: another process may have the old one open.
     fresh = target.with_suffix(f".{os.getpid()}")
-    subprocess.run([*command, "-shared", "-pthread", *extra, *map(str, objects), "-o", str(fresh)], check=True)
+    subprocess.run([*command, "-shared", "-pthread", *extra, *map(str, objects), "-ldl", "-o", str(fresh)], check=True)
     os.replace(fresh, target)
     return target
 
 
+def one_source(path: Path, seen: set[Path]) -> str:
+    """Return a source with the files that it includes in their places, each once."""
+    seen.add(path)
+    lines = []
+    for line in path.read_text().splitlines():
+        included = re.match(r'#include "(.*)"', line)
+        if not included:
+            lines.append(line)
+        elif (other := path.with_name(included[1])) not in seen:
+            lines.append(one_source(other, seen))
+    return "\n".join(lines)
+
+
+def nvcc() -> str | None:
+    """Return the command of nvcc; None where there is none, or it is not wanted."""
+    if os.environ.get("AUTOAMP_KERNELS_CUDA") == "0":
+        return None
+    home = os.environ.get("CUDA_HOME")
+    return shutil.which("nvcc", path=str(Path(home) / "bin")) if home else shutil.which("nvcc")
+
+
+def nvcc_command(source: Path, target: Path, *extra: str) -> list[str]:
+    """Return the command that compiles the CUDA kernels to a fat binary."""
+    code = cuda_code()
+    architectures = [f"-gencode=arch=compute_{one},code=sm_{one}" for one in code]
+    architectures.append(f"-gencode=arch=compute_{code[0]},code=compute_{code[0]}")
+    parallel = ["--threads", str(os.cpu_count() or 1)]
+    return [nvcc() or "nvcc", *CUDA_FLAGS, *parallel, *architectures, *extra, "-fatbin", str(source), "-o", str(target)]
+
+
+def cuda_code() -> list[int]:
+    """Return the compute capabilities to compile for, as ``AUTOAMP_KERNELS_CUDA`` has them, or all."""
+    return sorted(int(one) for one in os.environ.get("AUTOAMP_KERNELS_CUDA", "").split()) or list(CUDA_CODE)
+
+
+def write_cuda(folder: Path) -> list[Path]:
+    """Write the CUDA source in one piece, for NVRTC, and what nvcc makes of it, where nvcc is found."""
+    folder.mkdir(parents=True, exist_ok=True)
+    source, image, contents = (folder / name for name in (CUDA_SOURCE, CUDA_IMAGE, CUDA_CONTENTS))
+    source.write_text(one_source(SOURCES / "cuda_kernels.cu", set()) + "\n")
+    contents.unlink(missing_ok=True)
+    image.unlink(missing_ok=True)
+    if nvcc() is None:
+        return [source]
+    subprocess.run(nvcc_command(source, image), check=True)
+    contents.write_text(json.dumps({"code": cuda_code(), "ptx": cuda_code()[:1]}))
+    return [source, image, contents]
+
+
 class BuildLibrary(build_py):
-    """Compiles the library beside the package's modules."""
+    """Compiles the library and the CUDA kernels beside the package's modules."""
+
+    written: list[Path]
 
     def run(self) -> None:
         """Copy the modules, and compile."""
         super().run()
         root = HERE if self.editable_mode else Path(self.build_lib)
         scratch = Path(self.get_finalized_command("build").build_temp)  # type: ignore[attr-defined]
-        compile_library(root / "autoamp_kernels" / LIBRARY, scratch)
+        library = compile_library(root / "autoamp_kernels" / LIBRARY, scratch)
+        self.written = [library, *write_cuda(root / "autoamp_kernels")]
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
         """Return what the build writes, the library too."""
-        return [*super().get_outputs(include_bytecode), str(Path(self.build_lib) / "autoamp_kernels" / LIBRARY)]
+        return [*super().get_outputs(include_bytecode), *map(str, getattr(self, "written", []))]
 
 
 class PlatformWheel(bdist_wheel):
@@ -107,5 +168,8 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["library"]:
         # python setup.py library TARGET SCRATCH [FLAG ...]: what tests and sanitizers build.
         compile_library(Path(sys.argv[2]), Path(sys.argv[3]), tuple(sys.argv[4:]))
+    elif sys.argv[1:2] == ["cuda"]:
+        # python setup.py cuda FOLDER: the CUDA kernels alone.
+        write_cuda(Path(sys.argv[2]))
     else:
         setup(cmdclass={"build_py": BuildLibrary, "bdist_wheel": PlatformWheel}, distclass=WithLibrary)

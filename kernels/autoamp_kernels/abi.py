@@ -7,6 +7,7 @@ from ctypes import c_double, c_int32, c_int64, c_uint32, c_void_p
 
 __all__ = [
     "ABI",
+    "BF16",
     "CHECK_X",
     "CHECK_Y",
     "CHUNK",
@@ -16,6 +17,8 @@ __all__ = [
     "DECAY_AFTER",
     "DECOUPLED",
     "EPS_INSIDE",
+    "EXTRA_KERNELS",
+    "F16",
     "F32",
     "FIRST",
     "I32",
@@ -27,6 +30,7 @@ __all__ = [
     "NESTEROV",
     "NO_BIAS_CORRECTION",
     "NO_DTYPE",
+    "PARTS",
     "RESULTS",
     "TRUST",
     "AdagradArgs",
@@ -44,6 +48,8 @@ __all__ = [
 
 ABI = 2
 CHUNK = 32768
+# Blocks of a GPU that share a chunk.
+PARTS = 4
 CPU, CUDA = 0, 1
 F32, F16, BF16, I32, I64, NO_DTYPE = 0, 1, 2, 3, 4, -1
 DECOUPLED, MAXIMIZE, NO_BIAS_CORRECTION, EPS_INSIDE, NESTEROV, FIRST, DECAY_AFTER = 1, 2, 4, 8, 16, 32, 64
@@ -249,3 +255,9 @@ KERNELS: dict[str, type[Args]] = {
     "adam": AdamArgs, "sgd": SgdArgs, "adagrad": AdagradArgs, "lamb": LambArgs, "novograd": NovogradArgs,
     "axpby": AxpbyArgs, "scale": ScaleArgs,
 }  # fmt: skip
+
+# Kernels that a kernel launches on CUDA beside its own, each with the fields of its struct that hold their dtypes.
+EXTRA_KERNELS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
+    "lamb": (("lamb_last", ("param_dtype", "half_dtype")),),
+    "novograd": (("scale", ("grad_dtype", "")),),
+}

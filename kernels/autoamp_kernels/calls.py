@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from autoamp_kernels.abi import ABI, CPU, CUDA, NO_DTYPE, Args, GradScale, Head, Step
-from autoamp_kernels.doors import doors, library
+from autoamp_kernels.abi import ABI, CPU, CUDA, NO_DTYPE, PARTS, Args, GradScale, Head, Step
+from autoamp_kernels.cuda import Modules, unit_of
 from autoamp_kernels.errors import ArgumentError, KernelError
+from autoamp_kernels.library import library
 from autoamp_kernels.tables import CODES, Table, Tables
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "launch",
     "new_args",
     "space",
+    "sums",
     "tables",
 ]
 
@@ -49,6 +52,11 @@ def by_operator(lists: Iterable[Sequence[Tensor] | None]) -> bool:
     return any(getattr(kind, "__torch_dispatch__", _PLAIN) is not _PLAIN for kind in kinds)
 
 
+def device_code(device: torch.device) -> int:
+    """Return a device's type, as the kernels take it."""
+    return CPU if device.type == "cpu" else CUDA
+
+
 def address(kernel: str, name: str, tensor: Tensor | None, table: Table, *dtypes: torch.dtype) -> int | None:
     """Return where a tensor of one element lies, None for none.
 
@@ -70,7 +78,7 @@ def new_args(kernel: str, kind: type[A], table: Table, found_inf: Tensor | None)
     """Return a struct of arguments whose head is filled."""
     args = kind()
     args.head = Head(
-        size=ctypes.sizeof(kind), version=ABI, device=CPU if table.device.type == "cpu" else CUDA,
+        size=ctypes.sizeof(kind), version=ABI, device=device_code(table.device),
         threads=torch.get_num_threads(), tensors=len(table.counts), counts=int(table.counts.ctypes.data),
         first_chunk=int(table.first_chunk.ctypes.data),
         found_inf=address(kernel, "found_inf", found_inf, table, torch.float32),
@@ -108,6 +116,13 @@ def space(table: Table, count: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(count, dtype=dtype, device=table.device)
 
 
+def sums(table: Table, each: int = 1) -> Tensor:
+    """Return space for sums: ``each`` for a chunk; on CUDA ``each`` for a part of one, and one for a tensor."""
+    chunks = each * int(table.first_chunk[-1])
+    count = chunks + 1 if device_code(table.device) == CPU else PARTS * chunks + len(table.counts)
+    return space(table, count, torch.float64)
+
+
 def fill_step(kernel: str, table: Table, number: float, one: Tensor | None, advance: bool) -> Step:
     """Return the count of steps, as the kernel takes it."""
     each = table.columns.get("steps")
@@ -127,17 +142,35 @@ def launch(kernel: str, args: Args, table: Table, written: Iterable[Sequence[Ten
         KernelError: There are no kernels for the device, or they failed. The message names the kernel.
     """
     if args.head.device == CUDA:
-        closed = next((door.reason for door in doors() if door.name == table.device.type and not door.open), None)
-        if closed is not None or table.device.type != "cuda":
-            raise KernelError(f"kernel {kernel}: no kernels for {table.device}: {closed or 'choose a CPU or CUDA'}")
-        with torch.cuda.device(table.device):
-            args.head.stream = torch.cuda.current_stream().cuda_stream
-            library().call(kernel, args)
-    else:
-        library().call(kernel, args)
+        fill_cuda(kernel, args, table.device)
+    library().call(kernel, args)
     for tensors in written:
         if tensors:
             _count_writes(tensors)
+
+
+def fill_cuda(kernel: str, args: Args, device: torch.device) -> None:
+    """Set the stream and the module of a call on a GPU."""
+    if device.type != "cuda":
+        raise KernelError(f"kernel {kernel}: no kernels for {device}; choose a CPU or CUDA")
+    index, unit = device.index, unit_of(kernel, args)
+    try:
+        modules = _modules()
+        module = modules.opened(index, unit)
+        if module is None:
+            if torch.cuda.is_current_stream_capturing():
+                raise KernelError(
+                    "it cannot be loaded while a graph is captured; call it once with these dtypes before the capture"
+                )
+            module = modules.open(index, unit)
+    except KernelError as error:
+        raise KernelError(f"kernel {kernel}: {error}") from error
+    args.head.module, args.head.stream = module, torch.cuda.current_stream(device).cuda_stream
+
+
+@functools.cache
+def _modules() -> Modules:
+    return Modules(library())
 
 
 def _count_writes(tensors: Sequence[Tensor]) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from autoamp_kernels.abi import CHECK_X, CHECK_Y, MAX_NORM, NO_DTYPE, AxpbyArgs, ScaleArgs
-from autoamp_kernels.calls import address, by_operator, fill_grad_scale, launch, new_args, space, tables
+from autoamp_kernels.calls import address, by_operator, fill_grad_scale, launch, new_args, sums, tables
 from autoamp_kernels.errors import ArgumentError
 from autoamp_kernels.operators import define
 from autoamp_kernels.tables import Role
@@ -74,7 +74,7 @@ def _scale(
     args.norms = _norms_address(norms, len(ins), table.device)
     args.flags = MAX_NORM * max_norms
     if norms is not None or total is not None:
-        partial = space(table, int(table.first_chunk[-1]) + 1, torch.float64)
+        partial = sums(table)
         args.partial = partial.data_ptr()
     column = table.columns["ins"]
     args.ins, args.in_dtype = column.address, column.dtype

@@ -31,6 +31,7 @@ from autoamp_kernels.calls import (
     launch,
     new_args,
     space,
+    sums,
     tables,
 )
 from autoamp_kernels.operators import define
@@ -131,7 +132,7 @@ def _lamb(
     args.eps, args.weight_decay, args.max_norm, args.flags = eps, weight_decay, max_norm, flags
     fill_lists(args, table, "params", "grads", "exp_avgs", "exp_avg_sqs", "halves")
     if flags & TRUST:
-        partial = space(table, 2 * int(table.first_chunk[-1]) + 1, torch.float64)
+        partial = sums(table, 2)
         ratios = space(table, len(table.counts), torch.float32)
         args.partial, args.ratios = partial.data_ptr(), ratios.data_ptr()
     launch("lamb", args, table, (params, exp_avgs, exp_avg_sqs, halves, steps if advance else None))
@@ -220,7 +221,7 @@ def _novograd(
     args.lr, args.beta1, args.beta2, args.weight = lr, beta1, beta2, weight
     args.eps, args.weight_decay, args.flags = eps, weight_decay, flags
     fill_lists(args, table, "params", "grads", "exp_avgs", "halves", "norms")
-    partial = space(table, int(table.first_chunk[-1]) + 1, torch.float64)
+    partial = sums(table)
     args.partial = partial.data_ptr()
     launch("novograd", args, table, (params, exp_avgs, halves, norms, steps if advance else None))
 

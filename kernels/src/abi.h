@@ -18,6 +18,9 @@ typedef long long ak_int64;
 // Elements that one block, or one turn of a thread, takes of one tensor.
 #define AK_CHUNK 32768
 
+// Blocks of a GPU that share a chunk.
+#define AK_PARTS 4
+
 enum { AK_F32 = 0, AK_F16 = 1, AK_BF16 = 2, AK_I32 = 3, AK_I64 = 4, AK_NO_DTYPE = -1 };
 
 enum { AK_CPU = 0, AK_CUDA = 1 };
@@ -138,7 +141,8 @@ typedef struct ak_lamb_args {
   void* const* halves;
   const float* lr_at;
   const float* global_norm;  // NULL, or one element: the 2-norm of all gradients, after grad_scale
-  // Space for sums of squares, of parameters and updates in turn, [2 * chunks]; NULL without AK_TRUST.
+  // Space for sums of squares, of parameters and updates in turn, [2 * chunks], on CUDA [2 * AK_PARTS * chunks]; NULL
+  // without AK_TRUST.
   double* partial;
   float* ratios;             // [tensors] space for trust ratios; NULL without AK_TRUST
   double lr, beta1, beta2, weight, eps, weight_decay;  // `weight` is that of a gradient in its average
@@ -160,7 +164,7 @@ typedef struct ak_novograd_args {
   void* const* halves;
   float* const* norms;  // [tensors] of one element: the averaged norm of each gradient
   const float* lr_at;
-  double* partial;      // [chunks] space
+  double* partial;      // [chunks] space, on CUDA [tensors + AK_PARTS * chunks]
   double lr, beta1, beta2, weight, eps, weight_decay;  // `weight` is that of a gradient in its average
   ak_int32 grad_dtype, param_dtype, half_dtype;
   ak_int32 flags;
@@ -186,7 +190,9 @@ typedef struct ak_scale_args {
   const void* const* ins;  // of in_dtype
   void* const* outs;       // of out_dtype; NULL where it is AK_NO_DTYPE; may be `ins` where the dtypes are the same
   float* found;            // NULL, or one element: set to 1 where an inf or nan is found, else left as it is
-  double* partial;         // NULL without norms, or [chunks]: space for sums of squares, or largest absolute values
+  // NULL without norms, or space for sums of squares or largest absolute values, [chunks]; on CUDA
+  // [tensors + AK_PARTS * chunks].
+  double* partial;
   float* norms;            // NULL, or [tensors]
   float* total;            // NULL, or one element: the norm of all
   ak_int32 in_dtype, out_dtype;

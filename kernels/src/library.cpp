@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "abi.h"
+#include "cuda_launch.h"
 #include "functors.h"
 #include "threads.h"
 #include "variant.h"
@@ -46,11 +47,13 @@ const Variant& variant() {
 int checked(const ak_head& head, size_t size) {
   if (head.size != size) return AK_WRONG_SIZE;
   if (head.version != AK_ABI) return AK_WRONG_VERSION;
-  if (head.device != AK_CPU) return AK_NO_DEVICE;
+  if (head.device != AK_CPU && !(head.device == AK_CUDA && head.module)) return AK_NO_DEVICE;
   if (head.tensors < 0 || head.threads < 1) return AK_WRONG_VALUE;
   if (head.tensors && (!head.counts || !head.first_chunk)) return AK_WRONG_VALUE;
   return AK_OK;
 }
+
+bool on_cuda(const ak_head& head) { return head.device == AK_CUDA; }
 
 bool skipped(const ak_head& head) { return head.found_inf && *head.found_inf != 0.0f; }
 
@@ -96,15 +99,17 @@ int checked_step(const Args* a, ak_chunks work, bool states) {
 }
 
 template <class Args>
-int run_step(const Args* a, ak_chunks work, bool states) {
+int run_step(const Args* a, ak_chunks work, int (*cuda)(const Args&), bool states) {
   int wrong = checked_step(a, work, states);
-  if (wrong || skipped(a->head)) return wrong;
+  if (wrong) return wrong;
+  if (on_cuda(a->head)) return cuda(*a);
+  if (skipped(a->head)) return AK_OK;
   return run(a->head, work, a);
 }
 
-AK_PUBLIC int ak_sgd(const ak_sgd_args* a) { return run_step(a, variant().sgd, true); }
+AK_PUBLIC int ak_sgd(const ak_sgd_args* a) { return run_step(a, variant().sgd, cuda_sgd, true); }
 
-AK_PUBLIC int ak_adagrad(const ak_adagrad_args* a) { return run_step(a, variant().adagrad, a->sums); }
+AK_PUBLIC int ak_adagrad(const ak_adagrad_args* a) { return run_step(a, variant().adagrad, cuda_adagrad, a->sums); }
 
 // Puts the norms of chunks together in their order, whatever thread took them. Calls take(tensor, sum, or largest value).
 template <class Take>
@@ -119,9 +124,11 @@ void each_norm(const ak_head& head, const double* partial, bool most, Take take)
 
 AK_PUBLIC int ak_scale(const ak_scale_args* a) {
   int wrong = checked(a->head, sizeof *a);
-  if (wrong || skipped(a->head)) return wrong;
+  if (wrong) return wrong;
   if (!a->outs != (a->out_dtype == AK_NO_DTYPE) || (a->head.tensors && !a->ins)) return AK_WRONG_VALUE;
   if ((a->norms || a->total) && !a->partial) return AK_WRONG_VALUE;
+  if (on_cuda(a->head)) return cuda_scale(*a);
+  if (skipped(a->head)) return AK_OK;
   wrong = run(a->head, variant().scale, a);
   if (wrong || !a->partial) return wrong;
   bool most = a->flags & AK_MAX_NORM;
@@ -136,16 +143,22 @@ AK_PUBLIC int ak_scale(const ak_scale_args* a) {
 
 AK_PUBLIC int ak_axpby(const ak_axpby_args* a) {
   int wrong = checked(a->head, sizeof *a);
-  if (wrong || skipped(a->head)) return wrong;
+  if (wrong) return wrong;
   if (a->head.tensors && (!a->xs || !a->ys || !a->outs)) return AK_WRONG_VALUE;
+  wrong = variant().axpby(a, 0, 0);
+  if (wrong) return wrong;
+  if (on_cuda(a->head)) return cuda_axpby(*a);
+  if (skipped(a->head)) return AK_OK;
   return run(a->head, variant().axpby, a);
 }
 
 AK_PUBLIC int ak_lamb(const ak_lamb_args* a) {
   int wrong = checked_step(a, variant().lamb, a->exp_avgs && a->exp_avg_sqs);
-  if (wrong || skipped(a->head)) return wrong;
+  if (wrong) return wrong;
   bool trust = a->flags & AK_TRUST;
   if (trust && (!a->partial || !a->ratios)) return AK_WRONG_VALUE;
+  if (on_cuda(a->head)) return cuda_lamb(*a);
+  if (skipped(a->head)) return AK_OK;
   advance(a->step, a->head.tensors);
   wrong = run(a->head, variant().lamb, a);
   if (wrong || !trust) return wrong;
@@ -160,7 +173,9 @@ AK_PUBLIC int ak_lamb(const ak_lamb_args* a) {
 
 AK_PUBLIC int ak_novograd(const ak_novograd_args* a) {
   int wrong = checked_step(a, variant().novograd, a->exp_avgs && a->norms && a->partial);
-  if (wrong || skipped(a->head)) return wrong;
+  if (wrong) return wrong;
+  if (on_cuda(a->head)) return cuda_novograd(*a);
+  if (skipped(a->head)) return AK_OK;
   advance(a->step, a->head.tensors);
   bool most = a->flags & AK_MAX_NORM;
   ak_scale_args measure = {};
@@ -176,7 +191,9 @@ AK_PUBLIC int ak_novograd(const ak_novograd_args* a) {
 
 AK_PUBLIC int ak_adam(const ak_adam_args* a) {
   int wrong = checked_step(a, variant().adam, a->exp_avgs && a->exp_avg_sqs);
-  if (wrong || skipped(a->head)) return wrong;
+  if (wrong) return wrong;
+  if (on_cuda(a->head)) return cuda_adam(*a);
+  if (skipped(a->head)) return AK_OK;
   advance(a->step, a->head.tensors);
   return run(a->head, variant().adam, a);
 }

@@ -130,7 +130,7 @@ def test_an_overflow_skips_all_of_it() -> None:
 
 
 def test_threads_and_variants_give_the_same_bits(variant: str) -> None:
-    from autoamp_kernels.doors import library
+    from autoamp_kernels.library import library
 
     before, results = torch.get_num_threads(), [both(None)]
     try:

@@ -9,7 +9,7 @@ from typing import Any
 import autoamp_kernels
 import pytest
 import torch
-from autoamp_kernels.doors import library
+from autoamp_kernels.library import library
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
