@@ -42,4 +42,4 @@ except Exception as error:  # torch is missing, or of another kind than any that
 
 def available(device_type: str) -> bool:
     """Tell whether kernels can run on devices of a type, such as ``"cpu"`` or ``"cuda"``."""
-    return any(door.open for door in doors() if door.device == device_type)
+    return any(door.open for door in doors() if door.name == device_type)

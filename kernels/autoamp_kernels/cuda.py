@@ -227,7 +227,7 @@ def _way_of_nvcc(packaged: Packaged, capabilities: list[int], cards: str) -> tup
     if not any(map(packaged.covers, capabilities)):
         known = ", ".join(f"{one / 10}" for one in packaged.contents["code"])
         return False, f"no code for this card: it has compute capability {cards}, the package {known}; use NVRTC"
-    return True, f"compute capability {cards}"
+    return True, f"nvcc, compute capability {cards}"
 
 
 def _way_of_nvrtc(images: Images, capabilities: list[int], cards: str) -> tuple[bool, str]:
@@ -239,4 +239,4 @@ def _way_of_nvrtc(images: Images, capabilities: list[int], cards: str) -> tuple[
     version = ".".join(map(str, compiler.version))
     if min(compiler.capabilities) > max(capabilities):
         return False, f"no code for this card: it has compute capability {cards}, NVRTC {version} knows only later ones"
-    return True, f"compute capability {cards}, NVRTC {version}, kept in {cache.folder()}"
+    return True, f"NVRTC {version}, compute capability {cards}, kept in {cache.folder()}"

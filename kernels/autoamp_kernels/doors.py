@@ -16,15 +16,15 @@ class Door:
     """A way to the kernels.
 
     Attributes:
-        name: ``"cpu"``; ``"nvcc"``, the kernels for GPUs that were compiled when the package was built; or
-            ``"nvrtc"``, the same, compiled at first use.
-        device: The type of the devices behind it, ``"cpu"`` or ``"cuda"``.
+        name: The type of the devices behind it, ``"cpu"`` or ``"cuda"``.
+        way: ``"cpu"``; ``"nvcc"``, the kernels for GPUs that were compiled when the package was built; or ``"nvrtc"``,
+            the same, compiled at first use.
         open: Whether kernels can run there.
         reason: Why it is closed, with a remedy; of an open door, what runs there, such as ``"avx512"``.
     """
 
     name: str
-    device: str
+    way: str
     open: bool
     reason: str
 
@@ -33,9 +33,9 @@ def doors() -> tuple[Door, ...]:
     """Return all doors, open ones and closed ones. This starts the CUDA driver, where there is one."""
     found = load()
     if isinstance(found, KernelError):
-        return tuple(Door(*names, False, str(found)) for names in (("cpu", "cpu"), ("nvcc", "cuda"), ("nvrtc", "cuda")))
+        return tuple(Door(*names, False, str(found)) for names in (("cpu", "cpu"), ("cuda", "nvcc"), ("cuda", "nvrtc")))
     ways = cuda.ways(found)
     return (
         Door("cpu", "cpu", True, found.cpu_variant),
-        *(Door(name, "cuda", is_open, reason) for name, (is_open, reason) in ways.items()),
+        *(Door("cuda", way, is_open, reason) for way, (is_open, reason) in ways.items()),
     )

@@ -244,4 +244,4 @@ def test_registers_and_spills(tmp_path: Path) -> None:
 
 def test_the_doors_can_be_asked_without_a_driver() -> None:
     assert cuda.DRIVER == "libcuda.so.1"
-    assert {door.name for door in autoamp_kernels.doors()} == {"cpu", "nvcc", "nvrtc"}
+    assert {door.way for door in autoamp_kernels.doors()} == {"cpu", "nvcc", "nvrtc"}

@@ -34,7 +34,7 @@ def report(program: str = REPORT, **environment: str) -> str:
 
 def test_the_cpu_door_is_open() -> None:
     assert autoamp_kernels.available("cpu")
-    assert {door.device for door in autoamp_kernels.doors()} == {"cpu", "cuda"}
+    assert {door.name for door in autoamp_kernels.doors()} == {"cpu", "cuda"}
     assert all(door.reason for door in autoamp_kernels.doors())
 
 

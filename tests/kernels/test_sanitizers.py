@@ -20,7 +20,7 @@ TESTS = ("test_optimizers.py", "test_layerwise.py", "test_gradients.py")
 FAULTY = """
 import ctypes, numpy, torch
 from autoamp_kernels.abi import ABI, Head, NO_DTYPE, ScaleArgs
-from autoamp_kernels.doors import library
+from autoamp_kernels.library import library
 values, counts, chunks = numpy.ones(4, numpy.float32), numpy.array([100]), numpy.array([0, 1])
 table, found = numpy.array([values.ctypes.data]), numpy.zeros(1, numpy.float32)
 head = Head(size=ctypes.sizeof(ScaleArgs), version=ABI, threads=1, tensors=1, counts=counts.ctypes.data,
