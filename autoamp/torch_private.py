@@ -44,6 +44,7 @@ __all__ = [
     "in_dual_level",
     "in_function_mode",
     "is_any_autocast_enabled",
+    "is_parallelized",
     "is_transformed",
     "mkldnn",
     "mkldnn_enabled",
@@ -248,6 +249,11 @@ def _root_of_mesh() -> Callable[[Any], Any]:
 root_of_mesh: Callable[[Any], Any] = _root_of_mesh()
 """The mesh that a `DeviceMesh` was cut from, which is itself for one that was not. Where the name is missing, None:
 ranks that meshes across one another concern are then all ranks."""
+
+
+def is_parallelized(module: Any) -> bool:
+    """Tell whether `parallelize_module` has distributed a module; False where the installed torch does not mark it."""
+    return bool(getattr(module, "_distribute_module_applied", False))
 
 
 def sharded_compute_dtype(module: Any) -> torch.dtype | None:

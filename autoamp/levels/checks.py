@@ -12,9 +12,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from autoamp.errors import UsageError, warn_user
 from autoamp.levels.opt_levels import LEVELS, OptLevel
 from autoamp.rules import CastTable
-from autoamp.scaling import is_sharded
 from autoamp.stepping import check_half_model, check_half_norms, check_optimizer, is_optimizer, refuse_own_scaler
 from autoamp.tensors import HALF_DTYPES
+from autoamp.torch_private import is_parallelized
 
 __all__ = [
     "checked_flag",
@@ -41,14 +41,13 @@ def checked_models(models: Any) -> list[Module]:
 
 
 def refuse_sharded(models: Sequence[Module], opt_level: str) -> None:
-    """Raise UsageError for a model that is distributed already, by `fully_shard` or as DTensors, where it is cast."""
+    """Raise UsageError for a model that `fully_shard` or `parallelize_module` has distributed, where it is cast."""
     for model in models:
         for name, module in model.named_modules():
             if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
                 raise UsageError(_distributed_already(opt_level, f"fully_shard has sharded {name or 'it'!r}"))
-        for name, parameter in model.named_parameters():
-            if is_sharded(parameter):
-                raise UsageError(_distributed_already(opt_level, f"its parameter {name!r} is a DTensor"))
+            if is_parallelized(module):
+                raise UsageError(_distributed_already(opt_level, f"parallelize_module has sharded {name or 'it'!r}"))
 
 
 def _distributed_already(opt_level: str, what: str) -> str:

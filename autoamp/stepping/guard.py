@@ -483,6 +483,8 @@ class StepGuard:
             verdict.found if verdict.overflowed is None else [torch.full((1,), float(verdict.overflowed))]
             for verdict in own
         ]
+        # The block looked at them already, and that cannot stand for this: a reduction by the program itself may have
+        # come since, and torch's collectives do not count as writes (`Tensor._version`).
         now = non_finite_now(params, self._usual_now)
         ballot = Ballot(found, now, votes=bool(own), norm=norm, hopeless=hopeless).cast(together, largest=largest)
         self._disagrees = False

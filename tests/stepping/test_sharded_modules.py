@@ -87,6 +87,14 @@ def test_an_optimizer_from_before_tensor_parallelism_is_refused(level: Any) -> N
         block_and_step(model, optimizer)
 
 
+def test_a_model_that_is_parallel_already_is_not_cast() -> None:
+    model = network()
+    parallelize_module(model, init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()})
+    with pytest.raises(autoamp.UsageError, match=r"parallelize_module has sharded .0. already"):
+        autoamp.initialize(model, opt_level="O2", **OPTIONS)
+    assert autoamp.initialize(model, opt_level="O1", **OPTIONS) is model
+
+
 def test_an_optimizer_from_before_is_refused_under_auto_scale() -> None:
     model = network()
     optimizer = sgd(model)
