@@ -158,7 +158,7 @@ def test_the_list_is_written_with_figures_and_ctrl_c_keeps_the_best(
 
 
 def test_from_end_to_end(script: Path) -> None:
-    arguments = ["--dtype", "fp16", "--device-type", "cpu", "--budget", "2m", "--seeds", "1", "--survey-steps", "2"]
+    arguments = ["--dtype", "fp16", "--device-type", "cpu", "--budget", "60s", "--seeds", "1", "--survey-steps", "2"]
     assert main(["tune", "--metric", "loss", *arguments, "script.py"]) == 0
     rule = load_table(None, environ={}).policy_of("mul")
     assert rule is not None
