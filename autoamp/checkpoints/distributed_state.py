@@ -22,7 +22,7 @@ class DistributedState:
 
         state = autoamp.DistributedState(model, optimizer)
         dcp.save({"training": state}, checkpoint_id=folder)
-        dcp.async_save({"training": state}, checkpoint_id=folder)
+        dcp.async_save({"training": state}, checkpoint_id=folder, process_group=own_group)
         dcp.load({"training": state}, checkpoint_id=folder)
 
     A checkpoint may be loaded on another number of ranks and under another wrapper: parameters go by the names that
