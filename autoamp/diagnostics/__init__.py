@@ -9,6 +9,7 @@ from autoamp.diagnostics.explain import Explanation, explain
 from autoamp.diagnostics.exponents import FORMATS, Exponents
 from autoamp.diagnostics.monitors import Followers, write_scalars
 from autoamp.diagnostics.observer import Call, Observation, Observer, Op, Watch
+from autoamp.diagnostics.op_names import spellings
 from autoamp.diagnostics.overflow import OverflowTrace
 from autoamp.diagnostics.ranges import OpRange, RangeProfile, ValueProfile
 from autoamp.diagnostics.rehearsal import explain_step
@@ -73,6 +74,7 @@ __all__ = [
     "load_report",
     "report_of",
     "report_page",
+    "spellings",
     "sum_of",
     "write_report",
     "write_scalars",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from autoamp.diagnostics.op_names import spellings
 from autoamp.diagnostics.rows import Hint, Row
 from autoamp.tensors import HALF_DTYPES
 
@@ -129,13 +130,14 @@ def hints_of(rows: Iterable[Row], unlisted: Iterable[Row], flow: Flow) -> tuple[
         )
     for row in unlisted:
         name = row.op.removeprefix("aten::")
+        names = ", ".join(map(repr, spellings(name) or (name,)))
         dtypes = " and ".join(f"{count} {dtype}" for dtype, count in sorted(row.dtypes_in.items()))
         found.append(
             Hint(
                 "mixed dtypes on no list",
                 row.label,
                 f"{row.calls} calls got {dtypes}; torch widened {row.bytes_cast:,} bytes",
-                f"list {name!r} as fp16 or promote, or cast one of the arguments before",
+                f"list {names} as fp16 or promote, or cast one of the arguments before",
                 row.bytes_cast,
             )
         )

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
+from autoamp.diagnostics.op_names import spelled_at, spellings
 from autoamp.patching import original_of
 from autoamp.tensors import HALF_DTYPES, iter_tensors, map_tensors
 from autoamp.torch_private import DispatchMode
@@ -77,6 +78,8 @@ class Site:
         dtype: Of its result.
         in_cast: Whether it is a cast that was made for the op.
         source: Where an inf or nan that went in or came out is from.
+        names: Those under which lists have what was called.
+        in_place: Whether it writes to its first argument.
     """
 
     op: str
@@ -85,6 +88,8 @@ class Site:
     dtype: torch.dtype | None = None
     in_cast: bool = False
     source: Origin | None = None
+    names: tuple[str, ...] = ()
+    in_place: bool = False
 
 
 @dataclass(eq=False)
@@ -156,11 +161,19 @@ _OPERATORS = {name: name for name in ("add", "sub", "mul", "pow", "matmul", "neg
 
 def user_line(frame: types.FrameType | None) -> str | None:
     """Return ``"file:line"`` of the innermost frame that is neither of torch nor of this package."""
-    while frame is not None:
-        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _BETWEEN:
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    frame = _user_frame(frame)
+    return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _user_frame(frame: types.FrameType | None) -> types.FrameType | None:
+    while frame is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] in _BETWEEN:
         frame = frame.f_back
-    return None
+    return frame
+
+
+def _writes_in_place(function: Any) -> bool:
+    name = str(getattr(function, "__name__", ""))
+    return name.endswith("_") and not name.endswith("__")
 
 
 @dataclass(eq=False)
@@ -238,6 +251,9 @@ class Inspector(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # Torch looks the function up by its name, where a replacement may stand that the program did not call: `y * y`
+        # is Tensor.mul here. A replacement that it called has done its part before.
+        func = original_of(func)
         caller = sys._getframe(1)
         inputs = _floating((args, kwargs))
         flaws = [(tensor, flaw_of(tensor)) for tensor in inputs]
@@ -256,22 +272,24 @@ class Inspector(TorchFunctionMode):
             result = func(*args, **kwargs)
         outputs = _floating(result) or ([args[0]] if name == "setitem" and isinstance(args[0], Tensor) else [])
         if outputs:
-            self._take(name, caller, args, kwargs, flaws, sizes, outputs, inner)
+            self._take(func, caller, args, kwargs, flaws, sizes, outputs, inner)
         return result
 
     def _take(
-        self, name: str, caller: types.FrameType, args: Any, kwargs: Any,
+        self, func: Any, caller: types.FrameType, args: Any, kwargs: Any,
         flaws: Sequence[tuple[Tensor, Flaw | None]], sizes: tuple[float, ...], outputs: Sequence[Tensor],
         inner: _Innermost | None,
     ) -> None:  # fmt: skip
         """Take note of a call: the nodes that it made, and what became of inf and nan."""
+        name = bare_name(func)
         internal = name in _CASTS and str(caller.f_globals.get("__name__", "")).partition(".")[0] == _OURS
         if name in ("data", "grad", "requires_grad_", "detach"):
             internal = False
         site = Site(name, self.path_of(self._stack[-1] if self._stack else None), user_line(caller))
         site.dtype = next((t.dtype for t in outputs), None)
+        site.names, site.in_place = spelled_at(name, func, _user_frame(caller)), _writes_in_place(func)
         if inner is not None and inner.name is not None:
-            site.op = inner.name
+            site.op, site.names = inner.name, spellings(inner.name)
         if internal:
             site.in_cast = True
             for output in outputs:
@@ -281,7 +299,7 @@ class Inspector(TorchFunctionMode):
             for tensor, _ in flaws:
                 known = self._cast_sites.get(id(tensor))
                 if known is not None and known[0] is tensor and known[1].in_cast and known[1].op in _CASTS:
-                    known[1].op = name
+                    known[1].op, known[1].names, known[1].in_place = name, site.names, site.in_place
         for output in outputs:
             self._own(output.grad_fn, site)
         for tensor, before in flaws:

@@ -19,6 +19,7 @@ from torch.nn import Module
 
 from autoamp.casting import Casts
 from autoamp.diagnostics.inspector import Backward, Flaw, Inspector, Origin, Site, flaw_of, named_inputs, worst_of
+from autoamp.diagnostics.op_names import fp32_entry, spellings
 from autoamp.diagnostics.records import LossRegion, NodeTrace, RandomStates, Record
 from autoamp.diagnostics.verdicts import (
     HalfPrecisionOp,
@@ -320,16 +321,12 @@ def batch_index(tensor: Tensor) -> int | None:
     return int(rows[0]) if len(rows) else None
 
 
-def suggested(site: Site) -> str:
-    """Return the entry of a list file that keeps an op out of half precision."""
-    return f'add fp32 = ["{site.op}"] to the list file'
-
-
-def of_site(site: Site, verdict: OverflowVerdict, phase: str, flaw: Flaw, suggestion: str | None) -> Overflow:
-    """Return the finding for what an op made."""
+def of_site(site: Site, verdict: OverflowVerdict, phase: str, flaw: Flaw) -> Overflow:
+    """Return the finding for what an op made, with the entry of a list file that avoids it where one does."""
+    names = site.names if isinstance(verdict, HalfPrecisionOp) else ()
     return Overflow(
-        verdict, op=site.op, module=site.module, location=site.location, phase=phase, suggestion=suggestion,
-        value=flaw.value,
+        verdict, op=site.op, module=site.module, location=site.location, phase=phase,
+        suggestion=fp32_entry(names, site.in_place), value=flaw.value, fp32_names=names,
     )  # fmt: skip
 
 
@@ -347,10 +344,10 @@ def origin_finding(origin: Origin, again: Replayed, widened: Callable[[], Origin
     if in_fp32 is None:
         half = origin.site.dtype if origin.site.dtype in HALF_DTYPES else torch.float16
         verdict = HalfPrecisionOp(origin.magnitudes, str(half).removeprefix("torch."), origin.site.in_cast)
-        return of_site(origin.site, verdict, "forward", origin.flaw, suggested(origin.site))
+        return of_site(origin.site, verdict, "forward", origin.flaw)
     if in_fp32.site is None:
         return given_finding(in_fp32, again)
-    return of_site(in_fp32.site, NotFiniteInFp32(magnitudes=in_fp32.magnitudes), "forward", in_fp32.flaw, None)
+    return of_site(in_fp32.site, NotFiniteInFp32(magnitudes=in_fp32.magnitudes), "forward", in_fp32.flaw)
 
 
 def forward_finding(record: Record, again: Replayed, casts: Casts, scale: float) -> Overflow | None:
@@ -497,11 +494,9 @@ def found_backward(
         return Overflow(search or unknown, phase="backward", parameter=parameter)
     site, result = made
     verdict: OverflowVerdict = search or NotFiniteInFp32(magnitudes=result.magnitudes)
-    suggestion = None
     if search is None and finite_in_fp32:
         verdict = HalfPrecisionOp(result.magnitudes, _dtype_name(site), in_cast=site.in_cast)
-        suggestion = suggested(site)
-    return replace(of_site(site, verdict, "backward", result.flaw, suggestion), parameter=parameter)
+    return replace(of_site(site, verdict, "backward", result.flaw), parameter=parameter)
 
 
 def _dtype_name(site: Site) -> str:
@@ -552,13 +547,13 @@ def _half_of(dtypes: Sequence[torch.dtype | None]) -> str:
 
 def _of_node(region: LossRegion, trace: NodeTrace, verdict: OverflowVerdict, phase: str, flaw: Flaw) -> Overflow:
     op = _op_of(trace.name)
-    suggestion = None
-    if isinstance(verdict, HalfPrecisionOp):
-        suggestion = f'add fp32 = ["{op}"] to the list file'
-    elif isinstance(verdict, NotFiniteInFp32):
+    names = spellings(op) if isinstance(verdict, HalfPrecisionOp) else ()
+    suggestion = fp32_entry(names)
+    if isinstance(verdict, NotFiniteInFp32):
         suggestion = "look at the loss: compute it in a form that stays finite"
     return Overflow(
-        verdict, op=op, location=trace.line or region.line, phase=phase, suggestion=suggestion, value=flaw.value
+        verdict, op=op, location=trace.line or region.line, phase=phase, suggestion=suggestion, value=flaw.value,
+        fp32_names=names,
     )  # fmt: skip
 
 

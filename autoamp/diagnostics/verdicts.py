@@ -117,6 +117,8 @@ class Overflow:
         loss_scale: The scale of the loss.
         suggestion: What to do; for a half-precision op the entry of a list file that avoids it.
         value: ``"inf"`` or ``"nan"``, whichever the op made; ``"nan"`` where it made both.
+        fp32_names: For a half-precision op the names that the suggested entry has: those under which it was called,
+            such as ``("__mul__", "__rmul__")``. Empty where no list can name it.
     """
 
     verdict: OverflowVerdict
@@ -129,6 +131,7 @@ class Overflow:
     loss_scale: float | None = None
     suggestion: str | None = None
     value: str | None = None
+    fp32_names: tuple[str, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -145,6 +148,7 @@ class Overflow:
             "kind": self.kind,
             "verdict": {"type": type(self.verdict).__name__, **details},
             **{name: getattr(self, name) for name in fields},
+            "fp32_names": list(self.fp32_names),
         }
 
     def __str__(self) -> str:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from autoamp.diagnostics import spellings
 from autoamp.tuning.costs import Cost, Survey, Use
 
 __all__ = ["Proposal", "Totals", "proposals_of", "totals_of"]
@@ -113,7 +114,9 @@ def _safe_again(
     if of_classes and apart and good and pays > 0:
         where = f"{_short(target)} is unsafe in this class, and pays elsewhere: {reason}"
         return [Proposal(name, "fp32", "unsafe", where, of_module=True) for name in classes]
-    return [Proposal(target, "fp32", "unsafe", reason)]
+    # Of an op on no list it is not known by which of its names it was called.
+    names = spellings(target) if any(use.policy == "unlisted" for use in bad) else ()
+    return [Proposal(name, "fp32", "unsafe", reason) for name in names or (target,)]
 
 
 def _why_unsafe(bad: Sequence[Use], survey: Survey, max_error: float) -> str:

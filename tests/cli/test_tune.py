@@ -27,7 +27,7 @@ class Gate(torch.nn.Module):
         super().__init__()
         self.scale = torch.nn.Parameter(torch.ones(4))
     def forward(self, x):
-        return (x * 300.0).mul(x * 400.0 * self.scale) / 120000.0
+        return (x * 300.0) * (x * 400.0 * self.scale) / 120000.0
 model = Gate()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 x = torch.linspace(-3, 3, 64).view(16, 4)
@@ -128,7 +128,7 @@ class _Planted:
 
     def survey(self, seconds: float) -> Survey:
         return survey(
-            use("mul", "unlisted", 1, 1, overflow=5), use("conv2d", "fp16", 9, 90), use("softmax", "fp32", 9, 3)
+            use("hypot", "unlisted", 1, 1, overflow=5), use("conv2d", "fp16", 9, 90), use("softmax", "fp32", 9, 3)
         )
 
     def run(self, candidate: tuple[Proposal, ...] | None, seed: int) -> Outcome:
@@ -143,8 +143,8 @@ def test_the_list_is_written_with_figures_and_ctrl_c_keeps_the_best(
     monkeypatch.setattr(tune, "_Runs", _Planted)
     assert main(["tune", "--metric", "loss", "-o", "one.toml", "script.py"]) == 0
     table = load_table("one.toml", environ={})
-    policies = {name: rule.policy for name in ("mul", "conv2d", "softmax") if (rule := table.policy_of(name))}
-    assert policies == {"mul": CastPolicy.FP32, "conv2d": CastPolicy.NONE, "softmax": CastPolicy.FP16}
+    policies = {name: rule.policy for name in ("hypot", "conv2d", "softmax") if (rule := table.policy_of(name))}
+    assert policies == {"hypot": CastPolicy.FP32, "conv2d": CastPolicy.NONE, "softmax": CastPolicy.FP16}
     assert "unsafe: 5 of its arguments and results overflow" in Path("one.toml").read_text()
     assert "# float16 on cpu" in Path("one.toml").read_text()
     monkeypatch.setattr(_Planted, "interrupted_at", 3)
@@ -153,17 +153,17 @@ def test_the_list_is_written_with_figures_and_ctrl_c_keeps_the_best(
     assert "stopped early, as it was interrupted" in text
     assert "not tried: conv2d" in text
     assert 'extends = ["bf16"]' in text
-    assert '"mul",  # unsafe' in text
+    assert '"hypot",  # unsafe' in text
     assert "interrupted" in capsys.readouterr().err
 
 
 def test_from_end_to_end(script: Path) -> None:
     arguments = ["--dtype", "fp16", "--device-type", "cpu", "--budget", "60s", "--seeds", "1", "--survey-steps", "2"]
     assert main(["tune", "--metric", "loss", *arguments, "script.py"]) == 0
-    rule = load_table(None, environ={}).policy_of("mul")
+    rule = load_table(None, environ={}).policy_of("__mul__")
     assert rule is not None
     assert (rule.policy, Path(rule.origin.path).name) == (CastPolicy.FP32, "autoamp.toml")
     text = Path("autoamp.toml").read_text()
     assert "overflow in float16 at script.py:8" in text
     assert "half precision" in text
-    assert json.dumps("mul") in text
+    assert json.dumps("__mul__") in text

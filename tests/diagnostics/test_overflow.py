@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import operator
 import os
 import socket
 import subprocess
@@ -135,9 +136,66 @@ def test_forward_op() -> None:
     assert (found.op, found.module, found.phase, found.value) == ("mul", "faulty", "forward", "inf")
     assert found.location == line_of(squared, "big * big")
     assert found.suggestion is not None
-    assert 'fp32 = ["mul"]' in found.suggestion
+    assert 'fp32 = ["__mul__", "__rmul__"]' in found.suggestion
+    assert found.fp32_names == ("__mul__", "__rmul__")
     assert max(found.verdict.magnitudes) > 256
     assert (found.iteration, found.loss_scale, found.kind) == (0, 256.0, "half_precision_op")
+
+
+BIG: dict[str, Callable[[Tensor], Tensor]] = {
+    "__mul__": lambda h: h * h,
+    "__rmul__": lambda h: 3e4 * h,
+    "__imul__": lambda h: operator.imul(h.clone(), h),
+    "mul": lambda h: torch.mul(h, h),
+    "Tensor.mul": lambda h: h.mul(h),
+    "operator.mul": lambda h: operator.mul(h, h),
+    "mul_": lambda h: h.clone().mul_(h),
+    "multiply": lambda h: h.multiply(h),
+    "__add__": lambda h: h.clamp(6e4, 6e4) + h.clamp(6e4, 6e4),
+    "__radd__": lambda h: 6e4 + h.clamp(6e4, 6e4),
+    "__sub__": lambda h: h.clamp(6e4, 6e4) - h.clamp(-6e4, -6e4),
+    "__rsub__": lambda h: 6e4 - h.clamp(-6e4, -6e4),
+    "__truediv__": lambda h: h.clamp(6e4, 6e4) / h.clamp(0.01, 0.01),
+    "__pow__": lambda h: h**2,
+    "__rpow__": lambda h: 1e4 ** h.clamp(2.0, 2.0),
+    "__matmul__": lambda h: h @ h.clamp(500.0, 500.0).T,
+}
+
+
+@pytest.mark.parametrize("name", BIG)
+def test_the_suggested_entry_avoids_the_overflow(name: str) -> None:
+    # In fp32 by the shipped lists. `Tensor.__rpow__` calls torch.pow.
+    alone = ["__pow__", "__rpow__", "pow"] if "pow" in name else []
+
+    def fault(h: Tensor) -> Tensor:
+        big = h.detach().half().clamp(1e3, 1e3) + 0 * h.half()
+        return h + 1e-9 * BIG[name](big).sum(dtype=torch.float32)
+
+    found = found_in(train(Net(fault), lists={"none": alone}))
+    assert isinstance(found.verdict, HalfPrecisionOp)
+    assert found.fp32_names
+    assert found.suggestion is not None
+    assert json.dumps(found.fp32_names) in found.suggestion
+    in_place = name in ("__imul__", "mul_")
+    assert ("out of place" in found.suggestion) is in_place
+    handle = train(
+        Net(fault_out_of_place if in_place else fault),
+        lists={"fp32": list(found.fp32_names), "none": [op for op in alone if op not in found.fp32_names]},
+    )
+    assert handle.last_overflow is None
+    assert not handle.last_step_skipped
+
+
+def fault_out_of_place(h: Tensor) -> Tensor:
+    big = h.detach().half().clamp(1e3, 1e3) + 0 * h.half()
+    return h + 1e-9 * (big * big + big.mul(big)).sum(dtype=torch.float32)
+
+
+def test_a_rule_on_another_name_of_the_op_changes_no_replay() -> None:
+    # Torch looks `Tensor.mul` up for `y * y`, where the replacement stands that the program does not call.
+    found = found_in(train(Net(squared), lists={"fp32": ["mul"]}))
+    assert (found.kind, found.op) == ("half_precision_op", "mul")
+    assert found.fp32_names == ("__mul__", "__rmul__")
 
 
 def test_a_cast_belongs_to_its_op() -> None:

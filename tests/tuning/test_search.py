@@ -10,13 +10,13 @@ from autoamp.tuning import Outcome, OutOfBudget, Proposal, Search, SearchResult,
 from tests.tuning.planted import MIB, Program, survey, use
 
 PLANTED = survey(
-    use("mul", "unlisted", 1, 1, overflow=5),
+    use("hypot", "unlisted", 1, 1, overflow=5),
     use("conv2d", "fp16", 100, 700, casts=10),
     use("linear", "fp16", 1000, 500, casts=10),
     use("layer_norm", "fp32", 100, 101, casts=2, kept=(8 * MIB, 2 * MIB)),
     use("softmax", "fp32", 50, 20, casts=5),
 )
-ALL = {"mul": "fp32", "conv2d": "none", "layer_norm": "fp16", "softmax": "fp16"}
+ALL = {"hypot": "fp32", "conv2d": "none", "layer_norm": "fp16", "softmax": "fp16"}
 
 
 def searched(run: Callable[..., Outcome], **how: object) -> SearchResult:
@@ -82,7 +82,7 @@ def test_stopped_anywhere_it_has_the_best_so_far_and_says_what_it_has_not_tried(
 
     result = searched(run)
     assert result.stopped is not None
-    assert entries(result)["mul"] == "fp32"
+    assert entries(result)["hypot"] == "fp32"
     known = {one.name for one in (*result.chosen, *result.untried)} | {one.name for one, _ in result.rejected}
     assert known == set(ALL)
     if not result.confirmed:
@@ -112,7 +112,7 @@ def test_without_a_metric_or_a_program_that_runs_nothing_is_tried() -> None:
 
         result = searched(run)
         assert set(runs) == {None}
-        assert entries(result) == {"mul": "fp32"}
+        assert entries(result) == {"hypot": "fp32"}
         text = "\n".join(summary_of(PLANTED, result, (0, 1), "loss"))
         assert ("the metric was not found" in text) or ("fails in fp32" in text)
 

@@ -23,9 +23,9 @@ def remedies(skips: Mapping[str, Any], hints: Iterable[Mapping[str, Any]], table
     found: dict[str, dict[str, str]] = {}
     for group in skips["groups"]:
         overflow = group["overflow"]
-        if group["kind"] == "half_precision_op" and overflow["op"] and overflow["op"] not in found:
+        for name in overflow["fp32_names"] if group["kind"] == "half_precision_op" else ():
             times = f"{group['count']} skip{'s' if group['count'] > 1 else ''}; first: "
-            found[overflow["op"]] = _entry("fp32", overflow["op"], times + group["sentence"], table)
+            found.setdefault(name, _entry("fp32", name, times + group["sentence"], table))
     for hint in hints:
         op = hint["remedy"].partition("none = ['")[2].partition("']")[0]
         if hint["kind"] == _UNPROFITABLE and op and op not in found:

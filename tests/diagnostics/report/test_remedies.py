@@ -14,8 +14,13 @@ HINT = {"kind": "casts more than it computes", "where": "gelu in 1", "figure": "
 
 
 def skips(op: str) -> dict[str, Any]:
-    group = {"kind": "half_precision_op", "count": 2, "sentence": "mul\nmade inf", "overflow": {"op": op}}
-    search = {"kind": "scale_search", "count": 2, "sentence": "normal", "overflow": {"op": "linear"}}
+    group = {
+        "kind": "half_precision_op",
+        "count": 2,
+        "sentence": "mul\nmade inf",
+        "overflow": {"op": op, "fp32_names": [op]},
+    }
+    search = {"kind": "scale_search", "count": 2, "sentence": "normal", "overflow": {"op": "linear", "fp32_names": []}}
     return {"groups": [search, group]}
 
 
@@ -35,6 +40,12 @@ def test_lines_are_a_list_file(tmp_path: Path) -> None:
     rule = load_table([str(path)]).policy_of("mul")
     assert rule is not None
     assert rule.policy.value == "fp32"
+
+
+def test_each_name_that_was_called_has_an_entry() -> None:
+    found = skips("mul")
+    found["groups"][1]["overflow"]["fp32_names"] = ["__mul__", "__rmul__"]
+    assert [one["op"] for one in remedies(found, [], load_table("default"))] == ["__mul__", "__rmul__"]
 
 
 def test_names_cannot_leave_their_line() -> None:

@@ -1,0 +1,77 @@
+"""The names under which a program calls an op: a rule on one of them does not act on the others.
+
+``y * y`` calls ``Tensor.__mul__``, which is no caller of ``Tensor.mul``. So an entry of a list that is to keep an op
+out of half precision has to name what was called.
+"""
+
+from __future__ import annotations
+
+import dis
+import json
+import types
+from typing import Any
+
+from autoamp.ops import known_ops
+
+__all__ = ["fp32_entry", "spelled_at", "spellings"]
+
+_OPERATORS = {
+    "add": ("__add__", "__radd__"),
+    "sub": ("__sub__", "__rsub__"),
+    "rsub": ("__rsub__",),
+    "mul": ("__mul__", "__rmul__"),
+    "div": ("__truediv__", "__rtruediv__"),
+    "pow": ("__pow__", "__rpow__"),
+    "matmul": ("__matmul__", "__rmatmul__"),
+    "remainder": ("__mod__", "__rmod__"),
+    "floor_divide": ("__floordiv__", "__rfloordiv__"),
+}
+_ALIASES = {"sub": ("subtract",), "mul": ("multiply",), "div": ("divide", "true_divide")}
+
+
+def spellings(op: str) -> tuple[str, ...]:
+    """Return all names under which lists have an op, its bare name first; none for what no list can name.
+
+    Args:
+        op: A bare name, such as ``mul``; that of an in-place form is that of the op.
+    """
+    return tuple(name for name in (op, *_ALIASES.get(op, ()), *_OPERATORS.get(op, ())) if name in known_ops())
+
+
+def spelled_at(op: str, function: Any, frame: types.FrameType | None) -> tuple[str, ...]:
+    """Return the names under which a call in a program may have called an op, as lists have them.
+
+    Args:
+        op: The bare name.
+        function: What torch says was called, of which a method is the same for ``y * y`` and for ``y.mul(y)``.
+        frame: That of the program, at the call.
+    """
+    operators = _OPERATORS.get(op, ())
+    owner = getattr(function, "__objclass__", None)
+    is_method = owner is not None or str(getattr(function, "__qualname__", "")).startswith("Tensor")
+    if not operators or not is_method:
+        names: tuple[str, ...] = (op,)
+    elif frame is not None and _is_operator(frame):
+        names = operators
+    else:
+        # A method by its name, or an operator by a function such as `operator.mul`.
+        names = (op, *operators)
+    return tuple(name for name in names if name in known_ops())
+
+
+def _is_operator(frame: types.FrameType) -> bool:
+    code = frame.f_code.co_code
+    return 0 <= frame.f_lasti < len(code) and dis.opname[code[frame.f_lasti]] == "BINARY_OP"
+
+
+def fp32_entry(names: tuple[str, ...], in_place: bool = False) -> str | None:
+    """Return a sentence with the entry of a list file that keeps an op out of half precision; None without names.
+
+    Args:
+        names: Those that were called.
+        in_place: Whether it writes to its first argument, whose dtype no list changes.
+    """
+    if not names:
+        return None
+    entry = f"add fp32 = {json.dumps(names)} to the list file"
+    return f"write it out of place (as y = y * x for y *= x), and {entry}" if in_place else entry
