@@ -107,7 +107,7 @@ def lamb_(
     lists = (params, grads, exp_avgs, exp_avg_sqs, halves or [], steps)
     run = _lamb_operator if by_operator(lists) else _lamb
     run(
-        *lists, step_at, lr_at, grad_scale, grad_factor, found_inf, global_norm, 0.0 if lr_at is not None else lr,
+        *lists, step_at, lr_at, grad_scale, grad_factor, found_inf, global_norm, 0.0 if isinstance(lr, Tensor) else lr,
         beta1, beta2, 1.0 - beta1 if grad_averaging else 1.0, eps, weight_decay, max_norm, number, inv_scale, flags,
         advance,
     )  # fmt: skip
@@ -199,7 +199,7 @@ def novograd_(
     lists = (params, grads, exp_avgs, halves or [], list(norms), steps)
     run = _novograd_operator if by_operator(lists) else _novograd
     run(
-        *lists, step_at, lr_at, grad_scale, grad_factor, found_inf, 0.0 if lr_at is not None else lr, beta1, beta2,
+        *lists, step_at, lr_at, grad_scale, grad_factor, found_inf, 0.0 if isinstance(lr, Tensor) else lr, beta1, beta2,
         1.0 - beta1 if grad_averaging else 1.0, eps, weight_decay, number, inv_scale, flags, advance,
     )  # fmt: skip
 

@@ -97,8 +97,8 @@ def adam_(
     lists = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs or [], halves or [], steps)
     run = _adam_operator if by_operator(lists) else _adam
     run(
-        *lists, step_at, lr_at, grad_scale, grad_factor, found_inf, 0.0 if lr_at is not None else lr, beta1, beta2, eps,
-        weight_decay, number, inv_scale, flags, advance,
+        *lists, step_at, lr_at, grad_scale, grad_factor, found_inf, 0.0 if isinstance(lr, Tensor) else lr, beta1, beta2,
+        eps, weight_decay, number, inv_scale, flags, advance,
     )  # fmt: skip
 
 
@@ -176,7 +176,7 @@ def sgd_(
     lists = (params, grads, momentum_buffers or [], halves or [])
     run = _sgd_operator if by_operator(lists) else _sgd
     run(
-        *lists, lr_at, grad_scale, grad_factor, found_inf, 0.0 if lr_at is not None else lr, momentum, dampening,
+        *lists, lr_at, grad_scale, grad_factor, found_inf, 0.0 if isinstance(lr, Tensor) else lr, momentum, dampening,
         weight_decay, inv_scale, flags,
     )  # fmt: skip
 
@@ -242,7 +242,7 @@ def adagrad_(
     lists = (params, grads, sums, halves or [])
     run = _adagrad_operator if by_operator(lists) else _adagrad
     run(
-        *lists, lr_at, grad_scale, grad_factor, found_inf, 0.0 if lr_at is not None else lr, eps, weight_decay,
+        *lists, lr_at, grad_scale, grad_factor, found_inf, 0.0 if isinstance(lr, Tensor) else lr, eps, weight_decay,
         inv_scale, DECOUPLED * decoupled | MAXIMIZE * maximize,
     )  # fmt: skip
 

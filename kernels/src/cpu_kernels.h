@@ -27,104 +27,105 @@ void each_chunk(const ak_head& head, ak_int64 from, ak_int64 to, Op& op) {
 
 // -- Adam --
 
-template <class G, class P, class L>
+template <ak_int32 G, ak_int32 P, ak_int32 L>
 struct AdamBody {
   AdamNumbers c;
-  const typename G::type* grad;
-  typename P::type* param;
+  Elements<G> grad;
+  Elements<P> param;
   float *m, *v, *most;
-  typename L::type* half;
+  Elements<L> half;
 
   template <bool ALL>
-  __attribute__((always_inline)) inline void at(ak_int64 i, ak_int64 n) const {
-    V g = load<G, ALL>(grad + i, n), p = load<P, ALL>(param + i, n);
-    V first = load<F32, ALL>(m + i, n), second = load<F32, ALL>(v + i, n), top = {};
-    if (most) top = load<F32, ALL>(most + i, n);
+  __attribute__((always_inline)) inline void at(ak_int64 i, ak_int64 n) {
+    V g = load<ALL>(grad, i, n), p = load<ALL>(param, i, n);
+    V first = load<ALL>(m, i, n), second = load<ALL>(v, i, n), top = {};
+    if (most) top = load<ALL>(most, i, n);
     adam<V>(c, g, p, first, second, most ? &top : nullptr);
-    store<P, ALL>(param + i, p, n);
-    store<F32, ALL>(m + i, first, n);
-    store<F32, ALL>(v + i, second, n);
-    if (most) store<F32, ALL>(most + i, top, n);
-    store<L, ALL>(half + i, p, n);
+    store<ALL>(param, i, p, n);
+    store<ALL>(m, i, first, n);
+    store<ALL>(v, i, second, n);
+    if (most) store<ALL>(most, i, top, n);
+    store<ALL>(half, i, p, n);
   }
 };
 
-template <class G, class P, class L>
+template <ak_int32 G, ak_int32 P, ak_int32 L>
 struct AdamChunks {
   const ak_adam_args& a;
 
   void run(ak_int64 t, ak_int64, ak_int64 begin, ak_int64 count) {
     AdamNumbers c = adam_numbers(a, t);
     each_vector(count, AdamBody<G, P, L>{
-      c, (const typename G::type*)a.grads[t] + begin, (typename P::type*)a.params[t] + begin,
+      c, Elements<G>(a.grads[t], a.grad_dtype, begin), Elements<P>(a.params[t], a.param_dtype, begin),
       a.exp_avgs[t] + begin, a.exp_avg_sqs[t] + begin,
       a.max_exp_avg_sqs ? a.max_exp_avg_sqs[t] + begin : nullptr,
-      a.halves ? (typename L::type*)a.halves[t] + begin : nullptr});
+      Elements<L>(a.halves ? a.halves[t] : nullptr, a.half_dtype, begin)});
   }
 };
 
 // -- SGD --
 
-template <class G, class P, class L>
+template <ak_int32 G, ak_int32 P, ak_int32 L>
 struct SgdBody {
   SgdNumbers c;
-  const typename G::type* grad;
-  typename P::type* param;
+  Elements<G> grad;
+  Elements<P> param;
   float* buffer;
-  typename L::type* half;
+  Elements<L> half;
 
   template <bool ALL>
-  __attribute__((always_inline)) inline void at(ak_int64 i, ak_int64 n) const {
-    V p = load<P, ALL>(param + i, n), velocity = {};
-    if (buffer && !c.first) velocity = load<F32, ALL>(buffer + i, n);
-    sgd<V>(c, load<G, ALL>(grad + i, n), p, buffer ? &velocity : nullptr);
-    store<P, ALL>(param + i, p, n);
-    if (buffer) store<F32, ALL>(buffer + i, velocity, n);
-    store<L, ALL>(half + i, p, n);
+  __attribute__((always_inline)) inline void at(ak_int64 i, ak_int64 n) {
+    V p = load<ALL>(param, i, n), velocity = {};
+    if (buffer && !c.first) velocity = load<ALL>(buffer, i, n);
+    sgd<V>(c, load<ALL>(grad, i, n), p, buffer ? &velocity : nullptr);
+    store<ALL>(param, i, p, n);
+    if (buffer) store<ALL>(buffer, i, velocity, n);
+    store<ALL>(half, i, p, n);
   }
 };
 
-template <class G, class P, class L>
+template <ak_int32 G, ak_int32 P, ak_int32 L>
 struct SgdChunks {
   const ak_sgd_args& a;
 
   void run(ak_int64 t, ak_int64, ak_int64 begin, ak_int64 count) {
     SgdNumbers c = sgd_numbers(a);
     each_vector(count, SgdBody<G, P, L>{
-      c, (const typename G::type*)a.grads[t] + begin, (typename P::type*)a.params[t] + begin,
-      a.buffers ? a.buffers[t] + begin : nullptr, a.halves ? (typename L::type*)a.halves[t] + begin : nullptr});
+      c, Elements<G>(a.grads[t], a.grad_dtype, begin), Elements<P>(a.params[t], a.param_dtype, begin),
+      a.buffers ? a.buffers[t] + begin : nullptr, Elements<L>(a.halves ? a.halves[t] : nullptr, a.half_dtype, begin)});
   }
 };
 
 // -- Adagrad --
 
-template <class G, class P, class L>
+template <ak_int32 G, ak_int32 P, ak_int32 L>
 struct AdagradBody {
   AdagradNumbers c;
-  const typename G::type* grad;
-  typename P::type* param;
+  Elements<G> grad;
+  Elements<P> param;
   float* sum;
-  typename L::type* half;
+  Elements<L> half;
 
   template <bool ALL>
-  __attribute__((always_inline)) inline void at(ak_int64 i, ak_int64 n) const {
-    V p = load<P, ALL>(param + i, n), s = load<F32, ALL>(sum + i, n);
-    adagrad<V>(c, load<G, ALL>(grad + i, n), p, s);
-    store<P, ALL>(param + i, p, n);
-    store<F32, ALL>(sum + i, s, n);
-    store<L, ALL>(half + i, p, n);
+  __attribute__((always_inline)) inline void at(ak_int64 i, ak_int64 n) {
+    V p = load<ALL>(param, i, n), s = load<ALL>(sum, i, n);
+    adagrad<V>(c, load<ALL>(grad, i, n), p, s);
+    store<ALL>(param, i, p, n);
+    store<ALL>(sum, i, s, n);
+    store<ALL>(half, i, p, n);
   }
 };
 
-template <class G, class P, class L>
+template <ak_int32 G, ak_int32 P, ak_int32 L>
 struct AdagradChunks {
   const ak_adagrad_args& a;
 
   void run(ak_int64 t, ak_int64, ak_int64 begin, ak_int64 count) {
     AdagradNumbers c = adagrad_numbers(a);
     each_vector(count, AdagradBody<G, P, L>{
-      c, (const typename G::type*)a.grads[t] + begin, (typename P::type*)a.params[t] + begin, a.sums[t] + begin,
-      a.halves ? (typename L::type*)a.halves[t] + begin : nullptr});
+      c, Elements<G>(a.grads[t], a.grad_dtype, begin), Elements<P>(a.params[t], a.param_dtype, begin),
+      a.sums[t] + begin,
+      Elements<L>(a.halves ? a.halves[t] : nullptr, a.half_dtype, begin)});
   }
 };
 
@@ -138,7 +139,7 @@ struct Squares {
   template <bool ALL>
   __attribute__((always_inline)) inline void add(ak_int64 i, V x, ak_int64 n) {
     if (!ALL) x = first_lanes(x, n);
-    lanes[i / AK_LANES % (16 / AK_LANES)] += x * x;
+    lanes[(i & 15) / AK_LANES] += x * x;
   }
 
   double sum() const {
@@ -150,33 +151,33 @@ struct Squares {
 
 const ak_int64 BLOCK = 128 * 16;
 
-template <class G, class P, class L>
+template <ak_int32 G, ak_int32 P, ak_int32 L>
 struct LambBody {
   LambNumbers c;
-  const typename G::type* grad;
-  typename P::type* param;
+  Elements<G> grad;
+  Elements<P> param;
   float *m, *v;
-  typename L::type* half;
-  Squares &values, &updates;
+  Elements<L> half;
+  Squares values, updates;
 
   template <bool ALL>
-  __attribute__((always_inline)) inline void at(ak_int64 i, ak_int64 n) const {
-    V p = load<P, ALL>(param + i, n), first = load<F32, ALL>(m + i, n), second = load<F32, ALL>(v + i, n);
-    V update = lamb<V>(c, load<G, ALL>(grad + i, n), p, first, second);
-    store<F32, ALL>(m + i, first, n);
-    store<F32, ALL>(v + i, second, n);
+  __attribute__((always_inline)) inline void at(ak_int64 i, ak_int64 n) {
+    V p = load<ALL>(param, i, n), first = load<ALL>(m, i, n), second = load<ALL>(v, i, n);
+    V update = lamb<V>(c, load<ALL>(grad, i, n), p, first, second);
+    store<ALL>(m, i, first, n);
+    store<ALL>(v, i, second, n);
     if (c.trust) {
       values.template add<ALL>(i, p, n);
       updates.template add<ALL>(i, update, n);
       return;
     }
     p = p - c.lr * update;
-    store<P, ALL>(param + i, p, n);
-    store<L, ALL>(half + i, p, n);
+    store<ALL>(param, i, p, n);
+    store<ALL>(half, i, p, n);
   }
 };
 
-template <class G, class P, class L>
+template <ak_int32 G, ak_int32 P, ak_int32 L>
 struct LambChunks {
   const ak_lamb_args& a;
 
@@ -185,75 +186,74 @@ struct LambChunks {
     double sums[2] = {0.0, 0.0};
     for (ak_int64 from = 0; from < count; from += BLOCK) {
       ak_int64 left = count - from, at = begin + from;
-      Squares values = {}, updates = {};
-      each_vector(left < BLOCK ? left : BLOCK, LambBody<G, P, L>{
-        c, (const typename G::type*)a.grads[t] + at, (typename P::type*)a.params[t] + at, a.exp_avgs[t] + at,
-        a.exp_avg_sqs[t] + at, a.halves ? (typename L::type*)a.halves[t] + at : nullptr, values, updates});
-      if (c.trust) sums[0] += values.sum(), sums[1] += updates.sum();
+      LambBody<G, P, L> done = each_vector(left < BLOCK ? left : BLOCK, LambBody<G, P, L>{
+        c, Elements<G>(a.grads[t], a.grad_dtype, at), Elements<P>(a.params[t], a.param_dtype, at), a.exp_avgs[t] + at,
+        a.exp_avg_sqs[t] + at, Elements<L>(a.halves ? a.halves[t] : nullptr, a.half_dtype, at), {}, {}});
+      if (c.trust) sums[0] += done.values.sum(), sums[1] += done.updates.sum();
     }
     if (c.trust) a.partial[2 * chunk] = sums[0], a.partial[2 * chunk + 1] = sums[1];
   }
 };
 
 // The second pass, where the averages are those of this step.
-template <class P, class L>
+template <ak_int32 G, ak_int32 P, ak_int32 L>
 struct LambLastBody {
   LambNumbers c;
-  typename P::type* param;
+  Elements<P> param;
   const float *m, *v;
-  typename L::type* half;
+  Elements<L> half;
 
   template <bool ALL>
-  __attribute__((always_inline)) inline void at(ak_int64 i, ak_int64 n) const {
-    V p = load<P, ALL>(param + i, n);
-    p = p - c.lr * lamb_update<V>(c, p, load<F32, ALL>(m + i, n), load<F32, ALL>(v + i, n));
-    store<P, ALL>(param + i, p, n);
-    store<L, ALL>(half + i, p, n);
+  __attribute__((always_inline)) inline void at(ak_int64 i, ak_int64 n) {
+    V p = load<ALL>(param, i, n);
+    p = p - c.lr * lamb_update<V>(c, p, load<ALL>(m, i, n), load<ALL>(v, i, n));
+    store<ALL>(param, i, p, n);
+    store<ALL>(half, i, p, n);
   }
 };
 
-template <class, class P, class L>
+template <ak_int32 G, ak_int32 P, ak_int32 L>
 struct LambLastChunks {
   const ak_lamb_args& a;
 
   void run(ak_int64 t, ak_int64, ak_int64 begin, ak_int64 count) {
     LambNumbers c = lamb_numbers(a, t);
     c.lr *= a.ratios[t];
-    each_vector(count, LambLastBody<P, L>{
-      c, (typename P::type*)a.params[t] + begin, a.exp_avgs[t] + begin, a.exp_avg_sqs[t] + begin,
-      a.halves ? (typename L::type*)a.halves[t] + begin : nullptr});
+    each_vector(count, LambLastBody<G, P, L>{
+      c, Elements<P>(a.params[t], a.param_dtype, begin), a.exp_avgs[t] + begin, a.exp_avg_sqs[t] + begin,
+      Elements<L>(a.halves ? a.halves[t] : nullptr, a.half_dtype, begin)});
   }
 };
 
 // -- NovoGrad --
 
-template <class G, class P, class L>
+template <ak_int32 G, ak_int32 P, ak_int32 L>
 struct NovogradBody {
   NovogradNumbers c;
-  const typename G::type* grad;
-  typename P::type* param;
+  Elements<G> grad;
+  Elements<P> param;
   float* m;
-  typename L::type* half;
+  Elements<L> half;
 
   template <bool ALL>
-  __attribute__((always_inline)) inline void at(ak_int64 i, ak_int64 n) const {
-    V p = load<P, ALL>(param + i, n), first = load<F32, ALL>(m + i, n);
-    novograd<V>(c, load<G, ALL>(grad + i, n), p, first);
-    store<P, ALL>(param + i, p, n);
-    store<F32, ALL>(m + i, first, n);
-    store<L, ALL>(half + i, p, n);
+  __attribute__((always_inline)) inline void at(ak_int64 i, ak_int64 n) {
+    V p = load<ALL>(param, i, n), first = load<ALL>(m, i, n);
+    novograd<V>(c, load<ALL>(grad, i, n), p, first);
+    store<ALL>(param, i, p, n);
+    store<ALL>(m, i, first, n);
+    store<ALL>(half, i, p, n);
   }
 };
 
-template <class G, class P, class L>
+template <ak_int32 G, ak_int32 P, ak_int32 L>
 struct NovogradChunks {
   const ak_novograd_args& a;
 
   void run(ak_int64 t, ak_int64, ak_int64 begin, ak_int64 count) {
     NovogradNumbers c = novograd_numbers(a, t);
     each_vector(count, NovogradBody<G, P, L>{
-      c, (const typename G::type*)a.grads[t] + begin, (typename P::type*)a.params[t] + begin, a.exp_avgs[t] + begin,
-      a.halves ? (typename L::type*)a.halves[t] + begin : nullptr});
+      c, Elements<G>(a.grads[t], a.grad_dtype, begin), Elements<P>(a.params[t], a.param_dtype, begin),
+      a.exp_avgs[t] + begin, Elements<L>(a.halves ? a.halves[t] : nullptr, a.half_dtype, begin)});
   }
 };
 
@@ -269,28 +269,28 @@ inline void tell(U bad, float* found) {
 // All ones where x is inf or nan: their difference is nan.
 AK_FN U not_finite(V x) { return (U)(x - x != (V){}); }
 
-template <class I, class O, bool MOST>
+template <ak_int32 I, ak_int32 O, bool MOST>
 struct ScaleBody {
   float factor;
-  const typename I::type* in;
-  typename O::type* out;
-  Squares& squares;
-  V& most;
-  U& bad;
+  Elements<I> in;
+  Elements<O> out;
+  Squares squares;
+  V most;
+  U bad;
 
   template <bool ALL>
-  __attribute__((always_inline)) inline void at(ak_int64 i, ak_int64 n) const {
-    V x = load<I, ALL>(in + i, n);
+  __attribute__((always_inline)) inline void at(ak_int64 i, ak_int64 n) {
+    V x = load<ALL>(in, i, n);
     bad |= not_finite(x);
     x = x * factor;
     if (MOST) most = larger(magnitude(x), most);
     // The lanes behind the last hold 0.
     else squares.template add<true>(i, x, n);
-    store<O, ALL>(out + i, x, n);
+    store<ALL>(out, i, x, n);
   }
 };
 
-template <class I, class O, bool MOST>
+template <ak_int32 I, ak_int32 O, bool MOST>
 struct ScaleChunks {
   const ak_scale_args& a;
 
@@ -300,12 +300,12 @@ struct ScaleChunks {
     V most = {};
     double sum = 0.0;
     for (ak_int64 from = 0; from < count; from += BLOCK) {
-      ak_int64 left = count - from;
-      Squares squares = {};
-      each_vector(left < BLOCK ? left : BLOCK, ScaleBody<I, O, MOST>{
-        factor, (const typename I::type*)a.ins[t] + begin + from,
-        a.outs ? (typename O::type*)a.outs[t] + begin + from : nullptr, squares, most, bad});
-      if (!MOST) sum += squares.sum();
+      ak_int64 left = count - from, at = begin + from;
+      ScaleBody<I, O, MOST> done = each_vector(left < BLOCK ? left : BLOCK, ScaleBody<I, O, MOST>{
+        factor, Elements<I>(a.ins[t], a.in_dtype, at), Elements<O>(a.outs ? a.outs[t] : nullptr, a.out_dtype, at), {},
+        most, bad});
+      most = done.most, bad = done.bad;
+      if (!MOST) sum += done.squares.sum();
     }
     for (int lane = 0; MOST && lane < AK_LANES; lane++) {
       double one = (double)most[lane];
@@ -316,136 +316,109 @@ struct ScaleChunks {
   }
 };
 
-template <class I>
-int for_outs(const ak_scale_args& a, ak_int64 from, ak_int64 to) {
-#define AK_TRY(OUT, O)                   \
-  if (a.out_dtype == OUT) {              \
-    if (a.flags & AK_MAX_NORM) {         \
-      ScaleChunks<I, O, true> op{a};     \
-      each_chunk(a.head, from, to, op);  \
-    } else {                             \
-      ScaleChunks<I, O, false> op{a};    \
-      each_chunk(a.head, from, to, op);  \
-    }                                    \
-    return AK_OK;                        \
-  }
-  AK_TRY(AK_NO_DTYPE, Nothing)
-  AK_TRY(AK_F32, F32)
-  AK_TRY(AK_BF16, BF16)
-  AK_TRY(AK_F16, F16)
-#undef AK_TRY
-  return AK_WRONG_DTYPE;
+bool is_float(ak_int32 dtype) { return dtype == AK_F32 || dtype == AK_F16 || dtype == AK_BF16; }
+
+template <class Chunks, class Args>
+int each_chunk_by(const Args& a, ak_int64 from, ak_int64 to) {
+  Chunks op{a};
+  each_chunk(a.head, from, to, op);
+  return AK_OK;
 }
 
+// Widening, in place, and reading alone.
 int scale(const void* args, ak_int64 from, ak_int64 to) {
   const ak_scale_args& a = *(const ak_scale_args*)args;
-  switch (a.in_dtype) {
-    case AK_F32: return for_outs<F32>(a, from, to);
-    case AK_F16: return for_outs<F16>(a, from, to);
-    case AK_BF16: return for_outs<BF16>(a, from, to);
-  }
-  return AK_WRONG_DTYPE;
+  ak_int32 in = a.in_dtype, out = a.out_dtype;
+  if (!is_float(in) || !(is_float(out) || out == AK_NO_DTYPE)) return AK_WRONG_DTYPE;
+  if (a.flags & AK_MAX_NORM) return each_chunk_by<ScaleChunks<AK_ANY, AK_ANY, true>>(a, from, to);
+#define AK_TRY(IN, OUT) \
+  if (in == IN && out == OUT) return each_chunk_by<ScaleChunks<IN, OUT, false>>(a, from, to);
+  AK_TRY(AK_F32, AK_F32)
+  AK_TRY(AK_F32, AK_NO_DTYPE)
+  AK_TRY(AK_BF16, AK_F32)
+  AK_TRY(AK_BF16, AK_BF16)
+  AK_TRY(AK_BF16, AK_NO_DTYPE)
+  AK_TRY(AK_F16, AK_F32)
+  AK_TRY(AK_F16, AK_F16)
+  AK_TRY(AK_F16, AK_NO_DTYPE)
+#undef AK_TRY
+  return each_chunk_by<ScaleChunks<AK_ANY, AK_ANY, false>>(a, from, to);
 }
 
 // -- axpby --
 
-template <class X, class Y, class O>
+template <ak_int32 X, ak_int32 Y, ak_int32 O>
 struct AxpbyBody {
   float a, b;
   U check_x, check_y;
-  const typename X::type* x;
-  const typename Y::type* y;
-  typename O::type* out;
-  U& bad;
+  Elements<X> x;
+  Elements<Y> y;
+  Elements<O> out;
+  U bad;
 
   template <bool ALL>
-  __attribute__((always_inline)) inline void at(ak_int64 i, ak_int64 n) const {
-    V one = load<X, ALL>(x + i, n), other = load<Y, ALL>(y + i, n);
+  __attribute__((always_inline)) inline void at(ak_int64 i, ak_int64 n) {
+    V one = load<ALL>(x, i, n), other = load<ALL>(y, i, n);
     bad |= (not_finite(one) & check_x) | (not_finite(other) & check_y);
-    store<O, ALL>(out + i, a * one + b * other, n);
+    store<ALL>(out, i, a * one + b * other, n);
   }
 };
 
-template <class X, class Y, class O>
+template <ak_int32 X, ak_int32 Y, ak_int32 O>
 struct AxpbyChunks {
   const ak_axpby_args& a;
 
   void run(ak_int64 t, ak_int64, ak_int64 begin, ak_int64 count) {
-    U bad = {}, all = ~(U){};
-    each_vector(count, AxpbyBody<X, Y, O>{
+    U all = ~(U){};
+    AxpbyBody<X, Y, O> done = each_vector(count, AxpbyBody<X, Y, O>{
       gradient_factor(a.x_scale), (float)a.b, a.flags & AK_CHECK_X ? all : U{}, a.flags & AK_CHECK_Y ? all : U{},
-      (const typename X::type*)a.xs[t] + begin, (const typename Y::type*)a.ys[t] + begin,
-      (typename O::type*)a.outs[t] + begin, bad});
-    tell(bad, a.found);
+      Elements<X>(a.xs[t], a.x_dtype, begin), Elements<Y>(a.ys[t], a.y_dtype, begin),
+      Elements<O>(a.outs[t], a.out_dtype, begin), {}});
+    tell(done.bad, a.found);
   }
 };
 
-template <class X, class Y>
-int axpby_outs(const ak_axpby_args& a, ak_int64 from, ak_int64 to) {
-#define AK_TRY(OUT, O)                 \
-  if (a.out_dtype == OUT) {            \
-    AxpbyChunks<X, Y, O> op{a};        \
-    each_chunk(a.head, from, to, op);  \
-    return AK_OK;                      \
-  }
-  AK_TRY(AK_F32, F32)
-  AK_TRY(AK_BF16, BF16)
-  AK_TRY(AK_F16, F16)
-#undef AK_TRY
-  return AK_WRONG_DTYPE;
-}
-
-template <class X>
-int axpby_ys(const ak_axpby_args& a, ak_int64 from, ak_int64 to) {
-  switch (a.y_dtype) {
-    case AK_F32: return axpby_outs<X, F32>(a, from, to);
-    case AK_F16: return axpby_outs<X, F16>(a, from, to);
-    case AK_BF16: return axpby_outs<X, BF16>(a, from, to);
-  }
-  return AK_WRONG_DTYPE;
-}
-
+// All of fp32, and half gradients added to fp32 ones.
 int axpby(const void* args, ak_int64 from, ak_int64 to) {
   const ak_axpby_args& a = *(const ak_axpby_args*)args;
-  switch (a.x_dtype) {
-    case AK_F32: return axpby_ys<F32>(a, from, to);
-    case AK_F16: return axpby_ys<F16>(a, from, to);
-    case AK_BF16: return axpby_ys<BF16>(a, from, to);
+  ak_int32 x = a.x_dtype, y = a.y_dtype, out = a.out_dtype;
+  if (!is_float(x) || !is_float(y) || !is_float(out)) return AK_WRONG_DTYPE;
+  if (y == AK_F32 && out == AK_F32) {
+    if (x == AK_F32) return each_chunk_by<AxpbyChunks<AK_F32, AK_F32, AK_F32>>(a, from, to);
+    if (x == AK_BF16) return each_chunk_by<AxpbyChunks<AK_BF16, AK_F32, AK_F32>>(a, from, to);
+    return each_chunk_by<AxpbyChunks<AK_F16, AK_F32, AK_F32>>(a, from, to);
   }
-  return AK_WRONG_DTYPE;
+  return each_chunk_by<AxpbyChunks<AK_ANY, AK_ANY, AK_ANY>>(a, from, to);
 }
 
-// Picks Chunks<G, P, L> by the dtypes of gradients, parameters and half copies. Parameters in half precision have none.
-template <template <class, class, class> class Chunks, class Args, class G>
-int for_params(const Args& a, ak_int64 from, ak_int64 to) {
-#define AK_TRY(PARAM, P, HALF, L)                            \
-  if (a.param_dtype == PARAM && a.half_dtype == HALF) {      \
-    Chunks<G, P, L> op{a};                                   \
-    each_chunk(a.head, from, to, op);                        \
-    return AK_OK;                                            \
-  }
-  AK_TRY(AK_F32, F32, AK_NO_DTYPE, Nothing)
-  AK_TRY(AK_F32, F32, AK_BF16, BF16)
-  AK_TRY(AK_F32, F32, AK_F16, F16)
-  AK_TRY(AK_BF16, BF16, AK_NO_DTYPE, Nothing)
-  AK_TRY(AK_F16, F16, AK_NO_DTYPE, Nothing)
-#undef AK_TRY
-  return AK_WRONG_DTYPE;
+// -- What all optimizers' steps have in common --
+
+bool right_dtypes(ak_int32 grad, ak_int32 param, ak_int32 half) {
+  if (!is_float(grad) || !is_float(param)) return false;
+  // Parameters in half precision have no half copies.
+  return half == AK_NO_DTYPE || (param == AK_F32 && (half == AK_F16 || half == AK_BF16));
 }
 
-template <template <class, class, class> class Chunks, class Args>
-int for_dtypes(const void* args, ak_int64 from, ak_int64 to) {
+// fp32 training, gradients and half copies of one dtype, and bf16 alone.
+template <template <ak_int32, ak_int32, ak_int32> class Chunks, class Args>
+int step(const void* args, ak_int64 from, ak_int64 to) {
   const Args& a = *(const Args*)args;
-  switch (a.grad_dtype) {
-    case AK_F32: return for_params<Chunks, Args, F32>(a, from, to);
-    case AK_F16: return for_params<Chunks, Args, F16>(a, from, to);
-    case AK_BF16: return for_params<Chunks, Args, BF16>(a, from, to);
-  }
-  return AK_WRONG_DTYPE;
+  ak_int32 grad = a.grad_dtype, param = a.param_dtype, half = a.half_dtype;
+  if (!right_dtypes(grad, param, half)) return AK_WRONG_DTYPE;
+#define AK_TRY(GRAD, PARAM, HALF)                        \
+  if (grad == GRAD && param == PARAM && half == HALF)    \
+    return each_chunk_by<Chunks<GRAD, PARAM, HALF>>(a, from, to);
+  AK_TRY(AK_F32, AK_F32, AK_NO_DTYPE)
+  AK_TRY(AK_BF16, AK_F32, AK_BF16)
+  AK_TRY(AK_F16, AK_F32, AK_F16)
+  AK_TRY(AK_BF16, AK_BF16, AK_NO_DTYPE)
+#undef AK_TRY
+  return each_chunk_by<Chunks<AK_ANY, AK_ANY, AK_ANY>>(a, from, to);
 }
 
+// Reads no gradients.
 int lamb_last(const void* args, ak_int64 from, ak_int64 to) {
-  return for_params<LambLastChunks, ak_lamb_args, Nothing>(*(const ak_lamb_args*)args, from, to);
+  return each_chunk_by<LambLastChunks<AK_NO_DTYPE, AK_ANY, AK_ANY>>(*(const ak_lamb_args*)args, from, to);
 }
 
 }  // namespace
@@ -457,12 +430,12 @@ int lamb_last(const void* args, ak_int64 from, ak_int64 to) {
 
 extern const Variant AK_SYMBOL(ak_, AK_VARIANT) = {
   AK_NAME(AK_VARIANT),
-  for_dtypes<AdamChunks, ak_adam_args>,
-  for_dtypes<SgdChunks, ak_sgd_args>,
-  for_dtypes<AdagradChunks, ak_adagrad_args>,
-  for_dtypes<LambChunks, ak_lamb_args>,
+  step<AdamChunks, ak_adam_args>,
+  step<SgdChunks, ak_sgd_args>,
+  step<AdagradChunks, ak_adagrad_args>,
+  step<LambChunks, ak_lamb_args>,
   lamb_last,
-  for_dtypes<NovogradChunks, ak_novograd_args>,
+  step<NovogradChunks, ak_novograd_args>,
   axpby,
   scale,
 };

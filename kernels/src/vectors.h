@@ -64,86 +64,81 @@ AK_FN H to_bf16(V x) {
   return __builtin_convertvector(pick((U)(x != x), bits | 0x400000u, rounded) >> 16, H);
 }
 
-// Elements of one dtype. `load` and `store` take a whole vector, `load_some` and `store_some` the first n of one.
-template <class T>
+// Elements of a dtype that is known when the kernels are compiled, or of AK_ANY: then `kept` is it. The combinations of
+// dtypes that most calls have get a loop each; one loop, which branches at each vector, serves all the others.
+const ak_int32 AK_ANY = -2;
+
+template <ak_int32 DTYPE>
 struct Elements {
-  typedef T type;
-  template <class W>
-  AK_FN W raw(const T* from) {
-    W value;
-    __builtin_memcpy(&value, from, sizeof value);
-    return value;
-  }
-  template <class W>
-  AK_FN W raw_some(const T* from, ak_int64 n) {
-    W value = {};
-    for (ak_int64 i = 0; i < n; i++) {
-      T one;
-      __builtin_memcpy(&one, from + i, sizeof one);
-      value[i] = one;
-    }
-    return value;
-  }
-  template <class W>
-  AK_FN void put(T* to, W value) {
-    __builtin_memcpy(to, &value, sizeof value);
-  }
-  template <class W>
-  AK_FN void put_some(T* to, W value, ak_int64 n) {
-    for (ak_int64 i = 0; i < n; i++) {
-      T one = value[i];
-      __builtin_memcpy(to + i, &one, sizeof one);
-    }
+  char* data;  // NULL where there are none, and the dtype is AK_NO_DTYPE
+  ak_int32 kept;
+
+  Elements(const void* first, ak_int32 dtype, ak_int64 begin)
+      : data(first ? (char*)first + begin * (dtype == AK_F32 ? 4 : 2) : nullptr), kept(dtype) {}
+
+  __attribute__((always_inline)) inline ak_int32 dtype() const {
+    if (DTYPE != AK_ANY) return DTYPE;
+    ak_int32 now = kept;
+    // Keeps the compiler from making a loop of its own for each dtype.
+    __asm__("" : "+r"(now));
+    return now;
   }
 };
 
-struct F32 : Elements<float> {
-  AK_FN V load(const float* from) { return raw<V>(from); }
-  AK_FN V load_some(const float* from, ak_int64 n) { return raw_some<V>(from, n); }
-  AK_FN void store(float* to, V x) { put(to, x); }
-  AK_FN void store_some(float* to, V x, ak_int64 n) { put_some(to, x, n); }
-};
-
-struct F16 : Elements<ak_uint16> {
-  AK_FN V load(const ak_uint16* from) { return from_f16(raw<H>(from)); }
-  AK_FN V load_some(const ak_uint16* from, ak_int64 n) { return from_f16(raw_some<H>(from, n)); }
-  AK_FN void store(ak_uint16* to, V x) { put(to, to_f16(x)); }
-  AK_FN void store_some(ak_uint16* to, V x, ak_int64 n) { put_some(to, to_f16(x), n); }
-};
-
-struct BF16 : Elements<ak_uint16> {
-  AK_FN V load(const ak_uint16* from) { return from_bf16(raw<H>(from)); }
-  AK_FN V load_some(const ak_uint16* from, ak_int64 n) { return from_bf16(raw_some<H>(from, n)); }
-  AK_FN void store(ak_uint16* to, V x) { put(to, to_bf16(x)); }
-  AK_FN void store_some(ak_uint16* to, V x, ak_int64 n) { put_some(to, to_bf16(x), n); }
-};
-
-// Nothing is written.
-struct Nothing {
-  typedef float type;
-  AK_FN void store(float*, V) {}
-  AK_FN void store_some(float*, V, ak_int64) {}
-};
-
-// A whole vector where ALL, else the first n of one: one loop body compiles for both.
-template <class E, bool ALL>
-AK_FN V load(const typename E::type* from, ak_int64 n) {
-  if (ALL) return E::load(from);
-  return E::load_some(from, n);
+// A whole vector where ALL, else the first n of one, and 0 behind them: one loop body compiles for both.
+template <bool ALL, class W, class T>
+AK_FN W raw(const T* from, ak_int64 n) {
+  W value = {};
+  __builtin_memcpy(&value, from, ALL ? sizeof value : n * sizeof(T));
+  return value;
 }
 
-template <class E, bool ALL>
-AK_FN void store(typename E::type* to, V x, ak_int64 n) {
-  if (ALL) E::store(to, x);
-  else E::store_some(to, x, n);
+template <bool ALL, class W, class T>
+AK_FN void put(T* to, W value, ak_int64 n) {
+  __builtin_memcpy(to, &value, ALL ? sizeof value : n * sizeof(T));
 }
 
-// The body is a copy that nothing points to: its numbers stay in registers, whatever the loop writes.
-//
-// Calls body.at<ALL>(i, n) for each vector of `count` elements, the last of which may be shorter.
+template <bool ALL>
+AK_FN V load(const float* from, ak_int64 i, ak_int64 n) {
+  return raw<ALL, V>(from + i, n);
+}
+
+template <bool ALL, ak_int32 DTYPE>
+AK_FN V load(const Elements<DTYPE>& from, ak_int64 i, ak_int64 n) {
+  ak_int32 dtype = from.dtype();
+  if (dtype == AK_F32) return raw<ALL, V>((const float*)from.data + i, n);
+  H bits = raw<ALL, H>((const ak_uint16*)from.data + i, n);
+  return dtype == AK_BF16 ? from_bf16(bits) : from_f16(bits);
+}
+
+template <bool ALL>
+AK_FN void store(float* to, ak_int64 i, V x, ak_int64 n) {
+  put<ALL>(to + i, x, n);
+}
+
+template <bool ALL, ak_int32 DTYPE>
+AK_FN void store(const Elements<DTYPE>& to, ak_int64 i, V x, ak_int64 n) {
+  ak_int32 dtype = to.dtype();
+  if (dtype == AK_F32) put<ALL>((float*)to.data + i, x, n);
+  else if (dtype == AK_BF16) put<ALL>((ak_uint16*)to.data + i, to_bf16(x), n);
+  else if (dtype == AK_F16) put<ALL>((ak_uint16*)to.data + i, to_f16(x), n);
+}
+
+// Less than 16 elements. Out of the loop's way, and given a copy: what the loop keeps in registers has no address.
 template <class Body>
-AK_FN void each_vector(ak_int64 count, const Body body) {
+__attribute__((noinline, cold)) Body last_vectors(Body body, ak_int64 i, ak_int64 count) {
+  for (; i < count; i += AK_LANES) body.template at<false>(i, count - i < AK_LANES ? count - i : AK_LANES);
+  return body;
+}
+
+// Calls body.at<ALL>(i, n) for each vector of `count` elements, the last of which may be shorter; returns the body.
+//
+// By 16 elements at once, so that a body of sums by 16 lanes has each lane in a register.
+template <class Body>
+AK_FN Body each_vector(ak_int64 count, Body body) {
   ak_int64 i = 0;
-  for (; i + AK_LANES <= count; i += AK_LANES) body.template at<true>(i, AK_LANES);
-  if (i < count) body.template at<false>(i, count - i);
+  for (; i + 16 <= count; i += 16)
+    for (int part = 0; part < 16; part += AK_LANES) body.template at<true>(i + part, AK_LANES);
+  if (i < count) return last_vectors(body, i, count);
+  return body;
 }
