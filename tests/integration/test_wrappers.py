@@ -414,9 +414,16 @@ def test_gradients_and_losses_are_those_of_one_process(
 def test_power_sgd_forgets_what_overflowed(ranks: list[Any], alone: dict[str, Any], level: str) -> None:
     plain = ranks[0]["PowerSGD", "torch"]["left"][-1]
     assert not all(bool(grad.isfinite().all()) for grad in plain["grads"])
+    wanted = flat(alone[level]["left"][-1]["grads"])
     for found in ranks:
-        # Rank 4 of 16 x 8 and 4 x 16: what it loses is small.
-        assert_like(found["PowerSGD", level]["left"][-1], alone[level]["left"][-1], 0.5, "grads", "values")
+        left = found["PowerSGD", level]["left"][-1]
+        # Rank 4 of 16 x 8 and 4 x 16: some of a gradient is lost, and most of it is there.
+        assert torch.cosine_similarity(flat(left["grads"]), wanted, dim=0) > 0.8
+        assert all(bool(value.isfinite().all()) for value in left["values"])
+
+
+def flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.double().flatten() for tensor in tensors])
 
 
 def test_a_model_that_is_cast_is_initialized_before_it_is_distributed(ranks: list[Any]) -> None:
