@@ -23,7 +23,7 @@ class Gate(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return a tensor of the shape of ``x``: (batch, width)."""
         y = self.project(x)
-        square = torch.mul(y, y)
+        square = y * y
         gated: Tensor = x + square / (1.0 + square)
         return gated
 

@@ -63,6 +63,7 @@ def set_up(options: Options, *, count: bool = False, record: bool = False) -> Ru
             install_as_apex(
                 dtype=dtype, device_type=device_type, lists=lists,
                 opt_level=options.opt_level, loss_scale=loss_scale, shadow=options.shadow_apex,
+                trace_overflow=options.trace_overflow,
             )  # fmt: skip
         if options.fastai1:
             importlib.import_module("autoamp.compat.fastai1").enable()

@@ -43,6 +43,7 @@ class Options:
         lists: List sets and files; ``"apex"`` is always the first.
         opt_level: The level of an ``initialize`` that names none.
         loss_scale: The loss scale of an ``initialize`` that names none; None leaves it to the level.
+        trace_overflow: Whether skipped steps are explained.
     """
 
     dtype: torch.dtype = torch.float16
@@ -50,6 +51,7 @@ class Options:
     lists: tuple[Any, ...] = ("apex",)
     opt_level: str = "O1"
     loss_scale: str | float | None = None
+    trace_overflow: bool = False
 
 
 class _ApexFinder:
@@ -112,6 +114,7 @@ def install_as_apex(
     opt_level: str = "O1",
     loss_scale: str | float | None = None,
     shadow: bool = False,
+    trace_overflow: bool = False,
 ) -> None:
     """Let ``import apex`` find autoamp, so that programs written for Apex run unmodified.
 
@@ -122,6 +125,7 @@ def install_as_apex(
         opt_level: The level of an ``amp.initialize`` that names none.
         loss_scale: ``"dynamic"`` or a number, for an ``amp.initialize`` that names none. None leaves it to the level.
         shadow: Whether an installed real `apex` is hidden by the alias.
+        trace_overflow: Whether skipped steps are explained; see `autoamp.init`.
 
     Raises:
         UsageError: A real `apex` is installed or imported and ``shadow`` is False, or an argument is wrong. Nothing was
@@ -131,7 +135,8 @@ def install_as_apex(
     """
     check_level(opt_level)
     listed = list(lists) if isinstance(lists, (list, tuple)) else [] if lists is None else [lists]
-    chosen = Options(torch.float16 if dtype is None else dtype, device_type, ("apex", *listed), opt_level, loss_scale)
+    half = torch.float16 if dtype is None else dtype
+    chosen = Options(half, device_type, ("apex", *listed), opt_level, loss_scale, trace_overflow)
     # Every wrong argument is told now, not at the program's first call.
     Settings.of(
         lists=list(chosen.lists), device_type=chosen.device_type, dtype=chosen.dtype, loss_scale=chosen.loss_scale

@@ -96,6 +96,17 @@ class Exponents:
         return {"underflow": int(finite[:zero].sum()), "subnormal": int(finite[zero:normal].sum()), "overflow": over}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return ``{"exponents": {"-3": 17, ...}, "zeros": ..., "nonfinite": ...}``, bins without elements left out."""
-        filled = {str(int(e) - _BIAS): int(self.counts[e]) for e in self.counts[:-1].nonzero().flatten()}
-        return {"exponents": filled, "zeros": self.zeros, "nonfinite": self.nonfinite}
+        """Return ``{"exponents": {"-3": 17, ...}, "rounding_up": {"-3": 2, ...}, "zeros": ..., "nonfinite": ...}``.
+
+        Bins without elements are left out.
+        """
+        return {
+            "exponents": _filled(self.counts),
+            "rounding_up": _filled(self.rounding_up),
+            "zeros": self.zeros,
+            "nonfinite": self.nonfinite,
+        }
+
+
+def _filled(counts: Tensor) -> dict[str, int]:
+    return {str(int(e) - _BIAS): int(counts[e]) for e in counts[:-1].nonzero().flatten()}

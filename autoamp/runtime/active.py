@@ -13,6 +13,7 @@ from autoamp.runtime.handle import Handle
 from autoamp.runtime.no_op import NoOpHandle
 from autoamp.runtime.registry import Registry
 from autoamp.runtime.settings import Settings
+from autoamp.stepping import tell_off, tell_on
 
 __all__ = ["ActiveHandles", "current_handle", "handles", "needed_handle", "put_handle"]
 
@@ -69,6 +70,10 @@ class ActiveHandles:
             before = self.handle
             self._switch(None if isinstance(handle, NoOpHandle) else handle)
             self._base = handle
+            if isinstance(handle, NoOpHandle):
+                tell_off()
+            elif handle is not None:
+                tell_on()
             if before is not None:
                 self._suspended.discard(before)
                 before.deactivate() if end is None else end(before)

@@ -29,7 +29,7 @@ from autoamp.modules import ModulePrecisions, Override
 from autoamp.rules import CastRule, CastTable
 from autoamp.runtime.protocol import Precision
 from autoamp.scaling import StaticLossScaler
-from autoamp.stepping import GuardedOptimizers, listed, stepped_params, tell_off
+from autoamp.stepping import GuardedOptimizers, listed, stepped_params
 
 __all__ = ["NoOpHandle"]
 
@@ -51,7 +51,6 @@ class NoOpHandle:
         self._casts = Casts(torch.float16, "cpu", enable_caching=False, on=False)
         self._followers = Followers()
         self._steps: Any = None
-        tell_off()
 
     def __repr__(self) -> str:
         return "<autoamp.NoOpHandle not active: nothing is cast or scaled>"

@@ -6,7 +6,7 @@ from autoamp.stepping.attach import ScalesItself, is_optimizer, refuse_own_scale
 from autoamp.stepping.block import open_blocks, scaled_block, watch_autograd_grad
 from autoamp.stepping.checks import check_half_model, check_half_norms, check_optimizer
 from autoamp.stepping.closures import step_unaware
-from autoamp.stepping.digest import tell_off
+from autoamp.stepping.digest import tell_off, tell_on
 from autoamp.stepping.guard import StepGuard
 from autoamp.stepping.links import equalised, load_master, master_of, release_master
 from autoamp.stepping.loss_scalers import listed
@@ -40,5 +40,6 @@ __all__ = [
     "step_unaware",
     "stepped_params",
     "tell_off",
+    "tell_on",
     "watch_autograd_grad",
 ]

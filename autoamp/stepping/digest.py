@@ -25,7 +25,7 @@ from autoamp.scaling import is_sharded
 from autoamp.stepping.links import master_of
 from autoamp.stepping.replicas import WRAPPERS, several_processes
 
-__all__ = ["compare_ranks", "found_on_ranks", "rank_sets", "tell_off", "wrappers_of"]
+__all__ = ["compare_ranks", "found_on_ranks", "rank_sets", "tell_off", "tell_on", "wrappers_of"]
 
 # Ranks come to their first step at most so many seconds apart, unless the store gives up earlier.
 _PATIENCE = 300.0
@@ -34,6 +34,7 @@ _SOON = 5.0
 _PREFIX = "autoamp"
 _GONE = "gradients that are gone by now"
 _RULES = "lists"
+_OFF = "1"
 
 
 def rank_sets(params: Iterable[Tensor], groups: Iterable[Any]) -> list[tuple[int, ...]]:
@@ -63,7 +64,24 @@ def tell_off() -> None:
     """Let other ranks know that autoamp is off on this one, if there are others by now."""
     store = _store()
     if store is not None:
-        store.set(f"{_PREFIX}/off/{dist.get_rank()}", "1")
+        store.set(_off(dist.get_rank()), _OFF)
+
+
+def tell_on() -> None:
+    """Take back what `tell_off` told, if it did."""
+    store = _store()
+    # The rank that has the store may have stopped.
+    with contextlib.suppress(RuntimeError):
+        if store is not None and _is_off(store, dist.get_rank()):
+            store.set(_off(dist.get_rank()), "")
+
+
+def _off(rank: int) -> str:
+    return f"{_PREFIX}/off/{rank}"
+
+
+def _is_off(store: Any, rank: int) -> bool:
+    return bool(store.check([_off(rank)]) and store.get(_off(rank)).decode() == _OFF)
 
 
 def found_on_ranks(optimizer: str, names: Sequence[str]) -> str:
@@ -106,6 +124,7 @@ def compare_ranks(sets: Sequence[Sequence[int]], facts: Mapping[str, str], rules
     store = _store()
     if store is None:
         return
+    tell_on()
     own = dist.get_rank()
     places = {_place(ranks): ranks for ranks in sets}
     # What an earlier handle has asked is known.
@@ -156,14 +175,18 @@ def _store() -> Any:
 
 
 def _awaited(store: Any, keys: Sequence[str], ranks: Sequence[int], factor: float = 1.0) -> bool:
-    """Wait for keys. Returns whether they came; not if a rank says that autoamp is off there."""
+    """Wait for keys. Returns whether they came; not if a rank says that autoamp is off there, and goes on saying so."""
+    were_off: set[int] = set()
     end = time.monotonic() + factor * min(_PATIENCE, store.timeout.total_seconds())
     while time.monotonic() < end:
         with contextlib.suppress(RuntimeError):
             store.wait(list(keys), timedelta(seconds=max(0.01, min(2.0, end - time.monotonic()))))
             return True
-        if any(store.check([f"{_PREFIX}/off/{rank}"]) for rank in ranks):
+        off = {rank for rank in ranks if _is_off(store, rank)}
+        # It may be about to be on: from one init() to the next ranks differ for a moment.
+        if off & were_off:
             return False
+        were_off = off
     return bool(store.check(list(keys)))
 
 
@@ -171,7 +194,7 @@ def _verdict(store: Any, place: str, ranks: Sequence[int]) -> str:
     """Return how ranks differ, as a message; an empty one where they agree."""
     keys = {rank: f"{place}/{rank}" for rank in ranks}
     if not _awaited(store, list(keys.values()), ranks):
-        off = [rank for rank in ranks if store.check([f"{_PREFIX}/off/{rank}"])]
+        off = [rank for rank in ranks if _is_off(store, rank)]
         if off:
             return (
                 f"autoamp is off on {_named(off)} (enabled=False) and on elsewhere; all ranks that train together "

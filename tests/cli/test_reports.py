@@ -38,12 +38,32 @@ for step in range(4):
 sys.exit(5 if "fails" in sys.argv else 0)
 """
 
+APEX = """
+import torch
+from apex import amp
+class Square(torch.nn.Module):
+    def forward(self, x):
+        square = x * x
+        return square / (1 + square)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), Square(), torch.nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale=64.0)
+for step in range(4):
+    optimizer.zero_grad()
+    x = torch.randn(4, 8) * (3e3 if step == 2 else 1)
+    with amp.scale_loss(model(x).float().square().mean(), optimizer) as loss:
+        loss.backward()
+    optimizer.step()
+"""
+
 RUN = ["run", "--quiet", "--device-type", "cpu", "--dtype", "fp16"]
 RUNS = {
     "page": [*RUN, "--report", "page.html", "faulty.py"],
     "bad": [*RUN, "--report", "bad.json", "--fail-on", "overflow", "faulty.py", "fault"],
     "good": [*RUN, "--report", "good.json", "--fail-on", "skip", "faulty.py"],
     "own code": [*RUN, "--fail-on", "overflow", "faulty.py", "fault", "fails"],
+    "apex": [*RUN, "--report", "apex.json", "--fail-on", "overflow", "apexed.py"],
     "two": ["report", "good.json", "bad.json", "-o", "two.html", "--fail-on", "overflow"],
     "no page": ["report", "good.json", "-o", "two.json"],
     "three": ["report", "good.json", "good.json", "good.json"],
@@ -53,7 +73,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return written(tmp_path_factory.mktemp("reports"), {"faulty.py": FAULTY})
+    return written(tmp_path_factory.mktemp("reports"), {"faulty.py": FAULTY, "apexed.py": APEX})
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +101,14 @@ def test_a_good_run_ends_well(folder: Path, ended: dict[str, Ended]) -> None:
     found = json.loads((folder / "good.json").read_text(encoding="utf-8"))
     assert found["verdict"]["level"] == "good"
     assert found["functions"]["torch.nn.functional.linear"] == {"float16": 8}
+
+
+def test_a_program_of_apex_is_traced_too(folder: Path, ended: dict[str, Ended]) -> None:
+    assert ended["apex"].code == 3, ended["apex"].err
+    found = json.loads((folder / "apex.json").read_text(encoding="utf-8"))
+    assert found["opt_level"] == "O2"
+    assert found["skips"]["groups"][0]["kind"] == "half_precision_op"
+    assert found["skips"]["groups"][0]["overflow"]["location"].endswith("apexed.py:6")
 
 
 def test_the_programs_own_code_stays(ended: dict[str, Ended]) -> None:

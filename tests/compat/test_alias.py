@@ -14,6 +14,7 @@ import torch
 
 from autoamp.compat import alias, install_as_apex, uninstall
 from autoamp.errors import LossScaleError, UsageError
+from autoamp.runtime import current_handle
 
 TREE = Path(alias.__file__).parent / "apex"
 MODULES = sorted(
@@ -140,6 +141,21 @@ def test_second_call_takes_the_new_options(apex: Any) -> None:
     assert alias.options().dtype is torch.bfloat16
     assert alias.options().lists == ("apex", "default")
     assert sum(isinstance(finder, alias._ApexFinder) for finder in sys.meta_path) == 1
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", None])
+def test_overflows_are_traced_where_that_is_asked_for(apex: Any, level: str | None) -> None:
+    install_as_apex(device_type="cpu", trace_overflow=True)
+    amp = importlib.import_module("apex.amp")
+    if level is None:
+        amp.init()
+    else:
+        model = torch.nn.Linear(2, 2)
+        amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level=level, verbosity=0)
+    handle = current_handle()
+    assert handle is not None
+    assert handle.overflows is not None
+    handle.deactivate()
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,12 @@ def test_what_rounding_takes_to_inf_in_fp16_overflows(scale: int) -> None:
     with np.errstate(over="ignore"):
         expected = int(np.isinf((edge.astype(np.float64) * 2.0**scale).astype(np.float16)).sum())
     assert found.in_format("float16", scale)["overflow"] == expected == 3
+    # 65520 and 65519.996 round up to 65536 in 11 bits, if the scale is taken off as well; so does 1.9999.
+    counted = found.to_dict()
+    top = str(15 - scale)
+    assert counted["exponents"][top] == 4
+    assert counted["rounding_up"][top] == 2
+    assert found.in_format("float16", scale)["overflow"] == counted["exponents"][str(16 - scale)] + 2
     only_at_one = Exponents()
     only_at_one.add(torch.from_numpy(edge), at_any_scale=False)
     assert only_at_one.in_format("float16", scale)["overflow"] == (3 if scale == 0 else 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import json
 import operator
@@ -18,6 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
 from autoamp.diagnostics import (
@@ -780,3 +782,70 @@ def test_on_one_of_two_ranks(tmp_path: Path) -> None:
     assert (clean[2], faulty[2], faulty[3]) == (2, 2, None)
     assert clean[3]["kind"] == "not_located"
     assert "not all ranks trace" in clean[3]["verdict"]["why"]
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def cost_of(step: Callable[[], object]) -> tuple[int, int]:
+    """Return how many operators and how many calls of Python's functions a step takes."""
+    with Operators() as operators:
+        step()
+    calls = 0
+
+    def called(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    gc.disable()
+    sys.setprofile(called)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return operators.count, calls
+
+
+def costs_of(layers: int, *, traced: bool) -> tuple[int, int]:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=64.0, trace_overflow=traced)
+    x = torch.randn(2, 4, 16)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with handle.scale_loss(mean_square(model(x)), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+    for _ in range(3):
+        step()
+    found = cost_of(step)
+    assert handle.skipped_steps == 0
+    handle.deactivate()
+    return found
+
+
+def test_what_a_clean_step_costs_more() -> None:
+    more = []
+    for layers in (1, 3):
+        plain, traced = costs_of(layers, traced=False), costs_of(layers, traced=True)
+        more.append((traced[0] - plain[0], traced[1] - plain[1]))
+    # 18 operators whatever the model: sums, inputs and gradients without their graph, the nodes of the loss. 95 calls
+    # of Python, and 3 for each call of a module, of which a layer has 9.
+    (operators, calls), (larger, more_calls) = more
+    assert operators == larger, more
+    assert 0 < operators <= 20, more
+    assert 0 < calls <= 135, more
+    assert more_calls - calls <= 2 * 9 * 3, more

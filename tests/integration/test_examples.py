@@ -179,6 +179,40 @@ def test_plain_digits_is_as_accurate_in_mixed_precision(command: tuple[str, ...]
     assert done.stderr.count("\n") == len(command[:1])
 
 
+def test_the_planted_fault_is_found_and_its_entry_avoids_it(tmp_path: Path) -> None:
+    command = (
+        "-m",
+        "autoamp",
+        "run",
+        "--device-type",
+        "cpu",
+        "--dtype",
+        "fp16",
+        "--report",
+        str(tmp_path / "one.json"),
+    )
+    done = run(*command, str(ROOT / "examples" / "overflow.py"), "--steps", "40")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "one.json").read_text(encoding="utf-8"))
+    lines = (ROOT / "examples" / "overflow.py").read_text(encoding="utf-8").splitlines()
+    line = 1 + next(number for number, text in enumerate(lines) if "square = " in text)
+    assert found["verdict"]["sentence"].startswith(
+        "2 of 40 steps skipped, all half-precision op; forward overflow in mul"
+    )
+    assert found["skips"]["groups"][0]["overflow"]["location"].endswith(f"overflow.py:{line}")
+    entries = [one["op"] for one in found["remedies"] if one["policy"] == "fp32"]
+    mended = tmp_path / "mended.toml"
+    mended.write_text(f"schema = 1\nfp32 = {json.dumps(entries)}\n", encoding="utf-8")
+    command = (*command[:-1], str(tmp_path / "two.json"), "--lists", str(mended))
+    done = run(*command, str(ROOT / "examples" / "overflow.py"), "--steps", "40")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "two.json").read_text(encoding="utf-8"))
+    # With the large values in it the first scale may be too large for the backward pass.
+    assert "; no forward overflow" in found["verdict"]["sentence"]
+    assert {group["kind"] for group in found["skips"]["groups"]} <= {"scale_search"}
+    assert found["remedies"] == []
+
+
 def blocks(path: Path, language: str) -> list[str]:
     """Return the fenced blocks of a page in one language."""
     return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)

@@ -87,11 +87,38 @@ def lowest() -> str:
     return "no error"
 
 
+def back_on() -> str:
+    """Be off on rank 1, in a region and by ``init``, and then on; come late to the first step. Returns the error."""
+    if dist.get_rank():
+        with autoamp.region(enabled=False):
+            pass
+        if dist.group.WORLD.get_group_store().check(["autoamp/off/1"]):  # type: ignore[union-attr]
+            return "a region told that autoamp is off"
+        autoamp.init(enabled=False)
+    handle: Any = autoamp.init(**CPU, loss_scale="dynamic")
+    handle.sync_over(dist.group.WORLD)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    try:
+        with handle.scale_loss(model(torch.ones(2, 4)).float().mean(), optimizer) as scaled:
+            scaled.backward()
+        time.sleep(5 * dist.get_rank())
+        optimizer.step()
+    except autoamp.AutoampError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        handle.deactivate()
+    return f"stepped, {handle.skipped_steps} skipped"
+
+
 def rank(index: int, folder: str) -> None:
     torch.set_num_threads(1)
     told: dict[Any, str] = {}
     dist.init_process_group("gloo", init_method=f"file://{folder}/lowest", rank=index, world_size=2)
     told["lowest", None] = lowest()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/back", rank=index, world_size=2)
+    told["back on", None] = back_on()
     dist.destroy_process_group()
     for kind in KINDS:
         for case in DIFFERENT:
@@ -123,6 +150,11 @@ def test_a_scale_at_its_minimum_stops_all_ranks_with_the_rank_and_parameter(told
     for found in told:
         assert found["lowest", None].startswith("12: 12 steps of SGD in a row were skipped"), found["lowest", None]
         assert "first in Linear.weight on rank 1; the loss scale is 2, the lowest that" in found["lowest", None]
+
+
+@pytest.mark.processes
+def test_a_rank_that_was_off_before_is_on(told: Any) -> None:
+    assert [found["back on", None] for found in told] == ["stepped, 0 skipped"] * 2
 
 
 @pytest.mark.processes

@@ -81,7 +81,7 @@ def initialize(
             models, optimizers, on, level, **overrides, cast_model_outputs=cast_model_outputs,
             num_losses=as_number("num_losses", num_losses), verbosity=loudness, min_loss_scale=lowest,
             max_loss_scale=highest, dtype=chosen.dtype, device_type=chosen.device_type,
-            lists=[*chosen.lists, *changed_lists()],
+            lists=[*chosen.lists, *changed_lists()], trace_overflow=chosen.trace_overflow,
         )  # fmt: skip
     amp_state.verbosity, amp_state.min_loss_scale, amp_state.max_loss_scale = loudness, lowest, highest
     if on:
@@ -194,6 +194,7 @@ def init(
     handle = runtime.init(
         bool(on), as_scale(loss_scale), enable_caching, verbose, allow_banned,
         dtype=chosen.dtype, device_type=chosen.device_type, lists=[*chosen.lists, *changed_lists()],
+        trace_overflow=chosen.trace_overflow,
     )  # fmt: skip
     return AmpHandle(handle, verbose) if on else NoOpHandle()
 

@@ -166,13 +166,26 @@ def _verdict(handle: Any, steps: int, skips: Mapping[str, Any]) -> dict[str, str
             f" in {first['op']}" if first["op"] else "", f" at {first['location']}" if first["location"] else "",
         ))  # fmt: skip
         sentence += f"; forward overflow{place}"
+    elif unchecked := _unchecked(handle):
+        sentence += f"; {unchecked}"
     else:
         sentence += "; no forward overflow"
     if not handle.optimizers.scales:
         sentence += "; the loss scale is fixed"
     bad = any(kind in FAULTS for kind in counts)
-    unclear = counts.get("not_located", 0) + counts.get("unexplained", 0) > 0
+    unclear = counts.get("not_located", 0) + counts.get("unexplained", 0) > 0 or _unchecked(handle) is not None
     return {"sentence": sentence, "level": "bad" if bad else "unclear" if unclear else "good"}
+
+
+def _unchecked(handle: Any) -> str | None:
+    """Return why no gradient was looked through for overflows, None where some were."""
+    optimizers = handle.optimizers
+    own = None if optimizers.own is None else optimizers.own.scalers.values()
+    if not any(scaler.checks for scaler in (optimizers.scalers if own is None else own)):
+        return "at a loss scale of 1 gradients are not checked, so that overflows were not looked for"
+    if own is None and not optimizers.steps:
+        return "no loss was scaled, so that gradients were not checked and overflows not looked for"
+    return None
 
 
 def _timeline(handle: Any, recording: Recording | None, steps: int) -> dict[str, Any]:

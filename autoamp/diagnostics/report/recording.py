@@ -167,6 +167,9 @@ class Recording:
             self._running[2].step_begins(optimizer)
 
     def _guarded_stepped(self) -> None:
+        if self._handle.optimizers.steps == self._guarded_steps:
+            # One that nobody guards, of which torch's hook has told.
+            return
         self._guarded_steps = self._handle.optimizers.steps
         self._after_step(guarded=True)
 

@@ -48,6 +48,34 @@ def test_a_clean_run() -> None:
     assert found["timeline"] == {"steps": 3, "scales": [[0, 64.0]]}
 
 
+@pytest.mark.parametrize("settings", [{"dtype": torch.bfloat16}, {"dtype": torch.float16, "loss_scale": 1.0}])
+def test_a_run_whose_gradients_nobody_checks_is_not_said_to_have_no_overflow(settings: dict[str, Any]) -> None:
+    handle: Any = autoamp.init(device_type="cpu", trace_overflow=True, **settings)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    handle.record(times=False)
+    for _ in range(2):
+        with handle.scale_loss(model(torch.ones(2, 4)).float().sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    assert handle.report()["verdict"] == {
+        "sentence": "0 of 2 steps skipped; at a loss scale of 1 gradients are not checked, so that overflows were not "
+        "looked for; the loss scale is fixed",
+        "level": "unclear",
+    }
+
+
+def test_a_run_in_which_no_loss_is_scaled_is_not_said_to_have_no_overflow() -> None:
+    handle: Any = autoamp.init(device_type="cpu", dtype=torch.float16, trace_overflow=True)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.01)
+    handle.record(times=False)
+    optimizer.step()
+    verdict = handle.report()["verdict"]
+    assert "no loss was scaled, so that gradients were not checked" in verdict["sentence"]
+    assert "no forward overflow" not in verdict["sentence"]
+    assert verdict["level"] == "unclear"
+
+
 def test_a_scale_search_fails_no_run_but_for_skip() -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
