@@ -1,0 +1,52 @@
+"""What tracing overflows costs on a device: no wait more in a clean step, also where the device alone knows of skips."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoamp
+from tests.null_cuda.device import Cost, spent
+from tests.null_cuda.training import open_libraries
+
+pytestmark = pytest.mark.null_cuda
+
+
+def clean_step(make: Callable[[Any], Any], *, traced: bool) -> Cost:
+    open_libraries()
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).cuda()
+    optimizer = make(model.parameters())
+    handle = autoamp.init(device_type="cuda", dtype=torch.float16, loss_scale="dynamic", trace_overflow=traced)
+    x = torch.ones(4, 8, device="cuda")
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with handle.scale_loss(model(x).float().sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+    try:
+        for _ in range(3):
+            step()
+        return spent(step)
+    finally:
+        handle.deactivate()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        lambda p: torch.optim.AdamW(p, fused=True),
+        lambda p: torch.optim.AdamW(p, capturable=True),
+    ],
+    ids=["plain", "fused", "capturable"],
+)
+def test_a_clean_step_waits_no_more(make: Callable[[Any], Any]) -> None:
+    plain, traced = clean_step(make, traced=False), clean_step(make, traced=True)
+    assert traced.waits == plain.waits
+    assert 0 < traced.launches - plain.launches <= 2
