@@ -1,4 +1,4 @@
-"""What tracing overflows costs on a device: no wait more in a clean step, also where the device alone knows of skips."""
+"""What tracing overflows costs on a device: a clean step waits no more, also where the device alone knows of skips."""
 
 from __future__ import annotations
 
