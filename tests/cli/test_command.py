@@ -485,7 +485,8 @@ def test_a_real_apex_takes_the_imports_unless_hidden(folder: Path) -> None:
 def test_only_the_first_rank_speaks(rank: str, lines: int, folder: Path) -> None:
     ended = launched(folder, {"one": [*RUN, "--report", f"rank{rank}.json", "plain.py"]}, RANK=rank)
     assert ended["one"].code == 0
-    assert ended["one"].err.count("\n") == lines
+    # torch's profiler, which a report samples with, has lines of its own on stderr.
+    assert ended["one"].err.count("autoamp:") == lines
     assert (folder / f"rank{rank}.json").exists() == (rank == "0")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import struct
@@ -452,20 +453,21 @@ def module_scaler(scale: float) -> Any:
 
 
 def test_digits_trains_at_all_levels() -> None:
-    tiny = ("--all-levels", "--seeds", "1", "--epochs", "6", "--dtype", "bf16", "--device", "cpu")
-    rows = {row[0]: row[1:] for row in rows_of(run("digits.py", *tiny))}
-    assert list(rows) == ["fp32", "bf16", "O1 bf16", "O2 bf16", "FP16_Optimizer"]
-    assert all(float(accuracy.split()[0]) > 90 for accuracy, *_ in rows.values())
+    tiny = ("--all-levels", "--seeds", "1", "--epochs", "6", "--dtype", "bf16", "--device", "cpu", "--json")
+    runs = {name: mode["runs"][0] for name, mode in json.loads(run("digits.py", *tiny))["modes"].items()}
+    assert list(runs) == ["fp32", "bf16", "O1 bf16", "O2 bf16", "FP16_Optimizer"]
+    assert all(one["accuracy"] > 90 for one in runs.values())
     # O1 is what init() does. At O2 and by hand no copies of the weights are saved.
-    assert rows["O1 bf16"][:4] == rows["bf16"][:4]
-    kibibytes = {name: float(cells[1].split()[0]) for name, cells in rows.items()}
-    assert kibibytes["O2 bf16"] == kibibytes["FP16_Optimizer"] < kibibytes["O1 bf16"] < kibibytes["fp32"]
-    assert [cells[3] for cells in rows.values()] == ["1", "1", "1", "1", "65536"]
+    told = ("accuracy", "saved_bytes", "skipped_steps", "loss_scale")
+    assert [runs["O1 bf16"][name] for name in told] == [runs["bf16"][name] for name in told]
+    saved = {name: one["saved_bytes"] for name, one in runs.items()}
+    assert saved["O2 bf16"] == saved["FP16_Optimizer"] < saved["O1 bf16"] < saved["fp32"]
+    assert [one["loss_scale"] for one in runs.values()] == [1, 1, 1, 1, 65536]
 
 
 def test_digits_counts_the_skips_of_fp16_optimizer(example: Loader) -> None:
     digits = example("digits")
-    net = digits.make_net()
+    net = digits.make_net(8)
     precision = digits.ByHand(net, torch.optim.Adam(net.parameters()))
     for factor in (1.0, 1e9, 1.0):
         precision.optimizer.zero_grad()
