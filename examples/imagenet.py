@@ -313,6 +313,10 @@ class Place:
     def leave(self) -> None:
         """Part from the other processes."""
         if self.world > 1:
+            # gloo's threads drop the tensors of their last work meanwhile, for which they need Python: under a load, a
+            # process that ends at once waits for them, and they for it.
+            distributed.barrier()
+            time.sleep(0.1)
             distributed.destroy_process_group()
 
     def wrap(self, model: nn.Module) -> nn.Module:
