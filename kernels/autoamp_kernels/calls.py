@@ -25,6 +25,7 @@ __all__ = [
     "launch",
     "new_args",
     "space",
+    "split_step",
     "sums",
     "tables",
 ]
@@ -121,6 +122,12 @@ def sums(table: Table, each: int = 1) -> Tensor:
     chunks = each * int(table.first_chunk[-1])
     count = chunks + 1 if device_code(table.device) == CPU else PARTS * chunks + len(table.counts)
     return space(table, count, torch.float64)
+
+
+def split_step(step: float | Tensor | Sequence[Tensor]) -> tuple[list[Tensor], Tensor | None, float]:
+    """Return a count of steps as a list of tensors, one tensor and a number, of which one is the count."""
+    steps = list(step) if isinstance(step, (list, tuple)) else []
+    return steps, step if isinstance(step, Tensor) else None, float(step) if isinstance(step, (int, float)) else 0.0
 
 
 def fill_step(kernel: str, table: Table, number: float, one: Tensor | None, advance: bool) -> Step:

@@ -6,7 +6,6 @@ What `optimizers` says of lists of tensors holds here too.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +30,7 @@ from autoamp_kernels.calls import (
     launch,
     new_args,
     space,
+    split_step,
     sums,
     tables,
 )
@@ -48,12 +48,6 @@ _PARAMS, _GRADS = Role("params", _ANY, written=True), Role("grads", _ANY)
 _FIRSTS, _SECONDS = (Role(name, written=True, state=True) for name in ("exp_avgs", "exp_avg_sqs"))
 _HALVES = Role("halves", _HALF, written=True)
 _NORMS, _STEPS = (Role(name, written=True, single=True, state=True) for name in ("norms", "steps"))
-
-
-def _split(step: Any) -> tuple[list[Tensor], Tensor | None, float]:
-    """Return a count of steps as a list of tensors, one tensor or a number."""
-    steps = list(step) if isinstance(step, (list, tuple)) else []
-    return steps, step if isinstance(step, Tensor) else None, float(step) if isinstance(step, (int, float)) else 0.0
 
 
 def lamb_(
@@ -100,7 +94,7 @@ def lamb_(
     """
     if not params:
         return
-    steps, step_at, number = _split(step)
+    steps, step_at, number = split_step(step)
     lr_at = lr if isinstance(lr, Tensor) else None
     flags = DECOUPLED * decoupled | MAXIMIZE * maximize | NO_BIAS_CORRECTION * (not bias_correction)
     flags |= TRUST * bool(weight_decay or always_adapt)
@@ -192,7 +186,7 @@ def novograd_(
     """
     if not params:
         return
-    steps, step_at, number = _split(step)
+    steps, step_at, number = split_step(step)
     lr_at = lr if isinstance(lr, Tensor) else None
     flags = MAXIMIZE * maximize | NO_BIAS_CORRECTION * (not bias_correction) | FIRST * first | INSIDE * inside
     flags |= MAX_NORM * max_norms

@@ -24,7 +24,17 @@ from autoamp_kernels.abi import (
     AdamArgs,
     SgdArgs,
 )
-from autoamp_kernels.calls import address, by_operator, fill_grad_scale, fill_lists, fill_step, launch, new_args, tables
+from autoamp_kernels.calls import (
+    address,
+    by_operator,
+    fill_grad_scale,
+    fill_lists,
+    fill_step,
+    launch,
+    new_args,
+    split_step,
+    tables,
+)
 from autoamp_kernels.errors import ArgumentError
 from autoamp_kernels.operators import define
 from autoamp_kernels.tables import Role
@@ -88,9 +98,7 @@ def adam_(
     """
     if not params:
         return
-    steps = list(step) if isinstance(step, (list, tuple)) else []
-    step_at = step if isinstance(step, Tensor) else None
-    number = float(step) if isinstance(step, (int, float)) else 0.0
+    steps, step_at, number = split_step(step)
     lr_at = lr if isinstance(lr, Tensor) else None
     flags = DECOUPLED * decoupled | MAXIMIZE * maximize | NO_BIAS_CORRECTION * (not bias_correction)
     flags |= EPS_INSIDE * eps_inside_sqrt
