@@ -135,7 +135,8 @@ def test_hints_have_figures_and_remedies(handle: Any) -> None:
     assert island.bytes == 8 * 4 + 8 * 2
     assert "linear in out" in island.figure
     mixed = hints["mixed dtypes on no list", "aten::mul"]
-    assert (mixed.bytes, "'mul' as fp16 or promote" in mixed.remedy) == (4 * 4, True)
+    assert mixed.bytes == 4 * 4
+    assert mixed.remedy.startswith("list 'mul', 'multiply', '__mul__', '__rmul__' as fp16 or promote")
     assert [hint.bytes for hint in trace.hints] == sorted((hint.bytes for hint in trace.hints), reverse=True)
 
 
