@@ -261,6 +261,20 @@ json.dump(found, sys.stdout)
 """
 
 
+@pytest.mark.parametrize("name", shipped_sets())
+def test_every_entry_of_a_shipped_set_has_its_reason(name: str) -> None:
+    text = (loader._shipped_folder() / f"{name}.toml").read_text(encoding="utf-8")
+    # Under a table the reason is the key, or a limit needs none.
+    text = re.split(r"^\[", text, flags=re.MULTILINE)[0]
+    entries = re.findall(r'^    "([\w.]+)",(?:  # (.+))?$', text, re.MULTILINE)
+    assert entries
+    assert [entry for entry, reason in entries if not reason] == []
+    listed = set().union(*header_lists().values())
+    from_torch = {entry for entry, reason in entries if reason.startswith("torch: ")}
+    assert from_torch <= {python_name(op) for op in listed}
+    assert bool(from_torch) is (name == "default")
+
+
 def test_functions_said_to_hide_listed_ops_do() -> None:
     text = (loader._shipped_folder() / "default.toml").read_text(encoding="utf-8")
     said = dict(re.findall(r'^ +"(\w+)",  # (?:differs: )?hides (.*)$', text, re.MULTILINE))
