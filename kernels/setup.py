@@ -2,11 +2,14 @@
 
 The settings are in pyproject.toml. The compiler is ``$CXX``, or else the first of c++, g++ and clang++ that is found.
 Where nvcc is found (``$CUDA_HOME/bin``, PATH), it compiles the CUDA kernels too: ``AUTOAMP_KERNELS_CUDA=0`` leaves them
-out, ``AUTOAMP_KERNELS_CUDA="90 120"`` takes these architectures alone, and a failing nvcc ends the build.
+out, ``AUTOAMP_KERNELS_CUDA="90 120"`` takes these architectures alone, and a failing nvcc ends the build. An nvcc that
+knows fewer architectures compiles for those that it lists; one older than 12.1 is left out, as it cannot pass a kernel
+so many parameters.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -39,7 +42,9 @@ OF_FILE = {
 
 # Machine code serves later minor versions too: 8.0 is 8.6's and 8.9's. What is newer than all of it takes the PTX.
 CUDA_CODE = (75, 80, 90, 100, 120)
-CUDA_FLAGS = ["-std=c++17", "-O3", "--fmad=false", "--compress-mode=size"]
+CUDA_FLAGS = ["-std=c++17", "-O3", "--fmad=false"]
+# Kernels have up to 32,764 bytes of parameters from this version on; a fat binary can be compressed from that one on.
+OLDEST_NVCC, COMPRESSING_NVCC = (12, 1), (12, 8)
 CUDA_SOURCE, CUDA_IMAGE, CUDA_CONTENTS = "kernels.cu", "kernels.fatbin", "kernels.json"
 
 
@@ -95,25 +100,60 @@ def one_source(path: Path, seen: set[Path]) -> str:
 
 
 def nvcc() -> str | None:
-    """Return the command of nvcc; None where there is none, or it is not wanted."""
+    """Return the command of nvcc; None where there is none, it is not wanted, or it is too old."""
     if os.environ.get("AUTOAMP_KERNELS_CUDA") == "0":
         return None
     home = os.environ.get("CUDA_HOME")
-    return shutil.which("nvcc", path=str(Path(home) / "bin")) if home else shutil.which("nvcc")
+    found = shutil.which("nvcc", path=str(Path(home) / "bin")) if home else shutil.which("nvcc")
+    if found is None or nvcc_version(found) >= OLDEST_NVCC:
+        return found
+    sys.stderr.write(
+        f"autoamp-kernels: {found} is nvcc {'.'.join(map(str, nvcc_version(found)))}, older than 12.1; its kernels are "
+        "left out, and NVRTC compiles them at first use\n"
+    )
+    return None
+
+
+@functools.cache
+def nvcc_version(command: str) -> tuple[int, int]:
+    """Return the version of nvcc, such as (13, 0)."""
+    said = subprocess.run([command, "--version"], capture_output=True, text=True, check=True).stdout
+    release = re.search(r"release (\d+)\.(\d+)", said)
+    return (int(release[1]), int(release[2])) if release else (0, 0)
+
+
+@functools.cache
+def nvcc_codes(command: str) -> list[int]:
+    """Return the compute capabilities for which nvcc makes machine code, ascending."""
+    said = subprocess.run([command, "--list-gpu-code"], capture_output=True, text=True, check=True).stdout
+    return sorted({int(one) for one in re.findall(r"^sm_(\d+)$", said, re.MULTILINE)})
 
 
 def nvcc_command(source: Path, target: Path, *extra: str) -> list[str]:
     """Return the command that compiles the CUDA kernels to a fat binary."""
-    code = cuda_code()
+    command = nvcc() or "nvcc"
+    code = cuda_code(command)
     architectures = [f"-gencode=arch=compute_{one},code=sm_{one}" for one in code]
     architectures.append(f"-gencode=arch=compute_{code[0]},code=compute_{code[0]}")
+    flags = [*CUDA_FLAGS, *(["--compress-mode=size"] if nvcc_version(command) >= COMPRESSING_NVCC else [])]
     parallel = ["--threads", str(os.cpu_count() or 1)]
-    return [nvcc() or "nvcc", *CUDA_FLAGS, *parallel, *architectures, *extra, "-fatbin", str(source), "-o", str(target)]
+    return [command, *flags, *parallel, *architectures, *extra, "-fatbin", str(source), "-o", str(target)]
 
 
-def cuda_code() -> list[int]:
-    """Return the compute capabilities to compile for, as ``AUTOAMP_KERNELS_CUDA`` has them, or all."""
-    return sorted(int(one) for one in os.environ.get("AUTOAMP_KERNELS_CUDA", "").split()) or list(CUDA_CODE)
+def cuda_code(command: str) -> list[int]:
+    """Return the compute capabilities to compile for: those of ``AUTOAMP_KERNELS_CUDA``, or ours that nvcc knows.
+
+    An nvcc that knows none of ours compiles for the oldest that it lists, whose PTX serves later cards.
+    """
+    known = nvcc_codes(command)
+    wanted = sorted({int(one) for one in os.environ.get("AUTOAMP_KERNELS_CUDA", "").split()})
+    unknown = [one for one in wanted if one not in known]
+    if unknown:
+        raise SystemExit(
+            f"autoamp-kernels: AUTOAMP_KERNELS_CUDA={os.environ['AUTOAMP_KERNELS_CUDA']!r} has {unknown[0]}, which "
+            f"{command} does not list; choose of {' '.join(map(str, known))}, or unset it"
+        )
+    return wanted or [one for one in CUDA_CODE if one in known] or known[:1]
 
 
 def write_cuda(folder: Path) -> list[Path]:
@@ -123,10 +163,12 @@ def write_cuda(folder: Path) -> list[Path]:
     source.write_text(one_source(SOURCES / "cuda_kernels.cu", set()) + "\n")
     contents.unlink(missing_ok=True)
     image.unlink(missing_ok=True)
-    if nvcc() is None:
+    command = nvcc()
+    if command is None:
         return [source]
     subprocess.run(nvcc_command(source, image), check=True)
-    contents.write_text(json.dumps({"code": cuda_code(), "ptx": cuda_code()[:1]}))
+    code = cuda_code(command)
+    contents.write_text(json.dumps({"code": code, "ptx": code[:1]}))
     return [source, image, contents]
 
 
