@@ -20,9 +20,13 @@ __all__ = [
     "adam_",
     "available",
     "axpby_",
+    "channel_statistics",
     "doors",
     "lamb_",
+    "layer_norm_backward",
+    "merge_statistics",
     "novograd_",
+    "rms_norm_backward",
     "scale_",
     "sgd_",
 ]
@@ -30,6 +34,7 @@ __all__ = [
 try:
     from autoamp_kernels.gradients import axpby_, scale_
     from autoamp_kernels.layerwise import lamb_, novograd_
+    from autoamp_kernels.norms import channel_statistics, layer_norm_backward, merge_statistics, rms_norm_backward
     from autoamp_kernels.optimizers import adagrad_, adam_, sgd_
 except Exception as error:  # torch is missing, or of another kind than any that was tested
     _failed = error

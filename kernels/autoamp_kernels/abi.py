@@ -32,6 +32,7 @@ __all__ = [
     "NO_DTYPE",
     "PARTS",
     "RESULTS",
+    "SIDE_BY_SIDE",
     "TRUST",
     "AdagradArgs",
     "AdamArgs",
@@ -40,16 +41,21 @@ __all__ = [
     "GradScale",
     "Head",
     "LambArgs",
+    "MergeArgs",
+    "NormArgs",
     "NovogradArgs",
     "ScaleArgs",
     "SgdArgs",
+    "StatisticsArgs",
     "Step",
 ]
 
-ABI = 2
+ABI = 3
 CHUNK = 32768
 # Blocks of a GPU that share a chunk.
 PARTS = 4
+# Channels whose elements lie side by side that one turn of a thread takes.
+SIDE_BY_SIDE = 64
 CPU, CUDA = 0, 1
 F32, F16, BF16, I32, I64, NO_DTYPE = 0, 1, 2, 3, 4, -1
 DECOUPLED, MAXIMIZE, NO_BIAS_CORRECTION, EPS_INSIDE, NESTEROV, FIRST, DECAY_AFTER = 1, 2, 4, 8, 16, 32, 64
@@ -250,10 +256,66 @@ class ScaleArgs(Args):
     )
 
 
+class NormArgs(Args):
+    """``ak_norm_args``."""
+
+    _fields_ = (
+        ("head", Head),
+        ("rows", c_int64),
+        ("columns", c_int64),
+        ("rows_at_once", c_int64),
+        ("grad", c_void_p),
+        ("input", c_void_p),
+        ("means", c_void_p),
+        ("rstds", c_void_p),
+        ("weight", c_void_p),
+        ("grad_in", c_void_p),
+        ("grad_weight", c_void_p),
+        ("grad_bias", c_void_p),
+        ("partial", c_void_p),
+        ("grad_dtype", c_int32),
+        ("in_dtype", c_int32),
+    )
+
+
+class StatisticsArgs(Args):
+    """``ak_statistics_args``."""
+
+    _fields_ = (
+        ("head", Head),
+        ("outer", c_int64),
+        ("channels", c_int64),
+        ("inner", c_int64),
+        ("pieces", c_int64),
+        ("input", c_void_p),
+        ("partial", c_void_p),
+        ("means", c_void_p),
+        ("variances", c_void_p),
+        ("in_dtype", c_int32),
+        ("unused", c_int32),
+    )
+
+
+class MergeArgs(Args):
+    """``ak_merge_args``."""
+
+    _fields_ = (
+        ("head", Head),
+        ("parts", c_int64),
+        ("channels", c_int64),
+        ("means", c_void_p),
+        ("variances", c_void_p),
+        ("counts", c_void_p),
+        ("mean", c_void_p),
+        ("variance", c_void_p),
+        ("count", c_void_p),
+    )
+
+
 # The function of the library and the struct that it takes, by the kernel's name.
 KERNELS: dict[str, type[Args]] = {
     "adam": AdamArgs, "sgd": SgdArgs, "adagrad": AdagradArgs, "lamb": LambArgs, "novograd": NovogradArgs,
-    "axpby": AxpbyArgs, "scale": ScaleArgs,
+    "axpby": AxpbyArgs, "scale": ScaleArgs, "norm": NormArgs, "statistics": StatisticsArgs, "merge": MergeArgs,
 }  # fmt: skip
 
 # Kernels that a kernel launches on CUDA beside its own, each with the fields of its struct that hold their dtypes.

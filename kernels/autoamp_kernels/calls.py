@@ -18,7 +18,9 @@ from autoamp_kernels.tables import CODES, Table, Tables
 
 __all__ = [
     "address",
+    "bare_args",
     "by_operator",
+    "device_code",
     "fill_grad_scale",
     "fill_lists",
     "fill_step",
@@ -73,6 +75,16 @@ def address(kernel: str, name: str, tensor: Tensor | None, table: Table, *dtypes
             f"one element of dtype {allowed} on {table.device}"
         )
     return tensor.data_ptr()
+
+
+def bare_args(kind: type[A], device: torch.device) -> A:
+    """Return a struct of arguments whose head says that there are no lists of tensors."""
+    args = kind()
+    head = args.head
+    head.size, head.version, head.device, head.threads = (
+        ctypes.sizeof(kind), ABI, device_code(device), torch.get_num_threads(),
+    )  # fmt: skip
+    return args
 
 
 def new_args(kernel: str, kind: type[A], table: Table, found_inf: Tensor | None) -> A:
@@ -142,14 +154,14 @@ def fill_step(kernel: str, table: Table, number: float, one: Tensor | None, adva
     )
 
 
-def launch(kernel: str, args: Args, table: Table, written: Iterable[Sequence[Tensor] | None]) -> None:
-    """Run a kernel, and tell autograd which tensors it wrote.
+def launch(kernel: str, args: Args, device: torch.device, written: Iterable[Sequence[Tensor] | None] = ()) -> None:
+    """Run a kernel, and tell autograd which tensors it wrote, but for those that the call has made.
 
     Raises:
         KernelError: There are no kernels for the device, or they failed. The message names the kernel.
     """
     if args.head.device == CUDA:
-        fill_cuda(kernel, args, table.device)
+        fill_cuda(kernel, args, device)
     library().call(kernel, args)
     for tensors in written:
         if tensors:

@@ -82,7 +82,7 @@ def _scale(
     args.outs = None if target is None else target.address
     args.out_dtype = NO_DTYPE if target is None else target.dtype
     single = [tensor for tensor in (found_inf, norms, total) if tensor is not None]
-    launch("scale", args, table, (ins if inplace else outs, single))
+    launch("scale", args, table.device, (ins if inplace else outs, single))
 
 
 def _norms_address(norms: Tensor | None, count: int, device: torch.device) -> int | None:
@@ -159,7 +159,7 @@ def _axpby(
     x, y, target = (table.columns[name] for name in ("xs", "ys", "outs" if outs else "ys"))
     args.xs, args.ys, args.outs = x.address, y.address, target.address
     args.x_dtype, args.y_dtype, args.out_dtype = x.dtype, y.dtype, target.dtype
-    launch("axpby", args, table, (outs or ys, [] if found_inf is None else [found_inf]))
+    launch("axpby", args, table.device, (outs or ys, [] if found_inf is None else [found_inf]))
 
 
 _AXPBY_REST = (

@@ -129,7 +129,7 @@ def _lamb(
         partial = sums(table, 2)
         ratios = space(table, len(table.counts), torch.float32)
         args.partial, args.ratios = partial.data_ptr(), ratios.data_ptr()
-    launch("lamb", args, table, (params, exp_avgs, exp_avg_sqs, halves, steps if advance else None))
+    launch("lamb", args, table.device, (params, exp_avgs, exp_avg_sqs, halves, steps if advance else None))
 
 
 _lamb_operator = define(
@@ -217,7 +217,7 @@ def _novograd(
     fill_lists(args, table, "params", "grads", "exp_avgs", "halves", "norms")
     partial = sums(table)
     args.partial = partial.data_ptr()
-    launch("novograd", args, table, (params, exp_avgs, halves, norms, steps if advance else None))
+    launch("novograd", args, table.device, (params, exp_avgs, halves, norms, steps if advance else None))
 
 
 _novograd_operator = define(

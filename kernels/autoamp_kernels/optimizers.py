@@ -130,7 +130,9 @@ def _adam(
     args.lr, args.beta1, args.beta2, args.eps, args.weight_decay = lr, beta1, beta2, eps, weight_decay
     args.flags = flags
     fill_lists(args, table, "params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "halves")
-    launch("adam", args, table, (params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, halves, steps if advance else None))
+    launch(
+        "adam", args, table.device, (params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, halves, steps if advance else None)
+    )
 
 
 _adam_operator = define(
@@ -204,7 +206,7 @@ def _sgd(
     args.lr, args.momentum, args.dampening, args.weight_decay = lr, momentum, dampening, weight_decay
     args.flags = flags
     fill_lists(args, table, "params", "grads", "buffers", "halves")
-    launch("sgd", args, table, (params, buffers, halves))
+    launch("sgd", args, table.device, (params, buffers, halves))
 
 
 _sgd_operator = define(
@@ -269,7 +271,7 @@ def _adagrad(
     args.lr_at = address("adagrad", "lr", lr_at, table, torch.float32)
     args.lr, args.eps, args.weight_decay, args.flags = lr, eps, weight_decay, flags
     fill_lists(args, table, "params", "grads", "sums", "halves")
-    launch("adagrad", args, table, (params, sums, halves))
+    launch("adagrad", args, table.device, (params, sums, halves))
 
 
 _adagrad_operator = define(

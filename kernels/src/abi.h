@@ -13,13 +13,17 @@ typedef unsigned int ak_uint32;
 typedef unsigned short ak_uint16;
 typedef long long ak_int64;
 
-#define AK_ABI 2
+#define AK_ABI 3
 
 // Elements that one block, or one turn of a thread, takes of one tensor.
 #define AK_CHUNK 32768
 
 // Blocks of a GPU that share a chunk.
 #define AK_PARTS 4
+
+// Columns of sums over rows, and channels whose elements lie side by side, that one turn of a thread takes.
+#define AK_SUMMED 256
+#define AK_SIDE_BY_SIDE 64
 
 enum { AK_F32 = 0, AK_F16 = 1, AK_BF16 = 2, AK_I32 = 3, AK_I64 = 4, AK_NO_DTYPE = -1 };
 
@@ -200,6 +204,53 @@ typedef struct ak_scale_args {
   ak_int32 unused;
 } ak_scale_args;
 
+// Backward of a layer norm (Ba, Kiros and Hinton 2016, arXiv:1607.06450, equations 3 and 4) or of an RMS norm (Zhang and
+// Sennrich 2019, arXiv:1910.07467, equation 4), over the columns of each row. With x^ = (x - mean) * rstd and
+// g = grad * weight:
+//   grad_in = rstd * (g - mean of g - x^ * mean of g * x^), of an RMS norm without the mean of g;
+//   grad_weight = sum over rows of grad * x^, grad_bias = sum over rows of grad.
+typedef struct ak_norm_args {
+  ak_head head;  // of no tensors
+  ak_int64 rows, columns;
+  ak_int64 rows_at_once;  // rows that one block of sums over rows takes
+  const void* grad;       // [rows, columns], of grad_dtype
+  const void* in;         // [rows, columns], of in_dtype
+  const float* means;     // [rows]; NULL of an RMS norm
+  const float* rstds;     // [rows]
+  const float* weight;    // NULL for 1, or [columns]
+  void* grad_in;          // NULL, or [rows, columns], of in_dtype
+  float* grad_weight;     // NULL, or [columns]
+  float* grad_bias;       // NULL, or [columns]
+  float* partial;         // NULL without these two, or space, [ceil(rows / rows_at_once), 2, columns]
+  ak_int32 grad_dtype, in_dtype;
+} ak_norm_args;
+
+// Mean and biased variance of each channel of [outer, channels, inner]: by blocks, which are put together by the formula
+// of Chan, Golub and LeVeque 1979 (STAN-CS-79-773, equation 2.1); within a thread of a GPU by that of Welford 1962
+// (Technometrics 4, p. 419). Where there are no elements both are nan.
+typedef struct ak_statistics_args {
+  ak_head head;  // of no tensors
+  ak_int64 outer, channels, inner;
+  ak_int64 pieces;   // into which `outer` is cut
+  const void* in;    // of in_dtype
+  double* partial;   // space, [pieces, channels, 3]: count, mean, sum of squared deviations
+  float* means;      // [channels]
+  float* variances;  // [channels]
+  ak_int32 in_dtype, unused;
+} ak_statistics_args;
+
+// Statistics of several batches, such as those of all processes, put together by the same formula.
+typedef struct ak_merge_args {
+  ak_head head;  // of no tensors
+  ak_int64 parts, channels;
+  const float* means;      // [parts, channels]
+  const float* variances;  // [parts, channels], biased
+  const float* counts;     // [parts]
+  float* mean;             // [channels]
+  float* variance;         // [channels], biased
+  float* count;            // one element
+} ak_merge_args;
+
 #if !defined(__CUDACC__)
 #ifdef __cplusplus
 extern "C" {
@@ -217,6 +268,9 @@ int ak_lamb(const ak_lamb_args* args);
 int ak_novograd(const ak_novograd_args* args);
 int ak_axpby(const ak_axpby_args* args);
 int ak_scale(const ak_scale_args* args);
+int ak_norm(const ak_norm_args* args);
+int ak_statistics(const ak_statistics_args* args);
+int ak_merge(const ak_merge_args* args);
 #ifdef __cplusplus
 }
 #endif

@@ -421,6 +421,8 @@ int lamb_last(const void* args, ak_int64 from, ak_int64 to) {
   return each_chunk_by<LambLastChunks<AK_NO_DTYPE, AK_ANY, AK_ANY>>(*(const ak_lamb_args*)args, from, to);
 }
 
+#include "cpu_norms.h"
+
 }  // namespace
 
 #define AK_NAME_OF(name) #name
@@ -438,4 +440,7 @@ extern const Variant AK_SYMBOL(ak_, AK_VARIANT) = {
   step<NovogradChunks, ak_novograd_args>,
   axpby,
   scale,
+  norm,
+  norm_sums,
+  statistics,
 };

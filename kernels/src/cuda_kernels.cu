@@ -248,14 +248,14 @@ AK_FN double together(double a, double b, bool most) { return !most ? a + b : a 
 
 // Returns all threads' values together to thread 0, in an order that is always the same.
 AK_FN double of_block(double value, bool most = false) {
-  __shared__ double of_warp[AK_CUDA_THREADS / 32];
-  for (int offset = 16; offset; offset /= 2) value = together(value, __shfl_down_sync(0xffffffffu, value, offset), most);
+  __shared__ double of_warp[AK_WARPS];
+  for (int offset = AK_WARP / 2; offset; offset /= 2) value = together(value, __shfl_down_sync(0xffffffffu, value, offset), most);
   // Of an earlier call everybody has read.
   __syncthreads();
-  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
+  if (threadIdx.x % AK_WARP == 0) of_warp[threadIdx.x / AK_WARP] = value;
   __syncthreads();
   if (threadIdx.x == 0) {
-    for (int warp = 1; warp < AK_CUDA_THREADS / 32; warp++) value = together(value, of_warp[warp], most);
+    for (int warp = 1; warp < AK_WARPS; warp++) value = together(value, of_warp[warp], most);
   }
   return value;
 }
@@ -512,6 +512,8 @@ AK_FN void axpby_block(const ak_axpby_launch& launch) {
   tell(body.bad, launch.args.found);
 }
 
+#include "cuda_norms.h"
+
 // -- counts of steps --
 
 AK_GLOBAL ak_advance(AK_LAUNCHED(ak_advance_launch)) {
@@ -538,6 +540,15 @@ AK_GLOBAL ak_advance(AK_LAUNCHED(ak_advance_launch)) {
   AK_GLOBAL ak_lamb_last_##SUFFIX(AK_LAUNCHED(ak_lamb_launch)) { lamb_last_block<P, L>(launch); }
 #define AK_MAKE_scale(I, O, SUFFIX) \
   AK_GLOBAL ak_scale_##SUFFIX(AK_LAUNCHED(ak_scale_launch)) { scale_block<I, O>(launch); }
+
+#define AK_MAKE_norm(G, X, SUFFIX)                                                              \
+  AK_GLOBAL ak_norm_##SUFFIX(AK_LAUNCHED(ak_norm_args)) { norm_block<G, X>(launch); }           \
+  AK_GLOBAL ak_norm_columns_##SUFFIX(AK_LAUNCHED(ak_norm_args)) { norm_columns_block<G, X>(launch); }
+#define AK_MAKE_statistics(X, SUFFIX)                                                                     \
+  AK_GLOBAL ak_statistics_##SUFFIX(AK_LAUNCHED(ak_statistics_args)) { statistics_block<X>(launch); }      \
+  AK_GLOBAL ak_statistics_side_##SUFFIX(AK_LAUNCHED(ak_statistics_args)) { statistics_side_block<X>(launch); }
+// Kernels without dtypes are in each image.
+#define AK_MAKE_merge(...)
 
 #if defined(AK_ONE)
 // Some of them, such as AK_MAKE_adam(BF16, F32, BF16, bfb): what a process needs at once is compiled at first use.
@@ -571,4 +582,11 @@ AK_FOR_OUTS(AK_MAKE_scale, F16, h)
 AK_FOR_YS(AK_MAKE_axpby, F32, f)
 AK_FOR_YS(AK_MAKE_axpby, BF16, b)
 AK_FOR_YS(AK_MAKE_axpby, F16, h)
+#define AK_FOR_INS(MAKE, G, g) MAKE(G, F32, g##f) MAKE(G, BF16, g##b) MAKE(G, F16, g##h)
+AK_FOR_INS(AK_MAKE_norm, F32, f)
+AK_FOR_INS(AK_MAKE_norm, BF16, b)
+AK_FOR_INS(AK_MAKE_norm, F16, h)
+AK_MAKE_statistics(F32, f)
+AK_MAKE_statistics(BF16, b)
+AK_MAKE_statistics(F16, h)
 #endif

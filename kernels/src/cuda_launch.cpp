@@ -10,7 +10,9 @@ namespace {
 
 const ak_uint32 MOST_BLOCKS = 0x7fffffff;
 
-ak_int64 parts_of(ak_int64 count) { return (count + AK_CUDA_PART - 1) / AK_CUDA_PART; }
+ak_int64 quotient_up(ak_int64 a, ak_int64 b) { return (a + b - 1) / b; }
+
+ak_int64 parts_of(ak_int64 count) { return quotient_up(count, AK_CUDA_PART); }
 
 CudaModule* module_of(const ak_head& head) { return static_cast<CudaModule*>(head.module); }
 
@@ -61,6 +63,7 @@ const void* const* as_column(T const* const* pointers) {
 // A kernel's name: that of the functor, and a letter for each dtype.
 struct Name {
   char text[48];
+  Name(const char* kernel, ak_int32 a) { std::snprintf(text, sizeof text, "ak_%s_%c", kernel, of(a)); }
   Name(const char* kernel, ak_int32 a, ak_int32 b) { std::snprintf(text, sizeof text, "ak_%s_%c%c", kernel, of(a), of(b)); }
   Name(const char* kernel, ak_int32 a, ak_int32 b, ak_int32 c) {
     std::snprintf(text, sizeof text, "ak_%s_%c%c%c", kernel, of(a), of(b), of(c));
@@ -95,6 +98,19 @@ int advance(const ak_head& head, const ak_step& step) {
   return AK_OK;
 }
 
+// Starts a kernel whose parameter is the struct of arguments itself; of no blocks nothing.
+template <class Args>
+int start(const char* name, ak_int64 blocks, const Args& args) {
+  if (blocks > (ak_int64)MOST_BLOCKS) return AK_WRONG_VALUE;
+  return blocks ? cuda_start(module_of(args.head), name, (ak_uint32)blocks, args.head.stream, &args) : (int)AK_OK;
+}
+
+// The columns of a step but for its states.
+template <class Args>
+void fill_columns(const Args& a, const void* const** columns) {
+  columns[AK_GRADS] = a.grads, columns[AK_PARAMS] = as_column(a.params), columns[AK_HALVES] = as_column(a.halves);
+}
+
 }  // namespace
 
 int cuda_adam(const ak_adam_args& a) {
@@ -102,7 +118,7 @@ int cuda_adam(const ak_adam_args& a) {
   int wrong = context.wrong() ? context.wrong() : advance(a.head, a.step);
   if (wrong) return wrong;
   const void* const* columns[ak_adam_launch::WIDTH] = {};
-  columns[AK_GRADS] = a.grads, columns[AK_PARAMS] = as_column(a.params), columns[AK_HALVES] = as_column(a.halves);
+  fill_columns(a, columns);
   columns[AK_STATE1] = as_column(a.exp_avgs), columns[AK_STATE2] = as_column(a.exp_avg_sqs);
   columns[AK_STATE3] = as_column(a.max_exp_avg_sqs), columns[AK_ADAM_STEPS] = as_column(a.step.each);
   return run_step<ak_adam_launch>("adam", a, columns);
@@ -112,7 +128,7 @@ int cuda_sgd(const ak_sgd_args& a) {
   CudaContext context(module_of(a.head));
   if (context.wrong()) return context.wrong();
   const void* const* columns[ak_sgd_launch::WIDTH] = {};
-  columns[AK_GRADS] = a.grads, columns[AK_PARAMS] = as_column(a.params), columns[AK_HALVES] = as_column(a.halves);
+  fill_columns(a, columns);
   columns[AK_STATE1] = as_column(a.buffers);
   return run_step<ak_sgd_launch>("sgd", a, columns);
 }
@@ -121,7 +137,7 @@ int cuda_adagrad(const ak_adagrad_args& a) {
   CudaContext context(module_of(a.head));
   if (context.wrong()) return context.wrong();
   const void* const* columns[ak_adagrad_launch::WIDTH] = {};
-  columns[AK_GRADS] = a.grads, columns[AK_PARAMS] = as_column(a.params), columns[AK_HALVES] = as_column(a.halves);
+  fill_columns(a, columns);
   columns[AK_STATE1] = as_column(a.sums);
   return run_step<ak_adagrad_launch>("adagrad", a, columns);
 }
@@ -157,7 +173,7 @@ int cuda_lamb(const ak_lamb_args& a) {
   int wrong = context.wrong() ? context.wrong() : advance(a.head, a.step);
   if (wrong) return wrong;
   const void* const* columns[ak_lamb_launch::WIDTH] = {};
-  columns[AK_GRADS] = a.grads, columns[AK_PARAMS] = as_column(a.params), columns[AK_HALVES] = as_column(a.halves);
+  fill_columns(a, columns);
   columns[AK_STATE1] = as_column(a.exp_avgs), columns[AK_STATE2] = as_column(a.exp_avg_sqs);
   columns[AK_LAMB_STEPS] = as_column(a.step.each);
   Name first("lamb", a.grad_dtype, a.param_dtype, a.half_dtype), last("lamb_last", a.param_dtype, a.half_dtype);
@@ -184,11 +200,39 @@ int cuda_novograd(const ak_novograd_args& a) {
   });
   if (wrong) return wrong;
   const void* const* columns[ak_novograd_launch::WIDTH] = {};
-  columns[AK_GRADS] = a.grads, columns[AK_PARAMS] = as_column(a.params), columns[AK_HALVES] = as_column(a.halves);
+  fill_columns(a, columns);
   columns[AK_STATE1] = as_column(a.exp_avgs), columns[AK_STATE2] = as_column(a.norms);
   columns[AK_NOVOGRAD_STEPS] = as_column(a.step.each);
   return each_launch<ak_novograd_launch>(a, columns, [&](ak_novograd_launch& launch, ak_uint32 blocks) {
     int failed = cuda_start(module, "ak_novograd_norms", (ak_uint32)launch.rows, a.head.stream, &launch);
     return failed || !blocks ? failed : cuda_start(module, step.text, blocks, a.head.stream, &launch);
   });
+}
+
+int cuda_norm(const ak_norm_args& a) {
+  CudaContext context(module_of(a.head));
+  if (context.wrong()) return context.wrong();
+  Name rows("norm", a.grad_dtype, a.in_dtype), columns("norm_columns", a.grad_dtype, a.in_dtype);
+  ak_int64 at_once = a.columns <= AK_NORM_COLUMNS ? AK_WARPS : 1;
+  int wrong = a.grad_in && a.columns ? start(rows.text, quotient_up(a.rows, at_once), a) : (int)AK_OK;
+  if (wrong || !a.partial) return wrong;
+  ak_int64 blocks = quotient_up(a.rows, a.rows_at_once) * quotient_up(a.columns, AK_WARP);
+  wrong = start(columns.text, blocks, a);
+  return wrong ? wrong : start("ak_norm_sums", quotient_up(2 * a.columns, AK_CUDA_THREADS), a);
+}
+
+int cuda_statistics(const ak_statistics_args& a) {
+  CudaContext context(module_of(a.head));
+  if (context.wrong()) return context.wrong();
+  bool side_by_side = a.inner == 1;
+  Name name(side_by_side ? "statistics_side" : "statistics", a.in_dtype);
+  int wrong = start(name.text, a.pieces * (side_by_side ? quotient_up(a.channels, AK_WARP) : a.channels), a);
+  return wrong ? wrong : start("ak_statistics_sums", quotient_up(a.channels, AK_CUDA_THREADS), a);
+}
+
+int cuda_merge(const ak_merge_args& a) {
+  CudaContext context(module_of(a.head));
+  if (context.wrong()) return context.wrong();
+  // One at least, for the count.
+  return start("ak_merge_parts", a.channels ? quotient_up(a.channels, AK_CUDA_THREADS) : 1, a);
 }

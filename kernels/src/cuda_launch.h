@@ -11,5 +11,8 @@ int cuda_lamb(const ak_lamb_args& args);
 int cuda_novograd(const ak_novograd_args& args);
 int cuda_axpby(const ak_axpby_args& args);
 int cuda_scale(const ak_scale_args& args);
+int cuda_norm(const ak_norm_args& args);
+int cuda_statistics(const ak_statistics_args& args);
+int cuda_merge(const ak_merge_args& args);
 
 #endif

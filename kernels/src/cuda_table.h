@@ -8,6 +8,11 @@
 #include "abi.h"
 
 #define AK_CUDA_THREADS 512
+#define AK_WARP 32
+#define AK_WARPS (AK_CUDA_THREADS / AK_WARP)
+
+// Columns of a norm up to which a warp does a row; of more a block does.
+#define AK_NORM_COLUMNS 1024
 
 // Elements of one block.
 #define AK_CUDA_PART (AK_CHUNK / AK_PARTS)

@@ -28,6 +28,30 @@ AK_FN double step_of(const ak_step& step, ak_int64 tensor) {
   return (double)*(const ak_int64*)step.one;
 }
 
+// 1 - beta^step of both averages, or 1 where they are not corrected.
+struct Biases {
+  double first, second;
+};
+
+template <class Args>
+AK_FN Biases biases_of(const Args& a, ak_int64 tensor) {
+  if (a.flags & AK_NO_BIAS_CORRECTION) return Biases{1.0, 1.0};
+  double step = step_of(a.step, tensor);
+  return Biases{1.0 - AK_POW(a.beta1, step), 1.0 - AK_POW(a.beta2, step)};
+}
+
+// What a gradient is multiplied by, its sign turned where the flags say so.
+template <class Args>
+AK_FN float signed_factor(const Args& a) {
+  float factor = gradient_factor(a.grad_scale);
+  return (a.flags & AK_MAXIMIZE) ? -factor : factor;
+}
+
+template <class Args>
+AK_FN float rate_of(const Args& a) {
+  return a.lr_at ? *a.lr_at : (float)a.lr;
+}
+
 // -- Adam, AdamW, AMSGrad --
 
 struct AdamNumbers {
@@ -44,22 +68,16 @@ struct AdamNumbers {
 AK_FN AdamNumbers adam_numbers(const ak_adam_args& a, ak_int64 tensor) {
   AdamNumbers c;
   double lr = a.lr_at ? (double)*a.lr_at : a.lr;
-  double bias1 = 1.0, bias2 = 1.0;
-  if (!(a.flags & AK_NO_BIAS_CORRECTION)) {
-    double step = step_of(a.step, tensor);
-    bias1 = 1.0 - AK_POW(a.beta1, step);
-    bias2 = 1.0 - AK_POW(a.beta2, step);
-  }
+  Biases bias = biases_of(a, tensor);
   bool decoupled = a.flags & AK_DECOUPLED;
-  c.factor = gradient_factor(a.grad_scale);
-  if (a.flags & AK_MAXIMIZE) c.factor = -c.factor;
+  c.factor = signed_factor(a);
   c.l2 = decoupled ? 0.0f : (float)a.weight_decay;
   c.shrink = decoupled ? (float)(1.0 - lr * a.weight_decay) : 1.0f;
   c.weight1 = (float)(1.0 - a.beta1);
   c.beta2 = (float)a.beta2;
   c.weight2 = (float)(1.0 - a.beta2);
-  c.inverse_bias2 = (float)(1.0 / bias2);
-  c.size = (float)(lr / bias1);
+  c.inverse_bias2 = (float)(1.0 / bias.second);
+  c.size = (float)(lr / bias.first);
   c.eps_inside = (a.flags & AK_EPS_INSIDE) ? (float)a.eps : 0.0f;
   c.eps_outside = (a.flags & AK_EPS_INSIDE) ? 0.0f : (float)a.eps;
   return c;
@@ -89,9 +107,8 @@ struct SgdNumbers {
 AK_FN SgdNumbers sgd_numbers(const ak_sgd_args& a) {
   SgdNumbers c;
   bool after = a.flags & AK_DECAY_AFTER;
-  c.factor = gradient_factor(a.grad_scale);
-  if (a.flags & AK_MAXIMIZE) c.factor = -c.factor;
-  c.lr = a.lr_at ? *a.lr_at : (float)a.lr;
+  c.factor = signed_factor(a);
+  c.lr = rate_of(a);
   c.momentum = (float)a.momentum;
   c.weight = (float)(1.0 - a.dampening);
   c.decay_before = after ? 0.0f : (float)a.weight_decay;
@@ -123,9 +140,8 @@ struct AdagradNumbers {
 AK_FN AdagradNumbers adagrad_numbers(const ak_adagrad_args& a) {
   AdagradNumbers c;
   bool decoupled = a.flags & AK_DECOUPLED;
-  c.factor = gradient_factor(a.grad_scale);
-  if (a.flags & AK_MAXIMIZE) c.factor = -c.factor;
-  c.lr = a.lr_at ? *a.lr_at : (float)a.lr;
+  c.factor = signed_factor(a);
+  c.lr = rate_of(a);
   c.eps = (float)a.eps;
   c.l2 = decoupled ? 0.0f : (float)a.weight_decay;
   c.decoupled = decoupled ? (float)a.weight_decay : 0.0f;
@@ -157,30 +173,24 @@ struct LambNumbers {
 
 AK_FN LambNumbers lamb_numbers(const ak_lamb_args& a, ak_int64 tensor) {
   LambNumbers c;
-  double bias1 = 1.0, bias2 = 1.0;
-  if (!(a.flags & AK_NO_BIAS_CORRECTION)) {
-    double step = step_of(a.step, tensor);
-    bias1 = 1.0 - AK_POW(a.beta1, step);
-    bias2 = 1.0 - AK_POW(a.beta2, step);
-  }
+  Biases bias = biases_of(a, tensor);
   bool decoupled = a.flags & AK_DECOUPLED;
-  c.factor = gradient_factor(a.grad_scale);
+  c.factor = signed_factor(a);
   if (a.global_norm && a.max_norm > 0.0) {
     double excess = (double)*a.global_norm / a.max_norm;
     // A norm of nan makes all of it nan.
     if (!(excess <= 1.0)) c.factor = (float)((double)c.factor / excess);
   }
-  if (a.flags & AK_MAXIMIZE) c.factor = -c.factor;
   c.l2 = decoupled ? 0.0f : (float)a.weight_decay;
   c.decay = decoupled ? (float)a.weight_decay : 0.0f;
   c.beta1 = (float)a.beta1;
   c.weight1 = (float)a.weight;
   c.beta2 = (float)a.beta2;
   c.weight2 = (float)(1.0 - a.beta2);
-  c.inverse_bias1 = (float)(1.0 / bias1);
-  c.inverse_bias2 = (float)(1.0 / bias2);
+  c.inverse_bias1 = (float)(1.0 / bias.first);
+  c.inverse_bias2 = (float)(1.0 / bias.second);
   c.eps = (float)a.eps;
-  c.lr = a.lr_at ? *a.lr_at : (float)a.lr;
+  c.lr = rate_of(a);
   c.trust = a.flags & AK_TRUST;
   return c;
 }
@@ -225,23 +235,17 @@ AK_FN float novograd_norm(const ak_novograd_args& a, float before, double norm) 
 // After the averaged norms of this step are known.
 AK_FN NovogradNumbers novograd_numbers(const ak_novograd_args& a, ak_int64 tensor) {
   NovogradNumbers c;
-  double bias1 = 1.0, bias2 = 1.0;
-  if (!(a.flags & AK_NO_BIAS_CORRECTION)) {
-    double step = step_of(a.step, tensor);
-    bias1 = 1.0 - AK_POW(a.beta1, step);
-    bias2 = 1.0 - AK_POW(a.beta2, step);
-  }
+  Biases bias = biases_of(a, tensor);
   bool inside = a.flags & AK_INSIDE;
-  double scale = (double)*a.norms[tensor] / AK_SQRT(bias2) + a.eps;
-  double factor = (double)gradient_factor(a.grad_scale);
-  if (a.flags & AK_MAXIMIZE) factor = -factor;
+  double scale = (double)*a.norms[tensor] / AK_SQRT(bias.second) + a.eps;
+  double factor = (double)signed_factor(a);
   c.factor = (float)(inside ? factor / scale : factor);
   c.beta1 = (float)a.beta1;
   c.weight = (float)a.weight;
   c.l2 = inside ? (float)a.weight_decay : 0.0f;
-  c.inverse = (float)(inside ? 1.0 / bias1 : 1.0 / (bias1 * scale));
+  c.inverse = (float)(inside ? 1.0 / bias.first : 1.0 / (bias.first * scale));
   c.decay = inside ? 0.0f : (float)a.weight_decay;
-  c.lr = a.lr_at ? *a.lr_at : (float)a.lr;
+  c.lr = rate_of(a);
   return c;
 }
 
@@ -254,6 +258,72 @@ AK_FN void novograd(const NovogradNumbers& c, V g, V& p, V& m) {
   V update = m * c.inverse;
   if (c.decay != 0.0f) update = update + c.decay * p;
   p = p - c.lr * update;
+}
+
+// -- backward of norms --
+
+struct NormRow {
+  float mean, rstd;        // the mean is 0 of an RMS norm
+  float of_g, of_product;  // means over the row of g = grad * weight, and of g times the normalised input
+};
+
+AK_FN NormRow norm_row(const ak_norm_args& a, ak_int64 row) {
+  return NormRow{a.means ? a.means[row] : 0.0f, a.rstds[row], 0.0f, 0.0f};
+}
+
+// Takes the sums of g and of g times the normalised input.
+AK_FN void norm_means(const ak_norm_args& a, NormRow& row, double of_g, double of_product) {
+  row.of_g = a.means ? (float)(of_g / (double)a.columns) : 0.0f;
+  row.of_product = (float)(of_product / (double)a.columns);
+}
+
+template <class V>
+AK_FN V normalised(const NormRow& row, V x) {
+  return (x - row.mean) * row.rstd;
+}
+
+template <class V>
+AK_FN V norm_gradient(const NormRow& row, V x, V g) {
+  return row.rstd * (g - row.of_g - normalised<V>(row, x) * row.of_product);
+}
+
+// -- statistics of channels --
+
+struct Moments {
+  double count, mean, squares;  // the sum of squared deviations from the mean
+};
+
+AK_FN void put_together(Moments& all, const Moments& other) {
+  if (other.count == 0.0) return;
+  double count = all.count + other.count, apart = other.mean - all.mean;
+  all.mean += apart * (other.count / count);
+  all.squares += other.squares + apart * apart * (all.count * (other.count / count));
+  all.count = count;
+}
+
+AK_FN float variance_of(const Moments& m) { return (float)(m.squares / m.count); }
+
+// Of no elements it is nan, as the variance is.
+AK_FN float mean_of(const Moments& m) { return m.count == 0.0 ? variance_of(m) : (float)m.mean; }
+
+AK_FN Moments merged(const ak_merge_args& a, ak_int64 channel) {
+  Moments all = {0.0, 0.0, 0.0};
+  for (ak_int64 part = 0; part < a.parts; part++) {
+    ak_int64 at = part * a.channels + channel;
+    double count = (double)a.counts[part];
+    // A variance of no elements is nan, and counts for nothing.
+    put_together(all, Moments{count, (double)a.means[at], (double)a.variances[at] * count});
+  }
+  return all;
+}
+
+AK_FN Moments merged(const ak_statistics_args& a, ak_int64 channel) {
+  Moments all = {0.0, 0.0, 0.0};
+  for (ak_int64 piece = 0; piece < a.pieces; piece++) {
+    const double* at = a.partial + 3 * (piece * a.channels + channel);
+    put_together(all, Moments{at[0], at[1], at[2]});
+  }
+  return all;
 }
 
 #endif

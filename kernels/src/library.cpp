@@ -197,3 +197,50 @@ AK_PUBLIC int ak_adam(const ak_adam_args* a) {
   advance(a->step, a->head.tensors);
   return run(a->head, variant().adam, a);
 }
+
+AK_PUBLIC int ak_norm(const ak_norm_args* a) {
+  int wrong = checked(a->head, sizeof *a);
+  if (wrong) return wrong;
+  bool summed = a->grad_weight || a->grad_bias;
+  if (a->rows < 0 || a->columns < 0 || a->rows_at_once < 1 || summed != (a->partial != nullptr)) return AK_WRONG_VALUE;
+  if (a->rows && a->columns && (!a->grad || !a->in || !a->rstds)) return AK_WRONG_VALUE;
+  wrong = variant().norm(a, 0, 0);
+  if (wrong) return wrong;
+  if (on_cuda(a->head)) return cuda_norm(*a);
+  wrong = run_chunks(variant().norm, a, (a->rows + a->rows_at_once - 1) / a->rows_at_once, a->head.threads);
+  if (wrong || !summed) return wrong;
+  return run_chunks(variant().norm_sums, a, (2 * a->columns + AK_SUMMED - 1) / AK_SUMMED, a->head.threads);
+}
+
+AK_PUBLIC int ak_statistics(const ak_statistics_args* a) {
+  int wrong = checked(a->head, sizeof *a);
+  if (wrong) return wrong;
+  if (a->outer < 0 || a->channels < 0 || a->inner < 1 || a->pieces < 1) return AK_WRONG_VALUE;
+  if (a->channels && (!a->partial || !a->means || !a->variances || (a->outer && !a->in))) return AK_WRONG_VALUE;
+  wrong = variant().statistics(a, 0, 0);
+  if (wrong) return wrong;
+  if (on_cuda(a->head)) return cuda_statistics(*a);
+  ak_int64 units = a->inner == 1 ? (a->channels + AK_SIDE_BY_SIDE - 1) / AK_SIDE_BY_SIDE : a->channels;
+  wrong = run_chunks(variant().statistics, a, units * a->pieces, a->head.threads);
+  for (ak_int64 channel = 0; !wrong && channel < a->channels; channel++) {
+    Moments all = merged(*a, channel);
+    a->means[channel] = mean_of(all), a->variances[channel] = variance_of(all);
+  }
+  return wrong;
+}
+
+AK_PUBLIC int ak_merge(const ak_merge_args* a) {
+  int wrong = checked(a->head, sizeof *a);
+  if (wrong) return wrong;
+  if (a->parts < 0 || a->channels < 0 || !a->mean || !a->variance || !a->count) return AK_WRONG_VALUE;
+  if (a->parts && (!a->means || !a->variances || !a->counts)) return AK_WRONG_VALUE;
+  if (on_cuda(a->head)) return cuda_merge(*a);
+  double count = 0.0;
+  for (ak_int64 part = 0; part < a->parts; part++) count += (double)a->counts[part];
+  *a->count = (float)count;
+  for (ak_int64 channel = 0; channel < a->channels; channel++) {
+    Moments all = merged(*a, channel);
+    a->mean[channel] = mean_of(all), a->variance[channel] = variance_of(all);
+  }
+  return AK_OK;
+}

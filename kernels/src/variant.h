@@ -9,7 +9,7 @@ typedef int (*ak_chunks)(const void* args, ak_int64 from, ak_int64 to);
 
 struct Variant {
   const char* name;
-  ak_chunks adam, sgd, adagrad, lamb, lamb_last, novograd, axpby, scale;
+  ak_chunks adam, sgd, adagrad, lamb, lamb_last, novograd, axpby, scale, norm, norm_sums, statistics;
 };
 
 extern const Variant ak_plain;

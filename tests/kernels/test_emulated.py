@@ -7,6 +7,7 @@ import pytest
 from tests.kernels.conftest import EmulatedCuda
 from tests.kernels.test_gradients import *  # noqa: F403  run again
 from tests.kernels.test_layerwise import *  # noqa: F403
+from tests.kernels.test_norms import *  # noqa: F403
 from tests.kernels.test_optimizers import *  # noqa: F403
 
 pytestmark = [pytest.mark.emulated, pytest.mark.usefixtures("emulated")]

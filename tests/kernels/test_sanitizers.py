@@ -18,7 +18,7 @@ from tests.kernels.conftest import COMPILER, KERNELS
 
 FLAGS = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 FOUND = os.path.realpath(shutil.which(COMPILER) or "") if COMPILER else ""
-TESTS = ("test_optimizers.py", "test_layerwise.py", "test_gradients.py", "test_dtypes.py")
+TESTS = ("test_optimizers.py", "test_layerwise.py", "test_gradients.py", "test_norms.py", "test_dtypes.py")
 
 # Reads 100 elements of 4.
 FAULTY = """
