@@ -51,6 +51,7 @@ from autoamp.scaling import (
 )
 from autoamp.stepping.attach import AttachedStep, named_params, stepped_params
 from autoamp.stepping.digest import found_on_ranks
+from autoamp.stepping.half_gradients import holder_of
 from autoamp.stepping.masters import MasterWeights
 from autoamp.stepping.replicas import begin_compression_anew, may_compress, several_processes
 from autoamp.stepping.sharded_modules import refuse_left_behind, warn_of_unscaled_shards
@@ -204,9 +205,9 @@ class StepGuard:
         halves = {} if self.masters is None else {id(master): half for half, master in self.masters.pairs}
         refuse_left_behind(self.name, [halves.get(id(param), param) for param in self.params()])
 
-    def holders(self, params: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Return the tensors in whose ``.grad`` the gradients of parameters are now; see `MasterWeights.holders`."""
-        return params if self.masters is None else self.masters.holders(params)
+    def holders(self, params: Sequence[torch.Tensor]) -> Iterable[torch.Tensor]:
+        """Return the tensors in whose ``.grad`` the gradients of parameters are now; see `holder_of`."""
+        return params if self.masters is None else map(holder_of, params)
 
     def enter_block(self, scale: Scale) -> None:
         """Take note that a block has begun, and brought all gradients to ``scale``."""

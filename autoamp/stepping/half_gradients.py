@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autoamp.scaling import widened
+from autoamp.scaling import GradientLayout, widened
 from autoamp.tensors import HALF_DTYPES
 
 __all__ = [
@@ -25,7 +25,10 @@ __all__ = [
     "Workspace",
     "awaited",
     "leave",
+    "limit_of",
+    "holder_of",
     "parts_of_groups",
+    "raw_grad",
     "reads_half",
     "register",
     "settle",
@@ -48,6 +51,10 @@ _ON_CPU, _ELSEWHERE = 2**20, 2**24
 
 # For each master its half parameter, and what widens; not its attribute, which copies and pickles would have.
 _homes: Any = WeakIdKeyDictionary()
+
+
+# Returns what torch has as the gradient of a tensor of any class.
+raw_grad: Callable[[Tensor], Tensor | None] = vars(torch._C.TensorBase)["grad"].__get__
 
 
 class LeftHalf(Tensor):
@@ -114,6 +121,12 @@ def leave(half: Tensor, master: Tensor) -> bool:
     return True
 
 
+def holder_of(param: Tensor) -> Tensor:
+    """Return the tensor that holds the gradient of a parameter: the half one in place of a master that waits."""
+    half = _homes[param][0]() if type(param) is LeftHalf else None
+    return param if half is None else half
+
+
 def settle(master: Tensor) -> None:
     """Let a master be a plain tensor again, without a gradient."""
     master.__class__ = Tensor
@@ -151,23 +164,41 @@ class Workspace:
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None
+        # What was returned for each part of a step.
+        self._parts: dict[int, GradientLayout[list[Tensor]]] = {}
 
-    def widened(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return half tensors in fp32, in memory that the next call takes again where it is little enough to keep."""
-        sizes = [tensor.numel() for tensor in tensors]
-        total, limit = sum(sizes), _limit_on_cpu()
-        if not total or total > limit or not all(tensor.is_cpu and tensor.is_contiguous() for tensor in tensors):
-            return widened(tensors)
-        if self._memory is None or self._memory.numel() < total:
-            self._memory = torch.empty(limit, dtype=torch.float32, device="cpu")
-        flat = self._memory[:total].split(sizes)
-        wide = [part.view(tensor.shape) for part, tensor in zip(flat, tensors, strict=True)]
+    def widened(self, tensors: Sequence[Tensor], part: int) -> list[Tensor]:
+        """Return half tensors in fp32, in memory that the next call takes again where it is little enough to keep.
+
+        Args:
+            tensors: Dense ones.
+            part: The number of the part of a step. Those of a part are alike in each step, as a rule.
+        """
+        usual = self._parts.setdefault(part, GradientLayout())
+        wide = usual.recall(tensors)
+        if wide is None:
+            wide = self._in_memory(tensors)
+            if wide is None:
+                return widened(tensors)
+            usual.learn(tensors, wide)
         torch._foreach_copy_(wide, list(tensors))
         return wide
 
+    def _in_memory(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
+        sizes = [tensor.numel() for tensor in tensors]
+        total, limit = sum(sizes), limit_of(on_cpu=True)
+        if not total or total > limit or not all(tensor.is_cpu and tensor.is_contiguous() for tensor in tensors):
+            return None
+        if self._memory is None or self._memory.numel() < total:
+            self._memory = torch.empty(limit, dtype=torch.float32, device="cpu")
+            self._parts.clear()
+        flat = self._memory[:total].split(sizes)
+        return [part.view(tensor.shape) for part, tensor in zip(flat, tensors, strict=True)]
 
-def _limit_on_cpu() -> int:
-    return _ON_CPU * torch.get_num_threads()
+
+def limit_of(on_cpu: bool) -> int:
+    """Return how many elements are widened at a time."""
+    return _ON_CPU * torch.get_num_threads() if on_cpu else _ELSEWHERE
 
 
 def parts_of_groups(
@@ -179,7 +210,7 @@ def parts_of_groups(
     ids are in ``without`` are left out.
     """
     part: list[tuple[dict[str, Any], list[Tensor]]] = []
-    room, on_cpu = 0, _limit_on_cpu()
+    room, on_cpu = 0, limit_of(on_cpu=True)
     for group in groups:
         taken: list[Tensor] = []
         for param in group["params"]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp.errors import UsageError
@@ -16,7 +17,7 @@ from autoamp.scaling import local_of
 from autoamp.stepping.replicas import several_processes
 from autoamp.tensors import HALF_DTYPES, version_of
 
-__all__ = ["Link", "check_shapes", "equalised", "follow", "linked", "load_master", "master_of", "release_master"]
+__all__ = ["Link", "agree", "check_shapes", "equalised", "follow", "linked", "load_master", "master_of", "release_master"]
 
 
 class Link:
@@ -161,7 +162,7 @@ def follow(pairs: Iterable[tuple[Tensor, Link]], *, first_step: bool = False, lo
         first_step: Whether a step begins, from which on masters win.
         local: Whether the masters of other processes may be left to differ.
     """
-    behind = [(half, link) for half, link in pairs if link.is_behind(half)]
+    behind = _behind(pairs)
     if not behind:
         return 0
     several, told = not local and several_processes(), 0
@@ -176,6 +177,29 @@ def follow(pairs: Iterable[tuple[Tensor, Link]], *, first_step: bool = False, lo
         if first_step:
             link.fingerprint = None
     return told
+
+
+def agree(pairs: Iterable[tuple[Tensor, Link]]) -> None:
+    """Take note that half parameters are their rounded masters now, as `Link.agree` does for one."""
+    for half, link in pairs:
+        # Written out for what nearly all are: a step comes by here for every parameter.
+        if type(half) is Parameter and link.fingerprint is None and not half.is_inference():
+            link._version, link._address = half._version, half.data_ptr()
+            link._master_version = version_of(link.master)
+        else:
+            link.agree(half)
+
+
+def _behind(pairs: Iterable[tuple[Tensor, Link]]) -> list[tuple[Tensor, Link]]:
+    """Return those of which `Link.is_behind` is true; written out for what nearly all are, as in `agree`."""
+    found = []
+    for half, link in pairs:
+        if type(half) is not Parameter or link.fingerprint is not None or half.is_inference():
+            if link.is_behind(half):
+                found.append((half, link))
+        elif half._version != link._version or half.data_ptr() != link._address:
+            found.append((half, link))
+    return found
 
 
 def _fingerprint(tensor: Tensor) -> Tensor | None:

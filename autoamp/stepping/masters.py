@@ -16,7 +16,9 @@ Nothing of this waits for the device.
 
 from __future__ import annotations
 
+import itertools
 import logging
+import operator
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,7 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoamp.scaling import local_of, widened
+from autoamp import kernels
+from autoamp.scaling import GradientLayout, has_shards, local_of, widened
 from autoamp.stepping.attach import AttachedMethod
 from autoamp.stepping.fused_steps import step_by_kernels
 from autoamp.stepping.half_gradients import (
@@ -33,13 +36,15 @@ from autoamp.stepping.half_gradients import (
     Workspace,
     awaited,
     leave,
+    limit_of,
     parts_of_groups,
+    raw_grad,
     reads_half,
     register,
     settle,
     steps_by_parts,
 )
-from autoamp.stepping.links import Link, check_shapes, equalised, follow, linked, release_master
+from autoamp.stepping.links import Link, agree, check_shapes, equalised, follow, linked, release_master
 from autoamp.stepping.replicas import WRAPPERS, Replica, Sync, several_processes
 from autoamp.tensors import HALF_DTYPES
 
@@ -47,6 +52,9 @@ __all__ = ["MasterWeights", "fit_state"]
 
 log = logging.getLogger(__name__)
 
+
+_HALF = frozenset(HALF_DTYPES)
+_dtype_of, _requires_grad = operator.attrgetter("dtype"), operator.attrgetter("requires_grad")
 
 # So many elements of gradients may be widened at once: each part costs a launch.
 _SMALL = 2**17
@@ -70,6 +78,7 @@ class MasterWeights:
         self._optimizer = weakref.ref(optimizer)
         self._originals = originals or {}
         self._pairs: dict[int, tuple[Tensor, Link]] = {}
+        self._columns: _Columns | None = None
         self._hooks: dict[int, Any] = {}
         # Half parameters outlive an optimizer that is dropped.
         weakref.finalize(self, _remove_all, self._hooks).atexit = False
@@ -97,17 +106,19 @@ class MasterWeights:
         """Each half parameter with its master, in the order in which they were adopted."""
         return [(half, link.master) for half, link in self._pairs.values()]
 
-    @torch.no_grad()
     def adopt(self, originals: Mapping[int, Tensor] | None = None) -> None:
         """Give every half parameter in the optimizer's groups a master; ``originals`` as for the object."""
         self._originals = originals or self._originals
         optimizer: Any = self._optimizer()
         for group in optimizer.param_groups:
             params = group["params"]
+            if _HALF.isdisjoint(map(_dtype_of, params)):
+                continue
             for index, parameter in enumerate(params):
                 if parameter.dtype in HALF_DTYPES:
-                    params[index] = master = self._master(parameter)
-                    _move_state(optimizer, parameter, master)
+                    with torch.no_grad():
+                        params[index] = master = self._master(parameter)
+                        _move_state(optimizer, parameter, master)
 
     def of(self, parameter: Any) -> Any:
         """Return what the optimizer steps for a parameter of the model: its master, or the parameter itself."""
@@ -120,6 +131,7 @@ class MasterWeights:
         parameter.grad_dtype = None
         register(parameter, link.master, self._widen_later)
         self._pairs[id(parameter)] = (parameter, link)
+        self._columns = None
         return link.master
 
     def collect(self, *, last: bool = False) -> None:
@@ -141,6 +153,8 @@ class MasterWeights:
         follows.
         """
         self.adopt()
+        if self._is_usual(last=last):
+            return
         fresh = []
         for half, link in self._pairs.values():
             master = link.master
@@ -160,10 +174,51 @@ class MasterWeights:
             elif half.grad is not master.grad:
                 _share(half, master, half.grad)
         if last and fresh and self._can_wait():
-            fresh = [pair for pair in fresh if not leave(*pair)]
+            left = [pair for pair in fresh if leave(*pair)]
+            if len(left) == len(fresh):
+                self._listed().layout.learn([half.grad for half, _ in left], True)  # type: ignore[misc]
+            fresh = [pair for pair in fresh if type(pair[1]) is not LeftHalf]
         _widen(fresh)
         for half, master, earlier in self._aside.take():
             _share(half, master, earlier if master.grad is None else earlier.add_(master.grad))
+
+    def _listed(self) -> _Columns:
+        """Return the pairs as parallel lists."""
+        if self._columns is None:
+            pairs = self._pairs.values()
+            self._columns = _Columns([half for half, _ in pairs], [link.master for _, link in pairs])
+        return self._columns
+
+    def _is_usual(self, *, last: bool) -> bool:
+        """Do what `share_gradients` does where the gradients are as in most steps; tells whether they are.
+
+        None is there, or with ``last`` those of the half parameters alone, which are like those that waited before.
+        """
+        columns = self._listed()
+        halves, masters = columns.halves, columns.masters
+        requires = list(map(_requires_grad, halves))
+        if (
+            self._replicated
+            or requires != list(map(_requires_grad, masters))
+            or sum(requires) != len(self._hooks)
+            or any(map(_is_there, map(raw_grad, masters)))
+        ):
+            return False
+        grads = list(map(raw_grad, halves))
+        present = list(filter(_is_there, grads))
+        if present and not (
+            last
+            and columns.layout.recall(present)
+            and self._can_wait()
+            and not any(map(hasattr, present, itertools.repeat(_SHARED)))
+        ):
+            return False
+        for master, grad in zip(masters, grads, strict=True):
+            if grad is not None:
+                master.__class__ = LeftHalf
+            elif type(master) is LeftHalf:
+                settle(master)
+        return True
 
     def _can_wait(self) -> bool:
         optimizer = self._optimizer()
@@ -189,10 +244,6 @@ class MasterWeights:
                 _share(half, master, half.grad)
         _widen(fresh)
 
-    def holders(self, params: Iterable[Tensor]) -> list[Tensor]:
-        """Return the tensors that hold the gradients of parameters: half ones in place of masters that wait."""
-        halves = {id(master): half for half, master in self._waiting}
-        return [halves.get(id(param), param) for param in params]
 
     def step(self, inner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call what torch calls in the end as an optimizer's step, hooks left behind, by half gradients if they wait.
@@ -217,6 +268,8 @@ class MasterWeights:
 
     def _step_by_kernels(self, optimizer: Any) -> tuple[set[int], bool]:
         """Step what compiled kernels take; returns the ids of these masters, and whether others have gradients."""
+        if not any(map(kernels.opened, self._listed().device_types)):
+            return set(), True
         of_master = {id(link.master): (half, link) for half, link in self._pairs.values()}
         stepped, left = step_by_kernels(optimizer, {key: half for key, (half, _) in of_master.items()})
         for master in stepped:
@@ -252,33 +305,40 @@ class MasterWeights:
 
         Each part is done while it is in the processor's cache, and one part's gradients alone are there in fp32.
         """
+        if not stepped and self._listed().is_one_part():
+            return self._step_part(inner, optimizer, list(self._pairs.values()), 0)
         groups, lists = optimizer.param_groups, [group["params"] for group in optimizer.param_groups]
         of_master = {id(link.master): (half, link) for half, link in self._pairs.values()}
         result = None
         try:
-            for part in list(parts_of_groups(groups, stepped)):
+            for place, part in enumerate(list(parts_of_groups(groups, stepped))):
                 optimizer.param_groups = [group for group, _ in part]
                 for group, params in part:
                     group["params"] = params
                 pairs = [pair for _, params in part for param in params if (pair := of_master.get(id(param)))]
-                waiting = [(half, link.master) for half, link in pairs if type(link.master) is LeftHalf]
-                wide = self._workspace.widened([half.grad for half, _ in waiting])  # type: ignore[misc]
-                for (_, master), grad in zip(waiting, wide, strict=True):
-                    settle(master)
-                    master.grad = grad
-                del wide
-                try:
-                    result = inner(optimizer)
-                finally:
-                    for half, master in waiting:
-                        master.grad = None
-                        leave(half, master)
-                _copy_down(pairs)
-                self._done.update(id(half) for half, _ in pairs)
+                result = self._step_part(inner, optimizer, pairs, place)
         finally:
             optimizer.param_groups = groups
             for group, params in zip(groups, lists, strict=True):
                 group["params"] = params
+        return result
+
+    def _step_part(self, inner: Any, optimizer: Any, pairs: list[tuple[Tensor, Link]], place: int) -> Any:
+        """Widen the gradients that wait among these, step the optimizer and copy the masters down."""
+        waiting = [(half.grad, link.master) for half, link in pairs if type(link.master) is LeftHalf]
+        wide = self._workspace.widened([grad for grad, _ in waiting], place)  # type: ignore[misc]
+        for (_, master), grad in zip(waiting, wide, strict=True):
+            settle(master)
+            master.grad = grad
+        del wide
+        try:
+            result = inner(optimizer)
+        finally:
+            for _, master in waiting:
+                master.grad = None
+                master.__class__ = LeftHalf
+        _copy_down(pairs)
+        self._done.update(id(half) for half, _ in pairs)
         return result
 
     @torch.no_grad()
@@ -319,14 +379,17 @@ class MasterWeights:
 
     def _clear(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Stand in for ``optimizer.zero_grad``, which knows the masters alone: half parameters let go as well."""
-        for half, master in self._waiting:
-            settle(master)
-            master.grad = half.grad
+        columns = self._listed()
+        for half, master in zip(columns.halves, columns.masters, strict=True):
+            if type(master) is LeftHalf:
+                settle(master)
+                master.grad = half.grad
         original(*args, **kwargs)
         self.adopt()
-        for half, link in self._pairs.values():
+        columns = self._listed()
+        for half, master in zip(columns.halves, columns.masters, strict=True):
             if half.grad is not None:
-                half.grad = link.master.grad
+                half.grad = master.grad
 
     def _add_group(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Stand in for ``optimizer.add_param_group``: what is loaded next finds the masters there."""
@@ -364,7 +427,8 @@ class MasterWeights:
     def copy_down(self) -> None:
         """Write the masters into the half parameters, in one multi-tensor pass, but for those that a step has done."""
         done, self._done = self._done, set()
-        _copy_down([pair for key, pair in self._pairs.items() if key not in done])
+        if len(done) < len(self._pairs):
+            _copy_down([pair for key, pair in self._pairs.items() if key not in done])
 
     @torch.no_grad()
     def dissolve(self, only: Iterable[Tensor] | None = None) -> None:
@@ -384,6 +448,7 @@ class MasterWeights:
             _replace_in_groups(self._optimizer(), link.master, half)
             release_master(half)
             self._pairs.pop(id(half))
+            self._columns = None
             hook = self._hooks.pop(id(half), None)
             if hook is not None:
                 hook.remove()
@@ -474,8 +539,8 @@ def _arriving(half: Tensor, master: Tensor, aside: _Aside) -> Any:
 
     def arrive(_: Tensor) -> None:
         parameter = reference()
-        if parameter is not None:
-            if type(master) is LeftHalf and parameter.grad is not None:
+        if parameter is not None and parameter.grad is not None:
+            if type(master) is LeftHalf:
                 # Gradients add up in fp32.
                 awaited(master)
             _drop_old(parameter, master)
@@ -483,6 +548,32 @@ def _arriving(half: Tensor, master: Tensor, aside: _Aside) -> Any:
                 aside.put(parameter, master)
 
     return arrive
+
+
+class _Columns:
+    """The half parameters of one optimizer and their masters, as parallel lists.
+
+    Args:
+        halves: The half parameters.
+        masters: Their masters.
+
+    Attributes:
+        halves: As given.
+        masters: As given.
+        device_types: The types of their devices.
+        layout: What half gradients are like that can wait.
+    """
+
+    def __init__(self, halves: list[Tensor], masters: list[Tensor]) -> None:
+        self.halves = halves
+        self.masters = masters
+        self.device_types = {master.device.type for master in masters}
+        self._size = sum(map(Tensor.numel, masters))
+        self.layout: GradientLayout[bool] = GradientLayout()
+
+    def is_one_part(self) -> bool:
+        """Tell whether all are so few elements that they may be widened at once."""
+        return len(self.device_types) == 1 and self._size <= limit_of("cpu" in self.device_types)
 
 
 def _remove_all(hooks: Mapping[int, Any]) -> None:
@@ -507,6 +598,10 @@ def _share(half: Tensor, master: Tensor, grad: Tensor | None) -> None:
         raise
 
 
+def _is_there(grad: Tensor | None) -> bool:
+    return grad is not None
+
+
 def _same(one: object, other: object) -> bool:
     return one is other
 
@@ -521,13 +616,15 @@ def _widen(pairs: list[tuple[Tensor, Tensor]]) -> None:
 def _copy_down(pairs: list[tuple[Tensor, Link]]) -> None:
     if pairs:
         try:
-            torch._foreach_copy_([local_of(half) for half, _ in pairs], [local_of(link.master) for _, link in pairs])
+            halves, masters = [half for half, _ in pairs], [link.master for _, link in pairs]
+            if has_shards(halves):
+                halves, masters = list(map(local_of, halves)), list(map(local_of, masters))
+            torch._foreach_copy_(halves, masters)
         except RuntimeError:
             for half, link in pairs:
                 check_shapes(half, link.master)
             raise
-    for half, link in pairs:
-        link.agree(half)
+    agree(pairs)
 
 
 def _parts(pairs: list[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:

@@ -47,7 +47,8 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(half_gradients, "_limit_on_cpu", lambda: 24)
+    monkeypatch.setattr(half_gradients, "_ON_CPU", 24)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
 
 
 def adamw(params: Any) -> Any:
