@@ -17,7 +17,17 @@ from autoamp.scaling import local_of
 from autoamp.stepping.replicas import several_processes
 from autoamp.tensors import HALF_DTYPES, version_of
 
-__all__ = ["Link", "agree", "check_shapes", "equalised", "follow", "linked", "load_master", "master_of", "release_master"]
+__all__ = [
+    "Link",
+    "agree",
+    "check_shapes",
+    "equalised",
+    "follow",
+    "linked",
+    "load_master",
+    "master_of",
+    "release_master",
+]
 
 
 class Link:
@@ -182,10 +192,10 @@ def follow(pairs: Iterable[tuple[Tensor, Link]], *, first_step: bool = False, lo
 def agree(pairs: Iterable[tuple[Tensor, Link]]) -> None:
     """Take note that half parameters are their rounded masters now, as `Link.agree` does for one."""
     for half, link in pairs:
-        # Written out for what nearly all are: a step comes by here for every parameter.
+        # Written out for what nearly all are: each step comes by here for every parameter.
         if type(half) is Parameter and link.fingerprint is None and not half.is_inference():
-            link._version, link._address = half._version, half.data_ptr()
-            link._master_version = version_of(link.master)
+            master = link.master
+            link._version, link._address, link._master_version = half._version, half.data_ptr(), master._version
         else:
             link.agree(half)
 

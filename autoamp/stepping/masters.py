@@ -53,7 +53,7 @@ __all__ = ["MasterWeights", "fit_state"]
 log = logging.getLogger(__name__)
 
 
-_HALF = frozenset(HALF_DTYPES)
+_HALF, _NONE = frozenset(HALF_DTYPES), frozenset({type(None)})
 _dtype_of, _requires_grad = operator.attrgetter("dtype"), operator.attrgetter("requires_grad")
 
 # So many elements of gradients may be widened at once: each part costs a launch.
@@ -201,11 +201,11 @@ class MasterWeights:
             self._replicated
             or requires != list(map(_requires_grad, masters))
             or sum(requires) != len(self._hooks)
-            or any(map(_is_there, map(raw_grad, masters)))
+            or not _NONE.issuperset(map(type, map(raw_grad, masters)))
         ):
             return False
         grads = list(map(raw_grad, halves))
-        present = list(filter(_is_there, grads))
+        present = [grad for grad in grads if grad is not None]
         if present and not (
             last
             and columns.layout.recall(present)
@@ -243,7 +243,6 @@ class MasterWeights:
                 # It was cleared, or somebody gave the half parameter one of his own.
                 _share(half, master, half.grad)
         _widen(fresh)
-
 
     def step(self, inner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call what torch calls in the end as an optimizer's step, hooks left behind, by half gradients if they wait.
@@ -325,10 +324,12 @@ class MasterWeights:
 
     def _step_part(self, inner: Any, optimizer: Any, pairs: list[tuple[Tensor, Link]], place: int) -> Any:
         """Widen the gradients that wait among these, step the optimizer and copy the masters down."""
-        waiting = [(half.grad, link.master) for half, link in pairs if type(link.master) is LeftHalf]
-        wide = self._workspace.widened([grad for grad, _ in waiting], place)  # type: ignore[misc]
+        waiting: list[tuple[Any, Any]] = [
+            (half.grad, link.master) for half, link in pairs if type(link.master) is LeftHalf
+        ]
+        wide = self._workspace.widened([grad for grad, _ in waiting], place)
         for (_, master), grad in zip(waiting, wide, strict=True):
-            settle(master)
+            master.__class__ = Tensor
             master.grad = grad
         del wide
         try:
@@ -379,11 +380,9 @@ class MasterWeights:
 
     def _clear(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Stand in for ``optimizer.zero_grad``, which knows the masters alone: half parameters let go as well."""
-        columns = self._listed()
-        for half, master in zip(columns.halves, columns.masters, strict=True):
-            if type(master) is LeftHalf:
-                settle(master)
-                master.grad = half.grad
+        for half, master in self._waiting:
+            master.__class__ = Tensor
+            master.grad = half.grad
         original(*args, **kwargs)
         self.adopt()
         columns = self._listed()
@@ -564,7 +563,7 @@ class _Columns:
         layout: What half gradients are like that can wait.
     """
 
-    def __init__(self, halves: list[Tensor], masters: list[Tensor]) -> None:
+    def __init__(self, halves: list[Tensor], masters: list[Any]) -> None:
         self.halves = halves
         self.masters = masters
         self.device_types = {master.device.type for master in masters}
@@ -596,10 +595,6 @@ def _share(half: Tensor, master: Tensor, grad: Tensor | None) -> None:
     except RuntimeError:
         check_shapes(half, master)
         raise
-
-
-def _is_there(grad: Tensor | None) -> bool:
-    return grad is not None
 
 
 def _same(one: object, other: object) -> bool:
