@@ -9,7 +9,7 @@ from torch.nn import Module
 
 from autoamp.checkpoints.optimizer_state import load_optimizers, optimizers_state
 from autoamp.errors import UsageError, warn_user
-from autoamp.runtime import current_handle
+from autoamp.runtime import current_handle, runtime_of
 from autoamp.stepping import is_optimizer
 
 __all__ = ["DistributedState"]
@@ -90,15 +90,15 @@ class DistributedState:
         set_model_state_dict(self._model, dict(state["model"]))
         if self._optimizers:
             load_optimizers(self._model, self._optimizers, state["optimizer"])
-        handle: Any = current_handle()
+        handle = current_handle()
         scales = state.get("amp", {})
-        ours = {} if handle is None else handle.state_dict()
-        if not ours:
+        if handle is None:
             return
+        ours = handle.state_dict()
         if scales and not _unread(scales, self._marks):
             handle.load_state_dict(scales)
-        elif handle.optimizers.scales:
-            handle.optimizers.scales_are_known()
+        elif runtime_of(handle).optimizers.scales:
+            runtime_of(handle).optimizers.scales_are_known()
             warn_user(
                 "this checkpoint was loaded without the state of the loss scalers: the loss scale goes on from "
                 f"{ours['loss_scaler0']['loss_scale']:g}, and the first steps may be skipped. Save "

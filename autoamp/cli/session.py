@@ -16,11 +16,11 @@ from autoamp.cli.options import DTYPES, Options, loss_scale_of
 from autoamp.cli.report import Report
 from autoamp.cli.sources import setup_call
 from autoamp.compat import install_as_apex, real_apex
-from autoamp.diagnostics import Counts, report_of, sum_of
+from autoamp.diagnostics import Counts, sum_of
 from autoamp.errors import UsageError
 from autoamp.levels import LEVELS
 from autoamp.modules import ModuleCasts
-from autoamp.runtime import Handle
+from autoamp.runtime import Handle, runtime_of
 from autoamp.tensors import default_device_type, half_dtype_with_units
 
 __all__ = ["Run", "set_up"]
@@ -131,8 +131,9 @@ class Run:
         self._counts: list[Counts] = []
         self._forget: Callable[[], None] = lambda: None
         self._scaling = None if handle is None else handle.auto_scale()
-        if handle is not None and isinstance(handle.casts, ModuleCasts):
-            handle.casts.wait_for(setup_call)
+        casts = None if handle is None else runtime_of(handle).casts
+        if isinstance(casts, ModuleCasts):
+            casts.wait_for(setup_call)
         if count:
             if handle is not None:
                 self._count(handle)
@@ -150,9 +151,10 @@ class Run:
         self._forget_recording()
         if now is None:
             return None
-        if now.recording is not None:
-            now.recording.stop()
-        return report_of(now)
+        recording = runtime_of(now).recording
+        if recording is not None:
+            recording.stop()
+        return now.report()
 
     def _count(self, handle: Handle) -> None:
         counts = handle.count()
@@ -166,7 +168,7 @@ class Run:
         self._forget()
         self._forget = lambda: None
         counts = sum_of(self._counts) if self._counts else None
-        casts = None if now is None else now.casts
+        casts = None if now is None else runtime_of(now).casts
         scoped = casts if isinstance(casts, ModuleCasts) else None
         return Report(
             program=program,
@@ -188,7 +190,7 @@ class Run:
         """Return what a report says of steps and the loss scale."""
         if now is None:
             return {"loss_scale": None, "steps": 0, "skipped": 0}
-        done, left_to = now.optimizers, None if self._scaling is None else self._scaling.standing_aside
+        done, left_to = runtime_of(now).optimizers, None if self._scaling is None else self._scaling.standing_aside
         own = done.own
         if own is not None:
             return {

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autoamp.casting import Casts
 from autoamp.errors import CheckpointError, UsageError
-from autoamp.runtime import current_handle
+from autoamp.runtime import current_runtime
 from autoamp.scaling import AskedGroup, DynamicLossScaler, LossScaler, StaticLossScaler, clip_, multiplied_loss
 from autoamp.stepping import MasterWeights, ScalesItself, Skips, StepGuard, is_optimizer, scaled_block
 
@@ -69,9 +69,9 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
             else StaticLossScaler(1.0 if static_loss_scale is None else static_loss_scale)
         )
         self.optimizer = init_optimizer
-        handle = current_handle()
+        runtime = current_runtime()
         # At O2 the handle may have given the optimizer masters and a guard. The masters are used here, the guard goes.
-        theirs = None if handle is None else handle.optimizers.hand_over(init_optimizer)
+        theirs = None if runtime is None else runtime.optimizers.hand_over(init_optimizer)
         self._masters = MasterWeights(init_optimizer) if theirs is None else theirs
         self._asked: AskedGroup | None = None
         # Weakly: the optimizer refers to its guard.
@@ -87,8 +87,8 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
             scaler=lambda: None if (found := own()) is None else found.loss_scaler,
         )
         self._guard.install()
-        if handle is not None:
-            handle.leave_to("FP16_Optimizer")
+        if runtime is not None:
+            runtime.leave_to("FP16_Optimizer")
         self._tell_handle(self._guard.skips)
         # Groups and state are the inner optimizer's. This sets up the rest of what Optimizer.__init__ does.
         self.__setstate__({"defaults": getattr(init_optimizer, "defaults", {})})
@@ -131,12 +131,12 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
                 those of several backward passes add up, until `update_master_grads` or `step` is called.
             retain_graph: As for ``Tensor.backward``.
         """
-        handle = current_handle()
-        if handle is not None and handle.optimizers.rehearsal is not None:
-            handle.optimizers.rehearsal.backward(loss)
+        runtime = current_runtime()
+        if runtime is not None and runtime.optimizers.rehearsal is not None:
+            runtime.optimizers.rehearsal.backward(loss)
             return
-        if handle is not None and handle.optimizers.watch is not None:
-            handle.optimizers.watch.loss_scaled(loss)
+        if runtime is not None and runtime.optimizers.watch is not None:
+            runtime.optimizers.watch.loss_scaled(loss)
         with scaled_block([self._guard], self.loss_scaler, delay_unscale=not update_master_grads) as scale:
             multiplied_loss(loss, scale).backward(retain_graph=retain_graph)
 
@@ -279,9 +279,9 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
 
     def _tell_handle(self, skips: Skips) -> None:
         """Let the active handle count this optimizer's skips."""
-        handle = current_handle()
-        if handle is not None:
-            handle.optimizers.note_own(skips, self.loss_scaler)
+        runtime = current_runtime()
+        if runtime is not None:
+            runtime.optimizers.note_own(skips, self.loss_scaler)
 
     def __repr__(self) -> str:
         return f"FP16_Optimizer({self.optimizer!r}, loss_scale={self.loss_scale:g})"
@@ -320,27 +320,27 @@ def _asked_of(own: FP16_Optimizer | None, given: weakref.ref[Any]) -> AskedGroup
     """Return the group that was asked for, of the optimizer itself or of the active handle."""
     if own is not None and own._asked is not None:
         return own._asked
-    handle = current_handle()
-    return None if handle is None else handle.optimizers.asked_of(given)
+    runtime = current_runtime()
+    return None if runtime is None else runtime.optimizers.asked_of(given)
 
 
 def _tell_stepped(skips: Skips) -> None:
     """Let the active handle know that a step has ended."""
-    handle = current_handle()
-    if handle is not None:
-        handle.optimizers.tell_stepped(skips)
+    runtime = current_runtime()
+    if runtime is not None:
+        runtime.optimizers.tell_stepped(skips)
 
 
 def _wants_flags() -> bool:
     """Tell whether the active handle wants to hear of a skip at once."""
-    handle = current_handle()
-    return handle is not None and handle.optimizers.wants_flags()
+    runtime = current_runtime()
+    return runtime is not None and runtime.optimizers.wants_flags()
 
 
 def _current_casts() -> Casts | None:
     """Return the casts of the active handle, None without one."""
-    handle = current_handle()
-    return None if handle is None else handle.casts
+    runtime = current_runtime()
+    return None if runtime is None else runtime.casts
 
 
 def _dynamic_arguments(given: Mapping[str, float]) -> dict[str, Any]:

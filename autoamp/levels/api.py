@@ -23,10 +23,10 @@ from autoamp.levels.checks import (
     warn_of_settings,
 )
 from autoamp.levels.opt_levels import kind_of_scale, level_with, scalers_for
-from autoamp.levels.setup import earlier_setups, handle_for, leave_off, set_up_models
+from autoamp.levels.setup import earlier_setups, leave_off, runtime_for, set_up_models
 from autoamp.ops import expand
 from autoamp.rules import CastTable
-from autoamp.runtime import Settings, Setup, current_handle, needed_handle, put_handle
+from autoamp.runtime import Settings, Setup, current_runtime, needed_handle, put_handle
 from autoamp.scaling import AskedGroup, LossScaler
 from autoamp.tensors import HALF_DTYPES
 
@@ -185,25 +185,25 @@ def initialize(
         models=weakref.WeakSet(model_list),
     )
     # Every argument was checked: from here on what was set up before for these models is undone.
-    handle = handle_for(setup, earlier, model_list, optimizer_list)
-    setup = handle.setups[-1]
+    runtime = runtime_for(setup, earlier, model_list, optimizer_list)
+    setup = runtime.setups[-1]
     try:
-        set_up_models(handle, setup, level, model_list, cast_model_outputs)
-        handle.optimizers.use_scalers(setup.scalers, optimizer_list)
-        put_handle(handle)
+        set_up_models(runtime, setup, level, model_list, cast_model_outputs)
+        runtime.optimizers.use_scalers(setup.scalers, optimizer_list)
+        put_handle(runtime.handle)
         for model in model_list:
-            handle.override(model)
+            runtime.handle.override(model)
         for optimizer in optimizer_list:
-            keep = handle.keep_masters if level.master_weights else handle.step_halves
+            keep = runtime.keep_masters if level.master_weights else runtime.step_halves
             keep(optimizer)
     except BaseException:
-        handle.deactivate()
+        runtime.deactivate()
         raise
-    handle.models.originals.clear()
+    runtime.models.originals.clear()
     if asked is not None:
-        handle.optimizers.sync_over(asked, optimizer_list or None)
-    if any(one.masters for one in handle.setups):
-        handle.optimizers.keep_masters_for_all(handle.steps_halves)
+        runtime.optimizers.sync_over(asked, optimizer_list or None)
+    if any(one.masters for one in runtime.setups):
+        runtime.optimizers.keep_masters_for_all(runtime.steps_halves)
     warn_of_settings(level, model_list, optimizer_list, keep_batchnorm_fp32, table)
     if verbosity:
         log.info("%s, half dtype %s, %s losses, scope %s", level, settings.dtype, num_losses, scope)
@@ -259,8 +259,8 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
     The gradients of these are the ones to clip: ``clip_grad_norm_(master_params(optimizer), max_norm)``. Within a
     `scale_loss` block they are multiplied by its loss scale.
     """
-    handle = current_handle()
-    if handle is not None:
-        handle.optimizers.collect(optimizer)
+    runtime = current_runtime()
+    if runtime is not None:
+        runtime.optimizers.collect(optimizer)
     for group in optimizer.param_groups:
         yield from group["params"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import logging
 import weakref
@@ -15,32 +14,32 @@ from torch.nn import Module
 
 from autoamp.levels.opt_levels import OptLevel
 from autoamp.modules import ForwardDtypes
-from autoamp.runtime import Handle, NoOpHandle, Setup, current_handle, put_handle
+from autoamp.runtime import Handle, NoOpHandle, Runtime, Setup, current_runtime, put_handle, runtime_of
 
-__all__ = ["earlier_setups", "handle_for", "leave_off", "set_up_models"]
+__all__ = ["earlier_setups", "leave_off", "runtime_for", "set_up_models"]
 
 log = logging.getLogger(__name__)
 
 
 def earlier_setups(models: Sequence[Module]) -> list[Setup]:
     """Return the earlier calls, each with those of its models that are alive and share no module with these."""
-    handle = current_handle()
-    if handle is None or not handle.setups:
+    runtime = current_runtime()
+    if runtime is None or not runtime.setups:
         return []
     named = {module for model in models for module in model.modules()}
 
     def left(setup: Setup) -> weakref.WeakSet[Module]:
         return weakref.WeakSet(model for model in setup.models if named.isdisjoint(model.modules()))
 
-    found = [replace(setup, models=left(setup)) for setup in handle.setups]
+    found = [replace(setup, models=left(setup)) for setup in runtime.setups]
     if any(setup.models for setup in found):
         # A model that nothing but reference cycles keeps alive would count as one in use.
         gc.collect()
     return [setup for setup in found if setup.models]
 
 
-def handle_for(setup: Setup, earlier: Sequence[Setup], models: Sequence[Module], optimizers: Sequence[Any]) -> Handle:
-    """Return a new handle, not active yet, that has taken over what earlier calls set up for other models."""
+def runtime_for(setup: Setup, earlier: Sequence[Setup], models: Sequence[Module], optimizers: Sequence[Any]) -> Runtime:
+    """Return that of a new handle, not active yet, that has taken over what earlier calls set up for other models."""
     patched = [one for one in earlier if one.patches]
     if setup.patches and any(one.settings.table != setup.settings.table for one in patched):
         log.warning(
@@ -51,37 +50,41 @@ def handle_for(setup: Setup, earlier: Sequence[Setup], models: Sequence[Module],
     # Where this level does not patch torch, the last earlier one that does decides how it is patched.
     ruling = setup.settings if setup.patches or not patched else patched[-1].settings
     on = setup.on or any(one.on for one in earlier)
-    handle = Handle(replace(ruling, opt_level=setup.settings.opt_level), on=on, scalers=setup.scalers)
-    put_handle(None, functools.partial(handle.inherit, setups=earlier, models=models, optimizers=optimizers))
+    runtime = runtime_of(Handle(replace(ruling, opt_level=setup.settings.opt_level), on=on, scalers=setup.scalers))
+
+    def inherit(before: Handle) -> None:
+        runtime.inherit(runtime_of(before), earlier, models, optimizers)
+
+    put_handle(None, inherit)
     shared = next((one.scalers for one in earlier if one.key == setup.key), None)
     if shared is not None:
         # The scalers that earlier calls share begin anew too, as with Apex: a later training does not go on at the
         # scale of an earlier one whose model is still alive.
         shared[: len(setup.scalers)] = setup.scalers
         setup = replace(setup, scalers=shared)
-        handle.optimizers.loss_scalers.forget_but(scaler for one in earlier for scaler in one.scalers)
-    handle.setups.append(setup)
-    return handle
+        runtime.optimizers.loss_scalers.forget_but(scaler for one in earlier for scaler in one.scalers)
+    runtime.setups.append(setup)
+    return runtime
 
 
 def leave_off(models: Sequence[Module], optimizers: Sequence[Any]) -> None:
     """Undo what was set up for these models and optimizers, and scale their losses no more."""
     earlier = earlier_setups(models)
-    handle = current_handle()
-    if handle is None or not earlier:
+    runtime = current_runtime()
+    if runtime is None or not earlier:
         put_handle(NoOpHandle())
         return
-    handle.let_go(models, optimizers)
-    handle.setups[:] = earlier
-    handle.optimizers.masters_for_all = any(setup.masters for setup in earlier)
-    handle.optimizers.loss_scalers.switch_off(optimizers)
+    runtime.let_go(models, optimizers)
+    runtime.setups[:] = earlier
+    runtime.optimizers.masters_for_all = any(setup.masters for setup in earlier)
+    runtime.optimizers.loss_scalers.switch_off(optimizers)
     for model in models:
-        handle.set_up_model(model, ForwardDtypes(casts=False))
-    handle.install_anew()
+        runtime.set_up_model(model, ForwardDtypes(casts=False))
+    runtime.install_anew()
 
 
 def set_up_models(
-    handle: Handle, setup: Setup, level: OptLevel, models: Sequence[Module], outputs: torch.dtype | None
+    runtime: Runtime, setup: Setup, level: OptLevel, models: Sequence[Module], outputs: torch.dtype | None
 ) -> None:
     """Cast the models as the level says, and what goes into them and comes out of them at each call."""
     half = setup.settings.dtype
@@ -93,9 +96,9 @@ def set_up_models(
     for model in models:
         if kind is not None:
             inward = ForwardDtypes(kind, outputs or torch.float32, casts, doubles=not _has_doubles(model))
-            handle.set_up_model(model, inward, dtype=kind, keep_norms=level.keep_batchnorm_fp32)
+            runtime.set_up_model(model, inward, dtype=kind, keep_norms=level.keep_batchnorm_fp32)
         elif forward != ForwardDtypes():
-            handle.set_up_model(model, forward)
+            runtime.set_up_model(model, forward)
 
 
 def _has_doubles(model: Module) -> bool:

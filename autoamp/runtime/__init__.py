@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoamp.runtime.active import current_handle, needed_handle, put_handle
+from autoamp.runtime.active import current_handle, current_runtime, needed_handle, put_handle
 from autoamp.runtime.api import (
     disable_casts,
     float_function,
@@ -14,10 +14,11 @@ from autoamp.runtime.api import (
     register_promote_function,
 )
 from autoamp.runtime.events import activated, suspended
-from autoamp.runtime.handle import Handle
+from autoamp.runtime.handle import Handle, runtime_of
 from autoamp.runtime.no_op import NoOpHandle
 from autoamp.runtime.protocol import BaseHandle
 from autoamp.runtime.regions import Region, region
+from autoamp.runtime.runtime import Runtime
 from autoamp.runtime.settings import Settings, Setup, device_type_of
 
 __all__ = [
@@ -25,10 +26,12 @@ __all__ = [
     "Handle",
     "NoOpHandle",
     "Region",
+    "Runtime",
     "Settings",
     "Setup",
     "activated",
     "current_handle",
+    "current_runtime",
     "device_type_of",
     "disable_casts",
     "float_function",
@@ -41,5 +44,6 @@ __all__ = [
     "register_float_function",
     "register_half_function",
     "register_promote_function",
+    "runtime_of",
     "suspended",
 ]

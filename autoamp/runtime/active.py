@@ -9,13 +9,14 @@ from typing import Any
 from autoamp.casting import Casts
 from autoamp.errors import UsageError
 from autoamp.rules import CastPolicy
-from autoamp.runtime.handle import Handle
+from autoamp.runtime.handle import Handle, runtime_of
 from autoamp.runtime.no_op import NoOpHandle
 from autoamp.runtime.registry import Registry
+from autoamp.runtime.runtime import Runtime
 from autoamp.runtime.settings import Settings
 from autoamp.stepping import tell_off, tell_on
 
-__all__ = ["ActiveHandles", "current_handle", "handles", "needed_handle", "put_handle"]
+__all__ = ["ActiveHandles", "current_handle", "current_runtime", "handles", "needed_handle", "put_handle"]
 
 
 class ActiveHandles:
@@ -51,8 +52,8 @@ class ActiveHandles:
 
     def casts(self) -> Casts | None:
         """Return the casts of the active handle, None where they are off."""
-        handle = self._handle
-        return handle.casts if handle is not None and handle.is_active() and handle.casts.state() is not False else None
+        casts = None if self.handle is None else runtime_of(self.handle).casts
+        return casts if casts is not None and casts.state() is not False else None
 
     def put_base(self, handle: Handle | NoOpHandle | None, end: Callable[[Handle], object] | None = None) -> None:
         """Make ``handle`` the one outside of regions, and end the one before. On an error nothing changes.
@@ -109,7 +110,7 @@ class ActiveHandles:
             del self._open[at]
             below = self._open[-1][0] if self._open else self._base
             # One that its owner deactivated is not ours to bring back.
-            below = below if isinstance(below, Handle) and not below.ended else None
+            below = below if isinstance(below, Handle) and not runtime_of(below).ended else None
             if handle is self._handle and handle is not below:
                 self._switch(below if below in self._suspended else None)
                 self._suspended.discard(handle)
@@ -118,17 +119,17 @@ class ActiveHandles:
         """Suspend the active handle and activate another. On an error nothing changes."""
         before = self.handle
         if before is not None:
-            before.suspend()
+            runtime_of(before).suspend()
         # Set before `activate`, whose listeners look for it here.
         self._handle = handle
         try:
             if handle is not None:
-                self.registry.prepare(handle.casts)
-                handle.activate(self.registry.targets())
+                self.registry.prepare(runtime_of(handle).casts)
+                runtime_of(handle).activate(self.registry.targets())
         except BaseException:
             self._handle = before
             if before is not None:
-                before.activate(self.registry.targets())
+                runtime_of(before).activate(self.registry.targets())
             raise
         if before is not None:
             self._suspended.add(before)
@@ -140,7 +141,7 @@ class ActiveHandles:
         with self.lock:
             target = self.registry.add(module, name, policy)
             if self.handle is not None:
-                self.handle.patch(target)
+                runtime_of(self.handle).patch(target)
 
 
 handles = ActiveHandles()
@@ -162,6 +163,12 @@ def put_handle(handle: Handle | NoOpHandle | None, end: Callable[[Handle], objec
 def current_handle() -> Handle | None:
     """Return the active handle, None where torch is not patched."""
     return handles.handle
+
+
+def current_runtime() -> Runtime | None:
+    """Return what the active handle drives, None where torch is not patched."""
+    handle = handles.handle
+    return None if handle is None else runtime_of(handle)
 
 
 def needed_handle(caller: str) -> Handle | NoOpHandle:

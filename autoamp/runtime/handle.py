@@ -1,33 +1,26 @@
-"""The handle: owns the patches of torch, the casts, the models that were set up, and the guarded optimizers."""
+"""The handle: what users hold of patched torch, its loss scaling and its diagnostics."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autoamp.auto_scaling import AutoScale
-from autoamp.casting import CastCache, Casts
+from autoamp.casting import CastCache
 from autoamp.diagnostics import (
     CastTrace,
     Counts,
     Explanation,
-    Followers,
-    Observation,
     Observer,
     Overflow,
-    OverflowTrace,
     RangeProfile,
     Recording,
-    ValueProfile,
     Watch,
     explain,
     explain_step,
@@ -37,67 +30,31 @@ from autoamp.diagnostics import (
 )
 from autoamp.errors import UsageError
 from autoamp.kernels import Backend, backend
-from autoamp.modules import CastModels, ForwardDtypes, ModuleCasts, ModulePrecisions, Override
-from autoamp.ops import Target, expand
+from autoamp.modules import ModuleCasts, Override
 from autoamp.rules import CastRule
-from autoamp.runtime.events import activated, suspended
-from autoamp.runtime.installation import Installation
 from autoamp.runtime.protocol import Precision
-from autoamp.runtime.settings import Settings, Setup
+from autoamp.runtime.runtime import Runtime, kind_of
+from autoamp.runtime.settings import Settings
 from autoamp.scaling import AskedGroup, LossScaler, is_count, make_scaler
-from autoamp.stepping import GuardedOptimizers, Rehearsing, listed, stepped_params
-from autoamp.tensors import HALF_DTYPES
+from autoamp.stepping import listed
 
-__all__ = ["Handle"]
-
-log = logging.getLogger(__name__)
+__all__ = ["Handle", "runtime_of"]
 
 
 class Handle:
     """Patched torch, and the loss scaling that goes with it. Made by `autoamp.init()`; there is one at a time.
 
     Attributes:
-        casts: The casting state.
-        precisions: Which modules run in a precision of their own.
-        models: The models that it set up: those in half precision, and those whose inputs or outputs are cast.
-        optimizers: The optimizers that it guards, and the loss scalers.
-        skipped_rules: Rules of shipped list sets on ops that this torch lacks.
-        ended: Whether ``deactivate`` was called; a handle that was only suspended may come back.
-        setups: The calls of `initialize` that it serves, in their order.
-        overflows: Explains skipped steps, with ``trace_overflow=True``; else None.
-        recording: What `record` began last; None before.
+        settings: What it was made with: ``dtype``, ``device_type``, ``table`` of rules and the rest.
     """
 
     def __init__(self, settings: Settings, *, on: bool = True, scalers: Sequence[LossScaler] | None = None) -> None:
         self.settings = settings
-        what, caching = (settings.dtype, settings.device_type), settings.enable_caching
-        if settings.scope == "modules":
-            by_module = ModuleCasts(*what, enable_caching=caching)
-            by_module.on_left = self._leave_scaling_to
-            self.casts: Casts = by_module
-        else:
-            self.casts = Casts(*what, enable_caching=caching, on=on)
-        self.precisions = ModulePrecisions(settings.table.modules)
-        self.models = CastModels()
-        self.optimizers = GuardedOptimizers(self.casts, scalers or [make_scaler(settings.loss_scale, settings.dtype)])
-        self._followers = Followers()
-        self._say_settings()
-        self.skipped_rules: tuple[CastRule, ...] = ()
-        self._installation: Installation | None = None
-        self._step_hooks: list[Any] = []
-        self._registered: list[Target] = []
-        self._auto_scale: AutoScale | None = None
-        self._observation = Observation(self.casts)
-        self.overflows = OverflowTrace(self.casts, self._observation.unobserved) if settings.trace_overflow else None
-        self.optimizers.watch = self.overflows
-        self._counts: Counts | None = None
-        self.recording: Recording | None = None
-        self.ended = False
-        self.setups: list[Setup] = []
+        self._runtime = Runtime(settings, self, on=on, scalers=scalers)
 
     def __repr__(self) -> str:
         """Tell what it casts, where, by which lists, and how training goes."""
-        settings, scalers = self.settings, self.optimizers.scalers
+        settings, scalers = self.settings, self._runtime.optimizers.scalers
         # The scale may be known to the device alone: repr() waits for it, as `loss_scale` does.
         scales = ", ".join(f"{scaler.loss_scale:g}" for scaler in scalers)
         lists = sorted({rule.origin.path for rule in settings.table.rules})
@@ -107,90 +64,11 @@ class Handle:
             f"{settings.device_type}, lists={lists}, loss_scale={scales}, skipped_steps={self.skipped_steps}>"
         )
 
-    def _say_settings(self) -> None:
-        self.optimizers.facts, self.optimizers.rules = self.settings.facts, self.settings.rules
-
     # -- lifecycle --
 
     def is_active(self) -> bool:
         """Tell whether this handle's patches are in place."""
-        return self._installation is not None
-
-    def activate(self, registered: tuple[Target, ...] = ()) -> None:
-        """Put the patches in place. Where one fails torch is left as it was. Called by ``init`` and ``region``."""
-        self._patch_torch(registered)
-        self.ended = False
-        try:
-            activated.tell(self)
-        except BaseException:
-            self.suspend()
-            raise
-
-    def suspend(self) -> tuple[str, ...]:
-        """Restore torch and keep the rest, so that ``activate`` can go on where this handle stopped."""
-        if not self.is_active():
-            return ()
-        suspended.tell(self)
-        if self.overflows is not None:
-            self.overflows.close()
-        return self._restore_torch()
-
-    def install_anew(self) -> None:
-        """Take the patches back and put them in place again, as the state of the handle asks for now."""
-        if self.is_active():
-            self._restore_torch()
-            self._patch_torch(self._registered)
-
-    def _patch_torch(self, registered: Sequence[Target]) -> None:
-        expansion = expand(self.settings.table)
-        installation = Installation(
-            self.casts,
-            self.precisions,
-            self.models,
-            allow_banned=self.settings.allow_banned,
-            rebind=self.settings.rebind,
-            observation=self._observation if self._observation.observers else None,
-            met=self._meet if any(setup.masters for setup in self.setups) else None,
-            loaded=self.optimizers.note_loaded if self.optimizers.scales else None,
-            around_call=None if self.overflows is None else self.overflows.recorder.around,
-        )
-        self.casts.open()
-        try:
-            installation.install(expansion, tuple(registered))
-        except BaseException:
-            self.casts.shut()
-            raise
-        self._installation = installation
-        self._registered = list(registered)
-        self.skipped_rules = expansion.skipped
-        self._step_hooks = [
-            register_optimizer_step_pre_hook(self.optimizers.before_step),
-            register_optimizer_step_post_hook(lambda *_: self.casts.cache.clear()),
-        ]
-        if isinstance(self.casts, ModuleCasts):
-            note_step = self.casts.note_step
-            self._step_hooks.append(register_optimizer_step_pre_hook(lambda *_: note_step()))
-        if self._auto_scale is not None:
-            self._auto_scale.resume()
-        log.log(
-            logging.INFO if self.settings.verbose else logging.DEBUG,
-            "casting to %s on %s: %d targets patched, %d names rebound, %d rules skipped",
-            self.settings.dtype, self.settings.device_type, len(expansion.targets), len(self.late_bound),
-            len(self.skipped_rules),
-        )  # fmt: skip
-
-    def _restore_torch(self) -> tuple[str, ...]:
-        installation, self._installation = self._installation, None
-        if installation is None:
-            # Another thread has restored it since.
-            return ()
-        if self._auto_scale is not None:
-            self._auto_scale.pause()
-        self.casts.shut()
-        for hook in self._step_hooks:
-            hook.remove()
-        self.optimizers.end_steps()
-        return installation.remove()
+        return self._runtime.is_active()
 
     def deactivate(self) -> tuple[str, ...]:
         """Restore torch, the optimizers and the modules. Every patched attribute is again the object it was.
@@ -198,85 +76,23 @@ class Handle:
         Returns:
             The names that somebody else patched on top, which are left as they are.
         """
-        if self._auto_scale is not None:
-            self._auto_scale.stop()
-        if self.recording is not None:
-            self.recording.stop()
-        foreign = self.suspend()
-        self._observation.end()
-        self.ended = True
-        self.precisions.undo_all()
-        self.optimizers.release()
-        self.models.restore()
-        return foreign
+        return self._runtime.deactivate()
 
-    def inherit(self, before: Handle, setups: Sequence[Setup], models: Sequence[Module], optimizers: Any) -> None:
-        """Take over what earlier calls of `initialize` set up, but for what is named again, which is let go.
+    @property
+    def skipped_rules(self) -> tuple[CastRule, ...]:
+        """Rules of shipped list sets on ops that this torch lacks."""
+        return self._runtime.skipped_rules
 
-        Args:
-            before: The handle that served them, suspended.
-            setups: The calls of which something is left. Where there are none the handle before is deactivated.
-            models: Those that are named again, or were never set up.
-            optimizers: So are these.
-        """
-        if not setups:
-            before.deactivate()
-            return
-        if before._auto_scale is not None:
-            before._auto_scale.stop()
-        if before.recording is not None:
-            before.recording.stop()
-        before._observation.end()
-        before.let_go(models, optimizers)
-        before.ended = True
-        self.precisions.join(before.precisions)
-        self.models, self.optimizers, self.setups = before.models, before.optimizers, list(setups)
-        self.optimizers.serve(self.casts, self._check_active)
-        self.optimizers.watch, self._followers = self.overflows, before._followers
-        self._say_settings()
-        self.optimizers.masters_for_all = False
-        self.optimizers.loss_scalers.forget_but(scaler for setup in setups for scaler in setup.scalers)
-        before.models = CastModels()
-        before.optimizers = GuardedOptimizers(before.casts, before.optimizers.scalers)
-
-    def let_go(self, models: Sequence[Module], optimizers: Sequence[Any]) -> None:
-        """Give these models, and the optimizers that step their parameters, back what they had."""
-        named = [*models, *self.models.overlapping(models)]
-        modules = {module for model in named for module in model.modules()}
-        # What another model shares with these stays as that one wants it.
-        shared = {id(param) for model in self.models.halves() if model not in modules for param in model.parameters()}
-        params = {id(param): param for model in named for param in model.parameters() if id(param) not in shared}
-        self.precisions.undo_within(modules)
-        self.optimizers.let_go(optimizers, params.values())
-        self.models.let_go(self.models.overlapping(models))
-
-    def steps_halves(self, optimizer: Any) -> bool:
-        """Tell whether all half parameters of an optimizer are of models whose level keeps no masters."""
-        models = [model for setup in self.setups if not setup.masters for model in setup.models]
-        without = {id(param) for model in models for param in model.parameters()}
-        stepped = [param for param in stepped_params(optimizer) if param.dtype in HALF_DTYPES]
-        return bool(stepped) and all(id(param) in without for param in stepped)
-
-    def _meet(self, optimizer: Any) -> None:
-        """Give an optimizer that was made after `initialize` masters, before anything is loaded into it."""
-        models = [model for setup in self.setups if setup.masters for model in setup.models]
-        theirs = {id(param) for model in models for param in model.parameters()}
-        with contextlib.suppress(AttributeError):
-            # A half-built optimizer has no groups.
-            stepped = [param for param in stepped_params(optimizer) if param.dtype in HALF_DTYPES]
-            if any(id(param) in theirs for param in stepped):
-                self.optimizers.keep_masters(optimizer)
-
-    def patch(self, target: Target) -> None:
-        """Patch one more target while active."""
-        if self._installation is not None:
-            self._installation.add(target)
-            self._registered.append(target)
+    @property
+    def overflows(self) -> tuple[Overflow, ...]:
+        """What the last skipped steps came from, the last 1000 at most; empty without ``trace_overflow=True``."""
+        trace = self._runtime.overflows
+        return () if trace is None else tuple(trace.all)
 
     @property
     def late_bound(self) -> tuple[str, ...]:
         """Names that other modules had taken from torch before ``init()``, and that were rebound."""
-        return self._installation.late_bound if self._installation is not None else ()
+        return self._runtime.late_bound
 
     # -- diagnostics --
 
@@ -292,18 +108,7 @@ class Handle:
         Raises:
             UsageError: The handle is not active, or this is no observer.
         """
-        self._check_active()
-        if not isinstance(observer, Observer):
-            raise UsageError(f"observe() takes an autoamp.diagnostics.Observer, not {_kind(observer)}")
-        first = not self._observation.observers
-        self._observation.add(observer)
-        if first:
-            self.install_anew()
-        return Watch(lambda: self._observe_no_more(observer))
-
-    def _observe_no_more(self, observer: Observer) -> None:
-        if self._observation.remove(observer) and not self._observation.observers:
-            self.install_anew()
+        return self._runtime.observe(observer)
 
     def count(self) -> Counts:
         """Count the calls of listed functions and what is cast for them, from now on. Costs microseconds a call.
@@ -314,11 +119,12 @@ class Handle:
         Raises:
             UsageError: The handle is not active.
         """
-        self._check_active()
-        if self._counts is None or not self._counts.active:
-            self._counts = Counts(self.casts, self._observe_no_more)
-            self.observe(self._counts)
-        return self._counts
+        run = self._runtime
+        run.check_active()
+        if run.counts is None or not run.counts.active:
+            run.counts = Counts(run.casts, run.observe_no_more)
+            self.observe(run.counts)
+        return run.counts
 
     def trace(self, *, profile: bool = False) -> CastTrace:
         """Trace casts within a ``with`` statement: by op and place what was cast, what was spared, in which dtypes.
@@ -332,8 +138,7 @@ class Handle:
         Raises:
             UsageError: The handle is not active.
         """
-        self._check_active()
-        return CastTrace(self.casts, self._observation, self.observe, profile=profile)
+        return self._runtime.trace(profile=profile)
 
     def profile_ranges(self, *, every: int = 1, compare: int = 2) -> RangeProfile:
         """Profile the ranges of values within a ``with`` statement, in fp32: this thread casts nothing meanwhile.
@@ -348,14 +153,11 @@ class Handle:
         Raises:
             UsageError: The handle is not active, or an argument is out of range.
         """
-        self._check_active()
+        run = self._runtime
+        run.check_active()
         return RangeProfile(
-            self.casts, self._observation, self.observe, lambda: self.loss_scale, every=every, compare=compare
+            run.casts, run.observation, self.observe, lambda: self.loss_scale, every=every, compare=compare
         )
-
-    def look_at_values(self) -> ValueProfile:
-        """Return what notes the exponents of values as they are computed, for a ``with`` statement: for `record`."""
-        return ValueProfile(self.casts, self._observation, self.observe, lambda: self.loss_scale)
 
     def record(self, *, sample: bool = True, times: bool = True) -> Recording:
         """Record for `report` from now on: the loss scale and the skips always, casts and values of some steps.
@@ -373,10 +175,11 @@ class Handle:
         Raises:
             UsageError: The handle is not active.
         """
-        self._check_active()
-        if self.recording is None or not self.recording.active:
-            self.recording = Recording(self, sample=sample, times=times).start()
-        return self.recording
+        run = self._runtime
+        run.check_active()
+        if run.recording is None or not run.recording.active:
+            run.recording = Recording(run, sample=sample, times=times).start()
+        return run.recording
 
     def report(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
         """Return what was recorded since `record`, as plain JSON values, and write it to a file.
@@ -387,20 +190,10 @@ class Handle:
         Raises:
             UsageError: The page needs ``pip install 'autoamp[report]'``, or the file cannot be written.
         """
-        found = report_of(self)
+        found = report_of(self._runtime)
         if path is not None:
             write_report(path, [found])
         return found
-
-    def on_model(self, told: Callable[[], object] | None) -> None:
-        """Call this before each outermost call of a module, while anything observes; None ends that."""
-        self._observation.on_model = told
-
-    def on_step(self, told: Callable[[], object]) -> Callable[[], None]:
-        """Call this after each step of a guarded optimizer, skips included; return what ends that."""
-        self._followers.after_all.append(told)
-        self._tell_followers()
-        return lambda: self._followers.after_all.remove(told)
 
     def explain(self, name: str) -> Explanation:
         """Tell which rules of this handle's lists apply to an op, and in which file and line they stand.
@@ -413,16 +206,16 @@ class Handle:
         """
         return explain(self.settings.table, name)
 
+    # -- casts --
+
     @property
     def cache(self) -> CastCache:
         """The cache of parameter casts."""
-        return self.casts.cache
-
-    # -- casts --
+        return self._runtime.casts.cache
 
     def disable_casts(self) -> contextlib.AbstractContextManager[None]:
         """Turn casts off within a ``with`` statement, on this thread."""
-        return self.casts.switched(False, forced_off=True)
+        return self._runtime.casts.switched(False, forced_off=True)
 
     @contextlib.contextmanager
     def inference(self, model: Module) -> Iterator[Module]:
@@ -436,8 +229,8 @@ class Handle:
             UsageError: This is no module.
         """
         if not isinstance(model, Module):
-            raise UsageError(f"inference() takes a torch.nn.Module, not {_kind(model)}")
-        with self.casts.cache.pin(list(model.parameters())):
+            raise UsageError(f"inference() takes a torch.nn.Module, not {kind_of(model)}")
+        with self._runtime.casts.cache.pin(list(model.parameters())):
             yield model
 
     def override(self, module: Module, precision: Precision | None = None) -> Override:
@@ -455,32 +248,12 @@ class Handle:
             UsageError: This is no module, or the precision is unknown.
         """
         if not isinstance(module, Module):
-            raise UsageError(f"override() takes a torch.nn.Module, not {_kind(module)}")
+            raise UsageError(f"override() takes a torch.nn.Module, not {kind_of(module)}")
         if precision is None:
-            return self.precisions.override_paths(module)
-        return self.precisions.override(module, precision)
+            return self._runtime.precisions.override_paths(module)
+        return self._runtime.precisions.override(module, precision)
 
-    # -- models and optimizers in half precision --
-
-    def set_up_model(
-        self, model: Module, forward: ForwardDtypes, *, dtype: torch.dtype | None = None, keep_norms: bool = False
-    ) -> None:
-        """Cast a model in place, and what goes into it and comes out of it at each call.
-
-        `initialize` calls this before the handle is activated, which puts the patches for it in place.
-        """
-        if dtype is not None:
-            self.models.cast(model, dtype, keep_norms=keep_norms)
-        self.models.set_forward_dtypes(model, forward)
-
-    def keep_masters(self, optimizer: Any) -> None:
-        """Let an optimizer step fp32 masters of its half parameters. `initialize` calls this."""
-        self.optimizers.keep_masters(optimizer, self.models.originals)
-
-    def step_halves(self, optimizer: Any) -> None:
-        """Let an optimizer step half parameters themselves. `initialize` calls this."""
-        self.models.step_halves(optimizer)
-        self.optimizers.guard(optimizer, check=False)
+    # -- master weights and loss scaling --
 
     def masters_from_model(self) -> None:
         """Set every fp32 master to its half parameter: for weights that were written through ``.data`` in mid-training.
@@ -488,9 +261,7 @@ class Handle:
         In a process group of several processes all of a master is read, so that masters are equal where weights are;
         elsewhere elements that agree with their rounded master keep its low bits.
         """
-        self.optimizers.read_model()
-
-    # -- loss scaling --
+        self._runtime.optimizers.read_model()
 
     @property
     def backend(self) -> Backend:
@@ -500,22 +271,22 @@ class Handle:
     @property
     def loss_scale(self) -> float:
         """The current scale of the first loss."""
-        return self.optimizers.scalers[0].loss_scale
+        return self._runtime.loss_scale
 
     @property
     def skipped_steps(self) -> int:
         """How many optimizer steps were skipped because gradients overflowed."""
-        return self.optimizers.skipped_steps
+        return self._runtime.optimizers.skipped_steps
 
     @property
     def last_step_skipped(self) -> bool:
         """Whether the last optimizer step was skipped."""
-        return self.optimizers.last_step_skipped
+        return self._runtime.optimizers.last_step_skipped
 
     @property
     def last_overflow(self) -> Overflow | None:
         """What the last skipped step came from; None before the first, and without ``trace_overflow=True``."""
-        return None if self.overflows is None else self.overflows.last
+        return None if self._runtime.overflows is None else self._runtime.overflows.last
 
     @property
     def stats(self) -> dict[str, Any]:
@@ -525,24 +296,7 @@ class Handle:
         ``skipped`` of all optimizers, the program's own `FP16_Optimizer` included; ``last_step_skipped``; ``casts``,
         what `count` counted, such as ``{"float32->float16": 5}``; ``overflows`` by kind, with ``trace_overflow=True``.
         """
-        kinds: dict[str, int] = {}
-        for found in [] if self.overflows is None else self.overflows.all:
-            kinds[found.kind] = kinds.get(found.kind, 0) + 1
-        guarded, own = self.optimizers, self.optimizers.own
-        # Catches up: scalers hear of steps no earlier than that.
-        skipped = self.skipped_steps + (0 if own is None else own.skipped)
-        # Scalers of a handle that guards no optimizer say nothing.
-        scalers = [*(guarded.scalers if own is None or guarded.steps else []), *(() if own is None else own.losses)]
-        return {
-            "loss_scale": self.loss_scale if own is None else own.loss_scale,
-            "loss_scales": [scaler.loss_scale for scaler in scalers],
-            "found_inf": [scaler.overflows for scaler in scalers],
-            "steps": guarded.all_steps,
-            "skipped": skipped,
-            "last_step_skipped": guarded.last_step_skipped,
-            "casts": {} if self._counts is None else self._counts.as_dict()["casts"],
-            "overflows": kinds,
-        }
+        return self._runtime.stats
 
     def postfix(self) -> dict[str, str]:
         """Return what ``tqdm.set_postfix`` takes: the loss scale and the skips."""
@@ -563,17 +317,17 @@ class Handle:
         if not is_count(every, 1):
             raise UsageError(f"every={every!r} is no number of steps; choose 1 or more")
         if not any(callable(getattr(writer, name, None)) for name in ("add_scalar", "log")):
-            raise UsageError(f"log_to() cannot write to {_kind(writer)}; give what has add_scalar() or log()")
+            raise UsageError(f"log_to() cannot write to {kind_of(writer)}; give what has add_scalar() or log()")
 
         def write() -> None:
-            if self.optimizers.all_steps % every == 0:
+            if self._runtime.optimizers.all_steps % every == 0:
                 now = self.stats
                 numbers = {name: float(now[name]) for name in ("loss_scale", "skipped")}
                 write_scalars(writer, numbers, now["steps"])
 
-        self._followers.after_all.append(write)
-        self._tell_followers()
-        return functools.partial(self._followers.forget, write)
+        self._runtime.followers.after_all.append(write)
+        self._runtime.tell_followers()
+        return functools.partial(self._runtime.followers.forget, write)
 
     def follow(self, *followers: Any) -> Callable[[], None]:
         """Step schedulers, averages and the like after steps that landed, and not after skips.
@@ -593,12 +347,9 @@ class Handle:
         Raises:
             UsageError: One of them cannot be stepped.
         """
-        end = self._followers.follow(followers)
-        self._tell_followers()
+        end = self._runtime.followers.follow(followers)
+        self._runtime.tell_followers()
         return end
-
-    def _tell_followers(self) -> None:
-        self.optimizers.on_stepped = lambda skips: self._followers.stepped(lambda: skips is not None and skips.last)
 
     def explain_overflow(self, step_fn: Callable[[], Any]) -> Overflow | None:
         """Run a step of the program several times, and tell what overflows in it: at the present loss scale, at lower
@@ -618,38 +369,36 @@ class Handle:
         Raises:
             UsageError: The handle is not active, or this is called within ``step_fn``.
         """
-        self._check_active()
-        if self.optimizers.rehearsal is not None:
+        run = self._runtime
+        run.check_active()
+        if run.optimizers.rehearsal is not None:
             raise UsageError("explain_overflow() was called within a step that is being explained; call it outside")
-        trace, auto_scale = self.overflows, self._auto_scale
+        trace, auto_scale = run.overflows, run.auto_scaling
         if auto_scale is not None:
             auto_scale.pause()
         if trace is not None:
             trace.recorder.paused = True
-        own = self.optimizers.own
-        scale = self.loss_scale if own is None else own.loss_scale
+        own = run.optimizers.own
+        scale = run.loss_scale if own is None else own.loss_scale
         try:
-            with self._observation.unobserved():
-                return explain_step(step_fn, self.casts, scale, self._rehearse)
+            with run.observation.unobserved():
+                return explain_step(step_fn, run.casts, scale, functools.partial(setattr, run.optimizers, "rehearsal"))
         finally:
             if trace is not None:
                 trace.recorder.paused = False
             if auto_scale is not None:
                 auto_scale.resume()
 
-    def _rehearse(self, rehearsal: Rehearsing | None) -> None:
-        self.optimizers.rehearsal = rehearsal
-
     @property
     def max_consecutive_skips(self) -> int:
         """After so many skipped steps of one optimizer in a row `NonFiniteGradientsError` is raised; 50 by default."""
-        return self.optimizers.max_consecutive_skips
+        return self._runtime.optimizers.max_consecutive_skips
 
     @max_consecutive_skips.setter
     def max_consecutive_skips(self, count: int) -> None:
         if not is_count(count, 1):
             raise UsageError(f"max_consecutive_skips={count!r} is no number of steps; choose 1 or more")
-        self.optimizers.max_consecutive_skips = count
+        self._runtime.optimizers.max_consecutive_skips = count
 
     def scale_loss(
         self, loss: Tensor, optimizers: Any, loss_id: int = 0, *, delay_unscale: bool = False
@@ -673,13 +422,13 @@ class Handle:
         Raises:
             UsageError: The handle is not active, or ``wrap_optimizer`` was used.
         """
-        self._check_active()
-        scalers = self.optimizers.loss_scalers
+        self._runtime.check_active()
+        scalers = self._runtime.optimizers.loss_scalers
         if scalers.is_off(optimizers):
             return contextlib.nullcontext(loss)
         if scalers.has_own:
             raise UsageError("after wrap_optimizer() use `with optimizer.scale_loss(loss)`, not handle.scale_loss")
-        return self.optimizers.scaled(loss, optimizers, scalers.choose(loss_id, optimizers), delay_unscale)
+        return self._runtime.optimizers.scaled(loss, optimizers, scalers.choose(loss_id, optimizers), delay_unscale)
 
     def clip_grad_norm_(self, optimizers: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients down in place so that their norm, taken together, is at most ``max_norm``.
@@ -700,8 +449,8 @@ class Handle:
         Raises:
             UsageError: The handle is not active, a block is open, or ``norm_type`` is not above 0.
         """
-        self._check_active()
-        return self.optimizers.clip(optimizers, max_norm, norm_type)
+        self._runtime.check_active()
+        return self._runtime.optimizers.clip(optimizers, max_norm, norm_type)
 
     def sync_over(self, group: Any, *, replicas: int | None = None, optimizers: Any = None) -> None:
         """Let all ranks of a process group agree on each step: they skip alike, and their loss scales stay equal.
@@ -719,7 +468,7 @@ class Handle:
             UsageError: There is no process group, this rank is not in it, or ``replicas`` does not divide its size.
         """
         named = None if optimizers is None else listed(optimizers)
-        self.optimizers.sync_over(AskedGroup.of(group, replicas), named)
+        self._runtime.optimizers.sync_over(AskedGroup.of(group, replicas), named)
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
         """Give an optimizer a ``scale_loss(loss)`` of its own, with a scaler for each of ``num_loss`` losses.
@@ -732,11 +481,11 @@ class Handle:
         Raises:
             UsageError: The handle is not active, ``num_loss`` is no number of losses, or this is no optimizer.
         """
-        self._check_active()
+        self._runtime.check_active()
         if not is_count(num_loss, 1):
             raise UsageError(f"num_loss={num_loss!r} is no number of losses; choose 1 or more")
         scalers = [make_scaler(self.settings.loss_scale, self.settings.dtype) for _ in range(num_loss)]
-        return self.optimizers.wrap(optimizer, scalers, self._check_active)
+        return self._runtime.optimizers.wrap(optimizer, scalers, self._runtime.check_active)
 
     def auto_scale(self) -> AutoScale:
         """Scale every ``loss.backward()`` of the program from now on, and skip the steps that overflow.
@@ -750,31 +499,19 @@ class Handle:
         Raises:
             UsageError: The handle is not active, or its optimizers step master weights.
         """
-        self._check_active()
-        if self._auto_scale is None or not self._auto_scale.active:
-            self._auto_scale = AutoScale(self.optimizers, self.optimizers.loss_scalers.choose(0)).start()
-            if isinstance(self.casts, ModuleCasts) and self.casts.left_to is not None:
-                self._auto_scale.stand_aside(self.casts.left_to)
-        return self._auto_scale
-
-    def leave_to(self, whom: str) -> None:
-        """Take note that the program itself computes in half precision: with ``scope="modules"`` casts end for good."""
-        if isinstance(self.casts, ModuleCasts):
-            self.casts.leave_to(whom)
-
-    def _leave_scaling_to(self, whom: str) -> None:
-        if self._auto_scale is not None:
-            self._auto_scale.stand_aside(whom)
-
-    def _check_active(self) -> None:
-        if not self.is_active():
-            raise UsageError("this handle is not active; call autoamp.init() and use the handle that it returns")
+        run = self._runtime
+        run.check_active()
+        if run.auto_scaling is None or not run.auto_scaling.active:
+            run.auto_scaling = AutoScale(run.optimizers, run.optimizers.loss_scalers.choose(0)).start()
+            if isinstance(run.casts, ModuleCasts) and run.casts.left_to is not None:
+                run.auto_scaling.stand_aside(run.casts.left_to)
+        return run.auto_scaling
 
     # -- checkpoints --
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scalers' state: ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``, and skips."""
-        return self.optimizers.state_dict()
+        return self._runtime.optimizers.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned; all of it, or nothing.
@@ -782,8 +519,9 @@ class Handle:
         Raises:
             CheckpointError: A key is missing, unknown or of the wrong kind. The message names it.
         """
-        self.optimizers.load_state_dict(state)
+        self._runtime.optimizers.load_state_dict(state)
 
 
-def _kind(value: Any) -> str:
-    return f"a {type(value).__name__}" if value is not None else "None"
+def runtime_of(handle: Handle) -> Runtime:
+    """Return what a handle drives, for the parts of the package that set it up."""
+    return handle._runtime

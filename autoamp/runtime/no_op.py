@@ -20,6 +20,7 @@ from autoamp.diagnostics import (
     Followers,
     Observation,
     Observer,
+    Overflow,
     RangeProfile,
     Watch,
     explain,
@@ -40,12 +41,11 @@ class NoOpHandle:
     loss_scale = 1.0
     skipped_steps = 0
     last_step_skipped = False
-    last_overflow = None
-    overflows = None
+    last_overflow: Overflow | None = None
+    overflows: tuple[Overflow, ...] = ()
     max_consecutive_skips = 50
     late_bound: tuple[str, ...] = ()
     skipped_rules: tuple[CastRule, ...] = ()
-    recording = None
 
     def __init__(self) -> None:
         self._casts = Casts(torch.float16, "cpu", enable_caching=False, on=False)
@@ -70,9 +70,6 @@ class NoOpHandle:
     ) -> contextlib.AbstractContextManager[Any]:
         """Return a context manager over ``loss`` as it is."""
         return contextlib.nullcontext(loss)
-
-    def leave_to(self, whom: str) -> None:
-        """Do nothing: nothing is cast."""
 
     def masters_from_model(self) -> None:
         """Do nothing: there are no masters."""

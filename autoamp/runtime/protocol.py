@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
 
@@ -11,7 +12,7 @@ from torch.nn import Module
 
 from autoamp.auto_scaling import AutoScale
 from autoamp.casting import CastCache
-from autoamp.diagnostics import Counts
+from autoamp.diagnostics import CastTrace, Counts, Explanation, Observer, Overflow, RangeProfile, Watch
 from autoamp.kernels import Backend
 from autoamp.modules import Override
 from autoamp.rules import CastRule
@@ -94,6 +95,35 @@ class BaseHandle(Protocol):
 
     def follow(self, *followers: Any) -> Callable[[], None]:
         """Step schedulers, averages and the like after steps that landed; see `Handle.follow`."""
+
+    def observe(self, observer: Observer) -> Watch:
+        """Tell an observer of each call of a patched function; see `Handle.observe`."""
+
+    def trace(self, *, profile: bool = False) -> CastTrace:
+        """Trace casts within a ``with`` statement; see `Handle.trace`."""
+
+    def profile_ranges(self, *, every: int = 1, compare: int = 2) -> RangeProfile:
+        """Profile the ranges of values within a ``with`` statement; see `Handle.profile_ranges`."""
+
+    def record(self, *, sample: bool = True, times: bool = True) -> Watch:
+        """Record for `report` from now on; see `Handle.record`."""
+
+    def report(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+        """Return what was recorded, and write it to a file; see `Handle.report`."""
+
+    def explain(self, name: str) -> Explanation:
+        """Tell which rules apply to an op; see `Handle.explain`."""
+
+    @property
+    def last_overflow(self) -> Overflow | None:
+        """What the last skipped step came from, with ``trace_overflow=True``."""
+
+    @property
+    def overflows(self) -> tuple[Overflow, ...]:
+        """What the last skipped steps came from, with ``trace_overflow=True``."""
+
+    def explain_overflow(self, step_fn: Callable[[], Any]) -> Overflow | None:
+        """Tell what overflows in a step of the program; see `Handle.explain_overflow`."""
 
     def disable_casts(self) -> contextlib.AbstractContextManager[None]:
         """Turn casts off within a ``with`` statement, on this thread."""

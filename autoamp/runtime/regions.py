@@ -8,7 +8,7 @@ from typing import Any
 
 from autoamp.runtime.active import handles
 from autoamp.runtime.api import disable_casts
-from autoamp.runtime.handle import Handle
+from autoamp.runtime.handle import Handle, runtime_of
 from autoamp.runtime.no_op import NoOpHandle
 from autoamp.runtime.protocol import BaseHandle
 from autoamp.runtime.settings import Settings
@@ -40,7 +40,7 @@ class Region:
             return handles.handle or NoOpHandle()
         handle = handles.enter(self._settings, self._own_handle)
         stack.callback(handles.leave, handle)
-        stack.enter_context(handle.casts.switched(True, forced_off=False))
+        stack.enter_context(runtime_of(handle).casts.switched(True, forced_off=False))
         return handle
 
     def _own_handle(self) -> Handle:

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import autoamp
 from autoamp.auto_scaling import auto_scale, hooks
 from autoamp.auto_scaling.auto_scale import AutoScale
+from autoamp.runtime import runtime_of
 from autoamp.scaling import verdict
 from autoamp.scaling.late_flags import LateFlags
 
@@ -577,12 +578,12 @@ def test_a_step_that_overflowed_is_skipped(handle: autoamp.Handle, scaling: Auto
     assert_equal(list(model.parameters()), before)
     assert_equal(optimizer.state_dict()["state"][0]["momentum_buffer"], state["state"][0]["momentum_buffer"])
     assert handle.loss_scale == 2.0**15
-    assert (handle.optimizers.steps, handle.skipped_steps, handle.last_step_skipped) == (2, 1, True)
+    assert (runtime_of(handle).optimizers.steps, handle.skipped_steps, handle.last_step_skipped) == (2, 1, True)
     optimizer.zero_grad()
     model(x).sum().backward()
     optimizer.step()
     assert not torch.equal(model[0].weight, before[0])
-    assert (handle.optimizers.steps, handle.skipped_steps) == (3, 1)
+    assert (runtime_of(handle).optimizers.steps, handle.skipped_steps) == (3, 1)
 
 
 def test_what_the_scale_alone_makes_overflow_is_skipped_and_then_trains() -> None:
@@ -842,7 +843,7 @@ class Here:
 def test_optimizers_that_take_flags_on_the_device(
     handle: autoamp.Handle, scaling: AutoScale, in_the_middle: bool
 ) -> None:
-    handle.optimizers.scalers[0].late = LateFlags(Here, lambda device: True)
+    runtime_of(handle).optimizers.scalers[0].late = LateFlags(Here, lambda device: True)
     params = first, last = [torch.ones(1, requires_grad=True) for _ in range(2)]
     optimizers = {id(param): torch.optim.Adam([param], lr=0.5, fused=True) for param in params}
     for param in params if in_the_middle else ():
@@ -863,7 +864,7 @@ def test_passes_that_nobody_steps_do_not_pile_up(handle: autoamp.Handle, scaling
     model, optimizer, x = make()
     for count in range(200):
         (model(x).sum() * (float("inf") if count == 3 else 1.0)).backward()
-    guard = handle.optimizers.guard(optimizer)
+    guard = runtime_of(handle).optimizers.guard(optimizer)
     assert len(guard.pending) < 100
     optimizer.step()
     assert (handle.skipped_steps, handle.loss_scale) == (1, 2.0**15)
@@ -937,7 +938,7 @@ def test_flat_parameters_are_refused(
     with pytest.raises(autoamp.UsageError, match=r"shards of flat parameters.*use bf16"):
         model(x).sum().backward()
     assert not gradients(model)
-    assert not handle.optimizers.guard(optimizer).pending
+    assert not runtime_of(handle).optimizers.guard(optimizer).pending
 
 
 @pytest.mark.parametrize(

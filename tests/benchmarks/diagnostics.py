@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
 from autoamp.diagnostics import Observer, OverflowTrace
+from autoamp.runtime import runtime_of
 from tests.benchmarks.models import transformer
 from tests.benchmarks.runs import SCALE, Run
 
@@ -74,15 +75,16 @@ OURS: dict[str, Tool] = {
 @contextlib.contextmanager
 def _traced(handle: Any) -> Iterator[None]:
     """Let a handle trace overflows, as ``init(trace_overflow=True)`` does from the start, for steps that are clean."""
-    trace = handle.overflows = handle.overflows or OverflowTrace(handle.casts)
-    handle.optimizers.watch = trace
-    handle.install_anew()
+    run = runtime_of(handle)
+    trace = run.overflows = OverflowTrace(run.casts)
+    run.optimizers.watch = trace
+    run.install_anew()
     try:
         yield
     finally:
-        handle.optimizers.watch = handle.overflows = None
+        run.optimizers.watch = run.overflows = None
         trace.close()
-        handle.install_anew()
+        run.install_anew()
 
 
 def measure(dtype: str, rounds: int, widths: tuple[int, ...] = WIDTHS) -> dict[str, dict[int, list[float]]]:

@@ -12,6 +12,7 @@ from torch import nn
 
 import autoamp
 from autoamp.errors import UsageError
+from autoamp.runtime import runtime_of
 from autoamp.scaling import LateFlags, make_scaler
 from tests.stepping.test_skips import Sent
 
@@ -89,7 +90,9 @@ def test_found_inf_by_loss_and_casts() -> None:
     assert isinstance(handle, autoamp.Handle)
     net = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    handle.optimizers.use_scalers([make_scaler(64.0, torch.float16), make_scaler("dynamic", torch.float16)], [])
+    runtime_of(handle).optimizers.use_scalers(
+        [make_scaler(64.0, torch.float16), make_scaler("dynamic", torch.float16)], []
+    )
     with handle.count():
         for loss_id, factor in ((0, 1.0), (1, float("inf")), (1, float("inf"))):
             optimizer.zero_grad()
@@ -100,7 +103,7 @@ def test_found_inf_by_loss_and_casts() -> None:
     assert (found["found_inf"], found["loss_scales"]) == ([0, 0, 2], [64.0, 64.0, 16384.0])
     assert found["casts"] == {"float32->float16": 9}
     assert sum(found["overflows"].values()) == 2
-    assert pickle.loads(pickle.dumps(handle.optimizers.scalers[2])).overflows == 2
+    assert pickle.loads(pickle.dumps(runtime_of(handle).optimizers.scalers[2])).overflows == 2
 
 
 def test_an_optimizer_within_fp16_optimizer() -> None:
@@ -151,7 +154,7 @@ def test_a_fused_optimizer_is_followed_and_logged(follows: bool) -> None:
     """Flags stay on the device until a follower asks, or the log's turn has come."""
     handle = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=64.0)
     assert isinstance(handle, autoamp.Handle)
-    late = handle.optimizers.scalers[0].late = LateFlags(Sent, lambda device: True)
+    late = runtime_of(handle).optimizers.scalers[0].late = LateFlags(Sent, lambda device: True)
     net = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=True)
     seen: list[int] = []

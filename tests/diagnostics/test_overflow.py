@@ -31,7 +31,7 @@ from autoamp.diagnostics import (
     ScaleSearch,
 )
 from autoamp.errors import NonFiniteGradientsError, UsageError
-from autoamp.runtime import current_handle
+from autoamp.runtime import current_handle, current_runtime, runtime_of
 from autoamp.scaling import LateFlags
 from tests.stepping.test_skips import Sent
 
@@ -245,8 +245,7 @@ def test_loss() -> None:
     assert found.op == "exp"
     assert (found.phase, found.location) == ("forward", line_of(loss, "exp()"))
     # At the first overflow already: this step was the first of all, in which torch notes lines.
-    assert handle.overflows is not None
-    assert [one.location for one in handle.overflows.all] == [found.location] * 2
+    assert [one.location for one in handle.overflows] == [found.location] * 2
 
 
 def test_the_line_of_a_loss_that_overflows_later() -> None:
@@ -280,8 +279,7 @@ def test_lines_of_one_shape_of_graph_that_differ_are_not_named() -> None:
         return x
 
     handle = train(Net(), loss=loss, data=data, steps=3)
-    assert handle.overflows is not None
-    first, second = handle.overflows.all
+    first, second = handle.overflows
     # The graph has the shape that the other line made. Then lines are noted again, and known not to be known.
     assert first.location == line_of(loss, "1.0")
     assert second.location == line_of(loss, "1e30")
@@ -381,10 +379,10 @@ def test_what_checkpoints_compute_again_is_no_call_of_the_program() -> None:
 
     found = found_in(train(Checkpointed(squared)))
     assert (found.op, found.module, found.location) == ("mul", "faulty", line_of(squared, "big * big"))
-    handle = current_handle()
-    assert handle is not None
-    assert handle.overflows is not None
-    assert handle.overflows.recorder.records == []
+    run = current_runtime()
+    assert run is not None
+    assert run.overflows is not None
+    assert run.overflows.recorder.records == []
 
 
 class Counting(Net):
@@ -456,7 +454,7 @@ def test_late_verdicts(kind: Any) -> None:
     """A fused optimizer decides by a flag on its device. The first skip is known too late; then flags are read."""
     handle = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale="dynamic", trace_overflow=True)
     assert isinstance(handle, autoamp.Handle)
-    scaler = handle.optimizers.scalers[0]
+    scaler = runtime_of(handle).optimizers.scalers[0]
     scaler.late = LateFlags(Sent, lambda device: True)
     active = [False]
     net = Net(lambda h: squared(h) if active[0] else h)
@@ -689,7 +687,7 @@ def test_explain(fault: Any, op: str, kind: type, whole: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, net.state_dict().values(), strict=True))
     assert torch.equal(random, torch.get_rng_state())
     assert all(p.grad is None for p in net.parameters())
-    assert handle.optimizers.steps == 0
+    assert runtime_of(handle).optimizers.steps == 0
 
 
 def test_explain_a_loss_exactly() -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp.inference.layers import PinnedConv2d, PinnedLayer
+from autoamp.runtime import runtime_of
 
 HALF = torch.bfloat16
 packs = pytest.mark.skipif(
@@ -17,7 +18,7 @@ packs = pytest.mark.skipif(
 
 
 def layer_of(handle: autoamp.Handle, weight: Tensor) -> PinnedLayer:
-    found = handle.casts.cache.pins[id(weight)].layer
+    found = runtime_of(handle).casts.cache.pins[id(weight)].layer
     assert isinstance(found, PinnedLayer)
     return found
 

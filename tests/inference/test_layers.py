@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import Parameter
 
 import autoamp
+from autoamp.runtime import runtime_of
 from tests.inference.pinned import HALF, by_hand, check_same, layer_of, packed_conv, packs
 
 OPS: dict[str, Any] = {"extends": [], "fp16": ["linear", "conv2d", "conv_transpose2d", "lstm"]}
@@ -32,7 +33,7 @@ def test_packed_weights_give_what_plain_ones_give(handle: autoamp.Handle, shape:
             found = [layer(x) for _ in range(2)]
             assert layer_of(handle, layer.weight).packed is not None
             # The packed weight stands in for the plain one, so that memory holds one of them.
-            assert handle.casts.cache.pins[id(layer.weight)].cast is None
+            assert runtime_of(handle).casts.cache.pins[id(layer.weight)].cast is None
         for result in found:
             assert (result.dtype, result.stride()) == (HALF, expected.stride())
             torch.testing.assert_close(result, expected)

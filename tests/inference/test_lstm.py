@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
 from autoamp.inference.lstm import PinnedLSTM
+from autoamp.runtime import runtime_of
 from tests.inference.pinned import HALF, packs
 
 
@@ -25,7 +26,7 @@ def handle() -> Iterator[autoamp.Handle]:
 
 
 def held(handle: autoamp.Handle, lstm: nn.LSTM) -> Any:
-    return handle.casts.cache.pins[id(lstm.weight_ih_l0)].layer
+    return runtime_of(handle).casts.cache.pins[id(lstm.weight_ih_l0)].layer
 
 
 def flat(result: Any) -> list[Tensor]:

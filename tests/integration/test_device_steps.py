@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import autoamp
 from autoamp.errors import NonFiniteGradientsError
 from autoamp.fp16_utils.fp16_optimizer import FP16_Optimizer
+from autoamp.runtime import runtime_of
 from autoamp.scaling import verdict
 from autoamp.scaling.device_scale import DeviceScale
 from autoamp.scaling.late_flags import LateFlags
@@ -173,7 +174,7 @@ def test_training_is_the_same(way: Any, name: str, scale: Any, half: torch.dtype
             seen.append(everything(model, optimizer))
         assert len(reads) == (0 if late else STEPS)
         assert bool(len(scaler.late)) is late
-        outcomes.append((seen, handle.state_dict(), handle.last_step_skipped, handle.optimizers.steps))
+        outcomes.append((seen, handle.state_dict(), handle.last_step_skipped, runtime_of(handle).optimizers.steps))
         handle.deactivate()
     (expected, *state), (got, *late_state) = outcomes
     assert all(map(same, expected, got))
@@ -218,7 +219,7 @@ def test_levels(opt_level: str, half: torch.dtype, reads: list[int]) -> None:
         )  # fmt: skip
         handle = autoamp.runtime.current_handle()
         assert handle is not None
-        defer(handle.optimizers.scalers[0], late)
+        defer(runtime_of(handle).optimizers.scalers[0], late)
         reads.clear()
         for step in range(STEPS):
             plain(handle, model, optimizer, step)
@@ -278,7 +279,7 @@ def test_two_optimizers_of_one_scaler(first: str, second: str, shared_block: boo
 def test_what_a_step_leaves_unread_comes_with_what_another_must_read(reads: list[int]) -> None:
     handle = autoamp.init(dtype=torch.float16, loss_scale=scaler_of(True))
     sent: list[int] = []
-    handle.optimizers.scalers[0].late = LateFlags(
+    runtime_of(handle).optimizers.scalers[0].late = LateFlags(
         lambda flags: sent.append(len(flags)) or Parcel(flags), lambda device: True
     )
     model = network()
@@ -296,7 +297,7 @@ def test_losses_with_scalers_of_their_own() -> None:
         handle = autoamp.init(dtype=torch.float16, loss_scale="dynamic")
         model = network()
         optimizer = handle.wrap_optimizer(OPTIMIZERS["Adam"](model.parameters()), num_loss=2)
-        for scaler in handle.optimizers.scalers:
+        for scaler in runtime_of(handle).optimizers.scalers:
             defer(scaler, late)
         for step in range(STEPS):
             optimizer.zero_grad()
@@ -387,7 +388,7 @@ def test_to_ask_is_to_wait(ask: Callable[[Any, Any], Any]) -> None:
         for step in range(3):
             plain(handle, model, optimizer, step)
             assert len(scaler.late) == late
-            answers[-1].append(ask(handle, handle.optimizers.guard(optimizer)))
+            answers[-1].append(ask(handle, runtime_of(handle).optimizers.guard(optimizer)))
             assert not scaler.late
         handle.deactivate()
     assert answers[0] == answers[1]
@@ -400,7 +401,7 @@ def test_the_scale_of_a_block_is_left_on_the_device() -> None:
     optimizer = OPTIMIZERS["SGD"](model.parameters())
     plain(handle, model, optimizer, 1)
     with handle.scale_loss(loss_of(model, 0), optimizer) as scaled:
-        scale = handle.optimizers.guard(optimizer).grads_scale
+        scale = runtime_of(handle).optimizers.guard(optimizer).grads_scale
         assert isinstance(scale, DeviceScale)
         with pytest.raises(autoamp.UsageError, match="are still multiplied by 512"):
             optimizer.step()

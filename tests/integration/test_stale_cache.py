@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
+from autoamp.runtime import runtime_of
 
 HALF = torch.float16
 LISTS = {
@@ -475,7 +476,7 @@ def test_casts_and_weights_are_freed(handle: autoamp.Handle, collected: Any) -> 
     casts: list[weakref.ref[Tensor]] = []
 
     def look(*_: Any) -> None:
-        casts.extend(weakref.ref(entry[1]) for entry in handle.casts.local.entries.values() if entry)
+        casts.extend(weakref.ref(entry[1]) for entry in runtime_of(handle).casts.local.entries.values() if entry)
 
     model.layer.register_forward_hook(look)
     with torch.no_grad():
@@ -533,7 +534,7 @@ def test_autocast_region_within_a_call_gets_the_weight_itself(handle: autoamp.Ha
         def forward(self, x: Tensor) -> Tensor:
             self.layer(x)
             with torch.autocast("cpu", dtype=torch.bfloat16):
-                seen.append(handle.casts.to_half(self.layer.weight))
+                seen.append(runtime_of(handle).casts.to_half(self.layer.weight))
                 return self.layer(x)
 
     model = Model()
@@ -705,7 +706,7 @@ def test_inference_frees_its_casts(handle: autoamp.Handle, collected: Any) -> No
     model = nn.Linear(4, 4)
     with handle.inference(model), torch.no_grad():
         model(torch.randn(3, 4))
-        kept = [weakref.ref(handle.casts.to_half(parameter)) for parameter in model.parameters()]
+        kept = [weakref.ref(runtime_of(handle).casts.to_half(parameter)) for parameter in model.parameters()]
         collected()
         assert all(reference() is not None for reference in kept)
     collected()

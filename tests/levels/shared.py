@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 
 import autoamp
 from autoamp.levels.opt_levels import LEVELS
+from autoamp.runtime import runtime_of
 
 LISTS = {"extends": [], "fp16": ["linear", "conv2d"], "fp32": ["cross_entropy", "softmax"]}
 ALL_LEVELS = sorted(LEVELS)
@@ -61,4 +62,4 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def scalers() -> list[Any]:
-    return autoamp.current_handle().optimizers.scalers  # type: ignore[union-attr]
+    return runtime_of(autoamp.current_handle()).optimizers.scalers  # type: ignore[union-attr]

@@ -11,6 +11,7 @@ from torch import nn
 import autoamp
 from autoamp.errors import UsageError
 from autoamp.levels.opt_levels import LEVELS
+from autoamp.runtime import runtime_of
 from autoamp.scaling.loss_scale import DynamicLossScaler, StaticLossScaler
 from tests.levels.shared import ALL_LEVELS, batch, initialize, network, scalers, sgd, train
 
@@ -88,7 +89,7 @@ def test_loss_scale_overrides(level: str, given: Any, scale: float) -> None:
     with autoamp.scale_loss(torch.ones((), dtype=torch.float16, requires_grad=True), []) as scaled:
         assert scaled.item() == scale
         assert scaled.dtype is torch.float32
-    scaler = autoamp.current_handle().optimizers.scalers[0]  # type: ignore[union-attr]
+    scaler = runtime_of(autoamp.current_handle()).optimizers.scalers[0]  # type: ignore[union-attr]
     assert type(scaler) is (DynamicLossScaler if given is None and level in ("O1", "O2") else StaticLossScaler)
 
 

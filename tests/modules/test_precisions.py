@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoamp
+from autoamp.runtime import runtime_of
 from tests.modules.watches import FP32, HALF, Other, Outer, Watch, computed, marks, start
 
 WATCH, OTHER = (f"{cls.__module__}.{cls.__name__}" for cls in (Watch, Other))
@@ -31,7 +32,7 @@ def test_errors(handle: autoamp.Handle) -> None:
         handle.override(nn.Linear(2, 2), "fp8")
     with pytest.raises(autoamp.UsageError, match=r"takes a torch\.nn\.Module, not"):
         handle.override(torch.relu, "fp32")  # type: ignore[arg-type]
-    assert not handle.precisions.any
+    assert not runtime_of(handle).precisions.any
 
 
 def test_an_exception_undoes_the_override(handle: autoamp.Handle) -> None:
@@ -71,7 +72,7 @@ def test_undo_twice_and_in_any_order(handle: autoamp.Handle) -> None:
             standing.remove(index)
         assert not marks(model)
         assert model(x.float()) == (FP32, HALF)
-    assert not handle.precisions.any
+    assert not runtime_of(handle).precisions.any
 
 
 def test_inner_undone_after_outer(handle: autoamp.Handle) -> None:
@@ -106,7 +107,7 @@ def test_models_are_freed(handle: autoamp.Handle) -> None:
     gc.collect()
     assert reference() is None
     override.undo()
-    assert not handle.precisions.any
+    assert not runtime_of(handle).precisions.any
 
 
 # -- copies --

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autoamp
 from autoamp.modules.recompute import build_recompute
+from autoamp.runtime import runtime_of
 from tests.modules.watches import FP32, HALF, LISTS, Watch
 
 
@@ -28,7 +29,7 @@ def recomputing(handle: autoamp.Handle, monkeypatch: pytest.MonkeyPatch) -> auto
         (torch.utils.checkpoint.CheckpointFunction, "forward", 1),
     ):
         original = inspect.getattr_static(owner, name)
-        monkeypatch.setattr(owner, name, build_recompute(original, handle.casts, position))
+        monkeypatch.setattr(owner, name, build_recompute(original, runtime_of(handle).casts, position))
     return handle
 
 
@@ -57,7 +58,7 @@ def test_checkpoints_within_an_override(recomputing: autoamp.Handle, use_reentra
         output.sum().backward()
     assert model.watch.seen == [FP32, FP32]
     assert model.watch.returned == [FP32]
-    assert recomputing.casts.local.on
+    assert runtime_of(recomputing).casts.local.on
     assert model(x).dtype == HALF
 
 
@@ -67,15 +68,17 @@ def test_checkpoints_within_disable_casts(recomputing: autoamp.Handle) -> None:
         output = model(torch.randn(2, 4))
     output.sum().backward()
     assert model.watch.seen == [FP32, FP32]
-    assert recomputing.casts.local.on
-    assert not {"on", "forced_off"} & vars(recomputing.casts.local).keys()
+    assert runtime_of(recomputing).casts.local.on
+    assert not {"on", "forced_off"} & vars(runtime_of(recomputing).casts.local).keys()
 
 
 def test_recomputation_in_another_thread() -> None:
     with autoamp.region(device_type="cpu", dtype=HALF, lists=LISTS) as handle:
-        kept = handle.casts.remembered(lambda x: torch.mm(x, x).dtype)
+        kept = runtime_of(handle).casts.remembered(lambda x: torch.mm(x, x).dtype)
         seen = []
-        thread = threading.Thread(target=lambda: seen.extend([kept(torch.ones(2, 2)), handle.casts.local.on]))
+        thread = threading.Thread(
+            target=lambda: seen.extend([kept(torch.ones(2, 2)), runtime_of(handle).casts.local.on])
+        )
         thread.start()
         thread.join()
         assert seen == [HALF, False]

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 import autoamp
 from autoamp.errors import UsageError
 from autoamp.modules.scope import ModuleCasts
+from autoamp.runtime import runtime_of
 from autoamp.runtime.handle import Handle
 
 DIM, POSITIONS = 64, 2048
@@ -32,8 +33,8 @@ def handle(half: torch.dtype) -> Iterator[Handle]:
 
 
 def casts_of(handle: Handle) -> ModuleCasts:
-    assert isinstance(handle.casts, ModuleCasts)
-    return handle.casts
+    assert isinstance(runtime_of(handle).casts, ModuleCasts)
+    return runtime_of(handle).casts
 
 
 class Rotary(nn.Module):
@@ -484,7 +485,7 @@ def test_fp16_optimizer_ends_the_casts(handle: Handle) -> None:
     optimizer.backward(model(torch.ones(2, 4)).sum())
     optimizer.step()
     assert model.seen == [torch.float32] * 2
-    own = handle.optimizers.own
+    own = runtime_of(handle).optimizers.own
     assert own is not None
     assert (own.loss_scale, own.steps, own.skipped) == (8.0, 1, 0)
     optimizer.backward(model(torch.full((2, 4), float("inf"))).sum())

@@ -21,6 +21,7 @@ import autoamp
 from autoamp.casting.casts import Casts
 from autoamp.ops.policies import build_replacement
 from autoamp.rules.table import CastPolicy
+from autoamp.runtime import runtime_of
 
 HALF, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 LISTS: dict[str, Any] = {
@@ -319,7 +320,7 @@ def test_gradients_equal_those_of_casts_by_hand(handle: autoamp.Handle) -> None:
     gradients = []
     for by_hand in (False, True):
         leaves = [value.clone().requires_grad_() for value in values]
-        with autoamp.disable_casts() if by_hand else handle.casts.switched(True):
+        with autoamp.disable_casts() if by_hand else runtime_of(handle).casts.switched(True):
             loss(*leaves, by_hand).backward()
         gradients.append([leaf.grad for leaf in leaves])
     for found, reference in zip(*gradients, strict=True):
@@ -358,10 +359,10 @@ def test_a_composite_function_is_fp32_throughout() -> None:
         assert q.dtype == k.dtype == FP32
         return torch.mm(q, k)
 
-    assert build_one(attention, CastPolicy.FP32, handle.casts)(x, k=x).dtype == FP32
+    assert build_one(attention, CastPolicy.FP32, runtime_of(handle).casts)(x, k=x).dtype == FP32
     assert torch.mm(x, x).dtype == HALF
     # Under fp16 the arguments are half, and the body goes by the lists.
-    assert build_one(lambda q: torch.exp(q), CastPolicy.FP16, handle.casts)(x.float()).dtype == FP32
+    assert build_one(lambda q: torch.exp(q), CastPolicy.FP16, runtime_of(handle).casts)(x.float()).dtype == FP32
 
 
 def test_torch_s_own_composite_functions_too() -> None:
@@ -382,14 +383,14 @@ def test_casts_are_on_again_after_a_composite_function_raised() -> None:
     handle = start()
 
     def fails(x: Tensor) -> None:
-        assert not handle.casts.local.on
+        assert not runtime_of(handle).casts.local.on
         raise KeyError
 
-    replacement = build_one(fails, CastPolicy.FP32, handle.casts)
+    replacement = build_one(fails, CastPolicy.FP32, runtime_of(handle).casts)
     with pytest.raises(KeyError):
         replacement(torch.ones(1))
-    assert handle.casts.local.on
-    assert not vars(handle.casts.local).get("on")
+    assert runtime_of(handle).casts.local.on
+    assert not vars(runtime_of(handle).casts.local).get("on")
 
 
 def test_static_and_class_methods() -> None:
@@ -687,7 +688,7 @@ def test_banned_names_the_line_of_the_user(counts: bool, half: torch.dtype) -> N
     line = sys._getframe().f_lineno - 1
     with handle.count() if counts else contextlib.nullcontext():
         for call in calls:
-            handle.casts.warned.clear()
+            runtime_of(handle).casts.warned.clear()
             with pytest.warns(UserWarning, match="is unsafe") as caught:
                 call()
             assert (caught[0].filename, caught[0].lineno) == (__file__, line)

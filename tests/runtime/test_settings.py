@@ -9,6 +9,7 @@ import torch
 
 import autoamp
 from autoamp.errors import AutoampError, ListFileError, UsageError
+from autoamp.runtime import runtime_of
 from autoamp.runtime.handle import Handle
 from autoamp.scaling.loss_scale import DynamicLossScaler, StaticLossScaler
 from tests.runtime.shared import HALF, Training, init, runs_in, steps
@@ -60,7 +61,7 @@ def test_loss_scale_may_be_given_in_many_ways(loss_scale: Any, kind: type, scale
     handle = init(loss_scale=loss_scale)
     assert handle.loss_scale == scale
     assert isinstance(handle.loss_scale, float)
-    assert [type(scaler) for scaler in handle.optimizers.scalers] == [kind]
+    assert [type(scaler) for scaler in runtime_of(handle).optimizers.scalers] == [kind]
 
 
 def test_bf16_needs_no_scale() -> None:

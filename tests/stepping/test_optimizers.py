@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import autoamp
 from autoamp.casting.casts import Casts
 from autoamp.errors import UsageError
+from autoamp.runtime import runtime_of
 from autoamp.scaling.loss_scale import DynamicLossScaler, LossScaler, StaticLossScaler
 from autoamp.stepping import attach
 from autoamp.stepping.optimizers import GuardedOptimizers
@@ -178,7 +179,7 @@ def test_a_step_without_a_guard_computes_in_fp32(make: Callable[[Any], Any], hal
     expected = stepped(make)
     handle = autoamp.init(device_type="cpu", dtype=half)
     assert torch.equal(stepped(make), expected)
-    assert handle.optimizers.guards == []
+    assert runtime_of(handle).optimizers.guards == []
     handle.deactivate()
     assert torch.equal(stepped(make), expected)
 
@@ -263,7 +264,7 @@ def test_no_way_to_a_step_goes_past_its_guard(way: str, factor: float, delay: bo
     step()
     assert parameter.tolist() == ([0.5, 0.5] if factor == 1.0 else [1.0, 1.0])
     assert handle.skipped_steps == (factor != 1.0)
-    assert handle.optimizers.steps == 1
+    assert runtime_of(handle).optimizers.steps == 1
     assert handle.loss_scale == (2.0**16 if factor == 1.0 else 2.0**15)
 
 
@@ -491,10 +492,10 @@ def test_an_eps_that_is_zero_in_half_precision_is_told_once() -> None:
     model = nn.Linear(4, 2).half()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     with pytest.warns(UserWarning, match="eps=1e-08 is 0 in torch.float16.*smallest that survives"):
-        handle.optimizers.guard(optimizer)
+        runtime_of(handle).optimizers.guard(optimizer)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        handle.optimizers.guard(optimizer)
+        runtime_of(handle).optimizers.guard(optimizer)
 
 
 def test_an_fp16_optimizer_beside_a_handle_keeps_its_own_guard() -> None:
@@ -509,4 +510,4 @@ def test_an_fp16_optimizer_beside_a_handle_keeps_its_own_guard() -> None:
         return loss
 
     optimizer.step(closure)
-    assert handle.optimizers.guards == []
+    assert runtime_of(handle).optimizers.guards == []

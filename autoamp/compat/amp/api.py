@@ -119,9 +119,9 @@ def _properties(level: str, overrides: Mapping[str, Any]) -> Properties:
     for name, value in overrides.items():
         if value is not None:
             setattr(properties, name, value)
-    handle = runtime.current_handle()
-    if handle is not None:
-        scaler = handle.optimizers.scalers[0]
+    ours = runtime.current_runtime()
+    if ours is not None:
+        scaler = ours.optimizers.scalers[0]
         properties.loss_scale = "dynamic" if isinstance(scaler, DynamicLossScaler) else scaler.loss_scale
     return properties
 

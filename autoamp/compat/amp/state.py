@@ -16,7 +16,7 @@ from autoamp import runtime
 from autoamp.casting import CastCache
 from autoamp.compat.amp.properties import Properties
 from autoamp.errors import UsageError
-from autoamp.runtime import Handle, current_handle
+from autoamp.runtime import Handle, current_handle, current_runtime
 from autoamp.scaling import DynamicLossScaler, LossScaler, Verdict, read_verdicts
 from autoamp.stepping import MasterWeights, StepGuard, scaled_block
 
@@ -133,8 +133,8 @@ class ScalerView:
 
     def _pending(self) -> list[Verdict]:
         """Return the verdicts on gradients of this scaler since the last step. Waits for the device."""
-        handle = current_handle()
-        guards = [] if handle is None else handle.optimizers.guards
+        runtime = current_runtime()
+        guards = [] if runtime is None else runtime.optimizers.guards
         pending = [verdict for guard in guards for verdict in guard.pending if verdict.scaler is self._scaler]
         read_verdicts(pending)
         return pending
@@ -187,8 +187,8 @@ class AmpState:
     @property
     def loss_scalers(self) -> list[ScalerView]:
         """A view of each loss's scaler, the same as long as the scaler is; empty before ``initialize``."""
-        handle = current_handle()
-        scalers = handle.optimizers.scalers if handle is not None else []
+        runtime = current_runtime()
+        scalers = runtime.optimizers.scalers if runtime is not None else []
         known = {id(view._scaler): view for view in self._views}
         self._views = [known.get(id(scaler)) or ScalerView(scaler) for scaler in scalers]
         return self._views
@@ -227,8 +227,8 @@ class AmpStash:
         return [] if masters is None else masters.pairs
 
     def _masters(self) -> MasterWeights | None:
-        handle, optimizer = current_handle(), self._optimizer()
-        return handle.optimizers.masters_of(optimizer) if handle is not None and optimizer is not None else None
+        runtime, optimizer = current_runtime(), self._optimizer()
+        return runtime.optimizers.masters_of(optimizer) if runtime is not None and optimizer is not None else None
 
     def copy_down(self) -> None:
         """Write the masters into the half parameters, which each step does by itself."""
@@ -277,10 +277,10 @@ class AmpStash:
         guard.leave_block(guard.grads_scale)
 
     def _guard(self, name: str) -> StepGuard:
-        handle, optimizer = current_handle(), self._optimizer()
-        if handle is None or optimizer is None:
+        runtime, optimizer = current_runtime(), self._optimizer()
+        if runtime is None or optimizer is None:
             raise UsageError(f"optimizer.{name}() was called before amp.initialize; call that first")
-        guard = handle.optimizers.guard(optimizer)
+        guard = runtime.optimizers.guard(optimizer)
         if guard.in_block:
             raise UsageError(f"optimizer.{name}() was called inside a scale_loss block, which does all of it; drop it")
         return guard

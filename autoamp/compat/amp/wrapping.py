@@ -9,7 +9,7 @@ from typing import Any
 from autoamp.compat.amp.utils import casted_args, maybe_float, maybe_half
 from autoamp.errors import UsageError
 from autoamp.runtime import (
-    current_handle,
+    current_runtime,
     promote_function,
     register_float_function,
     register_half_function,
@@ -73,7 +73,7 @@ def make_cast_wrapper(
 
     @functools.wraps(orig_fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        active = current_handle()
+        active = current_runtime()
         if active is None or not active.casts.local.on:
             return orig_fn(*args, **kwargs)
         return orig_fn(*casted_args(cast_fn, args, kwargs), **kwargs)

@@ -21,7 +21,7 @@ from autoamp.compat.fastai1 import shims
 from autoamp.errors import UsageError
 from autoamp.fp16_utils import FP16_Optimizer
 from autoamp.patching import PatchSet, imitate, original_of
-from autoamp.runtime import Handle, activated, current_handle, suspended
+from autoamp.runtime import Handle, activated, current_handle, current_runtime, suspended
 from autoamp.stepping import open_blocks
 
 __all__ = ["disable", "enable", "watch"]
@@ -204,10 +204,10 @@ def _around_step(original: Any) -> Any:
 
 def _will_skip(optimizer: Any) -> bool:
     """Tell whether the guard will skip the optimizer's next step. Waits for the device where it scales."""
-    handle = current_handle()
-    if handle is None or not _is_guardable(optimizer):
+    runtime = current_runtime()
+    if runtime is None or not _is_guardable(optimizer):
         return False
-    guard = handle.optimizers.guard(optimizer, check=False)
+    guard = runtime.optimizers.guard(optimizer, check=False)
     guard.finish_delayed()
     return bool(guard.pending) and guard.overflowed()
 

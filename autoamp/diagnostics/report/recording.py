@@ -55,7 +55,7 @@ class Recorded(Protocol):
         """Call this after each step of a guarded optimizer; return what ends that."""
 
 
-class Recording:
+class Recording(Watch):
     """What is recorded from ``handle.record()`` on, until `stop`, or the end of a ``with`` statement.
 
     Args:
@@ -75,6 +75,7 @@ class Recording:
     """
 
     def __init__(self, handle: Recorded, *, sample: bool = True, times: bool = True) -> None:
+        super().__init__(self._end)
         self.steps = 0
         self.scales: list[tuple[int, float]] = []
         self.skips: list[tuple[int, float | None, Overflow | None]] = []
@@ -129,10 +130,7 @@ class Recording:
                 os.register_at_fork(after_in_child=functools.partial(_leave_in_child, weakref.ref(self)))
         return self
 
-    def stop(self) -> None:
-        """Record no more."""
-        if self._ended_at is not None:
-            return
+    def _end(self) -> None:
         self._end_sample("end")
         self._note_scale()
         self._note_skips()
@@ -140,12 +138,6 @@ class Recording:
             self._held.stop()
         self._ended_at, self._graphs_at_end = time.perf_counter(), compiled_graphs()
         self._stack.close()
-
-    def __enter__(self) -> Recording:
-        return self
-
-    def __exit__(self, *exc_info: Any) -> None:
-        self.stop()
 
     def leave(self) -> None:
         """Record no more, in a fork of the process that began."""

@@ -14,6 +14,7 @@ import torch
 
 import autoamp
 from autoamp.compat.fastai1 import training
+from autoamp.runtime import runtime_of
 
 training.enable()
 handle = autoamp.init(dtype=torch.float16, device_type="cpu")
@@ -97,4 +98,4 @@ np.random.seed(0)
 state = np.random.RandomState(0)
 found = {"dates": dates(), "table": table(state), "ratings": ratings(state), "images": images(state)}
 assert isinstance(handle, autoamp.Handle)
-print("\n" + json.dumps({**found, "steps": handle.optimizers.steps, "loss_scale": handle.loss_scale}))
+print("\n" + json.dumps({**found, "steps": runtime_of(handle).optimizers.steps, "loss_scale": handle.loss_scale}))

@@ -12,6 +12,7 @@ import torch
 
 import autoamp
 from autoamp.compat.fastai1 import training
+from autoamp.runtime import runtime_of
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "fastai_v1_text.py"
 
@@ -54,7 +55,7 @@ def error_without_spacy() -> str:
 
 found = {
     "casts": sum(count for (_, after), count in casts.items() if after == dtype_name),
-    "steps": handle.optimizers.steps,
+    "steps": runtime_of(handle).optimizers.steps,
     "to_fp16": error_of_to_fp16(),
     "spacy": error_without_spacy(),
 }

@@ -16,6 +16,7 @@ import torch
 
 import autoamp
 from autoamp.compat.fastai1 import training
+from autoamp.runtime import runtime_of
 
 
 def begin() -> autoamp.Handle:
@@ -148,7 +149,11 @@ def patched() -> list[str]:
 def end(handle: autoamp.Handle) -> dict[str, Any]:
     """Deactivate a handle; return what it counted, and what was patched before and is after."""
     before = patched()
-    counts = {"steps": handle.optimizers.steps, "skipped": handle.skipped_steps, "loss_scale": handle.loss_scale}
+    counts = {
+        "steps": runtime_of(handle).optimizers.steps,
+        "skipped": handle.skipped_steps,
+        "loss_scale": handle.loss_scale,
+    }
     handle.deactivate()
     return {**counts, "patched": before, "left": patched()}
 

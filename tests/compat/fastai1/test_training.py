@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import autoamp
 from autoamp.compat.fastai1 import shims
 from autoamp.compat.fastai1 import training as fastai1
+from autoamp.runtime import runtime_of
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -169,7 +170,7 @@ def test_the_backward_pass_is_scaled_and_all_else_sees_true_values(package: Path
         assert training.gradients[0] == pytest.approx(expected * 2**16, rel=0.01)
     assert training.model.weight.grad is not None
     assert float(training.model.weight.grad.abs().max()) < 10
-    assert handle.optimizers.steps == 1
+    assert runtime_of(handle).optimizers.steps == 1
 
 
 def test_names_that_others_took_are_patched_and_restored(package: Path) -> None:
@@ -187,7 +188,7 @@ def test_a_plain_optimizer_and_positional_arguments_are_taken(package: Path) -> 
     training = Training()
     load().loss_batch(training.model, torch.ones(3, 4), torch.zeros(3, 2), training.loss, training.sgd)
     assert training.gradients[0] > 10
-    assert handle.optimizers.steps == 1
+    assert runtime_of(handle).optimizers.steps == 1
 
 
 def test_validation_and_other_optimizers_are_left_alone(package: Path) -> None:
@@ -278,7 +279,7 @@ def test_a_batch_within_a_batch_is_scaled_for_its_own_optimizer(package: Path) -
     outer.batch(cb_handler=load("callback").CallbackHandler(change=change))
     assert inner.gradients == outer.gradients
     assert inner.gradients[0] > 10
-    assert handle.optimizers.steps == 2
+    assert runtime_of(handle).optimizers.steps == 2
 
 
 def test_an_exception_leaves_the_loss_as_it_was(package: Path) -> None:

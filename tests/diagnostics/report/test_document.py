@@ -14,6 +14,7 @@ import autoamp
 from autoamp.diagnostics import failures
 from autoamp.diagnostics.report.document import plain
 from autoamp.errors import UsageError
+from autoamp.runtime import runtime_of
 from tests.diagnostics.report.runs import train
 
 
@@ -106,7 +107,7 @@ def test_coverage_tells_of_autocast_regions_and_of_what_was_not_recorded() -> No
     model(torch.ones(2, 4))
     with torch.autocast("cpu", enabled=False):
         model(torch.ones(2, 4))
-    handle.recording.stop()
+    runtime_of(handle).recording.stop()
     lines = [line for line in handle.report()["coverage"] if line["what"] == "calls with casts off"]
     assert [line["count"] for line in lines] == [1]
     assert "linear at " in lines[0]["detail"]
@@ -121,7 +122,7 @@ def test_coverage_tells_of_references_that_nobody_patched() -> None:
     for _ in range(4):
         softmax(model(torch.ones(2, 4)).float(), torch.ones(4, 4)).sum().backward()
         optimizer.step()
-    handle.recording.stop()
+    runtime_of(handle).recording.stop()
     lines = [line for line in handle.report()["coverage"] if line["what"] == "unpatched references"]
     assert len(lines) == 1
     assert "aten::mm at " in lines[0]["detail"] or "aten::linear at " in lines[0]["detail"]

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import autoamp
+from autoamp.runtime import runtime_of
 from autoamp.torch_private import dispatch_modes
 from tests.diagnostics.report.runs import train
 
@@ -38,8 +39,8 @@ def test_nothing_observes_between_samples_and_after() -> None:
     handle, _ = train(8)
     assert dispatch_modes() == 0
     handle.record().stop()
-    assert not handle.recording.active
-    counted = handle.recording.steps
+    assert not runtime_of(handle).recording.active
+    counted = runtime_of(handle).recording.steps
     handle.deactivate()
     assert counted == 8
 

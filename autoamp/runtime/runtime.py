@@ -1,0 +1,368 @@
+"""What a handle drives: the patches of torch, the casts, the models that were set up, and the guarded optimizers."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from autoamp.auto_scaling import AutoScale
+from autoamp.casting import Casts
+from autoamp.diagnostics import (
+    CastTrace,
+    Counts,
+    Followers,
+    Observation,
+    Observer,
+    OverflowTrace,
+    Recording,
+    ValueProfile,
+    Watch,
+)
+from autoamp.errors import UsageError
+from autoamp.modules import CastModels, ForwardDtypes, ModuleCasts, ModulePrecisions
+from autoamp.ops import Target, expand
+from autoamp.rules import CastRule
+from autoamp.runtime.events import activated, suspended
+from autoamp.runtime.installation import Installation
+from autoamp.runtime.settings import Settings, Setup
+from autoamp.scaling import LossScaler, make_scaler
+from autoamp.stepping import GuardedOptimizers, stepped_params
+from autoamp.tensors import HALF_DTYPES
+
+__all__ = ["Runtime", "kind_of"]
+
+log = logging.getLogger(__name__)
+
+
+class Runtime:
+    """Patched torch, and the loss scaling that goes with it. One serves each `Handle`; one of them is active at a time.
+
+    Attributes:
+        settings: What it was made with.
+        handle: The handle that it serves, which listeners of events get.
+        casts: The casting state.
+        precisions: Which modules run in a precision of their own.
+        models: The models that it set up: those in half precision, and those whose inputs or outputs are cast.
+        optimizers: The optimizers that it guards, and the loss scalers.
+        skipped_rules: Rules of shipped list sets on ops that this torch lacks.
+        ended: Whether ``deactivate`` was called; one that was only suspended may come back.
+        setups: The calls of `initialize` that it serves, in their order.
+        observation: Who looks on at the calls of patched functions.
+        overflows: Explains skipped steps, with ``trace_overflow=True``; else None.
+        recording: What `Handle.record` began last; None before.
+        counts: What `Handle.count` began last; None before.
+        followers: What is told of steps.
+        auto_scaling: What `Handle.auto_scale` began last; None before.
+    """
+
+    def __init__(self, settings: Settings, handle: Any, *, on: bool, scalers: Sequence[LossScaler] | None) -> None:
+        self.settings = settings
+        self.handle = handle
+        what, caching = (settings.dtype, settings.device_type), settings.enable_caching
+        if settings.scope == "modules":
+            by_module = ModuleCasts(*what, enable_caching=caching)
+            by_module.on_left = self._leave_scaling_to
+            self.casts: Casts = by_module
+        else:
+            self.casts = Casts(*what, enable_caching=caching, on=on)
+        self.precisions = ModulePrecisions(settings.table.modules)
+        self.models = CastModels()
+        self.optimizers = GuardedOptimizers(self.casts, scalers or [make_scaler(settings.loss_scale, settings.dtype)])
+        self.followers = Followers()
+        self._say_settings()
+        self.skipped_rules: tuple[CastRule, ...] = ()
+        self._installation: Installation | None = None
+        self._step_hooks: list[Any] = []
+        self._registered: list[Target] = []
+        self.auto_scaling: AutoScale | None = None
+        self.observation = Observation(self.casts)
+        self.overflows = OverflowTrace(self.casts, self.observation.unobserved) if settings.trace_overflow else None
+        self.optimizers.watch = self.overflows
+        self.counts: Counts | None = None
+        self.recording: Recording | None = None
+        self.ended = False
+        self.setups: list[Setup] = []
+
+    def _say_settings(self) -> None:
+        self.optimizers.facts, self.optimizers.rules = self.settings.facts, self.settings.rules
+
+    def is_active(self) -> bool:
+        """Tell whether the patches are in place."""
+        return self._installation is not None
+
+    def check_active(self) -> None:
+        """Raise `UsageError` where the patches are not in place."""
+        if not self.is_active():
+            raise UsageError("this handle is not active; call autoamp.init() and use the handle that it returns")
+
+    def activate(self, registered: tuple[Target, ...] = ()) -> None:
+        """Put the patches in place. Where one fails torch is left as it was. Called by ``init`` and ``region``."""
+        self._patch_torch(registered)
+        self.ended = False
+        try:
+            activated.tell(self.handle)
+        except BaseException:
+            self.suspend()
+            raise
+
+    def suspend(self) -> tuple[str, ...]:
+        """Restore torch and keep the rest, so that ``activate`` can go on where this handle stopped."""
+        if not self.is_active():
+            return ()
+        suspended.tell(self.handle)
+        if self.overflows is not None:
+            self.overflows.close()
+        return self._restore_torch()
+
+    def install_anew(self) -> None:
+        """Take the patches back and put them in place again, as the state of the handle asks for now."""
+        if self.is_active():
+            self._restore_torch()
+            self._patch_torch(self._registered)
+
+    def _patch_torch(self, registered: Sequence[Target]) -> None:
+        expansion = expand(self.settings.table)
+        installation = Installation(
+            self.casts,
+            self.precisions,
+            self.models,
+            allow_banned=self.settings.allow_banned,
+            rebind=self.settings.rebind,
+            observation=self.observation if self.observation.observers else None,
+            met=self._meet if any(setup.masters for setup in self.setups) else None,
+            loaded=self.optimizers.note_loaded if self.optimizers.scales else None,
+            around_call=None if self.overflows is None else self.overflows.recorder.around,
+        )
+        self.casts.open()
+        try:
+            installation.install(expansion, tuple(registered))
+        except BaseException:
+            self.casts.shut()
+            raise
+        self._installation = installation
+        self._registered = list(registered)
+        self.skipped_rules = expansion.skipped
+        self._step_hooks = [
+            register_optimizer_step_pre_hook(self.optimizers.before_step),
+            register_optimizer_step_post_hook(lambda *_: self.casts.cache.clear()),
+        ]
+        if isinstance(self.casts, ModuleCasts):
+            note_step = self.casts.note_step
+            self._step_hooks.append(register_optimizer_step_pre_hook(lambda *_: note_step()))
+        if self.auto_scaling is not None:
+            self.auto_scaling.resume()
+        log.log(
+            logging.INFO if self.settings.verbose else logging.DEBUG,
+            "casting to %s on %s: %d targets patched, %d names rebound, %d rules skipped",
+            self.settings.dtype, self.settings.device_type, len(expansion.targets), len(self.late_bound),
+            len(self.skipped_rules),
+        )  # fmt: skip
+
+    def _restore_torch(self) -> tuple[str, ...]:
+        installation, self._installation = self._installation, None
+        if installation is None:
+            # Another thread has restored it since.
+            return ()
+        if self.auto_scaling is not None:
+            self.auto_scaling.pause()
+        self.casts.shut()
+        for hook in self._step_hooks:
+            hook.remove()
+        self.optimizers.end_steps()
+        return installation.remove()
+
+    def deactivate(self) -> tuple[str, ...]:
+        """Restore torch, the optimizers and the modules. Every patched attribute is again the object it was.
+
+        Returns:
+            The names that somebody else patched on top, which are left as they are.
+        """
+        if self.auto_scaling is not None:
+            self.auto_scaling.stop()
+        if self.recording is not None:
+            self.recording.stop()
+        foreign = self.suspend()
+        self.observation.end()
+        self.ended = True
+        self.precisions.undo_all()
+        self.optimizers.release()
+        self.models.restore()
+        return foreign
+
+    def inherit(self, before: Runtime, setups: Sequence[Setup], models: Sequence[Module], optimizers: Any) -> None:
+        """Take over what earlier calls of `initialize` set up, but for what is named again, which is let go.
+
+        Args:
+            before: What served them, suspended.
+            setups: The calls of which something is left. Where there are none the one before is deactivated.
+            models: Those that are named again, or were never set up.
+            optimizers: So are these.
+        """
+        if not setups:
+            before.deactivate()
+            return
+        if before.auto_scaling is not None:
+            before.auto_scaling.stop()
+        if before.recording is not None:
+            before.recording.stop()
+        before.observation.end()
+        before.let_go(models, optimizers)
+        before.ended = True
+        self.precisions.join(before.precisions)
+        self.models, self.optimizers, self.setups = before.models, before.optimizers, list(setups)
+        self.optimizers.serve(self.casts, self.check_active)
+        self.optimizers.watch, self.followers = self.overflows, before.followers
+        self._say_settings()
+        self.optimizers.masters_for_all = False
+        self.optimizers.loss_scalers.forget_but(scaler for setup in setups for scaler in setup.scalers)
+        before.models = CastModels()
+        before.optimizers = GuardedOptimizers(before.casts, before.optimizers.scalers)
+
+    def let_go(self, models: Sequence[Module], optimizers: Sequence[Any]) -> None:
+        """Give these models, and the optimizers that step their parameters, back what they had."""
+        named = [*models, *self.models.overlapping(models)]
+        modules = {module for model in named for module in model.modules()}
+        # What another model shares with these stays as that one wants it.
+        shared = {id(param) for model in self.models.halves() if model not in modules for param in model.parameters()}
+        params = {id(param): param for model in named for param in model.parameters() if id(param) not in shared}
+        self.precisions.undo_within(modules)
+        self.optimizers.let_go(optimizers, params.values())
+        self.models.let_go(self.models.overlapping(models))
+
+    def steps_halves(self, optimizer: Any) -> bool:
+        """Tell whether all half parameters of an optimizer are of models whose level keeps no masters."""
+        models = [model for setup in self.setups if not setup.masters for model in setup.models]
+        without = {id(param) for model in models for param in model.parameters()}
+        stepped = [param for param in stepped_params(optimizer) if param.dtype in HALF_DTYPES]
+        return bool(stepped) and all(id(param) in without for param in stepped)
+
+    def _meet(self, optimizer: Any) -> None:
+        """Give an optimizer that was made after `initialize` masters, before anything is loaded into it."""
+        models = [model for setup in self.setups if setup.masters for model in setup.models]
+        theirs = {id(param) for model in models for param in model.parameters()}
+        with contextlib.suppress(AttributeError):
+            # A half-built optimizer has no groups.
+            stepped = [param for param in stepped_params(optimizer) if param.dtype in HALF_DTYPES]
+            if any(id(param) in theirs for param in stepped):
+                self.optimizers.keep_masters(optimizer)
+
+    def patch(self, target: Target) -> None:
+        """Patch one more target while active."""
+        if self._installation is not None:
+            self._installation.add(target)
+            self._registered.append(target)
+
+    @property
+    def late_bound(self) -> tuple[str, ...]:
+        """Names that other modules had taken from torch before ``init()``, and that were rebound."""
+        return self._installation.late_bound if self._installation is not None else ()
+
+    # -- diagnostics --
+
+    def observe(self, observer: Observer) -> Watch:
+        """Tell an observer of each call of a patched function, from now on; see `Handle.observe`."""
+        self.check_active()
+        if not isinstance(observer, Observer):
+            raise UsageError(f"observe() takes an autoamp.diagnostics.Observer, not {kind_of(observer)}")
+        first = not self.observation.observers
+        self.observation.add(observer)
+        if first:
+            self.install_anew()
+        return Watch(lambda: self.observe_no_more(observer))
+
+    def observe_no_more(self, observer: Observer) -> None:
+        """Tell this observer no more."""
+        if self.observation.remove(observer) and not self.observation.observers:
+            self.install_anew()
+
+    def trace(self, *, profile: bool = False) -> CastTrace:
+        """Trace casts within a ``with`` statement; see `Handle.trace`."""
+        self.check_active()
+        return CastTrace(self.casts, self.observation, self.observe, profile=profile)
+
+    def look_at_values(self) -> ValueProfile:
+        """Return what notes the exponents of values as they are computed, for a ``with`` statement."""
+        return ValueProfile(self.casts, self.observation, self.observe, lambda: self.loss_scale)
+
+    def on_model(self, told: Callable[[], object] | None) -> None:
+        """Call this before each outermost call of a module, while anything observes; None ends that."""
+        self.observation.on_model = told
+
+    def on_step(self, told: Callable[[], object]) -> Callable[[], None]:
+        """Call this after each step of a guarded optimizer, skips included; return what ends that."""
+        self.followers.after_all.append(told)
+        self.tell_followers()
+        return lambda: self.followers.after_all.remove(told)
+
+    def tell_followers(self) -> None:
+        """Tell the followers of each step of a guarded optimizer from now on."""
+        self.optimizers.on_stepped = lambda skips: self.followers.stepped(lambda: skips is not None and skips.last)
+
+    @property
+    def loss_scale(self) -> float:
+        """The current scale of the first loss."""
+        return self.optimizers.scalers[0].loss_scale
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """How training goes, as plain JSON values; see `Handle.stats`."""
+        kinds: dict[str, int] = {}
+        for found in [] if self.overflows is None else self.overflows.all:
+            kinds[found.kind] = kinds.get(found.kind, 0) + 1
+        guarded, own = self.optimizers, self.optimizers.own
+        # Catches up: scalers hear of steps no earlier than that.
+        skipped = self.optimizers.skipped_steps + (0 if own is None else own.skipped)
+        # Scalers of a handle that guards no optimizer say nothing.
+        scalers = [*(guarded.scalers if own is None or guarded.steps else []), *(() if own is None else own.losses)]
+        return {
+            "loss_scale": self.loss_scale if own is None else own.loss_scale,
+            "loss_scales": [scaler.loss_scale for scaler in scalers],
+            "found_inf": [scaler.overflows for scaler in scalers],
+            "steps": guarded.all_steps,
+            "skipped": skipped,
+            "last_step_skipped": guarded.last_step_skipped,
+            "casts": {} if self.counts is None else self.counts.as_dict()["casts"],
+            "overflows": kinds,
+        }
+
+    # -- models, optimizers and scaling --
+
+    def set_up_model(
+        self, model: Module, forward: ForwardDtypes, *, dtype: torch.dtype | None = None, keep_norms: bool = False
+    ) -> None:
+        """Cast a model in place, and what goes into it and comes out of it at each call.
+
+        `initialize` calls this before the handle is activated, which puts the patches for it in place.
+        """
+        if dtype is not None:
+            self.models.cast(model, dtype, keep_norms=keep_norms)
+        self.models.set_forward_dtypes(model, forward)
+
+    def keep_masters(self, optimizer: Any) -> None:
+        """Let an optimizer step fp32 masters of its half parameters. `initialize` calls this."""
+        self.optimizers.keep_masters(optimizer, self.models.originals)
+
+    def step_halves(self, optimizer: Any) -> None:
+        """Let an optimizer step half parameters themselves. `initialize` calls this."""
+        self.models.step_halves(optimizer)
+        self.optimizers.guard(optimizer, check=False)
+
+    def leave_to(self, whom: str) -> None:
+        """Take note that the program itself computes in half precision: with ``scope="modules"`` casts end for good."""
+        if isinstance(self.casts, ModuleCasts):
+            self.casts.leave_to(whom)
+
+    def _leave_scaling_to(self, whom: str) -> None:
+        if self.auto_scaling is not None:
+            self.auto_scaling.stand_aside(whom)
+
+
+def kind_of(value: Any) -> str:
+    """Return how an error names what somebody gave."""
+    return f"a {type(value).__name__}" if value is not None else "None"

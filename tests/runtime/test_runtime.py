@@ -1,0 +1,96 @@
+"""What a handle drives: its lifecycle, and what it leaves behind."""
+
+from __future__ import annotations
+
+import importlib
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import autoamp
+from autoamp.modules.half_models import ForwardDtypes
+from autoamp.runtime import current_runtime, runtime_of
+from autoamp.runtime.handle import Handle
+from autoamp.runtime.installation import Installation
+from tests.runtime.shared import Training, init, steps
+
+# `torch.optim.optimizer` is not to be had as an attribute.
+optimizer_module = importlib.import_module("torch.optim.optimizer")
+
+
+def test_each_handle_has_its_own() -> None:
+    assert current_runtime() is None
+    first = init()
+    assert current_runtime() is runtime_of(first)
+    assert runtime_of(first).handle is first
+    with autoamp.region(dtype=torch.float16, device_type="cpu") as inner:
+        assert isinstance(inner, Handle)
+        assert current_runtime() is runtime_of(inner) is not runtime_of(first)
+    assert current_runtime() is runtime_of(first)
+
+
+def test_no_hook_of_an_optimizer_stays() -> None:
+    hooks = optimizer_module._global_optimizer_pre_hooks, optimizer_module._global_optimizer_post_hooks
+    before = [list(held) for held in hooks]
+    for _ in range(3):
+        handle = init()
+        assert [list(held) for held in hooks] != before
+        handle.deactivate()
+        assert [list(held) for held in hooks] == before
+
+
+def test_a_failing_activation_leaves_a_handle_that_casts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any) -> None:
+        raise ZeroDivisionError
+
+    handle = Handle(init().settings)
+    monkeypatch.setattr(Installation, "install", fail)
+    with pytest.raises(ZeroDivisionError):
+        runtime_of(handle).activate()
+    assert not handle.is_active()
+    assert not runtime_of(handle).casts.local.on
+
+
+def test_deactivate_gives_a_model_that_it_holds_its_dtype_back(handle: Handle, training: Training) -> None:
+    runtime_of(handle).set_up_model(training.model, ForwardDtypes(inputs=torch.float16), dtype=torch.float16)
+    assert training.model.weight.dtype is torch.float16
+    handle.deactivate()
+    assert training.model.weight.dtype is torch.float32
+    assert training.model(training.inputs).dtype is torch.float32
+
+
+def test_optimizers_and_models_can_be_dropped_while_the_handle_stays(
+    handle: Handle, collected: Callable[[], None]
+) -> None:
+    def used() -> list[weakref.ref[Any]]:
+        one, other = Training(torch.optim.Adam), Training()
+        steps(handle, one, 1.0, 1e30)
+        with handle.inference(one.model), torch.no_grad():
+            one.model(one.inputs)
+        scheduler = torch.optim.lr_scheduler.StepLR(one.optimizer, 1)
+        steps(handle, one, 1.0)
+        scheduler.step()
+        wrapped = handle.wrap_optimizer(other.optimizer, num_loss=2)
+        with wrapped.scale_loss(other.loss()) as scaled:
+            scaled.backward()
+        return [
+            weakref.ref(kept) for kept in (one.model, one.optimizer, one.model.weight, other.optimizer, other.model)
+        ]
+
+    references = used()
+    collected()
+    assert [reference() for reference in references] == [None] * 5
+    assert handle.skipped_steps == 1
+    # And the losses of optimizers that nobody wrapped can be scaled again.
+    steps(handle, Training(), 1.0)
+
+
+def test_an_optimizer_goes_without_waiting_for_the_garbage_collector(handle: Handle) -> None:
+    training = Training()
+    steps(handle, training, 1.0)
+    reference = weakref.ref(training.optimizer)
+    del training.optimizer
+    assert reference() is None
