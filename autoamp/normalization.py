@@ -5,6 +5,9 @@ shape of the input. Its dtype is that of the input; with the mixed norms and `ma
 weights. Within `torch.autocast` it is autocast's, unless the input is in fp64. `manual_rms_norm`, `wide_layer_norm` and
 `wide_rms_norm` do not heed `torch.autocast`.
 
+With compiled kernels (`autoamp.kernels`) the backward of large half inputs on a CPU, and of RMS norms there, is one of
+them. It reads the half input, of which no fp32 copy is kept then.
+
 ``normalized_shape`` is the shape of the last dimensions, over which is normalised, or an int for the last one alone;
 weights and biases have that shape. ``memory_efficient`` has no effect and exists because Apex has it.
 """
@@ -17,8 +20,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from autoamp import kernels
 from autoamp.errors import UsageError
+from autoamp.torch_private import dispatch_modes, is_transformed, tracing_state
 
 __all__ = [
     "FusedLayerNorm",
@@ -194,6 +200,15 @@ def wide_layer_norm(
     input: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
 ) -> Tensor:
     """Return the layer norm over the last dimensions, ``shape``, in ``dtype``, also within `torch.autocast`."""
+    package = None if input.dtype is torch.float32 else _package(_LEAST["layer"], input, weight, bias)
+    if package is not None:
+        return _LayerNorm.apply(input, _dimensions(shape), weight, bias, eps, dtype, package)  # type: ignore[no-any-return, no-untyped-call]
+    return _layer(input, shape, weight, bias, eps, dtype)
+
+
+def _layer(
+    input: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
+) -> Tensor:
     input = _wide(input)
     return F.layer_norm(input, _dimensions(shape), _as(weight, input), _as(bias, input), eps).to(dtype)
 
@@ -203,6 +218,13 @@ def wide_rms_norm(input: Tensor, shape: Shape, weight: Tensor | None, eps: float
 
     ``eps`` None is torch's default.
     """
+    package = _package(_LEAST["rms"], input, weight)
+    if package is not None:
+        return _RMSNorm.apply(input, _dimensions(shape), weight, eps, dtype, package)  # type: ignore[no-any-return, no-untyped-call]
+    return _rms(input, shape, weight, eps, dtype)
+
+
+def _rms(input: Tensor, shape: Shape, weight: Tensor | None, eps: float | None, dtype: torch.dtype) -> Tensor:
     input = _wide(input)
     return F.rms_norm(input, _dimensions(shape), _as(weight, input), eps).to(dtype)
 
@@ -237,3 +259,118 @@ def _as(weight: Tensor | None, input: Tensor) -> Tensor | None:
 
 def _dimensions(shape: Shape) -> list[int]:
     return [shape] if isinstance(shape, int) else list(shape)
+
+
+# Elements from which a kernel gains more than the longer call takes, as measured; kernels/README.md has the figures.
+# For fp32 input torch's own backward of a layer norm is as fast.
+_LEAST = {"layer": 2**18, "rms": 2**16}
+
+_TAKEN = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _package(least: int, input: Tensor, *weights: Tensor | None) -> Any:
+    """Return the package of kernels where the backward of a norm is to be one of them, else None."""
+    # First, so that torch.compile does not look at the rest.
+    if torch.compiler.is_compiling() or input.numel() < least or not torch.is_grad_enabled():
+        return None
+    given = [input, *(weight for weight in weights if weight is not None)]
+    if not any(tensor.requires_grad for tensor in given) or not all(map(_is_plain, given)):
+        return None
+    if tracing_state() is not None or dispatch_modes():
+        return None
+    return kernels.opened("cpu")
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Tell whether nothing but the kernel's own kind of backward is asked of a tensor."""
+    return (
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and tensor.dtype in _TAKEN
+        and tensor.device.type == "cpu"
+        and not is_transformed(tensor)
+        and forward_ad.unpack_dual(tensor).tangent is None
+    )
+
+
+class _LayerNorm(torch.autograd.Function):
+    """A layer norm of half input whose backward is a kernel."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float,
+        dtype: torch.dtype, package: Any,
+    ) -> Tensor:  # fmt: skip
+        given = input.contiguous()
+        wide_weight, wide_bias = (None if one is None else one.float() for one in (weight, bias))
+        # On a CPU torch's function takes half input beside fp32 weights, and rounds once.
+        source = given if weight is not None and bias is not None and dtype is input.dtype else given.float()
+        # Not by its name in `torch`, which may be patched.
+        output, mean, rstd = torch.ops.aten.native_layer_norm.default(source, shape, wide_weight, wide_bias, eps)
+        ctx.save_for_backward(given, weight, bias, mean, rstd)
+        ctx.rest = shape, eps, dtype, package
+        return output.to(dtype)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        input, weight, bias, mean, rstd = ctx.saved_tensors
+        shape, eps, dtype, package = ctx.rest
+        of_input, _, of_weight, of_bias, *_ = wanted = ctx.needs_input_grad
+        if torch.is_grad_enabled():
+            again = _layer(input, shape, weight, bias, eps, dtype)
+            return _differentiable(again, (input, None, weight, bias, None, None, None), wanted, grads[0])
+        made = package.layer_norm_backward(
+            grads[0].contiguous(), input, mean, rstd, None if weight is None else weight.reshape(-1).float(),
+            wanted=(of_input, of_weight, of_bias),
+        )  # fmt: skip
+        return made[0], None, _like(made[1], weight), _like(made[2], bias), None, None, None
+
+
+class _RMSNorm(torch.autograd.Function):
+    """An RMS norm whose backward is a kernel."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, shape: list[int], weight: Tensor | None, eps: float | None, dtype: torch.dtype,
+        package: Any,
+    ) -> Tensor:  # fmt: skip
+        given = input.contiguous()
+        if tuple(shape) != tuple(input.shape[input.dim() - len(shape) :]) or not shape:
+            # Torch's function says what is wrong.
+            F.rms_norm(given, shape)
+        wide = given.float()
+        dims = list(range(-len(shape), 0))
+        rstd = torch.rsqrt(
+            wide.square().mean(dims, keepdim=True) + (torch.finfo(torch.float32).eps if eps is None else eps)
+        )
+        output = wide * rstd
+        ctx.save_for_backward(given, weight, rstd)
+        ctx.rest = shape, eps, dtype, package
+        return (output if weight is None else output.mul_(weight)).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        input, weight, rstd = ctx.saved_tensors
+        shape, eps, dtype, package = ctx.rest
+        of_input, _, of_weight, *_ = wanted = ctx.needs_input_grad
+        if torch.is_grad_enabled():
+            again = _rms(input, shape, weight, eps, dtype)
+            return _differentiable(again, (input, None, weight, None, None, None), wanted, grads[0])
+        made = package.rms_norm_backward(
+            grads[0].contiguous(), input, rstd, None if weight is None else weight.reshape(-1).float(),
+            wanted=(of_input, of_weight),
+        )  # fmt: skip
+        return made[0], None, _like(made[1], weight), None, None, None
+
+
+def _like(grad: Tensor | None, weight: Tensor | None) -> Tensor | None:
+    return None if grad is None or weight is None else grad.view(weight.shape).to(weight.dtype)
+
+
+def _differentiable(
+    output: Tensor, inputs: tuple[Tensor | None, ...], wanted: tuple[bool, ...], grad: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Return gradients that can be differentiated again: those of the same norm by torch's functions."""
+    given = {place: one for place, one in enumerate(inputs) if one is not None and wanted[place]}
+    found = torch.autograd.grad(output, list(given.values()), grad, create_graph=True)
+    by_place = dict(zip(given, found, strict=True))
+    return tuple(by_place.get(place) for place in range(len(inputs)))

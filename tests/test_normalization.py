@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import autoamp
+from autoamp import kernels
 from autoamp import normalization as norms
 from autoamp.errors import UsageError
 
@@ -107,3 +109,116 @@ def test_autocast_of_another_device_type_says_nothing(half: torch.dtype) -> None
     norm = norms.FusedLayerNorm(5, device="meta")
     with torch.autocast("cpu", dtype=half):
         assert norm(torch.randn(2, 5, device="meta")).dtype is torch.float32
+
+
+# -- with compiled kernels --
+
+
+@pytest.fixture
+def by_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let norms of any size use kernels; return the names of those that ran."""
+    package, ran = pytest.importorskip("autoamp_kernels"), []
+    if kernels.opened("cpu") is None:
+        pytest.skip(str(kernels.backend("cpu")))
+    monkeypatch.setattr(norms, "_LEAST", {"layer": 0, "rms": 0})
+
+    def told(name: str, kernel: Any) -> Any:
+        return lambda *args, **options: ran.append(name) or kernel(*args, **options)
+
+    for name in ("layer_norm_backward", "rms_norm_backward"):
+        monkeypatch.setattr(package, name, told(name, getattr(package, name)))
+    return ran
+
+
+def trained(norm: torch.nn.Module, value: Tensor) -> list[Tensor]:
+    given = value.clone().requires_grad_()
+    norm.zero_grad()
+    out = norm(given)
+    out.float().cos().sum().backward()
+    return [out, given.grad, *(param.grad for param in norm.parameters())]
+
+
+def made(kind: type, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    torch.manual_seed(0)
+    norm = kind(SHAPE).to(dtype)
+    for param in norm.parameters():
+        torch.nn.init.uniform_(param, 0.5, 2.0)
+    return norm
+
+
+@pytest.mark.parametrize("weights", TOLERANCE)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("kind", [*PLAIN, *MIXED])
+def test_kernels_change_nothing_but_rounding(
+    by_kernels: list[str], monkeypatch: pytest.MonkeyPatch, kind: type, dtype: torch.dtype, weights: torch.dtype
+) -> None:
+    norm, value = made(kind, weights), (torch.randn(4, *SHAPE) * 3 + 1).to(dtype)
+    with_kernels = trained(norm, value)
+    is_rms = issubclass(kind, torch.nn.RMSNorm)
+    expected = ["rms_norm_backward"] if is_rms else [] if dtype is torch.float32 else ["layer_norm_backward"]
+    assert by_kernels == expected
+    monkeypatch.setattr(kernels, "opened", lambda _: None)
+    tolerance = max(TOLERANCE[dtype], TOLERANCE[weights])
+    for got, want in zip(with_kernels, trained(norm, value), strict=True):
+        assert got.dtype is want.dtype
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_without_weights_by_kernels(by_kernels: list[str], monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
+    norm, value = kind(SHAPE, elementwise_affine=False), torch.randn(4, *SHAPE).half()
+    with_kernels = trained(norm, value)
+    assert len(by_kernels) == 1
+    monkeypatch.setattr(kernels, "opened", lambda _: None)
+    for got, want in zip(with_kernels, trained(norm, value), strict=True):
+        torch.testing.assert_close(got, want, rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_second_derivatives_are_torchs(by_kernels: list[str], monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
+    def penalised() -> list[Tensor]:
+        norm, value = made(kind), torch.linspace(-3, 3, 60).view(4, *SHAPE).half().requires_grad_()
+        (grad,) = torch.autograd.grad(norm(value).float().cos().sum(), value, create_graph=True)
+        grad.float().square().sum().backward()
+        return [value.grad, *(param.grad for param in norm.parameters() if param.grad is not None)]
+
+    with_kernels = penalised()
+    monkeypatch.setattr(kernels, "opened", lambda _: None)
+    for got, want in zip(with_kernels, penalised(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_transforms_and_graphs_take_torchs_way(by_kernels: list[str], kind: type) -> None:
+    norm, value = made(kind), torch.randn(4, *SHAPE).half()
+
+    def loss(given: Tensor) -> Tensor:
+        return norm(given).float().cos().sum()
+
+    wanted = torch.autograd.grad(loss(value.requires_grad_()), value)[0]
+    assert len(by_kernels) == 1
+    mapped = torch.func.vmap(torch.func.grad(loss))(value.detach())
+    torch.testing.assert_close(mapped, wanted, rtol=4e-3, atol=4e-3)
+    _, tangent = torch.func.jvp(loss, (value.detach(),), (torch.ones_like(value),))
+    torch.testing.assert_close(tangent, wanted.float().sum(), rtol=2e-2, atol=2e-2)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(value.detach().requires_grad_(), torch.ones_like(value))
+        assert torch.autograd.forward_ad.unpack_dual(loss(dual)).tangent is not None
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")(value)
+    torch.testing.assert_close(torch.autograd.grad(compiled, value)[0], wanted, rtol=4e-3, atol=4e-3)
+    assert len(by_kernels) == 1
+
+
+def test_small_inputs_and_other_dtypes_take_torchs_way(by_kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    trained(made(norms.FusedRMSNorm), torch.randn(4, *SHAPE))
+    assert by_kernels == []
+    monkeypatch.setattr(norms, "_LEAST", {"layer": 0, "rms": 0})
+    trained(made(norms.FusedRMSNorm, torch.float64), torch.randn(4, *SHAPE).double())
+    assert by_kernels == []
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_a_wrong_shape_is_an_error_with_kernels_too(by_kernels: list[str], kind: type) -> None:
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        made(kind)(torch.randn(4, 5, 3).half().requires_grad_())

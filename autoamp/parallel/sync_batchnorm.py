@@ -10,6 +10,7 @@ import torch.distributed.nn.functional as dist_nn
 from torch import Tensor
 from torch.nn import Module
 
+from autoamp import kernels
 from autoamp.torch_private import MODULES_OF_BATCH_NORM
 
 __all__ = ["SyncBatchNorm", "convert_syncbn_model", "create_syncbn_process_group"]
@@ -17,12 +18,14 @@ __all__ = ["SyncBatchNorm", "convert_syncbn_model", "create_syncbn_process_group
 # The base class of torch's batch norms, which has no public name.
 _BatchNorm: Any = torch.nn.SyncBatchNorm.__base__
 
+_TAKEN = (torch.float32, torch.float16, torch.bfloat16)
+
 
 class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
     """Batch norm whose statistics are those of the batches of all processes together.
 
-    Without a process group, or with one process, it is plain batch norm. On a CPU differentiable collectives compute
-    the statistics, since torch's function is for GPUs alone.
+    Without a process group, or with one process, it is plain batch norm. On a CPU the statistics are gathered here,
+    since torch's function is for GPUs alone; with compiled kernels one of them takes those of this process.
 
     It is no subclass of `torch.nn.SyncBatchNorm`: torch's DistributedDataParallel refuses those on a CPU.
 
@@ -89,26 +92,10 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
 
     def _by_collectives(self, input: Tensor) -> Tensor:
         """Normalise by statistics over all processes, computed in fp32 (fp64 for an fp64 input)."""
-        dims = [dim for dim in range(input.dim()) if dim != 1]
-        wide = input if input.dtype is torch.float64 else input.float()
-        shape = [-1 if dim == 1 else 1 for dim in range(input.dim())]
-        group = self.process_group if self.process_group is not None else dist.group.WORLD
-        own_count = wide.new_tensor([float(input.numel() // input.shape[1])])
-        sums: Tensor = dist_nn.all_reduce(torch.cat([own_count, wide.sum(dims)]), group=group)
-        count, mean = sums[0], sums[1:] / sums[0]
-        if count <= 1:
-            raise ValueError(
-                f"{int(count)} values per channel over all processes; training needs 2; use a larger batch"
-            )
-        centred = wide - mean.view(shape)
-        # In a second collective: the mean of squares minus the square of the mean would need one, but loses digits.
-        variance: Tensor = dist_nn.all_reduce(centred.square().sum(dims), group=group) / count
+        output, mean, variance = _Synced.apply(input, self.weight, self.bias, self)  # type: ignore[no-untyped-call]
         if self.track_running_stats:
-            self._update_running(mean.detach(), variance.detach() * (count / (count - 1)).detach())
-        output = centred * torch.rsqrt(variance + self.eps).view(shape)
-        if self.affine:
-            output = output * self.weight.view(shape) + self.bias.view(shape)
-        return output.to(input.dtype)
+            self._update_running(mean, variance)
+        return output  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def _update_running(self, mean: Tensor, variance: Tensor) -> None:
@@ -118,6 +105,122 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
         momentum = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
         self.running_var.lerp_(variance.to(self.running_var.dtype), momentum)
+
+
+class _Synced(torch.autograd.Function):
+    """Batch norm over all processes of a group: one collective forward, one backward.
+
+    Its gradients are those of Ioffe and Szegedy 2015 (arXiv:1502.03167, section 3), with means over all processes.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, norm: SyncBatchNorm
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the normalised input, and the mean and unbiased variance of all processes, in fp32 or fp64."""
+        mean, variance, count = _of_all(input, norm.process_group)
+        if count <= 1:
+            raise ValueError(
+                f"{int(count)} values per channel over all processes; training needs 2; use a larger batch"
+            )
+        scale = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
+        shift = torch.zeros_like(mean) if bias is None else bias.to(mean.dtype)
+        # With statistics that are given, in one pass; not by its name in `torch`, which may be patched.
+        plain = torch.ops.aten.native_batch_norm.default
+        output, *_ = plain(input, scale, shift, mean, variance, False, 0.0, norm.eps)
+        ctx.save_for_backward(input, weight, bias, mean, torch.rsqrt(variance + norm.eps))
+        ctx.norm, ctx.count = norm, count
+        unbiased = variance * (count / (count - 1))
+        ctx.mark_non_differentiable(mean, unbiased)
+        return output, mean, unbiased
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Return the gradients of the input, over all processes, and of the weight and the bias, of this one."""
+        input, weight, bias, mean, rstd = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return _differentiable(ctx.norm, input, weight, bias, ctx.needs_input_grad, grads[0])
+        dims, shape = _around_channels(input)
+        centred = input - mean.view(shape)
+        own = torch.stack([grads[0].sum(dims, dtype=mean.dtype), (grads[0] * centred).sum(dims)])
+        means = own.clone()
+        dist.all_reduce(means, group=ctx.norm.process_group)
+        means /= ctx.count
+        centred.mul_((means[1] * rstd * rstd).view(shape)).add_(means[0].view(shape))
+        factor = rstd if weight is None else rstd * weight
+        of_input = (grads[0] - centred).mul_(factor.view(shape)).to(input.dtype)
+        of_weight = None if weight is None else (own[1] * rstd).to(weight.dtype)
+        return of_input, of_weight, None if bias is None else own[0].to(bias.dtype), None
+
+
+def _around_channels(input: Tensor) -> tuple[list[int], list[int]]:
+    """Return all dimensions but the channels', and the shape that spreads channels over the input."""
+    dims = [dim for dim in range(input.dim()) if dim != 1]
+    return dims, [-1 if dim == 1 else 1 for dim in range(input.dim())]
+
+
+def _of_all(input: Tensor, group: Any) -> tuple[Tensor, Tensor, float]:
+    """Return the mean and the biased variance of each channel, over all processes, and the count of values."""
+    dims, shape = _around_channels(input)
+    own_count = input.numel() // input.shape[1]
+    # What the collective carries is the same on all processes, whether they have kernels or not.
+    package = kernels.opened("cpu") if input.dtype in _TAKEN and type(input) in (Tensor, torch.nn.Parameter) else None
+    own: Any = None if package is None else _by_kernel(package, input)
+    if own is None:
+        wide = input if input.dtype is torch.float64 else input.float()
+        mean = wide.sum(dims) / own_count if own_count else wide.new_zeros(input.shape[1])
+        # The mean of squares minus the square of the mean would need no second pass, but loses digits.
+        own = mean, (wide - mean.view(shape)).square().sum(dims) / max(1, own_count)
+    packed = torch.cat([*own, own[0].new_tensor([float(own_count)])])
+    gathered = [torch.empty_like(packed) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, packed, group=group)
+    return _merged(torch.stack(gathered))
+
+
+def _by_kernel(package: Any, input: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return the mean and the biased variance of each channel, None where the kernel does not take the tensor."""
+    try:
+        mean, variance = package.channel_statistics(input)
+    except package.ArgumentError:
+        return None
+    return mean, variance
+
+
+def _merged(parts: Tensor) -> tuple[Tensor, Tensor, float]:
+    """Return mean, biased variance and count of several batches, by Chan, Golub and LeVeque 1979 (STAN-CS-79-773).
+
+    Args:
+        parts: Shape ``(batches, 2 * C + 1)``: means, biased variances and the count of each.
+    """
+    channels, dtype = parts.shape[1] // 2, parts.dtype
+    # Of an empty batch there is nothing to read; in fp64, since there are but few numbers.
+    parts = parts[parts[:, -1] > 0].double()
+    means, variances, counts = parts[:, :channels], parts[:, channels:-1], parts[:, -1:]
+    count = counts.sum()
+    mean = (means * counts).sum(0) / count
+    variance = ((variances + (means - mean).square()) * counts).sum(0) / count
+    return mean.to(dtype), variance.to(dtype), float(count)
+
+
+def _differentiable(
+    norm: SyncBatchNorm, input: Tensor, weight: Tensor | None, bias: Tensor | None, wanted: tuple[bool, ...],
+    grad: Tensor,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return gradients that can be differentiated again, by differentiable collectives."""
+    dims, shape = _around_channels(input)
+    wide = input if input.dtype is torch.float64 else input.float()
+    group = norm.process_group if norm.process_group is not None else dist.group.WORLD
+    own_count = wide.new_tensor([float(input.numel() // input.shape[1])])
+    sums: Tensor = dist_nn.all_reduce(torch.cat([own_count, wide.sum(dims)]), group=group)
+    centred = wide - (sums[1:] / sums[0]).view(shape)
+    variance: Tensor = dist_nn.all_reduce(centred.square().sum(dims), group=group) / sums[0]
+    output = centred * torch.rsqrt(variance + norm.eps).view(shape)
+    if weight is not None and bias is not None:
+        output = output * weight.view(shape) + bias.view(shape)
+    given = {place: one for place, one in enumerate((input, weight, bias)) if one is not None and wanted[place]}
+    found = torch.autograd.grad(output.to(input.dtype), list(given.values()), grad, create_graph=True)
+    by_place = dict(zip(given, found, strict=True))
+    return *(by_place.get(place) for place in range(3)), None
 
 
 def convert_syncbn_model(module: Module, process_group: Any = None, channel_last: bool = False) -> Module:

@@ -1,0 +1,130 @@
+"""Batch norm over processes, with compiled kernels and without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from autoamp import kernels, parallel
+from autoamp.parallel import sync_batchnorm
+
+SHAPES = {"images": (8, 3, 5, 6), "rows": (8, 70), "one": (8, 3, 1)}
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def given_to(name: str, dtype: torch.dtype) -> torch.Tensor:
+    return (torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(3)) * 2 + 5).to(dtype)
+
+
+def norm_of(channels: int) -> Any:
+    norm = parallel.SyncBatchNorm(channels)
+    with torch.no_grad():
+        norm.weight.copy_(torch.linspace(0.5, 2.0, channels))
+        norm.bias.copy_(torch.linspace(-1.0, 1.0, channels))
+    return norm
+
+
+def normed(rank: int) -> dict[str, Any]:
+    """Train and differentiate twice, in uneven parts."""
+    found: dict[str, Any] = {}
+    for name in SHAPES:
+        for dtype in DTYPES:
+            for last in (False, True) if name == "images" else (False,):
+                norm = norm_of(SHAPES[name][1])
+                part = given_to(name, dtype).split([3, 5])[rank].clone()
+                part = part.to(memory_format=torch.channels_last) if last else part
+                output = norm(part.requires_grad_())
+                (output.float().cos()).sum().backward()
+                found[f"{name} {dtype} {last}"] = [
+                    output.detach(), part.grad, norm.weight.grad, norm.bias.grad, norm.running_mean, norm.running_var,
+                ]  # fmt: skip
+    norm, part = norm_of(3).double(), given_to("images", torch.float64).split([3, 5])[rank].clone().requires_grad_()
+    (grad,) = torch.autograd.grad(norm(part).cos().sum(), part, create_graph=True)
+    grad.square().sum().backward()
+    found["twice"] = [part.grad]
+    # All values are on one rank.
+    whole = given_to("images", torch.float32)
+    found["empty"] = [norm_of(3)(whole[: 8 * rank]).detach()]
+    return found
+
+
+def work(rank: int, store: str, out: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    found = {"kernels": normed(rank)}
+    opened = kernels.opened
+    # One rank without: the collectives fit all the same.
+    kernels.opened = lambda kind: opened(kind) if rank else None  # type: ignore[assignment]
+    found["mixed"] = normed(rank)
+    kernels.opened = lambda kind: None  # type: ignore[assignment]
+    found["torch"] = normed(rank)
+    torch.save(found, f"{out}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What each of two processes found."""
+    path = tmp_path_factory.mktemp("norms")
+    torch.multiprocessing.spawn(work, (str(path / "store"), str(path)), nprocs=2)
+    return [torch.load(path / f"{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize("way", ["kernels", "mixed"])
+def test_kernels_change_nothing_but_rounding(ranks: list[Any], way: str) -> None:
+    for found in ranks:
+        assert found[way].keys() == found["torch"].keys()
+        for name, got in found[way].items():
+            close = 2e-2 if "bfloat16" in name else 4e-3 if "float16" in name else 1e-5
+            for one, other in zip(got, found["torch"][name], strict=True):
+                assert one.dtype is other.dtype
+                torch.testing.assert_close(one, other, rtol=close, atol=close)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_both_ranks_together_are_one_batch(ranks: list[Any], name: str) -> None:
+    plain = torch.nn.BatchNorm2d(SHAPES[name][1]) if name == "images" else torch.nn.BatchNorm1d(SHAPES[name][1])
+    plain.load_state_dict(norm_of(SHAPES[name][1]).state_dict())
+    given = given_to(name, torch.float32).requires_grad_()
+    output = plain(given)
+    output.cos().sum().backward()
+    got = [found["kernels"][f"{name} torch.float32 False"] for found in ranks]
+    torch.testing.assert_close(torch.cat([one[0] for one in got]), output.detach(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.cat([one[1] for one in got]), given.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got[0][2] + got[1][2], plain.weight.grad, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(got[0][3] + got[1][3], plain.bias.grad, rtol=1e-4, atol=1e-4)
+    for one in got:
+        torch.testing.assert_close(one[4], plain.running_mean)
+        torch.testing.assert_close(one[5], plain.running_var)
+
+
+def test_second_derivatives_are_those_of_the_whole_batch(ranks: list[Any]) -> None:
+    plain = torch.nn.BatchNorm2d(3).double()
+    plain.load_state_dict(norm_of(3).state_dict())
+    given = given_to("images", torch.float64).requires_grad_()
+    (grad,) = torch.autograd.grad(plain(given).cos().sum(), given, create_graph=True)
+    grad.square().sum().backward()
+    got = torch.cat([found["kernels"]["twice"][0] for found in ranks])
+    torch.testing.assert_close(got, given.grad, rtol=1e-6, atol=1e-8)
+
+
+def test_a_rank_without_values_takes_part(ranks: list[Any]) -> None:
+    plain = torch.nn.BatchNorm2d(3)
+    plain.load_state_dict(norm_of(3).state_dict())
+    expected = plain(given_to("images", torch.float32)).detach()
+    assert ranks[0]["kernels"]["empty"][0].shape == (0, 3, 5, 6)
+    torch.testing.assert_close(ranks[1]["kernels"]["empty"][0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_parts_are_put_together_without_losing_digits() -> None:
+    batches = [torch.randn(size, 4, dtype=torch.float64) + 1e4 for size in (2, 30)]
+    rows = [torch.cat([one.mean(0), one.var(0, correction=0), torch.tensor([float(len(one))])]) for one in batches]
+    empty = torch.tensor([float("nan")] * 8 + [0.0], dtype=torch.float64)
+    mean, variance, count = sync_batchnorm._merged(torch.stack([*rows, empty]))
+    whole = torch.cat(batches)
+    assert count == 32
+    torch.testing.assert_close(mean, whole.mean(0))
+    torch.testing.assert_close(variance, whole.var(0, correction=0))
