@@ -5,43 +5,34 @@
 
 On GPUs it runs over nccl, elsewhere over gloo. With `--checkpoints` a run goes on from the last checkpoint in that
 folder: after a process was killed (`--max-restarts`), with more steps, or on another number of processes. On the same
-number the resumed run is bitwise the one that was never stopped.
+number the resumed run is bitwise the one that was never stopped. Model, data and loop are in `transformer.py`.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 
 import torch
+from processes import Place
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from transformer import HALF_DTYPES, Transformer, parse, process_group, report, train
+from transformer import Transformer, precision, run
 
 import autoamp
 
 
+def setup(model: Transformer, options: argparse.Namespace, place: Place) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """First initialize(), then the wrapper: its buckets have the dtypes of the parameters."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
+    autoamp.initialize(model, optimizer, **precision(options, place))
+    return DistributedDataParallel(model), optimizer
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, and return the exit code."""
-    options = parse(arguments, str(__doc__).splitlines()[0])
-    torch.set_num_threads(1)
-    with process_group() as place:
-        torch.manual_seed(0)
-        model = Transformer(options.width, options.depth, heads=4, length=options.length).to(place.device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
-        # First initialize(), then the wrapper: its buckets have the dtypes of the parameters.
-        autoamp.initialize(
-            model,
-            optimizer,
-            opt_level=options.opt_level,
-            dtype=HALF_DTYPES.get(options.dtype),
-            device_type=place.device.type,
-            verbosity=0,
-        )
-        wrapped = DistributedDataParallel(model)
-        state = autoamp.DistributedState(wrapped, optimizer)
-        loss = train(options, place, wrapped, optimizer, state)
-        report(options, place, "DistributedDataParallel", loss)
-    return 0
+    return run(setup, "Train a transformer with DistributedDataParallel.", arguments)
 
 
 if __name__ == "__main__":

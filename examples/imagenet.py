@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from processes import leave
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, distributed, nn
@@ -313,11 +314,7 @@ class Place:
     def leave(self) -> None:
         """Part from the other processes."""
         if self.world > 1:
-            # gloo's threads drop the tensors of their last work meanwhile, for which they need Python: under a load, a
-            # process that ends at once waits for them, and they for it.
-            distributed.barrier()
-            time.sleep(0.1)
-            distributed.destroy_process_group()
+            leave()
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Let the gradients be averaged over all processes. Only after `autoamp.initialize`."""

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from pydoc_data import topics
 from typing import Any
@@ -20,10 +17,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from processes import Place, process_group
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
-from torch.distributed.rendezvous import rendezvous
 
 import autoamp
 
@@ -36,6 +33,9 @@ COLUMNS = (
     TimeElapsedColumn(),
 )
 HALF_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+Setup = Callable[["Transformer", argparse.Namespace, Place], tuple[nn.Module, torch.optim.Optimizer]]
+"""Makes of a model, alike on all processes, the wrapped one, and the optimizer that steps it."""
 
 
 # -- the text --
@@ -97,38 +97,6 @@ class Transformer(nn.Module):
         return logits
 
 
-# -- processes --
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where this process trains."""
-
-    device: torch.device
-    rank: int
-    size: int
-
-
-@contextmanager
-def process_group() -> Iterator[Place]:
-    """Join the processes that torchrun started; without torchrun there is one."""
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29513")):
-        os.environ.setdefault(name, value)
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    store, rank, size = next(rendezvous("env://"))
-    # Torchrun may keep one store over restarts, in which gloo would find the addresses of processes that are gone.
-    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)  # type: ignore[attr-defined]
-    # gloo beside nccl: checkpoints that are saved in the background go through it.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=size)
-    try:
-        yield Place(device, dist.get_rank(), dist.get_world_size())
-    finally:
-        dist.destroy_process_group()
-
-
 # -- checkpoints --
 
 
@@ -178,8 +146,32 @@ def parse(arguments: Sequence[str] | None, what: str) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def train(options: argparse.Namespace, place: Place, model: nn.Module, optimizer: Any, state: Any) -> float:
+def precision(options: argparse.Namespace, place: Place) -> dict[str, Any]:
+    """Return what the command line says to `autoamp.initialize`."""
+    dtype = HALF_DTYPES.get(options.dtype)
+    return {"opt_level": options.opt_level, "dtype": dtype, "device_type": place.device.type, "verbosity": 0}
+
+
+def run(setup: Setup, what: str, arguments: Sequence[str] | None) -> int:
+    """Set up and train on all processes, print on the first what it came to, and return the exit code."""
+    options = parse(arguments, what)
+    torch.set_num_threads(1)
+    with process_group() as place:
+        torch.manual_seed(0)
+        model = Transformer(options.width, options.depth, heads=4, length=options.length).to(place.device)
+        wrapped, optimizer = setup(model, options, place)
+        loss = train(options, place, wrapped, optimizer)
+        amp = autoamp.state_dict()
+        Console(quiet=place.rank != 0, highlight=False, soft_wrap=True).print(
+            f"{options.opt_level} on {place.size} x {place.device.type}: loss {loss:.4f} after step {options.steps}, "
+            f"loss scale {amp['loss_scaler0']['loss_scale']:g}, skipped {amp['skipped_steps']}"
+        )
+    return 0
+
+
+def train(options: argparse.Namespace, place: Place, model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
     """Train from the last checkpoint to the end, and return the mean loss of the last ten steps."""
+    state = autoamp.DistributedState(model, optimizer)
     done = resume(options.checkpoints, state) if options.checkpoints else 0
     console = Console(stderr=True, quiet=place.rank != 0)
     if done:
@@ -203,13 +195,3 @@ def train(options: argparse.Namespace, place: Place, model: nn.Module, optimizer
             if options.checkpoints and ((step + 1) % options.every == 0 or step + 1 == options.steps):
                 save(options.checkpoints, state, step + 1)
     return float(torch.stack(losses[-10:]).mean()) if losses else math.nan
-
-
-def report(options: argparse.Namespace, place: Place, what: str, loss: float) -> None:
-    """Print what the run came to, on the first rank."""
-    amp = autoamp.state_dict()
-    scale = f"loss scale {amp['loss_scaler0']['loss_scale']:g}, skipped {amp['skipped_steps']}"
-    Console(quiet=place.rank != 0, highlight=False, soft_wrap=True).print(
-        f"{what} at {options.opt_level} on {place.size} x {place.device.type}: loss {loss:.4f} after step "
-        f"{options.steps}, {scale}"
-    )

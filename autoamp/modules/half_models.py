@@ -255,16 +255,23 @@ class CastModels:
         for buffer in module.buffers():
             if buffer in self._wide_buffers:
                 self._wide_buffers[buffer] = buffer.float()
-        for name, half, wide in self._wide_values(module):
-            value = state_dict.get(name)
-            # A hook of the module may have loaded something else than the entry of this name.
-            if isinstance(value, Tensor) and value.shape == half.shape:
-                value = value.to(device=half.device)
-                if torch.equal(value.to(half.dtype), half):
-                    if half in self._wide_buffers:
-                        wide.copy_(value)
-                    else:
-                        load_master(half, value)
+        for name, buffer in module.named_buffers(remove_duplicate=False):
+            wide, value = self._wide_buffer(buffer), _unrounded(state_dict.get(name), buffer)
+            if wide is not None and value is not None:
+                wide.copy_(value)
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            # No master follows its parameter before this: the value that was loaded may be the master itself.
+            value = _unrounded(state_dict.get(name), parameter)
+            if value is not None:
+                load_master(parameter, value)
+
+
+def _unrounded(value: Any, half: Tensor) -> Tensor | None:
+    """Return what a half tensor was loaded from; None where a hook of the module has loaded something else."""
+    if not isinstance(value, Tensor) or value.shape != half.shape:
+        return None
+    value = value.to(device=half.device)
+    return value if torch.equal(value.to(half.dtype), half) else None
 
 
 def cast_structure(value: Any, dtype: torch.dtype, *, doubles: bool = False) -> Any:

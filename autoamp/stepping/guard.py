@@ -558,7 +558,8 @@ class StepGuard:
         before, self.stepping = self.stepping, True
         try:
             if self.masters is not None:
-                self.masters.begin_step()
+                asked = self._asked()
+                self.masters.begin_step(local=asked is not None and asked.replicas == 1)
             casts = self._casts()
             with contextlib.nullcontext() if casts is None else casts.switched(False):
                 return original(*args, **kwargs)

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp.errors import UsageError
-from autoamp.scaling import local_of
+from autoamp.scaling import is_sharded, local_of
 from autoamp.stepping.replicas import several_processes
 from autoamp.tensors import HALF_DTYPES, version_of
 
@@ -115,10 +115,14 @@ def master_of(parameter: Tensor) -> Tensor | None:
 
 
 def load_master(parameter: Tensor, value: Tensor) -> None:
-    """Give a half parameter's master an fp32 value of which the parameter has the rounded one already."""
-    link: Link = _links[parameter]
-    link.master.copy_(value)
-    link.agree(parameter)
+    """Give a half parameter's master, if it has one, an fp32 value of which the parameter has the rounded one already.
+
+    The value may be the master itself, as where `torch.distributed.checkpoint` reads in place.
+    """
+    link: Link | None = _links.get(parameter)
+    if link is not None and parameter.dtype in HALF_DTYPES:
+        link.master.copy_(value)
+        link.agree(parameter)
 
 
 def release_master(parameter: Tensor) -> Tensor | None:
@@ -170,7 +174,7 @@ def follow(pairs: Iterable[tuple[Tensor, Link]], *, first_step: bool = False, lo
     Args:
         pairs: Half parameters, with their links.
         first_step: Whether a step begins, from which on masters win.
-        local: Whether the masters of other processes may be left to differ.
+        local: Whether the masters of other processes may differ.
     """
     behind = _behind(pairs)
     if not behind:
@@ -178,7 +182,8 @@ def follow(pairs: Iterable[tuple[Tensor, Link]], *, first_step: bool = False, lo
     several, told = not local and several_processes(), 0
     for half, link in behind:
         check_shapes(half, link.master)
-        whole = several and link.equal_by is None
+        # A rank's shard is its own: what replicas of it there are were loaded alike.
+        whole = several and link.equal_by is None and not is_sharded(half)
         if link.is_written(half):
             link.take_over(half, whole=whole)
             told += 1
@@ -213,8 +218,9 @@ def _behind(pairs: Iterable[tuple[Tensor, Link]]) -> list[tuple[Tensor, Link]]:
 
 
 def _fingerprint(tensor: Tensor) -> Tensor | None:
-    """Return a hash of the values, on their device: nothing is waited for. None for an empty tensor."""
-    return torch.hash_tensor(local_of(tensor.detach())) if tensor.numel() else None
+    """Return a hash of the values, on their device: nothing is waited for. None for an empty tensor or shard."""
+    local = local_of(tensor.detach())
+    return torch.hash_tensor(local) if local.numel() else None
 
 
 def _address(tensor: Tensor) -> int:

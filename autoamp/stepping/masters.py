@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from autoamp import kernels
-from autoamp.scaling import GradientLayout, has_shards, local_of, widened
+from autoamp.scaling import GradientLayout, has_shards, is_sharded, local_of, widened
 from autoamp.stepping.attach import AttachedMethod
 from autoamp.stepping.fused_steps import step_by_kernels
 from autoamp.stepping.half_gradients import (
@@ -395,9 +395,13 @@ class MasterWeights:
         original(*args, **kwargs)
         self.adopt()
 
-    def begin_step(self) -> None:
-        """Let masters take over what was written into the half parameters; from here on they win."""
-        written = follow(self._pairs.values(), first_step=True)
+    def begin_step(self, *, local: bool = False) -> None:
+        """Let masters take over what was written into the half parameters; from here on they win.
+
+        Args:
+            local: Whether no other process has the same parameters.
+        """
+        written = follow(self._pairs.values(), first_step=True, local=local)
         if written:
             self.writes_seen += 1
             # A program that clips its weights does so at each step; powers of two keep the log short.
@@ -420,7 +424,7 @@ class MasterWeights:
         Not in a group of several processes: there all of a master is read, so that all processes have the same.
         """
         for half, link in self._pairs.values():
-            link.read(half, whole=several_processes())
+            link.read(half, whole=several_processes() and not is_sharded(half))
 
     @torch.no_grad()
     def copy_down(self) -> None:

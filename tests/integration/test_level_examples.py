@@ -50,8 +50,10 @@ def rows_of(table: str) -> list[list[str]]:
 
 
 @pytest.fixture
-def example() -> Callable[[str], ModuleType]:
+def example(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
     """Return a function that loads an example as a module."""
+    # As for a script, where what examples share is found.
+    monkeypatch.syspath_prepend(EXAMPLES)
 
     def load(name: str) -> ModuleType:
         spec = importlib.util.spec_from_file_location(f"{name}_example", EXAMPLES / f"{name}.py")
