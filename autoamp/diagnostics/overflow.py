@@ -72,7 +72,10 @@ class OverflowTrace:
         self._watched = 0
         self._judged: tuple[list[Record], list[LossRegion]] = [], []
         self._earlier: tuple[list[Record], list[LossRegion]] = [], []
+        # Of which optimizers steps were heard, and of which the last one.
         self._several: weakref.WeakSet[Skips] = weakref.WeakSet()
+        self._latest: weakref.ref[Skips] | None = None
+        self._were_several = False
         self._ranks = TracingRanks()
 
     def close(self) -> None:
@@ -91,7 +94,7 @@ class OverflowTrace:
         self._steps += 1
         taken = self.recorder.take()
         # With several optimizers a part of what this one steps by may have been computed before the last step.
-        self._earlier = self._judged if len(self._several) > 1 else ([], [])
+        self._earlier = self._judged if self._is_one_of_several() else ([], [])
         self._judged = taken
         if self._watched:
             self._watched -= 1
@@ -101,9 +104,12 @@ class OverflowTrace:
         self, skips: Skips, skipped: bool, scale: float | None, next_scale: float | None, late: bool
     ) -> Overflow | None:
         """Hear what became of a step, and explain it if it was a skip; see `autoamp.stepping.StepWatch`."""
-        self._several.add(skips)
+        if self._latest is None or self._latest() is not skips:
+            self._latest = weakref.ref(skips)
+            self._several.add(skips)
+            self._were_several = len(self._several) > 1
         if not skipped or scale is None:
-            if not late and len(self._several) < 2:
+            if not late and not self._is_one_of_several():
                 self._judged = [], []
             return None
         try:
@@ -121,6 +127,10 @@ class OverflowTrace:
         )
         self._note(found)
         return found
+
+    def _is_one_of_several(self) -> bool:
+        # Each of several optimizers is heard of after another one, so that their number is known.
+        return self._were_several and len(self._several) > 1
 
     def _note(self, found: Overflow) -> None:
         if isinstance(found.verdict, NotLocated) or found.module is None:

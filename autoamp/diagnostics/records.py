@@ -12,6 +12,8 @@ whenever a graph of another shape is met: the lines are remembered by the shape 
 from __future__ import annotations
 
 import contextlib
+import math
+import operator
 import random
 import sys
 import threading
@@ -28,7 +30,6 @@ from torch.nn import Module
 
 from autoamp.casting import Casts
 from autoamp.diagnostics.inspector import flaw_of, sum_of, user_line, worst_of
-from autoamp.patching import imitate
 from autoamp.tensors import HALF_DTYPES, iter_tensors, map_tensors, version_of
 from autoamp.torch_private import current_graph_task
 
@@ -152,10 +153,11 @@ class LossRegion:
     Attributes:
         loss: The loss, without its graph.
         line: The line of the program at which it was scaled.
-        traces: Of its nodes, in the order in which they ran.
+        traces: Of its nodes, in the order in which they ran: where they are looked at, those that made inf or nan.
         whole: Whether all of its nodes are among them.
         first: Where the loss is not finite, the node whose op made that of finite values, as far as saved values tell.
         nodes: The nodes, as long as their backward pass may run, where one that makes inf or nan is to be run again.
+        start: The first gradient of all, which is the loss scale; None before the pass.
     """
 
     loss: Tensor
@@ -164,10 +166,14 @@ class LossRegion:
     whole: bool = True
     first: NodeTrace | None = None
     nodes: list[Any] = field(default_factory=list)
+    start: Tensor | None = None
 
     def is_searching(self) -> bool:
         """Tell whether the loss is finite, and its first gradients that are not were found to be so at a scale of 1."""
         return flaw_of(self.loss) is None and any(trace.finite_at_one for trace in self.traces)
+
+
+_number_of = operator.attrgetter("number")
 
 
 class _Inside(threading.local):
@@ -185,6 +191,7 @@ class Recorder:
         losses: The losses since then.
         thorough: Whether more is kept: random states of Python and numpy, the lines of what is computed of outputs.
         paused: Whether nothing is kept, as in a step that is run again.
+        inside: Tells of each thread whether it is within a call that is recorded.
     """
 
     def __init__(self, casts: Casts) -> None:
@@ -193,7 +200,7 @@ class Recorder:
         self.losses: list[LossRegion] = []
         self.thorough = False
         self.paused = False
-        self._inside = _Inside()
+        self.inside = _Inside()
         self._begun: list[weakref.ref[Record]] = []
         self._number = 0
         self._bytes = 0
@@ -207,9 +214,10 @@ class Recorder:
 
     def take(self) -> tuple[list[Record], list[LossRegion]]:
         """Return what there is, and begin anew."""
-        self._mark_lines(False)
+        if self._anomaly is not None:
+            self._mark_lines(False)
         self._let_go()
-        taken = sorted(self.records, key=lambda record: record.number), self.losses
+        taken = sorted(self.records, key=_number_of) if len(self.records) > 1 else self.records, self.losses
         self.records, self.losses, self._begun, self._bytes = [], [], [], 0
         return taken
 
@@ -218,41 +226,39 @@ class Recorder:
         self.take()
         self._wants_lines = not self._lines
 
-    def around(self, call: Any) -> Any:
-        """Return a replacement of ``Module.__call__`` that keeps a record of outermost calls."""
-        inside, compiling = self._inside, torch.compiler.is_compiling
-
-        def recorded(module: Module, *args: Any, **kwargs: Any) -> Any:
-            # Within a backward pass it is a checkpoint that computes again what is recorded.
-            if (
-                compiling() or inside.call or self.paused or not torch.is_grad_enabled() or current_graph_task() != -1
-            ):  # fmt: skip
-                return call(module, *args, **kwargs)
-            inside.call = True
-            try:
-                record = self._begin(module, args, kwargs)
-                outputs = call(module, *args, **kwargs)
+    def record(self, call: Callable[..., Any], module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a module, and keep a record of that unless nothing is to be kept; see `autoamp.modules.CallRecorder`."""
+        # Within a backward pass it is a checkpoint that computes again what is recorded.
+        if self.paused or not torch.is_grad_enabled() or current_graph_task() != -1 or torch.compiler.is_compiling():
+            return call(module, *args, **kwargs)
+        self.inside.call = True
+        try:
+            record = self._begin(module, args, kwargs)
+            outputs = call(module, *args, **kwargs)
+            if record is not None:
                 self._end(record, outputs)
-                return outputs
-            finally:
-                inside.call = False
-
-        return imitate(recorded, call)
+            return outputs
+        finally:
+            self.inside.call = False
 
     def _begin(self, module: Module, args: Any, kwargs: Any) -> Record | None:
         if len(self._begun) >= _MAX_RECORDS:
             self._begun = [known for known in self._begun if known() is not None]
         if len(self._begun) >= _MAX_RECORDS or (torch.cuda.is_initialized() and _is_capturing()):
             return None
-        self._mark_lines(False)
+        if self._anomaly is not None:
+            self._mark_lines(False)
         wanted: set[int] = set()
         versions: list[tuple[Tensor, int | None]] = []
+        size = 0
 
         def keep(tensor: Tensor) -> Tensor:
+            nonlocal size
             kept = tensor.detach()
             if tensor.requires_grad and tensor.is_floating_point():
                 wanted.add(id(kept))
             versions.append((kept, version_of(kept)))
+            size += kept.numel() * kept.element_size()
             return kept
 
         inputs = map_tensors((args, kwargs), keep)
@@ -262,7 +268,7 @@ class Recorder:
         return Record(
             weakref.ref(module), inputs, frozenset(wanted), versions, RandomStates.now(all_of_them=self.thorough),
             self._casts.switches(), autocast, self._copies(module), unfit=_unfit(module), number=self._number,
-            size=sum(kept.numel() * kept.element_size() for kept, _ in versions),
+            size=size,
         )  # fmt: skip
 
     def _copies(self, module: Module) -> dict[str, Tensor]:
@@ -287,9 +293,7 @@ class Recorder:
                 found[path] = buffer.detach().clone()
         return found
 
-    def _end(self, record: Record | None, outputs: Any) -> None:
-        if record is None:
-            return
+    def _end(self, record: Record, outputs: Any) -> None:
         numbers: dict[Any, int] = {}
         for output in iter_tensors(outputs):
             if not output.is_floating_point() or output.layout is not torch.strided:
@@ -308,7 +312,8 @@ class Recorder:
         self._begun.append(weakref.ref(record))
         if numbers:
             # From here on the graph holds the record.
-            self._mark_lines(self.thorough or self._wants_lines)
+            if self.thorough or self._wants_lines:
+                self._mark_lines(True)
         elif self._bytes + record.size <= _MAX_BYTES:
             self._bytes += record.size
             self.records.append(record)
@@ -323,12 +328,16 @@ class Recorder:
             if not record.passes:
                 self.records.append(record)
             given = record.passes.setdefault(len(self.losses) - 1, {})
-            size = sum(g.numel() * g.element_size() for g in gradients if g is not None)
+            kept: list[Tensor | None] = []
+            size = 0
+            for gradient in gradients:
+                kept.append(_without_graph(gradient))
+                size += 0 if gradient is None else gradient.numel() * gradient.element_size()
             if self._bytes + size > _MAX_BYTES:
                 record.too_large = True
                 return
             self._bytes += size
-            given[number] = [None if g is None else g.detach() for g in gradients]
+            given[number] = kept
 
         node.register_prehook(arrived)
 
@@ -337,21 +346,27 @@ class Recorder:
     def note_loss(self, loss: Tensor) -> None:
         """Take note of a loss, and of the nodes between it and the outputs of modules."""
         lines_noted = self._anomaly is not None
-        self._mark_lines(False)
+        if lines_noted:
+            self._mark_lines(False)
         if self.paused:
             return
+        self._let_go()
         region = LossRegion(loss.detach(), user_line(sys._getframe(1)))
-        nodes = self._nodes_of(loss, region)
-        lines = self._lines_of(region, nodes, lines_noted)
-        traces = [NodeTrace(node.name(), line) for node, line in zip(nodes, lines, strict=True)]
+        nodes, names = self._nodes_of(loss, region)
+        lines = self._lines_of(region, nodes, names, lines_noted)
         # On a CPU it is known already what the values are; elsewhere asking would wait for the device.
         looks = self.thorough or loss.device.type == "cpu"
-        if looks and loss.numel() and flaw_of(loss) is not None:
+        if looks and not _is_finite(region.loss):
             place = _first_not_finite(nodes, loss.dtype not in HALF_DTYPES)
-            region.first = None if place is None else traces[place]
-        for place, (node, trace) in enumerate(zip(nodes, traces, strict=True)):
-            node.register_hook(_leave_trace(weakref.ref(region), trace, place))
-        self._let_go()
+            region.first = None if place is None else NodeTrace(names[place], lines[place])
+        # It refers to neither the nodes nor what holds them.
+        owner = weakref.ref(region)
+        for place, name in enumerate(names):
+            if not name.startswith(_HARMLESS):
+                trace = NodeTrace(name, lines[place])
+                nodes[place].register_hook(_looking(owner, trace, place) if looks else _keeping(owner, trace))
+            elif place == 0:
+                nodes[0].register_hook(_starting(owner))
         region.nodes = nodes if looks else []
         self.losses.append(region)
 
@@ -360,27 +375,33 @@ class Recorder:
         for region in self.losses:
             region.nodes = []
 
-    def _nodes_of(self, loss: Tensor, region: LossRegion) -> list[Any]:
-        """Return the nodes between outputs of modules and a loss, each before what it follows from."""
+    def _nodes_of(self, loss: Tensor, region: LossRegion) -> tuple[list[Any], list[str]]:
+        """Return the nodes between outputs of modules and a loss, each before what it follows from, and their names."""
         waiting: list[Any] = [loss.grad_fn]
-        known: dict[Any, None] = {}
+        known: dict[Any, str] = {}
         while waiting:
             node = waiting.pop()
-            if node is None or node in known or getattr(node, "variable", None) is not None or _KEY in node.metadata:
+            if node is None or node in known:
+                continue
+            name = node.name()
+            if name.endswith("AccumulateGrad") or _KEY in node.metadata:
                 continue
             if len(known) >= _MAX_NODES:
                 region.whole = False
                 break
-            known[node] = None
-            waiting.extend(following for following, _ in node.next_functions)
-        return list(known)
+            known[node] = name
+            for following, _ in node.next_functions:
+                waiting.append(following)
+        return list(known), list(known.values())
 
-    def _lines_of(self, region: LossRegion, nodes: Sequence[Any], noted: bool) -> Sequence[str | None]:
+    def _lines_of(
+        self, region: LossRegion, nodes: Sequence[Any], names: Sequence[str], noted: bool
+    ) -> Sequence[str | None]:
         """Return the line of each node, as far as known of this graph or of others of its shape."""
-        shape = region.line, tuple(node.name() for node in nodes)
+        shape = region.line, *names
         if not noted:
             self._wants_lines = shape not in self._lines and len(self._lines) < _MAX_SHAPES
-            return self._lines.get(shape, (None,) * len(nodes))
+            return self._lines.get(shape) or (None,) * len(nodes)
         lines = tuple(_line_in(node.metadata.get("traceback_")) for node in nodes)
         before = self._lines.get(shape, lines)
         if len(self._lines) < _MAX_SHAPES or shape in self._lines:
@@ -399,13 +420,30 @@ class Recorder:
             torch.autograd.set_detect_anomaly(enabled, check_nan=checks)
 
 
-def _leave_trace(
-    region: weakref.ref[LossRegion], trace: NodeTrace, place: int
-) -> Callable[[Any, Any], None]:  # fmt: skip
-    """Return a hook that keeps what goes through a node. It refers to neither the node nor what holds it.
+# Nodes that hand gradients on, or parts of them. Of finite ones they make neither inf nor nan.
+_HARMLESS = tuple(
+    f"{name}Backward"
+    for name in ("View", "UnsafeView", "ReshapeAlias", "Transpose", "T", "Permute", "Squeeze", "Unsqueeze", "Alias",
+                 "Clone", "Neg", "Mean", "Sum")
+)  # fmt: skip
+
+
+def _starting(region: weakref.ref[LossRegion]) -> Callable[[Any, Any], None]:
+    """Return a hook of the first node, where that is harmless."""
+
+    def ran(gave: Sequence[Any], got: Sequence[Any]) -> None:
+        found = region()
+        if found is not None:
+            found.start = got[0]
+
+    return ran
+
+
+def _looking(region: weakref.ref[LossRegion], trace: NodeTrace, place: int) -> Callable[[Any, Any], None]:
+    """Return a hook that looks at what a node gives, at once: while what the node saved is there still.
 
     Args:
-        region: Gets the trace.
+        region: Gets the trace where the node made inf or nan of finite gradients.
         trace: Of the node.
         place: Of the node in the region.
     """
@@ -414,19 +452,52 @@ def _leave_trace(
         found = region()
         if found is None:
             return
-        trace.got, trace.gave = [_kept(g) for g in got], [_kept(g) for g in gave]
-        trace.dtypes = [None if g is None else g.dtype for g in gave]
-        found.traces.append(trace)
-        if found.nodes and worst_of(trace.gave) is not None and worst_of(trace.got) is None:
+        if place == 0:
+            found.start = got[0]
+        for gradient in gave:
+            if gradient is not None and not _is_finite(gradient):
+                break
+        else:
+            return
+        if found.nodes and worst_of(got) is None:
+            trace.got, trace.gave = [_without_graph(g) for g in got], [_without_graph(g) for g in gave]
+            trace.dtypes = [None if g is None else g.dtype for g in gave]
             trace.finite_at_one = _finite_at_one(found, found.nodes[place], got)
+            found.traces.append(trace)
 
     return ran
+
+
+def _keeping(region: weakref.ref[LossRegion], trace: NodeTrace) -> Callable[[Any, Any], None]:
+    """Return a hook that keeps what goes through a node, for whoever looks later."""
+
+    def ran(gave: Sequence[Any], got: Sequence[Any]) -> None:
+        found = region()
+        if found is not None:
+            trace.got, trace.gave = [_kept(g) for g in got], [_kept(g) for g in gave]
+            trace.dtypes = [None if g is None else g.dtype for g in gave]
+            found.traces.append(trace)
+
+    return ran
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    if tensor.layout is not torch.strided or not tensor.is_floating_point():
+        return True
+    # A finite sum has finite terms. One that is not may have overflowed itself.
+    value = tensor if tensor.numel() == 1 else sum_of(tensor)
+    return math.isfinite(value.item()) or flaw_of(tensor) is None
+
+
+def _without_graph(gradient: Tensor | None) -> Tensor | None:
+    """Return a gradient, which has a graph of its own under ``create_graph=True``."""
+    return gradient.detach() if gradient is not None and gradient.requires_grad else gradient
 
 
 def _finite_at_one(region: LossRegion, node: Any, got: Sequence[Any]) -> bool | None:
     """Tell whether a node, whose saved values are still there, gives finite gradients at a loss scale of 1."""
     # The first gradient of all is the loss scale.
-    first = region.traces[0].got[0]
+    first = region.start
     scale = float(first.abs().max()) if first is not None and first.numel() else 1.0
     with torch.no_grad(), contextlib.suppress(Exception):
         gave = node(*(g if g is None else g / scale for g in got))

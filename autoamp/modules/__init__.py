@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoamp.modules.call import build_module_call
+from autoamp.modules.call import CallRecorder, build_module_call
 from autoamp.modules.half_models import CastModels, ForwardDtypes
 from autoamp.modules.precisions import ModulePrecisions, Override
 from autoamp.modules.recompute import (
@@ -14,6 +14,7 @@ from autoamp.modules.recompute import (
 from autoamp.modules.scope import ModuleCasts
 
 __all__ = [
+    "CallRecorder",
     "CastModels",
     "ForwardDtypes",
     "ModuleCasts",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,10 +25,25 @@ from autoamp.patching import imitate
 from autoamp.rules import ModulePrecision
 from autoamp.tensors import CASTABLE_LAYOUTS, map_tensors
 
-__all__ = ["build_module_call"]
+__all__ = ["CallRecorder", "build_module_call"]
 
 # What Module.__call__ looks up, as long as it only chooses which implementation to call.
 _NAMES = ("_compiled_call_impl", "_call_impl")
+
+
+class CallRecorder(Protocol):
+    """Who takes note of outermost module calls.
+
+    Attributes:
+        inside: Its attribute ``call`` is true in a thread whose outermost call is being recorded: those within are not.
+    """
+
+    @property
+    def inside(self) -> Any:
+        """Tells of each thread."""
+
+    def record(self, call: Callable[..., Any], module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call of a module, by ``call(module, *args, **kwargs)``, and return its result."""
 
 
 def build_module_call(
@@ -36,6 +51,7 @@ def build_module_call(
     casts: Casts,
     precisions: ModulePrecisions,
     forward_dtypes: ModuleTags[ForwardDtypes],
+    recorder: CallRecorder | None = None,
 ) -> Any:
     """Build the replacement of ``torch.nn.Module.__call__``.
 
@@ -44,14 +60,30 @@ def build_module_call(
         casts: The state that the replacement reads.
         precisions: Which modules run in a precision of their own.
         forward_dtypes: In which dtypes models take inputs and give outputs.
+        recorder: Who takes note of outermost calls; None where nobody does.
     """
+    common = original, casts, precisions, forward_dtypes, Shortcuts()
+    unrecorded = _build(*common)
+    return unrecorded if recorder is None else _build(*common, recorder, unrecorded)
+
+
+def _build(
+    original: types.FunctionType,
+    casts: Casts,
+    precisions: ModulePrecisions,
+    forward_dtypes: ModuleTags[ForwardDtypes],
+    shortcuts: Shortcuts,
+    recorder: CallRecorder | None = None,
+    unrecorded: Any = None,
+) -> Any:
     local, cache, dtypes_by_tag = casts.local, casts.cache, forward_dtypes.values
     compiling, trace = torch.compiler.is_dynamo_compiling, torch_private.tracing_state
     # Torch's own does no more than choose an implementation, which without hooks does no more than call forward().
     wrapped, implementation = vars(Module).get("_wrapped_call_impl"), torch_private.MODULE_CALL
     known = original is wrapped and original.__code__.co_names == _NAMES and skips_call_impl()
-    shortcuts, for_all = Shortcuts(), torch.nn.modules.module
+    for_all = torch.nn.modules.module
     shortcut_of, refresh = shortcuts.by_class, shortcuts.refresh
+    inside: Any = None if recorder is None else recorder.inside
 
     def scoped(self: Module, *args: Any, **kwargs: Any) -> Any:
         if local.entries is not None or not cache.enabled:
@@ -90,6 +122,10 @@ def build_module_call(
         return in_precision(precision, self, args, kwargs)
 
     def call(self: Module, *args: Any, **kwargs: Any) -> Any:
+        compiles = compiling()
+        # A frame of its own for the outermost call alone.
+        if recorder is not None and not compiles and not inside.call:
+            return recorder.record(unrecorded, self, args, kwargs)
         if dtypes_by_tag and TAGS in self.__dict__:
             tag = forward_dtypes.find(self)
             if tag is not None:
@@ -99,7 +135,7 @@ def build_module_call(
             if precision is not None:
                 return in_precision(precision, self, args, kwargs)
         # Never None: reading it makes Dynamo guard on this handle, or code compiled for another would pass for ours.
-        if compiling() and local.forced_off is not None:
+        if compiles and local.forced_off is not None:
             return traced(self, *args, **kwargs)
         if local.entries is None or not known:
             return outermost(self, *args, **kwargs)

@@ -18,6 +18,7 @@ from autoamp.casting import Casts
 from autoamp.diagnostics import Observation, Op
 from autoamp.errors import ListFileError, PatchError, warn_user
 from autoamp.modules import (
+    CallRecorder,
     CastModels,
     ModulePrecisions,
     build_function_backward,
@@ -55,7 +56,7 @@ class Installation:
         observation: Who is told of calls; None where nobody looks on.
         met: Called with each optimizer that is made; None where nobody asks.
         loaded: Called with each optimizer whose state was loaded; None where nobody asks.
-        around_call: Wraps the replacement of ``Module.__call__``; None where nobody looks on.
+        recorder: Who takes note of outermost module calls; None where nobody does.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Installation:
         observation: Observation | None = None,
         met: Callable[[Any], None] | None = None,
         loaded: Callable[[Any], None] | None = None,
-        around_call: Callable[[Any], Any] | None = None,
+        recorder: CallRecorder | None = None,
     ) -> None:
         self._casts = casts
         self._precisions = precisions
@@ -79,7 +80,7 @@ class Installation:
         self._observation = observation
         self._met = met
         self._loaded = loaded
-        self._around_call = around_call
+        self._recorder = recorder
         self._patches = PatchSet()
         # One replacement for each original, policy and in-place form, so that aliases stay the same object.
         self._built: dict[tuple[int, CastPolicy, int], tuple[Target, Any]] = {}
@@ -200,10 +201,8 @@ class Installation:
             self._patches.replace(sys.modules[module_name], "parallel_apply", replacement)
 
     def _module_call(self, original: Any) -> Any:
-        call = build_module_call(original, self._casts, self._precisions, self._models.forward_dtypes)
-        if self._observation is not None:
-            call = self._observation.watched_modules(call)
-        return call if self._around_call is None else self._around_call(call)
+        call = build_module_call(original, self._casts, self._precisions, self._models.forward_dtypes, self._recorder)
+        return call if self._observation is None else self._observation.watched_modules(call)
 
     def _optimizer_init(self, original: Any) -> Any:
         met: Any = self._met

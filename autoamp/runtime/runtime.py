@@ -137,7 +137,7 @@ class Runtime:
             observation=self.observation if self.observation.observers else None,
             met=self._meet if any(setup.masters for setup in self.setups) else None,
             loaded=self.optimizers.note_loaded if self.optimizers.scales else None,
-            around_call=None if self.overflows is None else self.overflows.recorder.around,
+            recorder=None if self.overflows is None else self.overflows.recorder,
         )
         self.casts.open()
         try:

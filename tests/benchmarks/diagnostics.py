@@ -1,7 +1,7 @@
 """What looking on costs: a training step of a transformer with each tool over the same step without it.
 
 Each tool's base is the step that it looks on at: fp32 without autoamp for torch's tools and hooks, autoamp's own step
-for ours. With and without take turns, and a ratio is that of a pair.
+for ours. With and without take turns, and a ratio is that of steps with the tool over steps just before and after.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from tests.benchmarks.models import transformer
 from tests.benchmarks.runs import SCALE, Run
 
 WIDTHS = 64, 512
+BLOCKS = 2
+TRACE, RANGES = "handle.trace()", "handle.profile_ranges()"
+STEP = "autoamp's own step, over one in fp32"
 Tool = Callable[[nn.Module, Any], Any]
 
 
@@ -64,12 +67,20 @@ TORCHS: dict[str, Tool] = {
     "magnitudes in module hooks": _module_hooks,
 }
 OURS: dict[str, Tool] = {
+    "off, after an observer": lambda model, handle: _off(handle),
     "handle.observe(Observer())": lambda model, handle: handle.observe(Observer()),
     "handle.count()": lambda model, handle: handle.count(),
-    "handle.trace()": lambda model, handle: handle.trace(),
-    "handle.profile_ranges()": lambda model, handle: handle.profile_ranges(),
+    TRACE: lambda model, handle: handle.trace(),
+    RANGES: lambda model, handle: handle.profile_ranges(),
     "init(trace_overflow=True)": lambda model, handle: _traced(handle),
 }
+
+
+@contextlib.contextmanager
+def _off(handle: Any) -> Iterator[None]:
+    """Look on for a moment, and no more: what its ratio is off 1 by is the noise of the measurement."""
+    handle.observe(Observer()).stop()
+    yield
 
 
 @contextlib.contextmanager
@@ -89,44 +100,62 @@ def _traced(handle: Any) -> Iterator[None]:
 
 def measure(dtype: str, rounds: int, widths: tuple[int, ...] = WIDTHS) -> dict[str, dict[int, list[float]]]:
     """Return by tool and width the ratios of a step with the tool over one without, a value a round."""
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    found: dict[str, dict[int, list[float]]] = {name: {} for name in (*TORCHS, *OURS)}
-    for width in widths:
-        for tools, way in ((TORCHS, "plain"), (OURS, "autoamp")):
-            handle: Any = None
-            if way == "autoamp":
-                handle = autoamp.init(device_type="cpu", dtype=getattr(torch, dtype), loss_scale=SCALE)
-            models: list[nn.Module] = []
-            run = Run("train", functools.partial(_kept, models, width)).workload(
-                way, getattr(torch, dtype), handle=handle
-            )
-            for name, tool in tools.items():
-                around = functools.partial(tool, models[0], handle)
-                found[name][width] = [_ratio(run, around) for _ in range(rounds)]
-            if handle is not None:
-                handle.deactivate()
+    try:
+        found: dict[str, dict[int, list[float]]] = {name: {} for name in (*TORCHS, STEP, *OURS)}
+        for width in widths:
+            for name, ratios in _measure(getattr(torch, dtype), rounds, width).items():
+                found[name][width] = ratios
+        return found
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measure(dtype: torch.dtype, rounds: int, width: int) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    # A step of the narrow model takes milliseconds.
+    steps = 24 if width < 256 else 4
+    models: list[nn.Module] = []
+    plain = Run("train", functools.partial(_kept, models, width)).workload("plain", dtype)
+    for name, tool in TORCHS.items():
+        found[name] = [_ratio(plain, functools.partial(tool, models[0], None), steps // 4) for _ in range(rounds)]
+    in_fp32 = [_seconds(plain, steps) for _ in range(rounds)]
+    handle: Any = autoamp.init(device_type="cpu", dtype=dtype, loss_scale=SCALE)
+    own = Run("train", functools.partial(_kept, models, width)).workload("autoamp", dtype, handle=handle)
+    own()
+    found[STEP] = [_seconds(own, steps) / base for base in in_fp32]
+    for name, tool in OURS.items():
+        fewer = 4 if name in (TRACE, RANGES) else 1
+        # A range profile computes in fp32, and so does the step that it is compared with.
+        with handle.disable_casts() if name == RANGES else contextlib.nullcontext():
+            around = functools.partial(tool, models[1], handle)
+            found[name] = [_ratio(own, around, steps // fewer) for _ in range(rounds)]
+    handle.deactivate()
     return found
 
 
 def _kept(models: list[nn.Module], width: int) -> Any:
-    made = transformer(width=width)
+    made = transformer(width=width, blocks=BLOCKS)
     models.append(made[0])
     return made
 
 
-def _ratio(run: Callable[[], Any], around: Callable[[], Any], steps: int = 3) -> float:
-    """Return the time of steps with a tool over that of as many without; what enters and leaves it is not timed."""
+def _ratio(run: Callable[[], Any], around: Callable[[], Any], steps: int) -> float:
+    """Return the time of steps with a tool over those before and after; what enters and leaves it is not timed."""
     run()
-    plain = _seconds(run, steps)
+    before = _seconds(run, steps)
     with around():
         run()
+        run()
         looked_at = _seconds(run, steps)
-    return looked_at / plain
+    run()
+    return looked_at / statistics.fmean((before, _seconds(run, steps)))
 
 
 def _seconds(run: Callable[[], Any], steps: int) -> float:
     times = []
-    for _ in range(steps):
+    for _ in range(max(1, steps)):
         start = time.process_time()
         run()
         times.append(time.process_time() - start)

@@ -52,6 +52,6 @@ def test_runs_on_a_cpu_leave_out_what_it_has_no_kernel_for() -> None:
 
 def test_each_tool_looks_on_at_a_step() -> None:
     found = diagnostics.measure("float16", rounds=1, widths=(8,))
-    assert set(found) == {*diagnostics.TORCHS, *diagnostics.OURS}
+    assert set(found) == {*diagnostics.TORCHS, diagnostics.STEP, *diagnostics.OURS}
     assert all(ratios[8][0] > 0 for ratios in found.values())
     assert autoamp.current_handle() is None
