@@ -63,11 +63,15 @@ class AutoScale:
     Args:
         optimizers: Guards the optimizers.
         scaler: Gives the scale.
+        on_aside: Called once with what the program scales its losses with, where it does so for good.
     """
 
-    def __init__(self, optimizers: GuardedOptimizers, scaler: LossScaler) -> None:
+    def __init__(
+        self, optimizers: GuardedOptimizers, scaler: LossScaler, *, on_aside: Callable[[str], None] = lambda whom: None
+    ) -> None:
         self._optimizers = optimizers
         self._scaler = scaler
+        self._on_aside = on_aside
         self._patches = PatchSet()
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         # By identity, since tensors compare by element.
@@ -178,6 +182,7 @@ class AutoScale:
         if self._aside is None:
             self._aside = whom
             log.info("the program uses %s: scaling its losses is left to it", whom)
+            self._on_aside(whom)
 
     def _drop_of_optimizer(self, optimizer: Any) -> None:
         self._drop(stepped_params(optimizer))

@@ -153,6 +153,9 @@ class Casts:
         """Tell whether this thread is in a torch.autocast region of this device type: there torch casts, and not we."""
         return is_any_autocast_enabled() and torch.is_autocast_enabled(self.device_type)
 
+    def note_autocast(self, device_type: str, *, enabled: bool) -> None:
+        """Take note that the program enters a torch.autocast region: nothing but `autocast_rules` follows from it."""
+
     def uncast(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a function whose arguments are not cast, as one of them is sparse."""
         return original(*args, **kwargs)

@@ -1,14 +1,17 @@
-"""The report of a run: its values, a line for people, and its JSON."""
+"""The report of a run: its values, a few words for people, and its JSON."""
 
 from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
+
+from autoamp.cli.output import packed
+from autoamp.modules import AUTOCAST
 
 __all__ = ["Report", "versions"]
 
@@ -21,12 +24,14 @@ def versions() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Report:
-    """How a run went. Counts are of one process; ``dtype`` is None where nothing was cast.
+    """How a run went, in the process that began it and in those that it started.
 
     Attributes:
+        dtype: The half dtype that the program ran in, whoever cast; ``"float32"`` where it has its own mixed precision,
+            and that was off. None where nothing was set up.
         ops: How often functions of the lists were called, by the dtype that they ran in. Like ``casts`` and
             ``functions`` None where nobody counted, as after a program's own ``initialize``.
-        casts: How many arguments were cast, by the dtype that they were cast to.
+        casts: How many arguments autoamp cast, by the dtype that they were cast to.
         functions: The calls of each function, by the dtype that it ran in.
         by_program: Whether the program set mixed precision up itself.
         loss_scale: The last scale, of the program's `FP16_Optimizer` where it has one; None where we scale no loss.
@@ -35,6 +40,11 @@ class Report:
         scaling_left_to: What the program scales its losses with, so that this was left to it; else None.
         casts_left_to: What the program computes in half precision with, so that casts ended there; else None.
         waited_for: The call in the program's source that casts waited for to the end; else None.
+        own_dtypes: The half dtypes that the program itself computed in, of torch.autocast by regions entered.
+        parameters: How many elements the parameters have that ``initialize`` was given, by their dtype; else None.
+        masters: Whether optimizers step fp32 masters of those in half precision.
+        children: How many processes that the program started have a part in these numbers.
+        rank, ranks: Which of how many processes under torchrun these numbers are of; None elsewhere.
     """
 
     program: list[str]
@@ -53,37 +63,112 @@ class Report:
     scaling_left_to: str | None = None
     casts_left_to: str | None = None
     waited_for: str | None = None
+    own_dtypes: dict[str, int] = field(default_factory=dict)
+    parameters: dict[str, int] | None = None
+    masters: bool = False
+    children: int = 0
+    rank: int | None = None
+    ranks: int | None = None
     versions: dict[str, str] = field(default_factory=versions)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether this process computed nothing that was counted, and stepped no optimizer."""
+        return not self.ops and not self.steps
+
+    def with_children(self, children: Sequence[Report]) -> Report:
+        """Return a report with the numbers of this process and of those that it started.
+
+        What is no number is this process's, or the first child's where this one only waited for others.
+        """
+        working = [child for child in children if not child.is_idle]
+        if not working:
+            return self
+        told, everyone = working[0] if self.is_idle else self, [self, *working]
+        scales = [one.loss_scale for one in (told, *working) if one.loss_scale is not None]
+        return replace(
+            told,
+            program=self.program,
+            seconds=self.seconds,
+            exit_code=self.exit_code,
+            rank=self.rank,
+            ranks=self.ranks,
+            ops=_sum(one.ops for one in everyone),
+            casts=_sum(one.casts for one in everyone),
+            functions=_sums(one.functions for one in everyone),
+            loss_scale=scales[0] if scales else None,
+            steps=sum(one.steps for one in everyone),
+            skipped=sum(one.skipped for one in everyone),
+            own_dtypes=_sum(one.own_dtypes for one in everyone) or {},
+            children=self.children + sum(1 + child.children for child in working),
+        )
+
     def summary(self) -> str:
-        """Return one line for people."""
-        if self.dtype is None:
-            why = f"({self.opt_level})"
-            if self.opt_level in ("O2", "O3") and self.exit_code == 0:
-                why += ": that level casts what a program gives to amp.initialize(), which was not called; use O1"
-            return f"autoamp: no casts {why}; {self.seconds:.1f} s"
-        if self.waited_for is not None:
-            why = f"the program's source calls {self.waited_for}(), which was not called, and no optimizer stepped"
-            return f"autoamp: no casts ({self.opt_level}): {why}; {self.seconds:.1f} s"
-        level = f"{self.opt_level}, set up by the program" if self.by_program else self.opt_level
-        parts = [
-            f"{self.dtype} on {self.device_type} ({level})"
-            if self.casts_left_to is None
-            else f"casts left to the program, which has {self.casts_left_to}",
-            *([] if self.ops is None else [f"ops {_listed(self.ops)}"]),
-            *([] if self.casts is None else [f"casts {_listed(self.casts, 'to ')}"]),
-            self._scaling(),
+        """Return what is told at the end, in lines of 80 columns."""
+        parts = self._without_casts() or [
+            *self._casts(),
+            *self._counts(),
+            *self._parameters(),
+            *self._scaling(),
             f"{self.seconds:.1f} s",
         ]
-        return "autoamp: " + "; ".join(parts)
+        return packed("autoamp: ", parts, "; ")
 
-    def _scaling(self) -> str:
-        """Return what became of the losses' scale."""
-        left = "" if self.scaling_left_to is None else f"loss scaling left to the program's {self.scaling_left_to}"
-        if self.loss_scale is None:
-            return left or "losses are not scaled, as no optimizer was seen"
-        scale = f"loss scale {self.loss_scale:g}; {self.skipped} of {self.steps} steps skipped"
-        return f"{left}: {scale}" if left else scale
+    def _counts(self) -> list[str]:
+        """Return what was counted. Models in half precision, and torch's own regions, need no casts of ours."""
+        needless = self._parameters() or self.dtype == "float32" or self.casts_left_to is not None
+        ops, casts = (None if needless and not counts else counts for counts in (self.ops, self.casts))
+        return [
+            *([] if ops is None else [f"ops {_listed(ops)}"]),
+            *([] if casts is None else [f"casts {_listed(casts, 'to ')}"]),
+        ]
+
+    def _without_casts(self) -> list[str]:
+        """Return why there were no casts; empty where there were some, or may have been."""
+        if self.dtype is None:
+            why = ""
+            if self.opt_level in ("O2", "O3") and self.exit_code == 0:
+                why = ": that level casts what a program gives to amp.initialize(), which was not called; use O1"
+        elif self.waited_for is not None:
+            met = "not entered" if self.waited_for == AUTOCAST else "not called"
+            why = f": the program's source calls {self.waited_for}(), which was {met}, and no optimizer stepped"
+        else:
+            return []
+        return [f"no casts ({self.opt_level}){why}", f"{self.seconds:.1f} s"]
+
+    def _casts(self) -> list[str]:
+        """Return who casts, and to what."""
+        who = []
+        if self.children:
+            who.append(f"{self.children} child process{'es' if self.children > 1 else ''} included")
+        if self.ranks is not None and self.ranks > 1:
+            who.append(f"rank {self.rank} of {self.ranks} alone")
+        if self.casts_left_to is None:
+            level = f"{self.opt_level}, set up by the program" if self.by_program else self.opt_level
+            return [f"{self.dtype} on {self.device_type} ({level})", *who]
+        if self.casts_left_to == AUTOCAST:
+            dtypes = " and ".join(self.own_dtypes) or "float32"
+            off = "" if self.own_dtypes else ", which is not enabled"
+            return [f"{dtypes} on {self.device_type} by the program's own {AUTOCAST}{off}", *who]
+        return [f"casts left to the program, which has {self.casts_left_to}", *who]
+
+    def _parameters(self) -> list[str]:
+        """Return what became of the models' parameters, where some are in half precision."""
+        found = self.parameters or {}
+        if not any(dtype in ("float16", "bfloat16") for dtype in found):
+            return []
+        masters = ", with fp32 masters" if self.masters else ", without masters"
+        return [f"parameters {_listed(found)}{masters}"]
+
+    def _scaling(self) -> list[str]:
+        """Return what became of the losses' scale, and of the steps."""
+        left = [] if self.scaling_left_to is None else [f"loss scaling left to the program's {self.scaling_left_to}"]
+        skips = f"{self.skipped} of {self.steps} steps skipped"
+        if self.loss_scale is not None:
+            return [*left, f"loss scale {self.loss_scale:g}", skips]
+        if left:
+            return [*left, f"{self.steps} steps"]
+        return ["losses are not scaled, as no optimizer was seen"]
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain JSON values by the attributes' names."""
@@ -92,3 +177,24 @@ class Report:
 
 def _listed(counts: Mapping[str, int], before: str = "") -> str:
     return ", ".join(f"{count:,} {before}{name}" for name, count in counts.items()) or "0"
+
+
+def _sum(several: Iterable[Mapping[str, int] | None]) -> dict[str, int] | None:
+    """Add up numbers by name; None where there are none at all."""
+    total: dict[str, int] | None = None
+    for counts in several:
+        if counts is not None:
+            total = total or {}
+            for name, count in counts.items():
+                total[name] = total.get(name, 0) + count
+    return total
+
+
+def _sums(several: Iterable[Mapping[str, Mapping[str, int]] | None]) -> dict[str, dict[str, int]] | None:
+    total: dict[str, dict[str, int]] | None = None
+    for functions in several:
+        if functions is not None:
+            total = total or {}
+            for name, counts in functions.items():
+                total[name] = _sum([total.get(name), counts]) or {}
+    return total

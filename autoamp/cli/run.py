@@ -6,10 +6,13 @@ import argparse
 import atexit
 import dataclasses
 import os
+import signal
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from autoamp.cli.children import Children, Teller, parents_folder
 from autoamp.cli.launch import Program, prepared, take_path
 from autoamp.cli.options import DTYPES, Options
 from autoamp.cli.output import say
@@ -22,6 +25,9 @@ from autoamp.levels import LEVELS
 
 __all__ = ["add_run", "prepared_run", "set_up_child"]
 
+TERM = signal.SIGTERM
+# Seconds for the summary and the report of a process that is told to end.
+_LAST_WORDS = 10.0
 
 _RUN_HELP = """\
 Runs a program unmodified, in mixed precision. Torch is patched by the cast lists before the program's first import.
@@ -112,15 +118,16 @@ def prepared_run(chosen: argparse.Namespace, argv: Sequence[str]) -> Callable[[]
     take_path(program)
     first = os.environ.get("RANK", "0") == "0"
     judged = chosen.fail_on is not None
-    run = set_up(
-        options, count=first and (path is not None or not chosen.quiet), record=judged or (first and path is not None)
-    )
+    speaks, parent = first and not chosen.quiet, parents_folder()
+    counts = (first and path is not None) or speaks or parent is not None
+    run = set_up(options, count=counts, record=judged or (first and path is not None))
     run_program = prepared(program, options.as_dict())
     if run.real_apex is not None and first:
         say(f"a real apex is installed ({run.real_apex}) and takes the imports; --shadow-apex hides it")
-    end = _End(run, chosen, path if first else None, quiet=chosen.quiet or not first)
+    end = _End(run, chosen, path if first else None, parent, counts=counts, quiet=not speaks)
     # Python runs this after the traceback and after the program's own exit functions.
     atexit.register(end.tell)
+    end.tell_if_terminated()
 
     def run_and_note() -> None:
         try:
@@ -140,13 +147,31 @@ def prepared_run(chosen: argparse.Namespace, argv: Sequence[str]) -> Callable[[]
 
 def set_up_child(options: Mapping[str, Any]) -> None:
     """Set up a process that a program under `autoamp run` started, as the program's own was."""
-    set_up(Options.of(options))
+    folder = parents_folder()
+    run = set_up(Options.of(options), count=folder is not None)
+    if folder is not None:
+        Teller(folder, lambda: run.report([], 0)).tell_at_end()
+        _tell_from_forks(run, folder)
+
+
+def _tell_from_forks(run: Run, folder: Path) -> None:
+    """Let each fork of this process tell of what it did itself."""
+    if not hasattr(os, "register_at_fork"):
+        return
+
+    def forked() -> None:
+        run.begin_anew()
+        Teller(folder, lambda: run.report([], 0)).tell_at_end()
+
+    os.register_at_fork(after_in_child=forked)
 
 
 class _End:
     """Writes the summary and the report when the program has ended, in the process that began it."""
 
-    def __init__(self, run: Run, chosen: argparse.Namespace, path: Path | None, *, quiet: bool) -> None:
+    def __init__(
+        self, run: Run, chosen: argparse.Namespace, path: Path | None, parent: Path | None, *, counts: bool, quiet: bool
+    ) -> None:
         self.exit_code = 0
         self._run = run
         self._program = [chosen.program, *chosen.args]
@@ -154,7 +179,11 @@ class _End:
         self._document: dict[str, Any] | None = None
         self._path = path
         self._quiet = quiet
+        self._parent = parent
         self._process = os.getpid()
+        self._children = Children() if counts else None
+        if self._children is not None:
+            _tell_from_forks(run, self._children.folder)
 
     def program_ended(self) -> None:
         """Record no more."""
@@ -171,12 +200,22 @@ class _End:
             say("\n  ".join([f"--fail-on {self._fail_on}:", *found]))
             raise SystemExit(FAILED)
 
-    def tell(self) -> None:
-        """Write the summary and the report."""
+    def tell(self, *, wait: bool = True) -> None:
+        """Write the summary and the report.
+
+        Args:
+            wait: Whether to wait for children that multiprocessing has not joined yet.
+        """
         # Forks inherit exit functions.
         if os.getpid() != self._process:
             return
+        if self._children is not None and wait:
+            self._children.wait()
         report = self._run.report(self._program, self.exit_code)
+        if self._children is not None:
+            report = report.with_children(self._children.reports())
+        if self._parent is not None:
+            Teller(self._parent, lambda: report).tell()
         if not self._quiet:
             say(report.summary())
         if self._path is not None:
@@ -192,6 +231,41 @@ class _End:
             say("there is no report: the program was not run to its end, or nothing was cast")
         else:
             write_report(path, [report.as_dict()])
+
+    def tell_if_terminated(self) -> None:
+        """Write both also where SIGTERM ends this process, which then dies of that signal as it would have.
+
+        A program that handles the signal itself replaces this. Forks die of it at once.
+        """
+        if threading.current_thread() is not threading.main_thread() or signal.getsignal(TERM) is not signal.SIG_DFL:
+            return
+
+        def terminated(number: int, frame: object) -> None:
+            # Last words by a thread of their own: the main thread may hold a lock that they need.
+            last_words = threading.Thread(target=self._last_words, args=(number,), daemon=True)
+            last_words.start()
+            last_words.join(_LAST_WORDS)
+            _die_of(number)
+
+        signal.signal(TERM, terminated)
+        if hasattr(os, "register_at_fork"):
+            # Only where it is ours still.
+            os.register_at_fork(after_in_child=lambda: _let_die(terminated))
+
+    def _last_words(self, number: int) -> None:
+        self.exit_code = 128 + number
+        self.program_ended()
+        self.tell(wait=False)
+
+
+def _die_of(number: int) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def _let_die(handler: Any) -> None:
+    if signal.getsignal(TERM) is handler:
+        signal.signal(TERM, signal.SIG_DFL)
 
 
 def _exit_code(error: BaseException) -> int:

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from autoamp import runtime
 from autoamp.cli.options import DTYPES, Options, loss_scale_of
 from autoamp.cli.report import Report
-from autoamp.cli.sources import setup_call
+from autoamp.cli.sources import Sources
 from autoamp.compat import install_as_apex, real_apex
 from autoamp.diagnostics import Counts, sum_of
 from autoamp.errors import UsageError
 from autoamp.levels import LEVELS
-from autoamp.modules import ModuleCasts
+from autoamp.modules import AUTOCAST, ModuleCasts
 from autoamp.runtime import Handle, runtime_of
-from autoamp.tensors import default_device_type, half_dtype_with_units
+from autoamp.tensors import HALF_DTYPES, default_device_type, half_dtype_with_units
 
 __all__ = ["Run", "set_up"]
 
@@ -130,10 +132,13 @@ class Run:
         self._began = time.perf_counter()
         self._counts: list[Counts] = []
         self._forget: Callable[[], None] = lambda: None
+        # Steps and skips that are not this process's: those of the parent before it forked.
+        self._inherited = (0, 0)
+        self._parameters: dict[str, int] | None = None
+        self._ranks = _ranks()
         self._scaling = None if handle is None else handle.auto_scale()
-        casts = None if handle is None else runtime_of(handle).casts
-        if isinstance(casts, ModuleCasts):
-            casts.wait_for(setup_call)
+        if handle is not None and isinstance(casts := runtime_of(handle).casts, ModuleCasts):
+            casts.wait_for(Sources(handle.settings.device_type).setup_call)
         if count:
             if handle is not None:
                 self._count(handle)
@@ -161,6 +166,26 @@ class Run:
         # A handle that was suspended, in favour of a region's, goes on with its own.
         if counts not in self._counts:
             self._counts.append(counts)
+        self._note_parameters(handle)
+
+    def begin_anew(self) -> None:
+        """Forget what was counted: in a fork, whose parent has it."""
+        for counts in self._counts:
+            counts.begin_anew()
+        done = self._done()
+        # A fork has no GPU to ask.
+        with contextlib.suppress(RuntimeError):
+            self._inherited = (0, 0) if done is None else (done.steps, done.skipped)
+        self._began = time.perf_counter()
+
+    def _note_parameters(self, handle: Handle) -> None:
+        """Count the parameters of the models that the program gave to `initialize`, while they are there."""
+        models = [model for setup in runtime_of(handle).setups for model in setup.models]
+        if models:
+            found: Counter[str] = Counter()
+            for param in {param for model in models for param in model.parameters()}:
+                found[_name(param.dtype)] += param.numel()
+            self._parameters = dict(sorted(found.items()))
 
     def report(self, program: list[str], exit_code: int) -> Report:
         """Return how it went up to now."""
@@ -170,11 +195,12 @@ class Run:
         counts = sum_of(self._counts) if self._counts else None
         casts = None if now is None else runtime_of(now).casts
         scoped = casts if isinstance(casts, ModuleCasts) else None
+        own = {} if scoped is None else {_name(dtype): count for dtype, count in scoped.own_dtypes.most_common()}
         return Report(
             program=program,
             opt_level=(None if now is None else now.settings.opt_level) or self.options.opt_level,
             device_type=None if now is None else now.settings.device_type,
-            dtype=None if now is None else str(now.settings.dtype).removeprefix("torch."),
+            dtype=self._dtype(now, own),
             ops=None if counts is None else counts.by_dtype(),
             casts=None if counts is None else _by_target(counts.casts),
             functions=None if counts is None else counts.ops,
@@ -184,28 +210,67 @@ class Run:
             by_program=now is not self.handle,
             casts_left_to=None if scoped is None else scoped.left_to,
             waited_for=None if scoped is None else scoped.waits_for,
+            own_dtypes=own,
+            parameters=self._parameters,
+            masters=now is not None and any(setup.masters for setup in runtime_of(now).setups),
+            rank=self._ranks[0],
+            ranks=self._ranks[1],
         )
+
+    def _dtype(self, now: Handle | None, own: Mapping[str, int]) -> str | None:
+        """Return the dtype that the program ran in: its own, where it has its own mixed precision."""
+        if now is None:
+            return None
+        casts = runtime_of(now).casts
+        left_to = casts.left_to if isinstance(casts, ModuleCasts) else None
+        if left_to is not None and (own or left_to == AUTOCAST):
+            return next(iter(own), "float32")
+        setups = runtime_of(now).setups
+        if setups and not any(setup.patches for setup in setups):
+            # O0: nothing is cast, and no parameter is in half precision.
+            halves = [_name(dtype) for dtype in HALF_DTYPES if _name(dtype) in (self._parameters or {})]
+            return halves[0] if halves else "float32"
+        return _name(now.settings.dtype)
+
+    def _done(self) -> _Done | None:
+        now = runtime.current_handle() or self.handle
+        if now is None:
+            return None
+        done, own = runtime_of(now).optimizers, runtime_of(now).optimizers.own
+        return _Done(done.steps, now.skipped_steps) if own is None else _Done(own.steps, own.skipped)
 
     def _steps(self, now: Handle | None) -> dict[str, Any]:
         """Return what a report says of steps and the loss scale."""
         if now is None:
             return {"loss_scale": None, "steps": 0, "skipped": 0}
-        done, left_to = runtime_of(now).optimizers, None if self._scaling is None else self._scaling.standing_aside
-        own = done.own
-        if own is not None:
-            return {
-                "loss_scale": own.loss_scale,
-                "steps": own.steps,
-                "skipped": own.skipped,
-                "scaling_left_to": "FP16_Optimizer",
-            }
-        ours = left_to is None and (done.guarded > 0 or now is not self.handle)
+        left_to = None if self._scaling is None else self._scaling.standing_aside
+        own, done = runtime_of(now).optimizers.own, self._done()
+        before = self._inherited
+        numbers = (0, 0) if done is None else (done.steps - before[0], done.skipped - before[1])
+        ours = left_to is None and (runtime_of(now).optimizers.guarded > 0 or now is not self.handle)
         return {
-            "loss_scale": now.loss_scale if ours else None,
-            "steps": done.steps,
-            "skipped": now.skipped_steps,
-            "scaling_left_to": left_to,
+            "loss_scale": own.loss_scale if own is not None else now.loss_scale if ours else None,
+            "steps": numbers[0],
+            "skipped": numbers[1],
+            "scaling_left_to": left_to if own is None else "FP16_Optimizer",
         }
+
+
+class _Done(NamedTuple):
+    """Steps of optimizers, and how many of these were skips."""
+
+    steps: int
+    skipped: int
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _ranks() -> tuple[int | None, int | None]:
+    """Return which process of how many this is, as torchrun says it; twice None elsewhere."""
+    rank, ranks = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    return (int(rank), int(ranks)) if rank.isdigit() and ranks.isdigit() else (None, None)
 
 
 def _by_target(casts: Mapping[tuple[str, str], int]) -> dict[str, int]:

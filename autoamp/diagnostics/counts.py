@@ -27,8 +27,9 @@ class Counts(Observer):
     """The calls since ``handle.count()``; also a context manager, which stops at its end.
 
     Not counted are functions under no rule, what torch.compile compiles, and calls where casts are off: in
-    ``optimizer.step()``, within a composite function that runs in fp32, in `disable_casts`. The numbers stay after
-    `stop`.
+    ``optimizer.step()``, within a composite function that runs in fp32, in `disable_casts`. In a torch.autocast region
+    of the program calls are counted by the dtype of their result; what torch casts there is not. The numbers stay
+    after `stop`.
 
     Args:
         casts: The state that replacements read; None for numbers that are only added.
@@ -83,11 +84,31 @@ class Counts(Observer):
         if on_stop is not None:
             on_stop(self)
 
-    def before(self, call: Call) -> None:
-        """Count a call."""
+    def before(self, call: Call) -> bool:
+        """Count a call; tell whether it is to be counted by its result."""
         casts = self._casts_of_handle
-        if not call.casting or casts is None or not self.active:
-            return
+        if casts is None or not self.active:
+            return False
+        if casts.autocast_rules():
+            return call.outer is None
+        if call.casting:
+            self._count(call, casts)
+        return False
+
+    def after(self, call: Call, state: Any, result: Any) -> None:
+        """Count a call in an autocast region."""
+        if state:
+            found = next((tensor.dtype for tensor in iter_tensors(result) if tensor.is_floating_point()), None)
+            if found is not None:
+                self.add(call.op.name, found, ())
+
+    def begin_anew(self) -> None:
+        """Forget the numbers: for a fork, whose parent has them. Only the thread that forked is there."""
+        self._lock = threading.Lock()
+        self._ops.clear()
+        self._casts.clear()
+
+    def _count(self, call: Call, casts: Casts) -> None:
         tensors = floating_tensors(call)
         if not tensors:
             return

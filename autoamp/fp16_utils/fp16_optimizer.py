@@ -88,7 +88,7 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
         )
         self._guard.install()
         if runtime is not None:
-            runtime.leave_to("FP16_Optimizer")
+            runtime.leave_to("FP16_Optimizer", {half.dtype for half, _ in self._masters.pairs})
         self._tell_handle(self._guard.skips)
         # Groups and state are the inner optimizer's. This sets up the rest of what Optimizer.__init__ does.
         self.__setstate__({"defaults": getattr(init_optimizer, "defaults", {})})

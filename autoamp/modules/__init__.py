@@ -11,9 +11,10 @@ from autoamp.modules.recompute import (
     build_parallel_apply,
     build_recompute,
 )
-from autoamp.modules.scope import ModuleCasts
+from autoamp.modules.scope import AUTOCAST, ModuleCasts
 
 __all__ = [
+    "AUTOCAST",
     "CallRecorder",
     "CastModels",
     "ForwardDtypes",

@@ -14,7 +14,8 @@ import logging
 import sys
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +27,10 @@ from autoamp.modules.meetings import meeting_builders
 from autoamp.patching import imitate
 from autoamp.tensors import HALF_DTYPES, iter_tensors, map_tensors
 
-__all__ = ["ModuleCasts"]
+__all__ = ["AUTOCAST", "ModuleCasts"]
+
+AUTOCAST = "torch.autocast"
+"""What `ModuleCasts.waits_for` and `ModuleCasts.left_to` call the program's own regions."""
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +50,8 @@ class ModuleCasts(Casts):
         waits_for: The call, as the program's source has it, that must come before anything is cast; None where there is
             none.
         on_left: Called once with ``left_to``, when that is set.
+        own_dtypes: The half dtypes that the program itself computes in, as far as they were seen: those of its models,
+            and those of its enabled autocast regions by how often it entered them.
     """
 
     def __init__(self, dtype: torch.dtype, device_type: str, *, enable_caching: bool = True) -> None:
@@ -53,6 +59,7 @@ class ModuleCasts(Casts):
         self.left_to: str | None = None
         self.waits_for: str | None = None
         self.on_left: Callable[[str], None] = lambda whom: None
+        self.own_dtypes: Counter[torch.dtype] = Counter()
         self._awaited: Callable[[], str | None] | None = None
         self._trains = False
         # By id the modules that were found to have no half parameters. Not a WeakSet, which Dynamo cannot trace.
@@ -64,23 +71,49 @@ class ModuleCasts(Casts):
         That ends with the first step of an optimizer: a program that trains by then will not make the call.
 
         Args:
-            awaited: Returns that call as the source has it, None where there is none. Called once, before the first
-                cast.
+            awaited: Returns that call as the source has it, None where there is none. Asked before each outermost call
+                until it says one or an optimizer steps, as modules may be imported meanwhile: it is to answer at once
+                where none were.
         """
         self._awaited = awaited
 
     def note_step(self) -> None:
         """Take note that an optimizer steps: a program without mixed precision by now will not set it up later."""
         self._trains, self._awaited = True, None
+        self._wait_no_more("trains without it")
+
+    def _wait_no_more(self, why: str) -> None:
         if self.waits_for is not None and self.left_to is None:
-            log.info("the program trains without %s: casts are on from here", self.waits_for)
+            log.info("the program calls %s and %s: casts are on from here", self.waits_for, why)
             self.waits_for = None
             self._turn(None)
 
-    def leave_to(self, whom: str) -> None:
-        """Cast nothing any more: the program itself computes in half precision."""
+    def note_autocast(self, device_type: str, *, enabled: bool) -> None:
+        """Take note that the program enters a region: one where it trains, or that was waited for, rules from now on.
+
+        From then on nothing of the program is cast but by torch within such regions, as under plain Python. A region
+        for an evaluation says nothing of how a program trains that casts were on for already.
+        """
+        if torch.compiler.is_compiling():
+            return
+        if device_type != self.device_type:
+            if self.waits_for == AUTOCAST:
+                self._wait_no_more(f"means {device_type} by it")
+            return
+        if enabled:
+            self.own_dtypes[torch.get_autocast_dtype(device_type)] += 1
+            if self.left_to is not None and self.left_to.endswith("GradScaler"):
+                # What it scales for.
+                self.left_to = AUTOCAST
+        waited = self.waits_for == AUTOCAST or (enabled and self.waits_for is not None)
+        if waited or (enabled and torch.is_grad_enabled()):
+            self.leave_to(AUTOCAST)
+
+    def leave_to(self, whom: str, dtypes: Iterable[torch.dtype] = ()) -> None:
+        """Cast nothing any more: the program itself computes in half precision, in these dtypes if they are known."""
+        self.own_dtypes.update(dtypes)
         if self.left_to is None:
-            self.left_to, self.waits_for = whom, None
+            self.left_to, self.waits_for, self._awaited = whom, None, None
             self._turn(False)
             log.info("the program has %s: casts are left to it", whom)
             self.on_left(whom)
@@ -94,8 +127,8 @@ class ModuleCasts(Casts):
 
     def _has_begun(self) -> bool:
         """Tell whether anything may be cast yet, or a call of the program is waited for."""
-        if self._awaited is not None and not torch.compiler.is_dynamo_compiling():
-            awaited, self._awaited = self._awaited, None
+        awaited = self._awaited
+        if awaited is not None and self.waits_for is None and not torch.compiler.is_dynamo_compiling():
             self.waits_for = awaited()
             if self.waits_for is not None:
                 log.info("the program calls %s: nothing is cast before", self.waits_for)
@@ -115,7 +148,7 @@ class ModuleCasts(Casts):
             key, seen = id(module), self._seen
             seen[key] = weakref.ref(module, lambda _: seen.pop(key, None))
         elif not self._trains:
-            self.leave_to(f"{type(module).__name__} in {str(dtype).removeprefix('torch.')}")
+            self.leave_to(f"{type(module).__name__} in {str(dtype).removeprefix('torch.')}", [dtype])
         # After the first step a half module may be a copy to save or evaluate: only its own calls are not cast.
         return dtype is None
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from autoamp.ops.autocast_regions import DisabledRegions
+from autoamp.ops.autocast_regions import AutocastRegions
 from autoamp.ops.policies import build_replacement
 from autoamp.ops.recurrent import build_check_input
 from autoamp.ops.targets import Expansion, Target, expand, known_ops, locate, owns_its_names, target_at
 
 __all__ = [
-    "DisabledRegions",
+    "AutocastRegions",
     "Expansion",
     "Target",
     "build_check_input",

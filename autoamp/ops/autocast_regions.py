@@ -1,7 +1,8 @@
-"""`torch.autocast(enabled=False)`: a program that asks torch for no casts gets none of ours either.
+"""The program's own torch.autocast regions. `enabled=False`: who asks torch for no casts gets none of ours either.
 
-An enabled region needs nothing: there torch casts, and `Casts.eligible` steps aside. A disabled one leaves no trace to
-ask for, so it is seen on the way in and out. Only those count that the program enters: torch itself enters regions to
+In an enabled region torch casts, and `Casts.eligible` steps aside; the casts are told of it, since a program that has
+such regions may mean the rest to be fp32. A disabled one leaves no trace to ask for, so it is seen on the way in and
+out. Only those count that the program enters: torch itself enters regions to
 restore what it found earlier, in worker threads, in backward and while Dynamo traces.
 """
 
@@ -16,7 +17,7 @@ import torch
 from autoamp.casting import Casts
 from autoamp.patching import imitate
 
-__all__ = ["DisabledRegions"]
+__all__ = ["AutocastRegions"]
 
 # Where torch enters a region in the program's name: as a decorator, and through the classes by device.
 _IN_THE_PROGRAMS_NAME = frozenset({"decorate_autocast", "__enter__"})
@@ -24,20 +25,25 @@ _IN_THE_PROGRAMS_NAME = frozenset({"decorate_autocast", "__enter__"})
 _OURS = __name__.partition(".")[0] + "."
 
 
-class DisabledRegions:
-    """Turns one handle's casts off within the disabled autocast regions of its device type, in their thread."""
+class AutocastRegions:
+    """Turns one handle's casts off within the disabled autocast regions of its device type, in their thread.
+
+    Regions of all kinds are told to `Casts.note_autocast`.
+    """
 
     def __init__(self, casts: Casts) -> None:
         self._casts = casts
 
     def build_enter(self, original: Any) -> Any:
         """Build the replacement of ``torch.autocast.__enter__``."""
-        local, device_type = self._casts.local, self._casts.device_type
+        casts, local = self._casts, self._casts.local
 
         def enter(self: torch.autocast) -> Any:
             entered = original(self)
-            if not self._enabled and self.device == device_type and _is_the_programs(sys._getframe(1)):
-                local.regions = (*local.regions, (self, local.set(False, forced_off=True)))
+            if _is_the_programs(sys._getframe(1)):
+                casts.note_autocast(self.device, enabled=self._enabled)
+                if not self._enabled and self.device == casts.device_type:
+                    local.regions = (*local.regions, (self, local.set(False, forced_off=True)))
             return entered
 
         return imitate(enter, original)

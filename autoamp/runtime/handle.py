@@ -502,7 +502,9 @@ class Handle:
         run = self._runtime
         run.check_active()
         if run.auto_scaling is None or not run.auto_scaling.active:
-            run.auto_scaling = AutoScale(run.optimizers, run.optimizers.loss_scalers.choose(0)).start()
+            scaler = run.optimizers.loss_scalers.choose(0)
+            # Who scales its losses by torch's own means casts by them too.
+            run.auto_scaling = AutoScale(run.optimizers, scaler, on_aside=run.leave_to).start()
             if isinstance(run.casts, ModuleCasts) and run.casts.left_to is not None:
                 run.auto_scaling.stand_aside(run.casts.left_to)
         return run.auto_scaling

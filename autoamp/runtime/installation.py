@@ -27,7 +27,7 @@ from autoamp.modules import (
     build_parallel_apply,
     build_recompute,
 )
-from autoamp.ops import DisabledRegions, Expansion, Target, build_check_input, build_replacement, locate, owns_its_names
+from autoamp.ops import AutocastRegions, Expansion, Target, build_check_input, build_replacement, locate, owns_its_names
 from autoamp.patching import PatchSet, imitate, mark, name_by, original_of
 from autoamp.rules import CastPolicy, CastRule
 from autoamp.stepping import watch_autograd_grad
@@ -169,7 +169,7 @@ class Installation:
 
     def _patch_modules(self) -> None:
         casts, checkpoint = self._casts, torch.utils.checkpoint
-        regions = DisabledRegions(casts)
+        regions = AutocastRegions(casts)
         context = torch_private.CUSTOM_FUNCTION_CONTEXT
         builders: list[tuple[Any, str | None, Callable[[Any], Any]]] = [
             (torch.autocast, "__enter__", regions.build_enter),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -353,10 +353,13 @@ class Runtime:
         self.models.step_halves(optimizer)
         self.optimizers.guard(optimizer, check=False)
 
-    def leave_to(self, whom: str) -> None:
-        """Take note that the program itself computes in half precision: with ``scope="modules"`` casts end for good."""
+    def leave_to(self, whom: str, dtypes: Iterable[torch.dtype] = ()) -> None:
+        """Take note that the program itself computes in half precision, in these dtypes if they are known.
+
+        With ``scope="modules"`` casts end for good.
+        """
         if isinstance(self.casts, ModuleCasts):
-            self.casts.leave_to(whom)
+            self.casts.leave_to(whom, dtypes)
 
     def _leave_scaling_to(self, whom: str) -> None:
         if self.auto_scaling is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 
 from autoamp.cli import command, doctor, lists
 from autoamp.cli.measurements import Measured, Spread
-from tests.launches import Ended, environment, launched, written
+from tests.launches import Ended, environment, launched, plainly, written
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="these programs run in forks")
 
@@ -215,6 +216,107 @@ print(model.bias.grad[0].item() == 2 * scaler.get_scale())
 scaler.step(optimizer)
 scaler.update()
 """,
+    # Its own regions, with fp32 on purpose within the model, and evaluations without.
+    "own_autocast.py": """
+import sys, torch
+from torch import nn
+half = torch.float16 if "fp16" in sys.argv else torch.bfloat16
+seen = []
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 1)
+    def forward(self, x):
+        y = self.a(x)
+        with torch.autocast("cpu", enabled=False):
+            z = self.b(y.float())
+        seen.append((y.dtype, z.dtype))
+        return z
+torch.manual_seed(0)
+model, x = Model(), torch.randn(4, 8)
+scaler = torch.amp.GradScaler("cpu", enabled=half is torch.float16)
+with torch.no_grad():
+    print(model(x).sum().item())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    optimizer.zero_grad()
+    with torch.autocast("cpu", half, enabled="off" not in sys.argv):
+        loss = model(x).square().mean()
+    features = model.a(x)
+    loss = loss + (features @ features.t()).mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    print(loss.item(), features.dtype)
+with torch.no_grad():
+    print(model(x).sum().item(), seen)
+""",
+    # A library's regions are seen when they are entered, as its source is not read.
+    "by_library.py": NOTES
+    + """
+import os
+os.makedirs("site-packages", exist_ok=True)
+text = "import torch\\ndef region():\\n    return torch.autocast('cpu', torch.float16)\\n"
+open("site-packages/some_library.py", "w").write(text)
+sys.path.append(os.path.abspath("site-packages"))
+import some_library
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    with some_library.region():
+        loss = model(torch.ones(2, 4)).sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model(torch.ones(2, 4))
+print(*seen)
+""",
+    # What trains is cast though an evaluation is the program's own.
+    "evaluates.py": NOTES
+    + """
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    with torch.no_grad(), torch.autocast("cpu", torch.float16):
+        model(torch.ones(2, 4))
+print(*seen)
+""",
+    "children.py": """
+import os, sys, torch
+import torch.multiprocessing as mp
+def work(steps):
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+if __name__ == "__main__":
+    how = sys.argv[1]
+    if how == "os":
+        work(1)
+        if not os.fork():
+            work(2)
+            sys.exit()
+        os.wait()
+    elif how == "loader":
+        torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1.0)
+        list(torch.utils.data.DataLoader([torch.ones(1)] * 4, num_workers=2))
+        work(3)
+    else:
+        # Python waits for them at the end.
+        for steps in (1, 2):
+            mp.get_context(how).Process(target=work, args=(steps,)).start()
+""",
+    "ranks.py": """
+import torch
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(2, 8)).sum().backward()
+optimizer.step()
+""",
+    "waits.py": TRAIN + "import time\nprint('ready', flush=True)\ntime.sleep(60)\n",
     "late.py": "from torch import matmul\nTABLE = {'f': matmul}\ndef g(op=matmul):\n    return op\n",
     "real/apex/__init__.py": "print('the real one')\n",
     "imports_apex.py": "import apex\n",
@@ -236,6 +338,11 @@ RUNS = {
     "no apex": [*RUN, "--quiet", "--no-apex", "no_apex.py"],
     "apex": [*RUN, "--quiet", "no_apex.py"],
     "autocast": [*RUN, "--dtype", "bf16", "autocast.py"],
+    "own fp16": [*RUN, "--report", "own.json", "own_autocast.py", "fp16"],
+    "own bf16": [*RUN, "--dtype", "fp16", "own_autocast.py", "bf16"],
+    "own off": [*RUN, "own_autocast.py", "bf16", "off"],
+    "by library": [*RUN, "by_library.py"],
+    "evaluates": [*RUN, "evaluates.py"],
     "bad scale": [*RUN, "--loss-scale", "much", "plain.py"],
     "bad lists": [*RUN, "--lists", "no_such_set", "plain.py"],
     "bad device": ["run", "--device-type", "toaster", "plain.py"],
@@ -266,6 +373,7 @@ PROGRAMS = {
     **{f"sets up {dtype}": [*RUN, "--dtype", dtype, "sets_up.py", "--amp"] for dtype in ("fp16", "bf16")},
     "sets up never": [*RUN, "--report", "waits.json", "sets_up.py", "--evaluate"],
     "spawns": [*RUN, "--quiet", "spawns.py"],
+    **{f"children {how}": [*RUN, "children.py", how] for how in ("os", "loader", "spawn", "fork", "forkserver")},
 }
 
 
@@ -291,19 +399,25 @@ def programs(folder: Path) -> dict[str, Ended]:
     return launched(folder, PROGRAMS)
 
 
-def test_plain_program_is_cast_scaled_and_summed_up_in_one_line(ended: dict[str, Ended]) -> None:
+def one_line(one: Ended) -> str:
+    """Return what a program said on standard error, with lines joined."""
+    return " ".join(one.err.split())
+
+
+def test_plain_program_is_cast_scaled_and_summed_up_in_few_words(ended: dict[str, Ended]) -> None:
     assert ended["plain"].code == 0
     # Gradients are true ones: a sixteenth of the sum over two samples of ones.
     # What leaves a model is fp32; what was cast is counted.
     assert ended["plain"].out == "torch.float32 (0.125, 0.125)\n"
     assert ended["fp16"].out == "torch.float32 (0.125, 0.125)\n"
-    assert "ops 4 bfloat16; casts 12 to bfloat16;" in ended["plain"].err
-    assert "ops 4 float16, 4 float32; casts 12 to float16;" in ended["fp16"].err
+    assert "ops 4 bfloat16; casts 12 to bfloat16;" in one_line(ended["plain"])
+    assert "ops 4 float16, 4 float32; casts 12 to float16;" in one_line(ended["fp16"])
     for name in ("plain", "fp16"):
-        assert ended[name].err.count("\n") == 1
+        assert ended[name].err.count("autoamp: ") == 1
+        assert all(len(line) <= 80 for line in ended[name].err.splitlines())
     assert ended["plain"].err.startswith("autoamp: bfloat16 on cpu (O1); ")
     assert ended["fp16"].err.startswith("autoamp: float16 on cpu (O1); ")
-    assert "loss scale 1024;" in ended["fp16"].err
+    assert "loss scale 1024;" in one_line(ended["fp16"])
 
 
 def test_skips_are_explained_on_standard_error(ended: dict[str, Ended]) -> None:
@@ -340,7 +454,7 @@ def test_summary_comes_last_however_the_program_ends(
     name: str, code: int, folder: Path, ended: dict[str, Ended]
 ) -> None:
     assert ended[name].code == code
-    assert ended[name].err.splitlines()[-1].startswith("autoamp: bfloat16 on cpu")
+    assert ended[name].err.rpartition("\nautoamp: ")[2].startswith("bfloat16 on cpu (O1); ")
     assert ended[name].err.count("autoamp: ") == 1
     assert json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))["exit_code"] == code
 
@@ -358,13 +472,16 @@ def test_o0_casts_nothing(ended: dict[str, Ended]) -> None:
 def test_o2_is_the_level_of_an_initialize_that_names_none(ended: dict[str, Ended]) -> None:
     assert ended["O2"].code == 0, ended["O2"].err
     assert ended["O2"].out == "torch.float16 torch.float32\n"
-    assert ended["O2"].err.startswith("autoamp: float16 on cpu (O2, set up by the program); ")
+    assert one_line(ended["O2"]).startswith(
+        "autoamp: float16 on cpu (O2, set up by the program); parameters 72 float16, 16 float32, with fp32 masters; "
+        "loss scale 65536; 0 of 1 steps skipped; "
+    )
 
 
 def test_o2_without_initialize_casts_nothing_and_says_so(ended: dict[str, Ended]) -> None:
     assert ended["O2 plain"].out == "torch.float32 (0.125, 0.125)\n"
-    assert "amp.initialize()" in ended["O2 plain"].err
-    assert "O1" in ended["O2 plain"].err
+    assert "amp.initialize()" in one_line(ended["O2 plain"])
+    assert "O1" in one_line(ended["O2 plain"])
 
 
 def test_o2_without_the_alias_is_refused(ended: dict[str, Ended]) -> None:
@@ -379,6 +496,39 @@ def test_alias_is_there_unless_unwanted(ended: dict[str, Ended]) -> None:
 
 def test_program_that_scales_by_itself_is_left_to(ended: dict[str, Ended]) -> None:
     assert (ended["autocast"].code, ended["autocast"].out) == (0, "True\n")
+
+
+def test_the_programs_own_regions_rule_and_the_rest_is_fp32(folder: Path, ended: dict[str, Ended]) -> None:
+    for name in ("fp16", "bf16"):
+        # Bit for bit.
+        one, plain = ended[f"own {name}"], plainly(folder, "own_autocast.py", name)
+        assert (one.code, one.out) == (0, plain.out), one.err
+    said = one_line(ended["own fp16"])
+    assert "autoamp: float16 on cpu by the program's own torch.autocast; ops 3 float16, 3 float32;" in said
+    assert "left to the program's torch.amp.GradScaler; 3 steps;" in said
+    assert one_line(ended["own bf16"]).startswith("autoamp: bfloat16 on cpu by the program's own torch.autocast; ops ")
+    report = json.loads((folder / "own.json").read_text(encoding="utf-8"))
+    assert (report["dtype"], report["casts_left_to"], report["own_dtypes"]) == (
+        "float16",
+        "torch.autocast",
+        {"float16": 3},
+    )
+
+
+def test_a_region_that_the_program_switches_off_is_its_own_too(folder: Path, ended: dict[str, Ended]) -> None:
+    assert ended["own off"].out == plainly(folder, "own_autocast.py", "bf16", "off").out
+    assert "float32 on cpu by the program's own torch.autocast, which is not enabled;" in one_line(ended["own off"])
+
+
+def test_regions_of_libraries_rule_from_the_first_that_trains(ended: dict[str, Ended]) -> None:
+    assert (ended["by library"].code, ended["by library"].out) == (0, "float16 float32 float16 float32\n")
+    assert "autoamp: float16 on cpu by the program's own torch.autocast;" in one_line(ended["by library"])
+
+
+def test_a_region_for_evaluation_leaves_training_cast(ended: dict[str, Ended]) -> None:
+    # The first step is awaited: until then the region of the source might be entered.
+    assert ended["evaluates"].out == "float32 float16 bfloat16 float16\n", ended["evaluates"].err
+    assert "autoamp: bfloat16 on cpu (O1);" in one_line(ended["evaluates"])
 
 
 HALVES = pytest.mark.parametrize(("dtype", "name"), [("fp16", "float16"), ("bf16", "bfloat16")])
@@ -399,12 +549,12 @@ def test_nothing_is_cast_before_amp_initialize(dtype: str, name: str, programs: 
     assert programs[f"sets up {dtype}"].out == f"float32 {name} {name}\n"
     # Without the flag the first step tells that the call is not to come.
     assert programs[f"sets_up {dtype}"].out == f"float32 float32 {name}\n"
-    assert f"autoamp: {name} on cpu (O1); ops " in programs[f"sets_up {dtype}"].err
+    assert f"autoamp: {name} on cpu (O1); ops " in one_line(programs[f"sets_up {dtype}"])
 
 
 def test_who_waits_to_the_end_is_told_so(folder: Path, programs: dict[str, Ended]) -> None:
     assert programs["sets up never"].out == "float32 float32 float32\n"
-    assert "the program's source calls amp.initialize(), which was not called" in programs["sets up never"].err
+    assert "the program's source calls amp.initialize(), which was not called" in one_line(programs["sets up never"])
     assert json.loads((folder / "waits.json").read_text(encoding="utf-8"))["waited_for"] == "amp.initialize"
 
 
@@ -412,27 +562,57 @@ def test_who_waits_to_the_end_is_told_so(folder: Path, programs: dict[str, Ended
 def test_programs_of_half_models_run_as_they_are(dtype: str, programs: dict[str, Ended]) -> None:
     one = programs[f"fp16_optimizer {dtype}"]
     assert (one.code, one.out) == (0, "float16 float16 float16 torch.float32\n"), one.err
-    assert "which has FP16_Optimizer;" in one.err
-    assert "FP16_Optimizer: loss scale 128; 0 of 3 steps skipped;" in one.err
+    assert "which has FP16_Optimizer;" in one_line(one)
+    assert "FP16_Optimizer; loss scale 128; 0 of 3 steps skipped;" in one_line(one)
     by_hand = programs[f"half_by_hand {dtype}"]
     # Not scaled behind the program's back: 64 times the sum over two samples of ones.
     assert (by_hand.code, by_hand.out) == (0, "float16 float16 float16 128.0\n"), by_hand.err
-    assert "casts left to the program, which has Model in float16;" in by_hand.err
-    assert "loss scaling left to the program's Model in float16;" in by_hand.err
+    assert "casts left to the program, which has Model in float16;" in one_line(by_hand)
+    assert "loss scaling left to the program's Model in float16;" in one_line(by_hand)
 
 
 @HALVES
 def test_steps_by_hand_are_said_to_be_unscaled(dtype: str, name: str, programs: dict[str, Ended]) -> None:
     one = programs[f"by_hand {dtype}"]
     assert (one.code, one.out) == (0, f"{name} {name} {name} 2.0\n"), one.err
-    assert "losses are not scaled, as no optimizer was seen;" in one.err
-    assert "steps skipped" not in one.err
+    assert "losses are not scaled, as no optimizer was seen;" in one_line(one)
+    assert "steps skipped" not in one_line(one)
 
 
 def test_spawned_children_cast_by_module_too(programs: dict[str, Ended]) -> None:
     assert (programs["spawns"].code, programs["spawns"].out) == (0, "torch.float32 ['bfloat16']\n"), programs[
         "spawns"
     ].err
+
+
+@pytest.mark.parametrize("how", ["os", "spawn", "fork", "forkserver"])
+def test_what_children_do_is_counted(how: str, programs: dict[str, Ended]) -> None:
+    one, children = programs[f"children {how}"], "1 child process" if how == "os" else "2 child processes"
+    assert (one.code, one.out) == (0, "")
+    assert f"autoamp: bfloat16 on cpu (O1); {children} included; ops 3 bfloat16; casts 9 to bfloat16;" in one_line(one)
+    assert "0 of 3 steps skipped" in one_line(one)
+    assert one.err.count("autoamp: ") == 1
+
+
+def test_workers_of_a_data_loader_are_no_children_that_count(programs: dict[str, Ended]) -> None:
+    assert "autoamp: bfloat16 on cpu (O1); ops 3 bfloat16;" in one_line(programs["children loader"])
+
+
+def test_what_sigterm_ends_has_its_summary_and_report(folder: Path) -> None:
+    command = [sys.executable, "-m", "autoamp", *RUN, "--report", "ended.json", "waits.py"]
+    with subprocess.Popen(
+        command, cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        while child.stdout.readline() != "ready\n":
+            assert child.poll() is None
+        child.terminate()
+        err = child.communicate(timeout=60)[1]
+    # Of the signal itself, as under plain Python.
+    assert child.returncode == -signal.SIGTERM
+    assert "autoamp: bfloat16 on cpu (O1); ops 4 bfloat16;" in " ".join(err.split())
+    report = json.loads((folder / "ended.json").read_text(encoding="utf-8"))
+    assert (report["exit_code"], report["steps"]) == (143, 4)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_wrong_options_change_nothing(options: Options, error: type[Exception]) 
 @pytest.fixture
 def plain_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the program be none that sets mixed precision up, as this file would be."""
-    monkeypatch.setattr(session, "setup_call", lambda: None)
+    monkeypatch.setattr(session.Sources, "setup_call", lambda self: None)
 
 
 @pytest.mark.usefixtures("plain_program")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from autoamp.cli.sources import setup_call, setup_call_of
+from autoamp.cli.sources import Sources, setup_call_of
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,34 @@ from autoamp.cli.sources import setup_call, setup_call_of
     ],
 )
 def test_setup_calls_are_found(source: str, call: str | None) -> None:
-    assert setup_call_of(source) == call
+    assert setup_call_of(source, "cpu") == call
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import torch\nwith torch.autocast('cpu', torch.float16):\n    pass", True),
+        ("with torch.autocast(device_type='cpu'):\n    pass", True),
+        ("with torch.autocast(device, enabled=use_amp):\n    pass", True),
+        ("from torch import autocast\n@autocast('cpu')\ndef f(x):\n    pass", True),
+        ("from torch.amp import autocast as mixed\nwith mixed('cpu:0'):\n    pass", True),
+        ("with torch.cpu.amp.autocast():\n    pass", True),
+        ("with accelerator.autocast():\n    pass", True),
+        ("from helpers import autocast\nwith autocast():\n    pass", True),
+        # Of another device, or off.
+        ("with torch.autocast('cuda', torch.float16):\n    pass", False),
+        ("with torch.cuda.amp.autocast():\n    pass", False),
+        ("from torch.cuda.amp import autocast, GradScaler\nwith autocast():\n    pass", False),
+        ("from torch.cuda import amp\nwith amp.autocast():\n    pass", False),
+        ("import torch.cuda.amp as amp\nwith amp.autocast():\n    pass", False),
+        ("with torch.autocast('cpu', enabled=False):\n    pass", False),
+        ("with torch.cpu.amp.autocast(False):\n    pass", False),
+        ("# with torch.autocast('cpu'):", False),
+        ("autocast = torch.autocast", False),
+    ],
+)
+def test_regions_are_found_that_may_be_enabled_on_the_device(source: str, found: bool) -> None:
+    assert setup_call_of(source, "cpu") == ("torch.autocast" if found else None)
 
 
 CALLS = "import sys\ndef f(model):\n    from apex import amp\n    amp.initialize(model)\n"
@@ -56,14 +83,14 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_modules_of_the_program_are_read_and_installed_ones_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, call: str | None
 ) -> None:
-    assert setup_call() is None
+    assert Sources("cpu").setup_call() is None
     place = tmp_path / folder
     place.mkdir(parents=True, exist_ok=True)
     (place / "one_of_the_program.py").write_text(CALLS, encoding="utf-8")
     monkeypatch.syspath_prepend(str(place))
     importlib.import_module("one_of_the_program")
     try:
-        assert setup_call() == call
+        assert Sources("cpu").setup_call() == call
     finally:
         del sys.modules["one_of_the_program"]
 
@@ -75,6 +102,21 @@ def test_modules_in_archives_are_read(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.syspath_prepend(str(tmp_path / "all.zip"))
     importlib.import_module("one_in_an_archive")
     try:
-        assert setup_call() == "amp.initialize"
+        assert Sources("cpu").setup_call() == "amp.initialize"
     finally:
         del sys.modules["one_in_an_archive"]
+
+
+@pytest.mark.usefixtures("alone")
+def test_modules_that_are_imported_later_are_read_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sources = Sources("cpu")
+    assert sources.setup_call() is None
+    (tmp_path / "one_that_comes_late.py").write_text("import torch\nREGION = torch.autocast('cpu')\n", encoding="utf-8")
+    importlib.import_module("one_that_comes_late")
+    try:
+        assert sources.setup_call() == "torch.autocast"
+        # Each is read once.
+        assert sources.setup_call() is None
+    finally:
+        del sys.modules["one_that_comes_late"]
