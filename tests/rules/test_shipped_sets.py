@@ -269,7 +269,7 @@ def test_every_entry_of_a_shipped_set_has_its_reason(name: str) -> None:
     entries = re.findall(r'^    "([\w.]+)",(?:  # (.+))?$', text, re.MULTILINE)
     assert entries
     assert [entry for entry, reason in entries if not reason] == []
-    listed = set().union(*header_lists().values())
+    listed = set().union(*header_lists().values(), dispatcher_list("AutocastCUDA"))
     from_torch = {entry for entry, reason in entries if reason.startswith("torch: ")}
     assert from_torch <= {python_name(op) for op in listed}
     assert bool(from_torch) is (name == "default")
