@@ -1,6 +1,8 @@
 """Exceptions, and warnings that point at the user's line.
 
-Each exception is an `AutoampError`, and also of the built-in kind that callers expect.
+Each exception here is an `AutoampError`, and also of the built-in kind that callers expect. What Python or torch raise
+for such a call is raised as they do it: TypeError for an argument of a wrong kind to a decorator, ValueError where Apex
+or torch raise that, ImportError and AttributeError for a name of Apex that is not provided.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ __all__ = [
 
 
 class AutoampError(Exception):
-    """The base of every exception that autoamp raises."""
+    """The base of autoamp's own exceptions. Plain TypeErrors and the like are raised where torch raises them."""
 
 
 class ListFileError(AutoampError, ValueError):

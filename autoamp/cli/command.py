@@ -15,13 +15,13 @@ from autoamp.cli.run import add_run, prepared_run
 from autoamp.cli.tune import add_tune
 from autoamp.errors import AutoampError
 
-__all__ = ["main"]
+__all__ = ["main", "parser"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code; what a program raises goes on."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    chosen = _parser().parse_args(argv)
+    chosen = parser().parse_args(argv)
     try:
         if chosen.command == "run":
             program = prepared_run(chosen, argv)
@@ -36,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line, from which the documentation has the options."""
     parser = argparse.ArgumentParser(prog="autoamp", description="Mixed precision for PyTorch programs.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     add_run(commands)

@@ -8,14 +8,11 @@ import os
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-
-from autoamp.rules.loader import load_table
 
 ROOT = Path(__file__).resolve().parents[2]
 DIGITS = ROOT / "examples" / "digits.py"
@@ -225,9 +222,3 @@ def test_code_of_the_readme_runs(tmp_path: Path) -> None:
     done = run(str(script))
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["65536.0", "0"]
-
-
-@pytest.mark.parametrize("page", ["README.md", "docs/lists.md"])
-def test_lists_of_the_documentation_are_valid(page: str, tmp_path: Path) -> None:
-    tables = [load_table(tomllib.loads(block), start=tmp_path, environ={}) for block in blocks(ROOT / page, "toml")]
-    assert tables[0].policy_of("mypkg.losses.focal_loss") is not None

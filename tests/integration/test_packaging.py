@@ -181,7 +181,7 @@ def test_constraints_are_exact_and_cover_what_is_required() -> None:
 
 def test_ci_runs_the_test_command_of_the_readme() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    commands = [line.strip() for line in readme.splitlines() if line.startswith("    python3 -m venv")]
+    commands = [line for line in readme.splitlines() if line.startswith("python3 -m venv")]
     assert len(commands) == 2
     prepare, _, install_and_test = commands[1].partition(" && . .venv/bin/activate && ")
     assert prepare == "python3 -m venv .venv"

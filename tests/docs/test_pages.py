@@ -1,0 +1,104 @@
+"""What the pages of the documentation say of the code is there: names, messages, lists, blocks that are run."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from autoamp.rules import load_table
+from tests.docs.pages import BLOCKS, LANGUAGES, PAGES, ROOT, prose_of, text_of
+
+# Packages that users import from. All others are told in the reference not to be public.
+PUBLIC = ("autoamp", "compat", "compat.fastai1", "diagnostics", "fp16_utils", "normalization", "optimizers", "parallel")
+REFERENCE = tuple(page for page in PAGES if page.startswith("docs/reference/"))
+
+
+def qualified(package: str) -> str:
+    return package if package == "autoamp" else f"autoamp.{package}"
+
+
+def documented() -> set[str]:
+    """The names that have a place in the reference."""
+    return {name for page in REFERENCE for name in re.findall(r"^::: (\S+)$", text_of(page), re.MULTILINE)}
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_every_public_name_has_its_place_in_the_reference(package: str) -> None:
+    module = importlib.import_module(qualified(package))
+    missing = {name for name in module.__all__ if f"{qualified(package)}.{name}" not in documented()}
+    # Said on the page of the package that it comes from.
+    if package == "autoamp":
+        missing -= {"FP16_Optimizer"}
+    assert missing == set()
+
+
+def test_the_reference_has_no_name_that_is_not_there() -> None:
+    for name in documented():
+        module, _, attribute = name.rpartition(".")
+        assert getattr(importlib.import_module(module), attribute).__doc__, name
+
+
+def test_each_package_is_public_or_told_not_to_be() -> None:
+    folders = {path.parent.name for path in (ROOT / "autoamp").glob("*/__init__.py")}
+    files = {path.stem for path in (ROOT / "autoamp").glob("[a-z]*.py")}
+    index = text_of("docs/reference/index.md")
+    told = set(re.findall(r"`(\w+)`", index[index.index("Not public are") :]))
+    assert told == (folders | files) - set(PUBLIC) - {"errors"}
+
+
+@pytest.mark.parametrize("kind", ["Handle", "NoOpHandle", "BaseHandle"])
+def test_every_public_method_of_a_handle_has_a_docstring(kind: str) -> None:
+    # mkdocstrings shows all of them under the class.
+    found = getattr(importlib.import_module("autoamp"), kind)
+    for name, value in vars(found).items():
+        if not name.startswith("_") and (callable(value) or isinstance(value, property)):
+            assert value.__doc__, f"{kind}.{name}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_blocks_are_run_or_say_why_not(page: str) -> None:
+    for block in BLOCKS:
+        if block.page == page:
+            assert block.language in LANGUAGES, f"{block}: name a language, one of {', '.join(LANGUAGES)}"
+            assert "not run here:" not in block.code or block.left_out, f"{block}: it goes into the first line"
+    # Code that is indented, and not fenced, would escape.
+    for paragraph in re.split(r"\n\s*\n", prose_of(page)):
+        assert not re.match(r"\n*( {4,}|\t)\S", paragraph), f"{page}: use a fence: {paragraph}"
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "toml"], ids=str)
+def test_lists_are_valid(block: object, tmp_path: Path) -> None:
+    load_table(tomllib.loads(block.code), start=tmp_path, environ={})
+
+
+def messages() -> list[str]:
+    """Every text in the package's code, with ``...`` in place of what is put in."""
+    found = []
+    for path in (ROOT / "autoamp").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = (str(one.value) if isinstance(one, ast.Constant) else "..." for one in node.values)
+                found.append("".join(parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(re.sub(r"%[a-z.0-9]*[sdgr]", "...", node.value))
+    return found
+
+
+def test_quoted_messages_are_those_of_the_code() -> None:
+    page = text_of("docs/troubleshooting.md")
+    by_message = page[page.index("## By message\n") : page.index("## By symptom\n")]
+    headings = re.findall(r"^### (.+)$", by_message, re.MULTILINE)
+    assert len(headings) > 30
+    known = messages()
+    for message in headings:
+        assert len(message) >= 8, message
+        assert any(message in text for text in known), f"no message of the code has: {message}"
+
+
+def test_that_check_tells_messages_apart() -> None:
+    assert not any("this handle is not activ!" in text for text in messages())
