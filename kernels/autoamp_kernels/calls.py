@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from autoamp_kernels.abi import ABI, CPU, CUDA, NO_DTYPE, PARTS, Args, GradScale, Head, Step
+from autoamp_kernels.abi import ABI, CPU, CUDA, PARTS, Args, GradScale, Head
 from autoamp_kernels.cuda import Modules, unit_of
 from autoamp_kernels.errors import ArgumentError, KernelError
 from autoamp_kernels.library import library
-from autoamp_kernels.tables import CODES, Table, Tables
+from autoamp_kernels.tables import Table, Tables
 
 __all__ = [
     "address",
@@ -22,12 +22,9 @@ __all__ = [
     "by_operator",
     "device_code",
     "fill_grad_scale",
-    "fill_lists",
-    "fill_step",
     "launch",
     "new_args",
     "space",
-    "split_step",
     "sums",
     "tables",
 ]
@@ -46,6 +43,8 @@ _watching_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 
 def by_operator(lists: Iterable[Sequence[Tensor] | None]) -> bool:
     """Tell whether a call must go through torch's dispatcher: it is compiled, watched, or tensors are of another kind.
+
+    States need not be among the lists: they are of the kind of their parameters.
 
     A direct call has less overhead, which for hundreds of tensors is most of the host's time.
     """
@@ -110,17 +109,6 @@ def fill_grad_scale(
     )
 
 
-def fill_lists(args: Args, table: Table, *names: str) -> None:
-    """Set a struct's pointers to the lists of these names, where they were given, and the dtypes of an optimizer's."""
-    for name in names:
-        column = table.columns.get(name)
-        if column is not None:
-            setattr(args, name, column.address)
-    for field, name in (("grad_dtype", "grads"), ("param_dtype", "params"), ("half_dtype", "halves")):
-        column = table.columns.get(name)
-        setattr(args, field, NO_DTYPE if column is None else column.dtype)
-
-
 def space(table: Table, count: int, dtype: torch.dtype) -> Tensor:
     """Return space for numbers between the passes of a kernel, on the device of the call.
 
@@ -136,26 +124,10 @@ def sums(table: Table, each: int = 1) -> Tensor:
     return space(table, count, torch.float64)
 
 
-def split_step(step: float | Tensor | Sequence[Tensor]) -> tuple[list[Tensor], Tensor | None, float]:
-    """Return a count of steps as a list of tensors, one tensor and a number, of which one is the count."""
-    steps = list(step) if isinstance(step, (list, tuple)) else []
-    return steps, step if isinstance(step, Tensor) else None, float(step) if isinstance(step, (int, float)) else 0.0
-
-
-def fill_step(kernel: str, table: Table, number: float, one: Tensor | None, advance: bool) -> Step:
-    """Return the count of steps, as the kernel takes it."""
-    each = table.columns.get("steps")
-    return Step(
-        number=number,
-        one=address(kernel, "step", one, table, torch.float32, torch.int32, torch.int64),
-        each=None if each is None else each.address,
-        dtype=0 if one is None else CODES[one.dtype],
-        advance=advance,
-    )
-
-
 def launch(kernel: str, args: Args, device: torch.device, written: Iterable[Sequence[Tensor] | None] = ()) -> None:
-    """Run a kernel, and tell autograd which tensors it wrote, but for those that the call has made.
+    """Run a kernel, and tell autograd which tensors it wrote, but for those that the call has made, and for states.
+
+    States are an optimizer's own: no graph has saved them, so nobody asks for their versions.
 
     Raises:
         KernelError: There are no kernels for the device, or they failed. The message names the kernel.

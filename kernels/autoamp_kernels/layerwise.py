@@ -5,8 +5,6 @@ What `optimizers` says of lists of tensors holds here too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -21,33 +19,25 @@ from autoamp_kernels.abi import (
     LambArgs,
     NovogradArgs,
 )
-from autoamp_kernels.calls import (
-    address,
-    by_operator,
-    fill_grad_scale,
+from autoamp_kernels.calls import address, by_operator, launch, space, sums, tables
+from autoamp_kernels.operators import define
+from autoamp_kernels.steps import (
+    GRADS,
+    HALVES,
+    PARAMS,
+    STEPS,
+    Tensors,
     fill_lists,
     fill_step,
-    launch,
-    new_args,
-    space,
+    split_rate,
     split_step,
-    sums,
-    tables,
+    started,
+    state,
 )
-from autoamp_kernels.operators import define
-from autoamp_kernels.tables import Role
 
 __all__ = ["lamb_", "novograd_"]
 
-_HALF = (torch.bfloat16, torch.float16)
-_ANY = (torch.float32, *_HALF)
-
-Tensors = Sequence[Tensor]
-
-_PARAMS, _GRADS = Role("params", _ANY, written=True), Role("grads", _ANY)
-_FIRSTS, _SECONDS = (Role(name, written=True, state=True) for name in ("exp_avgs", "exp_avg_sqs"))
-_HALVES = Role("halves", _HALF, written=True)
-_NORMS, _STEPS = (Role(name, written=True, single=True, state=True) for name in ("norms", "steps"))
+_FIRSTS, _SECONDS, _NORMS = state("exp_avgs"), state("exp_avg_sqs"), state("norms", single=True)
 
 
 def lamb_(
@@ -95,19 +85,19 @@ def lamb_(
     if not params:
         return
     steps, step_at, number = split_step(step)
-    lr_at = lr if isinstance(lr, Tensor) else None
+    lr_at, rate = split_rate(lr)
     flags = DECOUPLED * decoupled | MAXIMIZE * maximize | NO_BIAS_CORRECTION * (not bias_correction)
     flags |= TRUST * bool(weight_decay or always_adapt)
     lists = (params, grads, exp_avgs, exp_avg_sqs, halves or [], steps)
-    run = _lamb_operator if by_operator(lists) else _lamb
+    run = _lamb_operator if by_operator((params, grads, halves)) else _lamb
     run(
-        *lists, step_at, lr_at, grad_scale, grad_factor, found_inf, global_norm, 0.0 if isinstance(lr, Tensor) else lr,
+        *lists, step_at, lr_at, grad_scale, grad_factor, found_inf, global_norm, rate,
         beta1, beta2, 1.0 - beta1 if grad_averaging else 1.0, eps, weight_decay, max_norm, number, inv_scale, flags,
         advance,
     )  # fmt: skip
 
 
-_LAMB = (_PARAMS, _GRADS, _FIRSTS, _SECONDS, _HALVES, _STEPS)
+_LAMB = (PARAMS, GRADS, _FIRSTS, _SECONDS, HALVES, STEPS)
 
 
 def _lamb(
@@ -117,19 +107,17 @@ def _lamb(
     eps: float, weight_decay: float, max_norm: float, step: float, inv_scale: float, flags: int, advance: bool,
 ) -> None:  # fmt: skip
     table = tables.table("lamb", _LAMB, (params, grads, exp_avgs, exp_avg_sqs, halves or None, steps or None))
-    args = new_args("lamb", LambArgs, table, found_inf)
-    args.grad_scale = fill_grad_scale("lamb", table, inv_scale, grad_scale, grad_factor)
+    args = started("lamb", LambArgs, table, found_inf, inv_scale, grad_scale, grad_factor, lr_at, lr)
     args.step = fill_step("lamb", table, step, step_at, advance)
-    args.lr_at = address("lamb", "lr", lr_at, table, torch.float32)
     args.global_norm = address("lamb", "global_norm", global_norm, table, torch.float32)
-    args.lr, args.beta1, args.beta2, args.weight = lr, beta1, beta2, weight
+    args.beta1, args.beta2, args.weight = beta1, beta2, weight
     args.eps, args.weight_decay, args.max_norm, args.flags = eps, weight_decay, max_norm, flags
     fill_lists(args, table, "params", "grads", "exp_avgs", "exp_avg_sqs", "halves")
     if flags & TRUST:
         partial = sums(table, 2)
         ratios = space(table, len(table.counts), torch.float32)
         args.partial, args.ratios = partial.data_ptr(), ratios.data_ptr()
-    launch("lamb", args, table.device, (params, exp_avgs, exp_avg_sqs, halves, steps if advance else None))
+    launch("lamb", args, table.device, (params, halves))
 
 
 _lamb_operator = define(
@@ -187,18 +175,18 @@ def novograd_(
     if not params:
         return
     steps, step_at, number = split_step(step)
-    lr_at = lr if isinstance(lr, Tensor) else None
+    lr_at, rate = split_rate(lr)
     flags = MAXIMIZE * maximize | NO_BIAS_CORRECTION * (not bias_correction) | FIRST * first | INSIDE * inside
     flags |= MAX_NORM * max_norms
     lists = (params, grads, exp_avgs, halves or [], list(norms), steps)
-    run = _novograd_operator if by_operator(lists) else _novograd
+    run = _novograd_operator if by_operator((params, grads, halves)) else _novograd
     run(
-        *lists, step_at, lr_at, grad_scale, grad_factor, found_inf, 0.0 if isinstance(lr, Tensor) else lr, beta1, beta2,
+        *lists, step_at, lr_at, grad_scale, grad_factor, found_inf, rate, beta1, beta2,
         1.0 - beta1 if grad_averaging else 1.0, eps, weight_decay, number, inv_scale, flags, advance,
     )  # fmt: skip
 
 
-_NOVOGRAD = (_PARAMS, _GRADS, _FIRSTS, _HALVES, _NORMS, _STEPS)
+_NOVOGRAD = (PARAMS, GRADS, _FIRSTS, HALVES, _NORMS, STEPS)
 
 
 def _novograd(
@@ -208,16 +196,14 @@ def _novograd(
     step: float, inv_scale: float, flags: int, advance: bool,
 ) -> None:  # fmt: skip
     table = tables.table("novograd", _NOVOGRAD, (params, grads, exp_avgs, halves or None, norms, steps or None))
-    args = new_args("novograd", NovogradArgs, table, found_inf)
-    args.grad_scale = fill_grad_scale("novograd", table, inv_scale, grad_scale, grad_factor)
+    args = started("novograd", NovogradArgs, table, found_inf, inv_scale, grad_scale, grad_factor, lr_at, lr)
     args.step = fill_step("novograd", table, step, step_at, advance)
-    args.lr_at = address("novograd", "lr", lr_at, table, torch.float32)
-    args.lr, args.beta1, args.beta2, args.weight = lr, beta1, beta2, weight
+    args.beta1, args.beta2, args.weight = beta1, beta2, weight
     args.eps, args.weight_decay, args.flags = eps, weight_decay, flags
     fill_lists(args, table, "params", "grads", "exp_avgs", "halves", "norms")
     partial = sums(table)
     args.partial = partial.data_ptr()
-    launch("novograd", args, table.device, (params, exp_avgs, halves, norms, steps if advance else None))
+    launch("novograd", args, table.device, (params, halves))
 
 
 _novograd_operator = define(

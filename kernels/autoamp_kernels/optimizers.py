@@ -7,9 +7,6 @@ written may share memory with anything else; otherwise an `ArgumentError` names 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 from torch import Tensor
 
 from autoamp_kernels.abi import (
@@ -24,36 +21,24 @@ from autoamp_kernels.abi import (
     AdamArgs,
     SgdArgs,
 )
-from autoamp_kernels.calls import (
-    address,
-    by_operator,
-    fill_grad_scale,
-    fill_lists,
-    fill_step,
-    launch,
-    new_args,
-    split_step,
-    tables,
-)
+from autoamp_kernels.calls import by_operator, launch, tables
 from autoamp_kernels.errors import ArgumentError
 from autoamp_kernels.operators import define
-from autoamp_kernels.tables import Role
+from autoamp_kernels.steps import (
+    GRADS,
+    HALVES,
+    PARAMS,
+    STEPS,
+    Tensors,
+    fill_lists,
+    fill_step,
+    split_rate,
+    split_step,
+    started,
+    state,
+)
 
 __all__ = ["adagrad_", "adam_", "sgd_"]
-
-_HALF = (torch.bfloat16, torch.float16)
-_ANY = (torch.float32, *_HALF)
-
-Tensors = Sequence[Tensor]
-
-_PARAMS = Role("params", _ANY, written=True)
-_GRADS = Role("grads", _ANY)
-_HALVES = Role("halves", _HALF, written=True)
-_STEPS = Role("steps", written=True, single=True, state=True)
-
-
-def _state(name: str) -> Role:
-    return Role(name, written=True, state=True)
 
 
 def adam_(
@@ -99,19 +84,19 @@ def adam_(
     if not params:
         return
     steps, step_at, number = split_step(step)
-    lr_at = lr if isinstance(lr, Tensor) else None
+    lr_at, rate = split_rate(lr)
     flags = DECOUPLED * decoupled | MAXIMIZE * maximize | NO_BIAS_CORRECTION * (not bias_correction)
     flags |= EPS_INSIDE * eps_inside_sqrt
     lists = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs or [], halves or [], steps)
-    run = _adam_operator if by_operator(lists) else _adam
+    run = _adam_operator if by_operator((params, grads, halves)) else _adam
     run(
-        *lists, step_at, lr_at, grad_scale, grad_factor, found_inf, 0.0 if isinstance(lr, Tensor) else lr, beta1, beta2,
+        *lists, step_at, lr_at, grad_scale, grad_factor, found_inf, rate, beta1, beta2,
         eps, weight_decay, number, inv_scale, flags, advance,
     )  # fmt: skip
 
 
 _ADAM = (
-    _PARAMS, _GRADS, _state("exp_avgs"), _state("exp_avg_sqs"), _state("max_exp_avg_sqs"), _HALVES, _STEPS,
+    PARAMS, GRADS, state("exp_avgs"), state("exp_avg_sqs"), state("max_exp_avg_sqs"), HALVES, STEPS,
 )  # fmt: skip
 
 
@@ -123,16 +108,12 @@ def _adam(
 ) -> None:  # fmt: skip
     lists = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs or None, halves or None, steps or None)
     table = tables.table("adam", _ADAM, lists)
-    args = new_args("adam", AdamArgs, table, found_inf)
-    args.grad_scale = fill_grad_scale("adam", table, inv_scale, grad_scale, grad_factor)
+    args = started("adam", AdamArgs, table, found_inf, inv_scale, grad_scale, grad_factor, lr_at, lr)
     args.step = fill_step("adam", table, step, step_at, advance)
-    args.lr_at = address("adam", "lr", lr_at, table, torch.float32)
-    args.lr, args.beta1, args.beta2, args.eps, args.weight_decay = lr, beta1, beta2, eps, weight_decay
+    args.beta1, args.beta2, args.eps, args.weight_decay = beta1, beta2, eps, weight_decay
     args.flags = flags
     fill_lists(args, table, "params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "halves")
-    launch(
-        "adam", args, table.device, (params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, halves, steps if advance else None)
-    )
+    launch("adam", args, table.device, (params, halves))
 
 
 _adam_operator = define(
@@ -181,17 +162,17 @@ def sgd_(
         return
     if momentum and not momentum_buffers:
         raise ArgumentError(f"sgd: momentum={momentum} wants momentum_buffers; give one for each parameter")
-    lr_at = lr if isinstance(lr, Tensor) else None
+    lr_at, rate = split_rate(lr)
     flags = MAXIMIZE * maximize | NESTEROV * nesterov | FIRST * first | DECAY_AFTER * decay_after_momentum
     lists = (params, grads, momentum_buffers or [], halves or [])
-    run = _sgd_operator if by_operator(lists) else _sgd
+    run = _sgd_operator if by_operator((params, grads, halves)) else _sgd
     run(
-        *lists, lr_at, grad_scale, grad_factor, found_inf, 0.0 if isinstance(lr, Tensor) else lr, momentum, dampening,
+        *lists, lr_at, grad_scale, grad_factor, found_inf, rate, momentum, dampening,
         weight_decay, inv_scale, flags,
     )  # fmt: skip
 
 
-_SGD = (_PARAMS, _GRADS, _state("buffers"), _HALVES)
+_SGD = (PARAMS, GRADS, state("buffers"), HALVES)
 
 
 def _sgd(
@@ -200,13 +181,11 @@ def _sgd(
     dampening: float, weight_decay: float, inv_scale: float, flags: int,
 ) -> None:  # fmt: skip
     table = tables.table("sgd", _SGD, (params, grads, buffers or None, halves or None))
-    args = new_args("sgd", SgdArgs, table, found_inf)
-    args.grad_scale = fill_grad_scale("sgd", table, inv_scale, grad_scale, grad_factor)
-    args.lr_at = address("sgd", "lr", lr_at, table, torch.float32)
-    args.lr, args.momentum, args.dampening, args.weight_decay = lr, momentum, dampening, weight_decay
+    args = started("sgd", SgdArgs, table, found_inf, inv_scale, grad_scale, grad_factor, lr_at, lr)
+    args.momentum, args.dampening, args.weight_decay = momentum, dampening, weight_decay
     args.flags = flags
     fill_lists(args, table, "params", "grads", "buffers", "halves")
-    launch("sgd", args, table.device, (params, buffers, halves))
+    launch("sgd", args, table.device, (params, halves))
 
 
 _sgd_operator = define(
@@ -248,16 +227,16 @@ def adagrad_(
     """
     if not params:
         return
-    lr_at = lr if isinstance(lr, Tensor) else None
+    lr_at, rate = split_rate(lr)
     lists = (params, grads, sums, halves or [])
-    run = _adagrad_operator if by_operator(lists) else _adagrad
+    run = _adagrad_operator if by_operator((params, grads, halves)) else _adagrad
     run(
-        *lists, lr_at, grad_scale, grad_factor, found_inf, 0.0 if isinstance(lr, Tensor) else lr, eps, weight_decay,
+        *lists, lr_at, grad_scale, grad_factor, found_inf, rate, eps, weight_decay,
         inv_scale, DECOUPLED * decoupled | MAXIMIZE * maximize,
     )  # fmt: skip
 
 
-_ADAGRAD = (_PARAMS, _GRADS, _state("sums"), _HALVES)
+_ADAGRAD = (PARAMS, GRADS, state("sums"), HALVES)
 
 
 def _adagrad(
@@ -266,12 +245,10 @@ def _adagrad(
     inv_scale: float, flags: int,
 ) -> None:  # fmt: skip
     table = tables.table("adagrad", _ADAGRAD, (params, grads, sums, halves or None))
-    args = new_args("adagrad", AdagradArgs, table, found_inf)
-    args.grad_scale = fill_grad_scale("adagrad", table, inv_scale, grad_scale, grad_factor)
-    args.lr_at = address("adagrad", "lr", lr_at, table, torch.float32)
-    args.lr, args.eps, args.weight_decay, args.flags = lr, eps, weight_decay, flags
+    args = started("adagrad", AdagradArgs, table, found_inf, inv_scale, grad_scale, grad_factor, lr_at, lr)
+    args.eps, args.weight_decay, args.flags = eps, weight_decay, flags
     fill_lists(args, table, "params", "grads", "sums", "halves")
-    launch("adagrad", args, table.device, (params, sums, halves))
+    launch("adagrad", args, table.device, (params, halves))
 
 
 _adagrad_operator = define(

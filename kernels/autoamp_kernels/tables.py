@@ -1,12 +1,15 @@
 """Lists of tensors, checked and made to tables of pointers, which serve again as long as the tensors are the same.
 
 All checks are done before anything is launched. What is checked at every call is what can change behind the same
-address: the size, the dtype, and whether the elements lie in order.
+address: the size, and of lists that are read the dtype and whether the elements lie in order. Lists that are written
+are those of an earlier call where all tensors are the same objects at the same addresses. So one thing goes unnoticed: a
+parameter whose ``.data`` becomes another view of the same memory, of as many elements, such as its own transpose.
 """
 
 from __future__ import annotations
 
 import math
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,23 +48,38 @@ class Role:
     state: bool = False
 
 
-# What tells whether a list is that of an earlier call, cheap enough to ask at every call: addresses, bytes, dtypes, and
-# True where all tensors are contiguous, else their shapes and strides.
+# What tells whether a list is that of an earlier call, cheap enough to ask at every call: addresses, counts of
+# elements, and what else can change. Of states that is the dtype alone. Of other lists that are written, which hardly
+# ever change, it is which tensors they are. Of those that are read it is dtypes, and True where all tensors are
+# contiguous, else their shapes and strides.
 Layout: TypeAlias = tuple[list[int], list[int], Any, Any]
 
-_address, _is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
+_address, _count, _is_contiguous = Tensor.data_ptr, Tensor.numel, Tensor.is_contiguous
 
 
 def _layout(role: Role, tensors: Sequence[Tensor]) -> Layout:
     # By `map`: for hundreds of tensors these calls are most of what a step costs the host.
-    pointers, sizes = list(map(_address, tensors)), [tensor.nbytes for tensor in tensors]
+    pointers, counts = list(map(_address, tensors)), list(map(_count, tensors))
     if role.state:
-        return pointers, sizes, tensors[0].dtype, None
-    return pointers, sizes, [tensor.dtype for tensor in tensors], _order(tensors)
+        return pointers, counts, tensors[0].dtype, None
+    if role.written:
+        return pointers, counts, list(map(id, tensors)), None
+    return pointers, counts, [tensor.dtype for tensor in tensors], _order(tensors)
 
 
 def _order(tensors: Sequence[Tensor]) -> Any:
     return all(map(_is_contiguous, tensors)) or [(tensor.shape, tensor.stride()) for tensor in tensors]
+
+
+class _Watch:
+    """Tells whether tensors still live, so that no other can have the identity of one of them."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        died: list[Any] = []
+        self._died, self._references = died, [weakref.ref(tensor, died.append) for tensor in tensors]
+
+    def holds(self) -> bool:
+        return not self._died
 
 
 @dataclass(frozen=True)
@@ -72,15 +90,29 @@ class Column:
         role: What the list is.
         layout: What tells whether it is the same list.
         pointers: Shape ``[tensors]``.
+        sizes: Shape ``[tensors]``, in bytes.
         address: Where ``pointers`` lie.
         dtype: The code of the tensors' dtype.
+        watch: Where the layout has identities, whose they are.
     """
 
     role: Role
     layout: Layout
     pointers: Ints
+    sizes: Ints
     address: int
     dtype: int
+    watch: _Watch | None
+
+    def is_that(self, layout: Layout) -> bool:
+        """Tell whether a list of this layout is the column's."""
+        return self.layout == layout and (self.watch is None or self.watch.holds())
+
+
+def _column(role: Role, tensors: Sequence[Tensor], layout: Layout) -> Column:
+    pointers, sizes = np.array(layout[0], dtype=np.int64), np.array(layout[1], dtype=np.int64) * tensors[0].itemsize
+    watch = _Watch(tensors) if role.written and not role.state else None
+    return Column(role, layout, pointers, sizes, int(pointers.ctypes.data), CODES[tensors[0].dtype], watch)
 
 
 @dataclass(frozen=True)
@@ -113,6 +145,7 @@ class Table:
         device: Where they all are.
         counts: Shape ``[tensors]``, the number of elements of each.
         first_chunk: Shape ``[tensors + 1]``, how many chunks the tensors before have.
+        is_contiguous: Whether all tensors of the first list are.
         columns: By the names of the roles; a list that was not given has none.
         written: What the kernel writes to.
     """
@@ -120,6 +153,7 @@ class Table:
     device: torch.device
     counts: Ints
     first_chunk: Ints
+    is_contiguous: bool
     columns: dict[str, Column]
     written: Written
 
@@ -179,7 +213,7 @@ class Tables:
 
 
 def _is_that(column: Column | None, layout: Layout) -> bool:
-    return column is not None and column.layout == layout
+    return column is not None and column.is_that(layout)
 
 
 def _built(kernel: str, given: Given, layouts: Sequence[Layout], old: Table | None) -> Table:
@@ -188,18 +222,17 @@ def _built(kernel: str, given: Given, layouts: Sequence[Layout], old: Table | No
     known: dict[str, Column] = {}
     if old is not None and old.device == device and _is_that(old.columns.get(anchor[0].name), layouts[0]):
         known = old.columns
-        counts, first_chunk = old.counts, old.first_chunk
+        counts, first_chunk, is_contiguous = old.counts, old.first_chunk, old.is_contiguous
     else:
-        counts = np.array([tensor.numel() for tensor in anchor[1]], dtype=np.int64)
+        counts, is_contiguous = np.array(layouts[0][1], dtype=np.int64), _order(anchor[1]) is True
         first_chunk = np.concatenate([np.zeros(1, np.int64), np.cumsum((counts + (CHUNK - 1)) // CHUNK)])
     columns = {}
     for (role, tensors), layout in zip(given, layouts, strict=True):
         column = known.get(role.name)
-        if column is None or column.layout != layout:
-            if not _is_plain(role, tensors, layout, layouts[0][3], counts, device):
+        if column is None or not column.is_that(layout):
+            if not (is_contiguous and _is_plain(role, tensors, layout, layouts[0][1], device)):
                 _check(kernel, role, tensors, anchor[0], anchor[1], device)
-            pointers = np.array(layout[0], dtype=np.int64)
-            column = Column(role, layout, pointers, int(pointers.ctypes.data), CODES[tensors[0].dtype])
+            column = _column(role, tensors, layout)
         columns[role.name] = column
     written = [column for column in columns.values() if column.role.written]
     if old is not None and len(old.written.columns) == len(written) and all(map(_same, old.written.columns, written)):
@@ -209,25 +242,31 @@ def _built(kernel: str, given: Given, layouts: Sequence[Layout], old: Table | No
     for column in columns.values():
         if not column.role.written:
             _check_read(kernel, column, pieces)
-    return Table(device, counts, first_chunk, columns, pieces)
+    return Table(device, counts, first_chunk, is_contiguous, columns, pieces)
 
 
 def _same(one: Column, other: Column) -> bool:
     return one is other
 
 
-def _is_plain(
-    role: Role, tensors: Sequence[Tensor], layout: Layout, anchors_order: Any, counts: Ints, device: torch.device
-) -> bool:
+def _is_plain(role: Role, tensors: Sequence[Tensor], layout: Layout, counts: list[int], device: torch.device) -> bool:
     """Tell whether a list is right without looking closer: what nearly all are, found out in one pass for each rule."""
-    dtypes = {tensor.dtype for tensor in tensors}
+    is_read = not (role.state or role.written)
+    dtypes = set(layout[2]) if is_read else {tensor.dtype for tensor in tensors}
     dtype = tensors[0].dtype
-    if dtypes != {dtype} or dtype not in role.dtypes or {tensor.device for tensor in tensors} != {device}:
+    if dtypes != {dtype} or dtype not in role.dtypes or not _all_on(device, tensors, layout[0]):
         return False
     if role.single:
-        return layout[1] == [dtype.itemsize] * len(tensors)
-    order = _order(tensors) if role.state else layout[3]
-    return order is True and anchors_order is True and layout[1] == (counts * dtype.itemsize).tolist()
+        return layout[1] == [1] * len(tensors)
+    return (layout[3] if is_read else _order(tensors)) is True and layout[1] == counts
+
+
+def _all_on(device: torch.device, tensors: Sequence[Tensor], pointers: list[int]) -> bool:
+    """Tell whether all tensors are on a device."""
+    # Their devices' numbers are faster to get, and tell all but tensors without memory from others.
+    if tensors[0].device == device and len(set(map(Tensor.get_device, tensors))) == 1 and 0 not in pointers:
+        return True
+    return {tensor.device for tensor in tensors} == {device}
 
 
 def _check_length(
@@ -298,7 +337,7 @@ def _in_order(tensor: Tensor, anchor: Tensor) -> bool:
 def _pieces(kernel: str, written: list[Column]) -> Written:
     """Return what is written, in order; ArgumentError where two pieces share memory."""
     begins = np.concatenate([np.zeros(0, np.int64), *(column.pointers for column in written)])
-    ends = begins + np.array([size for column in written for size in column.layout[1]], dtype=np.int64)
+    ends = begins + np.concatenate([np.zeros(0, np.int64), *(column.sizes for column in written)])
     order = np.argsort(begins, kind="stable")
     order = order[ends[order] > begins[order]]
     pieces = Written(written, begins[order], ends[order], order)
@@ -312,7 +351,7 @@ def _check_read(kernel: str, column: Column, written: Written) -> None:
     """Raise ArgumentError where a list that is only read shares memory with what is written."""
     if not len(written.begins):
         return
-    ends = column.pointers + np.array(column.layout[1], dtype=np.int64)
+    ends = column.pointers + column.sizes
     # The first written piece that ends behind the start of what is read.
     at = np.searchsorted(written.ends, column.pointers, side="right")
     inside = np.flatnonzero((at < len(written.begins)) & (ends > column.pointers))

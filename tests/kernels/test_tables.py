@@ -9,7 +9,7 @@ import autoamp_kernels
 import numpy as np
 import pytest
 import torch
-from autoamp_kernels.tables import Role, Tables
+from autoamp_kernels.tables import CODES, Role, Tables
 from torch import Tensor
 
 ROLES = (Role("params", written=True), Role("grads", (torch.float32, torch.bfloat16)))
@@ -77,6 +77,17 @@ def test_a_table_serves_again_until_a_tensor_changes() -> None:
     grads[0].data = grads[0].data.view(2, 2).t()
     with pytest.raises(autoamp_kernels.ArgumentError, match=r"grads\[0\] is not contiguous"):
         table()
+
+
+def test_another_tensor_in_the_place_of_a_dead_one_is_checked_anew() -> None:
+    """At the same address, of the same size, and often with the same identity."""
+    tables, memory = Tables(), torch.zeros(4, dtype=torch.int16)
+    roles = (Role("params", (torch.float16, torch.bfloat16), written=True),)
+    for _ in range(5):
+        for dtype in (torch.float16, torch.bfloat16):
+            params = [memory.view(dtype)]
+            assert tables.table("kernel", roles, (params,)).columns["params"].dtype == CODES[dtype]
+            params.clear()
 
 
 def test_the_oldest_table_goes() -> None:
