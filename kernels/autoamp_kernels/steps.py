@@ -8,8 +8,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from autoamp_kernels.abi import NO_DTYPE, Args, Step
+from autoamp_kernels.abi import F32, NO_DTYPE, Args, Step
 from autoamp_kernels.calls import address, fill_grad_scale, new_args
+from autoamp_kernels.errors import ArgumentError
 from autoamp_kernels.tables import CODES, Role, Table
 
 __all__ = [
@@ -58,7 +59,16 @@ def started(
     kernel: str, kind: type[A], table: Table, found_inf: Tensor | None, inv_scale: float, grad_scale: Tensor | None,
     grad_factor: Tensor | None, lr_at: Tensor | None, lr: float,
 ) -> A:  # fmt: skip
-    """Return a struct of arguments with all that every step has."""
+    """Return a struct of arguments with all that every step has.
+
+    Raises:
+        ArgumentError: A number's tensor is of the wrong kind, or there are half copies of half parameters.
+    """
+    params, halves = table.columns["params"], table.columns.get("halves")
+    if halves is not None and params.dtype != F32:
+        raise ArgumentError(
+            f"{kernel}: halves are given, but params are in half precision themselves; give halves=None, or fp32 params"
+        )
     args = new_args(kernel, kind, table, found_inf)
     args.grad_scale = fill_grad_scale(kernel, table, inv_scale, grad_scale, grad_factor)
     args.lr_at, args.lr = address(kernel, "lr", lr_at, table, torch.float32), lr

@@ -2,8 +2,8 @@
 
 All checks are done before anything is launched. What is checked at every call is what can change behind the same
 address: the size, and of lists that are read the dtype and whether the elements lie in order. Lists that are written
-are those of an earlier call where all tensors are the same objects at the same addresses. So one thing goes unnoticed: a
-parameter whose ``.data`` becomes another view of the same memory, of as many elements, such as its own transpose.
+are those of an earlier call where all tensors are the same objects at the same addresses. So one thing goes unnoticed:
+a parameter whose ``.data`` becomes another view of the same memory, of as many elements, such as its own transpose.
 """
 
 from __future__ import annotations

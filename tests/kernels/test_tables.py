@@ -38,6 +38,7 @@ def read_and_written() -> dict[str, Any]:
     (lambda: lists(grads=[torch.ones(4), torch.ones(6).half()]), r"grads\[1\] has dtype torch.float16.*for each dtype"),
     (lambda: lists(grads=[torch.ones(4), torch.ones(6, device="meta")]), r"grads\[1\] is on meta and params\[0\] on"),
     (lambda: lists(grads=[torch.ones(4), torch.ones(6).to_sparse()]), r"grads\[1\] .*(layout|dense)"),
+    (lambda: lists(params=[torch.ones(4).half(), torch.ones(6).half()]), r"halves are given, but params are in half"),
     (aliased, r"params\[0\] and params\[1\] share memory"),
     (read_and_written, r"grads\[1\] and params\[1\] share memory"),
 ], ids=lambda value: None if callable(value) else "")  # fmt: skip

@@ -2,7 +2,8 @@
 
 Each takes ``(chunk_size, noop_flag, tensor_lists, ...)`` as the functions of `tensor_lists` do, and computes in fp32,
 or in fp64 for fp64 tensors. Where ``noop_flag`` is not 0 nothing is done. To read the flag is to wait for the device;
-the capturable functions do not. They alone write to gradients.
+the capturable functions do not, nor do the others where a compiled kernel takes the lists. The capturable ones alone
+write to gradients.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from autoamp.compat.multi_tensor import by_kernels
 from autoamp.compat.multi_tensor.tensor_lists import TensorLists, checked, store, wide
 from autoamp.errors import UsageError
 from autoamp.scaling import (
@@ -63,6 +65,12 @@ def multi_tensor_sgd(
     """
     names = ("grads", "params", "momentums", "copies")
     lists = checked("multi_tensor_sgd", tensor_lists, *names[: 4 if len(tensor_lists) == 4 else 3])
+    if lists[0] and by_kernels.stepped(
+        noop_flag, lists, "sgd_", lists[1], lists[0], lists[2] if momentum else None, lr=lr, momentum=momentum,
+        dampening=dampening, weight_decay=wd, nesterov=bool(nesterov and momentum), first=bool(first_run),
+        decay_after_momentum=bool(wd_after_momentum), halves=lists[3] if len(lists) == 4 else None, inv_scale=scale,
+    ):  # fmt: skip
+        return
     grads, params, momentums = (wide(tensors) for tensors in lists[:3])
     if _nothing_to_do(noop_flag, grads):
         return
@@ -113,6 +121,11 @@ def multi_tensor_adam(
     """
     lists = checked("multi_tensor_adam", tensor_lists, "grads", "params", "exp_avgs", "exp_avg_sqs")
     _check_mode("multi_tensor_adam", mode)
+    if lists[0] and by_kernels.stepped(
+        noop_flag, lists, "adam_", lists[1], lists[0], *lists[2:], lr=lr, beta1=beta1, beta2=beta2, eps=epsilon,
+        step=step, decoupled=mode == 1, bias_correction=bool(bias_correction), weight_decay=weight_decay,
+    ):  # fmt: skip
+        return
     grads, params, firsts, seconds = (wide(tensors) for tensors in lists)
     if _nothing_to_do(noop_flag, grads):
         return
@@ -223,6 +236,11 @@ def multi_tensor_adagrad(
     """
     lists = checked("multi_tensor_adagrad", tensor_lists, "grads", "params", "sums")
     _check_mode("multi_tensor_adagrad", mode)
+    if lists[0] and by_kernels.stepped(
+        noop_flag, lists, "adagrad_", lists[1], lists[0], lists[2], lr=lr, eps=epsilon, weight_decay=weight_decay,
+        decoupled=mode == 1,
+    ):  # fmt: skip
+        return
     grads, params, sums = (wide(tensors) for tensors in lists)
     if _nothing_to_do(noop_flag, grads):
         return
@@ -262,6 +280,13 @@ def multi_tensor_novograd(
     _check_mode("multi_tensor_novograd", mode)
     if norm_type not in (0, 2):
         raise UsageError(f"multi_tensor_novograd: norm_type={norm_type!r} is unknown; choose 2, or 0 for inf")
+    each_norm = list(grad_norms.unbind())
+    if lists[0] and by_kernels.stepped(
+        noop_flag, [*lists, each_norm], "novograd_", lists[1], lists[0], lists[2], each_norm, lr=lr, beta1=beta1,
+        beta2=beta2, eps=epsilon, step=step, bias_correction=bool(bias_correction), weight_decay=weight_decay,
+        grad_averaging=bool(grad_averaging), inside=mode == 0, max_norms=norm_type == 0,
+    ):  # fmt: skip
+        return
     grads, params, firsts = (wide(tensors) for tensors in lists)
     if _nothing_to_do(noop_flag, grads):
         return
@@ -306,6 +331,13 @@ def multi_tensor_lamb(
     """
     lists = checked("multi_tensor_lamb", tensor_lists, "grads", "params", "exp_avgs", "exp_avg_sqs")
     _check_mode("multi_tensor_lamb", mode)
+    if lists[0] and by_kernels.stepped(
+        noop_flag, lists, "lamb_", lists[1], lists[0], *lists[2:], lr=lr, beta1=beta1, beta2=beta2, eps=epsilon,
+        step=step, bias_correction=bool(bias_correction), weight_decay=weight_decay, decoupled=mode == 1,
+        grad_averaging=bool(grad_averaging), always_adapt=bool(use_nvlamb), max_norm=max(0.0, max_grad_norm),
+        global_norm=_norm_for_kernel(global_grad_norm, lists[0][0]),
+    ):  # fmt: skip
+        return
     grads, params, firsts, seconds = (wide(tensors) for tensors in lists)
     if _nothing_to_do(noop_flag, grads):
         return
@@ -449,6 +481,12 @@ def _check_mode(op: str, mode: int) -> None:
 
 def _updates(firsts: list[Tensor], seconds: list[Tensor], biases: tuple[float, float], epsilon: float) -> list[Tensor]:
     return adam_updates(firsts, seconds, biases, epsilon, eps_inside_sqrt=False)
+
+
+def _norm_for_kernel(norm: Tensor | float, like: Tensor) -> Tensor:
+    """Return a norm as one fp32 element; 0 for nan, which leaves the gradients as they are."""
+    one = torch.as_tensor(norm, dtype=torch.float32, device=like.device)
+    return torch.nan_to_num(one, nan=0.0, posinf=float("inf"))
 
 
 def _clipped(grads: list[Tensor], norm: Tensor | float, limit: float) -> list[Tensor]:
