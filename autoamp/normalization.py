@@ -76,6 +76,12 @@ class FusedLayerNorm(torch.nn.LayerNorm):
 class MixedFusedLayerNorm(FusedLayerNorm):
     """`FusedLayerNorm` whose output has the dtype of its weights.
 
+    Args:
+        normalized_shape: The last dimensions, over which it is taken; an int for the last one alone.
+        eps: Added to the variance.
+        memory_efficient: Has no effect, as for `FusedLayerNorm`.
+        **factory: What else `torch.nn.LayerNorm` takes: ``bias``, ``device`` and ``dtype``.
+
     Raises:
         UsageError: ``elementwise_affine=False``.
     """
@@ -94,7 +100,12 @@ class MixedFusedLayerNorm(FusedLayerNorm):
 class FusedRMSNorm(torch.nn.RMSNorm):
     """`torch.nn.RMSNorm` that takes half input beside fp32 weights.
 
-    Arguments as for `FusedLayerNorm`, but there is no bias, and ``eps`` is added to the mean square.
+    Args:
+        normalized_shape: The last dimensions, over which the mean square is taken; an int for the last one alone.
+        eps: Added to the mean square.
+        elementwise_affine: Whether there is a weight, of shape ``normalized_shape``; there is no bias.
+        memory_efficient: Has no effect, as for `FusedLayerNorm`.
+        **factory: What else `torch.nn.RMSNorm` takes: ``device`` and ``dtype``.
     """
 
     def __init__(
@@ -116,6 +127,12 @@ class FusedRMSNorm(torch.nn.RMSNorm):
 class MixedFusedRMSNorm(FusedRMSNorm):
     """`FusedRMSNorm` whose output has the dtype of its weights.
 
+    Args:
+        normalized_shape: The last dimensions, over which it is taken; an int for the last one alone.
+        eps: Added to the mean square.
+        memory_efficient: Has no effect, as for `FusedLayerNorm`.
+        **factory: What else `torch.nn.RMSNorm` takes: ``device`` and ``dtype``.
+
     Raises:
         UsageError: ``elementwise_affine=False``.
     """
@@ -134,7 +151,17 @@ class MixedFusedRMSNorm(FusedRMSNorm):
 def fused_layer_norm(
     input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """Return the layer norm over the last dimensions, without weights, in the dtype of ``input``."""
+    """Return the layer norm over the last dimensions, without weights, in the dtype of ``input``.
+
+    Args:
+        input: Floating, of shape ``(*, *normalized_shape)``; half tensors are computed in fp32.
+        normalized_shape: The last dimensions, over which it is taken; an int for the last one alone.
+        eps: Added to the variance.
+        memory_efficient: Has no effect, as for `FusedLayerNorm`.
+
+    Returns:
+        A tensor of the shape of ``input``. Within `torch.autocast` its dtype is that of autocast.
+    """
     return _layer_norm(input, normalized_shape, None, None, eps, input.dtype)
 
 
@@ -146,7 +173,19 @@ def fused_layer_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """Return the layer norm over the last dimensions, times ``weight`` plus ``bias``, in the dtype of ``input``."""
+    """Return the layer norm over the last dimensions, times ``weight`` plus ``bias``, in the dtype of ``input``.
+
+    Args:
+        input: Floating, of shape ``(*, *normalized_shape)``; half tensors are computed in fp32.
+        weight: The factors, floating, of shape ``normalized_shape``.
+        bias: The addends, of that shape and dtype.
+        normalized_shape: The last dimensions, over which it is taken; an int for the last one alone.
+        eps: Added to the variance.
+        memory_efficient: Has no effect, as for `FusedLayerNorm`.
+
+    Returns:
+        A tensor of the shape of ``input``. Within `torch.autocast` its dtype is that of autocast.
+    """
     return _layer_norm(input, normalized_shape, weight, bias, eps, input.dtype)
 
 
@@ -158,33 +197,81 @@ def mixed_dtype_fused_layer_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """Return what `fused_layer_norm_affine` does, in the dtype of ``weight``."""
+    """Return what `fused_layer_norm_affine` does, in the dtype of ``weight``.
+
+    Args:
+        input: Floating, of shape ``(*, *normalized_shape)``; half tensors are computed in fp32.
+        weight: The factors, floating, of shape ``normalized_shape``.
+        bias: The addends, of that shape and dtype.
+        normalized_shape: The last dimensions, over which it is taken; an int for the last one alone.
+        eps: Added to the variance.
+        memory_efficient: Has no effect, as for `FusedLayerNorm`.
+
+    Returns:
+        A tensor of the shape of ``input``. Within `torch.autocast` its dtype is that of autocast.
+    """
     return _layer_norm(input, normalized_shape, weight, bias, eps, weight.dtype)
 
 
 def fused_rms_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False) -> Tensor:
-    """Return ``input`` divided by the root of its mean square over the last dimensions, in its own dtype."""
+    """Return ``input`` divided by the root of its mean square over the last dimensions, in its own dtype.
+
+    Args:
+        input: Floating, of shape ``(*, *normalized_shape)``; half tensors are computed in fp32.
+        normalized_shape: The last dimensions, over which it is taken; an int for the last one alone.
+        eps: Added to the mean square.
+        memory_efficient: Has no effect, as for `FusedLayerNorm`.
+
+    Returns:
+        A tensor of the shape of ``input``. Within `torch.autocast` its dtype is that of autocast.
+    """
     return _rms_norm(input, normalized_shape, None, eps, input.dtype)
 
 
 def fused_rms_norm_affine(
     input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """Return `fused_rms_norm` times ``weight``, in the dtype of ``input``."""
+    """Return `fused_rms_norm` times ``weight``, in the dtype of ``input``.
+
+    Args:
+        input: Floating, of shape ``(*, *normalized_shape)``; half tensors are computed in fp32.
+        weight: The factors, floating, of shape ``normalized_shape``.
+        normalized_shape: The last dimensions, over which it is taken; an int for the last one alone.
+        eps: Added to the mean square.
+        memory_efficient: Has no effect, as for `FusedLayerNorm`.
+
+    Returns:
+        A tensor of the shape of ``input``. Within `torch.autocast` its dtype is that of autocast.
+    """
     return _rms_norm(input, normalized_shape, weight, eps, input.dtype)
 
 
 def mixed_dtype_fused_rms_norm_affine(
     input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """Return what `fused_rms_norm_affine` does, in the dtype of ``weight``."""
+    """Return what `fused_rms_norm_affine` does, in the dtype of ``weight``.
+
+    Args:
+        input: Floating, of shape ``(*, *normalized_shape)``; half tensors are computed in fp32.
+        weight: The factors, floating, of shape ``normalized_shape``.
+        normalized_shape: The last dimensions, over which it is taken; an int for the last one alone.
+        eps: Added to the mean square.
+        memory_efficient: Has no effect, as for `FusedLayerNorm`.
+
+    Returns:
+        A tensor of the shape of ``input``. Within `torch.autocast` its dtype is that of autocast.
+    """
     return _rms_norm(input, normalized_shape, weight, eps, weight.dtype)
 
 
 def manual_rms_norm(input: Tensor, normalized_shape: Shape, weight: Tensor | None, eps: float) -> Tensor:
     """Return the RMS norm in the dtype of ``weight``, also within `torch.autocast`.
 
-    Without a weight (None) the dtype is that of ``input``.
+    Args:
+        input: Floating, of shape ``(*, *normalized_shape)``; half tensors are computed in fp32.
+        normalized_shape: The last dimensions, over which it is taken; an int for the last one alone.
+        weight: The factors, floating, of shape ``normalized_shape``. None for none: the dtype is that of ``input``.
+        eps: Added to the mean square.
     """
     return wide_rms_norm(input, normalized_shape, weight, eps, input.dtype if weight is None else weight.dtype)
 
@@ -199,7 +286,16 @@ def _check_affine(name: str, affine: bool) -> None:
 def wide_layer_norm(
     input: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
 ) -> Tensor:
-    """Return the layer norm over the last dimensions, ``shape``, in ``dtype``, also within `torch.autocast`."""
+    """Return the layer norm over the last dimensions, ``shape``, in ``dtype``, also within `torch.autocast`.
+
+    Args:
+        input: Floating, of shape ``(*, *shape)``; half tensors are computed in fp32.
+        shape: The last dimensions, over which it is taken; an int for the last one alone.
+        weight: The factors, of shape ``shape``; None for none.
+        bias: The addends, of shape ``shape``; None for none.
+        eps: Added to the variance.
+        dtype: That of the result.
+    """
     package = None if input.dtype is torch.float32 else _package(_LEAST["layer"], input, weight, bias)
     if package is not None:
         return _LayerNorm.apply(input, _dimensions(shape), weight, bias, eps, dtype, package)  # type: ignore[no-any-return, no-untyped-call]
@@ -216,7 +312,12 @@ def _layer(
 def wide_rms_norm(input: Tensor, shape: Shape, weight: Tensor | None, eps: float | None, dtype: torch.dtype) -> Tensor:
     """Return the RMS norm over the last dimensions, ``shape``, in ``dtype``, also within `torch.autocast`.
 
-    ``eps`` None is torch's default.
+    Args:
+        input: Floating, of shape ``(*, *shape)``; half tensors are computed in fp32.
+        shape: The last dimensions, over which it is taken; an int for the last one alone.
+        weight: The factors, of shape ``shape``; None for none.
+        eps: Added to the mean square; None is torch's default.
+        dtype: That of the result.
     """
     package = _package(_LEAST["rms"], input, weight)
     if package is not None:

@@ -69,6 +69,11 @@ def _stepping(follower: Any) -> Callable[[], object]:
 def write_scalars(writer: Any, values: Mapping[str, float], step: int) -> None:
     """Write numbers to a `SummaryWriter` (``add_scalar``), or to a run of Weights & Biases (``log``).
 
+    Args:
+        writer: Either of them.
+        values: Numbers by name; they are written as ``autoamp/NAME``.
+        step: The number of the step.
+
     Raises:
         UsageError: It is neither.
     """

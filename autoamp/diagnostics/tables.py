@@ -55,7 +55,12 @@ def _plain(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], n
 
 
 def as_csv(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
-    """Return rows as CSV with a line of headings; a mapping in a cell becomes ``key=value`` with spaces between."""
+    """Return rows as CSV with a line of headings.
+
+    Args:
+        rows: Mappings by column; one in a cell becomes ``key=value`` with spaces between.
+        columns: Which columns, in this order.
+    """
     text = io.StringIO()
     writer = csv.DictWriter(text, list(columns), extrasaction="ignore", lineterminator="\n")
     writer.writeheader()

@@ -60,7 +60,7 @@ class LossScaler(_ByHand):
         super().__init__(scaling.StaticLossScaler(scale))
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """Return False, whatever the gradients hold."""
+        """Return False, whatever the gradients of ``params`` hold."""
         return False
 
 

@@ -172,10 +172,23 @@ def master_params_to_model_params(
 
 
 def to_python_float(value: Tensor | Sequence[float]) -> float:
-    """Return the number in a tensor of one element, or the first of a sequence. A tensor's device is waited for."""
+    """Return a number, as a Python float.
+
+    Args:
+        value: A tensor of one element, whose device is waited for; or a sequence, of which the first is taken.
+    """
     return value.item() if isinstance(value, Tensor) else float(value[0])
 
 
 def clip_grad_norm(parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Clip gradients in place and return their total norm before that, as `torch.nn.utils.clip_grad_norm_` does."""
+    """Clip gradients in place, as `torch.nn.utils.clip_grad_norm_` does.
+
+    Args:
+        parameters: Tensors with gradients, or one.
+        max_norm: The highest norm of all gradients taken together.
+        norm_type: The p of the p-norm; ``inf`` for the largest absolute value.
+
+    Returns:
+        The norm before that, a tensor without dimensions.
+    """
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)

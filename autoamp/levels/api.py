@@ -246,6 +246,9 @@ def state_dict() -> dict[str, Any]:
 def load_state_dict(state: Mapping[str, Any]) -> None:
     """Load what `state_dict` returned, before or after models and optimizers are loaded; all of it, or nothing.
 
+    Args:
+        state: What `state_dict` returned, of a run with as many losses.
+
     Raises:
         CheckpointError: A key is missing, unknown or of the wrong kind. The message names it.
         UsageError: Neither `initialize` nor `init` was called.

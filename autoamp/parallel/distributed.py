@@ -52,9 +52,14 @@ def apply_flat_dist_call(bucket: Sequence[Tensor], call: Callable[..., Any], ext
 
 
 def flat_dist_call(tensors: Iterable[Tensor], call: Callable[..., Any], extra_args: Any = None) -> None:
-    """Run a collective on tensors of any dtypes and devices, once for each; see `apply_flat_dist_call`.
+    """Run a collective on tensors of any dtypes and devices, once for each.
 
     A process group must exist.
+
+    Args:
+        tensors: They are replaced by the result, in place.
+        call: The collective, as for `apply_flat_dist_call`.
+        extra_args: As for `apply_flat_dist_call`.
     """
     for bucket in split_by_type(tensors).values():
         apply_flat_dist_call(bucket, call, extra_args)

@@ -44,6 +44,11 @@ _ROUNDING = 2.0**-16
 class LossScaler(ABC):
     """The scale of one loss. `update` is told once a step whether the gradients overflowed.
 
+    Subclass it for a rule of your own: ``checks`` and ``update`` are what it takes.
+
+    Args:
+        loss_scale: The first scale, from 2**-126 to 2**126.
+
     Attributes:
         late: Flags of updates that the host has not made yet. Reading the scale makes them.
     """

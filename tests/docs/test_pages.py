@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import re
 import tomllib
 from pathlib import Path
@@ -41,6 +42,26 @@ def test_the_reference_has_no_name_that_is_not_there() -> None:
     for name in documented():
         module, _, attribute = name.rpartition(".")
         assert getattr(importlib.import_module(module), attribute).__doc__, name
+
+
+# Made by the package, and by nobody else: their docstrings say what one does with them.
+MADE_FOR_USERS = {
+    "autoamp.BaseHandle", "autoamp.Handle", "autoamp.NoOpHandle", "autoamp.Region", "autoamp.casting.CastCache",
+    "autoamp.diagnostics.Call", "autoamp.diagnostics.Observation", "autoamp.diagnostics.ValueProfile",
+    "autoamp.rules.CastPolicy",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(documented() - MADE_FOR_USERS))
+def test_every_argument_is_told_of(name: str) -> None:
+    module, _, attribute = name.rpartition(".")
+    found = getattr(importlib.import_module(module), attribute)
+    if not callable(found) or (
+        isinstance(found, type) and "__init__" not in vars(found) and issubclass(found, Exception)
+    ):
+        return
+    taken = [one for one in inspect.signature(found).parameters if one not in ("args", "kwargs")]
+    assert [one for one in taken if not re.search(rf"\b{one}\b", found.__doc__ or "")] == []
 
 
 def test_each_package_is_public_or_told_not_to_be() -> None:

@@ -20,7 +20,7 @@ _FOLDER = Path(__file__).parent / "templates"
 
 
 def is_page(path: str | os.PathLike[str]) -> bool:
-    """Tell whether a file of this name is to be a page of HTML."""
+    """Tell whether a file of this ``path`` is to be a page of HTML: one that ends in .html or .htm."""
     return Path(path).suffix.lower() in (".html", ".htm")
 
 
@@ -115,6 +115,11 @@ def write_report(
 ) -> None:
     """Write a page where the file's name ends in .html or .htm, else the JSON of the one run.
 
+    Args:
+        path: The file; its folder must exist.
+        documents: Reports of runs, one or two, as `report_of` and `load_report` return them.
+        names: What the page calls them, where there are two.
+
     Raises:
         UsageError: `check_report_tools` does, or the file cannot be written.
     """
@@ -127,6 +132,9 @@ def write_report(
 
 def load_report(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the report in a file of JSON.
+
+    Args:
+        path: What ``autoamp run --report FILE.json`` or `Handle.report` wrote.
 
     Raises:
         UsageError: It cannot be read, or is no report of a run.
