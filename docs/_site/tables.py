@@ -105,10 +105,11 @@ def _command(name: str, of: argparse.ArgumentParser, summary: str) -> Iterator[s
 
 
 def _argument(action: argparse.Action) -> str:
-    value = action.metavar or (action.dest.upper() if action.choices is None else "|".join(map(str, action.choices)))
+    choices = "{" + ",".join(map(str, action.choices or ())) + "}"
+    value = action.metavar or (action.dest.upper() if action.choices is None else choices)
     if not action.option_strings:
         return f"`{action.metavar or action.dest}`"
-    shown = "" if action.nargs == 0 else f" {value}".replace("|", "\\|")
+    shown = "" if action.nargs == 0 else f" {value}"
     return ", ".join(f"`{option}{shown}`" for option in action.option_strings)
 
 
