@@ -1,26 +1,35 @@
-"""`autoamp lists`: each rule with its origin, and the shipped lists compared with the installed torch."""
+"""`autoamp lists`: each rule with its reason and origin, and the shipped lists compared with the installed torch."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from dataclasses import replace
 from typing import Any
 
 from autoamp.cli import probes
+from autoamp.cli.options import DTYPES
 from autoamp.cli.output import aligned
 from autoamp.diagnostics import check_lists, explain
+from autoamp.errors import UsageError
 from autoamp.ops import known_ops
-from autoamp.rules import check_bare_names
+from autoamp.rules import CastRule, CastTable, ModuleRule, check_bare_names, located
 
 __all__ = ["add_lists"]
+
+# The class of reason, in the shipped sets, of names in torch's namespaces that are no ops.
+_NO_OPS = "computes nothing"
 
 
 def add_lists(commands: Any) -> None:
     """Add the command ``lists`` to a parser's commands."""
-    lists = commands.add_parser("lists", help="show each rule and where it comes from")
+    lists = commands.add_parser("lists", help="show each rule, why it is there, and in which file and line")
     lists.add_argument("ops", nargs="*", metavar="OP", help="only what applies to these, such as softmax")
     lists.add_argument("--set", default=None, help="a list set or file; default: what this project uses")
+    lists.add_argument("--dtype", choices=list(DTYPES), help="for which half dtype; the device's unless given")
     lists.add_argument("--device-type", help="for which device: cuda, cpu, ...; the accelerator's unless given")
+    lists.add_argument("--json", action="store_true", help="print a JSON object")
     lists.add_argument("--check", action="store_true",
                        help="compare the shipped sets with the installed torch; exit 1 where they differ")  # fmt: skip
     lists.set_defaults(act=_lists)
@@ -28,17 +37,64 @@ def add_lists(commands: Any) -> None:
 
 def _lists(chosen: argparse.Namespace) -> int:
     if chosen.check:
-        drift = check_lists()
-        sys.stdout.write("".join(f"{line}\n" for line in drift.lines()))
-        if not drift:
-            header = "its autocast header" if drift.header else "no autocast header, as it was installed without"
-            sys.stdout.write(f"the shipped lists agree with torch {drift.torch}: its public names, {header}\n")
-        return int(bool(drift))
-    table = probes.default_table(chosen.set, chosen.device_type)
+        return _check()
+    table = probes.default_table(chosen.set, chosen.device_type, None if chosen.dtype is None else DTYPES[chosen.dtype])
     if chosen.ops:
-        sys.stdout.write("".join(f"{explain(table, name)}\n" for name in chosen.ops))
+        found = [explain(table, _checked(name)) for name in chosen.ops]
+        if chosen.json:
+            _print_json([one.to_dict() for one in found])
+        else:
+            sys.stdout.write("".join(f"{one}\n" for one in found))
         return 0
     check_bare_names(table, known_ops())
-    rows = sorted((rule.target, rule.policy.value, str(rule.origin)) for rule in table.rules)
-    sys.stdout.write("".join(f"{line}\n" for line in aligned(rows)))
+    rules = sorted((rule for rule in table.rules if not _is_no_op(rule)), key=lambda rule: rule.target)
+    if chosen.json:
+        _print_json({
+            "rules": [{"target": rule.target, "policy": rule.policy.value, **_place(rule)} for rule in rules],
+            "modules": [
+                {"pattern": rule.pattern, "precision": rule.precision.value, **_place(rule)} for rule in table.modules
+            ],
+        })  # fmt: skip
+        return 0
+    sys.stdout.write("".join(f"{line}\n" for line in _lines(table, rules)))
     return 0
+
+
+def _check() -> int:
+    drift = check_lists()
+    sys.stdout.write("".join(f"{line}\n" for line in drift.lines()))
+    if not drift:
+        header = "its autocast header" if drift.header else "no autocast header, as it was installed without"
+        sys.stdout.write(f"the shipped lists agree with torch {drift.torch}: its public names, {header}\n")
+    return int(bool(drift))
+
+
+def _lines(table: CastTable, rules: list[CastRule]) -> list[str]:
+    """Return the rules, and those of modules under a heading of their own."""
+    lines = aligned([(rule.target, rule.policy.value, str(rule.origin)) for rule in rules]) if rules else []
+    if table.modules:
+        lines += ["", "[modules]"] if lines else ["[modules]"]
+        lines += aligned([(rule.pattern, rule.precision.value, str(rule.origin)) for rule in table.modules])
+    return lines
+
+
+def _place(rule: CastRule | ModuleRule) -> dict[str, Any]:
+    return {"file": located(replace(rule.origin, line=None)), "line": rule.origin.line, "reason": rule.reason}
+
+
+def _print_json(value: Any) -> None:
+    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+
+
+def _is_no_op(rule: CastRule) -> bool:
+    """Tell whether a rule is on what lies in torch's namespaces and computes nothing; there to tell what is new."""
+    return rule.origin.shipped and rule.reason.startswith(_NO_OPS)
+
+
+def _checked(name: str) -> str:
+    """Return the name of an op. UsageError: it is Python's own, such as ``__dir__``, or a type such as ``Optional``."""
+    plain = name.rpartition(".")[2]
+    no_ops = {rule.target for rule in probes.default_table("default").rules if _is_no_op(rule)}
+    if plain in no_ops and (plain.startswith("__") or plain[:1].isupper()):
+        raise UsageError(f"{name!r} is no op of torch, though torch has the name; give a name such as 'softmax'")
+    return name

@@ -62,14 +62,16 @@ class Device:
     fp32_matmul: str
 
 
-def default_table(lists: Any = None, kind: str | None = None) -> CastTable:
+def default_table(lists: Any = None, kind: str | None = None, dtype: torch.dtype | None = None) -> CastTable:
     """Find and read the lists as `autoamp.init` would here, for a device type; None is the current accelerator's.
+
+    ``dtype`` is the half dtype; None is the device's.
 
     Raises:
         ListFileError: A list cannot be used.
         UsageError: Torch knows no such device type, or no half precision for it.
     """
-    return Settings.of(lists=lists, device_type=kind).table
+    return Settings.of(lists=lists, device_type=kind, dtype=dtype).table
 
 
 def device_of(kind: str | None = None) -> Device:

@@ -22,7 +22,7 @@ from autoamp.diagnostics import Counts, sum_of
 from autoamp.errors import UsageError
 from autoamp.levels import LEVELS
 from autoamp.modules import AUTOCAST, ModuleCasts
-from autoamp.runtime import Handle, runtime_of
+from autoamp.runtime import Handle, check_device, device_type_of, runtime_of
 from autoamp.tensors import HALF_DTYPES, default_device_type, half_dtype_with_units
 
 __all__ = ["Run", "set_up"]
@@ -44,6 +44,8 @@ def set_up(options: Options, *, count: bool = False, record: bool = False) -> Ru
     if options.opt_level not in LEVELS:
         raise UsageError(f"--opt-level {options.opt_level!r} is unknown; choose {', '.join(LEVELS)}")
     dtype = None if options.dtype is None else DTYPES[options.dtype]
+    if options.device_type is not None:
+        check_device(device_type_of(options.device_type))
     lists = list(options.lists)
     real = real_apex() if options.apex and not options.shadow_apex else None
     alias = options.apex and real is None

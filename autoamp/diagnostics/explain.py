@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import difflib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autoamp.errors import UsageError
 from autoamp.ops import Target, expand, known_ops
-from autoamp.rules import CastRule, CastTable
+from autoamp.rules import CastRule, CastTable, located
 
 __all__ = ["Explanation", "explain"]
 
@@ -40,8 +40,9 @@ class Explanation:
             "name": self.name,
             "rules": [
                 {
-                    "target": rule.target, "policy": rule.policy.value, "file": rule.origin.path,
-                    "line": rule.origin.line, "reason": rule.reason, "remedy": rule.remedy, "patched": list(names),
+                    "target": rule.target, "policy": rule.policy.value,
+                    "file": located(replace(rule.origin, line=None)), "line": rule.origin.line,
+                    "reason": rule.reason, "remedy": rule.remedy, "patched": list(names),
                 }
                 for rule, names in self.rules
             ],
@@ -59,7 +60,7 @@ class Explanation:
             notes = "".join(f"; {note}" for note in (rule.reason, rule.remedy) if note)
             lines.append(
                 f"{self.name}: {rule.policy.value} ({_MEANINGS[rule.policy.value]}), by {rule.target!r} "
-                f"in {rule.origin}{notes}"
+                f"in {located(rule.origin)}{notes}"
             )
             lines += [f"    {name}" for name in names]
         return "\n".join(lines)

@@ -18,7 +18,6 @@ from autoamp.levels.checks import (
     checked_flag,
     checked_models,
     checked_optimizers,
-    checked_scale,
     refuse_sharded,
     warn_of_settings,
 )
@@ -26,7 +25,14 @@ from autoamp.levels.opt_levels import kind_of_scale, level_with, scalers_for
 from autoamp.levels.setup import earlier_setups, leave_off, runtime_for, set_up_models
 from autoamp.ops import expand
 from autoamp.rules import CastTable
-from autoamp.runtime import Settings, Setup, current_runtime, needed_handle, put_handle
+from autoamp.runtime import (
+    Settings,
+    Setup,
+    checked_scale,
+    current_runtime,
+    needed_handle,
+    put_handle,
+)
 from autoamp.scaling import AskedGroup, LossScaler
 from autoamp.tensors import HALF_DTYPES
 
@@ -169,7 +175,7 @@ def initialize(
         refuse_sharded(model_list, opt_level)
     asked = None if process_group is None else AskedGroup.of(process_group, None)
     half = level.cast_model_type if level.cast_model_type in HALF_DTYPES else dtype
-    settings = Settings.of(level.loss_scale, True, verbosity > 1, True, lists, device_type, half, True)
+    settings = Settings.of(level.loss_scale, True, verbosity > 1, True, lists, device_type, half, True).on_device()
     table = settings.table if level.patch_torch_functions else CastTable(modules=settings.table.modules)
     expand(table)
     settings = replace(settings, table=table, opt_level=opt_level, trace_overflow=trace_overflow)

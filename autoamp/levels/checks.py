@@ -20,7 +20,6 @@ __all__ = [
     "checked_flag",
     "checked_models",
     "checked_optimizers",
-    "checked_scale",
     "refuse_sharded",
     "warn_of_settings",
 ]
@@ -78,13 +77,6 @@ def checked_flag(name: str, value: Any) -> bool | None:
         return value
     remedy = f"pass opt_level={value!r} by its name" if name == "enabled" and value in tuple(LEVELS) else ""
     raise UsageError(f"{name}={value!r} is no bool; {remedy or 'choose True, False or None'}")
-
-
-def checked_scale(value: Any) -> Any:
-    """Return a loss scale; of strings ``"dynamic"`` alone is one. UsageError: another string."""
-    if isinstance(value, str) and value != "dynamic":
-        raise UsageError(f"loss_scale={value!r} is a string; choose 'dynamic' or a number, such as 128.0")
-    return value
 
 
 def warn_of_settings(

@@ -15,6 +15,8 @@ from torch.nn import Module
 from autoamp.levels.opt_levels import OptLevel
 from autoamp.modules import ForwardDtypes
 from autoamp.runtime import Handle, NoOpHandle, Runtime, Setup, current_runtime, put_handle, runtime_of
+from autoamp.stepping import check_half_model
+from autoamp.tensors import HALF_DTYPES
 
 __all__ = ["earlier_setups", "leave_off", "runtime_for", "set_up_models"]
 
@@ -64,6 +66,7 @@ def runtime_for(setup: Setup, earlier: Sequence[Setup], models: Sequence[Module]
         setup = replace(setup, scalers=shared)
         runtime.optimizers.loss_scalers.forget_but(scaler for one in earlier for scaler in one.scalers)
     runtime.setups.append(setup)
+    runtime.optimizers.by_level = True
     return runtime
 
 
@@ -93,6 +96,8 @@ def set_up_models(
     casts = None if setup.on else setup.patches
     forward = ForwardDtypes(outputs=outputs or (torch.float32 if casts else None), casts=casts)
     kind: Any = half if level.cast_model_type == "half" else level.cast_model_type
+    if kind in HALF_DTYPES:
+        check_half_model(models, level.name, masters=level.master_weights)
     for model in models:
         if kind is not None:
             inward = ForwardDtypes(kind, outputs or torch.float32, casts, doubles=not _has_doubles(model))

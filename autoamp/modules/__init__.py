@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autoamp.modules.call import CallRecorder, build_module_call
 from autoamp.modules.half_models import CastModels, ForwardDtypes
-from autoamp.modules.precisions import ModulePrecisions, Override
+from autoamp.modules.precisions import ModulePrecisions, Override, check_module_rules
 from autoamp.modules.recompute import (
     build_function_backward,
     build_function_context,
@@ -26,4 +26,5 @@ __all__ = [
     "build_module_call",
     "build_parallel_apply",
     "build_recompute",
+    "check_module_rules",
 ]

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import sys
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from typing import Any
 
+import torch
 from torch.nn import Module
 
-from autoamp.errors import PatchError, UsageError, warn_user
+from autoamp.errors import ListFileError, PatchError, UsageError, warn_user
 from autoamp.modules.tags import TAGS, ModuleTags
 from autoamp.patching import resolve
 from autoamp.rules import ModulePrecision, ModuleRule
 
-__all__ = ["ModulePrecisions", "Override"]
+__all__ = ["ModulePrecisions", "Override", "check_module_rules"]
 
 _GLOB = frozenset("*?[")
 
@@ -150,6 +153,51 @@ class ModulePrecisions:
                 found = _listed(rule)
         self._by_class[cls] = found
         return found
+
+
+def check_module_rules(rules: Iterable[ModuleRule]) -> None:
+    """Check that what is written as the class of a module is one, as far as that can be told by now.
+
+    Raises:
+        ListFileError: torch, or another package that is imported, has no such class; or it is named without its module.
+    """
+    for rule in rules:
+        wrong = None if _GLOB.intersection(rule.pattern) else _fault(rule.pattern)
+        if wrong is not None:
+            raise ListFileError(f"{rule.pattern!r} under modules {wrong}", rule.origin.path, line=rule.origin.line)
+
+
+def _fault(pattern: str) -> str | None:
+    """Return what is wrong with a pattern without wildcards; None where it is a class, or may be a path."""
+    parts = pattern.split(".")
+    if len(parts) == 1:
+        if not _is_module_class(getattr(torch.nn, pattern, None)):
+            return None
+        return (
+            f"is a class without its module; did you mean 'torch.nn.{pattern}'? For submodules of that name write "
+            f"'{pattern}*'"
+        )
+    # A path such as "model.layers.0" may begin as an imported module does; classes have capitals.
+    if parts[0] != "torch" and (parts[0] not in sys.modules or not parts[-1][:1].isupper()):
+        return None
+    found: Any = sys.modules[parts[0]]
+    for place, part in enumerate(parts[1:], 1):
+        if not hasattr(found, part):
+            if parts[0] != "torch" and place < len(parts) - 1:
+                # A submodule that is not imported yet.
+                return None
+            last = place == len(parts) - 1
+            names = [name for name in dir(found) if not last or _is_module_class(getattr(found, name, None))]
+            near = difflib.get_close_matches(part, names, n=3)
+            above, below = ".".join(parts[:place]), "".join(f".{part}" for part in parts[place + 1 :])
+            hint = " or ".join(repr(f"{above}.{name}{below}") for name in near)
+            return f"names no class: {above} has no {part!r}" + (f"; did you mean {hint}?" if hint else "")
+        found = getattr(found, part)
+    return None if _is_module_class(found) else "is no class of modules: write one, such as 'torch.nn.BatchNorm2d'"
+
+
+def _is_module_class(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, Module)
 
 
 def _listed(rule: ModuleRule) -> ModulePrecision | None:

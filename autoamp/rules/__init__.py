@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from autoamp.rules.loader import ENVIRONMENT_VARIABLE, check_bare_names, load_table, shipped_sets, shipped_table
+from autoamp.rules.loader import (
+    ENVIRONMENT_VARIABLE,
+    check_bare_names,
+    load_table,
+    located,
+    shipped_sets,
+    shipped_table,
+)
 from autoamp.rules.table import CastPolicy, CastRule, CastTable, ModulePrecision, ModuleRule, Origin, admits_version
 
 __all__ = [
@@ -16,6 +23,7 @@ __all__ = [
     "admits_version",
     "check_bare_names",
     "load_table",
+    "located",
     "shipped_sets",
     "shipped_table",
 ]

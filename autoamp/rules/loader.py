@@ -14,7 +14,7 @@ from autoamp.rules.parser import ListSet, Source, choices, fail, nearest
 from autoamp.rules.table import CastRule, CastTable, Origin
 from autoamp.rules.toml_lines import TomlError, parse_toml
 
-__all__ = ["ENVIRONMENT_VARIABLE", "check_bare_names", "load_table", "shipped_sets", "shipped_table"]
+__all__ = ["ENVIRONMENT_VARIABLE", "check_bare_names", "load_table", "located", "shipped_sets", "shipped_table"]
 
 ENVIRONMENT_VARIABLE = "AUTOAMP_LISTS"
 PROJECT_FILE = "autoamp.toml"
@@ -88,6 +88,13 @@ def _shipped_folder() -> Traversable:
 def shipped_sets() -> tuple[str, ...]:
     """Return the names of the list sets that come with the package, sorted."""
     return tuple(sorted(file.name[:-5] for file in _shipped_folder().iterdir() if file.name.endswith(".toml")))
+
+
+def located(origin: Origin) -> str:
+    """Return where a rule stands as a path to open, with the line: that of a shipped set is where it is installed."""
+    if not origin.shipped:
+        return str(origin)
+    return str(replace(origin, path=str(_shipped_folder() / origin.path.removeprefix("lists/"))))
 
 
 def _is_name(text: str) -> bool:

@@ -60,6 +60,10 @@ class Source:
         """Return the origin of a key, or of an item of its array."""
         return Origin(self.name, self.lines.of(self.under + path, item) if self.lines else None, self.shipped)
 
+    def remark(self, origin: Origin) -> str:
+        """Return the comment on the line of an entry, empty where there is none."""
+        return self.lines.comments.get(origin.line, "") if self.lines and origin.line is not None else ""
+
 
 class ListSet:
     """One list set, checked while it is made.
@@ -85,11 +89,13 @@ class ListSet:
         for policy in _ARRAYS:
             if policy is not CastPolicy.NONE or not isinstance(data.get("none"), Mapping):
                 for item, target in enumerate(self._strings(data, policy.value)):
-                    self._add_rule(CastRule(target, policy, source.at(policy.value, item=item)))
+                    origin = source.at(policy.value, item=item)
+                    self._add_rule(CastRule(target, policy, origin, reason=source.remark(origin)))
         for rule in self._reasoned(data.get("none")):
             self._add_rule(rule)
         for target, remedy in self._entries(data, "banned"):
-            self._add_rule(CastRule(target, CastPolicy.BANNED, source.at("banned", target), remedy))
+            origin = source.at("banned", target)
+            self._add_rule(CastRule(target, CastPolicy.BANNED, origin, remedy, source.remark(origin)))
         self._limit_versions(data)
         self._limit_devices(data)
         rules = sorted(self._seen.values(), key=lambda rule: not rule.bare)
@@ -181,4 +187,4 @@ class ListSet:
                 fail(origin, f"{pattern!r} under modules is no pattern; {remark}")
             if value not in valid:
                 fail(origin, f"{pattern!r} under modules has {value!r}; choose {choices(valid)}")
-            yield ModuleRule(pattern, ModulePrecision(value), origin)
+            yield ModuleRule(pattern, ModulePrecision(value), origin, self.source.remark(origin))

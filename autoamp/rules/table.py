@@ -72,7 +72,8 @@ class CastRule:
         policy: What happens to its arguments.
         origin: Where the rule was written.
         remedy: The text of a `[banned]` entry, empty otherwise.
-        reason: The class of reason of an entry of a `[none]` table, empty otherwise.
+        reason: Why: the comment on the entry's line, or its class of reason in a `[none]` table; empty where there is
+            neither.
         versions: The torch releases that have the target, such as `>=2.13`; empty for all.
         devices: The device types that the rule holds on, such as `("cpu",)`; empty for all.
     """
@@ -99,11 +100,13 @@ class ModuleRule:
         pattern: A pattern of paths such as `encoder.layers.0.*`, or the dotted name of a class.
         precision: What they run in.
         origin: Where the rule was written.
+        reason: Why: the comment on the entry's line, empty where there is none.
     """
 
     pattern: str
     precision: ModulePrecision
     origin: Origin
+    reason: str = ""
 
 
 _T = TypeVar("_T")

@@ -9,7 +9,7 @@ __all__ = ["TomlError", "TomlLines", "parse_toml"]
 
 _TOKEN = re.compile(
     r"""(?P<text>\"{3}(?:[^\\]|\\.)*?\"{3,5}|'{3}.*?'{3,5}|"(?:[^"\\\n]|\\.)*"|'[^'\n]*')
-      |(?P<mark>[\[\]{}=,.\n])|(?P<word>[^\s\[\]{}=,."'\#]+)|\#[^\n]*""",
+      |(?P<mark>[\[\]{}=,.\n])|(?P<word>[^\s\[\]{}=,."'\#]+)|(?P<comment>\#[^\n]*)""",
     re.VERBOSE | re.DOTALL,
 )
 
@@ -55,11 +55,13 @@ class TomlLines:
     Attributes:
         keys: The line of each key or table, by its path.
         items: The lines of the strings of each array, by its path.
+        comments: The comment at the end of each line that has one, or on a line of its own, without its ``#``.
     """
 
     def __init__(self, text: str) -> None:
         self.keys: dict[tuple[str, ...], int] = {}
         self.items: dict[tuple[str, ...], list[int]] = {}
+        self.comments: dict[int, str] = {}
         self._table: tuple[str, ...] = ()
         self._open: list[tuple[str, tuple[str, ...]]] = []
         self._path: tuple[str, ...] = ()
@@ -69,7 +71,9 @@ class TomlLines:
         for match in _TOKEN.finditer(text):
             line += text.count("\n", end, match.start())
             end = match.start()
-            if match.lastgroup is not None:
+            if match.lastgroup == "comment":
+                self.comments[line] = match.group().lstrip("#").strip()
+            elif match.lastgroup is not None:
                 (self._read_key if self._in_key else self._read_value)(match.group(), match.lastgroup, line)
 
     def of(self, path: tuple[str, ...], item: int | None = None) -> int | None:

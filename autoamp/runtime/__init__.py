@@ -19,7 +19,7 @@ from autoamp.runtime.no_op import NoOpHandle
 from autoamp.runtime.protocol import BaseHandle
 from autoamp.runtime.regions import Region, region
 from autoamp.runtime.runtime import Runtime
-from autoamp.runtime.settings import Settings, Setup, device_type_of
+from autoamp.runtime.settings import Settings, Setup, check_device, checked_scale, device_type_of
 
 __all__ = [
     "BaseHandle",
@@ -30,6 +30,8 @@ __all__ = [
     "Settings",
     "Setup",
     "activated",
+    "check_device",
+    "checked_scale",
     "current_handle",
     "current_runtime",
     "device_type_of",

@@ -16,10 +16,11 @@ from autoamp.runtime.active import handles
 from autoamp.runtime.handle import Handle
 from autoamp.runtime.no_op import NoOpHandle
 from autoamp.runtime.protocol import BaseHandle, Scope
-from autoamp.runtime.settings import Settings
+from autoamp.runtime.settings import Settings, check_device
 from autoamp.scaling import LossScaler
 
 __all__ = [
+    "check_enabled",
     "disable_casts",
     "float_function",
     "half_function",
@@ -73,11 +74,7 @@ def init(
         UsageError: An argument is wrong, or a region with a handle of its own is open.
         LossScaleError: The loss scale is no scale.
     """
-    if not isinstance(enabled, (bool, int, numpy.bool_, type(None))):
-        raise UsageError(
-            f"enabled={_shortened(enabled)} is neither True nor False; settings are given by name, as in "
-            "autoamp.init(dtype=torch.float16), and models and optimizers to autoamp.initialize(model, optimizer)"
-        )
+    check_enabled(enabled, "init")
     if not enabled:
         nothing = NoOpHandle()
         handles.put_base(nothing)
@@ -87,6 +84,7 @@ def init(
     settings = Settings.of(
         loss_scale, enable_caching, verbose, allow_banned, lists, device_type, dtype, rebind, scope, trace_overflow
     )
+    check_device(settings.device_type)
     with handles.lock:
         base = handles.base
         if isinstance(base, Handle) and base.settings == settings:
@@ -94,6 +92,15 @@ def init(
         handle = Handle(settings)
         handles.put_base(handle)
         return handle
+
+
+def check_enabled(enabled: Any, caller: str) -> None:
+    """Raise UsageError for what is no switch: a string, or a model that was meant for `initialize`."""
+    if not isinstance(enabled, (bool, int, numpy.bool_, type(None))):
+        raise UsageError(
+            f"enabled={_shortened(enabled)} is neither True nor False; settings are given by name, as in "
+            f"autoamp.{caller}(dtype=torch.float16), and models and optimizers to autoamp.initialize(model, optimizer)"
+        )
 
 
 def _shortened(value: object) -> str:

@@ -7,11 +7,11 @@ import threading
 from typing import Any
 
 from autoamp.runtime.active import handles
-from autoamp.runtime.api import disable_casts
+from autoamp.runtime.api import check_enabled, disable_casts
 from autoamp.runtime.handle import Handle, runtime_of
 from autoamp.runtime.no_op import NoOpHandle
 from autoamp.runtime.protocol import BaseHandle
-from autoamp.runtime.settings import Settings
+from autoamp.runtime.settings import Settings, check_device
 
 __all__ = ["Region", "region"]
 
@@ -73,5 +73,9 @@ def region(enabled: bool = True, loss_scale: Any = None, **settings: Any) -> Reg
         UsageError: An argument is wrong. On entry: a region with other settings is open in another thread.
         LossScaleError: The loss scale is no scale.
     """
+    check_enabled(enabled, "region")
     given = bool(settings) or loss_scale is not None
-    return Region(enabled, Settings.of(loss_scale=loss_scale, **settings) if given else None)
+    chosen = Settings.of(loss_scale=loss_scale, **settings) if given else None
+    if enabled and chosen is not None:
+        check_device(chosen.device_type)
+    return Region(enabled, chosen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import threading
@@ -101,7 +102,9 @@ class Registry:
         """
         where = getattr(module, "__name__", type(module).__name__)
         if not isinstance(name, str) or not hasattr(module, name):
-            raise TargetError(f"no function named {name!r} in {where!r}; register a name that is there")
+            near = difflib.get_close_matches(str(name), dir(module), n=3)
+            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "register a name that is there"
+            raise TargetError(f"no function named {name!r} in {where!r}; {hint}")
         rule = CastRule(f"{where}.{name}", policy, Origin(f"register_{policy.value}_function", None, False))
         try:
             target = target_at(module, name, rule)

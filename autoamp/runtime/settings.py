@@ -11,11 +11,12 @@ import torch
 from torch.nn import Module
 
 from autoamp.errors import UsageError
+from autoamp.modules import check_module_rules
 from autoamp.rules import CastTable, load_table
 from autoamp.scaling import LossScaler, make_scaler
 from autoamp.tensors import HALF_DTYPES, default_device_type, default_half_dtype
 
-__all__ = ["Settings", "Setup", "device_type_of"]
+__all__ = ["Settings", "Setup", "check_device", "checked_scale", "device_type_of"]
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,9 @@ class Settings:
         if scope not in ("global", "modules"):
             raise UsageError(f"scope={scope!r} is unknown; choose 'global' or 'modules'")
         table = load_table(lists, base="bf16" if dtype is torch.bfloat16 else "default", device_type=device_type)
+        check_module_rules(table.modules)
         make_scaler(loss_scale, dtype)
+        checked_scale(loss_scale)
         return cls(
             loss_scale,
             enable_caching,
@@ -67,6 +70,11 @@ class Settings:
             scope=scope,
             trace_overflow=trace_overflow,
         )
+
+    def on_device(self) -> Settings:
+        """Return these settings. UsageError: there is no such device here, so that nothing would ever be cast."""
+        check_device(self.device_type)
+        return self
 
     def facts(self) -> dict[str, str]:
         """Return what ranks that train together have to have alike, by name."""
@@ -98,6 +106,30 @@ def device_type_of(device: Any = None) -> str:
         raise UsageError(
             f"device_type={device!r} is unknown to torch; choose 'cuda', 'cpu', 'xpu' or 'mps', say"
         ) from None
+
+
+def check_device(device_type: str) -> None:
+    """Raise UsageError for a type of accelerator that is not there: nothing would ever be cast."""
+    accelerator = torch.accelerator.current_accelerator()
+    built = accelerator is not None and accelerator.type == device_type
+    # Not is_available(), which fixes which GPUs a process and its forks see.
+    if device_type == "cuda" and torch.cuda.device_count() == 0:
+        why = "no GPU is visible" if built else f"torch {torch.__version__} was built without it"
+        raise UsageError(
+            f"device_type='cuda': there is no CUDA device here, as {why}; choose device_type='cpu', "
+            "leave it out, or see to it that torch.cuda.is_available()"
+        )
+    if device_type in ("xpu", "mps") and not built:
+        raise UsageError(
+            f"device_type={device_type!r}: there is no such device here; choose device_type='cpu', or leave it out"
+        )
+
+
+def checked_scale(value: Any) -> Any:
+    """Return a loss scale; of strings ``"dynamic"`` alone is one. UsageError: another string."""
+    if isinstance(value, str) and value != "dynamic":
+        raise UsageError(f"loss_scale={value!r} is a string; choose 'dynamic' or a number, such as 128.0")
+    return value
 
 
 def _half_dtype_of(device_type: str) -> torch.dtype:

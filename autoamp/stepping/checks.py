@@ -13,7 +13,14 @@ from autoamp.errors import warn_user
 from autoamp.tensors import HALF_DTYPES
 from autoamp.torch_private import MODULES_OF_NORMS
 
-__all__ = ["check_half_model", "check_half_norms", "check_optimizer", "smallest_positive", "warn_without_gradients"]
+__all__ = [
+    "check_half_model",
+    "check_half_norms",
+    "check_half_params",
+    "check_optimizer",
+    "smallest_positive",
+    "warn_without_gradients",
+]
 
 
 def smallest_positive(dtype: torch.dtype) -> float:
@@ -88,14 +95,34 @@ def check_half_norms(models: Iterable[Module]) -> None:
                 return
 
 
-def check_half_model(models: Iterable[Module], level: str) -> None:
-    """Warn of parameters that are in half precision before `initialize` has cast anything."""
+def check_half_model(models: Iterable[Module], level: str, *, masters: bool = False) -> None:
+    """Warn of parameters that are in half precision before `initialize` has cast anything.
+
+    Args:
+        models: Those that it was given.
+        level: The opt level.
+        masters: Whether fp32 masters are made of them, which then begin with rounded values.
+    """
+    then = "makes its fp32 master of the rounded values" if masters else "steps it in half precision"
     for model in models:
         for name, parameter in model.named_parameters():
             if parameter.dtype in HALF_DTYPES:
                 warn_user(
                     f"parameter {name!r} of {type(model).__name__} is in {parameter.dtype} already: its fp32 values "
-                    f"are lost, and opt_level={level!r} steps it in half precision. Give initialize() the model in "
-                    "fp32, without .half() or .bfloat16()"
+                    f"are lost, and opt_level={level!r} {then}. Give initialize() the model in fp32, without .half() "
+                    "or .bfloat16()"
+                )
+                return
+
+
+def check_half_params(optimizer: Any) -> None:
+    """Warn of an optimizer that steps parameters in half precision, where casts are made for those in fp32."""
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if parameter.dtype in HALF_DTYPES:
+                warn_user(
+                    f"{type(optimizer).__name__}.param_groups[{index}] has parameters in {parameter.dtype} already, "
+                    "where small steps are rounded away: init() casts fp32 parameters as they are used. Leave the "
+                    "model in fp32, without .half() or .bfloat16(), or give it so to initialize(opt_level='O2')"
                 )
                 return

@@ -98,6 +98,8 @@ class StepGuard:
         pending: The verdicts since the last step, in order.
         grads_scale: The scale of gradients now: 1.0 outside blocks but for ``delay_unscale``.
         in_block: Whether a block of this optimizer is open.
+        scaled: Whether a block has had a loss of this optimizer.
+        proven: Whether the scaled loss was run backward in one.
         step_closure: Steps with a closure in place of what this guard would do.
         usual: What gradients that are unscaled for this guard are like.
         together: The ranks that agree on each step; None where what this rank finds is what all find.
@@ -139,6 +141,7 @@ class StepGuard:
         self.pending: list[Verdict] = []
         self.grads_scale: Scale = 1.0
         self.in_block = False
+        self.scaled = self.proven = False
         self._casts = casts
         self._on_step = on_step
         self.step_closure: Callable[..., Any] | None = None

@@ -23,12 +23,13 @@ from autoamp.stepping.attach import (
     refuse_own_scaler,
     stepped_params,
 )
-from autoamp.stepping.block import scaled_block
-from autoamp.stepping.checks import check_optimizer
+from autoamp.stepping.block import open_blocks, scaled_block
+from autoamp.stepping.checks import check_half_params, check_optimizer
 from autoamp.stepping.digest import compare_ranks, rank_sets, wrappers_of
 from autoamp.stepping.guard import StepGuard
 from autoamp.stepping.loss_scalers import LossScalers, listed
 from autoamp.stepping.masters import MasterWeights
+from autoamp.stepping.mistakes import BackwardWatch, VanishingGradients
 from autoamp.stepping.replicas import several_processes
 from autoamp.stepping.sharded_modules import warn_of_unscaled_shards
 from autoamp.stepping.skips import Rehearsing, Skips, StepWatch
@@ -83,6 +84,7 @@ class GuardedOptimizers:
         guarded: How many optimizers were ever guarded.
         own: What the program's own `FP16_Optimizer` did; None where it has none.
         masters_for_all: Whether every optimizer that is guarded from now on gets masters for its half parameters.
+        by_level: Whether `initialize` set them up, which warns of half models itself.
         max_consecutive_skips: So many skips of one optimizer in a row are an error.
         watch: What looks on, if anything does.
         on_stepped: Called with what is known of an optimizer's steps after each of them, with None for an optimizer
@@ -102,6 +104,7 @@ class GuardedOptimizers:
         self.guarded = 0
         self.own: OwnSteps | None = None
         self.masters_for_all = False
+        self.by_level = False
         self.max_consecutive_skips = 50
         self.watch: StepWatch | None = None
         self.rehearsal: Rehearsing | None = None
@@ -118,6 +121,7 @@ class GuardedOptimizers:
         self._compared: weakref.WeakSet[Any] = weakref.WeakSet()
         # Optimizers that stepped without a guard.
         self._unscaled: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._vanishing = VanishingGradients()
         # Optimizers whose state was loaded before any step, while nobody loaded loss scales.
         self._resumed: weakref.WeakSet[Any] = weakref.WeakSet()
         self._scales_loaded = False
@@ -150,6 +154,9 @@ class GuardedOptimizers:
             raise self.rehearsal.step_reached()
         self.steps += 1
         self._last = skips
+        guard = None if self._casts.dtype is not torch.float16 else self._guards.get(optimizer())
+        if guard is not None and guard.masters is not None and not guard.scaled:
+            self._vanishing.look(optimizer(), guard.holders(guard.params()))
         if self.watch is not None:
             self.watch.step_begins()
         if several_processes():
@@ -203,15 +210,36 @@ class GuardedOptimizers:
                 yield scaled
             return
         guards = [self.guard(optimizer) for optimizer in listed(optimizers)]
+        for guard in guards:
+            guard.scaled = True
         if self._resumed and scaler.checks:
             self._warn_of_resumed(listed(optimizers), scaler)
         if self.watch is not None:
             self.watch.loss_scaled(loss)
         try:
-            with scaled_block(guards, scaler, delay_unscale=delay_unscale) as scale:
-                yield multiplied_loss(loss, scale)
+            if all(guard.proven for guard in guards) or not scaler.checks or torch.compiler.is_compiling():
+                with scaled_block(guards, scaler, delay_unscale=delay_unscale) as scale:
+                    yield multiplied_loss(loss, scale)
+            else:
+                with scaled_block(guards, scaler, delay_unscale=delay_unscale) as scale:
+                    scaled = multiplied_loss(loss, scale)
+                    with self._watched(loss, scaled, guards):
+                        yield scaled
         finally:
             self._casts.cache.clear()
+
+    @contextlib.contextmanager
+    def _watched(self, loss: Tensor, scaled: Tensor, guards: Sequence[StepGuard]) -> Iterator[None]:
+        """See to it that a block runs the scaled loss backward, until one of each optimizer did."""
+        watch, differentiated = BackwardWatch(loss, scaled), open_blocks.differentiated
+        try:
+            yield
+        finally:
+            watch.end()
+        if open_blocks.differentiated == differentiated:
+            watch.check(guards[0].name)
+        for guard in guards:
+            guard.proven = guard.proven or watch.proven
 
     def guard(self, optimizer: Any, *, check: bool = True) -> StepGuard:
         """Return the optimizer's guard, a new one the first time. UsageError: this is no optimizer to guard.
@@ -233,6 +261,8 @@ class GuardedOptimizers:
             guard = self._put_guard(optimizer, masters)
             if check and masters is None:
                 check_optimizer(optimizer)
+                if not self.by_level:
+                    check_half_params(optimizer)
         guard.max_consecutive_skips = self.max_consecutive_skips
         return guard
 
@@ -328,6 +358,8 @@ class GuardedOptimizers:
         guard = self._guards.get(optimizer)
         if guard is None and callable(given[0] if given else kwargs.get("closure")) and not _is_guarded(optimizer):
             guard = self.guard(optimizer)
+        if guard is None and self._casts.dtype is torch.float16 and not _is_guarded(optimizer):
+            self._vanishing.look(optimizer, stepped_params(optimizer))
         if guard is None:
             if not _is_guarded(optimizer) and optimizer not in self._unscaled:
                 self._unscaled.add(optimizer)

@@ -306,7 +306,7 @@ def test_a_model_that_changes_its_dtype_against_the_promise(handle: autoamp.Hand
         assert layer(x.double()).dtype is torch.float64
 
 
-def test_layers_that_are_not_cast_at_all(handle: autoamp.Handle) -> None:
+def test_layers_that_are_not_cast_at_all(handle: autoamp.Handle, monkeypatch: pytest.MonkeyPatch) -> None:
     """On another device than the handle's, or sparse."""
     weight = Parameter(torch.eye(4).to_sparse_csr(), requires_grad=False)
     holder = nn.Module()
@@ -315,6 +315,7 @@ def test_layers_that_are_not_cast_at_all(handle: autoamp.Handle) -> None:
     with torch.no_grad(), handle.inference(holder):
         assert torch.equal(F.linear(x, weight), x)
     handle.deactivate()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     other = autoamp.init(device_type="cuda", dtype=HALF)
     for layer, given in ((nn.Linear(96, 64), torch.randn(3, 96)), (nn.Conv2d(3, 4, 3), torch.randn(1, 3, 5, 5))):
         with torch.no_grad(), other.inference(layer):

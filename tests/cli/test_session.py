@@ -151,6 +151,7 @@ def test_bf16_is_the_default_where_the_gpu_has_units_for_it(
         return supported or including_emulation
 
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     try:
         run = set_up(Options(device_type="cuda"))
         assert run.handle is not None
@@ -179,6 +180,7 @@ def test_the_device_is_asked_in_another_process(monkeypatch: pytest.MonkeyPatch)
         return True
 
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     try:
         run = set_up(Options(device_type="cuda"))

@@ -53,7 +53,6 @@ def test_the_loss_scaler_may_be_an_object() -> None:
         (None, DynamicLossScaler, 65536.0),
         ("dynamic", DynamicLossScaler, 65536.0),
         (128, StaticLossScaler, 128.0),
-        ("128.0", StaticLossScaler, 128.0),
         (1.0, StaticLossScaler, 1.0),
     ],
 )

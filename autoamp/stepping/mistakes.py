@@ -1,0 +1,106 @@
+"""Mistakes by which training dies quietly: a loss that nobody scales, or the wrong one of two that goes backward."""
+
+from __future__ import annotations
+
+import sys
+import types
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoamp.errors import UsageError, warn_user
+
+__all__ = ["BackwardWatch", "VanishingGradients"]
+
+# Of an optimizer whose losses nobody scales these steps are looked at, each of which waits for the device.
+_STEPS = frozenset({1, 10, 100, 1000})
+# Frames between an optimizer's step and whoever asked for it, at most.
+_DEPTH = 12
+
+
+class BackwardWatch:
+    """Sees in a block whether a backward pass goes through the loss, and whether through the scaled one.
+
+    Args:
+        loss: The program's.
+        scaled: What the block yields, made of it.
+    """
+
+    def __init__(self, loss: Tensor, scaled: Tensor) -> None:
+        self._passed: set[str] = set()
+        self._hooks: list[Any] = []
+        if loss.requires_grad and scaled is not loss:
+            for name, tensor in (("loss", loss), ("scaled", scaled)):
+                self._hooks.append(tensor.register_hook(lambda _, name=name: self._passed.add(name)))
+
+    @property
+    def proven(self) -> bool:
+        """Whether the scaled loss was run backward."""
+        return "scaled" in self._passed
+
+    def end(self) -> None:
+        """Take the hooks back."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def check(self, name: str) -> None:
+        """Raise UsageError where the loss was run backward and not the scaled one; ``name`` is the optimizer's."""
+        if "loss" in self._passed and not self.proven:
+            raise UsageError(
+                f"in the scale_loss block of {name} the loss itself was run backward, and not the scaled loss: "
+                "its gradients would be divided by a loss scale that they were never multiplied by. Call "
+                "scaled_loss.backward() on what the with statement yields, in place of loss.backward()"
+            )
+
+
+class VanishingGradients:
+    """Warns once of fp16 gradients that vanish, as nobody scales the loss. For optimizers without a loss scale."""
+
+    def __init__(self) -> None:
+        self._steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._said = False
+
+    def look(self, optimizer: Any, params: Iterable[Tensor]) -> None:
+        """Look at the gradients that an optimizer is about to step by, at some of its steps."""
+        if self._said:
+            return
+        step = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        if step not in _STEPS or _is_scaled_by_torch(sys._getframe(1)):
+            return
+        found = _share_that_vanishes(params)
+        if found is not None:
+            self._said = True
+            name = type(optimizer).__name__
+            warn_user(
+                f"{found:.0%} of the gradients that {name} steps by are 0 or below "
+                f"{torch.finfo(torch.float16).tiny:.2g}, where fp16 loses bits and then everything, and nobody scales "
+                "the loss. Run it backward in `with handle.scale_loss(loss, optimizer) as scaled_loss`, or call "
+                "handle.auto_scale(), or use bf16"
+            )
+
+
+def _share_that_vanishes(params: Iterable[Tensor]) -> float | None:
+    """Return the part of all gradients that fp16 does not hold in full, where it is most of those that are not 0."""
+    least = torch.finfo(torch.float16).tiny
+    grads = [param.grad for param in params if param.grad is not None]
+    dense = [grad.detach() for grad in grads if grad.layout is torch.strided and grad.is_floating_point()]
+    if not dense:
+        return None
+    held = torch.stack([(~(grad.abs() < least)).sum().cpu() for grad in dense]).sum().item()
+    some = torch.stack([(grad != 0).sum().cpu() for grad in dense]).sum().item()
+    every = sum(grad.numel() for grad in dense)
+    return None if held * 2 >= some > 0 or not every else 1 - held / every
+
+
+def _is_scaled_by_torch(frame: types.FrameType | None) -> bool:
+    """Tell whether `torch.amp.GradScaler` makes this step: then the loss was scaled, and the gradients are true."""
+    for _ in range(_DEPTH):
+        if frame is None:
+            return False
+        if frame.f_globals.get("__name__") == "torch.amp.grad_scaler":
+            return True
+        frame = frame.f_back
+    return False

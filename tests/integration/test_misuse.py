@@ -1,0 +1,305 @@
+"""What people do wrong in their first hour, and what they are told: the value, the rule and the remedy."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoamp
+from autoamp.cli import main
+from autoamp.errors import AutoampError, ListFileError, LossScaleError, TargetError, UsageError
+
+CPU: dict[str, Any] = {"device_type": "cpu", "dtype": torch.float16}
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+def unscaled_backward() -> None:
+    handle, net = autoamp.init(**CPU), model()
+    optimizer = sgd(net)
+    loss = net(torch.randn(8, 4)).float().square().mean()
+    with handle.scale_loss(loss, optimizer):
+        loss.backward()
+
+
+def unscaled_backward_at_o2() -> None:
+    net = model()
+    net, optimizer = autoamp.initialize(net, sgd(net), opt_level="O2", verbosity=0, **CPU)
+    loss = net(torch.randn(8, 4)).square().mean()
+    with autoamp.scale_loss(loss, optimizer):
+        loss.backward()
+
+
+def listed_modules(pattern: str) -> Callable[[], Any]:
+    return lambda: autoamp.init(lists={"modules": {pattern: "fp32"}}, **CPU)
+
+
+# What is called, the error, and what its message says: the value, the rule, the remedy.
+ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, str, str]]] = {
+    "init(model)": (
+        lambda: autoamp.init(model()),  # type: ignore[arg-type]
+        UsageError, ("enabled=a Sequential", "neither True nor False", "autoamp.initialize(model, optimizer)"),
+    ),
+    "init(enabled='False')": (
+        lambda: autoamp.init(enabled="False"),  # type: ignore[arg-type]
+        UsageError, ("enabled='False'", "neither True nor False", "autoamp.init(dtype=torch.float16)"),
+    ),
+    "region(enabled='False')": (
+        lambda: autoamp.region(enabled="False"),  # type: ignore[arg-type]
+        UsageError, ("enabled='False'", "neither True nor False", "autoamp.region(dtype=torch.float16)"),
+    ),
+    "init(loss_scale='128')": (
+        lambda: autoamp.init(loss_scale="128", **CPU),
+        UsageError, ("loss_scale='128'", "is a string", "choose 'dynamic' or a number"),
+    ),
+    "region(loss_scale='128')": (
+        lambda: autoamp.region(loss_scale="128", **CPU),
+        UsageError, ("loss_scale='128'", "is a string", "choose 'dynamic' or a number"),
+    ),
+    "initialize(loss_scale='128')": (
+        lambda: autoamp.initialize(model(), loss_scale="128", **CPU),  # type: ignore[call-overload]
+        UsageError, ("loss_scale='128'", "is a string", "choose 'dynamic' or a number"),
+    ),
+    "init(loss_scale=-1)": (
+        lambda: autoamp.init(loss_scale=-1.0, **CPU),
+        LossScaleError, ("loss_scale=-1.0", "is no usable scale", "above 0"),
+    ),
+    "register_half_function(torch, 'sofmax')": (
+        lambda: autoamp.register_half_function(torch, "sofmax"),
+        TargetError, ("sofmax", "no function named", "did you mean 'softmax'"),
+    ),
+    "loss.backward() in the block": (
+        unscaled_backward,
+        UsageError, ("scale_loss block of SGD", "loss scale that they were never multiplied by",
+                     "Call scaled_loss.backward()"),
+    ),
+    "loss.backward() in the block at O2": (
+        unscaled_backward_at_o2,
+        UsageError, ("scale_loss block of SGD", "loss scale that they were never multiplied by",
+                     "Call scaled_loss.backward()"),
+    ),
+    "init on CUDA": (
+        lambda: autoamp.init(device_type="cuda"),
+        UsageError, ("device_type='cuda'", "there is no CUDA device here", "choose device_type='cpu'"),
+    ),
+    "region on CUDA": (
+        lambda: autoamp.region(device_type="cuda"),
+        UsageError, ("device_type='cuda'", "there is no CUDA device here", "choose device_type='cpu'"),
+    ),
+    "initialize on CUDA": (
+        lambda: autoamp.initialize(model(), device_type="cuda"),
+        UsageError, ("device_type='cuda'", "there is no CUDA device here", "choose device_type='cpu'"),
+    ),
+    "a typo of a class": (
+        listed_modules("torch.nn.BatchNrom2d"),
+        ListFileError, ("'torch.nn.BatchNrom2d' under modules", "torch.nn has no 'BatchNrom2d'",
+                        "did you mean 'torch.nn.BatchNorm2d'"),
+    ),
+    "a typo of a class's module": (
+        listed_modules("torch.nn.moduels.BatchNorm2d"),
+        ListFileError, ("'torch.nn.moduels.BatchNorm2d'", "torch.nn has no 'moduels'",
+                        "did you mean 'torch.nn.modules.BatchNorm2d'"),
+    ),
+    "a class without its module": (
+        listed_modules("Linear"),
+        ListFileError, ("'Linear' under modules", "is a class without its module", "did you mean 'torch.nn.Linear'"),
+    ),
+    "what is no class": (
+        listed_modules("torch.nn.functional"),
+        ListFileError, ("'torch.nn.functional'", "is no class of modules", "such as 'torch.nn.BatchNorm2d'"),
+    ),
+    "a typo of an op": (
+        lambda: autoamp.init(lists={"fp32": ["sofmax"]}, **CPU),
+        ListFileError, ("'sofmax' under fp32", "unknown op", "did you mean 'softmax'"),
+    ),
+    "a step before a handle": (
+        lambda: autoamp.scale_loss(torch.ones(()), []),
+        UsageError, ("scale_loss()", "needs a handle", "call autoamp.initialize(model, optimizer) or autoamp.init()"),
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no GPU be there."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
+@pytest.mark.parametrize("misuse", ERRORS)
+def test_an_error_gives_the_value_the_rule_and_the_remedy(misuse: str) -> None:
+    call, kind, (value, rule, remedy) = ERRORS[misuse]
+    with pytest.raises(AutoampError) as raised:
+        call()
+    assert type(raised.value) is kind
+    for part in (value, rule, remedy):
+        assert part in str(raised.value)
+
+
+def half_at_init() -> None:
+    handle, net = autoamp.init(**CPU), nn.Linear(4, 4).half()
+    optimizer = sgd(net)
+    for _ in range(2):
+        with handle.scale_loss(net(torch.ones(2, 4).half()).float().mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+
+def half_at(level: Any) -> Callable[[], None]:
+    def initialized() -> None:
+        net = model().half()
+        autoamp.initialize(net, sgd(net), opt_level=level, verbosity=0, **CPU)
+
+    return initialized
+
+
+def steps_without_scale(times: int, handle: Any = None, at_o2: bool = False) -> None:
+    net = model()
+    optimizer = sgd(net)
+    if at_o2:
+        autoamp.initialize(net, optimizer, opt_level="O2", verbosity=0, **CPU)
+    else:
+        autoamp.init(**CPU)
+    for _ in range(times):
+        optimizer.zero_grad()
+        (net(torch.randn(8, 4)).float().square().mean() * 1e-9).backward()
+        optimizer.step()
+
+
+# What is done, and what the one warning says.
+WARNINGS: dict[str, tuple[Callable[[], Any], tuple[str, str, str]]] = {
+    "fp16 without scale_loss": (
+        lambda: steps_without_scale(12),
+        ("of the gradients that SGD steps by", "nobody scales the loss", "with handle.scale_loss(loss, optimizer)"),
+    ),
+    "fp16 without scale_loss at O2": (
+        lambda: steps_without_scale(2, at_o2=True),
+        ("of the gradients that SGD steps by", "nobody scales the loss", "with handle.scale_loss(loss, optimizer)"),
+    ),
+    "a half model at init": (
+        half_at_init, ("SGD.param_groups[0] has parameters in torch.float16 already", "small steps are rounded away",
+                       "Leave the model in fp32"),
+    ),
+    "a half model at O1": (
+        half_at("O1"), ("parameter '0.weight' of Sequential is in torch.float16 already", "opt_level='O1' steps it",
+                        "Give initialize() the model in fp32"),
+    ),
+    "a half model at O2": (
+        half_at("O2"), ("parameter '0.weight' of Sequential is in torch.float16 already",
+                        "opt_level='O2' makes its fp32 master of the rounded values",
+                        "Give initialize() the model in fp32"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("misuse", WARNINGS)
+def test_a_warning_gives_the_value_the_rule_and_the_remedy_once(misuse: str) -> None:
+    call, (value, rule, remedy) = WARNINGS[misuse]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    told = [str(one.message) for one in caught if value in str(one.message)]
+    assert len(told) == 1, [str(one.message) for one in caught]
+    assert rule in told[0]
+    assert remedy in told[0]
+
+
+def gradients_held() -> None:
+    net = model()
+    optimizer = sgd(net)
+    autoamp.init(**CPU)
+    net(torch.randn(8, 4)).float().square().sum().backward()
+    optimizer.step()
+
+
+def scaled_by_torch() -> None:
+    net, scaler = model(), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    optimizer = sgd(net)
+    autoamp.init(**CPU)
+    scaler.scale(net(torch.randn(8, 4)).float().square().mean() * 1e-9).backward()
+    scaler.step(optimizer)
+
+
+def scaled_by_us() -> None:
+    net = model()
+    optimizer = sgd(net)
+    with autoamp.init(**CPU).auto_scale():
+        (net(torch.randn(8, 4)).float().square().mean() * 1e-9).backward()
+        optimizer.step()
+
+
+def differentiated_in_the_block() -> None:
+    handle, net = autoamp.init(**CPU), model()
+    optimizer, x = sgd(net), torch.randn(8, 4, requires_grad=True)
+    loss = net(x).float().square().mean()
+    with handle.scale_loss(loss, optimizer):
+        torch.autograd.grad(loss, x)
+
+
+def scaled_in_parts() -> None:
+    handle, net = autoamp.init(**CPU), model()
+    optimizer = sgd(net)
+    for _ in range(2):
+        with handle.scale_loss(net(torch.randn(8, 4)).float().square().mean(), optimizer) as scaled:
+            (scaled * 0.5).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "use", [gradients_held, scaled_by_torch, scaled_by_us, differentiated_in_the_block, scaled_in_parts]
+)
+def test_what_is_right_is_not_told(use: Callable[[], None]) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        use()
+    assert [str(one.message) for one in caught if "gradients that" in str(one.message)] == []
+
+
+# Files, command line, exit code, and what is said on standard error.
+FILES = {
+    "typo.toml": 'schema = 1\n\n[modules]\n"torch.nn.BatchNrom2d" = "fp32"\n',
+    "bare.toml": 'schema = 1\n[modules]\n"Linear" = "fp32"\n',
+    "train.py": "print('ran')\n",
+}
+COMMANDS: dict[str, tuple[list[str], int, tuple[str, ...]]] = {
+    "run on CUDA": (["run", "--device-type", "cuda", "train.py"], 2, ("'cuda'", "no CUDA device", "'cpu'")),
+    "O0 on CUDA": (["run", "--opt-level", "O0", "--device-type", "cuda", "train.py"], 2, ("'cuda'", "no CUDA device")),
+    "doctor on CUDA": (["doctor", "--quick", "--device-type", "cuda"], 2, ("there is no cuda here", "choose 'cpu'")),
+    "typo in modules": (["lists", "--set", "typo.toml"], 2, ("typo.toml:4: ", "'torch.nn.BatchNorm2d'")),
+    "run with a typo": (["run", "--lists", "typo.toml", "--device-type", "cpu", "train.py"], 2, ("typo.toml:4: ",)),
+    "class alone": (["lists", "--set", "bare.toml"], 2, ("bare.toml:3: ", "'torch.nn.Linear'")),
+    "no op": (["lists", "Optional"], 2, ("'Optional' is no op of torch", "'softmax'")),
+    "Python's own": (["lists", "__dir__"], 2, ("'__dir__' is no op of torch",)),
+    "typo of an op": (["lists", "sofmax"], 2, ("'sofmax' is no op of torch", "'softmax'")),
+    "no script": (["run", "trian.py"], 2, ("can't open file 'trian.py'", "give the path of a script")),
+    "bad scale": (["run", "--loss-scale", "much", "train.py"], 2, ("--loss-scale 'much'", "above 0")),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_ends_with_its_exit_code_and_one_message(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", ["", *__import__("sys").path])
+    argv, code, parts = COMMANDS[command]
+    assert main(argv) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("autoamp: ")
+    assert err.count("\n") == 1
+    for part in parts:
+        assert part in err
