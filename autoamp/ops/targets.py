@@ -45,7 +45,10 @@ class Target:
     @property
     def module(self) -> str:
         """The name of the module by which the target is reached."""
-        return str(self.parent.__name__ if isinstance(self.parent, types.ModuleType) else self.parent.__module__)
+        if isinstance(self.parent, types.ModuleType):
+            return str(self.parent.__name__)
+        # An instance of a class of Python's own, such as types.SimpleNamespace, has none.
+        return str(getattr(self.parent, "__module__", type(self.parent).__module__))
 
     @property
     def qualname(self) -> str:

@@ -10,7 +10,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = tuple(
     path.relative_to(ROOT).as_posix()
-    for path in (ROOT / "README.md", ROOT / "kernels" / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    for path in (
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "kernels" / "README.md",
+        *sorted((ROOT / "docs").rglob("*.md")),
+    )
 )
 # What a fence may say: code that runs, lists that are read, and what programs print.
 LANGUAGES = ("bash", "python", "text", "toml")

@@ -16,7 +16,8 @@ from autoamp.rules import CastPolicy, shipped_sets, shipped_table
 from tests.docs.pages import ROOT
 from tests.docs.test_pages import PUBLIC, qualified
 
-pytestmark = pytest.mark.docs
+# One worker builds the site once.
+pytestmark = [pytest.mark.docs, pytest.mark.xdist_group("site")]
 
 
 @pytest.fixture(scope="module")

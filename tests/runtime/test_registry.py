@@ -262,6 +262,16 @@ def test_promotion_by_registration() -> None:
     assert torch.sub(ones(HALF), ones(HALF)).dtype == HALF
 
 
+def test_a_function_of_an_object_that_knows_no_module() -> None:
+    library = types.SimpleNamespace(distance=lambda a, b: (a - b).square().sum())
+    original = library.distance
+    autoamp.register_float_function(library, "distance")
+    handle = init()
+    assert library.distance(ones(HALF), ones(HALF)).dtype == torch.float32
+    handle.deactivate()
+    assert library.distance is original
+
+
 @pytest.mark.parametrize(("module", "name"), [(torch, "sigmoid"), (torch, "einsum"), (F, "embedding")])
 def test_common_registrations(module: Any, name: str) -> None:
     original = getattr(module, name)
