@@ -8,24 +8,26 @@ step reads and writes once, beside what `Tensor.copy_` of a big tensor moves in 
 from __future__ import annotations
 
 import argparse
-import statistics
+import importlib.util
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+if importlib.util.find_spec("autoamp_kernels") is None:
+    # Not installed: as it was built in place.
+    sys.path.insert(0, str(Path(__file__).parent))
+
+from kernels.bench_cuda import BYTES, bert_large, on_gpu, on_paper, quartiles
+
 NUMBERS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
 
-# Bytes that a step moves for each parameter, and how many launches it takes on CUDA for one list of up to 400 tensors.
-# A gradient is bf16: 2 bytes; fp32 values take 4 to read and 4 to write.
-PATHS = {
-    "one pass": (2 + 8 + 8 + 8 + 2, "1"),
-    "torch: widen + fused AdamW + narrow": ((2 + 4) + (4 + 8 + 8 + 8) + (4 + 2), "3 and more, by 30 to 100 tensors"),
-    "torch: the same, unscaling first": ((2 + 4) + (4 + 4) + (4 + 8 + 8 + 8) + (4 + 2), "4 and more"),
-}
+# Bytes of a parameter that a step in one pass moves.
+ONE_PASS = BYTES["adam_"]
 
 
 class Step:
@@ -42,12 +44,32 @@ class Step:
         self.states = [torch.zeros(size) for size in sizes], [torch.zeros(size) for size in sizes]
         self.wide = [torch.zeros(size) for size in sizes]
         self.steps = [torch.ones(()) for _ in sizes]
+        self.found, self.scale = torch.zeros(()), torch.ones(())
 
     def kernel(self) -> None:
         """One pass of autoamp_kernels."""
         import autoamp_kernels
 
         autoamp_kernels.adam_(self.masters, self.grads, *self.states, **NUMBERS, step=1, halves=self.halves)
+
+    def checked(self) -> None:
+        """Inf check, then one pass that unscales and heeds it: what torch.amp's step does."""
+        import autoamp_kernels
+
+        self.found.zero_()
+        autoamp_kernels.scale_(self.grads, found_inf=self.found)
+        autoamp_kernels.adam_(
+            self.masters, self.grads, *self.states, **NUMBERS, step=1, halves=self.halves, grad_scale=self.scale,
+            found_inf=self.found,
+        )  # fmt: skip
+
+    def amp(self) -> None:
+        """Torch.amp's whole step: widen, check and unscale, step, narrow."""
+        torch._foreach_copy_(self.wide, self.grads)
+        self.found.zero_()
+        torch._amp_foreach_non_finite_check_and_unscale_(self.wide, self.found, self.scale)
+        self.fused()
+        torch._foreach_copy_(self.halves, self.masters)
 
     def fused(self) -> None:
         """Torch's fused AdamW alone, on fp32 gradients that are there already."""
@@ -145,12 +167,6 @@ def say_others(step: Step, count: int, copy: Callable[[], object], rounds: int) 
         sys.stdout.write(f"  {name:<26}{moved:>4}  {share}  {ratio}\n")
 
 
-def quartiles(values: list[float]) -> str:
-    """Return the median and the quartiles of values."""
-    low, middle, high = statistics.quantiles(values, n=4)
-    return f"{middle:8.3f}  ({low:.3f} to {high:.3f})"
-
-
 def timed(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     """Return the seconds of each way in each round; within a round each way takes its turn."""
     for way in ways.values():
@@ -164,42 +180,106 @@ def timed(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[
     return seconds
 
 
+def say_norms(rounds: int) -> None:
+    """Print a row for each norm and size: processor time forward and backward, with kernels over without."""
+    from autoamp import kernels, normalization
+
+    opened = kernels.opened
+    sys.stdout.write(
+        "\nNorms, forward and backward: time with kernels over without, as autoamp.normalization calls them\n"
+    )
+    for kind in (normalization.FusedLayerNorm, normalization.FusedRMSNorm):
+        for rows, columns in ((16, 64), (32, 512), (256, 512), (1024, 512), (4096, 1024)):
+            for dtype in (torch.float32, torch.bfloat16):
+                norm, grad = kind(columns), torch.randn(rows, columns).to(dtype)
+                given = torch.randn(rows, columns).to(dtype).requires_grad_()
+
+                def trained(
+                    door: Callable[[str], object], norm: Any = norm, given: Any = given, grad: Any = grad
+                ) -> None:
+                    kernels.opened = door  # type: ignore[assignment]
+                    norm(given).backward(grad)
+
+                ways = {"with": lambda run=trained: run(opened), "without": lambda run=trained: run(lambda _: None)}
+                seconds = timed(ways, rounds)
+                ratio = [one / two for one, two in zip(seconds["with"], seconds["without"], strict=True)]
+                name = f"{kind.__name__}, {rows} x {columns}, {str(dtype).removeprefix('torch.')}"
+                sys.stdout.write(f"  {name:<44}{quartiles(ratio)}\n")
+    kernels.opened = opened
+
+
+def say_statistics(rounds: int) -> None:
+    """Print a row for each shape: `channel_statistics` over two passes of torch's."""
+    import autoamp_kernels
+
+    def passes(x: Tensor, dims: list[int]) -> tuple[Tensor, Tensor]:
+        wide = x.float()
+        mean = wide.mean(dims, keepdim=True)
+        return mean, (wide - mean).square().mean(dims)
+
+    sys.stdout.write("\nStatistics of channels: time over that of torch's mean and squared deviations\n")
+    for shape in ((8, 64, 56, 56), (32, 256, 14, 14), (64, 512, 7, 7), (256, 1024)):
+        for dtype in (torch.float32, torch.bfloat16):
+            x, dims = torch.randn(shape).to(dtype), [dim for dim in range(len(shape)) if dim != 1]
+            ways: dict[str, Callable[[], object]] = {
+                "kernel": lambda x=x: autoamp_kernels.channel_statistics(x),  # type: ignore[misc]
+                "torch": lambda x=x, dims=dims: passes(x, dims),  # type: ignore[misc]
+            }
+            seconds = timed(ways, rounds)
+            ratio = [one / two for one, two in zip(seconds["kernel"], seconds["torch"], strict=True)]
+            sys.stdout.write(f"  {f'{shape}, {dtype}':<44}{quartiles(ratio)}\n")
+
+
+def say_adam(seconds: dict[str, list[float]], count: int) -> None:
+    """Print how `adam_` compares with torch's ways."""
+    say = sys.stdout.write
+    rates = [8 * count / one for one in seconds["copy_"]]
+    say(f"  copy_ bandwidth, GB/s               {quartiles([rate / 1e9 for rate in rates])}\n")
+    share = [ONE_PASS * count / one / rate for one, rate in zip(seconds["kernel"], rates, strict=True)]
+    say(f"  kernel, share of that               {quartiles(share)}\n")
+    for ours, name, label in (
+        ("kernel", "fused", "kernel over torch's fused AdamW alone"),
+        ("kernel", "whole", "kernel over widen + fused AdamW + narrow"),
+        ("kernel", "fresh", "kernel over the same, new tensors"),
+        ("checked", "amp", "check + kernel over torch.amp's whole step"),
+    ):
+        ratio = [one / other for one, other in zip(seconds[ours], seconds[name], strict=True)]
+        say(f"  {label:<44}{quartiles(ratio)}\n")
+
+
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--million", type=float, default=12.7, help="millions of parameters")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--norms", action="store_true", help="time norms and statistics alone")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    count = int(options.million * 1e6)
+    if options.norms:
+        say_norms(options.rounds)
+        say_statistics(options.rounds)
+        return
+    count = int(options.million * 1e6) // 4 * 4
     step = Step([count // 4] * 4)
     source: Tensor = torch.randn(count)
     target = torch.empty_like(source)
     ways = {
         "copy_": lambda: target.copy_(source), "kernel": step.kernel, "fused": step.fused, "whole": step.whole,
-        "fresh": step.fresh,
+        "fresh": step.fresh, "checked": step.checked, "amp": step.amp,
     }  # fmt: skip
     seconds = timed(ways, options.rounds)
-    say = sys.stdout.write
-    must, copied = PATHS["one pass"][0] * count, 8 * count
-    rates = [copied / one for one in seconds["copy_"]]
-    say(f"{count:,} parameters, {options.threads} thread(s), {options.rounds} rounds; median (quartiles)\n")
-    say(f"  copy_ bandwidth, GB/s               {quartiles([rate / 1e9 for rate in rates])}\n")
-    share = [must / one / rate for one, rate in zip(seconds["kernel"], rates, strict=True)]
-    say(f"  kernel, share of that               {quartiles(share)}\n")
-    for name, label in (
-        ("fused", "torch's fused AdamW alone"), ("whole", "widen + fused AdamW + narrow"),
-        ("fresh", "the same, new tensors"),
-    ):  # fmt: skip
-        ratio = [one / other for one, other in zip(seconds["kernel"], seconds[name], strict=True)]
-        say(f"  kernel over {label:<29}{quartiles(ratio)}\n")
+    sys.stdout.write(
+        f"{count:,} parameters, {options.threads} thread(s), {options.rounds} rounds; median (quartiles)\n"
+    )
+    say_adam(seconds, count)
     say_others(step, count, ways["copy_"], options.rounds)
-    say("\nOn paper, bytes a parameter and launches on CUDA:\n")
-    for name, (bytes_moved, launches) in PATHS.items():
-        say(f"  {name:<38}{bytes_moved:>4}   {launches}\n")
+    import autoamp_kernels
+
+    if torch.cuda.is_available() and autoamp_kernels.available("cuda"):
+        on_gpu(options.rounds, bert_large())
+    on_paper()
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
     main()
