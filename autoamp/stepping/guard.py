@@ -127,9 +127,9 @@ class StepGuard:
         self._asked = asked
         self._scaler = scaler
         self._agreements = Agreements()
-        # The scaler and scale of the last block or pass; and whether something was found since ranks agreed.
+        # The scaler and scale of the last block or pass; and whether ranks agreed on all that was found since the step.
         self._last: tuple[LossScaler, Scale] | None = None
-        self._disagrees = False
+        self._agreed = False
         self._on_stepped = on_stepped
         # What the last block unscaled, and its scale.
         self._unscaled: tuple[Sequence[torch.Tensor], LossScaler, Scale] | None = None
@@ -238,7 +238,7 @@ class StepGuard:
 
     def _note(self, verdict: Verdict) -> None:
         self.pending.append(verdict)
-        self._last, self._disagrees = (verdict.scaler, verdict.scale), True
+        self._last, self._agreed = (verdict.scaler, verdict.scale), False
 
     def _remember(self, params: Sequence[torch.Tensor]) -> None:
         # Where the ranks of a mesh have no gradients of other parameters alike, they have those of shards alike.
@@ -248,7 +248,7 @@ class StepGuard:
     def unscaled(self, params: Sequence[torch.Tensor], scaler: LossScaler, scale: Scale) -> None:
         """Take note of what a block unscaled. Gradients of all other tensors have its scale still."""
         self._unscaled = params, scaler, scale
-        self._last, self._disagrees = (scaler, scale), True
+        self._last, self._agreed = (scaler, scale), False
 
     def take_in_joined(self) -> None:
         """Unscale and check the gradients of what joined the optimizer after the last block.
@@ -283,11 +283,11 @@ class StepGuard:
     def abandon(self, verdict: Verdict) -> None:
         """Take note that a verdict is on gradients that were dropped: it skips no step, and its scaler hears of it."""
         together = self.together
-        if together is not None and together.asked and self._disagrees:
+        if together is not None and together.asked and not self._agreed:
             # Other ranks may have dropped nothing, and do not wait to hear of it: the next step is skipped.
             return
         place = next(place for place, one in enumerate(self.pending) if _is_of(one, verdict))
-        if together is not None and self._disagrees:
+        if together is not None and not self._agreed:
             self._agree(together)
         self._abandoned.append(self.pending.pop(place))
         if len(self._abandoned) >= _MANY_VERDICTS:
@@ -407,12 +407,12 @@ class StepGuard:
         self.skips.steps += 1
         self._on_step(self.skips)
         self.last_step_ran = True
-        if first and self._last is None and not self.pending and self._delayed is None:
-            warn_of_unscaled_shards(self.name, self.params())
         self.collect(last=not self.pending and self._delayed is None)
         self.finish_delayed()
         self.take_in_joined()
         self._look_again()
+        if first and self._last is None and not self.pending:
+            warn_of_unscaled_shards(self.name, self.params())
         closure = args[0] if args else kwargs.get("closure")
         try:
             if callable(closure):
@@ -426,7 +426,7 @@ class StepGuard:
             return self.skip(blamed) if blamed is not None else self.take(original, args, kwargs)
         finally:
             # Ranks without a block or pass until the next step have to hear of those that have one.
-            self._disagrees = self._last is not None
+            self._agreed = False
             self._params_changed()
 
     def _params_changed(self) -> None:
@@ -449,13 +449,13 @@ class StepGuard:
         if together is None and self.pending:
             last = self.pending[-1]
             self.pending.append(Verdict(last.scaler, last.scale, non_finite_now(self.params(), self._usual_now)))
-        elif together is not None and (self._disagrees or (together.asked and self._awaits_first())):
+        elif together is not None and not self._agreed and self._may_be_scaled():
             self._agree(together)
 
-    def _awaits_first(self) -> bool:
-        """Tell whether another rank may have scaled a loss where this one has scaled none yet."""
+    def _may_be_scaled(self) -> bool:
+        """Tell whether a loss was scaled: here, or on another rank where this one has scaled none yet."""
         scaler = self._scaler()
-        return self._last is None and scaler is not None and scaler.checks
+        return self._last is not None or (scaler is not None and scaler.checks)
 
     def _last_scale(self) -> tuple[LossScaler, Scale]:
         if self._last is not None:
@@ -491,7 +491,7 @@ class StepGuard:
         # come since, and torch's collectives do not count as writes (`Tensor._version`).
         now = non_finite_now(params, self._usual_now)
         ballot = Ballot(found, now, votes=bool(own), norm=norm, hopeless=hopeless).cast(together, largest=largest)
-        self._disagrees = False
+        self._agreed = True
         self.pending = [AgreedVerdict(verdict, ballot.verdict(place)) for place, verdict in enumerate(own)]
         if own or ballot.has_voters():
             self.pending.append(Verdict(*self._last_scale(), [ballot.now]))

@@ -257,6 +257,8 @@ class GuardedOptimizers:
             if not is_optimizer(optimizer):
                 raise UsageError(_not_an_optimizer(optimizer))
             refuse_own_scaler(optimizer)
+            guard = self._guard_within(optimizer)
+        if guard is None:
             masters = MasterWeights(optimizer) if self.masters_for_all and not self._steps_halves(optimizer) else None
             guard = self._put_guard(optimizer, masters)
             if check and masters is None:
@@ -265,6 +267,19 @@ class GuardedOptimizers:
                     check_half_params(optimizer)
         guard.max_consecutive_skips = self.max_consecutive_skips
         return guard
+
+    def _guard_within(self, wrapper: Any) -> StepGuard | None:
+        """Return the guard of the optimizer that a wrapper hands its calls to, as those of accelerate and Fabric do.
+
+        The gradients are there, in masters too, and the wrapper may not step each time when it is called.
+        """
+        inner = getattr(wrapper, "optimizer", None)
+        if getattr(inner, "param_groups", None) is not wrapper.param_groups:
+            return None
+        try:
+            return self._guards.get(inner)
+        except TypeError:
+            return None
 
     def _put_guard(self, optimizer: Any, masters: MasterWeights | None) -> StepGuard:
         guard = StepGuard(

@@ -102,6 +102,46 @@ def test_anything_with_groups_and_step_is_an_optimizer(optimizers: GuardedOptimi
     assert parameter.tolist() == [0.5, 0.5]
 
 
+class Delegating:
+    """As accelerate and Fabric wrap an optimizer: all is handed to it, and not every call of ``step``."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.steps = True
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    def step(self) -> None:
+        if self.steps:
+            self.optimizer.step()
+
+
+@pytest.mark.parametrize("masters", [False, True])
+def test_a_wrapper_that_hands_its_calls_on_has_the_guard_within(optimizers: GuardedOptimizers, masters: bool) -> None:
+    if masters:
+        optimizers.keep_masters_for_all(lambda _: False)
+    half = Parameter(torch.ones(2, dtype=torch.float16 if masters else torch.float32))
+    inner = torch.optim.SGD([half], lr=0.5)
+    guard = optimizers.guard(inner)
+    wrapper = Delegating(inner)
+    assert optimizers.guard(wrapper) is guard
+    # Two passes add up; the first overflows, and nothing of it is lost where the wrapper does not step.
+    for last, factor in ((False, float("inf")), (True, 1.0)):
+        backward(optimizers, half, wrapper, factor)
+        wrapper.steps = last
+        wrapper.step()
+    assert optimizers.skipped_steps == 1
+    assert half.tolist() == [1.0, 1.0]
+    inner.zero_grad()
+    backward(optimizers, half, wrapper)
+    wrapper.step()
+    assert half.tolist() == [0.5, 0.5]
+    # One around an optimizer that nobody knows is guarded itself.
+    assert optimizers.guard(Delegating(sgd()[1])) not in (None, guard)
+
+
 def test_a_guard_takes_the_limit_that_is_set_later(optimizers: GuardedOptimizers) -> None:
     _, optimizer = sgd()
     assert optimizers.guard(optimizer).max_consecutive_skips == 50
