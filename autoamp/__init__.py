@@ -1,6 +1,6 @@
 """Mixed precision for PyTorch: patches torch by declarative cast lists, scales losses, guards optimizer steps.
 
-The lists decide which ops run in half precision, which in fp32 and which promote their arguments::
+The lists decide which ops run in half precision, which in fp32 and which promote their arguments:
 
     handle = autoamp.init()
     with handle.scale_loss(loss, optimizer) as scaled_loss:

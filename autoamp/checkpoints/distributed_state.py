@@ -18,7 +18,7 @@ __all__ = ["DistributedState"]
 class DistributedState:
     """Model, optimizers, masters and loss scales, for `torch.distributed.checkpoint` to save and load.
 
-    It is what torch calls stateful, so that torch's own functions do the rest, on all ranks together::
+    It is what torch calls stateful, so that torch's own functions do the rest, on all ranks together:
 
         state = autoamp.DistributedState(model, optimizer)
         dcp.save({"training": state}, checkpoint_id=folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import inspect
 import re
 import tomllib
@@ -95,6 +96,21 @@ def test_blocks_are_run_or_say_why_not(page: str) -> None:
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "toml"], ids=str)
 def test_lists_are_valid(block: object, tmp_path: Path) -> None:
     load_table(tomllib.loads(block.code), start=tmp_path, environ={})
+
+
+def test_what_the_site_makes_of_lists_and_parsers() -> None:
+    place = ROOT / "docs" / "_site" / "tables.py"
+    spec = importlib.util.spec_from_file_location("tables", place)
+    assert spec is not None
+    assert spec.loader is not None
+    tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    # Raises where an entry has no reason.
+    assert "| `softmax` | torch: a sum of exponentials | `bf16`: none, an fp32 accumulator inside" in tables.ops()
+    said = tables.command_line()
+    for command in ("run", "profile", "tune", "doctor", "lists", "report"):
+        assert f"## autoamp {command}\n" in said
+    assert "`--dtype {fp16,float16,bf16,bfloat16}`" in said
 
 
 def messages() -> list[str]:
