@@ -15,7 +15,7 @@ import autoamp_kernels
 import pytest
 import torch
 from autoamp_kernels import cuda
-from autoamp_kernels.abi import BF16, F32, NO_DTYPE, AdamArgs, ScaleArgs
+from autoamp_kernels.abi import BF16, F32, NO_DTYPE, AdamArgs, MergeArgs, NormArgs, ScaleArgs
 from autoamp_kernels.cuda import Images, Modules, Packaged, unit_of, ways
 from autoamp_kernels.errors import KernelError
 from autoamp_kernels.nvrtc import Compiler
@@ -112,6 +112,8 @@ def test_units_are_what_the_source_makes() -> None:
     adam = AdamArgs(grad_dtype=BF16, param_dtype=F32, half_dtype=NO_DTYPE)
     assert unit_of("adam", adam) == "AK_MAKE_adam(BF16,F32,Nothing,bfn)"
     assert unit_of("scale", ScaleArgs(in_dtype=F32, out_dtype=BF16)) == "AK_MAKE_scale(F32,BF16,fb)"
+    assert unit_of("norm", NormArgs(grad_dtype=BF16, in_dtype=F32)) == "AK_MAKE_norm(BF16,F32,bf)"
+    assert unit_of("merge", MergeArgs()) == "AK_MAKE_merge(,)"
 
 
 # -- doors --

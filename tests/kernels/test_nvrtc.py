@@ -16,6 +16,9 @@ UNITS = {
     "AK_MAKE_adam(BF16,F32,BF16,bfb)": [b"ak_adam_bfb", b"ak_advance"],
     "AK_MAKE_scale(F16,Nothing,hn)": [b"ak_scale_hn", b"ak_scale_norms", b"ak_scale_total"],
     "AK_MAKE_lamb(F32,F32,F16,ffh) AK_MAKE_lamb_last(F32,F16,fh)": [b"ak_lamb_ffh", b"ak_lamb_last_fh"],
+    "AK_MAKE_norm(BF16,F32,bf)": [b"ak_norm_bf", b"ak_norm_columns_bf", b"ak_norm_sums"],
+    "AK_MAKE_statistics(F16,h)": [b"ak_statistics_h", b"ak_statistics_side_h", b"ak_statistics_sums"],
+    "AK_MAKE_merge(,)": [b"ak_merge_parts"],
 }
 
 
