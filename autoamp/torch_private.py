@@ -36,6 +36,7 @@ __all__ = [
     "compiled_graphs",
     "cudnn_enabled",
     "current_graph_task",
+    "current_node",
     "default_store",
     "dispatch_modes",
     "flatten",
@@ -50,9 +51,11 @@ __all__ = [
     "mkldnn_enabled",
     "names_of_builtins",
     "negated_view",
+    "next_sequence_number",
     "normed_weight",
     "profiler_enabled",
     "root_of_mesh",
+    "sequence_number",
     "sharded_compute_dtype",
     "tracing_state",
     "two_in_one",
@@ -134,6 +137,19 @@ def compiled_graphs() -> int:
 
 current_graph_task: Callable[[], int] = _find("torch._C._current_graph_task_id", lambda: -1)
 """The number of the backward pass that runs in this thread, -1 for none. Where it is missing, always -1."""
+
+current_node: Any = _find("torch._C._current_autograd_node", None)
+"""Returns the node of the graph that runs in this thread, or None. Where it is missing, None itself."""
+
+next_sequence_number: Any = _find("torch.autograd._get_sequence_nr", None)
+"""Returns the number that the next node gets that this thread makes. Where it is missing, None itself."""
+
+
+def sequence_number(node: Any) -> int:
+    """Return the number that a node of the graph got as it was made; -1 where torch does not tell."""
+    number = getattr(node, "_sequence_nr", None)
+    return -1 if number is None else int(number())
+
 
 TELLS_GRAPH_TASKS = "torch._C._current_graph_task_id" not in MISSING
 """Whether `current_graph_task` is torch's own, so that -1 means that no pass runs."""

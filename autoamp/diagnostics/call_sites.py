@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch.nn import Module
 
-__all__ = ["CallSite", "ModulePaths", "in_scaling", "user_frame"]
+__all__ = ["CallSite", "ModulePaths", "in_scaling", "shown_file", "user_frame"]
 
 # Frames of these directories are on the way to torch's ops, and not where somebody calls one.
 _LIBRARIES = tuple(os.path.join(path, "") for path in (Path(torch.__file__).parent, Path(__file__).parents[1]))
@@ -45,7 +45,7 @@ class CallSite:
     @property
     def location(self) -> str | None:
         """The file and line as ``"file:line"``, relative to the working directory where it is below that."""
-        return None if self.file is None else f"{_shown(self.file)}:{self.line}"
+        return None if self.file is None else f"{shown_file(self.file)}:{self.line}"
 
     @property
     def where(self) -> str:
@@ -53,7 +53,8 @@ class CallSite:
         return self.module or (f"({self.root})" if self.module == "" else "-")
 
 
-def _shown(file: str) -> str:
+def shown_file(file: str) -> str:
+    """Return a file's name, relative to the working directory where it is below that."""
     try:
         relative = os.path.relpath(file)
     except ValueError:

@@ -196,6 +196,8 @@ class Inspector(TorchFunctionMode):
         origins: All that was seen, in order.
         inputs: The tensors that outermost modules were called with, by the names of their arguments.
         entered: Called with each module that is called.
+        narrowed: Casts of the program to half that were left out, since all is wide: the node of what they got, and
+            their lines.
     """
 
     def __init__(self, root: Module | None = None, *, wide: bool = False) -> None:
@@ -210,6 +212,7 @@ class Inspector(TorchFunctionMode):
         self._cast_sites: dict[int, tuple[Tensor, Site]] = {}
         self._hooks: list[Any] = []
         self.inputs: list[tuple[str, Tensor]] = []
+        self.narrowed: list[tuple[Any, str | None]] = []
         self.entered: Callable[[Module], None] = lambda module: None
 
     # -- modules --
@@ -261,6 +264,7 @@ class Inspector(TorchFunctionMode):
         if self._wide:
             args, kwargs = _widened(str(getattr(func, "__name__", "")), args, kwargs)
             if name in _CASTS and inputs and inputs[0] is args[0] and _narrows(func, args, kwargs):
+                self.narrowed.append((args[0].grad_fn, user_line(caller)))
                 return args[0]
         finite = [tensor for tensor, flaw in flaws if flaw is None]
         sizes = largest(finite) if finite and len(finite) < 16 else ()

@@ -26,16 +26,18 @@ _OPERATORS = {
     "remainder": ("__mod__", "__rmod__"),
     "floor_divide": ("__floordiv__", "__rfloordiv__"),
 }
+# A rule on these would take away what a program asks for.
+_CASTS = frozenset(("half", "bfloat16", "to", "float", "type", "type_as"))
 _ALIASES = {"sub": ("subtract",), "mul": ("multiply",), "div": ("divide", "true_divide")}
 
 
 def spellings(op: str) -> tuple[str, ...]:
-    """Return all names under which lists have an op, its bare name first; none for what no list can name.
+    """Return all names under which lists have an op, its bare name first; none for casts and unknown ops.
 
     Args:
         op: A bare name, such as ``mul``; that of an in-place form is that of the op.
     """
-    return tuple(name for name in (op, *_ALIASES.get(op, ()), *_OPERATORS.get(op, ())) if name in known_ops())
+    return _listed((op, *_ALIASES.get(op, ()), *_OPERATORS.get(op, ())))
 
 
 def spelled_at(op: str, function: Any, frame: types.FrameType | None) -> tuple[str, ...]:
@@ -56,7 +58,11 @@ def spelled_at(op: str, function: Any, frame: types.FrameType | None) -> tuple[s
     else:
         # A method by its name, or an operator by a function such as `operator.mul`.
         names = (op, *operators)
-    return tuple(name for name in names if name in known_ops())
+    return _listed(names)
+
+
+def _listed(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in names if name in known_ops() and name not in _CASTS)
 
 
 def _is_operator(frame: types.FrameType) -> bool:

@@ -11,7 +11,7 @@ import json
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.nn import Module
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autoamp.casting import Casts
+from autoamp.diagnostics.activations import ActivationGradients, HalfResults
 from autoamp.diagnostics.call_sites import CallSite, in_scaling
 from autoamp.diagnostics.exponents import FORMATS, Exponents
 from autoamp.diagnostics.observer import Call, Observation, Observer, Watch
@@ -47,6 +48,8 @@ class OpRange:
         site: Where it is called.
         calls: How often.
         values: The exponents of its results.
+        gradients: Those of the gradients of its results, without the loss scale, as far as a backward pass came by.
+        in_half: Whether its results would be in half precision by the lists in force, in its last call.
         errors: By half dtype the largest relative error of a call on half arguments, in the 2-norm beside fp32; inf
             where a finite result became inf or nan. A dtype is absent where no call could be run again.
         compared: How many calls were run again: the first ones.
@@ -58,12 +61,18 @@ class OpRange:
     site: CallSite
     calls: int = 0
     values: Exponents = field(default_factory=Exponents)
+    gradients: Exponents = field(default_factory=Exponents)
+    in_half: bool = False
     errors: dict[str, float] = field(default_factory=dict)
     compared: int = 0
     excluded: str | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values: the attributes, the site as ``module`` and ``location``, and counts by half dtype."""
+    def to_dict(self, shift: int = 0) -> dict[str, Any]:
+        """Return plain values: the attributes, the site as ``module`` and ``location``, and counts by half dtype.
+
+        Args:
+            shift: The binary logarithm of the loss scale for the counts of gradients.
+        """
         return {
             "op": self.op,
             "within": self.within,
@@ -75,6 +84,11 @@ class OpRange:
             "errors": {name: error if math.isfinite(error) else "inf" for name, error in self.errors.items()},
             "compared": self.compared,
             "excluded": self.excluded,
+            "in_half": self.in_half,
+            "gradients": {
+                **self.gradients.to_dict(),
+                **{dtype: self.gradients.in_format(dtype, shift) for dtype in FORMATS},
+            },
         }
 
 
@@ -88,6 +102,7 @@ class RangeProfile(Observer):
         observation: Tells where calls are made.
         start: Begins to tell this observer of calls.
         scale_of: Returns the present loss scale.
+        pass_scale: Returns what the backward pass that runs is scaled by, where no scaled loss is a part of its graph.
         every: Steps 0, ``every``, 2 * ``every``, ... of those that optimizers make are looked at.
         compare: How many calls of an operator at one place are run again in half precision.
 
@@ -96,6 +111,7 @@ class RangeProfile(Observer):
         loss_scale: The loss scale at the end of the statement.
         steps: How many steps optimizers made.
         sees_operators: Whether operators were looked at, for which torch must have a `TorchDispatchMode`.
+        sees_activations: Whether the gradients of their results were.
 
     Raises:
         UsageError: ``every`` is below 1, or ``compare`` below 0.
@@ -108,6 +124,7 @@ class RangeProfile(Observer):
         start: Callable[[Observer], Watch],
         scale_of: Callable[[], float],
         *,
+        pass_scale: Callable[[], float] = lambda: 1.0,
         every: int = 1,
         compare: int = 2,
     ) -> None:
@@ -132,6 +149,13 @@ class RangeProfile(Observer):
         self.loss_scale = 1.0
         self.steps = 0
         self.sees_operators = DispatchMode is not None
+        self._halves = HalfResults()
+        self._activations = ActivationGradients(pass_scale, observation.quietly) if self._looks_back() else None
+        self.sees_activations = self._activations is not None
+
+    def _looks_back(self) -> bool:
+        """Tell whether gradients of activations are looked at."""
+        return DispatchMode is not None and ActivationGradients.available
 
     def __enter__(self) -> RangeProfile:
         with contextlib.ExitStack() as stack:
@@ -139,6 +163,8 @@ class RangeProfile(Observer):
             stack.enter_context(self._casts.switched(False, forced_off=True))
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+            if self._activations is not None:
+                stack.callback(self._activations.end)
             if DispatchMode is not None:
                 stack.callback(self._leave_mode)
                 self._enter_mode()
@@ -181,28 +207,42 @@ class RangeProfile(Observer):
 
     def saw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Take note of an operator, which the mode has seen."""
-        if self._stepping or not self._sampling or self._observation.telling or current_graph_task() != -1:
+        if self._stepping or not self._sampling or self._observation.telling:
+            return
+        activations = self._activations
+        if current_graph_task() != -1:
+            if activations is not None:
+                activations.goes_back()
             return
         outputs = [t for t in iter_tensors(result) if t.is_floating_point()]
         inputs = [t for t in iter_tensors((args, kwargs)) if t.is_floating_point()]
-        schema = func._schema
+        schema, name = func._schema, func.name().partition(".")[0]
+        half = self._halves.note(self._observation.call, inputs, outputs, mutates=schema.is_mutable)
         # A view computes nothing; what has no floating argument makes values that are not computed.
         is_view = any(found.alias_info is not None and not found.alias_info.is_write for found in schema.returns)
-        if not outputs or not inputs or is_view:
-            return
-        name = func.name().partition(".")[0]
-        if name.startswith(_MAKERS) or in_scaling(sys._getframe(1)):
-            return
-        site = self._observation.site_here()
-        self._observation.quietly(lambda: self._record(func, args, kwargs, outputs, name, site))
+        row, scale = None, None
+        if outputs and inputs and not is_view and not name.startswith(_MAKERS):
+            if in_scaling(sys._getframe(1)):
+                scale = _factor(args) if name == "aten::mul" else None
+            else:
+                site = self._observation.site_here()
+                row = self._row(name, site)
+                row.in_half = half
+                found = row
+                self._observation.quietly(lambda: self._record(found, func, args, kwargs, outputs))
+        if activations is not None:
+            activations.ran(None if row is None else row.gradients, scale)
 
-    def _record(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor], name: str, site: CallSite
-    ) -> None:
+    def _row(self, name: str, site: CallSite) -> OpRange:
         row = self._ops.get((name, site))
         if row is None:
             call = self._observation.call
             row = self._ops[name, site] = OpRange(name, None if call is None else call.op.name, site)
+        return row
+
+    def _record(
+        self, row: OpRange, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
+    ) -> None:
         row.calls += 1
         for output in outputs:
             row.values.add(output, at_any_scale=False)
@@ -242,6 +282,8 @@ class RangeProfile(Observer):
     def _after_step(self, *_: Any) -> None:
         self._stepping = False
         self.steps += 1
+        if self._activations is not None:
+            self._activations.forget()
         # Steps that are not looked at run without the mode, unless another one was entered above it.
         if self._mode is not None and not self._sampling and dispatch_modes() == self._depth:
             self._leave_mode()
@@ -262,16 +304,21 @@ class RangeProfile(Observer):
         return _sum(row.values for row in self.ops)
 
     def all_gradients(self) -> Exponents:
-        """Return the exponents of all gradients together, unscaled."""
+        """Return the exponents of all gradients of parameters together, unscaled."""
         return _sum(self.gradients.values())
+
+    def half_gradients(self) -> Exponents:
+        """Return the exponents of the gradients of all activations together that would be in half, unscaled."""
+        return _sum(row.gradients for row in self.ops if row.in_half)
 
     def loss_scales(self, dtype: str = "float16") -> tuple[float, ...]:
         """Return the powers of two from 1 to 2 ** 24 that lose fewest gradients to 0, of those without overflow.
 
-        Empty where no gradient was seen, or where all these scales overflow.
+        Gradients are those of parameters, and of activations that would be in half. Empty where none was seen, or where
+        all these scales overflow.
         """
-        found = self.all_gradients()
-        if not self.gradients:
+        found = _sum((self.all_gradients(), self.half_gradients()))
+        if not found.elements:
             return ()
         lost = {k: found.in_format(dtype, k) for k in range(_MOST + 1)}
         fitting = {k: numbers["underflow"] for k, numbers in lost.items() if not numbers["overflow"]}
@@ -292,14 +339,25 @@ class RangeProfile(Observer):
                 f"{dtype}: of {values.elements:,} results {forward['overflow']:,} overflow, "
                 f"{forward['underflow']:,} become 0, {forward['subnormal']:,} are subnormal; of "
                 f"{gradients.elements:,} gradients at loss scale {self.loss_scale:g} {backward['overflow']:,}, "
-                f"{backward['underflow']:,} and {backward['subnormal']:,}; largest relative error of an op {worst}"
+                f"{backward['underflow']:,} and {backward['subnormal']:,}; {self._of_activations(dtype, shift)}"
+                f"largest relative error of an op {worst}"
             )
         scales = self.loss_scales()
         if scales:
             lines.append(f"float16 loses fewest gradients at loss scales {scales[0]:g} to {scales[-1]:g}")
-        elif self.gradients:
+        elif self.gradients or self.half_gradients().elements:
             lines.append("float16 gradients overflow at every loss scale from 1 on; bfloat16 needs none")
         return "\n".join(lines)
+
+    def _of_activations(self, dtype: str, shift: int) -> str:
+        if not self.sees_activations:
+            return "those of activations were not looked at; "
+        found = self.half_gradients()
+        lost = found.in_format(dtype, shift)
+        return (
+            f"of {found.elements:,} of activations in half {lost['overflow']:,}, {lost['underflow']:,} and "
+            f"{lost['subnormal']:,}; "
+        )
 
     def _shift(self) -> int:
         return round(math.log2(self.loss_scale)) if self.loss_scale > 0 else 0
@@ -314,10 +372,11 @@ class RangeProfile(Observer):
             "steps": self.steps,
             "every": self._every,
             "sees_operators": self.sees_operators,
+            "sees_activations": self.sees_activations,
             "loss_scale": self.loss_scale,
             "loss_scales": list(self.loss_scales()),
             "verdict": self.verdict(),
-            "ops": [row.to_dict() for row in self.ops],
+            "ops": [row.to_dict(shift) for row in self.ops],
             "gradients": [
                 {
                     "parameter": name,
@@ -333,15 +392,20 @@ class RangeProfile(Observer):
         return json.dumps(self.to_dict(), indent=1)
 
     def __str__(self) -> str:
-        headings = ("op", "module", "called at", "largest", "fp16 0", "fp16 inf", "bf16 0", "fp16 error", "bf16 error")
-        lines = []
+        headings = (
+            "op", "module", "called at", "largest", "fp16 0", "fp16 inf", "bf16 0", "fp16 error", "bf16 error",
+            "gradient fp16 0", "gradient fp16 inf",
+        )  # fmt: skip
+        lines, shift = [], self._shift()
         for row in self.ops:
             half, brain, top = row.values.in_format("float16"), row.values.in_format("bfloat16"), row.values.largest
+            back = row.gradients.in_format("float16", shift)
             lines.append((
                 row.op.removeprefix("aten::"), row.site.where, row.site.location or "-",
                 "-" if top is None else f"2^{top}", str(half["underflow"]), str(half["overflow"]),
                 str(brain["underflow"]),
                 *(f"{row.errors[d]:.1e}" if d in row.errors else "-" for d in ("float16", "bfloat16")),
+                *(str(back[what]) if row.gradients.elements else "-" for what in ("underflow", "overflow")),
             ))  # fmt: skip
         return as_table("Ranges in fp32", headings, lines, 6) + self.verdict() + "\n"
 
@@ -352,6 +416,9 @@ class ValueProfile(RangeProfile):
     What half precision has lost already, as 0 or as inf, is not seen. Whoever makes it tells it of steps, by
     `step_begins`.
     """
+
+    def _looks_back(self) -> bool:
+        return False
 
     def __enter__(self) -> ValueProfile:
         with contextlib.ExitStack() as stack:
@@ -386,6 +453,12 @@ def _mode_for(profile: RangeProfile) -> Any:
             return result
 
     return Mode()
+
+
+def _factor(args: Sequence[Any]) -> float | None:
+    """Return the number by which a loss is multiplied."""
+    found = args[1] if len(args) > 1 else None
+    return float(found) if isinstance(found, (int, float)) or (isinstance(found, Tensor) and found.dim() == 0) else None
 
 
 def _narrower(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:

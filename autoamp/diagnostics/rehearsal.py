@@ -18,7 +18,15 @@ from torch.nn import Module
 from autoamp.casting import Casts
 from autoamp.diagnostics.inspector import Backward, Inspector, Origin, flaw_of
 from autoamp.diagnostics.records import RandomStates
-from autoamp.diagnostics.replay import Attributes, Replayed, finest_scale, found_backward, origin_finding, write
+from autoamp.diagnostics.replay import (
+    Attributes,
+    Replayed,
+    finest_scale,
+    found_backward,
+    origin_finding,
+    with_all_names,
+    write,
+)
 from autoamp.diagnostics.verdicts import NotLocated, Overflow, ScaleSearch
 from autoamp.patching import PatchSet
 from autoamp.scaling import multiplied_loss
@@ -40,7 +48,7 @@ class Rehearsal:
         inspector: What looks on.
         losses: The losses, as they were before scaling.
         flawed: The names of parameters whose gradients are not finite.
-        watch: What looked on at the backward pass that gave these.
+        watch: What looked on at the last backward pass: where gradients are not finite, the one that gave these.
     """
 
     scale: float
@@ -89,7 +97,7 @@ class Rehearsal:
                 one = (torch.ones_like(root) if one is None else one) * self.scale
             gradients.append(torch.ones_like(root) if one is None else one)
         self.passes += 1
-        watch = Backward(self.inspector.sites)
+        watch = self.watch = Backward(self.inspector.sites)
         with watch.watching():
             found = torch.autograd.grad(
                 [root for root, _ in pairs], leaves, gradients, retain_graph=True, allow_unused=True
@@ -100,7 +108,7 @@ class Rehearsal:
             if one is not None and flaw_of(one) is not None
         }
         if flawed:
-            self.flawed, self.watch = flawed, watch
+            self.flawed = flawed
             raise StepReached
 
     def _name_of(self, leaf: Tensor) -> str:
@@ -231,7 +239,8 @@ def _finding(stage: _Stage, first: Rehearsal, scale: float) -> Overflow | None:
         return replace(_forward(stage, first, source), parameter=parameter)
     wide = stage.trial(1.0, wide=True)
     in_fp32 = None if wide.watch is None else wide.watch.producer(lambda tensor: id(tensor) in wide.flawed)
-    return found_backward(made, None, parameter, in_fp32, finite_in_fp32=not wide.flawed)
+    found = found_backward(made, None, parameter, in_fp32, finite_in_fp32=not wide.flawed)
+    return with_all_names(found, first.inspector, wide.inspector, wide.watch)
 
 
 def _forward(stage: _Stage, first: Rehearsal, origin: Origin) -> Overflow:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from autoamp.casting import Casts
+from autoamp.diagnostics.call_sites import shown_file
 from autoamp.diagnostics.inspector import Backward, Flaw, Inspector, Origin, Site, flaw_of, named_inputs, worst_of
 from autoamp.diagnostics.op_names import fp32_entry, spellings
 from autoamp.diagnostics.records import LossRegion, NodeTrace, RandomStates, Record
@@ -47,6 +48,7 @@ __all__ = [
     "replay",
     "search_scale",
     "unwrapped",
+    "with_all_names",
     "write",
 ]
 
@@ -325,9 +327,15 @@ def of_site(site: Site, verdict: OverflowVerdict, phase: str, flaw: Flaw) -> Ove
     """Return the finding for what an op made, with the entry of a list file that avoids it where one does."""
     names = site.names if isinstance(verdict, HalfPrecisionOp) else ()
     return Overflow(
-        verdict, op=site.op, module=site.module, location=site.location, phase=phase,
+        verdict, op=site.op, module=site.module, location=_shown(site.location), phase=phase,
         suggestion=fp32_entry(names, site.in_place), value=flaw.value, fp32_names=names,
     )  # fmt: skip
+
+
+def _shown(location: str | None) -> str | None:
+    """Return ``"file:line"`` as people read it."""
+    file, _, line = (location or "").rpartition(":")
+    return f"{shown_file(file)}:{line}" if file else location
 
 
 def origin_finding(origin: Origin, again: Replayed, widened: Callable[[], Origin | None]) -> Overflow:
@@ -457,7 +465,8 @@ def _at_all_scales(
     in_fp32 = wide.backward([None if one is None else one.float() / scale for one in gradients])
     flawed = wide.flawed()
     wide_made = in_fp32.producer(lambda tensor: id(tensor) in flawed)
-    return found_backward(made, None, parameter, wide_made, finite_in_fp32=not flawed)
+    found = found_backward(made, None, parameter, wide_made, finite_in_fp32=not flawed)
+    return with_all_names(found, again.inspector, wide.inspector, in_fp32)
 
 
 def finest_scale(scale: float, finite_at: Callable[[float], bool]) -> float:
@@ -497,6 +506,37 @@ def found_backward(
     if search is None and finite_in_fp32:
         verdict = HalfPrecisionOp(result.magnitudes, _dtype_name(site), in_cast=site.in_cast)
     return replace(of_site(site, verdict, "backward", result.flaw), parameter=parameter)
+
+
+def with_all_names(found: Overflow, half: Inspector, wide: Inspector, in_fp32: Backward | None) -> Overflow:
+    """Return a finding of the backward pass whose entry names all ops that are to be in fp32 for it to be avoided.
+
+    The gradient that overflows may be too large for the results of ops before as well: these have it in their dtype.
+
+    Args:
+        found: The finding.
+        half, wide: What looked on in half precision, and in fp32.
+        in_fp32: What looked on at the backward pass in fp32, at a loss scale of 1; None where nothing did.
+    """
+    if not isinstance(found.verdict, HalfPrecisionOp) or in_fp32 is None or not found.fp32_names:
+        return found
+    halves = {_place(site) for site in half.sites.values() if site.dtype in HALF_DTYPES and not site.in_cast}
+    limit = torch.finfo(getattr(torch, found.verdict.dtype)).max
+    names = list(found.fp32_names)
+    too_large = [node for node, result in in_fp32.results.items() if max(result.magnitudes, default=0.0) > limit]
+    for node in too_large:
+        site = in_fp32.sites[node]
+        names += site.names if _place(site) in halves else ()
+    all_names = tuple(dict.fromkeys(names))
+    suggestion = fp32_entry(all_names)
+    casts = [line for node, line in wide.narrowed if node in too_large]
+    if casts:
+        suggestion = f"{suggestion}, and make no half tensor at {_shown(casts[0])}, whose gradient is as large"
+    return replace(found, suggestion=suggestion, fp32_names=all_names)
+
+
+def _place(site: Site) -> tuple[str, str | None, str | None]:
+    return site.op, site.module, site.location
 
 
 def _dtype_name(site: Site) -> str:
@@ -549,12 +589,14 @@ def _of_node(region: LossRegion, trace: NodeTrace, verdict: OverflowVerdict, pha
     op = _op_of(trace.name)
     names = spellings(op) if isinstance(verdict, HalfPrecisionOp) else ()
     suggestion = fp32_entry(names)
+    if isinstance(verdict, HalfPrecisionOp) and not names:
+        suggestion = "make the loss smaller, or let what makes the half tensor run in fp32: its gradient is too large"
     if isinstance(verdict, NotFiniteInFp32):
         suggestion = "look at the loss: compute it in a form that stays finite"
+    location = _shown(trace.line or region.line)
     return Overflow(
-        verdict, op=op, location=trace.line or region.line, phase=phase, suggestion=suggestion, value=flaw.value,
-        fp32_names=names,
-    )  # fmt: skip
+        verdict, op=op, location=location, phase=phase, suggestion=suggestion, value=flaw.value, fp32_names=names
+    )
 
 
 # What a node is called, where that is not the name of its op.

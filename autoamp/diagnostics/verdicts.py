@@ -110,7 +110,7 @@ class Overflow:
         verdict: The verdict with its details.
         op: The bare name of the op that first made inf or nan of finite values, as lists have it; None if unknown.
         module: The path within the model of the module that called it; the class of the model for the model itself.
-        location: ``"file:line"`` of the program that called it.
+        location: ``"file:line"`` of the program that called it, relative to the working directory if it is below that.
         phase: ``"forward"`` or ``"backward"``.
         parameter: The first parameter whose gradient is not finite.
         iteration: How many calls of ``optimizer.step()`` came before this one, those of all optimizers.

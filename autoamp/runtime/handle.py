@@ -155,9 +155,15 @@ class Handle:
         """
         run = self._runtime
         run.check_active()
+
+        def pass_scale() -> float:
+            scales = run.auto_scaling is not None and run.auto_scaling.scales_pass()
+            return self.loss_scale if scales else 1.0
+
         return RangeProfile(
-            run.casts, run.observation, self.observe, lambda: self.loss_scale, every=every, compare=compare
-        )
+            run.casts, run.observation, self.observe, lambda: self.loss_scale, pass_scale=pass_scale, every=every,
+            compare=compare,
+        )  # fmt: skip
 
     def record(self, *, sample: bool = True, times: bool = True) -> Recording:
         """Record for `report` from now on: the loss scale and the skips always, casts and values of some steps.

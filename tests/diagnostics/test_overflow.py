@@ -98,7 +98,7 @@ def found_in(handle: autoamp.Handle) -> Overflow:
 def line_of(function: Callable[..., Any], text: str) -> str:
     lines, first = inspect.getsourcelines(function)
     number = next(number for number, line in enumerate(lines, start=first) if text in line)
-    return f"{inspect.getsourcefile(function)}:{number}"
+    return f"{os.path.relpath(str(inspect.getsourcefile(function)))}:{number}"
 
 
 def squared(h: Tensor) -> Tensor:
@@ -186,6 +186,74 @@ def test_the_suggested_entry_avoids_the_overflow(name: str) -> None:
     )
     assert handle.last_overflow is None
     assert not handle.last_step_skipped
+
+
+BIG_BACKWARD: dict[str, Callable[[Tensor], Tensor]] = {
+    "__mul__": lambda h: h * 500.0,
+    "__rmul__": lambda h: 500.0 * h,
+    "mul": lambda h: torch.mul(h, 500.0),
+    "Tensor.mul": lambda h: h.mul(500.0),
+    "__truediv__": lambda h: h / 0.002,
+    "div": lambda h: torch.div(h, 0.002),
+    "__matmul__": lambda h: h @ (500.0 * torch.eye(8)).half(),
+    "matmul": lambda h: torch.matmul(h, (500.0 * torch.eye(8)).half()),
+    "linear": lambda h: F.linear(h, (500.0 * torch.eye(8)).half()),
+}
+
+
+@pytest.mark.parametrize("name", BIG_BACKWARD)
+def test_the_suggested_entry_avoids_an_overflow_of_the_backward_pass(name: str) -> None:
+    """Gradients of 1000 that an op multiplies by 500, of activations that are small enough in the forward pass."""
+
+    def fault(h: Tensor) -> Tensor:
+        return BIG_BACKWARD[name](h.half() * 0.001)
+
+    def loss(out: Tensor) -> Tensor:
+        return (out.float() * 1000.0).sum()
+
+    def net() -> Net:
+        torch.manual_seed(0)
+        made = Net(fault)
+        with torch.no_grad():
+            made.last.weight.copy_(torch.eye(4, 8))
+        return made
+
+    found = found_in(train(net(), scale=1.0001, loss=loss))
+    assert isinstance(found.verdict, HalfPrecisionOp), str(found)
+    assert (found.phase, found.module) == ("backward", "faulty")
+    assert found.suggestion is not None
+    assert json.dumps(found.fp32_names) in found.suggestion
+    # On demand it is the same.
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=1.0001)
+    again, x = net(), torch.randn(5, 4)
+    explained = handle.explain_overflow(lambda: loss(again(x)))
+    assert explained is not None
+    assert (explained.op, set(explained.fp32_names)) == (found.op, set(found.fp32_names))
+    handle.deactivate()
+    handle = train(net(), scale=1.0001, loss=loss, lists={"fp32": list(found.fp32_names)})
+    assert handle.last_overflow is None
+    assert not handle.last_step_skipped
+
+
+def test_a_gradient_that_no_list_can_help_is_said_to_be_so() -> None:
+    def fault(h: Tensor) -> Tensor:
+        half = (h.float() * 0.001).half()
+        return torch.mul(half, 500.0)
+
+    net = Net(fault)
+    with torch.no_grad():
+        net.last.weight.copy_(torch.eye(4, 8))
+    found = found_in(train(net, scale=1.0001, loss=lambda out: (out.float() * 1000.0).sum()))
+    assert isinstance(found.verdict, HalfPrecisionOp)
+    assert found.fp32_names == ("mul",)
+    assert found.suggestion is not None
+    assert f"make no half tensor at {line_of(fault, '.half()')}" in found.suggestion
+    # What the loss makes too large for the model's output.
+    found = found_in(train(Net(), scale=1.0001, loss=lambda out: (out.float() * 1e6).sum()))
+    assert isinstance(found.verdict, HalfPrecisionOp)
+    assert (found.op, found.fp32_names) == ("to", ())
+    assert found.suggestion is not None
+    assert "make the loss smaller" in found.suggestion
 
 
 def fault_out_of_place(h: Tensor) -> Tensor:

@@ -25,7 +25,9 @@ def remedies(skips: Mapping[str, Any], hints: Iterable[Mapping[str, Any]], table
         overflow = group["overflow"]
         for name in overflow["fp32_names"] if group["kind"] == "half_precision_op" else ():
             times = f"{group['count']} skip{'s' if group['count'] > 1 else ''}; first: "
-            found.setdefault(name, _entry("fp32", name, times + group["sentence"], table))
+            # The entry itself is what the sentence suggests.
+            cause = group["sentence"].removesuffix(f"; {overflow.get('suggestion')}")
+            found.setdefault(name, _entry("fp32", name, times + cause, table))
     for hint in hints:
         op = hint["remedy"].partition("none = ['")[2].partition("']")[0]
         if hint["kind"] == _UNPROFITABLE and op and op not in found:
