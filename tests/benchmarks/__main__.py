@@ -184,17 +184,19 @@ def table_of_tools(found: dict[str, dict[int, list[float]]]) -> Table:
 
 def table_of_ranks(found: dict[str, dict[str, Any]]) -> Table:
     """Return a table of steps on several ranks: medians in milliseconds, ratios by round, and collectives."""
-    shown = Table(title="A training step on several ranks, float16 on a CPU over gloo, milliseconds")
-    shown.add_column("")
-    parts = [f"{part}, {what}" for part in ("step", "after backward") for what in (*ranks.WAYS, "ratio", "middle half")]
-    for heading in (*parts, "collectives after backward"):
+    shown = Table(
+        title="A training step on several ranks, float16 on a CPU over gloo: torch.amp / autoamp, milliseconds"
+    )
+    shown.add_column("ranks", no_wrap=True)
+    headings = [f"{part}{what}" for part in ("step", "after backward") for what in ("", ", ratio", ", middle half")]
+    for heading in (*headings, "collectives"):
         shown.add_column(heading, justify="right")
     for name, ways in found.items():
         row = []
         for part in ("step", "part"):
             theirs, own = (ways[way][part] for way in ranks.WAYS)
             low, middle, high = statistics.quantiles([one / other for one, other in zip(own, theirs, strict=True)])
-            row += [f"{statistics.median(theirs) * 1e3:.2f}", f"{statistics.median(own) * 1e3:.2f}"]
+            row.append(f"{statistics.median(theirs) * 1e3:.1f} / {statistics.median(own) * 1e3:.1f}")
             row += [f"{middle:.2f}", f"{low:.2f}-{high:.2f}"]
         shown.add_row(name, *row, " / ".join(str(ways[way]["collectives"]) for way in ranks.WAYS))
     return shown
