@@ -14,7 +14,7 @@ import pytest
 
 from autoamp.rules import CastPolicy, shipped_sets, shipped_table
 from tests.docs.pages import ROOT
-from tests.docs.test_pages import PUBLIC, qualified
+from tests.docs.test_pages import PUBLIC, exported_kernels, qualified
 
 # One worker builds the site once.
 pytestmark = [pytest.mark.docs, pytest.mark.xdist_group("site")]
@@ -52,6 +52,7 @@ def test_the_reference_shows_every_public_name(site: Path) -> None:
     for package in PUBLIC:
         module = importlib.import_module(qualified(package))
         assert {f"{qualified(package)}.{name}" for name in module.__all__} <= anchors | {"autoamp.FP16_Optimizer"}
+    assert exported_kernels() <= anchors
     handle = importlib.import_module("autoamp").Handle
     methods = {f"autoamp.Handle.{name}" for name in vars(handle) if not name.startswith("_")}
     assert methods <= anchors
