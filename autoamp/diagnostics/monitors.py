@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from torch.nn import Module
 
 from autoamp.errors import UsageError
 
@@ -27,7 +30,7 @@ class Followers:
         """Let these step on landed steps; return what ends that.
 
         Raises:
-            UsageError: One of them is neither callable nor has ``step()`` or ``update()``.
+            UsageError: One of them is neither callable nor has ``step()`` or ``update()``, or needs arguments.
         """
         found = [_stepping(one) for one in followers]
         self.after_landed += found
@@ -55,15 +58,26 @@ class Followers:
 
 
 def _stepping(follower: Any) -> Callable[[], object]:
-    for name in ("step", "update"):
-        method = getattr(follower, name, None)
-        if callable(method):
-            return method  # type: ignore[no-any-return]
-    if callable(follower):
-        return follower  # type: ignore[no-any-return]
-    raise UsageError(
-        f"follow() cannot step a {type(follower).__name__}; give an object with step() or update(), or a function"
-    )
+    name = next((name for name in ("step", "update") if callable(getattr(follower, name, None))), None)
+    method = follower if name is None else getattr(follower, name)
+    # A model is called to compute something, as is that of torch's AveragedModel.
+    if not callable(method) or (name is None and isinstance(follower, Module)):
+        raise UsageError(
+            f"follow() cannot step a {type(follower).__name__}; give an object with step() or update(), or a function "
+            "such as lambda: averaged.update_parameters(model)"
+        )
+    try:
+        inspect.signature(method).bind()
+    except TypeError as error:
+        called = type(follower).__name__ if name is None else f"{type(follower).__name__}.{name}"
+        raise UsageError(
+            f"follow() calls {called}() with no arguments ({error}); give a function that has them, such as "
+            "lambda: ema.update(model)"
+        ) from None
+    except ValueError:
+        # What is written in C may not tell.
+        pass
+    return method  # type: ignore[no-any-return]
 
 
 def write_scalars(writer: Any, values: Mapping[str, float], step: int) -> None:

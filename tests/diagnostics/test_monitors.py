@@ -85,6 +85,56 @@ def test_what_cannot_be_followed_or_written_to() -> None:
         handle.log_to(Writer(), every=0)
 
 
+class Ema:
+    """As of torch_ema: `update()` moves averages of the weights."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self.params = list(net.parameters())
+        self.averages = [param.detach().clone() for param in self.params]
+        self.updates = 0
+
+    def update(self) -> None:
+        self.updates += 1
+        torch._foreach_lerp_(self.averages, [param.detach() for param in self.params], 0.5)
+
+
+class EmaOfModel(nn.Module):
+    """As of timm: `update(model)`."""
+
+    def update(self, model: nn.Module) -> None:
+        pass
+
+
+def test_averages_of_weights_follow_landed_steps() -> None:
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=64.0)
+    assert isinstance(handle, autoamp.Handle)
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    ema, averaged = Ema(net), torch.optim.swa_utils.AveragedModel(net)
+    expected = net.weight.detach().clone()
+    handle.follow(ema, lambda: averaged.update_parameters(net))
+    for overflows in (False, True, False):
+        train(handle, [overflows], optimizer, net)
+        expected.lerp_(net.weight.detach(), 0.0 if overflows else 0.5)
+    assert (ema.updates, int(averaged.n_averaged)) == (2, 2)
+    assert torch.equal(ema.averages[0], expected)
+
+
+def test_what_needs_arguments_is_refused_at_once() -> None:
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16)
+    assert isinstance(handle, autoamp.Handle)
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    for follower, named in (
+        (torch.optim.swa_utils.AveragedModel(net), "cannot step a AveragedModel.*update_parameters"),
+        (EmaOfModel(), r"EmaOfModel.update\(\) with no arguments .*'model'"),
+        (torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), r"ReduceLROnPlateau.step\(\) with no arguments"),
+        (lambda model: None, "missing a required argument"),
+    ):
+        with pytest.raises(UsageError, match=named):
+            handle.follow(follower)
+
+
 def test_found_inf_by_loss_and_casts() -> None:
     handle = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=64.0, trace_overflow=True)
     assert isinstance(handle, autoamp.Handle)

@@ -85,6 +85,15 @@ def test_an_op_that_is_unsafe_in_one_class_alone_goes_to_fp32_there() -> None:
     assert changes(bad, use("linear", "fp16", 500, 1000)) == {"linear": ("fp32", "unsafe", True)}
 
 
+def test_an_operator_on_a_list_is_named_as_that_list_has_it() -> None:
+    """By op, and by class: the list has ``__matmul__``, so that a rule on ``matmul`` would not act."""
+    bad = use("__matmul__", "fp16", 100, 50, overflow=4, module_class="net.Scores")
+    good = use("__matmul__", "fp16", 1000, 500, module_class="net.Block")
+    assert changes(bad) == {"__matmul__": ("fp32", "unsafe", True)}
+    assert changes(bad, good) == {"net.Scores": ("fp32", "unsafe", True)}
+    assert changes(use("__matmul__", "fp16", 100, 700)) == {"__matmul__": ("none", "unprofitable", True)}
+
+
 def test_small_ops_are_left_as_they_are() -> None:
     assert changes(use("linear", "fp16", 1000, 500), use("dot", "fp16", 1, 2)) == {}
 

@@ -86,6 +86,24 @@ def test_an_overflow_of_an_op_on_no_list_is_found_in_fp16_alone(handle: Any) -> 
         assert "test_survey.py" in unsafe[0].reason
 
 
+def test_an_overflow_of_a_listed_operator_names_the_operator() -> None:
+    class Scores(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x @ x.T) * 1e-5
+
+    handle: Any = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=1.0)
+    model = nn.Sequential(nn.Linear(2, 2), Scores())
+    nn.init.constant_(model[0].weight, 200.0)
+    found = surveyed(handle, model, torch.ones(3, 2), steps=1)
+    unsafe = [one for one in proposals_of(found) if one.kind == "unsafe"]
+    # Its results are 320,000; what comes of these by 1e-5 is not too large.
+    assert [(one.name, one.value) for one in unsafe] == [("__matmul__", "fp32")]
+    handle.deactivate()
+    entries = {"fp32": [one.name for one in unsafe]}
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=1.0, lists=entries)
+    assert model(torch.ones(3, 2)).isfinite().all()
+
+
 def test_it_ends_by_the_clock_and_leaves_what_it_has_no_time_for() -> None:
     handle: Any = autoamp.init(device_type="cpu", dtype=torch.bfloat16)
     now = iter(range(1000))
