@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from autoamp.scaling.agreement import Agreements, AskedGroup, Ballot, Together
-from autoamp.scaling.device_scale import Number, Scale, inverse_scale, multiplied_loss, number_of, scale_ratio
+from autoamp.scaling.device_scale import (
+    DeviceFactor,
+    Factor,
+    Number,
+    Scale,
+    inverse_scale,
+    multiplied_loss,
+    number_of,
+    scale_ratio,
+)
 from autoamp.scaling.formulas import (
     adagrad_,
     adam_on_device_,
@@ -20,6 +29,8 @@ from autoamp.scaling.gradients import (
     DeviceAndDtype,
     GradientMark,
     ScaledMark,
+    check_,
+    multiply_,
     non_finite,
     scale_,
     total_norm,
@@ -46,7 +57,9 @@ __all__ = [
     "AskedGroup",
     "Ballot",
     "DeviceAndDtype",
+    "DeviceFactor",
     "DynamicLossScaler",
+    "Factor",
     "GradientLayout",
     "GradientMark",
     "LateFlags",
@@ -62,6 +75,7 @@ __all__ = [
     "adam_updates",
     "average_",
     "blended_norms",
+    "check_",
     "clip_",
     "corrections",
     "gradient_norms",
@@ -73,6 +87,7 @@ __all__ = [
     "local_of",
     "make_scaler",
     "multiplied_loss",
+    "multiply_",
     "newly_found",
     "non_finite",
     "non_finite_now",

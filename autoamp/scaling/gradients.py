@@ -18,6 +18,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
+from autoamp import kernels
 from autoamp.errors import UsageError
 from autoamp.scaling.device_scale import DeviceFactor, Factor
 from autoamp.scaling.gradient_layout import GradientLayout
@@ -29,7 +30,9 @@ __all__ = [
     "DeviceAndDtype",
     "GradientMark",
     "ScaledMark",
+    "check_",
     "found_any",
+    "multiply_",
     "non_finite",
     "scale_",
     "total_norm",
@@ -81,8 +84,22 @@ def unscale_(
         if dtype is torch.float64 or largest > 1.0:
             _multiply_(values, device, dtype, inv_scale)
             kernel_factor = 1.0
-        unscale_and_check_(values, found[device], _factor_for_kernel(kernel_factor, device))
+        _unscale_and_check_(values, device, dtype, found[device], kernel_factor)
     return list(found.values())
+
+
+def _unscale_and_check_(
+    values: list[torch.Tensor], device: torch.device, dtype: torch.dtype, found: torch.Tensor, factor: Factor
+) -> None:
+    package = None if dtype is torch.float64 else kernels.opened(device.type)
+    if package is not None:
+        on_device = factor.on(device, torch.float32) if isinstance(factor, DeviceFactor) else None
+        number = 1.0 if isinstance(factor, DeviceFactor) else factor
+        if kernels.attempt(
+            package.scale_, values, values, inv_scale=number, grad_factor=on_device, found_inf=found.view(1)
+        ):
+            return
+    unscale_and_check_(values, found, _factor_for_kernel(factor, device))
 
 
 @torch.no_grad()
@@ -98,6 +115,35 @@ def scale_(params: Iterable[torch.Tensor], factor: Factor) -> None:
     """
     for (device, dtype), values in _values_by_kind(params).items():
         _multiply_(values, device, dtype, factor)
+
+
+@torch.no_grad()
+def multiply_(values: Sequence[torch.Tensor], factor: Factor) -> None:
+    """Multiply dense real floating tensors in place, no two of which are the same; a factor of 1.0 leaves them."""
+    if isinstance(factor, DeviceFactor) or factor != 1.0:
+        for (device, dtype), some in _grouped(list(values)).items():
+            _multiply_(some, device, dtype, factor)
+
+
+@torch.no_grad()
+def check_(values: Sequence[torch.Tensor], flag: Callable[[torch.device], torch.Tensor]) -> list[torch.Tensor]:
+    """Look for inf and nan in dense real floating tensors, in one read where a compiled kernel does it.
+
+    Args:
+        values: What is looked at. Torch's kernel writes the same values again.
+        flag: As for `unscale_`.
+
+    Returns:
+        Flags as `unscale_` returns them.
+    """
+    found: dict[torch.device, torch.Tensor] = {}
+    for (device, _), some in _grouped(list(values)).items():
+        if device not in found:
+            found[device] = flag(device)
+        package = kernels.opened(device.type)
+        if package is None or not kernels.attempt(package.scale_, some, found_inf=found[device]):
+            unscale_and_check_(some, found[device], _factor_for_kernel(1.0, device))
+    return list(found.values())
 
 
 def _multiply_(values: list[torch.Tensor], device: torch.device, dtype: torch.dtype, factor: Factor) -> None:

@@ -85,8 +85,10 @@ class scaled_block:  # noqa: N801, named as what it is in a with statement
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            # Half gradients that are neither unscaled nor checked may wait for the step.
-            last = kind is None and not self._scaler.checks and not self._delay_unscale
+            # Half gradients may wait for the step; those that are to be checked, where nothing came before.
+            last = kind is None and not self._delay_unscale
+            if self._scaler.checks:
+                last = last and len(self._guards) == 1 and not self._guards[0].pending
             for guard in self._guards:
                 guard.collect(last=last)
             if kind is not None:
@@ -170,11 +172,12 @@ def _judged(
 
     An overflow in this block is the overflow of all. What an earlier block left is that of its own optimizers alone.
     """
-    if len(guards) == 1 or not any(guard.pending for guard in guards):
-        params = lists[0] if len(lists) == 1 else [*itertools.chain.from_iterable(lists)]
-        return [
-            Verdict(scaler, scale, unscale_(params, inverse_scale(scale), guards[0].usual, scaler.late.blank))
-        ] * len(guards)
+    if len(guards) == 1:
+        return [Verdict(scaler, scale, guards[0].unscale(lists[0], inverse_scale(scale), scaler.late.blank))]
+    if not any(guard.pending for guard in guards):
+        params = [*itertools.chain.from_iterable(lists)]
+        verdict = Verdict(scaler, scale, unscale_(params, inverse_scale(scale), guards[0].usual, scaler.late.blank))
+        return [verdict] * len(guards)
     known, new = {}, {}
     for owners, params in _by_owners(lists).items():
         known[owners] = unscale_(params, inverse_scale(scale), None, scaler.late.blank)

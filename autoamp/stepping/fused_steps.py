@@ -7,6 +7,7 @@ without kernels at any step.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,23 +15,29 @@ import torch
 from torch import Tensor
 
 from autoamp import kernels
-from autoamp.stepping.half_gradients import LeftHalf
+from autoamp.scaling import DeviceFactor, Factor
+from autoamp.stepping.half_gradients import LeftHalf, raw_grad
 
 __all__ = ["step_by_kernels"]
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, LeftHalf))
+
+_Row = tuple[Tensor, Any, Tensor | None, dict[str, Any]]
 
 # The parameters, their gradients, their halves or None, and their states.
 _Step = Callable[[Any, dict[str, Any], list[Tensor], list[Tensor], dict[str, Any], list[dict[str, Any]]], bool]
 
 
 @torch.no_grad()
-def step_by_kernels(optimizer: Any, halves: Mapping[int, Tensor]) -> tuple[list[Tensor], bool]:
+def step_by_kernels(
+    optimizer: Any, halves: Mapping[int, Tensor], factor: Factor | None = None
+) -> tuple[list[Tensor], bool]:
     """Step what kernels take of an optimizer's parameters, and set their halves to them.
 
     Args:
         optimizer: Of any class. None but those of torch that a kernel computes are stepped.
         halves: The half parameters of masters, by ``id(master)``. Gradients that wait are read there.
+        factor: What makes true gradients of those that wait; None where they are true.
 
     Returns:
         The parameters that were stepped, and whether others have gradients.
@@ -43,31 +50,46 @@ def step_by_kernels(optimizer: Any, halves: Mapping[int, Tensor]) -> tuple[list[
     is_ready, step = known
     found_inf = getattr(optimizer, "found_inf", None)
     for group in optimizer.param_groups:
-        kinds: dict[Any, list[tuple[Tensor, Tensor, Tensor | None, Any]]] = {}
-        for param in group["params"]:
-            half = halves.get(id(param))
-            grad = half.grad if half is not None and type(param) is LeftHalf else param.grad
-            if grad is None:
-                continue
-            state = optimizer.state.get(param) or {}
+        kinds: dict[Any, list[_Row]] = {}
+        for row in _rows(optimizer, group["params"], halves):
+            param, grad, half, state = row
             if type(param) not in _PLAIN or param.dtype is not torch.float32 or not is_ready(group, state):
                 left = True
                 continue
-            kind = param.device, grad.dtype, None if half is None else half.dtype
-            kinds.setdefault(kind, []).append((param, grad, half, state))
-        for (device, _, narrow), rows in kinds.items():
+            kind = param.device, grad.dtype, None if half is None else half.dtype, type(param) is LeftHalf
+            if kind in kinds:
+                kinds[kind].append(row)
+            else:
+                kinds[kind] = [row]
+        for (device, _, narrow, waits), rows in kinds.items():
             package = kernels.opened(device.type)
             if package is None or not _is_plain(group, device, found_inf):
                 left = True
                 continue
-            params = [row[0] for row in rows]
+            params, grads, copies, states = map(list, zip(*rows, strict=True))
             # With halves or without: those of one kind have them alike.
-            how = {"halves": None if narrow is None else [row[2] for row in rows], "found_inf": found_inf}
-            if step(package, group, params, [row[1] for row in rows], how, [row[3] for row in rows]):
+            how = {"halves": None if narrow is None else copies, "found_inf": found_inf}
+            if waits and factor is not None:
+                how |= (
+                    {"grad_factor": factor.on(device, torch.float32)}
+                    if isinstance(factor, DeviceFactor)
+                    else {"inv_scale": factor}
+                )
+            if step(package, group, params, grads, how, states):
                 stepped += params
             else:
                 left = True
     return stepped, left
+
+
+def _rows(optimizer: Any, params: Sequence[Tensor], halves: Mapping[int, Tensor]) -> list[_Row]:
+    """Return those of a group's parameters that have gradients: each with its gradient, its half and its state."""
+    own = list(map(halves.get, map(id, params)))
+    holders = [
+        half if half is not None and type(param) is LeftHalf else param for param, half in zip(params, own, strict=True)
+    ]
+    states = map(optimizer.state.get, params, itertools.repeat({}))
+    return [row for row in zip(params, map(raw_grad, holders), own, states, strict=True) if row[1] is not None]
 
 
 def _is_plain(group: dict[str, Any], device: torch.device, found_inf: Tensor | None) -> bool:

@@ -28,6 +28,8 @@ from autoamp.scaling import (
     AskedGroup,
     Ballot,
     DeviceAndDtype,
+    DeviceFactor,
+    Factor,
     GradientLayout,
     GradientMark,
     LossScaler,
@@ -51,7 +53,7 @@ from autoamp.scaling import (
 )
 from autoamp.stepping.attach import AttachedStep, named_params, stepped_params
 from autoamp.stepping.digest import found_on_ranks
-from autoamp.stepping.half_gradients import holder_of
+from autoamp.stepping.half_gradients import LeftHalf, holder_of
 from autoamp.stepping.masters import MasterWeights
 from autoamp.stepping.replicas import begin_compression_anew, may_compress, several_processes
 from autoamp.stepping.sharded_modules import refuse_left_behind, warn_of_unscaled_shards
@@ -245,6 +247,29 @@ class StepGuard:
         shards = [param for param in params if is_sharded(param)] if several_processes() else []
         self._mark = GradientMark(self.holders(shards or params))
 
+    def unscale(
+        self, params: Sequence[torch.Tensor], factor: Factor, flag: Callable[[torch.device], torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Unscale and check the gradients of these, which are all that the optimizer steps; see `unscale_`.
+
+        Half gradients that can wait are checked alone.
+        """
+        flags: dict[torch.device, torch.Tensor] = {}
+
+        def one(device: torch.device) -> torch.Tensor:
+            if device not in flags:
+                flags[device] = flag(device)
+            return flags[device]
+
+        # A factor above 1 may push out of range what the check found finite.
+        largest = factor.largest if isinstance(factor, DeviceFactor) else factor
+        found = None if self.masters is None or largest > 1.0 else self.masters.check_waiting(factor, one)
+        if found is None:
+            return unscale_(params, factor, self.usual, flag)
+        rest = [param for param in params if type(param) is not LeftHalf]
+        unscale_(rest, factor, self.usual, one)
+        return list(flags.values())
+
     def unscaled(self, params: Sequence[torch.Tensor], scaler: LossScaler, scale: Scale) -> None:
         """Take note of what a block unscaled. Gradients of all other tensors have its scale still."""
         self._unscaled = params, scaler, scale
@@ -407,7 +432,8 @@ class StepGuard:
         self.skips.steps += 1
         self._on_step(self.skips)
         self.last_step_ran = True
-        self.collect(last=not self.pending and self._delayed is None)
+        waits = self.masters is not None and self.masters.waits_scaled
+        self.collect(last=self._delayed is None and (waits or not self.pending))
         self.finish_delayed()
         self.take_in_joined()
         self._look_again()

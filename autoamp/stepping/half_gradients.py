@@ -5,25 +5,33 @@ the optimizer alone reads gradients. So between a block and the step the half pa
 its master is of the class `LeftHalf`: whoever reads ``master.grad`` gets it in fp32 all the same, for at the first look
 all of the optimizer's gradients are widened. If nobody looks, the step widens a part of them at a time, small enough
 to stay in the processor's cache, steps that part and copies it down.
+
+Gradients that are scaled still wait in the same way, once they were looked through for inf and nan. What the half
+parameter has in ``.grad`` is of the class `ScaledHalf` then: any use of it by torch widens and unscales it first, and
+all others with it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autoamp.scaling import GradientLayout, widened
-from autoamp.tensors import HALF_DTYPES
+from autoamp.scaling import Factor, GradientLayout, multiply_, widened
+from autoamp.tensors import HALF_DTYPES, iter_tensors
 
 __all__ = [
     "LeftHalf",
+    "ScaledHalf",
     "Workspace",
+    "as_they_are",
     "awaited",
+    "conceal",
     "holder_of",
     "leave",
     "limit_of",
@@ -31,8 +39,10 @@ __all__ = [
     "raw_grad",
     "reads_half",
     "register",
+    "reveal",
     "settle",
     "steps_by_parts",
+    "true_values",
 ]
 
 # Optimizers that step each parameter by itself, so that some of them can be stepped, and then the others.
@@ -54,7 +64,12 @@ _homes: Any = WeakIdKeyDictionary()
 
 
 # Returns what torch has as the gradient of a tensor of any class.
-raw_grad: Callable[[Tensor], Tensor | None] = vars(torch._C.TensorBase)["grad"].__get__
+raw_grad: Callable[[Tensor], Tensor | None] = Tensor.grad.__get__  # type: ignore[attr-defined]
+
+# By this attribute a gradient of the class `ScaledHalf` has what widens it and all others, and its factor.
+_WAITING = "_autoamp_waiting"
+# What may be asked of a gradient that waits: it is the same before and after.
+_HARMLESS = frozenset(vars(torch._C.TensorBase)[name].__get__ for name in ("_version", "device", "layout", "shape"))
 
 
 class LeftHalf(Tensor):
@@ -86,6 +101,72 @@ class LeftHalf(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return awaited(self).__reduce_ex__(protocol)
+
+
+class ScaledHalf(Tensor):
+    """The class of a half gradient that waits and is scaled still. No object is made of it.
+
+    The first use of one by a function of torch gives it, and all others that wait, its fp32 value without the scale.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch with true gradients."""
+        waiting = [tensor for tensor in iter_tensors((args, kwargs)) if type(tensor) is ScaledHalf]
+        if func in _HARMLESS:
+            with as_they_are(waiting):
+                return func(*args)
+        for gradient in waiting:
+            reveal(gradient)
+        return func(*args, **(kwargs or {}))
+
+
+def conceal(gradients: Iterable[Any], widen: weakref.WeakMethod[Callable[[], None]], factor: Factor) -> None:
+    """Let scaled half gradients be of the class `ScaledHalf`.
+
+    Args:
+        gradients: Plain tensors.
+        widen: Widens all gradients that wait, these among them.
+        factor: What makes true gradients of them.
+    """
+    for gradient in gradients:
+        setattr(gradient, _WAITING, (widen, factor))
+        gradient.__class__ = ScaledHalf
+
+
+@contextlib.contextmanager
+def as_they_are(gradients: Sequence[Any]) -> Iterator[None]:
+    """Let gradients of the class `ScaledHalf` be plain tensors within a ``with`` statement, scaled as they are."""
+    for gradient in gradients:
+        gradient.__class__ = Tensor
+    try:
+        yield
+    finally:
+        for gradient in gradients:
+            gradient.__class__ = ScaledHalf
+
+
+@torch.no_grad()
+def reveal(gradient: Any) -> None:
+    """Let one gradient of the class `ScaledHalf` be a plain tensor with its fp32 value, and with it all that wait."""
+    method, factor = getattr(gradient, _WAITING)
+    widen = method()
+    if widen is not None:
+        widen()
+    if type(gradient) is ScaledHalf:
+        # Nobody has it in ``.grad`` any more.
+        true_values([gradient], factor)
+
+
+@torch.no_grad()
+def true_values(gradients: Sequence[Any], factor: Factor) -> None:
+    """Let gradients of the class `ScaledHalf` be plain tensors with their fp32 values, the same objects."""
+    for gradient in gradients:
+        gradient.__class__ = Tensor
+        delattr(gradient, _WAITING)
+    for gradient, wide in zip(gradients, widened(gradients), strict=True):
+        gradient.data = wide
+    multiply_(gradients, factor)
 
 
 def register(half: Tensor, master: Tensor, widen: weakref.WeakMethod[Callable[[], None]]) -> None:
@@ -141,8 +222,11 @@ def awaited(master: Any) -> Tensor:
     if type(master) is LeftHalf:
         # The optimizer is gone, or steps this master no longer.
         settle(master)
-        if half is not None and half.grad is not None:
-            half.grad = master.grad = half.grad.float()
+        grad = None if half is None else half.grad
+        if half is not None and grad is not None:
+            if type(grad) is ScaledHalf:
+                reveal(grad)
+            half.grad = master.grad = grad.float()
     return master  # type: ignore[no-any-return]
 
 

@@ -20,7 +20,7 @@ import itertools
 import logging
 import operator
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,13 +28,16 @@ import torch
 from torch import Tensor
 
 from autoamp import kernels
-from autoamp.scaling import GradientLayout, has_shards, is_sharded, local_of, widened
+from autoamp.scaling import Factor, GradientLayout, check_, has_shards, is_sharded, local_of, multiply_, widened
 from autoamp.stepping.attach import AttachedMethod
 from autoamp.stepping.fused_steps import step_by_kernels
 from autoamp.stepping.half_gradients import (
     LeftHalf,
+    ScaledHalf,
     Workspace,
+    as_they_are,
     awaited,
+    conceal,
     leave,
     limit_of,
     parts_of_groups,
@@ -43,6 +46,7 @@ from autoamp.stepping.half_gradients import (
     register,
     settle,
     steps_by_parts,
+    true_values,
 )
 from autoamp.stepping.links import Link, agree, check_shapes, equalised, follow, linked, release_master
 from autoamp.stepping.replicas import WRAPPERS, Replica, Sync, several_processes
@@ -86,6 +90,8 @@ class MasterWeights:
         self._replicated: list[_Replicated] = []
         # Half parameters that the running step has set to their masters already, by id.
         self._done: set[int] = set()
+        # What makes true gradients of those that wait; None where they are true.
+        self._factor: Factor | None = None
         self._workspace = Workspace()
         self._widen_later = weakref.WeakMethod(self.widen)
         self._asked = (-1, -1)
@@ -153,6 +159,10 @@ class MasterWeights:
         follows.
         """
         self.adopt()
+        if self._factor is not None:
+            if last and self._all_conceal():
+                return
+            self.widen()
         if self._is_usual(last=last):
             return
         fresh = []
@@ -220,6 +230,41 @@ class MasterWeights:
                 settle(master)
         return True
 
+    def _all_conceal(self) -> bool:
+        """Tell whether all gradients wait with their scale, and no other ones are there."""
+        columns = self._listed()
+        return all(
+            (grad is None) if type(master) is Tensor else type(grad) is ScaledHalf and type(master) is LeftHalf
+            for master, grad in zip(columns.masters, map(raw_grad, columns.halves), strict=True)
+        ) and _NONE.issuperset(map(type, map(raw_grad, columns.masters)))
+
+    @property
+    def waits_scaled(self) -> bool:
+        """Whether gradients that wait have their scale still."""
+        return self._factor is not None
+
+    @torch.no_grad()
+    def check_waiting(self, factor: Factor, flag: Callable[[torch.device], Tensor]) -> list[Tensor] | None:
+        """Look for inf and nan in gradients that wait and are scaled, and let them wait on, if all can.
+
+        Args:
+            factor: What makes true gradients of them.
+            flag: Gives a tensor for what is found; see `autoamp.scaling.unscale_`.
+
+        Returns:
+            Flags as `autoamp.scaling.unscale_` returns them. None where none wait or one cannot, and nothing was done.
+        """
+        if self._replicated or not steps_by_parts(self._optimizer()):
+            # The gradients may be views of the reducer's buckets. And optimizers that read half ones know of no scale.
+            return None
+        waiting = [raw_grad(half) for half, _ in self._waiting]
+        if not waiting:
+            return None
+        found = check_(waiting, flag)  # type: ignore[arg-type]
+        conceal(waiting, self._widen_later, factor)
+        self._factor = factor
+        return found
+
     def _can_wait(self) -> bool:
         optimizer = self._optimizer()
         known = steps_by_parts(optimizer) or reads_half(optimizer)
@@ -235,6 +280,9 @@ class MasterWeights:
     def widen(self) -> None:
         """Let each half parameter whose gradient waits, and its master, have that in fp32."""
         fresh = []
+        factor, self._factor = self._factor, None
+        if factor is not None:
+            self._unscale_waiting(factor)
         for half, master in self._waiting:
             settle(master)
             if half.grad is not None and half.grad.dtype in HALF_DTYPES:
@@ -243,6 +291,12 @@ class MasterWeights:
                 # It was cleared, or somebody gave the half parameter one of his own.
                 _share(half, master, half.grad)
         _widen(fresh)
+
+    def _unscale_waiting(self, factor: Factor) -> None:
+        """Let gradients that wait with their scale have their true values in fp32."""
+        waiting = [(half, grad) for half, _ in self._waiting if type(grad := half.grad) is ScaledHalf]
+        for some in _parts(waiting):
+            true_values([grad for _, grad in some], factor)
 
     def step(self, inner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call what torch calls in the end as an optimizer's step, hooks left behind, by half gradients if they wait.
@@ -260,23 +314,25 @@ class MasterWeights:
             return self._step_by_halves(inner, optimizer, self._waiting)
         if not steps_by_parts(optimizer) or any(group.get("differentiable") for group in optimizer.param_groups):
             return inner(*args, **kwargs)
-        stepped, left = self._step_by_kernels(optimizer)
-        if not left:
-            return None
-        return self._step_by_parts(inner, optimizer, stepped) if stepped or self._waiting else inner(*args, **kwargs)
+        scaled = [grad for half, _ in self._waiting if type(grad := raw_grad(half)) is ScaledHalf]
+        with as_they_are(scaled):
+            stepped, left = self._step_by_kernels(optimizer)
+            if not left:
+                return None
+            waiting = stepped or self._waiting
+            return self._step_by_parts(inner, optimizer, stepped) if waiting else inner(*args, **kwargs)
 
     def _step_by_kernels(self, optimizer: Any) -> tuple[set[int], bool]:
         """Step what compiled kernels take; returns the ids of these masters, and whether others have gradients."""
         if not any(map(kernels.opened, self._listed().device_types)):
             return set(), True
-        of_master = {id(link.master): (half, link) for half, link in self._pairs.values()}
-        stepped, left = step_by_kernels(optimizer, {key: half for key, (half, _) in of_master.items()})
-        for master in stepped:
-            pair = of_master.get(id(master))
-            if pair is not None:
-                pair[1].agree(pair[0])
-                self._done.add(id(pair[0]))
-        return set(map(id, stepped)), left
+        of_master = self._listed().of_master
+        stepped, left = step_by_kernels(optimizer, of_master, self._factor)
+        done = set(map(id, stepped))
+        halves = [id(of_master[key]) for key in done if key in of_master]
+        agree(map(self._pairs.__getitem__, halves))
+        self._done.update(halves)
+        return done, left
 
     def _step_by_halves(self, inner: Any, optimizer: Any, waiting: list[tuple[Tensor, Tensor]]) -> Any:
         """Step an optimizer that takes the half gradients themselves, and may write the halves in the same pass."""
@@ -331,6 +387,8 @@ class MasterWeights:
         for (_, master), grad in zip(waiting, wide, strict=True):
             master.__class__ = Tensor
             master.grad = grad
+        if self._factor is not None:
+            multiply_(wide, self._factor)
         del wide
         try:
             result = inner(optimizer)
@@ -563,6 +621,7 @@ class _Columns:
     Attributes:
         halves: As given.
         masters: As given.
+        of_master: The half parameters, by ``id(master)``.
         device_types: The types of their devices.
         layout: What half gradients are like that can wait.
     """
@@ -570,6 +629,7 @@ class _Columns:
     def __init__(self, halves: list[Tensor], masters: list[Any]) -> None:
         self.halves = halves
         self.masters = masters
+        self.of_master = dict(zip(map(id, masters), halves, strict=True))
         self.device_types = {master.device.type for master in masters}
         self._size = sum(map(Tensor.numel, masters))
         self.layout: GradientLayout[bool] = GradientLayout()

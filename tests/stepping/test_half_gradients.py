@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
+import autoamp
 from autoamp import fp16_utils, kernels, optimizers
+from autoamp.runtime import current_handle
 from autoamp.stepping import half_gradients, master_of
-from autoamp.stepping.half_gradients import LeftHalf
+from autoamp.stepping.half_gradients import LeftHalf, ScaledHalf
 from tests.stepping.networks import backward, equal, loss_of, masters, network, o2, snapshot
 
-BF16 = torch.bfloat16
+BF16, FP16 = torch.bfloat16, torch.float16
 
 
 class WholeAdamW(torch.optim.AdamW):
@@ -222,14 +227,13 @@ def test_the_optimizer_may_be_gone() -> None:
     assert all(master.grad is not None and master.grad.dtype is torch.float32 for master in kept)
 
 
-def test_scaled_and_foreign_gradients_do_not_wait() -> None:
-    model = network()
-    optimizer = adamw(model.parameters())
-    o2(model, optimizer, dtype=BF16, loss_scale=8.0)
-    backward(model, optimizer)
-    assert not any(waiting(optimizer))
-    _, optimizer = trained(lambda params: WholeAdamW(params, lr=0.1))
-    assert not any(waiting(optimizer))
+def test_gradients_of_foreign_optimizers_do_not_wait() -> None:
+    for scale in (None, 8.0):
+        model = network()
+        optimizer = WholeAdamW(model.parameters(), lr=0.1)
+        o2(model, optimizer, dtype=BF16, loss_scale=scale)
+        backward(model, optimizer)
+        assert not any(waiting(optimizer))
 
 
 def test_fp16_optimizer_without_a_handle() -> None:
@@ -243,3 +247,196 @@ def test_fp16_optimizer_without_a_handle() -> None:
             stepped.backward(net(torch.randn(5, 4, generator=torch.Generator().manual_seed(seed)).to(BF16)).sum())
             stepped.step()
     assert equal([p.detach() for p in model.parameters()], [p.detach() for p in twin.parameters()])
+
+
+# -- gradients that wait with their scale --
+
+
+def scaled(make: Callable[..., Any], dtype: torch.dtype = FP16, scale: Any = 8.0, **kwargs: Any) -> tuple[Any, Any]:
+    model = network()
+    optimizer = make(model.parameters(), **kwargs)
+    o2(model, optimizer, dtype=dtype, loss_scale=scale)
+    return model, optimizer
+
+
+def whole_adamw(params: Any) -> Any:
+    return WholeAdamW(params, lr=0.1, fused=True)
+
+
+def concealed(model: torch.nn.Module) -> list[bool]:
+    return [type(p.grad) is ScaledHalf for p in model.parameters()]
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+def test_a_scaled_gradient_waits_until_somebody_looks(dtype: torch.dtype) -> None:
+    model, optimizer = scaled(adamw, dtype)
+    twin, other = scaled(whole_adamw, dtype)
+    backward(model, optimizer)
+    backward(twin, other)
+    held = [p.grad for p in model.parameters()]
+    assert all(waiting(optimizer))
+    assert all(concealed(model))
+    assert all(isinstance(grad, Tensor) for grad in held)
+    assert held[2] is not None
+    # One look at one is one for all, and whoever holds them has them too.
+    assert held[2].dtype is torch.float32
+    assert not any(waiting(optimizer))
+    assert not any(concealed(model))
+    for p, master, old, true in zip(model.parameters(), masters(optimizer), held, twin.parameters(), strict=True):
+        assert type(p.grad) is Tensor
+        assert p.grad is master.grad is old
+        assert torch.equal(p.grad, true.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("scale", [8.0, 1000.0, "dynamic"])
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (adamw, whole_adamw),
+        (
+            lambda params: torch.optim.AdamW(params, lr=0.1, foreach=True),
+            lambda params: WholeAdamW(params, lr=0.1, foreach=True),
+        ),
+    ],
+    ids=["fused", "foreach"],
+)
+def test_steps_have_the_bits_of_a_step_by_unscaled_gradients(one: Any, other: Any, scale: Any) -> None:
+    ends = []
+    for make in (one, other):
+        model, optimizer = scaled(make, scale=scale)
+        for seed in range(3):
+            # The second overflows, and is skipped.
+            backward(model, optimizer, seed, 1.0 if seed != 1 else 1e38)
+            assert all(concealed(model)) is (make is one)
+            optimizer.step()
+            optimizer.zero_grad()
+        for seed in (5, 6):
+            # The last gradient adds to another, in fp32.
+            backward(model, optimizer, seed)
+        optimizer.step()
+        assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in model.parameters())
+        ends.append([*snapshot(model, optimizer), *[p.grad for p in model.parameters()]])
+    assert equal(*ends)
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda model, optimizer: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01),
+        lambda model, optimizer: torch.nn.utils.clip_grad_norm_(masters(optimizer), 0.01),
+        lambda model, optimizer: torch.nn.utils.clip_grad_value_(model.parameters(), 0.01),
+        lambda model, optimizer: current_handle().clip_grad_norm_(optimizer, 0.01)  # type: ignore[union-attr],
+        lambda model, optimizer: [p.grad.mul_(0.5) for p in model.parameters()],
+        lambda model, optimizer: [p.grad.numpy().__imul__(0.5) for p in model.parameters()],
+        lambda model, optimizer: loss_of(model, 3).backward(),
+        lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+        lambda model, optimizer: setattr(masters(optimizer)[1], "grad", None),
+        lambda model, optimizer: setattr(next(model.parameters()), "grad", None),
+        lambda model, optimizer: model.zero_grad(),
+    ],
+)
+def test_whoever_comes_between_finds_true_gradients(look: Callable[[Any, Any], Any]) -> None:
+    ends = []
+    for make in (adamw, whole_adamw):
+        model, optimizer = scaled(make)
+        for seed in range(2):
+            backward(model, optimizer, seed)
+            look(model, optimizer)
+            optimizer.step()
+            ends.append([*snapshot(model, optimizer), *[p.grad for p in model.parameters()]])
+            optimizer.zero_grad()
+    assert equal(ends[0], ends[2])
+    assert equal(ends[1], ends[3])
+
+
+def test_copies_and_pickles_of_scaled_gradients_are_true() -> None:
+    twin, other = scaled(whole_adamw)
+    backward(twin, other)
+    for copied in (copy.deepcopy, lambda grad: pickle.loads(pickle.dumps(grad)), lambda grad: grad.detach().clone()):
+        model, optimizer = scaled(adamw)
+        backward(model, optimizer)
+        for p, true in zip(model.parameters(), twin.parameters(), strict=True):
+            again = copied(p.grad)
+            assert type(again) is Tensor
+            assert torch.equal(again, true.grad)  # type: ignore[arg-type]
+        model, optimizer = scaled(adamw)
+        backward(model, optimizer)
+        assert torch.equal(copied(masters(optimizer)[1]), masters(optimizer)[1])
+
+
+def test_parameters_that_are_not_half_are_unscaled_at_once() -> None:
+    ends = []
+    for make in (adamw, whole_adamw):
+        torch.manual_seed(5)
+        model = torch.nn.Sequential(torch.nn.Conv1d(4, 3, 1), torch.nn.BatchNorm1d(3))
+        optimizer = make(model.parameters())
+        o2(model, optimizer)
+        for factor in (1.0, 1e38, 1.0):
+            with autoamp.scale_loss(model(torch.randn(5, 4, 2)).square().sum() * factor, optimizer) as loss:
+                loss.backward()
+            assert [type(p.grad) is ScaledHalf for p in model.parameters()] == [make is adamw] * 2 + [False] * 2
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(snapshot(model, optimizer))
+    assert equal(*ends)
+
+
+def test_an_exception_in_the_block_leaves_true_gradients() -> None:
+    model, optimizer = scaled(adamw)
+    with contextlib.suppress(ZeroDivisionError), autoamp.scale_loss(loss_of(model), optimizer) as loss:
+        loss.backward()
+        1 / 0  # noqa: B018
+    twin, other = scaled(whole_adamw)
+    backward(twin, other)
+    assert not any(concealed(model))
+    assert equal([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
+
+
+def test_another_thread_looks() -> None:
+    model, optimizer = scaled(adamw)
+    backward(model, optimizer)
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.extend(p.grad.sum() for p in model.parameters()))
+    thread.start()
+    thread.join()
+    assert all(one.dtype is torch.float32 for one in found)
+    assert not any(concealed(model))
+    optimizer.step()
+
+
+def test_a_compiled_function_sees_true_gradients() -> None:
+    twin, other = scaled(whole_adamw)
+    backward(twin, other)
+    norm = torch.compile(lambda params: torch.stack([p.grad.norm() for p in params]).norm(), backend="eager")
+    for look in (lambda model, _: list(model.parameters()), lambda _, optimizer: masters(optimizer)):
+        model, optimizer = scaled(adamw)
+        backward(model, optimizer)
+        assert torch.equal(norm(look(model, optimizer)), norm(list(twin.parameters())))
+        optimizer.step()
+
+
+def test_scaled_gradients_without_their_optimizer() -> None:
+    model, optimizer = scaled(adamw)
+    backward(model, optimizer)
+    grad = next(model.parameters()).grad
+    kept = masters(optimizer)
+    twin, other = scaled(whole_adamw)
+    backward(twin, other)
+    optimizer.zero_grad()
+    del optimizer
+    gc.collect()
+    # It was cleared, and somebody holds it.
+    assert torch.equal(grad, next(twin.parameters()).grad)  # type: ignore[arg-type]
+    assert all(master.grad is None for master in kept)
+
+
+def test_hooks_of_parameters_see_what_backward_made() -> None:
+    model, optimizer = scaled(adamw)
+    seen: list[torch.dtype] = []
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.dtype))
+    backward(model, optimizer)
+    assert seen == [FP16] * 4
+    backward(model, optimizer)
+    assert seen[4:] == [torch.float32] * 4
