@@ -33,6 +33,7 @@ __all__ = [
     "awaited",
     "conceal",
     "holder_of",
+    "is_scaled",
     "leave",
     "limit_of",
     "parts_of_groups",
@@ -64,12 +65,13 @@ _homes: Any = WeakIdKeyDictionary()
 
 
 # Returns what torch has as the gradient of a tensor of any class.
-raw_grad: Callable[[Tensor], Tensor | None] = Tensor.grad.__get__  # type: ignore[attr-defined]
+_GRAD: Any = Tensor.grad
+raw_grad: Callable[[Tensor], Tensor | None] = _GRAD.__get__
 
 # By this attribute a gradient of the class `ScaledHalf` has what widens it and all others, and its factor.
 _WAITING = "_autoamp_waiting"
 # What may be asked of a gradient that waits: it is the same before and after.
-_HARMLESS = frozenset(vars(torch._C.TensorBase)[name].__get__ for name in ("_version", "device", "layout", "shape"))
+_HARMLESS = frozenset(getattr(Tensor, name).__get__ for name in ("_version", "device", "layout", "shape"))
 
 
 class LeftHalf(Tensor):
@@ -143,7 +145,13 @@ def as_they_are(gradients: Sequence[Any]) -> Iterator[None]:
         yield
     finally:
         for gradient in gradients:
-            gradient.__class__ = ScaledHalf
+            if hasattr(gradient, _WAITING):
+                gradient.__class__ = ScaledHalf
+
+
+def is_scaled(gradient: Any) -> bool:
+    """Tell whether a gradient waits with its scale."""
+    return hasattr(gradient, _WAITING)
 
 
 @torch.no_grad()

@@ -38,6 +38,7 @@ from autoamp.stepping.half_gradients import (
     as_they_are,
     awaited,
     conceal,
+    is_scaled,
     leave,
     limit_of,
     parts_of_groups,
@@ -257,10 +258,10 @@ class MasterWeights:
         if self._replicated or not steps_by_parts(self._optimizer()):
             # The gradients may be views of the reducer's buckets. And optimizers that read half ones know of no scale.
             return None
-        waiting = [raw_grad(half) for half, _ in self._waiting]
-        if not waiting:
+        waiting: list[Any] = [half.grad for half, _ in self._waiting]
+        if not waiting or len(set(map(id, waiting))) < len(waiting) or not all(map(_is_simple, waiting)):
             return None
-        found = check_(waiting, flag)  # type: ignore[arg-type]
+        found = check_(waiting, flag)
         conceal(waiting, self._widen_later, factor)
         self._factor = factor
         return found
@@ -294,7 +295,7 @@ class MasterWeights:
 
     def _unscale_waiting(self, factor: Factor) -> None:
         """Let gradients that wait with their scale have their true values in fp32."""
-        waiting = [(half, grad) for half, _ in self._waiting if type(grad := half.grad) is ScaledHalf]
+        waiting: list[tuple[Tensor, Any]] = [(half, half.grad) for half, _ in self._waiting if is_scaled(half.grad)]
         for some in _parts(waiting):
             true_values([grad for _, grad in some], factor)
 
@@ -314,7 +315,7 @@ class MasterWeights:
             return self._step_by_halves(inner, optimizer, self._waiting)
         if not steps_by_parts(optimizer) or any(group.get("differentiable") for group in optimizer.param_groups):
             return inner(*args, **kwargs)
-        scaled = [grad for half, _ in self._waiting if type(grad := raw_grad(half)) is ScaledHalf]
+        scaled = [grad for half, _ in self._waiting if is_scaled(grad := half.grad)]
         with as_they_are(scaled):
             stepped, left = self._step_by_kernels(optimizer)
             if not left:
@@ -659,6 +660,10 @@ def _share(half: Tensor, master: Tensor, grad: Tensor | None) -> None:
     except RuntimeError:
         check_shapes(half, master)
         raise
+
+
+def _is_simple(grad: Tensor) -> bool:
+    return grad.is_contiguous() and not grad.is_inference() and not grad.is_neg()
 
 
 def _same(one: object, other: object) -> bool:

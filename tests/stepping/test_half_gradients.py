@@ -326,7 +326,7 @@ def test_steps_have_the_bits_of_a_step_by_unscaled_gradients(one: Any, other: An
         lambda model, optimizer: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01),
         lambda model, optimizer: torch.nn.utils.clip_grad_norm_(masters(optimizer), 0.01),
         lambda model, optimizer: torch.nn.utils.clip_grad_value_(model.parameters(), 0.01),
-        lambda model, optimizer: current_handle().clip_grad_norm_(optimizer, 0.01)  # type: ignore[union-attr],
+        lambda model, optimizer: current_handle().clip_grad_norm_(optimizer, 0.01),  # type: ignore[union-attr]
         lambda model, optimizer: [p.grad.mul_(0.5) for p in model.parameters()],
         lambda model, optimizer: [p.grad.numpy().__imul__(0.5) for p in model.parameters()],
         lambda model, optimizer: loss_of(model, 3).backward(),
@@ -380,6 +380,19 @@ def test_parameters_that_are_not_half_are_unscaled_at_once() -> None:
             optimizer.zero_grad()
         ends.append(snapshot(model, optimizer))
     assert equal(*ends)
+
+
+@pytest.mark.parametrize("odd", ["shared", "expanded"])
+def test_odd_gradients_are_unscaled_at_once(odd: str) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(4)) for _ in range(2))
+    optimizer = adamw(model.parameters())
+    o2(model, optimizer)
+    given = torch.full((4,), 16.0, dtype=FP16) if odd == "shared" else torch.full((1,), 16.0, dtype=FP16).expand(4)
+    with autoamp.scale_loss(torch.zeros((), requires_grad=True), optimizer):
+        model[0].grad = model[1].grad = given
+    assert not any(concealed(model))
+    assert all(torch.equal(p.grad, torch.full((4,), 2.0)) for p in model)
 
 
 def test_an_exception_in_the_block_leaves_true_gradients() -> None:
