@@ -85,6 +85,7 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
             wants_flags=_wants_flags,
             asked=lambda: _asked_of(own(), given),
             scaler=lambda: None if (found := own()) is None else found.loss_scaler,
+            stands_alone=lambda: current_handle() is None,
         )
         self._guard.install()
         if runtime is not None:
@@ -170,11 +171,14 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
             set_grads_to_None: The name of ``set_to_none`` in Apex.
         """
         set_to_none = set_to_none if set_grads_to_None is None else set_grads_to_None
+        if set_to_none:
+            self._masters.clear()
+            return
         self._masters.share_gradients()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    parameter.grad = None if set_to_none else parameter.grad.detach().zero_()
+                    parameter.grad.detach().zero_()
         # The masters' gradients were cleared; this clears those of their half parameters.
         self._masters.share_gradients()
 

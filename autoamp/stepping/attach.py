@@ -20,10 +20,12 @@ import torch
 from autoamp.errors import UsageError
 
 __all__ = [
+    "STEPS_OF_NOW",
     "AttachedMethod",
     "AttachedStep",
     "InnerSteps",
     "ScalesItself",
+    "StepsOfNow",
     "is_optimizer",
     "named_params",
     "refuse_own_scaler",
@@ -168,6 +170,11 @@ class AttachedStep(AttachedMethod):
     ) -> None:
         super().__init__(optimizer, "step", instead)
 
+    @property
+    def owner(self) -> Any:
+        """The object whose method is called in place of ``step``, if it is one."""
+        return getattr(self._instead, "__self__", None)
+
 
 class InnerSteps:
     """Stands around what torch calls in the end as the ``step`` of a class of optimizers, from `reach` to `restore`.
@@ -231,6 +238,41 @@ class InnerSteps:
             return instead(inner, args, kwargs)
 
         return step
+
+
+class StepsOfNow:
+    """Stands around the steps of classes of optimizers for as long as one of them is stepped by `around`.
+
+    For optimizers that are stepped where no handle is active; all objects of the process share one.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._runs: dict[int, Callable[..., Any]] = {}
+        self._inner = InnerSteps(self._run)
+
+    @contextlib.contextmanager
+    def around(self, optimizer: Any, run: Callable[..., Any]) -> Iterator[None]:
+        """Let ``run`` be called in place of an optimizer's step, as `InnerSteps` does, within a ``with`` statement."""
+        with self._lock:
+            if not self._runs:
+                self._inner = InnerSteps(self._run)
+            self._runs[id(optimizer)] = run
+            self._inner.reach(type(optimizer))
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._runs.pop(id(optimizer), None)
+                if not self._runs:
+                    self._inner.restore()
+
+    def _run(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        run = self._runs.get(id(args[0])) if args else None
+        return step(*args, **kwargs) if run is None else run(step, args, kwargs)
+
+
+STEPS_OF_NOW = StepsOfNow()
 
 
 def _hooking_code() -> types.CodeType | None:

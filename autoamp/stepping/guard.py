@@ -51,7 +51,7 @@ from autoamp.scaling import (
     total_norm,
     unscale_,
 )
-from autoamp.stepping.attach import AttachedStep, named_params, stepped_params
+from autoamp.stepping.attach import STEPS_OF_NOW, AttachedStep, named_params, stepped_params
 from autoamp.stepping.digest import found_on_ranks
 from autoamp.stepping.half_gradients import LeftHalf, holder_of
 from autoamp.stepping.masters import MasterWeights
@@ -89,6 +89,7 @@ class StepGuard:
         max_consecutive_skips: So many skips in a row are an error.
         wants_flags: Tells whether a flag is to be read that could stay on the device.
         on_stepped: Called with ``skips`` after each step or skip, once parameters are as it left them.
+        stands_alone: Tells whether no handle sees to it that `run` is called.
 
     Attributes:
         masters: As given.
@@ -121,6 +122,7 @@ class StepGuard:
         max_consecutive_skips: int = 50,
         wants_flags: Callable[[], bool] = lambda: False,
         on_stepped: Callable[[Skips], None] = lambda _: None,
+        stands_alone: Callable[[], bool] = lambda: False,
     ) -> None:
         self.name = type(optimizer).__name__
         self.stepping = False
@@ -133,6 +135,7 @@ class StepGuard:
         self._last: tuple[LossScaler, Scale] | None = None
         self._agreed = False
         self._on_stepped = on_stepped
+        self._stands_alone = stands_alone
         # What the last block unscaled, and its scale.
         self._unscaled: tuple[Sequence[torch.Tensor], LossScaler, Scale] | None = None
         self.masters = masters
@@ -591,6 +594,9 @@ class StepGuard:
                 self.masters.begin_step(local=asked is not None and asked.replicas == 1)
             casts = self._casts()
             with contextlib.nullcontext() if casts is None else casts.switched(False):
+                if self.masters is not None and self._stands_alone():
+                    with STEPS_OF_NOW.around(self._optimizer(), self.run):
+                        return original(*args, **kwargs)
                 return original(*args, **kwargs)
         finally:
             self.stepping = before

@@ -437,6 +437,19 @@ class MasterWeights:
                     replica.broadcast(masters)
             self._replicated.append(_Replicated(replica, pairs))
 
+    def clear(self) -> None:
+        """Let go of the gradients of all that the optimizer steps, and of the half parameters."""
+        self.adopt()
+        self._factor = None
+        for half, link in self._pairs.values():
+            if type(link.master) is LeftHalf:
+                settle(link.master)
+            half.grad = link.master.grad = None
+        optimizer: Any = self._optimizer()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
     def _clear(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Stand in for ``optimizer.zero_grad``, which knows the masters alone: half parameters let go as well."""
         for half, master in self._waiting:

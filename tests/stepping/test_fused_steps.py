@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from autoamp import kernels, optimizers
+from autoamp import fp16_utils, kernels, optimizers
 from autoamp.stepping import fused_steps, master_of
-from tests.stepping.networks import backward, equal, masters, network, o2, snapshot
+from tests.stepping.networks import backward, data, equal, masters, network, o2, snapshot
 
 pytest.importorskip("autoamp_kernels")
 
@@ -227,3 +228,32 @@ def test_no_class_is_known_but_torchs_own() -> None:
     optimizer = optimizers.FusedAdam(network().parameters())
     assert fused_steps.step_by_kernels(optimizer, {}) == ([], True)
     assert autoamp.kernels.opened("cpu") is not None
+
+
+@pytest.mark.parametrize("with_handle", [False, True])
+@pytest.mark.parametrize(("dtype", "scale"), [(BF16, 1.0), (FP16, 8.0)])
+@pytest.mark.parametrize("name", ["AdamW(fused)", "SGD(nesterov)", "FusedAdam", "FusedLAMB"])
+def test_fp16_optimizer(
+    name: str, dtype: torch.dtype, scale: float, with_handle: bool, called: Any, closed: Any
+) -> None:
+    ends = []
+    with autoamp.region(device_type="cpu", dtype=dtype) if with_handle else contextlib.nullcontext():
+        for off in (False, True):
+            closed(off)
+            before = len(called)
+            model = network().to(dtype)
+            optimizer = fp16_utils.FP16_Optimizer(OPTIMIZERS[name](model.parameters()), static_loss_scale=scale)
+            for seed in range(4):
+                optimizer.zero_grad()
+                optimizer.backward(_loss(model, seed))
+                optimizer.step()
+            assert (len(called) - before in (3, 4)) is not off
+            assert all(halves for _, _, halves in called[before:])
+            ends.append(snapshot(model, optimizer))
+    assert close_to(*ends)
+
+
+def _loss(model: Any, seed: int) -> Tensor:
+    inputs, targets = data(seed)
+    half = next(model.parameters()).dtype
+    return nn.functional.mse_loss(model(inputs.to(half)).float(), targets)

@@ -18,6 +18,7 @@ import autoamp
 from autoamp import fp16_utils, kernels, optimizers
 from autoamp.runtime import current_handle
 from autoamp.stepping import half_gradients, master_of
+from autoamp.stepping.attach import _inner_cell
 from autoamp.stepping.half_gradients import LeftHalf, ScaledHalf
 from tests.stepping.networks import backward, equal, loss_of, masters, network, o2, snapshot
 
@@ -236,17 +237,37 @@ def test_gradients_of_foreign_optimizers_do_not_wait() -> None:
         assert not any(waiting(optimizer))
 
 
-def test_fp16_optimizer_without_a_handle() -> None:
-    model = network().to(BF16)
-    optimizer = fp16_utils.FP16_Optimizer(adamw(model.parameters()))
-    twin = network().to(BF16)
-    other = fp16_utils.FP16_Optimizer(WholeAdamW(twin.parameters(), lr=0.1, fused=True))
-    for seed in range(3):
-        for net, stepped in ((model, optimizer), (twin, other)):
-            stepped.zero_grad()
-            stepped.backward(net(torch.randn(5, 4, generator=torch.Generator().manual_seed(seed)).to(BF16)).sum())
-            stepped.step()
-    assert equal([p.detach() for p in model.parameters()], [p.detach() for p in twin.parameters()])
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("with_handle", [False, True])
+@pytest.mark.parametrize(("dtype", "scale"), [(BF16, 1.0), (FP16, 8.0)])
+def test_fp16_optimizer(dtype: torch.dtype, scale: float, with_handle: bool) -> None:
+    fused, parts = torch._fused_adamw_, []
+
+    def watched(some: list[Tensor], *args: Any, **kwargs: Any) -> None:
+        parts.append(len(some))
+        fused(some, *args, **kwargs)
+
+    adamw([torch.zeros(1)])
+    stepping, ends = torch.optim.AdamW.step, []
+    inner = _inner_cell(stepping).cell_contents
+    with autoamp.region(device_type="cpu", dtype=dtype) if with_handle else contextlib.nullcontext():
+        for make in (adamw, whole_adamw):
+            parts.clear()
+            model = network().to(dtype)
+            optimizer = fp16_utils.FP16_Optimizer(make(model.parameters()), static_loss_scale=scale)
+            for seed in range(3):
+                optimizer.zero_grad()
+                data = torch.randn(5, 4, generator=torch.Generator().manual_seed(seed))
+                optimizer.backward(model(data.to(dtype)).sum())
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(torch, "_fused_adamw_", watched)
+                    optimizer.step()
+            # Part by part, as within the cache.
+            assert parts == ([1, 2, 1] * 3 if make is adamw else [4] * 3)
+            ends.append(snapshot(model, optimizer))
+    assert equal(*ends)
+    assert torch.optim.AdamW.step is stepping
+    assert _inner_cell(stepping).cell_contents is inner
 
 
 # -- gradients that wait with their scale --
