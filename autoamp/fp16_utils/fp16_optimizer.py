@@ -85,7 +85,7 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
             wants_flags=_wants_flags,
             asked=lambda: _asked_of(own(), given),
             scaler=lambda: None if (found := own()) is None else found.loss_scaler,
-            stands_alone=lambda: current_handle() is None,
+            stands_alone=lambda: current_runtime() is None,
         )
         self._guard.install()
         if runtime is not None:

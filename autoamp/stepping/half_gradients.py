@@ -55,9 +55,10 @@ _BY_PARAMETER = frozenset(
     }
 )
 
-# So many elements are widened at a time: on a CPU, for each thread, what fits into its cache in fp32; elsewhere, where
-# each part costs launches, what keeps a device busy.
-_ON_CPU, _ELSEWHERE = 2**20, 2**24
+# So many elements are widened at a time: on a CPU, for each thread, what fits into its cache in fp32. Elsewhere each
+# part costs launches, and what keeps a device busy is enough; but a quarter of all, if that is less, for the half
+# gradients are there beside, and the two are to take no more than all gradients in fp32. Of few elements all.
+_ON_CPU, _ELSEWHERE, _FEW = 2**20, 2**24, 2**20
 
 
 # For each master its half parameter, and what widens; not its attribute, which copies and pickles would have.
@@ -278,7 +279,8 @@ class Workspace:
 
     def _in_memory(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
         sizes = [tensor.numel() for tensor in tensors]
-        total, limit = sum(sizes), limit_of(on_cpu=True)
+        total = sum(sizes)
+        limit = limit_of(total, on_cpu=True)
         if not total or total > limit or not all(tensor.is_cpu and tensor.is_contiguous() for tensor in tensors):
             return None
         if self._memory is None or self._memory.numel() < total:
@@ -288,9 +290,9 @@ class Workspace:
         return [part.view(tensor.shape) for part, tensor in zip(flat, tensors, strict=True)]
 
 
-def limit_of(on_cpu: bool) -> int:
-    """Return how many elements are widened at a time."""
-    return _ON_CPU * torch.get_num_threads() if on_cpu else _ELSEWHERE
+def limit_of(total: int, *, on_cpu: bool) -> int:
+    """Return how many elements of so many are widened at a time."""
+    return _ON_CPU * torch.get_num_threads() if on_cpu else min(_ELSEWHERE, max(_FEW, total // 4))
 
 
 def parts_of_groups(
@@ -302,14 +304,15 @@ def parts_of_groups(
     ids are in ``without`` are left out.
     """
     part: list[tuple[dict[str, Any], list[Tensor]]] = []
-    room, on_cpu = 0, limit_of(on_cpu=True)
+    total = sum(param.numel() for group in groups for param in group["params"] if type(param) is LeftHalf)
+    room, on_cpu, elsewhere = 0, limit_of(total, on_cpu=True), limit_of(total, on_cpu=False)
     for group in groups:
         taken: list[Tensor] = []
         for param in group["params"]:
             if id(param) in without:
                 continue
             size = param.numel() if type(param) is LeftHalf else 0
-            limit = on_cpu if param.is_cpu else _ELSEWHERE
+            limit = on_cpu if param.is_cpu else elsewhere
             if room and size and room + size > limit:
                 yield [*part, (group, taken)] if taken else part
                 part, taken, room = [], [], 0

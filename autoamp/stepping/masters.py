@@ -650,7 +650,7 @@ class _Columns:
 
     def is_one_part(self) -> bool:
         """Tell whether all are so few elements that they may be widened at once."""
-        return len(self.device_types) == 1 and self._size <= limit_of("cpu" in self.device_types)
+        return len(self.device_types) == 1 and self._size <= limit_of(self._size, on_cpu="cpu" in self.device_types)
 
 
 def _remove_all(hooks: Mapping[int, Any]) -> None:
