@@ -98,20 +98,26 @@ struct SgdChunks {
 
 // -- Adagrad --
 
-template <ak_int32 G, ak_int32 P, ak_int32 L>
-struct AdagradBody {
-  AdagradNumbers c;
+// A step with one state for each element, Adagrad's or NovoGrad's.
+template <class Numbers, ak_int32 G, ak_int32 P, ak_int32 L>
+struct OneStateBody {
+  Numbers c;
   Elements<G> grad;
   Elements<P> param;
-  float* sum;
+  float* state;
   Elements<L> half;
+
+  template <class Args>
+  OneStateBody(const Numbers& numbers, const Args& a, ak_int64 t, float* first, ak_int64 begin)
+      : c(numbers), grad(a.grads[t], a.grad_dtype, begin), param(a.params[t], a.param_dtype, begin),
+        state(first + begin), half(a.halves ? a.halves[t] : nullptr, a.half_dtype, begin) {}
 
   template <bool ALL>
   __attribute__((always_inline)) inline void at(ak_int64 i, ak_int64 n) {
-    V p = load<ALL>(param, i, n), s = load<ALL>(sum, i, n);
-    adagrad<V>(c, load<ALL>(grad, i, n), p, s);
+    V p = load<ALL>(param, i, n), s = load<ALL>(state, i, n);
+    one_state_step<V>(c, load<ALL>(grad, i, n), p, s);
     store<ALL>(param, i, p, n);
-    store<ALL>(sum, i, s, n);
+    store<ALL>(state, i, s, n);
     store<ALL>(half, i, p, n);
   }
 };
@@ -121,11 +127,7 @@ struct AdagradChunks {
   const ak_adagrad_args& a;
 
   void run(ak_int64 t, ak_int64, ak_int64 begin, ak_int64 count) {
-    AdagradNumbers c = adagrad_numbers(a);
-    each_vector(count, AdagradBody<G, P, L>{
-      c, Elements<G>(a.grads[t], a.grad_dtype, begin), Elements<P>(a.params[t], a.param_dtype, begin),
-      a.sums[t] + begin,
-      Elements<L>(a.halves ? a.halves[t] : nullptr, a.half_dtype, begin)});
+    each_vector(count, OneStateBody<AdagradNumbers, G, P, L>(adagrad_numbers(a), a, t, a.sums[t], begin));
   }
 };
 
@@ -228,32 +230,11 @@ struct LambLastChunks {
 // -- NovoGrad --
 
 template <ak_int32 G, ak_int32 P, ak_int32 L>
-struct NovogradBody {
-  NovogradNumbers c;
-  Elements<G> grad;
-  Elements<P> param;
-  float* m;
-  Elements<L> half;
-
-  template <bool ALL>
-  __attribute__((always_inline)) inline void at(ak_int64 i, ak_int64 n) {
-    V p = load<ALL>(param, i, n), first = load<ALL>(m, i, n);
-    novograd<V>(c, load<ALL>(grad, i, n), p, first);
-    store<ALL>(param, i, p, n);
-    store<ALL>(m, i, first, n);
-    store<ALL>(half, i, p, n);
-  }
-};
-
-template <ak_int32 G, ak_int32 P, ak_int32 L>
 struct NovogradChunks {
   const ak_novograd_args& a;
 
   void run(ak_int64 t, ak_int64, ak_int64 begin, ak_int64 count) {
-    NovogradNumbers c = novograd_numbers(a, t);
-    each_vector(count, NovogradBody<G, P, L>{
-      c, Elements<G>(a.grads[t], a.grad_dtype, begin), Elements<P>(a.params[t], a.param_dtype, begin),
-      a.exp_avgs[t] + begin, Elements<L>(a.halves ? a.halves[t] : nullptr, a.half_dtype, begin)});
+    each_vector(count, OneStateBody<NovogradNumbers, G, P, L>(novograd_numbers(a, t), a, t, a.exp_avgs[t], begin));
   }
 };
 

@@ -211,34 +211,40 @@ AK_FN void sgd_block(const ak_sgd_launch& launch) {
 
 // -- Adagrad --
 
-template <class G, class P, class L>
-struct AdagradBody {
-  AdagradNumbers c;
+// A step with one state for each element, Adagrad's or NovoGrad's.
+template <class Numbers, class G, class P, class L>
+struct OneStateBody {
+  Numbers c;
   const typename G::type* grad;
   typename P::type* param;
-  float* sum;
+  float* state;
   typename L::type* half;
 
   template <int N>
   AK_FN void at(ak_int32 i) {
     float g[N], p[N], s[N];
-    G::load(grad + i, g), P::load(param + i, p), F32::load(sum + i, s);
+    G::load(grad + i, g), P::load(param + i, p), F32::load(state + i, s);
 #pragma unroll
-    for (int j = 0; j < N; j++) adagrad<float>(c, g[j], p[j], s[j]);
-    P::store(param + i, p), F32::store(sum + i, s);
-    L::store(half + i, p);
+    for (int j = 0; j < N; j++) one_state_step<float>(c, g[j], p[j], s[j]);
+    P::store(param + i, p), F32::store(state + i, s), L::store(half + i, p);
   }
 };
+
+template <class G, class P, class L, class Numbers, class Launch>
+AK_FN void one_state_block(const Launch& launch, const Numbers& numbers, const Place& place) {
+  OneStateBody<Numbers, G, P, L> body = {
+    numbers, column<G>(launch, AK_GRADS, place), column<P>(launch, AK_PARAMS, place),
+    column<F32>(launch, AK_STATE1, place), column<L>(launch, AK_HALVES, place)};
+  bool in_groups =
+      aligned<G>(body.grad) && aligned<P>(body.param) && aligned<F32>(body.state) && aligned<L>(body.half);
+  each_element(place.count, in_groups, body);
+}
 
 template <class G, class P, class L>
 AK_FN void adagrad_block(const ak_adagrad_launch& launch) {
   if (skipped(launch.args.head.found_inf)) return;
   Place place = place_of_block(launch);
-  AdagradBody<G, P, L> body = {
-    adagrad_numbers(launch.args), column<G>(launch, AK_GRADS, place), column<P>(launch, AK_PARAMS, place),
-    column<F32>(launch, AK_STATE1, place), column<L>(launch, AK_HALVES, place)};
-  bool in_groups = aligned<G>(body.grad) && aligned<P>(body.param) && aligned<F32>(body.sum) && aligned<L>(body.half);
-  each_element(place.count, in_groups, body);
+  one_state_block<G, P, L>(launch, adagrad_numbers(launch.args), place);
 }
 
 // -- sums --
@@ -372,24 +378,6 @@ AK_GLOBAL ak_novograd_norms(AK_LAUNCHED(ak_novograd_launch)) {
 }
 
 template <class G, class P, class L>
-struct NovogradBody {
-  NovogradNumbers c;
-  const typename G::type* grad;
-  typename P::type* param;
-  float* m;
-  typename L::type* half;
-
-  template <int N>
-  AK_FN void at(ak_int32 i) {
-    float g[N], p[N], first[N];
-    G::load(grad + i, g), P::load(param + i, p), F32::load(m + i, first);
-#pragma unroll
-    for (int j = 0; j < N; j++) novograd<float>(c, g[j], p[j], first[j]);
-    P::store(param + i, p), F32::store(m + i, first), L::store(half + i, p);
-  }
-};
-
-template <class G, class P, class L>
 AK_FN void novograd_block(const ak_novograd_launch& launch) {
   if (skipped(launch.args.head.found_inf)) return;
   Place place = place_of_block(launch);
@@ -400,11 +388,7 @@ AK_FN void novograd_block(const ak_novograd_launch& launch) {
     numbers = novograd_numbers(args, place.row);
   }
   __syncthreads();
-  NovogradBody<G, P, L> body = {
-    numbers, column<G>(launch, AK_GRADS, place), column<P>(launch, AK_PARAMS, place),
-    column<F32>(launch, AK_STATE1, place), column<L>(launch, AK_HALVES, place)};
-  bool in_groups = aligned<G>(body.grad) && aligned<P>(body.param) && aligned<F32>(body.m) && aligned<L>(body.half);
-  each_element(place.count, in_groups, body);
+  one_state_block<G, P, L>(launch, numbers, place);
 }
 
 // -- scale, check and norms --

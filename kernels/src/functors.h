@@ -149,7 +149,7 @@ AK_FN AdagradNumbers adagrad_numbers(const ak_adagrad_args& a) {
 }
 
 template <class V>
-AK_FN void adagrad(const AdagradNumbers& c, V g, V& p, V& sum) {
+AK_FN void one_state_step(const AdagradNumbers& c, V g, V& p, V& sum) {
   g = g * c.factor;
   if (c.l2 != 0.0f) g = g + c.l2 * p;
   sum = sum + g * g;
@@ -251,7 +251,7 @@ AK_FN NovogradNumbers novograd_numbers(const ak_novograd_args& a, ak_int64 tenso
 
 // Steps parameter p and average m.
 template <class V>
-AK_FN void novograd(const NovogradNumbers& c, V g, V& p, V& m) {
+AK_FN void one_state_step(const NovogradNumbers& c, V g, V& p, V& m) {
   g = g * c.factor;
   if (c.l2 != 0.0f) g = g + c.l2 * p;
   m = c.beta1 * m + c.weight * g;

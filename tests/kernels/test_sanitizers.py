@@ -59,7 +59,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def run(environment: dict[str, str], *command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=600, check=False
+        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=1500, check=False
     )
 
 
