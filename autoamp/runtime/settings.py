@@ -86,6 +86,8 @@ class Settings:
             "device_type": self.device_type,
             "scope": self.scope,
             "enable_caching": str(self.enable_caching),
+            # A step that failed is run again on all ranks or on none: its collectives wait for all.
+            "trace_overflow": str(self.trace_overflow),
         }
 
     def rules(self) -> dict[str, str]:

@@ -25,6 +25,7 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     "dtype": {"dtype": torch.bfloat16, "loss_scale": "dynamic"},
     "lists": {"lists": {"fp32": ["linear"]}},
     "scale": {"loss_scale": 128.0},
+    "trace": {"trace_overflow": True},
     "version": {},
     "off": {"enabled": False},
     "absent": {},
@@ -166,6 +167,7 @@ def test_a_rank_that_differs_is_named(told: Any, kind: str) -> None:
         "dtype": "the half dtype differs between ranks that train together: torch.float16 on rank 0; torch.bfloat16 on",
         "lists": "the cast lists differ between ranks that train together, in ",
         "scale": "loss scaler 0 differs between ranks that train together: DynamicLossScaler(loss_scale=65536.0",
+        "trace": "trace_overflow differs between ranks that train together: False on rank 0; True on rank 1",
         "version": f"the version of autoamp differs between ranks that train together: {autoamp.__version__} on rank 0"
         "; 0.0.9 on rank 1. Give all of them the same",
     }.items():
