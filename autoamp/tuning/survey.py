@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.benchmark import Timer
 
@@ -77,6 +79,9 @@ class Surveyor(Observer):
         self._clock = clock
         self._end = clock() + seconds
         self._samples: dict[_Key, _Sample] = {}
+        # Dotted names of the classes of modules, by their names; None stands for one with modules within.
+        self._classes: dict[str, set[str | None]] = {}
+        self._roots: weakref.WeakSet[Module] = weakref.WeakSet()
         # Inner calls, by name and place, are part of the outermost.
         self._outer: dict[tuple[str, CallSite], str] = {}
         self._overflowing: dict[tuple[str, CallSite], Exponents] = {}
@@ -110,6 +115,11 @@ class Surveyor(Observer):
             raise SurveyEnded
         if self._stepping:
             return
+        if call.modules and call.modules[0] not in self._roots:
+            self._roots.add(call.modules[0])
+            for module in call.modules[0].modules():
+                name = None if next(module.children(), None) else _class_of(module)
+                self._classes.setdefault(type(module).__name__, set()).add(name)
         outer = call.outer
         if outer is not None:
             while outer.outer is not None:
@@ -135,7 +145,6 @@ class Surveyor(Observer):
 
     def _sample(self, call: Call, tensors: list[Tensor]) -> _Sample:
         rule = call.op.rule
-        cls = type(call.modules[-1]) if call.modules else None
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         fits = self._kept + size <= _MOST_BYTES
         self._kept += size if fits else 0
@@ -143,7 +152,7 @@ class Surveyor(Observer):
         function = call.op.functional if in_place else call.op.original
         return _Sample(
             call.op.name, rule.target, rule.policy.value, str(rule.origin), call.site,
-            None if cls is None else f"{cls.__module__}.{cls.__qualname__}", function,
+            None if not call.modules else _class_of(call.modules[-1]), function,
             map_tensors(call.args, _copy) if fits and function is not None else None,
             map_tensors(call.kwargs, _copy) if fits and function is not None else None,
             sum(tensor.numel() for tensor in tensors),
@@ -207,8 +216,13 @@ class Surveyor(Observer):
             return None
         dtype = _short(self._handle.settings.dtype)
         over, largest = row.values.in_format(dtype)["overflow"], row.values.largest
+        # In fp32 a class takes with it what is called within.
+        classes = self._classes.get(row.site.module_class or "", {None})
         # What is finite in half is none of ours: errors of sums near 0 are everywhere.
-        return Use(row.op, target, "unlisted", row.calls, location=row.site.location, overflow=over, largest=largest)
+        return Use(
+            row.op, target, "unlisted", row.calls, module_class=next(iter(classes)) if len(classes) == 1 else None,
+            location=row.site.location, overflow=over, largest=largest,
+        )  # fmt: skip
 
     def _costs(self, sample: _Sample, timer: Callable[[Callable[[], Any]], float]) -> dict[str, Cost] | None:
         if sample.args is None:
@@ -278,6 +292,10 @@ class _Runner:
         kept |= {output.untyped_storage().data_ptr(): output.untyped_storage().nbytes() for output in outputs}
         own = {tensor.untyped_storage().data_ptr() for tensor in iter_tensors((self._args, self._kwargs))}
         return sum(size for place, size in kept.items() if place not in own)
+
+
+def _class_of(module: Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -94,6 +94,18 @@ def test_an_operator_on_a_list_is_named_as_that_list_has_it() -> None:
     assert changes(use("__matmul__", "fp16", 100, 700)) == {"__matmul__": ("none", "unprofitable", True)}
 
 
+def test_an_op_on_no_list_that_is_unsafe_in_one_class_alone_goes_to_fp32_there() -> None:
+    bad = replace(use("mul", "unlisted", 0, 0, overflow=4, module_class="net.Gate"), costs=None)
+    good = replace(use("mul", "unlisted", 0, 0, module_class="net.Block"), costs=None)
+    (found,) = proposals_of(survey(bad, good))
+    assert (found.name, found.value, found.of_module) == ("net.Gate", "fp32", True)
+    # A class whose other ops pay in half keeps them there.
+    inner = use("linear", "fp16", 1000, 500, module_class="net.Gate")
+    assert set(changes(bad, good, inner)) == {"__mul__", "__rmul__", "mul", "multiply"}
+    # Where it is called nowhere else there is nothing to keep.
+    assert set(changes(bad)) == {"__mul__", "__rmul__", "mul", "multiply"}
+
+
 def test_small_ops_are_left_as_they_are() -> None:
     assert changes(use("linear", "fp16", 1000, 500), use("dot", "fp16", 1, 2)) == {}
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.tuning import VARIANTS, Survey, SurveyEnded, Surveyor, proposals_of
+from autoamp.tuning import VARIANTS, Proposal, Survey, SurveyEnded, Surveyor, proposals_of
 
 ROWS, WIDTH = 1024, 512
 
@@ -86,6 +86,48 @@ def test_an_overflow_of_an_op_on_no_list_is_found_in_fp16_alone(handle: Any) -> 
         assert "test_survey.py" in unsafe[0].reason
 
 
+class Twice(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2.0
+
+
+class Around(nn.Module):
+    """Squares, and has a module within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.within = Twice()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.within(x)
+        return y * 400.0 * y
+
+
+def unsafe_of(survey: Survey) -> list[Proposal]:
+    return [one for one in proposals_of(survey) if one.kind == "unsafe"]
+
+
+def test_an_op_on_no_list_that_overflows_in_one_class_alone() -> None:
+    handle: Any = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=1.0)
+    model = nn.Sequential(nn.Linear(2, 2), Twice(), Square())
+    nn.init.constant_(model[0].weight, 1.0)
+    (found,) = unsafe_of(surveyed(handle, model, torch.ones(3, 2), steps=1))
+    assert (found.name, found.value, found.of_module) == (f"{__name__}.Square", "fp32", True)
+    # What is called within a class would be in fp32 as well.
+    model = nn.Sequential(nn.Linear(2, 2), Around())
+    nn.init.constant_(model[0].weight, 10.0)
+    by_op = unsafe_of(surveyed(handle, model, torch.ones(3, 2), steps=1))
+    assert [one.name for one in by_op] == ["__mul__", "__rmul__", "mul", "multiply"]
+    handle.deactivate()
+    entries = {"modules": {found.name: found.value}}
+    model = nn.Sequential(nn.Linear(2, 2), Twice(), Square())
+    nn.init.constant_(model[0].weight, 1.0)
+    for lists, finite in ((entries, True), (None, False)):
+        handle = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=1.0, lists=lists)
+        assert bool(model(torch.ones(3, 2)).isfinite().all()) is finite
+        handle.deactivate()
+
+
 def test_an_overflow_of_a_listed_operator_names_the_operator() -> None:
     class Scores(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -95,7 +137,7 @@ def test_an_overflow_of_a_listed_operator_names_the_operator() -> None:
     model = nn.Sequential(nn.Linear(2, 2), Scores())
     nn.init.constant_(model[0].weight, 200.0)
     found = surveyed(handle, model, torch.ones(3, 2), steps=1)
-    unsafe = [one for one in proposals_of(found) if one.kind == "unsafe"]
+    unsafe = unsafe_of(found)
     # Its results are 320,000; what comes of these by 1e-5 is not too large.
     assert [(one.name, one.value) for one in unsafe] == [("__matmul__", "fp32")]
     handle.deactivate()
