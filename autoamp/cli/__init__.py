@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from autoamp.cli.command import main
+from autoamp.cli.command import main, run_command
 
-__all__ = ["main"]
+__all__ = ["main", "run_command"]

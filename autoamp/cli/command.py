@@ -1,49 +1,49 @@
-"""The command `autoamp` and its subcommands."""
+"""The command `autoamp`, once its command line is parsed."""
 
 from __future__ import annotations
 
 import argparse
-import sys
+import importlib
 from collections.abc import Sequence
+from typing import Any
 
-from autoamp.cli.doctor import add_doctor
-from autoamp.cli.lists import add_lists
 from autoamp.cli.output import say
-from autoamp.cli.profile import add_profile, prepared_profile
-from autoamp.cli.reports import add_report
-from autoamp.cli.run import add_run, prepared_run
-from autoamp.cli.tune import add_tune
 from autoamp.errors import AutoampError
+from autoamp_command import main, parser
 
-__all__ = ["main", "parser"]
+__all__ = ["main", "parser", "run_command"]
+
+# Where the function of each command is that ends by itself.
+_ACTS = {
+    "doctor": ("autoamp.cli.doctor", "doctor"),
+    "lists": ("autoamp.cli.lists", "lists"),
+    "report": ("autoamp.cli.reports", "report"),
+    "tune": ("autoamp.cli.tune", "tune"),
+}
+# And of each that runs a program.
+_PREPARED = {
+    "run": ("autoamp.cli.run", "prepared_run"),
+    "profile": ("autoamp.cli.profile", "prepared_profile"),
+}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns the exit code; what a program raises goes on."""
-    argv = sys.argv[1:] if argv is None else list(argv)
-    chosen = parser().parse_args(argv)
+def run_command(chosen: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Do what a command line says. Returns the exit code; what a program raises goes on.
+
+    Args:
+        chosen: What it was parsed to.
+        argv: The command line, without the name of the command ``autoamp``.
+    """
     try:
-        if chosen.command == "run":
-            program = prepared_run(chosen, argv)
-        elif chosen.command == "profile":
-            program = prepared_profile(chosen, argv)
-        else:
-            return int(chosen.act(chosen))
+        if chosen.command in _ACTS:
+            return int(_function(*_ACTS[chosen.command])(chosen))
+        program = _function(*_PREPARED[chosen.command])(chosen, argv)
     except AutoampError as error:
-        say(str(error))
+        say(str(error), wrong=True)
         return 2
     program()
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line, from which the documentation has the options."""
-    parser = argparse.ArgumentParser(prog="autoamp", description="Mixed precision for PyTorch programs.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    add_run(commands)
-    add_profile(commands)
-    add_tune(commands)
-    add_doctor(commands)
-    add_lists(commands)
-    add_report(commands)
-    return parser
+def _function(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)

@@ -8,29 +8,20 @@ import importlib
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoamp.cli import probes
 from autoamp.cli.measurements import REPEATS, Measured, Spread, measure
-from autoamp.cli.output import aligned
-from autoamp.errors import UsageError
+from autoamp.cli.output import COLUMNS, aligned, show
+from autoamp.errors import ListFileError, UsageError
 
-__all__ = ["add_doctor"]
-
-
-def add_doctor(commands: Any) -> None:
-    """Add the command ``doctor`` to a parser's commands."""
-    doctor = commands.add_parser("doctor", help="look at the device, the lists and the names taken before init")
-    doctor.add_argument("--quick", action="store_true", help="measure nothing")
-    doctor.add_argument("--json", action="store_true", help="print a JSON object")
-    doctor.add_argument("--device-type", help="cuda, cpu, ...; the accelerator's unless given")
-    doctor.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE",
-                        help="import this first, to see the names that it takes; repeatable")  # fmt: skip
-    doctor.set_defaults(act=_doctor)
+__all__ = ["doctor"]
 
 
-def _doctor(chosen: argparse.Namespace) -> int:
+def doctor(chosen: argparse.Namespace) -> int:
+    """Look around and print what is found. Returns the exit code: 1 where the lists of this place cannot be used."""
     sys.path[:0] = [] if sys.flags.safe_path or os.getcwd() in sys.path else [os.getcwd()]
     for module in chosen.imports:
         try:
@@ -42,17 +33,29 @@ def _doctor(chosen: argparse.Namespace) -> int:
         "packages": probes.packages(),
         "kernels": probes.kernels(),
         "device": dataclasses.asdict(device),
-        "lists": dataclasses.asdict(probes.lists_of(device.kind)),
-        "names": dataclasses.asdict(probes.bound_names()),
+        **_lists_and_names(device.kind),
     }
     measured = [] if chosen.quick else measure(device.kind)
     found["measured"] = [{**dataclasses.asdict(one), "verdict": one.verdict} for one in measured if one.dtype != "fp32"]
+    code = int("error" in found["lists"])
     if chosen.json:
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
-        return 0
+        return code
     for heading, lines in _sections(found, measured):
-        sys.stdout.write(f"{heading}\n" + "".join(f"  {line}\n" for line in lines) + "\n")
-    return 0
+        show(heading)
+        sys.stdout.write("".join(f"  {line}\n" for line in lines) + "\n")
+    return code
+
+
+def _lists_and_names(kind: str) -> dict[str, Any]:
+    """Return what is found of the lists, and of the names that they are about; an error where they cannot be used."""
+    try:
+        return {
+            "lists": dataclasses.asdict(probes.lists_of(kind)),
+            "names": dataclasses.asdict(probes.bound_names()),
+        }
+    except ListFileError as error:
+        return {"lists": {"error": str(error)}, "names": None}
 
 
 def _sections(found: Mapping[str, Any], measured: Sequence[Measured]) -> list[tuple[str, list[str]]]:
@@ -71,11 +74,16 @@ def _sections(found: Mapping[str, Any], measured: Sequence[Measured]) -> list[tu
     ]  # fmt: skip
     if measured:
         sections.append((_measured_heading(measured[0]), _measured_lines(measured)))
+    if "error" in lists:
+        why = "cannot be used, here and in whatever calls autoamp.init():"
+        return [*sections, ("Lists", [why, *textwrap.wrap(lists["error"], COLUMNS - 2, break_long_words=False,
+                                                          break_on_hyphens=False)])]  # fmt: skip
     files = [(f"{count} rules", path) for path, count in lists["used"].items()]
     sections.append(("Lists", aligned([
         ("shipped sets", ", ".join(lists["shipped"])), ("AUTOAMP_LISTS", lists["environment"] or "not set"), *files,
         *([("lacking here", ", ".join(lists["lacking"]))] if lists["lacking"] else []),
         *([("not imported", ", ".join(lists["waiting"]))] if lists["waiting"] else []),
+        *(("[modules]" if place == 0 else "", line) for place, line in enumerate(lists["modules"])),
     ])))  # fmt: skip
     sections.append(("Names bound before init", _name_lines(names)))
     return sections

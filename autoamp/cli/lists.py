@@ -16,26 +16,14 @@ from autoamp.errors import UsageError
 from autoamp.ops import known_ops
 from autoamp.rules import CastRule, CastTable, ModuleRule, check_bare_names, located
 
-__all__ = ["add_lists"]
+__all__ = ["lists"]
 
 # The class of reason, in the shipped sets, of names in torch's namespaces that are no ops.
 _NO_OPS = "computes nothing"
 
 
-def add_lists(commands: Any) -> None:
-    """Add the command ``lists`` to a parser's commands."""
-    lists = commands.add_parser("lists", help="show each rule, why it is there, and in which file and line")
-    lists.add_argument("ops", nargs="*", metavar="OP", help="only what applies to these, such as softmax")
-    lists.add_argument("--set", default=None, help="a list set or file; default: what this project uses")
-    lists.add_argument("--dtype", choices=list(DTYPES), help="for which half dtype; the device's unless given")
-    lists.add_argument("--device-type", help="for which device: cuda, cpu, ...; the accelerator's unless given")
-    lists.add_argument("--json", action="store_true", help="print a JSON object")
-    lists.add_argument("--check", action="store_true",
-                       help="compare the shipped sets with the installed torch; exit 1 where they differ")  # fmt: skip
-    lists.set_defaults(act=_lists)
-
-
-def _lists(chosen: argparse.Namespace) -> int:
+def lists(chosen: argparse.Namespace) -> int:
+    """Print the rules of this place, or what applies to some ops. Returns the exit code."""
     if chosen.check:
         return _check()
     table = probes.default_table(chosen.set, chosen.device_type, None if chosen.dtype is None else DTYPES[chosen.dtype])
@@ -73,7 +61,7 @@ def _lines(table: CastTable, rules: list[CastRule]) -> list[str]:
     """Return the rules, and those of modules under a heading of their own."""
     lines = aligned([(rule.target, rule.policy.value, str(rule.origin)) for rule in rules]) if rules else []
     if table.modules:
-        lines += ["", "[modules]"] if lines else ["[modules]"]
+        lines += [*([""] if lines else []), "[modules]"]
         lines += aligned([(rule.pattern, rule.precision.value, str(rule.origin)) for rule in table.modules])
     return lines
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import textwrap
 from collections.abc import Sequence
+from typing import Any
 
-__all__ = ["COLUMNS", "aligned", "packed", "say"]
+__all__ = ["COLUMNS", "aligned", "packed", "say", "show"]
 
 COLUMNS = 80
 """How wide a summary is at most, so that it stays whole in any terminal."""
@@ -40,12 +42,35 @@ def packed(head: str, parts: Sequence[str], between: str) -> str:
     return "\n".join(lines)
 
 
-def say(line: str) -> None:
-    """Write a line to stderr, with ``autoamp: `` before it. Does nothing where there is no stderr."""
+def say(line: str, *, wrong: bool = False) -> None:
+    """Write a line to stderr, with ``autoamp: `` before it. Does nothing where there is no stderr.
+
+    Args:
+        line: One, or several.
+        wrong: Whether it tells of an error, which shows in colour.
+    """
+    rest = line.removeprefix("autoamp: ")
     try:
-        sys.stderr.write(line if line.startswith("autoamp: ") else f"autoamp: {line}")
-        sys.stderr.write("\n")
+        sys.stderr.write(f"{_styled('autoamp:', 'bold red' if wrong else 'bold cyan', sys.stderr)} {rest}\n")
         sys.stderr.flush()
     except (AttributeError, OSError, ValueError):
         # There is no stderr, or it is closed.
         pass
+
+
+def show(heading: str) -> None:
+    """Write a heading to stdout."""
+    sys.stdout.write(f"{_styled(heading, 'bold', sys.stdout)}\n")
+
+
+def _styled(text: str, style: str, stream: Any) -> str:
+    """Return a text with what a terminal shows a style by; the text alone where nobody looks, or NO_COLOR is set."""
+    if os.environ.get("NO_COLOR") or not (stream.isatty() or os.environ.get("FORCE_COLOR")):
+        return text
+    from rich.console import Console
+
+    # It looks at the terminal, TERM and FORCE_COLOR.
+    console = Console(file=stream)
+    with console.capture() as capture:
+        console.print(text, style=style, end="", highlight=False, markup=False)
+    return capture.get()

@@ -136,6 +136,7 @@ class Lists:
         used: How many rules of the merged table come from each file.
         lacking: Rules of shipped sets on ops that this torch lacks.
         waiting: Rules on modules that are not imported yet.
+        modules: Rules on modules, as lines: pattern, precision, and where each is written.
     """
 
     shipped: tuple[str, ...]
@@ -143,6 +144,7 @@ class Lists:
     used: dict[str, int]
     lacking: tuple[str, ...]
     waiting: tuple[str, ...]
+    modules: tuple[str, ...]
 
 
 def lists_of(kind: str) -> Lists:
@@ -162,6 +164,7 @@ def lists_of(kind: str) -> Lists:
         dict(sorted(used.items())),
         tuple(rule.target for rule in expansion.skipped),
         tuple(rule.target for rule in expansion.deferred),
+        tuple(f"{rule.pattern}: {rule.precision.value} ({rule.origin})" for rule in table.modules),
     )
 
 

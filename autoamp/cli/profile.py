@@ -17,31 +17,7 @@ from autoamp.cli.options import Options
 from autoamp.cli.output import say
 from autoamp.errors import UsageError
 
-__all__ = ["add_profile", "prepared_profile"]
-
-_HELP = """\
-Runs a program in fp32 and tells what of its values fp16 and bf16 could not hold: at each place where an operator is
-called and for each parameter's gradient, with the error of the operator in each half dtype, and the loss scales that
-lose least. Costs several times the time of a plain run: give it few steps.
-"""
-
-
-def add_profile(commands: Any) -> None:
-    """Add the command ``profile`` to a parser's commands."""
-    profile = commands.add_parser(
-        "profile",
-        help="run a program in fp32, and tell what fp16 and bf16 would make of its values",
-        description=_HELP,
-        usage="autoamp profile [options] script.py args...\n       autoamp profile [options] -m module args...",
-    )
-    profile.add_argument("--json", metavar="FILE", help="write all of it to this file, as JSON")
-    profile.add_argument("--lists", action="append", default=[], metavar="LIST",
-                         help="a list set or file, over the project's own; repeatable")  # fmt: skip
-    profile.add_argument("--every", type=int, default=1, metavar="N", help="look at every N-th step; default 1")
-    profile.add_argument("--device-type", help="whose tensors: cuda, cpu, ...; the accelerator's unless given")
-    profile.add_argument("-m", dest="is_module", action="store_true", help="run a module, as python -m does")
-    profile.add_argument("program", help="the script, or the module")
-    profile.add_argument("args", nargs=argparse.REMAINDER)
+__all__ = ["prepared_profile"]
 
 
 def prepared_profile(chosen: argparse.Namespace, argv: Sequence[str]) -> Callable[[], None]:

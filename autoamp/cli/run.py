@@ -14,80 +14,19 @@ from typing import Any
 
 from autoamp.cli.children import Children, Teller, parents_folder
 from autoamp.cli.launch import Program, prepared, take_path
-from autoamp.cli.options import DTYPES, Options
+from autoamp.cli.options import Options
 from autoamp.cli.output import say
 from autoamp.cli.report import Report
 from autoamp.cli.reports import FAILED
 from autoamp.cli.session import Run, set_up
 from autoamp.diagnostics import check_report_tools, failures, is_page, write_report
 from autoamp.errors import UsageError
-from autoamp.levels import LEVELS
 
-__all__ = ["add_run", "prepared_run", "set_up_child"]
+__all__ = ["prepared_run", "set_up_child"]
 
 TERM = signal.SIGTERM
 # Seconds for the summary and the report of a process that is told to end.
 _LAST_WORDS = 10.0
-
-_RUN_HELP = """\
-Runs a program unmodified, in mixed precision. Torch is patched by the cast lists before the program's first import.
-What its modules compute is cast; tables, statistics and preprocessing stay as they are. In fp16 its losses are scaled,
-its gradients unscaled before its own code sees them, and steps that overflow skipped. A program that does this by
-itself (apex, torch.amp, half-precision models) is left to do so: `import apex` finds autoamp.
-"""
-
-_LEVEL_HELP = """\
-O1 (default): patch torch. O0: fp32, for comparison. O2, O3: half-precision models; as they need the model, they act
-where the program gives it to apex's amp.initialize() without naming a level, and nothing is cast until then
-"""
-
-
-_FAIL_HELP = """\
-end with exit code 3 where the program ends well, but a step was skipped by an overflow that is no part of the scale
-search ('overflow'), or at all ('skip'); implies --trace-overflow
-"""
-
-
-def add_run(commands: Any) -> None:
-    """Add the command ``run`` to a parser's commands."""
-    run = commands.add_parser(
-        "run",
-        help="run a program unmodified, in mixed precision",
-        description=_RUN_HELP,
-        usage="autoamp run [options] script.py args...\n       autoamp run [options] -m module args...",
-    )
-    run.add_argument(
-        "--dtype",
-        choices=list(DTYPES),
-        help="default: bf16 where the device has units for it, else fp16; fp16 for a program of Apex",
-    )
-    run.add_argument("--device-type", help="whose tensors are cast: cuda, cpu, ...; the accelerator's unless given")
-    run.add_argument("--lists", action="append", default=[], metavar="LIST",
-                     help="a list set or file, over the project's own; repeatable")  # fmt: skip
-    run.add_argument("--opt-level", default="O1", choices=list(LEVELS), help=_LEVEL_HELP)
-    run.add_argument(
-        "--loss-scale",
-        metavar="SCALE",
-        help="'dynamic' or a number, for an amp.initialize() that names none too; default: dynamic, and 1 for bf16",
-    )
-    run.add_argument("--no-apex", dest="apex", action="store_false", help="do not let `import apex` find autoamp")
-    run.add_argument("--shadow-apex", action="store_true", help="hide a real apex that is installed")
-    run.add_argument("--fastai1", action="store_true", help="let fastai 1.0.61 run on today's torch")
-    run.add_argument(
-        "--trace-overflow", action="store_true", help="tell for each skipped step what overflowed, on standard error"
-    )
-    run.add_argument(
-        "--report",
-        metavar="FILE",
-        help="write how it went to this file: a page where it ends in .html, else JSON; implies --trace-overflow, and "
-        "looks closely at some steps, which take longer",
-    )
-    run.add_argument("--fail-on", choices=["overflow", "skip"], help=_FAIL_HELP)
-    run.add_argument("--quiet", action="store_true", help="no summary at the end")
-    run.add_argument("-m", dest="is_module", action="store_true", help="run a module, as python -m does")
-    run.add_argument("program", help="the script, or the module")
-    # Whatever follows is the program's own.
-    run.add_argument("args", nargs=argparse.REMAINDER)
 
 
 def prepared_run(chosen: argparse.Namespace, argv: Sequence[str]) -> Callable[[], None]:

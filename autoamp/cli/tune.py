@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from autoamp.cli.options import DTYPES, Options
+from autoamp.cli.options import Options
 from autoamp.cli.output import say
 from autoamp.errors import UsageError
 from autoamp.rules import ENVIRONMENT_VARIABLE
@@ -35,50 +35,11 @@ from autoamp.tuning import (
     write_list,
 )
 
-__all__ = ["add_tune", "seconds_of"]
+__all__ = ["seconds_of", "tune"]
 
-_HELP = """\
-Measures what each op of a program costs in half precision and in fp32 on this device, and which ops half cannot hold.
-Then runs the program with changed lists, and keeps what keeps the metric within tolerance of that in fp32. What it has
-when the budget is spent is written, each entry with its reason. Ctrl-C keeps the best so far.
-"""
 # What of the budget the survey may take, half of it for the program and half for timing ops.
 _SURVEY = 0.4
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
-
-
-def add_tune(commands: Any) -> None:
-    """Add the command ``tune`` to a parser's commands."""
-    tune = commands.add_parser(
-        "tune",
-        help="find the list for a program on this device",
-        description=_HELP,
-        usage="autoamp tune --metric NAME [options] script.py args...\n"
-        "       autoamp tune --metric NAME [options] -m module args...",
-    )
-    tune.add_argument("--metric", required=True, metavar="NAME",
-                      help="printed as 'NAME: 0.12' or 'NAME=0.12', given to autoamp.report_metric(NAME, value), or a "
-                      "variable of the script; the last value counts")  # fmt: skip
-    tune.add_argument("--higher-is-better", action="store_true", help="the metric is to be large, not small")
-    tune.add_argument("--tolerance", type=float, default=0.02, metavar="PART",
-                      help="how much worse than in fp32 it may be, as a part of it; default 0.02")  # fmt: skip
-    tune.add_argument("--max-error", type=float, default=0.05, metavar="PART",
-                      help="ops with a larger relative error in half are unsafe; default 0.05")  # fmt: skip
-    tune.add_argument("--budget", default="10m", metavar="TIME", help="such as 60s, 10m, 2h; default 10m")
-    tune.add_argument("--seeds", type=int, default=2, metavar="N", help="runs of each candidate; default 2")
-    tune.add_argument("--seed", type=int, default=0, help="the first of these seeds; default 0")
-    tune.add_argument("--survey-steps", type=int, default=3, metavar="N", help="steps that are surveyed; default 3")
-    tune.add_argument("-o", "--output", default="autoamp.toml", metavar="FILE", help="default: autoamp.toml")
-    tune.add_argument(
-        "--dtype", choices=list(DTYPES), help="default: bf16 where the device has units for it, else fp16"
-    )
-    tune.add_argument("--device-type", help="whose tensors are cast: cuda, cpu, ...; the accelerator's unless given")
-    tune.add_argument("--lists", action="append", default=[], metavar="LIST",
-                      help="a list set or file, over the project's own, to begin with; repeatable")  # fmt: skip
-    tune.add_argument("-m", dest="is_module", action="store_true", help="run a module, as python -m does")
-    tune.add_argument("program", help="the script, or the module")
-    tune.add_argument("args", nargs=argparse.REMAINDER)
-    tune.set_defaults(act=_tune)
 
 
 def seconds_of(text: str) -> float:
@@ -89,7 +50,7 @@ def seconds_of(text: str) -> float:
     return float(found[1]) * _UNITS[found[2]]
 
 
-def _tune(chosen: argparse.Namespace) -> int:
+def tune(chosen: argparse.Namespace) -> int:
     """Tune, write the list and print what was found. Returns the exit code."""
     output = Path(chosen.output).absolute()
     budget = seconds_of(chosen.budget)

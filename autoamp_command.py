@@ -1,0 +1,212 @@
+"""The command `autoamp`: its options, and nothing that takes time: help and version come without torch.
+
+What a subcommand does is in `autoamp.cli`, which is imported once the command line is known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import platform
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["DTYPES", "LEVELS", "main", "parser"]
+
+DTYPES = ("fp16", "float16", "bf16", "bfloat16")
+LEVELS = ("O0", "O1", "O2", "O3")
+
+_RUN_HELP = """\
+Runs a program unmodified, in mixed precision. Torch is patched by the cast lists before the program's first import.
+What its modules compute is cast; tables, statistics and preprocessing stay as they are. In fp16 its losses are scaled,
+its gradients unscaled before its own code sees them, and steps that overflow skipped. A program that does this by
+itself (apex, torch.amp, half-precision models) is left to do so: `import apex` finds autoamp.
+"""
+
+_LEVEL_HELP = """\
+O1 (default): patch torch. O0: fp32, for comparison. O2, O3: half-precision models; as they need the model, they act
+where the program gives it to apex's amp.initialize() without naming a level, and nothing is cast until then
+"""
+
+_FAIL_HELP = """\
+end with exit code 3 where the program ends well, but a step was skipped by an overflow that is no part of the scale
+search ('overflow'), or at all ('skip'); implies --trace-overflow
+"""
+
+_PROFILE_HELP = """\
+Runs a program in fp32 and tells what of its values fp16 and bf16 could not hold: at each place where an operator is
+called and for each parameter's gradient, with the error of the operator in each half dtype, and the loss scales that
+lose least. Costs several times the time of a plain run: give it few steps.
+"""
+
+_TUNE_HELP = """\
+Measures what each op of a program costs in half precision and in fp32 on this device, and which ops half cannot hold.
+Then runs the program with changed lists, and keeps what keeps the metric within tolerance of that in fp32. What it has
+when the budget is spent is written, each entry with its reason. Ctrl-C keeps the best so far.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line. Returns the exit code; what a program raises goes on."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if not argv:
+        parser().print_help()
+        return 0
+    chosen = parser().parse_args(argv)
+    from autoamp.cli import run_command
+
+    return run_command(chosen, argv)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line, from which the documentation has the options."""
+    found = argparse.ArgumentParser(prog="autoamp", description="Mixed precision for PyTorch programs.")
+    found.add_argument("--version", action="version", version=_version(), help="show the versions and exit")
+    commands = found.add_subparsers(dest="command", required=True, metavar="command")
+    for add in (_add_run, _add_profile, _add_tune, _add_doctor, _add_lists, _add_report):
+        add(commands)
+    return found
+
+
+def _version() -> str:
+    """Return the versions of autoamp, torch and Python; nothing is imported for them."""
+    try:
+        torch = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        torch = "not installed"
+    # The source, and not the metadata: an editable install's are those of the day when it was made.
+    source = Path(__file__).with_name("autoamp").joinpath("__init__.py").read_text(encoding="utf-8")
+    ours = re.search(r'^__version__ = "([^"]+)"', source, re.MULTILINE)
+    return f"autoamp {ours[1] if ours else 'unknown'} (torch {torch}, Python {platform.python_version()})"
+
+
+def _add_run(commands: Any) -> None:
+    """Add the command ``run`` to a parser's commands."""
+    run = commands.add_parser(
+        "run",
+        help="run a program unmodified, in mixed precision",
+        description=_RUN_HELP,
+        usage="autoamp run [options] script.py args...\n       autoamp run [options] -m module args...",
+    )
+    run.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="default: bf16 where the device has units for it, else fp16; fp16 for a program of Apex",
+    )
+    run.add_argument("--device-type", help="whose tensors are cast: cuda, cpu, ...; the accelerator's unless given")
+    run.add_argument("--lists", action="append", default=[], metavar="LIST",
+                     help="a list set or file, over the project's own; repeatable")  # fmt: skip
+    run.add_argument("--opt-level", default="O1", choices=LEVELS, help=_LEVEL_HELP)
+    run.add_argument(
+        "--loss-scale",
+        metavar="SCALE",
+        help="'dynamic' or a number, for an amp.initialize() that names none too; default: dynamic, and 1 for bf16",
+    )
+    run.add_argument("--no-apex", dest="apex", action="store_false", help="do not let `import apex` find autoamp")
+    run.add_argument("--shadow-apex", action="store_true", help="hide a real apex that is installed")
+    run.add_argument("--fastai1", action="store_true", help="let fastai 1.0.61 run on today's torch")
+    run.add_argument(
+        "--trace-overflow", action="store_true", help="tell for each skipped step what overflowed, on standard error"
+    )
+    run.add_argument(
+        "--report",
+        metavar="FILE",
+        help="write how it went to this file: a page where it ends in .html, else JSON; implies --trace-overflow, and "
+        "looks closely at some steps, which take longer",
+    )
+    run.add_argument("--fail-on", choices=["overflow", "skip"], help=_FAIL_HELP)
+    run.add_argument("--quiet", action="store_true", help="no summary at the end")
+    run.add_argument("-m", dest="is_module", action="store_true", help="run a module, as python -m does")
+    run.add_argument("program", help="the script, or the module")
+    # Whatever follows is the program's own.
+    run.add_argument("args", nargs=argparse.REMAINDER)
+
+
+def _add_profile(commands: Any) -> None:
+    """Add the command ``profile`` to a parser's commands."""
+    profile = commands.add_parser(
+        "profile",
+        help="run a program in fp32, and tell what fp16 and bf16 would make of its values",
+        description=_PROFILE_HELP,
+        usage="autoamp profile [options] script.py args...\n       autoamp profile [options] -m module args...",
+    )
+    profile.add_argument("--json", metavar="FILE", help="write all of it to this file, as JSON")
+    profile.add_argument("--lists", action="append", default=[], metavar="LIST",
+                         help="a list set or file, over the project's own; repeatable")  # fmt: skip
+    profile.add_argument("--every", type=int, default=1, metavar="N", help="look at every N-th step; default 1")
+    profile.add_argument("--device-type", help="whose tensors: cuda, cpu, ...; the accelerator's unless given")
+    profile.add_argument("-m", dest="is_module", action="store_true", help="run a module, as python -m does")
+    profile.add_argument("program", help="the script, or the module")
+    profile.add_argument("args", nargs=argparse.REMAINDER)
+
+
+def _add_tune(commands: Any) -> None:
+    """Add the command ``tune`` to a parser's commands."""
+    tune = commands.add_parser(
+        "tune",
+        help="find the list for a program on this device",
+        description=_TUNE_HELP,
+        usage="autoamp tune --metric NAME [options] script.py args...\n"
+        "       autoamp tune --metric NAME [options] -m module args...",
+    )
+    tune.add_argument("--metric", required=True, metavar="NAME",
+                      help="printed as 'NAME: 0.12' or 'NAME=0.12', given to autoamp.report_metric(NAME, value), or a "
+                      "variable of the script; the last value counts")  # fmt: skip
+    tune.add_argument("--higher-is-better", action="store_true", help="the metric is to be large, not small")
+    tune.add_argument("--tolerance", type=float, default=0.02, metavar="PART",
+                      help="how much worse than in fp32 it may be, as a part of it; default 0.02")  # fmt: skip
+    tune.add_argument("--max-error", type=float, default=0.05, metavar="PART",
+                      help="ops with a larger relative error in half are unsafe; default 0.05")  # fmt: skip
+    tune.add_argument("--budget", default="10m", metavar="TIME", help="such as 60s, 10m, 2h; default 10m")
+    tune.add_argument("--seeds", type=int, default=2, metavar="N", help="runs of each candidate; default 2")
+    tune.add_argument("--seed", type=int, default=0, help="the first of these seeds; default 0")
+    tune.add_argument("--survey-steps", type=int, default=3, metavar="N", help="steps that are surveyed; default 3")
+    tune.add_argument("-o", "--output", default="autoamp.toml", metavar="FILE", help="default: autoamp.toml")
+    tune.add_argument("--dtype", choices=DTYPES, help="default: bf16 where the device has units for it, else fp16")
+    tune.add_argument("--device-type", help="whose tensors are cast: cuda, cpu, ...; the accelerator's unless given")
+    tune.add_argument("--lists", action="append", default=[], metavar="LIST",
+                      help="a list set or file, over the project's own, to begin with; repeatable")  # fmt: skip
+    tune.add_argument("-m", dest="is_module", action="store_true", help="run a module, as python -m does")
+    tune.add_argument("program", help="the script, or the module")
+    tune.add_argument("args", nargs=argparse.REMAINDER)
+
+
+def _add_doctor(commands: Any) -> None:
+    """Add the command ``doctor`` to a parser's commands."""
+    doctor = commands.add_parser("doctor", help="look at the device, the lists and the names taken before init")
+    doctor.add_argument("--quick", action="store_true", help="measure nothing")
+    doctor.add_argument("--json", action="store_true", help="print a JSON object")
+    doctor.add_argument("--device-type", help="cuda, cpu, ...; the accelerator's unless given")
+    doctor.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE",
+                        help="import this first, to see the names that it takes; repeatable")  # fmt: skip
+
+
+def _add_lists(commands: Any) -> None:
+    """Add the command ``lists`` to a parser's commands."""
+    lists = commands.add_parser("lists", help="show each rule, why it is there, and in which file and line")
+    lists.add_argument("ops", nargs="*", metavar="OP", help="only what applies to these, such as softmax")
+    lists.add_argument("--set", default=None, help="a list set or file; default: what this project uses")
+    lists.add_argument("--dtype", choices=DTYPES, help="for which half dtype; the device's unless given")
+    lists.add_argument("--device-type", help="for which device: cuda, cpu, ...; the accelerator's unless given")
+    lists.add_argument("--json", action="store_true", help="print a JSON object")
+    lists.add_argument("--check", action="store_true",
+                       help="compare the shipped sets with the installed torch; exit 1 where they differ")  # fmt: skip
+
+
+def _add_report(commands: Any) -> None:
+    """Add the command ``report`` to a parser's commands."""
+    report = commands.add_parser(
+        "report",
+        help="make a page of a run's report, or of two runs side by side",
+        description="Makes a page of HTML of what autoamp run --report FILE.json wrote, of one run or two.",
+    )
+    report.add_argument("runs", nargs="+", metavar="RUN.json", help="one file, or two")
+    report.add_argument("-o", "--output", default="report.html", metavar="FILE.html", help="default: report.html")
+    report.add_argument(
+        "--fail-on",
+        choices=["overflow", "skip"],
+        help="end with exit code 3 where a run has such skips; see autoamp run",
+    )

@@ -1,0 +1,111 @@
+"""The options of the command `autoamp`, which come without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import autoamp
+import autoamp_command
+from autoamp.cli.options import DTYPES
+from autoamp.levels import LEVELS
+from tests.launches import environment
+
+# Runs the entry point of the command, and tells whether that took torch.
+PROBE = """
+import sys
+from autoamp_command import main
+try:
+    code = main(sys.argv[1:])
+except SystemExit as ended:
+    code = ended.code
+print(code, "torch" in sys.modules, "autoamp" in sys.modules, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "said"),
+    [
+        (["--help"], 0, "usage: autoamp [-h] [--version] command ..."),
+        ([], 0, "usage: autoamp [-h] [--version] command ..."),
+        (["run", "--help"], 0, "usage: autoamp run [options] script.py args..."),
+        (["lists", "-h"], 0, "usage: autoamp lists"),
+        (["--version"], 0, f"autoamp {autoamp.__version__} (torch {torch.__version__}"),
+        (["nothing"], 2, ""),
+    ],
+)
+def test_help_and_version_come_without_torch(argv: list[str], code: int, said: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, *argv], env=environment(), capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stderr.splitlines()[-1] == f"{code} False False"
+    assert said in done.stdout
+
+
+def test_choices_are_those_that_the_commands_take() -> None:
+    assert set(autoamp_command.DTYPES) == set(DTYPES)
+    assert tuple(LEVELS) == autoamp_command.LEVELS
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_lists_tell_the_reason_and_the_installed_file(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = 'schema = 1\nfp32 = [\n    "matmul",  # sums of squares\n]\n[modules]\n"*.head" = "fp32"  # logits\n'
+    (place / "autoamp.toml").write_text(text, encoding="utf-8")
+    assert autoamp_command.main(["lists", "matmul", "--dtype", "fp16", "--device-type", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("matmul: fp32 (its arguments are cast to fp32), by 'matmul' in ")
+    assert f"{place / 'autoamp.toml'}:3; sums of squares\n" in out
+    assert autoamp_command.main(["lists", "softmax", "--dtype", "bf16", "--device-type", "cpu", "--json"]) == 0
+    ((found,),) = [one["rules"] for one in json.loads(capsys.readouterr().out)]
+    line = Path(found["file"]).read_text(encoding="utf-8").splitlines()[found["line"] - 1]
+    assert (found["policy"], Path(found["file"]).name, Path(found["file"]).is_absolute()) == ("none", "bf16.toml", True)
+    assert '"softmax"' in line
+    assert line.endswith(found["reason"])
+
+
+def test_all_rules_are_shown_but_names_that_compute_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = 'schema = 1\n[modules]\n"*.head" = "fp32"  # logits\n'
+    (place / "autoamp.toml").write_text(text, encoding="utf-8")
+    policies = {}
+    for dtype in ("fp16", "bf16"):
+        assert autoamp_command.main(["lists", "--dtype", dtype, "--device-type", "cpu", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        policies[dtype] = {rule["target"]: rule["policy"] for rule in found["rules"]}
+        assert not {"Optional", "__dir__"} & policies[dtype].keys()
+        assert [(rule["pattern"], rule["line"], rule["reason"]) for rule in found["modules"]] == [
+            ("*.head", 3, "logits")
+        ]
+    assert (policies["fp16"]["softmax"], policies["bf16"]["softmax"]) == ("fp32", "none")
+    assert autoamp_command.main(["lists", "--device-type", "cpu"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert not [line for line in shown if line.startswith(("Optional", "__dir__"))]
+    assert shown[-2:] == ["[modules]", f"*.head  fp32  {place / 'autoamp.toml'}:3"]
+
+
+def test_doctor_names_a_broken_list_and_tells_the_rest(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "autoamp.toml").write_text('schema = 1\nfp32 = ["sofmax"]\n', encoding="utf-8")
+    assert autoamp_command.main(["doctor", "--quick", "--device-type", "cpu"]) == 1
+    out = capsys.readouterr().out
+    headings = [line for line in out.splitlines() if line and not line.startswith(" ")]
+    assert headings == ["Packages", "Device", "Lists"]
+    said = "".join(out.split())
+    assert f"{place / 'autoamp.toml'}:2:unknownop'sofmax'" in said
+    assert "didyoumean'softmax'" in said
+    assert autoamp_command.main(["doctor", "--quick", "--json", "--device-type", "cpu"]) == 1
+    assert "autoamp.toml:2" in json.loads(capsys.readouterr().out)["lists"]["error"]
+
+
+def test_doctor_shows_rules_on_modules(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "autoamp.toml").write_text('schema = 1\n[modules]\n"*.head" = "fp32"\n', encoding="utf-8")
+    assert autoamp_command.main(["doctor", "--quick", "--device-type", "cpu"]) == 0
+    assert f"[modules]      *.head: fp32 ({place / 'autoamp.toml'}:3)" in capsys.readouterr().out
