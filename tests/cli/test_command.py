@@ -15,7 +15,7 @@ import torch
 
 from autoamp.cli import command, doctor, lists
 from autoamp.cli.measurements import Measured, Spread
-from tests.launches import Ended, environment, launched, plainly, written
+from tests.launches import Ended, environment, launched, written
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="these programs run in forks")
 
@@ -306,7 +306,7 @@ if __name__ == "__main__":
         work(3)
     else:
         # Python waits for them at the end.
-        for steps in (1, 2):
+        for steps in (1, 2) if how == "fork" else (3,):
             mp.get_context(how).Process(target=work, args=(steps,)).start()
 """,
     "ranks.py": """
@@ -341,6 +341,10 @@ RUNS = {
     "own fp16": [*RUN, "--report", "own.json", "own_autocast.py", "fp16"],
     "own bf16": [*RUN, "--dtype", "fp16", "own_autocast.py", "bf16"],
     "own off": [*RUN, "own_autocast.py", "bf16", "off"],
+    # Nothing is patched at O0.
+    "plain own fp16": [*RUN, "--opt-level", "O0", "own_autocast.py", "fp16"],
+    "plain own bf16": [*RUN, "--opt-level", "O0", "own_autocast.py", "bf16"],
+    "plain own off": [*RUN, "--opt-level", "O0", "own_autocast.py", "bf16", "off"],
     "by library": [*RUN, "by_library.py"],
     "evaluates": [*RUN, "evaluates.py"],
     "bad scale": [*RUN, "--loss-scale", "much", "plain.py"],
@@ -373,8 +377,9 @@ PROGRAMS = {
     **{f"sets up {dtype}": [*RUN, "--dtype", dtype, "sets_up.py", "--amp"] for dtype in ("fp16", "bf16")},
     "sets up never": [*RUN, "--report", "waits.json", "sets_up.py", "--evaluate"],
     "spawns": [*RUN, "--quiet", "spawns.py"],
-    **{f"children {how}": [*RUN, "children.py", how] for how in ("os", "loader", "spawn", "fork", "forkserver")},
 }
+
+CHILDREN = {how: [*RUN, "children.py", how] for how in ("os", "loader", "spawn", "fork", "forkserver")}
 
 
 @pytest.fixture(scope="module")
@@ -391,6 +396,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ended(folder: Path) -> dict[str, Ended]:
     """Every command line of RUNS."""
     return launched(folder, RUNS)
+
+
+@pytest.fixture(scope="module")
+def children(folder: Path) -> dict[str, Ended]:
+    """Every command line of CHILDREN."""
+    return launched(folder, CHILDREN)
 
 
 @pytest.fixture(scope="module")
@@ -501,7 +512,7 @@ def test_program_that_scales_by_itself_is_left_to(ended: dict[str, Ended]) -> No
 def test_the_programs_own_regions_rule_and_the_rest_is_fp32(folder: Path, ended: dict[str, Ended]) -> None:
     for name in ("fp16", "bf16"):
         # Bit for bit.
-        one, plain = ended[f"own {name}"], plainly(folder, "own_autocast.py", name)
+        one, plain = ended[f"own {name}"], ended[f"plain own {name}"]
         assert (one.code, one.out) == (0, plain.out), one.err
     said = one_line(ended["own fp16"])
     assert "autoamp: float16 on cpu by the program's own torch.autocast; ops 3 float16, 3 float32;" in said
@@ -515,8 +526,8 @@ def test_the_programs_own_regions_rule_and_the_rest_is_fp32(folder: Path, ended:
     )
 
 
-def test_a_region_that_the_program_switches_off_is_its_own_too(folder: Path, ended: dict[str, Ended]) -> None:
-    assert ended["own off"].out == plainly(folder, "own_autocast.py", "bf16", "off").out
+def test_a_region_that_the_program_switches_off_is_its_own_too(ended: dict[str, Ended]) -> None:
+    assert ended["own off"].out == ended["plain own off"].out
     assert "float32 on cpu by the program's own torch.autocast, which is not enabled;" in one_line(ended["own off"])
 
 
@@ -586,16 +597,16 @@ def test_spawned_children_cast_by_module_too(programs: dict[str, Ended]) -> None
 
 
 @pytest.mark.parametrize("how", ["os", "spawn", "fork", "forkserver"])
-def test_what_children_do_is_counted(how: str, programs: dict[str, Ended]) -> None:
-    one, children = programs[f"children {how}"], "1 child process" if how == "os" else "2 child processes"
+def test_what_children_do_is_counted(how: str, children: dict[str, Ended]) -> None:
+    one, number = children[how], "2 child processes" if how == "fork" else "1 child process"
     assert (one.code, one.out) == (0, "")
-    assert f"autoamp: bfloat16 on cpu (O1); {children} included; ops 3 bfloat16; casts 9 to bfloat16;" in one_line(one)
+    assert f"autoamp: bfloat16 on cpu (O1); {number} included; ops 3 bfloat16; casts 9 to bfloat16;" in one_line(one)
     assert "0 of 3 steps skipped" in one_line(one)
     assert one.err.count("autoamp: ") == 1
 
 
-def test_workers_of_a_data_loader_are_no_children_that_count(programs: dict[str, Ended]) -> None:
-    assert "autoamp: bfloat16 on cpu (O1); ops 3 bfloat16;" in one_line(programs["children loader"])
+def test_workers_of_a_data_loader_are_no_children_that_count(children: dict[str, Ended]) -> None:
+    assert "autoamp: bfloat16 on cpu (O1); ops 3 bfloat16;" in one_line(children["loader"])
 
 
 def test_what_sigterm_ends_has_its_summary_and_report(folder: Path) -> None:

@@ -65,7 +65,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> Non
     lists = {f"autoamp/lists/{name}" for name in {"__init__.py", *SHIPPED_SETS}}
     templates = {str(path.relative_to(ROOT)) for path in (ROOT / "autoamp").rglob("templates/*")}
     assert len(templates) == 3
-    assert shipped == {*modules, *templates, "autoamp/py.typed", *lists}
+    assert shipped == {*modules, *templates, "autoamp/py.typed", "autoamp_command.py", *lists}
 
 
 @needs_build_tools
@@ -94,7 +94,7 @@ def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
     assert metadata["License-Expression"] == "BSD-3-Clause"
     assert metadata["Requires-Python"] == ">=3.11"
     required = {line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line}
-    assert required == {"torch>=2.13", "wrapt>=2.5", "numpy"}
+    assert required == {"torch>=2.13", "wrapt>=2.5", "numpy", "rich"}
     assert {"test", "examples"} <= set(metadata.get_all("Provides-Extra"))
 
 

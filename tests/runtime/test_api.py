@@ -195,3 +195,17 @@ def test_nothing_warns() -> None:
         autoamp.init(device_type="cpu", dtype=HALF).deactivate()
         with region():
             pass
+
+
+def test_verbose_logs_once_where_the_program_sets_logging_up_later(capsys: pytest.CaptureFixture[str]) -> None:
+    root, ours = logging.getLogger(), logging.getLogger("autoamp")
+    before = root.handlers[:], ours.handlers[:], ours.level
+    root.handlers, ours.handlers = [], []
+    try:
+        init(verbose=True).deactivate()
+        assert capsys.readouterr().err.count("targets patched") == 1
+        root.addHandler(logging.StreamHandler())
+        init(verbose=True).deactivate()
+        assert capsys.readouterr().err.count("targets patched") == 1
+    finally:
+        root.handlers, ours.handlers, ours.level = before
