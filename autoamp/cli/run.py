@@ -25,6 +25,7 @@ from autoamp.errors import UsageError
 __all__ = ["prepared_run", "set_up_child"]
 
 TERM = signal.SIGTERM
+TORCHRUN = "torch.distributed.run"
 # Seconds for the summary and the report of a process that is told to end.
 _LAST_WORDS = 10.0
 
@@ -44,6 +45,11 @@ def prepared_run(chosen: argparse.Namespace, argv: Sequence[str]) -> Callable[[]
     if argv[len(argv) - len(chosen.args) - 1] == "--":
         chosen.args = ["--", *chosen.args]
     options = Options.of(vars(chosen))
+    if chosen.is_module and chosen.program == TORCHRUN:
+        chosen.args = _for_ranks(chosen.args, argv[1 : len(argv) - len(chosen.args) - 1])
+        # Each rank casts, writes the report and judges; this process starts them.
+        chosen.report = chosen.fail_on = None
+        options = dataclasses.replace(options, opt_level="O0")
     if chosen.report is not None or chosen.fail_on is not None:
         # Of several ranks all trace, or none.
         options = dataclasses.replace(options, trace_overflow=True)
@@ -82,6 +88,27 @@ def prepared_run(chosen: argparse.Namespace, argv: Sequence[str]) -> Callable[[]
         end.judge()
 
     return run_and_note
+
+
+def _for_ranks(args: Sequence[str], options: Sequence[str]) -> list[str]:
+    """Return torchrun's arguments with ``autoamp run`` before the program of each rank.
+
+    Args:
+        args: Torchrun's own, with its program and the program's arguments.
+        options: The options of this command, which each rank gets.
+    """
+    from torch.distributed.run import get_args_parser
+
+    given = get_args_parser().parse_args(list(args))
+    if given.no_python:
+        return list(args)
+    head = args[: len(args) - len(given.training_script_args) - 1]
+    ours = [option for option in options if option != "-m"]
+    is_module = ["-m"] if given.module else []
+    return [
+        *(arg for arg in head if arg not in ("-m", "--module")),
+        *("-m", "autoamp", "run", *ours, "--quiet", *is_module, given.training_script, *given.training_script_args),
+    ]
 
 
 def set_up_child(options: Mapping[str, Any]) -> None:

@@ -707,6 +707,22 @@ dist.destroy_process_group()
     assert done.stdout.splitlines() == ["grad 0.1875", "grad 0.1875"]
 
 
+@pytest.mark.processes
+def test_ranks_that_torchrun_starts_under_autoamp_are_added_up(folder: Path) -> None:
+    argv = ["-m", "autoamp", *RUN, "--report", "ranks.json", "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    argv += ["--master-port=0", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "ranks.py"]
+    done = subprocess.run(
+        [sys.executable, *argv], cwd=folder, env=environment(), capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    said = " ".join(done.stderr.split())
+    assert "autoamp: bfloat16 on cpu (O1); 2 child processes included; ops 2 bfloat16;" in said
+    assert "0 of 2 steps skipped;" in said
+    assert done.stderr.count("autoamp: ") == 1
+    report = json.loads((folder / "ranks.json").read_text(encoding="utf-8"))
+    assert (report["rank"], report["ranks"], report["steps"]) == (0, 2, 1)
+
+
 # -- doctor and lists --
 
 
