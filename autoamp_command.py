@@ -6,7 +6,7 @@ What a subcommand does is in `autoamp.cli`, which is imported once the command l
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
+import importlib.util
 import platform
 import re
 import sys
@@ -73,14 +73,19 @@ def parser() -> argparse.ArgumentParser:
 
 def _version() -> str:
     """Return the versions of autoamp, torch and Python; nothing is imported for them."""
-    try:
-        torch = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        torch = "not installed"
+    found = importlib.util.find_spec("torch")
+    torch = None if found is None or found.origin is None else _version_in(Path(found.origin).with_name("version.py"))
     # The source, and not the metadata: an editable install's are those of the day when it was made.
-    source = Path(__file__).with_name("autoamp").joinpath("__init__.py").read_text(encoding="utf-8")
-    ours = re.search(r'^__version__ = "([^"]+)"', source, re.MULTILINE)
-    return f"autoamp {ours[1] if ours else 'unknown'} (torch {torch}, Python {platform.python_version()})"
+    ours = _version_in(Path(__file__).with_name("autoamp") / "__init__.py")
+    return f"autoamp {ours} (torch {torch or 'not found'}, Python {platform.python_version()})"
+
+
+def _version_in(file: Path) -> str | None:
+    try:
+        found = re.search(r"^__version__ = [\"']([^\"']+)", file.read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        return None
+    return None if found is None else found[1]
 
 
 def _add_run(commands: Any) -> None:

@@ -88,7 +88,7 @@ def launched(folder: Path, runs: Mapping[str, Sequence[str]], **variables: str) 
     """Run each command line of autoamp in ``folder``, and return how each ended."""
     done = subprocess.run(
         [sys.executable, "-c", DRIVER, json.dumps(list(runs.values()))],
-        cwd=folder, env={**environment(), **variables}, capture_output=True, text=True, timeout=240,
+        cwd=folder, env={**environment(), **variables}, capture_output=True, text=True, timeout=480,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return {name: Ended(*result) for name, result in zip(runs, json.loads(done.stdout), strict=True)}
