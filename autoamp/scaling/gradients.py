@@ -12,6 +12,7 @@ and bool tensors carry no gradient of a loss and are left alone. Any other dtype
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, TypeVar
@@ -130,18 +131,24 @@ def check_(values: Sequence[torch.Tensor], flag: Callable[[torch.device], torch.
     """Look for inf and nan in dense real floating tensors, in one read where a compiled kernel does it.
 
     Args:
-        values: What is looked at. Torch's kernel writes the same values again.
+        values: What is looked at, none empty. Torch's kernel writes the same values again.
         flag: As for `unscale_`.
 
     Returns:
         Flags as `unscale_` returns them.
     """
     found: dict[torch.device, torch.Tensor] = {}
-    for (device, _), some in _grouped(list(values)).items():
+    for (device, dtype), some in _grouped(list(values)).items():
         if device not in found:
             found[device] = flag(device)
         package = kernels.opened(device.type)
-        if package is None or not kernels.attempt(package.scale_, some, found_inf=found[device]):
+        if package is not None and kernels.attempt(package.scale_, some, found_inf=found[device].view(1)):
+            continue
+        if dtype is torch.bfloat16 and device.type != "cpu":
+            # Torch's kernel for CUDA takes no bf16.
+            largest = torch.stack(torch._foreach_norm(some, math.inf))
+            found[device].add_(~largest.isfinite().all())
+        else:
             unscale_and_check_(some, found[device], _factor_for_kernel(1.0, device))
     return list(found.values())
 

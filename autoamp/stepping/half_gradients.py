@@ -56,9 +56,9 @@ _BY_PARAMETER = frozenset(
 )
 
 # So many elements are widened at a time: on a CPU, for each thread, what fits into its cache in fp32. Elsewhere each
-# part costs launches, and what keeps a device busy is enough; but a quarter of all, if that is less, for the half
-# gradients are there beside, and the two are to take no more than all gradients in fp32. Of few elements all.
-_ON_CPU, _ELSEWHERE, _FEW = 2**20, 2**24, 2**20
+# part costs launches, and what keeps a device busy is enough; but half of all, if that is less, for the half gradients
+# are there beside, and the two are to take no more than all gradients in fp32. Of few elements all.
+_ON_CPU, _ELSEWHERE, _FEW = 2**20, 2**24, 2**17
 
 
 # For each master its half parameter, and what widens; not its attribute, which copies and pickles would have.
@@ -292,7 +292,7 @@ class Workspace:
 
 def limit_of(total: int, *, on_cpu: bool) -> int:
     """Return how many elements of so many are widened at a time."""
-    return _ON_CPU * torch.get_num_threads() if on_cpu else min(_ELSEWHERE, max(_FEW, total // 4))
+    return _ON_CPU * torch.get_num_threads() if on_cpu else min(_ELSEWHERE, max(_FEW, total // 2))
 
 
 def parts_of_groups(

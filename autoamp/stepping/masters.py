@@ -676,7 +676,7 @@ def _share(half: Tensor, master: Tensor, grad: Tensor | None) -> None:
 
 
 def _is_simple(grad: Tensor) -> bool:
-    return grad.is_contiguous() and not grad.is_inference() and not grad.is_neg()
+    return grad.numel() > 0 and grad.is_contiguous() and not grad.is_inference() and not grad.is_neg()
 
 
 def _same(one: object, other: object) -> bool:
