@@ -5,14 +5,11 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from autoamp.cli.command import parser
 from autoamp.rules import CastPolicy, CastRule, CastTable, shipped_sets, shipped_table
 
 __all__ = ["command_line", "ops", "reason_of"]
-
-LISTS = Path(__file__).resolve().parents[2] / "lists"
 
 
 def reason_of(rule: CastRule) -> str:
@@ -21,13 +18,9 @@ def reason_of(rule: CastRule) -> str:
     Raises:
         ValueError: There is none.
     """
-    if rule.remedy or rule.reason:
-        return rule.remedy or rule.reason
-    line = (LISTS.parent / rule.origin.path).read_text(encoding="utf-8").splitlines()[(rule.origin.line or 0) - 1]
-    found = re.search(r'"\S+",  # (.+)$', line)
-    if found is None:
+    if not (rule.remedy or rule.reason):
         raise ValueError(f"{rule.origin}: {rule.target!r} has no reason; write one beside it, as a comment")
-    return found[1]
+    return rule.remedy or rule.reason
 
 
 def ops() -> str:
