@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,7 +29,17 @@ import torch
 from torch import Tensor
 
 from autoamp import kernels
-from autoamp.scaling import Factor, GradientLayout, check_, has_shards, is_sharded, local_of, multiply_, widened
+from autoamp.scaling import (
+    DeviceFactor,
+    Factor,
+    GradientLayout,
+    check_,
+    has_shards,
+    is_sharded,
+    local_of,
+    multiply_,
+    widened,
+)
 from autoamp.stepping.attach import AttachedMethod
 from autoamp.stepping.fused_steps import step_by_kernels
 from autoamp.stepping.half_gradients import (
@@ -361,8 +372,9 @@ class MasterWeights:
 
         Each part is done while it is in the processor's cache, and one part's gradients alone are there in fp32.
         """
+        divisor = self._divisor(optimizer)
         if not stepped and self._listed().is_one_part():
-            return self._step_part(inner, optimizer, list(self._pairs.values()), 0)
+            return self._step_part(inner, optimizer, list(self._pairs.values()), 0, divisor)
         groups, lists = optimizer.param_groups, [group["params"] for group in optimizer.param_groups]
         of_master = {id(link.master): (half, link) for half, link in self._pairs.values()}
         result = None
@@ -372,14 +384,29 @@ class MasterWeights:
                 for group, params in part:
                     group["params"] = params
                 pairs = [pair for _, params in part for param in params if (pair := of_master.get(id(param)))]
-                result = self._step_part(inner, optimizer, pairs, place)
+                result = self._step_part(inner, optimizer, pairs, place, divisor)
         finally:
             optimizer.param_groups = groups
             for group, params in zip(groups, lists, strict=True):
                 group["params"] = params
         return result
 
-    def _step_part(self, inner: Any, optimizer: Any, pairs: list[tuple[Tensor, Link]], place: int) -> Any:
+    def _divisor(self, optimizer: Any) -> Tensor | None:
+        """Return what a fused optimizer divides gradients by itself while it steps; None where they have no scale."""
+        factor, devices = self._factor, self._listed().devices
+        fused = all(group.get("fused") for group in optimizer.param_groups)
+        if factor is None or not fused or len(devices) > 1 or hasattr(optimizer, "grad_scale"):
+            return None
+        (device,) = devices
+        if isinstance(factor, DeviceFactor):
+            return factor.on(device, torch.float32).reciprocal()
+        # By a power of 2 quotients are products, bit for bit.
+        exact = math.frexp(factor)[0] == 0.5
+        return torch.full((), 1.0 / factor, dtype=torch.float32, device=device) if exact else None
+
+    def _step_part(
+        self, inner: Any, optimizer: Any, pairs: list[tuple[Tensor, Link]], place: int, divisor: Tensor | None
+    ) -> Any:
         """Widen the gradients that wait among these, step the optimizer and copy the masters down."""
         waiting: list[tuple[Any, Any]] = [
             (half.grad, link.master) for half, link in pairs if type(link.master) is LeftHalf
@@ -388,12 +415,18 @@ class MasterWeights:
         for (_, master), grad in zip(waiting, wide, strict=True):
             master.__class__ = Tensor
             master.grad = grad
-        if self._factor is not None:
+        given = (raw_grad(param) for group in optimizer.param_groups for param in group["params"])
+        if divisor is not None and sum(grad is not None for grad in given) == len(waiting):
+            optimizer.grad_scale = divisor
+        elif self._factor is not None:
+            # Others are among them, which have no scale.
             multiply_(wide, self._factor)
         del wide
         try:
             result = inner(optimizer)
         finally:
+            if divisor is not None:
+                vars(optimizer).pop("grad_scale", None)
             for _, master in waiting:
                 master.grad = None
                 master.__class__ = LeftHalf
@@ -636,7 +669,8 @@ class _Columns:
         halves: As given.
         masters: As given.
         of_master: The half parameters, by ``id(master)``.
-        device_types: The types of their devices.
+        devices: Their devices.
+        device_types: The types of these.
         layout: What half gradients are like that can wait.
     """
 
@@ -644,7 +678,8 @@ class _Columns:
         self.halves = halves
         self.masters = masters
         self.of_master = dict(zip(map(id, masters), halves, strict=True))
-        self.device_types = {master.device.type for master in masters}
+        self.devices = {master.device for master in masters}
+        self.device_types = {device.type for device in self.devices}
         self._size = sum(map(Tensor.numel, masters))
         self.layout: GradientLayout[bool] = GradientLayout()
 

@@ -450,6 +450,40 @@ def test_a_compiled_function_sees_true_gradients() -> None:
         optimizer.step()
 
 
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("beside", [False, True], ids=["halves alone", "an fp32 parameter beside"])
+@pytest.mark.parametrize("scale", [lambda: 8.0, lambda: autoamp.DynamicLossScaler(8.0)], ids=["static", "dynamic"])
+def test_fused_steps_unscale_themselves(monkeypatch: pytest.MonkeyPatch, scale: Any, beside: bool) -> None:
+    """Each part's gradients are divided by torch's own kernel, unless some in the part have no scale."""
+    fused, divided = torch._fused_adamw_, []
+
+    def watched(some: Any, *args: Any, **kwargs: Any) -> None:
+        divided.append(None if kwargs["grad_scale"] is None else float(kwargs["grad_scale"]))
+        fused(some, *args, **kwargs)
+
+    ends = []
+    for make in (adamw, whole_adamw):
+        model, optimizer = scaled(make, scale=scale())
+        extra = torch.nn.Parameter(torch.ones(3))
+        if beside:
+            optimizer.param_groups[0]["params"].append(extra)
+        for seed in range(3):
+            extra.grad = torch.full((3,), 0.5)
+            backward(model, optimizer, seed)
+            with monkeypatch.context() as patch:
+                patch.setattr(torch, "_fused_adamw_", watched)
+                optimizer.step()
+            optimizer.zero_grad()
+        assert not hasattr(optimizer, "grad_scale")
+        ends.append((*snapshot(model, optimizer), extra.detach().clone()))
+    assert equal(*ends)
+    parts = len(divided) - 3
+    assert parts > 3
+    # The optimizer whose gradients were widened at once has none left to divide.
+    assert divided[parts:] == [None] * 3
+    assert divided[:parts].count(8.0) == (parts - 3 if beside else parts)
+
+
 def test_scaled_gradients_without_their_optimizer() -> None:
     model, optimizer = scaled(adamw)
     backward(model, optimizer)
