@@ -407,7 +407,7 @@ class RangeProfile(Observer):
                 *(f"{row.errors[d]:.1e}" if d in row.errors else "-" for d in ("float16", "bfloat16")),
                 *(str(back[what]) if row.gradients.elements else "-" for what in ("underflow", "overflow")),
             ))  # fmt: skip
-        return as_table("Ranges in fp32", headings, lines, 6) + self.verdict() + "\n"
+        return as_table("Ranges in fp32", headings, lines, 8) + self.verdict() + "\n"
 
 
 class ValueProfile(RangeProfile):

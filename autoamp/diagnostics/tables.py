@@ -11,6 +11,9 @@ from typing import Any
 
 __all__ = ["as_csv", "as_table"]
 
+# Longer texts in cells are folded where the terminal is narrow.
+_TEXT = 24
+
 
 def as_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: int = 0) -> str:
     """Return a table as text.
@@ -29,14 +32,21 @@ def as_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]],
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title, title_justify="left")
+    table, needed = Table(title=title, title_justify="left"), 1
     for number, heading in enumerate(headings):
         right = number >= len(headings) - numbers
-        table.add_column(heading, justify="right" if right else "left", no_wrap=right, overflow="fold")
+        longest = max(len(row[number]) for row in rows)
+        least = max(longest if right else min(longest, _TEXT), *map(len, heading.split()))
+        # Numbers stay whole, below a word of the heading a line; texts are folded.
+        heading = "\n".join(heading.split()) if right else heading
+        justify: Any = "right" if right else "left"
+        table.add_column(heading, justify=justify, min_width=least, no_wrap=right, overflow="fold")
+        # What is around a cell takes 3.
+        needed += least + 3
     for row in rows:
         table.add_row(*map(Text, row))
     text = io.StringIO()
-    Console(file=text, width=max(100, shutil.get_terminal_size((140, 24)).columns)).print(table)
+    Console(file=text, width=max(100, needed, shutil.get_terminal_size((140, 24)).columns)).print(table)
     return text.getvalue()
 
 

@@ -92,7 +92,9 @@ def unscale_(
 def _unscale_and_check_(
     values: list[torch.Tensor], device: torch.device, dtype: torch.dtype, found: torch.Tensor, factor: Factor
 ) -> None:
-    package = None if dtype is torch.float64 else kernels.opened(device.type)
+    # Code that torch.compile makes would be made anew for each factor, which a kernel takes as a number.
+    takes_none = dtype is torch.float64 or torch.compiler.is_compiling()
+    package = None if takes_none else kernels.opened(device.type)
     if package is not None:
         on_device = factor.on(device, torch.float32) if isinstance(factor, DeviceFactor) else None
         number = 1.0 if isinstance(factor, DeviceFactor) else factor

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import autoamp
+from autoamp.runtime import runtime_of
 from autoamp.scaling.loss_scale import DynamicLossScaler, StaticLossScaler
 from autoamp.stepping.links import master_of
 
@@ -123,7 +124,7 @@ def test_calls_of_different_kinds_have_scalers_of_their_own() -> None:
     g, opt_g = pair(2)
     initialize(d, opt_d, opt_level="O2")
     initialize(g, opt_g, opt_level="O0")
-    assert [type(scaler) for scaler in handle().optimizers.scalers] == [DynamicLossScaler, StaticLossScaler]
+    assert [type(scaler) for scaler in runtime_of(handle()).optimizers.scalers] == [DynamicLossScaler, StaticLossScaler]
     for optimizers, scale in ((opt_d, 2.0**16), (opt_g, 1.0), ([opt_g, opt_d], 2.0**16), ([], 1.0)):
         with warnings.catch_warnings():
             # No parameter gets a gradient here.
@@ -134,7 +135,7 @@ def test_calls_of_different_kinds_have_scalers_of_their_own() -> None:
     step(g, opt_g, 0)
     before = values(d)
     assert handle().skipped_steps == 1
-    assert handle().optimizers.scalers[0].loss_scale == 2.0**15
+    assert runtime_of(handle()).optimizers.scalers[0].loss_scale == 2.0**15
     step(d, opt_d, 1)
     assert not same(values(d), before)
 
@@ -148,7 +149,7 @@ def test_a_state_is_loaded_though_a_model_from_before_lives_on() -> None:
     initialize(later, optimizer, opt_level="O1", num_losses=2)
     state["loss_scaler1"]["loss_scale"] = 2.0**9
     autoamp.load_state_dict(state)
-    assert [scaler.loss_scale for scaler in handle().optimizers.scalers] == [64.0, 64.0, 64.0, 2.0**9]
+    assert [scaler.loss_scale for scaler in runtime_of(handle()).optimizers.scalers] == [64.0, 64.0, 64.0, 2.0**9]
     autoamp.load_state_dict(autoamp.state_dict())
     with pytest.raises(autoamp.AutoampError, match="loss_scaler1"):
         autoamp.load_state_dict({"loss_scaler0": state["loss_scaler0"]})
@@ -182,7 +183,7 @@ def test_all_models_named_again_begin_from_the_start() -> None:
         initialize(model, optimizer, opt_level="O2")
         assert handle().loss_scale == 2.0**16
         assert handle().skipped_steps == 0
-        assert len(handle().setups) == 1
+        assert len(runtime_of(handle()).setups) == 1
         step(model, optimizer, 0, torch.inf)
         assert handle().loss_scale == 2.0**15
 
@@ -195,7 +196,7 @@ def test_one_optimizer_over_both_networks() -> None:
     initialize(g, optimizer, opt_level="O2")
     assert same(values(g), before)
     assert {p.dtype for p in optimizer.param_groups[0]["params"]} == {torch.float32}
-    assert len(handle().optimizers.masters_of(optimizer)) == 8
+    assert len(runtime_of(handle()).optimizers.masters_of(optimizer)) == 8
     step(nn.Sequential(d, nn.Linear(3, 6), g), optimizer, 0)
     assert not same(values(g), before)
     assert torch.equal(g[0].weight, master_of(g[0].weight).half())
@@ -210,7 +211,7 @@ def test_models_that_are_gone_leave_nothing() -> None:
     del model, optimizer
     other, optimizer = pair(2)
     initialize(other, optimizer, opt_level="O0")
-    assert len(handle().setups) == 1
+    assert len(runtime_of(handle()).setups) == 1
     assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype is torch.float32
 
 
@@ -237,7 +238,7 @@ def test_a_network_that_is_left_off_leaves_the_other_one_on(level: str) -> None:
         assert scaled is loss
     step(g, opt_g, 0)
     step(d, opt_d, 0)
-    assert handle().optimizers.steps == 1
+    assert runtime_of(handle()).optimizers.steps == 1
     assert d[0](torch.ones(2, 6).half()).dtype is torch.float16
     initialize(d, opt_d, enabled=False)
     assert autoamp.current_handle() is None
@@ -251,7 +252,7 @@ def test_leaving_off_the_one_with_masters_leaves_none_for_others() -> None:
     initialize(d, opt_d, enabled=False)
     assert {p.dtype for p in d.parameters()} == {torch.float32}
     assert opt_d.param_groups[0]["params"] == list(d.parameters())
-    assert not handle().optimizers.has_masters
+    assert not runtime_of(handle()).optimizers.has_masters
     step(g, opt_g, 0)
     step(d, opt_d, 0)
 
@@ -274,7 +275,7 @@ def test_a_part_of_an_earlier_model_is_that_model() -> None:
     initialize(whole[3], sgd(whole[3]), opt_level="O0")
     assert {p.dtype for p in whole.parameters()} == {torch.float32}
     assert same(values(whole), kept)
-    assert len(handle().setups) == 1
+    assert len(runtime_of(handle()).setups) == 1
 
 
 def test_overrides_of_earlier_models_stay() -> None:

@@ -287,7 +287,6 @@ def test_class_entries_are_no_unmatched_paths() -> None:
         handle.override(Outer()).undo()
 
 
-def test_a_class_that_is_nowhere_warns() -> None:
-    handle = start({"torch.nn.LayerNrom": "fp32"})
-    with pytest.warns(UserWarning, match="'torch.nn.LayerNrom' matches no module"):
-        handle.override(Outer())
+def test_a_class_that_torch_has_not_is_an_error_with_the_nearest() -> None:
+    with pytest.raises(autoamp.ListFileError, match=r"no 'LayerNrom'; did you mean 'torch\.nn\.LayerNorm'"):
+        start({"torch.nn.LayerNrom": "fp32"})

@@ -107,7 +107,7 @@ def test_disabled_diagnostics_find_nothing_and_followers_step(training: Training
     assert handle.explain("softmax").rules == ()
     assert handle.explain_overflow(training.loss) is None
     assert set(handle.stats) == set(init().stats)
-    assert (handle.overflows, handle.postfix()) == (None, {"scale": "1", "skipped": "0"})
+    assert (handle.overflows, handle.postfix()) == ((), {"scale": "1", "skipped": "0"})
     handle.log_to(None)()
     stepped: list[int] = []
     end = handle.follow(lambda: stepped.append(1))
