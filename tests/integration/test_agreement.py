@@ -21,6 +21,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 import autoamp
 from autoamp.fp16_utils import FP16_Optimizer
 
+pytestmark = pytest.mark.processes
+
 RANKS = 4
 INF = float("inf")
 NO_CASTS: dict[str, Any] = {"device_type": "cpu", "dtype": torch.float16, "lists": {"extends": []}}

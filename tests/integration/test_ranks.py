@@ -17,6 +17,8 @@ import autoamp
 from autoamp import parallel
 from autoamp.fp16_utils import FP16_Optimizer
 
+pytestmark = pytest.mark.processes
+
 WORLD = 2
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 

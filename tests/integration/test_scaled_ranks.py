@@ -19,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import autoamp
 
+pytestmark = pytest.mark.processes
+
 RANKS = 2
 # No op is cast, so that gradients are those of plain torch.
 NO_CASTS: dict[str, Any] = {"device_type": "cpu", "dtype": torch.float16, "lists": {"extends": []}}

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
-# In the default suite: what numpy, masks, large numbers, hooks, hand-written steps and preallocated tensors need.
-USUAL = ("contrastive", "feature_hooks", "from_scratch", "save_predictions", "transformer")
+# In the default suite: what numpy, masks, hooks, hand-written steps and preallocated tensors need.
+USUAL = ("feature_hooks", "from_scratch", "save_predictions", "transformer")
 OTHERS = tuple(sorted(path.stem for path in (HERE / "unedited").glob("*.py") if path.stem not in USUAL))
 NEEDS = {"pandas_report": "pandas", "plot_curves": "matplotlib"}
 # What half precision does not compute closely whoever casts, so that the end alone is compared.
