@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.diagnostics import OpRange, RangeProfile
+from tests.diagnostics.profiles import op
 
 BATCH, WIDTH = 64, 8
 
@@ -20,11 +20,6 @@ BATCH, WIDTH = 64, 8
 @pytest.fixture
 def handle() -> Any:
     return autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=1024.0)
-
-
-def op(ranges: RangeProfile, name: str) -> OpRange:
-    (found,) = [row for row in ranges.ops if row.op == f"aten::{name}"]
-    return found
 
 
 def exponents(values: Any) -> dict[str, int]:

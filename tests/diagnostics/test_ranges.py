@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp.cli import main
-from autoamp.diagnostics import OpRange, RangeProfile
+from tests.diagnostics.profiles import op
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,11 +25,6 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def handle() -> Any:
     return autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=1024.0)
-
-
-def op(ranges: RangeProfile, name: str) -> OpRange:
-    (found,) = [row for row in ranges.ops if row.op == f"aten::{name}"]
-    return found
 
 
 def test_an_op_beside_numpy(handle: Any) -> None:
