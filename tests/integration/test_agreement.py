@@ -20,6 +20,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import autoamp
 from autoamp.fp16_utils import FP16_Optimizer
+from tests.integration.collectives import counted
 
 pytestmark = pytest.mark.processes
 
@@ -110,23 +111,6 @@ def training(way: str, params: list[nn.Parameter]) -> Iterator[tuple[Step, Calla
         yield step, (lambda: optimizer.loss_scale if way == "FP16_Optimizer" else handle.loss_scale), optimizer
     finally:
         handle.deactivate()
-
-
-@contextlib.contextmanager
-def counted() -> Iterator[Callable[[], int]]:
-    """Count the calls of `torch.distributed.all_reduce`, which costs less than to look at every operator."""
-    calls, original = 0, dist.all_reduce
-
-    def count(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return original(*args, **kwargs)
-
-    dist.all_reduce = count
-    try:
-        yield lambda: calls
-    finally:
-        dist.all_reduce = original
 
 
 def one_case(layouts: Layouts, layout: str, first: str, way: str) -> list[Any]:

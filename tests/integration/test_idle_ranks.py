@@ -10,7 +10,7 @@ import datetime
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import autoamp
+from tests.integration.collectives import counted
 
 pytestmark = pytest.mark.processes
 
@@ -134,22 +135,6 @@ def train(way: str, kind: str, when: tuple[int, ...], clips: bool) -> list[Any]:
             told.append((all(map(torch.equal, before, now)), handle.loss_scale, calls()))
         told.append(handle.skipped_steps)
     return told
-
-
-@contextlib.contextmanager
-def counted() -> Iterator[Callable[[], int]]:
-    calls, original = 0, dist.all_reduce
-
-    def count(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return original(*args, **kwargs)
-
-    dist.all_reduce = count
-    try:
-        yield lambda: calls
-    finally:
-        dist.all_reduce = original
 
 
 def unused(way: str) -> list[Any]:
