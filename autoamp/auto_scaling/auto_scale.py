@@ -192,7 +192,8 @@ class AutoScale:
 
     def _drop(self, params: Iterable[Tensor]) -> None:
         """Take note that gradients were dropped: what overflowed in them skips no step."""
-        waiting = [guard for guard in self._guards() if guard.pending]
+        guards = self._guards()
+        waiting = [guard for guard in guards if guard.pending]
         if waiting:
             ids = set(map(id, params))
             for guard in waiting:
@@ -248,7 +249,8 @@ class AutoScale:
         """Make the pass that begins at the roots; None if it reaches nothing that an optimizer steps."""
         owners: dict[int, list[StepGuard]] = {}
         sharded: list[StepGuard] = []
-        for guard in self._guards():
+        guards = self._guards()
+        for guard in guards:
             params = guard.params()
             for param in params:
                 owners.setdefault(id(param), []).append(guard)
@@ -267,6 +269,7 @@ class AutoScale:
             self._scaler,
             owners,
             largest_scale(roots),
+            keeps=guards,
             retained=self._retained,
             # The inf of one rank is to be seen by all.
             cleans=not shared,
@@ -311,8 +314,9 @@ class AutoScale:
             and all(map(can_begin_at, roots, given or [None] * len(roots)))
         )
 
-    def _guards(self) -> list[StepGuard]:
-        return [self._optimizers.guard(optimizer, check=False) for optimizer in list(self._known)]
+    def _guards(self) -> dict[StepGuard, Any]:
+        """Return the guards with their optimizers, which a collection of garbage cannot take away from them so long."""
+        return {self._optimizers.guard(optimizer, check=False): optimizer for optimizer in list(self._known)}
 
     # -- what the program sees of it --
 

@@ -140,6 +140,7 @@ class ScaledPass:
         scaler: Gives the scale, and hears the verdict.
         owners: The guards of the optimizers that step a tensor, by its id.
         largest_scale: The scale is no higher.
+        keeps: What is to live as long as the pass, such as the optimizers, to which their guards refer weakly.
         retained: What ``retain_grad()`` was called for.
         cleans: Whether 0 takes the place of a gradient that overflowed. Otherwise inf and nan stay, for a reduction
             over ranks to carry on.
@@ -159,6 +160,7 @@ class ScaledPass:
         owners: Mapping[int, list[StepGuard]],
         largest_scale: float,
         *,
+        keeps: object = None,
         retained: Iterable[Tensor] = (),
         cleans: bool = True,
         now: Callable[[], ScaledPass | None],
@@ -170,6 +172,7 @@ class ScaledPass:
         self.scale = min(scaler.loss_scale, largest_scale)
         self._factors: dict[torch.device, Tensor] = {}
         self._owners = owners
+        self._keeps = keeps
         self._retained = retained
         self._cleans = cleans
         self._now = now

@@ -468,7 +468,9 @@ class GuardedOptimizers:
 
     def _is_served(self, but: weakref.ref[Any], tensor: Tensor) -> bool:
         """Tell whether the guard of another optimizer than ``but`` sees to the gradient of a tensor."""
-        guards = [guard for optimizer, guard in list(self._guards.items()) if optimizer is not but()]
+        # The optimizers live as long as this list does, and their guards refer to them weakly.
+        guarded = list(self._guards.items())
+        guards = [guard for optimizer, guard in guarded if optimizer is not but()]
         return any(tensor is param for guard in guards for param in guard.params())
 
     def masters_of(self, optimizer: Any) -> MasterWeights | None:
@@ -524,7 +526,9 @@ class GuardedOptimizers:
     def release(self) -> None:
         """Give every optimizer its step and its parameters back."""
         self.end_steps()
-        guards = self.guards
+        # The optimizers live as long as this list does, and their guards refer to them weakly.
+        guarded = list(self._guards.items())
+        guards = [guard for _, guard in guarded]
         for guard in guards:
             guard.uninstall()
         self._guards.clear()

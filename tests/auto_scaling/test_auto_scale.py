@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
-from autoamp.auto_scaling import auto_scale, hooks
+from autoamp.auto_scaling import auto_scale, backward_pass, hooks
 from autoamp.auto_scaling.auto_scale import AutoScale
 from autoamp.runtime import runtime_of
 from autoamp.scaling import verdict
@@ -1249,3 +1249,32 @@ def test_modules_with_hooks_are_copied_and_pickled(scaling: AutoScale) -> None:
     optimizer = torch.optim.SGD(copied.parameters(), lr=0.1)
     copied(torch.ones(1, 2)).sum().backward()
     optimizer.step()
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_an_optimizer_that_nobody_has_any_more_is_not_collected_in_the_midst_of_a_pass(
+    scaling: AutoScale, monkeypatch: pytest.MonkeyPatch, sharded: bool
+) -> None:
+    model, optimizer, data = make()
+    loss = model(data).sum()
+    optimizer.itself = optimizer  # type: ignore[attr-defined]
+    gone = weakref.ref(optimizer)
+    del optimizer
+    seen = []
+
+    def reached(*args: Any) -> Any:
+        gc.collect()
+        seen.append(gone() is not None)
+        return backward_pass.reached_by(*args)
+
+    def collecting(gradient: Tensor) -> None:
+        gc.collect()
+        seen.append(gone() is not None)
+
+    next(model.parameters()).register_hook(collecting)
+    monkeypatch.setattr(auto_scale, "reached_by", reached)
+    monkeypatch.setattr(auto_scale, "is_sharded", lambda param: sharded)
+    loss.backward()
+    assert seen == [True, True]
+    gc.collect()
+    assert gone() is None
