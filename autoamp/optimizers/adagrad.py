@@ -50,6 +50,7 @@ class FusedAdagrad(FusedOptimizer):
         return kernels.attempt(
             package.adagrad_, params, grads, sums, lr=float(group["lr"]), eps=group["eps"], halves=halves,
             weight_decay=group["weight_decay"], decoupled=self.adagrad_w_mode,
+            **self._scale_of(grads),
         )  # fmt: skip
 
     def _step(self) -> None:

@@ -158,7 +158,7 @@ class FusedAdam(FusedOptimizer):
             package.adam_, params, grads, firsts, seconds, lr=lr, beta1=group["betas"][0], beta2=group["betas"][1],
             eps=group["eps"], weight_decay=group["weight_decay"], step=group["step"], halves=halves,
             found_inf=found_inf, decoupled=self.adam_w_mode, bias_correction=bool(group["bias_correction"]),
-            eps_inside_sqrt=self._eps_inside_sqrt,
+            eps_inside_sqrt=self._eps_inside_sqrt, **self._scale_of(grads),
         )  # fmt: skip
 
     def _step_part(
@@ -202,7 +202,7 @@ class FusedAdam(FusedOptimizer):
         if scale is None or not grads:
             return grads
         inverse = scale.to(grads[0].device, non_blocking=True).reshape(()).reciprocal()
-        grads = list(torch._foreach_mul(widened(grads), inverse))
+        grads = list(torch._foreach_mul(self._widened(grads), inverse))
         # The optimizer's gradients are unscaled after the step, as after `GradScaler.unscale_`.
         write_back([grad for param in group["params"] if (grad := self._gradient(param)) is not None], grads)
         return grads

@@ -11,7 +11,8 @@ from torch.amp.grad_scaler import OptState
 
 from autoamp import kernels
 from autoamp.errors import UsageError
-from autoamp.scaling import widened
+from autoamp.scaling import Factor, kernel_factor, multiply_, widened
+from autoamp.tensors import HALF_DTYPES
 
 __all__ = ["FusedOptimizer", "in_parts", "require", "scaling_of", "wide_copy", "write_back"]
 
@@ -27,16 +28,18 @@ class FusedOptimizer(torch.optim.Optimizer):
     The number of steps is in the group, as ``group["step"]``, where checkpoints of Apex have it.
 
     A class whose step takes half gradients of fp32 parameters says ``reads_half_gradients = True``; what derives from
-    it has to say so again. At O2 it gets the gradients of half parameters as they are then.
+    it has to say so again. At O2 it gets the gradients of half parameters as they are then, with the loss's scale.
 
     Attributes:
         half_copies: While masters are stepped, their half parameters by ``id(master)``. A step that sets one of them to
             its master takes it out; the others are set afterwards. None at other times.
+        half_factor: While masters are stepped by half gradients, what makes true ones of these; None for 1.
     """
 
     # The attributes that copies and pickles have, besides groups, state and defaults.
     _options: tuple[str, ...] = ("set_grad_none",)
     half_copies: dict[int, Tensor] | None = None
+    half_factor: Factor | None = None
 
     def __init__(self, params: Any, defaults: dict[str, Any], *, set_grad_none: bool) -> None:
         super().__init__(params, defaults)
@@ -97,7 +100,23 @@ class FusedOptimizer(torch.optim.Optimizer):
                 tells whether that was the step.
         """
         tensors = self._tensors(group, *names)
-        return in_parts(*(tensors if kernel is None else self._left_by(kernel, *tensors)))
+        return self._in_parts(*(tensors if kernel is None else self._left_by(kernel, *tensors)))
+
+    def _in_parts(self, *tensors: list[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
+        """Yield parameters, their true gradients and their states as `in_parts` does."""
+        for params, grads, *states in in_parts(*tensors):
+            yield params, self._widened(grads), *states
+
+    def _widened(self, grads: list[Tensor]) -> list[Tensor]:
+        """Return true gradients: of half ones copies in fp32, all others as they are."""
+        wide = widened(grads)
+        if self.half_factor is not None:
+            multiply_([new for new, grad in zip(wide, grads, strict=True) if new is not grad], self.half_factor)
+        return wide
+
+    def _scale_of(self, grads: list[Tensor]) -> dict[str, Any]:
+        """Return by what a kernel multiplies gradients of one dtype, as its arguments."""
+        return kernel_factor(self.half_factor, grads[0].device) if grads[0].dtype in HALF_DTYPES else {}
 
     def _left_by(self, kernel: Callable[..., bool], *tensors: list[Tensor]) -> tuple[list[Tensor], ...]:
         """Step what a kernel takes, and return the lists of what it does not."""
@@ -165,14 +184,14 @@ def wide_copy(param: Tensor) -> Tensor:
 def in_parts(params: list[Tensor], grads: list[Tensor], *states: list[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
     """Yield parameters, their gradients and their states, in parts of at most `_AT_ONCE` elements.
 
-    A larger parameter is a part alone. Half gradients are yielded as fp32 copies, which the caller can drop with their
-    part: that bounds the memory that a step takes.
+    A larger parameter is a part alone. What is made of a part, such as fp32 copies of half gradients, can be dropped
+    with it: that bounds the memory that a step takes.
     """
     begin, taken = 0, 0
     for end in range(1, len(params) + 1):
         taken += params[end - 1].numel()
         if end == len(params) or taken + params[end].numel() > _AT_ONCE:
-            yield params[begin:end], widened(grads[begin:end]), *(state[begin:end] for state in states)
+            yield params[begin:end], grads[begin:end], *(state[begin:end] for state in states)
             begin, taken = end, 0
 
 

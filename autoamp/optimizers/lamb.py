@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from autoamp import kernels
-from autoamp.optimizers.groups import FusedOptimizer, in_parts, require, write_back
+from autoamp.optimizers.groups import FusedOptimizer, require, write_back
 from autoamp.scaling import adam_updates, average_, corrections, total_norm, trust_, widened
+from autoamp.tensors import HALF_DTYPES
 
 __all__ = ["FusedLAMB"]
 
@@ -71,17 +72,26 @@ class FusedLAMB(FusedOptimizer):
         every = [grad for _, grads, _, _ in taken for grad in grads]
         if not every:
             return
-        total = total_norm(every)
+        total = self._norm_of_all(every)
         for group, tensors in zip(self.param_groups, taken, strict=True):
             group["step"] = group.get("step", 0) + 1
             kernel = functools.partial(self._by_kernel, group, total)
-            for params, grads, firsts, seconds in in_parts(*self._left_by(kernel, *tensors)):
+            for params, grads, firsts, seconds in self._in_parts(*self._left_by(kernel, *tensors)):
                 limit = group["max_grad_norm"]
                 if limit:
                     # Not `limit / total`, which for gradients that are all 0 is a division by 0.
                     excess = torch.clamp(total / limit, min=1.0)
                     grads = list(torch._foreach_div(grads, [excess.to(grad) for grad in grads]))
                 self._step_part(group, params, grads, firsts, seconds)
+
+    def _norm_of_all(self, grads: list[Tensor]) -> Tensor:
+        """Return the 2-norm of all true gradients."""
+        if self.half_factor is None:
+            return total_norm(grads)
+        scaled = [grad for grad in grads if grad.dtype in HALF_DTYPES]
+        true = [grad for grad in grads if grad.dtype not in HALF_DTYPES]
+        parts = [total_norm(scaled, factor=self.half_factor), total_norm(true)]
+        return torch.hypot(*(part.to(grads[0].device) for part in parts))
 
     def _by_kernel(
         self, group: dict[str, Any], total: Tensor, package: Any, params: list[Tensor], grads: list[Tensor],
@@ -95,7 +105,7 @@ class FusedLAMB(FusedOptimizer):
             beta2=group["betas"][1], eps=group["eps"], weight_decay=group["weight_decay"], step=group["step"],
             halves=halves, decoupled=self.adam_w_mode, bias_correction=bool(group["bias_correction"]),
             grad_averaging=bool(group["grad_averaging"]), always_adapt=self.use_nvlamb, global_norm=total,
-            max_norm=float(group["max_grad_norm"] or 0.0),
+            max_norm=float(group["max_grad_norm"] or 0.0), **self._scale_of(grads),
         )  # fmt: skip
 
     def _values(self, params: list[Tensor]) -> list[Tensor]:

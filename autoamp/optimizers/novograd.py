@@ -98,6 +98,7 @@ class FusedNovoGrad(FusedOptimizer):
             beta2=group["betas"][1], eps=group["eps"], weight_decay=group["weight_decay"], step=group["step"],
             halves=halves, inside=self.reg_inside_moment, max_norms=group["norm_type"] == 0,
             bias_correction=bool(group["bias_correction"]), grad_averaging=bool(group["grad_averaging"]),
+            **self._scale_of(grads),
         )  # fmt: skip
 
     def _norms(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:

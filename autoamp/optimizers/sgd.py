@@ -97,7 +97,7 @@ class FusedSGD(FusedOptimizer):
     def _prepared(self, group: dict[str, Any], grads: list[Tensor]) -> list[Tensor]:
         if self.most_recent_scale == 1.0 or not grads:
             return grads
-        return list(torch._foreach_mul(widened(grads), 1.0 / self.most_recent_scale))
+        return list(torch._foreach_mul(self._widened(grads), 1.0 / self.most_recent_scale))
 
     def _step(self) -> None:
         for group in self.param_groups:
@@ -115,7 +115,7 @@ class FusedSGD(FusedOptimizer):
         return kernels.attempt(
             package.sgd_, params, grads, buffers, lr=float(group["lr"]), momentum=group["momentum"], halves=halves,
             dampening=group["dampening"], weight_decay=group["weight_decay"], nesterov=group["nesterov"],
-            decay_after_momentum=self.wd_after_momentum,
+            decay_after_momentum=self.wd_after_momentum, **self._scale_of(grads),
         )  # fmt: skip
 
     def _step_part(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:

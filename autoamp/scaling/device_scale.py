@@ -6,7 +6,7 @@ which wait for nothing. What comes out is, bit for bit, what the float would hav
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ __all__ = [
     "Number",
     "Scale",
     "inverse_scale",
+    "kernel_factor",
     "multiplied_loss",
     "number_of",
     "scale_ratio",
@@ -143,6 +144,13 @@ def scale_ratio(above: Scale, below: Scale) -> Factor:
     if isinstance(above, DeviceScale) or isinstance(below, DeviceScale):
         return DeviceFactor(above, below, float("inf"))
     return above / below
+
+
+def kernel_factor(factor: Factor | None, device: torch.device) -> dict[str, Any]:
+    """Return a factor of gradients on a device as a compiled kernel takes it, by keyword; None for 1."""
+    if isinstance(factor, DeviceFactor):
+        return {"grad_factor": factor.on(device, torch.float32)}
+    return {} if factor is None else {"inv_scale": factor}
 
 
 def _double(scale: Scale, like: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 
 from autoamp import kernels
 from autoamp.errors import UsageError
-from autoamp.scaling.device_scale import DeviceFactor, Factor
+from autoamp.scaling.device_scale import DeviceFactor, Factor, kernel_factor
 from autoamp.scaling.gradient_layout import GradientLayout
 from autoamp.scaling.shards import has_shards, is_sharded, local_of
 from autoamp.tensors import HALF_DTYPES, version_of
@@ -272,12 +272,15 @@ def non_finite(named_grads: Iterable[tuple[_Name, torch.Tensor]], limit: int = 3
 
 
 @torch.no_grad()
-def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+def total_norm(
+    tensors: Iterable[torch.Tensor], norm_type: float = 2.0, *, factor: Factor | None = None
+) -> torch.Tensor:
     """Return the norm of all elements of all tensors taken as one vector.
 
     Args:
         tensors: Floating-point or complex tensors, dense or sparse, of any devices. One that comes twice counts twice.
         norm_type: The p of the p-norm, above 0; ``inf`` is the largest absolute value.
+        factor: By what all elements are multiplied, 0 or more; None for 1.
 
     Returns:
         A tensor without dimensions on the first tensor's device, fp32 (fp64 if a tensor is fp64 or complex128). It is
@@ -293,17 +296,39 @@ def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch
     values = [_values(t.coalesce() if t.layout is torch.sparse_coo else t) for t in tensors]
     groups = _grouped_by_kind([t for t in values if t.numel() > 0])
     norms: list[torch.Tensor] = []
-    for (_, dtype), group in groups.items():
+    for (device, dtype), group in groups.items():
+        by_kernel = _norm_by_kernel(device, dtype, group, norm_type, factor)
+        if by_kernel is not None:
+            norms.append(by_kernel)
+            continue
         double = dtype in (torch.float64, torch.complex128)
         real = torch.float64 if double else torch.float32
         compute = real if dtype.is_floating_point else (torch.complex128 if double else torch.complex64)
-        norms.extend(one.to(real) for one in torch._foreach_norm(group, norm_type, dtype=compute))
+        each = torch._foreach_norm(group, norm_type, dtype=compute)
+        norm = torch.linalg.vector_norm(torch.stack([one.to(real) for one in each]), norm_type)
+        norms.append(norm if factor is None else norm * _number_on(factor, device, real))
     if not norms:
         return torch.zeros((), dtype=torch.float32, device=values[0].device if values else None)
     widest = torch.float64 if any(one.dtype is torch.float64 for one in norms) else torch.float32
     stacked = torch.stack([one.to(device=values[0].device, dtype=widest) for one in norms])
-    norm: torch.Tensor = torch.linalg.vector_norm(stacked, norm_type)
-    return norm
+    total: torch.Tensor = torch.linalg.vector_norm(stacked, norm_type)
+    return total
+
+
+def _norm_by_kernel(
+    device: torch.device, dtype: torch.dtype, tensors: Sequence[torch.Tensor], norm_type: float, factor: Factor | None
+) -> torch.Tensor | None:
+    """Return the norm of tensors in one read, where a compiled kernel computes it."""
+    package = kernels.opened(device.type) if dtype in HALF_DTYPES and norm_type in (2.0, math.inf) else None
+    if package is None:
+        return None
+    norm = torch.empty((), dtype=torch.float32, device=device)
+    how = {"max_norms": norm_type != 2.0, **kernel_factor(factor, device)}
+    return norm if kernels.attempt(package.scale_, tensors, total=norm, **how) else None
+
+
+def _number_on(factor: Factor, device: torch.device, dtype: torch.dtype) -> torch.Tensor | float:
+    return factor.on(device, dtype) if isinstance(factor, DeviceFactor) else factor
 
 
 class GradientMark:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from autoamp import kernels
-from autoamp.scaling import DeviceFactor, Factor
+from autoamp.scaling import Factor, kernel_factor
 from autoamp.stepping.half_gradients import LeftHalf, raw_grad
 
 __all__ = ["step_by_kernels"]
@@ -69,12 +69,8 @@ def step_by_kernels(
             params, grads, copies, states = map(list, zip(*rows, strict=True))
             # With halves or without: those of one kind have them alike.
             how = {"halves": None if narrow is None else copies, "found_inf": found_inf}
-            if waits and factor is not None:
-                how |= (
-                    {"grad_factor": factor.on(device, torch.float32)}
-                    if isinstance(factor, DeviceFactor)
-                    else {"inv_scale": factor}
-                )
+            if waits:
+                how |= kernel_factor(factor, device)
             if step(package, group, params, grads, how, states):
                 stepped += params
             else:

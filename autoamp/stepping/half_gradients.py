@@ -247,7 +247,8 @@ def steps_by_parts(optimizer: Any) -> bool:
 def reads_half(optimizer: Any) -> bool:
     """Tell whether an optimizer's own arithmetic takes half gradients of fp32 parameters.
 
-    Its very class says so, by ``reads_half_gradients = True``: the step of a class derived from it may be another.
+    Its very class says so, by ``reads_half_gradients = True``: the step of a class derived from it may be another. It
+    has a ``half_factor`` while it steps, by which half gradients are to be multiplied; None for 1.
     """
     return bool(vars(type(optimizer)).get("reads_half_gradients"))
 

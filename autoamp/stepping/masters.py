@@ -266,8 +266,9 @@ class MasterWeights:
         Returns:
             Flags as `autoamp.scaling.unscale_` returns them. None where none wait or one cannot, and nothing was done.
         """
-        if self._replicated or not steps_by_parts(self._optimizer()):
-            # The gradients may be views of the reducer's buckets. And optimizers that read half ones know of no scale.
+        optimizer = self._optimizer()
+        if self._replicated or not (steps_by_parts(optimizer) or reads_half(optimizer)):
+            # The gradients may be views of the reducer's buckets.
             return None
         waiting: list[Any] = [half.grad for half, _ in self._waiting]
         if not waiting or len(set(map(id, waiting))) < len(waiting) or not all(map(_is_simple, waiting)):
@@ -322,12 +323,17 @@ class MasterWeights:
         plain = len(args) == 1 and not any(value is not None for value in kwargs.values())
         if not plain or not _same(optimizer, own):
             return inner(*args, **kwargs)
-        if reads_half(optimizer):
-            return self._step_by_halves(inner, optimizer, self._waiting)
-        if not steps_by_parts(optimizer) or any(group.get("differentiable") for group in optimizer.param_groups):
+        by_halves = reads_half(optimizer)
+        if not by_halves and (
+            not steps_by_parts(optimizer) or any(group.get("differentiable") for group in optimizer.param_groups)
+        ):
             return inner(*args, **kwargs)
+        if by_halves and self._factor is not None and _has_other_halves(optimizer):
+            self.widen()
         scaled = [grad for half, _ in self._waiting if is_scaled(grad := half.grad)]
         with as_they_are(scaled):
+            if by_halves:
+                return self._step_by_halves(inner, optimizer, self._waiting)
             stepped, left = self._step_by_kernels(optimizer)
             if not left:
                 return None
@@ -352,10 +358,11 @@ class MasterWeights:
             settle(master)
             master.grad = half.grad
         optimizer.half_copies = copies = {id(link.master): half for half, link in self._pairs.values()}
+        optimizer.half_factor = self._factor
         try:
             return inner(optimizer)
         finally:
-            del optimizer.half_copies
+            del optimizer.half_copies, optimizer.half_factor
             for half, link in self._pairs.values():
                 if id(link.master) not in copies:
                     link.agree(half)
@@ -708,6 +715,15 @@ def _share(half: Tensor, master: Tensor, grad: Tensor | None) -> None:
     except RuntimeError:
         check_shapes(half, master)
         raise
+
+
+def _has_other_halves(optimizer: Any) -> bool:
+    """Tell whether half gradients are there besides those that wait."""
+    return any(
+        type(param) is not LeftHalf and (grad := raw_grad(param)) is not None and grad.dtype in _HALF
+        for group in optimizer.param_groups
+        for param in group["params"]
+    )
 
 
 def _is_simple(grad: Tensor) -> bool:

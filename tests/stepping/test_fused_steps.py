@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import autoamp
 from autoamp import fp16_utils, kernels, optimizers
 from autoamp.stepping import fused_steps, master_of
+from autoamp.stepping.half_gradients import ScaledHalf
 from tests.stepping.networks import backward, data, equal, masters, network, o2, snapshot
 
 pytest.importorskip("autoamp_kernels")
@@ -157,7 +158,29 @@ def test_fp32_parameters_and_gradients_that_were_looked_at(called: Any) -> None:
     assert not equal(before, snapshot(model, optimizer))
 
 
-@pytest.mark.parametrize("name", ["AdamW(fused)", "AdamW", "FusedAdam(capturable)", "SGD(nesterov)"])
+@pytest.mark.parametrize("scale", [8.0, 1000.0, lambda: autoamp.DynamicLossScaler(8.0)], ids=["8", "1000", "dynamic"])
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name.startswith("Fused")])
+def test_fused_optimizers_read_scaled_gradients(name: str, scale: Any, called: Any, closed: Any) -> None:
+    ends = []
+    for off in (False, True):
+        closed(off)
+        model, optimizer = set_up(OPTIMIZERS[name], FP16, loss_scale=scale() if callable(scale) else scale)
+        for seed in range(4):
+            backward(model, optimizer, seed)
+            kept = [p.grad for p in model.parameters()]
+            assert [type(grad) for grad in kept] == [ScaledHalf] * 4
+            optimizer.step()
+            # They wait on with their scale, and nothing has written to them.
+            assert [type(grad) for grad in kept] == [ScaledHalf] * 4
+            if seed < 3:
+                optimizer.zero_grad(set_to_none=True)
+        ends.append([*snapshot(model, optimizer), *[p.grad.clone() for p in model.parameters()]])
+    assert close_to(*ends)
+    assert called
+    assert all(halves for _, _, halves in called)
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS])
 def test_an_overflow_changes_nothing(name: str) -> None:
     model, optimizer = set_up(OPTIMIZERS[name], FP16, loss_scale="dynamic")
     train(model, optimizer, range(3))
