@@ -30,6 +30,7 @@ from torch.nn import Module
 
 from autoamp.casting import Casts
 from autoamp.diagnostics.inspector import flaw_of, sum_of, user_line, worst_of
+from autoamp.diagnostics.saved_values import Made, first_not_finite, made_by
 from autoamp.tensors import HALF_DTYPES, iter_tensors, map_tensors, version_of
 from autoamp.torch_private import current_graph_task
 
@@ -155,7 +156,8 @@ class LossRegion:
         line: The line of the program at which it was scaled.
         traces: Of its nodes, in the order in which they ran: where they are looked at, those that made inf or nan.
         whole: Whether all of its nodes are among them.
-        first: Where the loss is not finite, the node whose op made that of finite values, as far as saved values tell.
+        first: Where the loss is not finite, the node whose op made that of finite values, as far as saved values tell,
+            and what they tell of that op.
         nodes: The nodes, as long as their backward pass may run, where one that makes inf or nan is to be run again.
         start: The first gradient of all, which is the loss scale; None before the pass.
     """
@@ -164,7 +166,7 @@ class LossRegion:
     line: str | None
     traces: list[NodeTrace] = field(default_factory=list)
     whole: bool = True
-    first: NodeTrace | None = None
+    first: tuple[NodeTrace, Made] | None = None
     nodes: list[Any] = field(default_factory=list)
     start: Tensor | None = None
 
@@ -357,8 +359,8 @@ class Recorder:
         # On a CPU it is known already what the values are; elsewhere asking would wait for the device.
         looks = self.thorough or loss.device.type == "cpu"
         if looks and not _is_finite(region.loss):
-            place = _first_not_finite(nodes, loss.dtype not in HALF_DTYPES)
-            region.first = None if place is None else NodeTrace(names[place], lines[place])
+            place = first_not_finite(nodes, loss.dtype not in HALF_DTYPES)
+            region.first = None if place is None else (NodeTrace(names[place], lines[place]), made_by(nodes[place]))
         # It refers to neither the nodes nor what holds them.
         owner = weakref.ref(region)
         for place, name in enumerate(names):
@@ -503,101 +505,6 @@ def _finite_at_one(region: LossRegion, node: Any, got: Sequence[Any]) -> bool | 
         gave = node(*(g if g is None else g / scale for g in got))
         return worst_of(list(iter_tensors(gave))) is None
     return None
-
-
-# Nodes of ops that make no inf or nan of finite values in fp32, but for sums of the largest numbers.
-_CARRIERS = frozenset(
-    ("Abs", "Neg", "View", "UnsafeView", "ReshapeAlias", "Transpose", "T", "Permute", "Expand", "Squeeze", "Unsqueeze",
-     "Select", "Slice", "Index", "Cat", "Stack", "Relu", "Tanh", "Sigmoid", "Clamp", "Max", "Min", "Amax", "Amin",
-     "Maximum", "Minimum", "MaskedFill", "Where", "LogSoftmax", "Softmax", "NllLoss", "Sum", "Mean", "Clone", "Alias",
-     "ToCopy")
-)  # fmt: skip
-
-
-_WRITERS = frozenset(("MaskedFill", "Where", "Fill", "MaskedScatter", "CopySlices"))
-
-
-def _first_not_finite(nodes: Sequence[Any], wide: bool) -> int | None:
-    """Return the place of the node whose op made inf or nan of finite values; None where saved values do not tell.
-
-    What a node saves for its backward pass are inputs of its op, and results. An op that saves nothing of use, before
-    the first inf or nan that is seen, may have made it as well: then none is named.
-
-    Args:
-        nodes: Of a loss that is not finite, each before what it follows from.
-        wide: Whether the loss is fp32 or fp64, so that a sum or a cast does not overflow.
-    """
-    places = {node: place for place, node in enumerate(nodes)}
-    before = [[places[one] for one, _ in node.next_functions if one in places] for node in nodes]
-    # Whether a result is not finite; what comes from the outputs of modules was looked at by others.
-    flawed: dict[int, bool] = {}
-    for place, node in enumerate(nodes):
-        for argument, is_flawed in _saved_flaws(node).items():
-            if argument is None:
-                flawed[place] = flawed.get(place, False) or is_flawed
-            elif argument < len(node.next_functions) and node.next_functions[argument][0] in places:
-                flawed[places[node.next_functions[argument][0]]] = is_flawed
-    flawed[0] = True
-    suspects: list[int] = []
-    for place in _forward_order(before):
-        if place not in flawed:
-            carries = wide and nodes[place].name().partition("Backward")[0] in _CARRIERS
-            if carries and not any(flawed.get(one) or one in suspects for one in before[place]):
-                flawed[place] = False
-            elif not carries:
-                suspects.append(place)
-            continue
-        if flawed[place]:
-            carries = wide and nodes[place].name().partition("Backward")[0] in _CARRIERS
-            suspects += [] if carries and suspects else [place]
-            # -inf may be written on purpose, and end in a finite result further on.
-            alone = len(suspects) == 1 and nodes[suspects[0]].name().partition("Backward")[0] not in _WRITERS
-            return suspects[0] if alone else None
-        suspects = [one for one in suspects if one not in _reached(before, place)]
-    return None
-
-
-def _reached(before: Sequence[Sequence[int]], place: int) -> set[int]:
-    """Return the places of all nodes that one follows from."""
-    found: set[int] = set()
-    waiting = list(before[place])
-    while waiting:
-        one = waiting.pop()
-        if one not in found:
-            found.add(one)
-            waiting += before[one]
-    return found
-
-
-def _forward_order(before: Sequence[Sequence[int]]) -> list[int]:
-    """Return the places of nodes in an order in which their ops may have run, the loss last."""
-    done: dict[int, None] = {}
-    waiting = [(0, False)] if before else []
-    while waiting:
-        place, expanded = waiting.pop()
-        if expanded:
-            done[place] = None
-        elif place not in done:
-            waiting.append((place, True))
-            waiting += [(one, False) for one in before[place]]
-    return list(done)
-
-
-# What a node saves is named as in torch's derivatives.yaml: of its op's arguments these are the first and the second.
-_ARGUMENTS = {"_saved_self": 0, "_saved_input": 0, "_saved_other": 1}
-
-
-def _saved_flaws(node: Any) -> dict[int | None, bool]:
-    """Return whether what a node saved is not finite: by the place of an argument, and under None its result."""
-    found: dict[int | None, bool] = {}
-    for name in dir(node):
-        if name in _ARGUMENTS or name.startswith(("_saved_result", "_saved_output")):
-            with contextlib.suppress(RuntimeError):
-                value = getattr(node, name)
-                if isinstance(value, Tensor) and value.is_floating_point():
-                    place = _ARGUMENTS.get(name)
-                    found[place] = found.get(place, False) or flaw_of(value) is not None
-    return found
 
 
 def _kept(gradient: Any) -> Any:

@@ -22,6 +22,7 @@ from autoamp.diagnostics.call_sites import shown_file
 from autoamp.diagnostics.inspector import Backward, Flaw, Inspector, Origin, Site, flaw_of, named_inputs, worst_of
 from autoamp.diagnostics.op_names import fp32_entry, spellings
 from autoamp.diagnostics.records import LossRegion, NodeTrace, RandomStates, Record
+from autoamp.diagnostics.saved_values import Made
 from autoamp.diagnostics.verdicts import (
     HalfPrecisionOp,
     NotFiniteInFp32,
@@ -565,20 +566,30 @@ def in_loss(region: LossRegion, scale: float) -> Overflow | None:
 def _loss_finding(region: LossRegion, trace: NodeTrace, flaw: Flaw, scale: float) -> Overflow:
     halves = any(dtype in HALF_DTYPES for dtype in trace.dtypes)
     sizes = tuple(float(g.abs().max()) for g in trace.got if g is not None and g.numel())
-    if flaw_of(region.loss) is not None and region.first is not None:
-        verdict: OverflowVerdict = NotFiniteInFp32()
-        if region.first.dtypes and any(dtype in HALF_DTYPES for dtype in region.first.dtypes):
-            verdict = HalfPrecisionOp(dtype=_half_of(region.first.dtypes))
-        return _of_node(region, region.first, verdict, "forward", flaw_of(region.loss) or flaw)
-    searching = not flaw.nan and scale > 1.0 and flaw_of(region.loss) is None
+    in_the_loss = flaw_of(region.loss)
+    if in_the_loss is not None and region.first is not None:
+        first, made = region.first
+        return _of_node(region, first, _forward_verdict(first, made), "forward", made.flaw or in_the_loss)
+    if in_the_loss is not None and halves:
+        why = "the loss is not finite, and which of its ops made that is not known; use explain_overflow()"
+        return Overflow(NotLocated(why), location=_shown(region.line), phase="forward", value=in_the_loss.value)
+    searching = not flaw.nan and scale > 1.0 and in_the_loss is None
     if trace.finite_at_one or (trace.finite_at_one is None and searching):
         # Where nobody could look, the scale goes down in any case, and at 1 there is no doubt left.
-        verdict = ScaleSearch()
+        verdict: OverflowVerdict = ScaleSearch()
     elif halves:
         verdict = HalfPrecisionOp(sizes, _half_of(trace.dtypes))
     else:
         verdict = NotFiniteInFp32(magnitudes=sizes)
     return _of_node(region, trace, verdict, "backward", flaw)
+
+
+def _forward_verdict(first: NodeTrace, made: Made) -> OverflowVerdict:
+    if made.is_half and made.finite_in_fp32:
+        return HalfPrecisionOp(made.magnitudes, _half_of([made.dtype]), in_cast=_op_of(first.name) == "to")
+    if made.finite_in_fp32 is None:
+        return NotLocated("whether it would be finite in fp32 is not known; use explain_overflow()")
+    return NotFiniteInFp32(magnitudes=made.magnitudes)
 
 
 def _half_of(dtypes: Sequence[torch.dtype | None]) -> str:

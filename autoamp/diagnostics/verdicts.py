@@ -181,7 +181,7 @@ class Overflow:
                 return f"the gradients of this rank are finite, and those of rank {named} are not"
             case NotLocated(why=why, watched=steps):
                 watch = f"; watching the next {steps} steps" if steps else ""
-                return f"not located: {why}{watch}"
+                return f"{self._made() if self.op else 'not located'}: {why}{watch}"
         return "unknown"
 
     def _made(self) -> str:

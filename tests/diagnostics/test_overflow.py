@@ -316,6 +316,45 @@ def test_loss() -> None:
     assert [one.location for one in handle.overflows] == [found.location] * 2
 
 
+def test_a_half_op_of_the_loss() -> None:
+    def loss(out: Tensor) -> Tensor:
+        big = 512.0 * (out.half() + 1.0)
+        return (big * big * big).sum(dtype=torch.float32) * 1e-9
+
+    found = found_in(train(Net(), loss=loss))
+    assert isinstance(found.verdict, HalfPrecisionOp)
+    assert (found.verdict.dtype, found.op, found.phase, found.value) == ("float16", "mul", "forward", "inf")
+    assert max(found.verdict.magnitudes) ** 2 > 65504 > max(found.verdict.magnitudes)
+    assert found.location == line_of(loss, "big * big")
+    assert found.suggestion is not None
+    assert "__mul__" in found.suggestion
+    # What is suggested mends it.
+    lists = {"extends": ["default"], "fp32": list(found.fp32_names)}
+    handle = train(Net(), loss=loss, lists=lists)
+    assert handle.last_overflow is None
+
+
+def test_an_op_of_the_loss_of_which_nothing_tells_whether_fp32_holds_it() -> None:
+    def loss(out: Tensor) -> Tensor:
+        return (out.half().mul(0.0) + 1.0).erfinv().sum(dtype=torch.float32)
+
+    found = found_in(train(Net(), loss=loss, lists={"extends": []}))
+    assert isinstance(found.verdict, NotLocated)
+    assert (found.op, found.location, found.phase) == ("erfinv", line_of(loss, "erfinv()"), "forward")
+    assert str(found).startswith("step 0 overflowed at loss scale 256: erfinv at ")
+    assert "made inf: whether it would be finite in fp32 is not known" in str(found)
+
+
+def test_a_loss_of_half_ops_of_which_nothing_tells_which_one_it_was() -> None:
+    def loss(out: Tensor) -> Tensor:
+        return ((out.half() + 20.0) + 1.0).exp().sum(dtype=torch.float32)
+
+    found = found_in(train(Net(), loss=loss, lists={"extends": []}))
+    assert isinstance(found.verdict, NotLocated)
+    assert (found.op, found.phase, found.value) == (None, "forward", "inf")
+    assert "which of its ops" in str(found)
+
+
 def test_the_line_of_a_loss_that_overflows_later() -> None:
     big = [1.0]
 

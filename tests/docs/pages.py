@@ -21,6 +21,7 @@ PAGES = tuple(
 LANGUAGES = ("bash", "python", "text", "toml")
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_SHOWN = re.compile(r"\n\n```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _NOT_RUN = re.compile(r"\A# not run here: (\S.+)")
 
 
@@ -33,12 +34,14 @@ class Block:
         line: The 1-based line of its fence.
         language: One of `LANGUAGES`.
         code: What is in it.
+        shown: What the page says that it prints: the text that follows it with nothing between; None where none does.
     """
 
     page: str
     line: int
     language: str
     code: str
+    shown: str | None = None
 
     @property
     def left_out(self) -> str | None:
@@ -59,7 +62,10 @@ def blocks_of(page: str) -> Iterator[Block]:
     """Yield the fenced blocks of a page."""
     text = text_of(page)
     for match in _FENCE.finditer(text):
-        yield Block(page, text.count("\n", 0, match.start()) + 1, match[1], match[2])
+        shown = _SHOWN.match(text, match.end())
+        yield Block(
+            page, text.count("\n", 0, match.start()) + 1, match[1], match[2], None if shown is None else shown[1]
+        )
 
 
 def prose_of(page: str) -> str:
