@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autoamp.scaling.agreement import Agreements, AskedGroup, Ballot, Together
 from autoamp.scaling.device_scale import (
+    ClippedFactor,
     DeviceFactor,
     Factor,
     Number,
@@ -41,7 +42,7 @@ from autoamp.scaling.gradients import (
 )
 from autoamp.scaling.late_flags import LateFlags
 from autoamp.scaling.loss_scale import DynamicLossScaler, LossScaler, StaticLossScaler, is_count, make_scaler
-from autoamp.scaling.ranks import clip_, non_finite_now, powered_norm
+from autoamp.scaling.ranks import clip_, clip_coefficient, non_finite_now, powered_norm
 from autoamp.scaling.shards import has_shards, is_flat, is_sharded, local_of, settle_partial
 from autoamp.scaling.verdict import (
     AgreedVerdict,
@@ -57,6 +58,7 @@ __all__ = [
     "Agreements",
     "AskedGroup",
     "Ballot",
+    "ClippedFactor",
     "DeviceAndDtype",
     "DeviceFactor",
     "DynamicLossScaler",
@@ -78,6 +80,7 @@ __all__ = [
     "blended_norms",
     "check_",
     "clip_",
+    "clip_coefficient",
     "corrections",
     "gradient_norms",
     "has_shards",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "ClippedFactor",
     "DeviceFactor",
     "DeviceScale",
     "Factor",
@@ -118,6 +119,29 @@ class DeviceFactor:
 
 
 Factor: TypeAlias = float | DeviceFactor
+
+
+class ClippedFactor(DeviceFactor):
+    """The product of a factor and of what gradients are multiplied by so that their norm stays within a limit.
+
+    Args:
+        factor: The factor, None for 1.
+        coefficient: 0 to 1, in fp32 or fp64, without dimensions. Nobody writes to it any more.
+    """
+
+    __slots__ = ("_coefficient", "_factor")
+
+    def __init__(self, factor: Factor | None, coefficient: Tensor) -> None:
+        self._factor = factor
+        self._coefficient = coefficient
+        self._made = {}
+        self.largest = factor.largest if isinstance(factor, DeviceFactor) else 1.0 if factor is None else factor
+
+    def _make(self, dtype: torch.dtype) -> Tensor:
+        coefficient, factor = self._coefficient.to(dtype), self._factor
+        if isinstance(factor, DeviceFactor):
+            return coefficient * factor.on(coefficient.device, dtype)
+        return coefficient if factor is None else coefficient * factor
 
 
 def multiplied_loss(loss: Tensor, scale: Scale) -> Tensor:

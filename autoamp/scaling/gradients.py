@@ -114,22 +114,37 @@ def multiply_(values: Sequence[torch.Tensor], factor: Factor) -> None:
 
 
 @torch.no_grad()
-def check_(values: Sequence[torch.Tensor], flag: Callable[[torch.device], torch.Tensor]) -> list[torch.Tensor]:
+def check_(
+    values: Sequence[torch.Tensor],
+    flag: Callable[[torch.device], torch.Tensor],
+    norm_type: float | None = None,
+    factor: Factor | None = None,
+) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """Look for inf and nan in dense real floating tensors, in one read where a compiled kernel does it.
 
     Args:
         values: What is looked at, none empty. Torch's kernel writes the same values again.
         flag: As for `unscale_`.
+        norm_type: 2 or ``inf`` for the norm of all values too, None for none.
+        factor: By what values are multiplied for the norm; None for 1.
 
     Returns:
-        Flags as `unscale_` returns them.
+        Flags as `unscale_` returns them. The norm as `total_norm` returns it, where it is wanted and that read gave it.
     """
+    norms: list[torch.Tensor] = []
+    taken = 0
     found: dict[torch.device, torch.Tensor] = {}
     for (device, dtype), some in _grouped(list(values)).items():
         if device not in found:
             found[device] = flag(device)
+        taken += 1
         package = kernels.opened(device.type)
-        if package is not None and kernels.attempt(package.scale_, some, found_inf=found[device].view(1)):
+        how: dict[str, Any] = {"found_inf": found[device].view(1)}
+        if norm_type is not None:
+            how |= {"total": torch.empty((), dtype=torch.float32, device=device), "max_norms": norm_type != 2.0}
+            how |= kernel_factor(factor, device)
+        if package is not None and kernels.attempt(package.scale_, some, **how):
+            norms += [how["total"]] if norm_type is not None else []
             continue
         if dtype is torch.bfloat16 and device.type != "cpu":
             # Torch's kernel for CUDA takes no bf16.
@@ -137,7 +152,8 @@ def check_(values: Sequence[torch.Tensor], flag: Callable[[torch.device], torch.
             found[device].add_(~largest.isfinite().all())
         else:
             unscale_and_check_(some, found[device], _factor_for_kernel(1.0, device))
-    return list(found.values())
+    norm = _joined(norms, norm_type) if norm_type is not None and norms and len(norms) == taken else None
+    return list(found.values()), norm
 
 
 def _multiply_(values: list[torch.Tensor], device: torch.device, dtype: torch.dtype, factor: Factor) -> None:
@@ -310,9 +326,15 @@ def total_norm(
     if not norms:
         return torch.zeros((), dtype=torch.float32, device=values[0].device if values else None)
     widest = torch.float64 if any(one.dtype is torch.float64 for one in norms) else torch.float32
-    stacked = torch.stack([one.to(device=values[0].device, dtype=widest) for one in norms])
-    total: torch.Tensor = torch.linalg.vector_norm(stacked, norm_type)
-    return total
+    return _joined([one.to(device=values[0].device, dtype=widest) for one in norms], norm_type)
+
+
+def _joined(norms: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Return the norm of all, given those of parts, on the first one's device."""
+    if len(norms) == 1:
+        return norms[0]
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([one.to(norms[0].device) for one in norms]), norm_type)
+    return norm
 
 
 def _norm_by_kernel(

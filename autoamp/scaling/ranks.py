@@ -16,7 +16,7 @@ from autoamp.scaling.gradient_layout import GradientLayout
 from autoamp.scaling.gradients import DeviceAndDtype, total_norm, unscale_
 from autoamp.scaling.shards import local_of
 
-__all__ = ["clip_", "non_finite_now", "powered_norm"]
+__all__ = ["clip_", "clip_coefficient", "non_finite_now", "powered_norm"]
 
 
 @torch.no_grad()
@@ -59,6 +59,13 @@ def powered_norm(params: Sequence[Tensor], together: Together | None, norm_type:
 
 
 @torch.no_grad()
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """Return by what `clip_` multiplies, without dimensions; the arguments are those of `clip_`."""
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    return torch.where(norm.isfinite(), factor, 1.0)
+
+
+@torch.no_grad()
 def clip_(params: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
     """Multiply gradients in place by ``max_norm / (norm + 1e-6)`` where that is below 1, by the rule of
     `torch.nn.utils.clip_grad_norm_`. A norm that is inf or nan leaves them.
@@ -68,8 +75,7 @@ def clip_(params: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
         norm: The norm of all of them, without dimensions.
         max_norm: The highest norm.
     """
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    factor = torch.where(norm.isfinite(), factor, 1.0)
+    factor = clip_coefficient(norm, max_norm)
     by_kind: dict[DeviceAndDtype, list[Tensor]] = {}
     for grad in {id(param.grad): param.grad for param in params if param.grad is not None}.values():
         local = local_of(grad)

@@ -37,6 +37,8 @@ from autoamp.scaling import (
     ScaledMark,
     Together,
     Verdict,
+    clip_,
+    clip_coefficient,
     inverse_scale,
     is_sharded,
     local_of,
@@ -134,6 +136,8 @@ class StepGuard:
         # The scaler and scale of the last block or pass; and whether ranks agreed on all that was found since the step.
         self._last: tuple[LossScaler, Scale] | None = None
         self._agreed = False
+        # Whether the norm that was asked for last is that of gradients that wait.
+        self._clips_waiting = False
         self._on_stepped = on_stepped
         self._stands_alone = stands_alone
         # What the last block unscaled, and its scale.
@@ -497,13 +501,37 @@ class StepGuard:
 
         Where ranks agree on a step they do so by the same collective, and the step needs no other.
         """
-        self.collect()
+        waits = self.masters is not None and self.masters.waits_scaled
+        self.collect(last=self._delayed is None and (waits or not self.pending))
         self.finish_delayed()
         self.take_in_joined()
+        self._clips_waiting = False
+        if not several_processes() and self.masters is not None:
+            waiting = self.masters.waiting_norm(norm_type)
+            if waiting is not None:
+                self._clips_waiting = True
+                return self._with_true_ones(waiting, norm_type)
         settle_partial(self.params(), halves_alone=False)
         together = self.together
         norm = self._own_norm(together, norm_type)
         return norm if together is None else self._agree(together, norm, largest=norm_type == math.inf).norm
+
+    def _with_true_ones(self, waiting: torch.Tensor, norm_type: float) -> torch.Tensor:
+        """Return what `agreed_norm` does, given the norm of gradients that wait."""
+        rest = [param for param in self.params() if type(param) is not LeftHalf and param.grad is not None]
+        powered = waiting if norm_type == math.inf else waiting**norm_type
+        if not rest:
+            return powered
+        other = powered_norm(rest, None, norm_type).to(waiting.device)
+        return torch.maximum(powered, other) if norm_type == math.inf else powered + other
+
+    def clip(self, norm: torch.Tensor, max_norm: float) -> None:
+        """Clip the gradients of which `agreed_norm` was asked last; see `clip_`. Those that wait do so still."""
+        params = self.params()
+        if self._clips_waiting and self.masters is not None:
+            params = [param for param in params if type(param) is not LeftHalf]
+            self.masters.clip_waiting(clip_coefficient(norm, max_norm))
+        clip_(params, norm, max_norm)
 
     def _agree(
         self, together: Together, norm: torch.Tensor | None = None, *, largest: bool = False, hopeless: bool = False

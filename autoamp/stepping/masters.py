@@ -30,6 +30,7 @@ from torch import Tensor
 
 from autoamp import kernels
 from autoamp.scaling import (
+    ClippedFactor,
     DeviceFactor,
     Factor,
     GradientLayout,
@@ -38,6 +39,7 @@ from autoamp.scaling import (
     is_sharded,
     local_of,
     multiply_,
+    total_norm,
     widened,
 )
 from autoamp.stepping.attach import AttachedMethod
@@ -104,6 +106,9 @@ class MasterWeights:
         self._done: set[int] = set()
         # What makes true gradients of those that wait; None where they are true.
         self._factor: Factor | None = None
+        # Which norm the next pass that looks at gradients is to take as well; and that, its factor, and of which.
+        self._wanted_norm: float | None = None
+        self._known_norm: tuple[float | None, Factor, list[int], Tensor] | None = None
         self._workspace = Workspace()
         self._widen_later = weakref.WeakMethod(self.widen)
         self._asked = (-1, -1)
@@ -273,10 +278,47 @@ class MasterWeights:
         waiting: list[Any] = [half.grad for half, _ in self._waiting]
         if not waiting or len(set(map(id, waiting))) < len(waiting) or not all(map(_is_simple, waiting)):
             return None
-        found = check_(waiting, flag)
+        wanted, self._wanted_norm = self._wanted_norm, None
+        found, norm = check_(waiting, flag, wanted, factor)
         conceal(waiting, self._widen_later, factor)
         self._factor = factor
+        self._known_norm = None if norm is None else (wanted, factor, list(map(id, waiting)), norm)
         return found
+
+    @torch.no_grad()
+    def waiting_norm(self, norm_type: float) -> Tensor | None:
+        """Return the norm of the gradients that wait, as `total_norm` does, and let them wait on.
+
+        From the next block on the pass that looks for inf and nan gives it too, where a compiled kernel does that.
+
+        Returns:
+            None where no gradient waits, or they cannot be clipped as they are. Then they are to be widened.
+        """
+        optimizer = self._optimizer()
+        waiting: list[Any] = [half.grad for half, _ in self._waiting]
+        if (
+            norm_type not in (2.0, math.inf)
+            or self._replicated
+            or not (steps_by_parts(optimizer) or reads_half(optimizer))
+            or any(grad is None or is_scaled(grad) is (self._factor is None) for grad in waiting)
+        ):
+            return None
+        with as_they_are(waiting if self._factor is not None else []):
+            if not waiting or len(set(map(id, waiting))) < len(waiting) or not all(map(_is_simple, waiting)):
+                return None
+            self._wanted_norm = norm_type
+            known, ids = self._known_norm, list(map(id, waiting))
+            if known is not None and known[0] == norm_type and known[1] is self._factor and known[2] == ids:
+                return known[3]
+            return total_norm(waiting, norm_type, factor=self._factor)
+
+    @torch.no_grad()
+    def clip_waiting(self, coefficient: Tensor) -> None:
+        """Let gradients that wait, of which `waiting_norm` gave the norm, count as multiplied by a coefficient."""
+        waiting = [half.grad for half, _ in self._waiting]
+        if waiting:
+            self._factor = ClippedFactor(self._factor, coefficient)
+            conceal(waiting, self._widen_later, self._factor)
 
     def _can_wait(self) -> bool:
         optimizer = self._optimizer()
@@ -403,6 +445,9 @@ class MasterWeights:
         factor, devices = self._factor, self._listed().devices
         fused = all(group.get("fused") for group in optimizer.param_groups)
         if factor is None or not fused or len(devices) > 1 or hasattr(optimizer, "grad_scale"):
+            return None
+        if isinstance(factor, ClippedFactor):
+            # A quotient by its reciprocal would be rounded twice.
             return None
         (device,) = devices
         if isinstance(factor, DeviceFactor):

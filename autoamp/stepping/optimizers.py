@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autoamp.casting import Casts
 from autoamp.errors import UsageError, warn_user
-from autoamp.scaling import AskedGroup, DynamicLossScaler, LossScaler, clip_, multiplied_loss
+from autoamp.scaling import AskedGroup, DynamicLossScaler, LossScaler, multiplied_loss
 from autoamp.stepping.attach import (
     AttachedStep,
     InnerSteps,
@@ -346,7 +346,7 @@ class GuardedOptimizers:
         every = torch.stack([norm.to(norms[0].device) for norm in norms])
         norm = every.amax() if norm_type == torch.inf else every.sum() ** (1.0 / norm_type)
         for guard in guards:
-            clip_(guard.params(), norm, max_norm)
+            guard.clip(norm, max_norm)
         return norm
 
     def before_step(

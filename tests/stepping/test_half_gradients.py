@@ -538,6 +538,73 @@ def test_fused_steps_unscale_themselves(monkeypatch: pytest.MonkeyPatch, scale: 
     assert divided[:parts].count(8.0) == (parts - 3 if beside else parts)
 
 
+@pytest.mark.parametrize(
+    ("name", "scale", "norm_type"),
+    [
+        *(("AdamW", scale, 2.0) for scale in (None, 8.0, 1000.0, "dynamic")),
+        *((name, scale, 2.0) for name in ("FusedSGD", "FusedLAMB") for scale in (None, "dynamic")),
+        *(("FusedSGD", scale, float("inf")) for scale in (None, "dynamic")),
+    ],
+)
+def test_clipping_by_the_handle_leaves_gradients_half(name: str, scale: Any, norm_type: float) -> None:
+    """Whoever looks afterwards finds them clipped, in fp32, and the step takes them so."""
+    kind, how = {"AdamW": (torch.optim.AdamW, {"fused": True}), **FUSED}[name]
+    ends, norms = [], []
+    for make in (kind, whole(kind)):
+        model, optimizer = scaled(make, BF16 if scale is None else FP16, scale, **how)
+        for seed in range(4):
+            backward(model, optimizer, seed, 1e38 if seed == 1 and scale else 1.0)
+            norm = current_handle().clip_grad_norm_(optimizer, 0.01, norm_type)  # type: ignore[union-attr]
+            assert concealed(model) == [make is kind] * 4
+            optimizer.step()
+            assert concealed(model) == [make is kind] * 4
+            norms.append(norm.nan_to_num(7.0, 7.0))
+            if seed < 3:
+                optimizer.zero_grad()
+        # The last ones were clipped, and add to the next in fp32.
+        assert all(p.grad.dtype is torch.float32 for p in model.parameters())  # type: ignore[union-attr]
+        ends.append([*snapshot(model, optimizer), *[p.grad.clone() for p in model.parameters()]])  # type: ignore[union-attr]
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(*ends, strict=True))
+    assert torch.allclose(torch.stack(norms[:4]), torch.stack(norms[4:]))
+    assert float(norms[0]) > 0.01
+    assert float(torch.nn.utils.get_total_norm(ends[0][-4:], norm_type)) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_clipping_twice_and_what_comes_after() -> None:
+    ends = []
+    for make in (adamw, whole_adamw):
+        model, optimizer = scaled(make)
+        handle: Any = current_handle()
+        backward(model, optimizer)
+        norms = [handle.clip_grad_norm_(optimizer, limit) for limit in (0.02, 0.01, 5.0)]
+        assert [float(norm) for norm in norms[1:]] == pytest.approx([0.02, 0.01], rel=1e-3)
+        # Another backward pass adds to the clipped ones, and a 3-norm is taken of wide ones.
+        backward(model, optimizer, 1)
+        assert not any(concealed(model))
+        handle.clip_grad_norm_(optimizer, 0.01, 3.0)
+        optimizer.step()
+        ends.append([*snapshot(model, optimizer), *[p.grad for p in model.parameters()]])
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(*ends, strict=True))
+
+
+def test_clipping_takes_true_gradients_into_account() -> None:
+    ends = []
+    for make in (adamw, whole_adamw):
+        torch.manual_seed(5)
+        model = torch.nn.Sequential(torch.nn.Conv1d(4, 3, 1), torch.nn.BatchNorm1d(3))
+        optimizer = make(model.parameters())
+        o2(model, optimizer)
+        for norm_type in (2.0, float("inf")):
+            with autoamp.scale_loss(model(torch.randn(5, 4, 2)).square().sum(), optimizer) as loss:
+                loss.backward()
+            norm = current_handle().clip_grad_norm_(optimizer, 0.1, norm_type)  # type: ignore[union-attr]
+            optimizer.step()
+            ends.append([norm, *snapshot(model, optimizer), *[p.grad.clone() for p in model.parameters()]])  # type: ignore[union-attr]
+            optimizer.zero_grad()
+    for one, other in zip(ends[:2], ends[2:], strict=True):
+        assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(one, other, strict=True))
+
+
 def test_scaled_gradients_without_their_optimizer() -> None:
     model, optimizer = scaled(adamw)
     backward(model, optimizer)
