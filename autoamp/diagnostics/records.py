@@ -30,7 +30,7 @@ from torch.nn import Module
 
 from autoamp.casting import Casts
 from autoamp.diagnostics.inspector import flaw_of, sum_of, user_line, worst_of
-from autoamp.diagnostics.saved_values import Made, first_not_finite, made_by
+from autoamp.diagnostics.saved_values import Made, first_not_finite, gradient_is_finite_in_fp32, made_by
 from autoamp.tensors import HALF_DTYPES, iter_tensors, map_tensors, version_of
 from autoamp.torch_private import current_graph_task
 
@@ -137,6 +137,7 @@ class NodeTrace:
         dtypes: Of those that it gave.
         finite_at_one: Where it made inf or nan, whether it gives finite gradients at a loss scale of 1; None if that
             was not looked at.
+        finite_in_fp32: Where it made inf or nan, whether it had not in fp32; None if that is not known.
     """
 
     name: str
@@ -145,6 +146,7 @@ class NodeTrace:
     gave: Sequence[Any] = ()
     dtypes: Sequence[torch.dtype | None] = ()
     finite_at_one: bool | None = None
+    finite_in_fp32: bool | None = None
 
 
 @dataclass(eq=False)
@@ -360,7 +362,9 @@ class Recorder:
         looks = self.thorough or loss.device.type == "cpu"
         if looks and not _is_finite(region.loss):
             place = first_not_finite(nodes, loss.dtype not in HALF_DTYPES)
-            region.first = None if place is None else (NodeTrace(names[place], lines[place]), made_by(nodes[place]))
+            region.first = (
+                None if place is None else (NodeTrace(names[place], lines[place]), made_by(nodes[place], nodes))
+            )
         # It refers to neither the nodes nor what holds them.
         owner = weakref.ref(region)
         for place, name in enumerate(names):
@@ -465,6 +469,7 @@ def _looking(region: weakref.ref[LossRegion], trace: NodeTrace, place: int) -> C
             trace.got, trace.gave = [_without_graph(g) for g in got], [_without_graph(g) for g in gave]
             trace.dtypes = [None if g is None else g.dtype for g in gave]
             trace.finite_at_one = _finite_at_one(found, found.nodes[place], got)
+            trace.finite_in_fp32 = gradient_is_finite_in_fp32(found.nodes[place], found.nodes, got)
             found.traces.append(trace)
 
     return ran

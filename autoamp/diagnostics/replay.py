@@ -577,18 +577,23 @@ def _loss_finding(region: LossRegion, trace: NodeTrace, flaw: Flaw, scale: float
     if trace.finite_at_one or (trace.finite_at_one is None and searching):
         # Where nobody could look, the scale goes down in any case, and at 1 there is no doubt left.
         verdict: OverflowVerdict = ScaleSearch()
-    elif halves:
+    elif trace.finite_in_fp32:
         verdict = HalfPrecisionOp(sizes, _half_of(trace.dtypes))
+    elif trace.finite_in_fp32 is None:
+        verdict = NotLocated(_NOT_KNOWN_IN_FP32)
     else:
         verdict = NotFiniteInFp32(magnitudes=sizes)
     return _of_node(region, trace, verdict, "backward", flaw)
+
+
+_NOT_KNOWN_IN_FP32 = "whether it would be finite in fp32 is not known; use explain_overflow()"
 
 
 def _forward_verdict(first: NodeTrace, made: Made) -> OverflowVerdict:
     if made.is_half and made.finite_in_fp32:
         return HalfPrecisionOp(made.magnitudes, _half_of([made.dtype]), in_cast=_op_of(first.name) == "to")
     if made.finite_in_fp32 is None:
-        return NotLocated("whether it would be finite in fp32 is not known; use explain_overflow()")
+        return NotLocated(_NOT_KNOWN_IN_FP32)
     return NotFiniteInFp32(magnitudes=made.magnitudes)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autoamp.diagnostics.saved_values import first_not_finite, made_by
+from autoamp.diagnostics.saved_values import first_not_finite, gradient_is_finite_in_fp32, made_by
 
 
 def nodes_of(result: Tensor) -> list[Any]:
@@ -93,3 +93,42 @@ def test_the_first_of_several() -> None:
     assert place is not None
     assert nodes[place].name() == "MulBackward0"
     assert made_by(nodes[place]).magnitudes == (300.0, 300.0)
+
+
+@pytest.mark.parametrize(
+    ("function", "values", "finite"),
+    [
+        # The derivative is infinite at 0.
+        (lambda x: x.sqrt(), (0.0, 1.0), False),
+        (lambda x: x.log(), (0.0, 1.0), False),
+        # It is 1e4, and what came was large.
+        (lambda x: x * 1e4, (0.0, 1.0), True),
+        # It is too large for fp16 itself, which nothing tells from infinite.
+        (lambda x: x.pow(3), (200.0, 1.0), None),
+        (lambda x: x.float(), (1.0, 1.0), True),
+    ],
+)
+def test_a_gradient_that_overflows_in_fp16(
+    function: Callable[[Tensor], Tensor], values: tuple[float, ...], finite: bool | None
+) -> None:
+    result = function(leaf(*values))
+    got = [torch.full((2,), 1e6 if result.dtype == torch.float32 else 1e4, dtype=result.dtype)]
+    node: Any = result.grad_fn
+    assert gradient_is_finite_in_fp32(node, [node], got) is finite
+
+
+def test_a_gradient_that_overflows_in_fp32() -> None:
+    wide = leaf(0.0, dtype=torch.float32).sqrt()
+    assert gradient_is_finite_in_fp32(wide.grad_fn, [wide.grad_fn], [torch.ones(1)]) is False
+    # The 0 may be one in half precision alone.
+    rounded = leaf(1e-9, dtype=torch.float32).half().float().sqrt()
+    assert gradient_is_finite_in_fp32(rounded.grad_fn, nodes_of(rounded), [torch.ones(1)]) is None
+
+
+def test_a_cast_that_overflows_after_finite_values() -> None:
+    x = leaf(1000.0, 1.0, dtype=torch.float32)
+    loss = (x * x).half().mean().float()
+    nodes = nodes_of(loss)
+    place = first_not_finite(nodes, wide=True)
+    assert place is not None
+    assert nodes[place].name() == "ToCopyBackward0"
