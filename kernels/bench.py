@@ -247,6 +247,22 @@ def say_adam(seconds: dict[str, list[float]], count: int) -> None:
         say(f"  {label:<44}{quartiles(ratio)}\n")
 
 
+def say_host(tensors: int, calls: int = 400) -> None:
+    """Print the least time of a call of `adam_` with nearly nothing to compute."""
+    step, other = Step([4] * tensors), Step([4] * tensors)
+    given = step.grads, other.grads
+    least = {"same gradients": float("inf"), "new ones": float("inf")}
+    for turn in range(2 * calls):
+        # Each twice.
+        step.grads = given[turn // 2 % 2]
+        begin = time.perf_counter()
+        step.kernel()
+        name = "same gradients" if turn % 2 else "new ones"
+        least[name] = min(least[name], time.perf_counter() - begin)
+    times = ", ".join(f"{name} {1e3 * seconds:.2f}" for name, seconds in least.items())
+    sys.stdout.write(f"\nThe host's share of a call of adam_ for {tensors} tensors, ms: {times}\n")
+
+
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -274,6 +290,8 @@ def main() -> None:
     )
     say_adam(seconds, count)
     say_others(step, count, ways["copy_"], options.rounds)
+    for tensors in (48, 400):
+        say_host(tensors)
     import autoamp_kernels
 
     if torch.cuda.is_available() and autoamp_kernels.available("cuda"):

@@ -3,7 +3,8 @@
 All checks are done before anything is launched. What is checked at every call is what can change behind the same
 address: the size, and of lists that are read the dtype and whether the elements lie in order. Lists that are written
 are those of an earlier call where all tensors are the same objects at the same addresses. So one thing goes unnoticed:
-a parameter whose ``.data`` becomes another view of the same memory, of as many elements, such as its own transpose.
+a parameter whose ``.data`` becomes another view of the same memory, of as many elements, such as its own transpose; of
+states of any size.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from autoamp_kernels.abi import BF16, CHUNK, F16, F32, I32, I64
 from autoamp_kernels.errors import ArgumentError
+from autoamp_kernels.likeness import Likeness
 
 __all__ = ["CODES", "Column", "Role", "Table", "Tables"]
 
@@ -49,22 +51,22 @@ class Role:
 
 
 # What tells whether a list is that of an earlier call, cheap enough to ask at every call: addresses, counts of
-# elements, and what else can change. Of states that is the dtype alone. Of other lists that are written, which hardly
-# ever change, it is which tensors they are. Of those that are read it is dtypes, and True where all tensors are
-# contiguous, else their shapes and strides.
-Layout: TypeAlias = tuple[list[int], list[int], Any, Any]
+# elements, and what else can change. Of lists that are written, which hardly ever change, it is which tensors they are;
+# of states, whose layout is nobody else's, without the counts. Of those that are read it is dtypes, and True where all
+# tensors are contiguous, else their shapes and strides.
+Layout: TypeAlias = tuple[list[int], list[int] | None, Any, Any]
 
 _address, _count, _is_contiguous = Tensor.data_ptr, Tensor.numel, Tensor.is_contiguous
 
 
-def _layout(role: Role, tensors: Sequence[Tensor]) -> Layout:
+def _layout(role: Role, tensors: Sequence[Tensor], old: Column | None) -> Layout:
     # By `map`: for hundreds of tensors these calls are most of what a step costs the host.
-    pointers, counts = list(map(_address, tensors)), list(map(_count, tensors))
-    if role.state:
-        return pointers, counts, tensors[0].dtype, None
+    pointers = list(map(_address, tensors))
     if role.written:
-        return pointers, counts, list(map(id, tensors)), None
-    return pointers, counts, [tensor.dtype for tensor in tensors], _order(tensors)
+        return pointers, None if role.state else list(map(_count, tensors)), list(map(id, tensors)), None
+    if old is not None and old.likeness.holds(tensors):
+        return pointers, *old.layout[1:]
+    return pointers, list(map(_count, tensors)), [tensor.dtype for tensor in tensors], _order(tensors)
 
 
 def _order(tensors: Sequence[Tensor]) -> Any:
@@ -94,6 +96,7 @@ class Column:
         address: Where ``pointers`` lie.
         dtype: The code of the tensors' dtype.
         watch: Where the layout has identities, whose they are.
+        likeness: Of a list that is read, tells whether others are like these.
     """
 
     role: Role
@@ -103,16 +106,26 @@ class Column:
     address: int
     dtype: int
     watch: _Watch | None
+    likeness: Likeness
 
     def is_that(self, layout: Layout) -> bool:
         """Tell whether a list of this layout is the column's."""
         return self.layout == layout and (self.watch is None or self.watch.holds())
 
 
-def _column(role: Role, tensors: Sequence[Tensor], layout: Layout) -> Column:
-    pointers, sizes = np.array(layout[0], dtype=np.int64), np.array(layout[1], dtype=np.int64) * tensors[0].itemsize
-    watch = _Watch(tensors) if role.written and not role.state else None
-    return Column(role, layout, pointers, sizes, int(pointers.ctypes.data), CODES[tensors[0].dtype], watch)
+def _column(role: Role, tensors: Sequence[Tensor], layout: Layout, counts: Ints, old: Column | None) -> Column:
+    """Return the column of a list that was checked beside parameters of so many elements each."""
+    pointers, first = np.array(layout[0], dtype=np.int64), tensors[0]
+    address, likeness = int(pointers.ctypes.data), Likeness() if old is None else old.likeness
+    if not role.written and old is not None and old.layout[1:] == layout[1:]:
+        if layout[2] is not old.layout[2]:
+            # They are like the ones before, and so will be the next.
+            likeness.learn(tensors)
+        return Column(role, layout, pointers, old.sizes, address, old.dtype, None, likeness)
+    likeness.forget()
+    sizes = (np.ones_like(counts) if role.single else counts) * first.itemsize
+    watch = _Watch(tensors) if role.written else None
+    return Column(role, layout, pointers, sizes, address, CODES[first.dtype], watch, likeness)
 
 
 @dataclass(frozen=True)
@@ -193,8 +206,9 @@ class Tables:
         # A rough key: whether the table is that of these very tensors is found out by comparing layouts.
         key = (kernel, *(id(tensors[0]) for role, tensors in given if role.written))
         old = self._tables.get(key)
+        before = {} if old is None else old.columns
         try:
-            layouts = [_layout(role, tensors) for role, tensors in given]
+            layouts = [_layout(role, tensors, before.get(role.name)) for role, tensors in given]
         except RuntimeError:
             # A tensor without an address.
             for role, tensors in given:
@@ -220,7 +234,7 @@ def _built(kernel: str, given: Given, layouts: Sequence[Layout], old: Table | No
     """Check the lists and make their table; what is as in the old table is taken from there, unchecked."""
     anchor, device = given[0], given[0][1][0].device
     known: dict[str, Column] = {}
-    if old is not None and old.device == device and _is_that(old.columns.get(anchor[0].name), layouts[0]):
+    if old is not None and old.device == device and _is_measure(old.columns.get(anchor[0].name), layouts[0]):
         known = old.columns
         counts, first_chunk, is_contiguous = old.counts, old.first_chunk, old.is_contiguous
     else:
@@ -230,9 +244,10 @@ def _built(kernel: str, given: Given, layouts: Sequence[Layout], old: Table | No
     for (role, tensors), layout in zip(given, layouts, strict=True):
         column = known.get(role.name)
         if column is None or not column.is_that(layout):
-            if not (is_contiguous and _is_plain(role, tensors, layout, layouts[0][1], device)):
+            alike = column is not None and layout[2] is column.layout[2]
+            if not alike and not (is_contiguous and _is_plain(role, tensors, layout, layouts[0][1], device)):
                 _check(kernel, role, tensors, anchor[0], anchor[1], device)
-            column = _column(role, tensors, layout)
+            column = _column(role, tensors, layout, counts, column)
         columns[role.name] = column
     written = [column for column in columns.values() if column.role.written]
     if old is not None and len(old.written.columns) == len(written) and all(map(_same, old.written.columns, written)):
@@ -245,20 +260,29 @@ def _built(kernel: str, given: Given, layouts: Sequence[Layout], old: Table | No
     return Table(device, counts, first_chunk, is_contiguous, columns, pieces)
 
 
+def _is_measure(column: Column | None, layout: Layout) -> bool:
+    """Tell whether what was right beside a column is so beside a list of this layout."""
+    if column is None:
+        return False
+    # What is read may lie elsewhere.
+    return column.is_that(layout) if column.role.written else column.layout[1:] == layout[1:]
+
+
 def _same(one: Column, other: Column) -> bool:
     return one is other
 
 
-def _is_plain(role: Role, tensors: Sequence[Tensor], layout: Layout, counts: list[int], device: torch.device) -> bool:
+def _is_plain(role: Role, tensors: Sequence[Tensor], layout: Layout, counts: Any, device: torch.device) -> bool:
     """Tell whether a list is right without looking closer: what nearly all are, found out in one pass for each rule."""
     is_read = not (role.state or role.written)
     dtypes = set(layout[2]) if is_read else {tensor.dtype for tensor in tensors}
     dtype = tensors[0].dtype
     if dtypes != {dtype} or dtype not in role.dtypes or not _all_on(device, tensors, layout[0]):
         return False
+    own = layout[1] if layout[1] is not None else list(map(_count, tensors))
     if role.single:
-        return layout[1] == [1] * len(tensors)
-    return (layout[3] if is_read else _order(tensors)) is True and layout[1] == counts
+        return own == [1] * len(tensors)
+    return (layout[3] if is_read else _order(tensors)) is True and own == counts
 
 
 def _all_on(device: torch.device, tensors: Sequence[Tensor], pointers: list[int]) -> bool:
