@@ -18,17 +18,22 @@ ROOT = Path(__file__).resolve().parent.parent
 # Forks for each line of arguments, and tells how the fork ended. What a child raises unwinds to the top of the
 # interpreter, as it would have.
 DRIVER = """
-import json, os, sys, tempfile
+import gc, json, os, sys, tempfile
+gc.disable()
 import torch
 from autoamp.cli import main
 
 # The first optimizer of a process imports torch's compiler, which takes as long as torch.
 torch.optim.SGD([torch.ones(1)], lr=1.0)
 
+# A fork that looked through what is there by now would copy all of it.
+gc.freeze()
+
 def run(argv):
     out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
     pid = os.fork()
     if pid == 0:
+        gc.enable()
         os.dup2(out.fileno(), 1), os.dup2(err.fileno(), 2)
         sys.argv = ["autoamp", *argv]
         return None

@@ -7,6 +7,7 @@ which as a rule only look whether there is an apex.
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import sys
 import sysconfig
@@ -158,12 +159,17 @@ def _dotted(node: ast.expr) -> list[str]:
     return parts
 
 
+@functools.cache
+def _not_the_users() -> tuple[str, ...]:
+    """Return the folders of Python and of autoamp."""
+    paths = sysconfig.get_paths()
+    return (_OURS, *(os.path.join(paths[name], "") for name in ("stdlib", "platstdlib")))
+
+
 def _is_installed(file: str) -> bool:
     """Tell whether a file is Python's, ours, or an installed package's."""
     path = os.path.abspath(file)
-    paths = sysconfig.get_paths()
-    places = (_OURS, *(os.path.join(paths[name], "") for name in ("stdlib", "platstdlib")))
-    return path.startswith(places) or not _INSTALLED.isdisjoint(path.split(os.sep))
+    return path.startswith(_not_the_users()) or not _INSTALLED.isdisjoint(path.split(os.sep))
 
 
 def _source(name: str, module: types.ModuleType, file: str) -> str:

@@ -211,7 +211,9 @@ def _module_globals(
     Returns:
         For each its module's name, the module, the name of the global and the object.
     """
-    found = []
+    found: list[tuple[str, types.ModuleType, str, Any]] = []
+    if not wanted:
+        return found
     for name, module in list(sys.modules.items()):
         # Some programs keep other things than modules in sys.modules; their attributes may be computed.
         if not isinstance(module, types.ModuleType) or skip(name):

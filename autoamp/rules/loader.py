@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.resources
 import os
 from collections.abc import Collection, Iterable, Mapping
@@ -23,13 +24,26 @@ PROJECT_FILE = "autoamp.toml"
 def _read(path: Path | Traversable, name: str, asked_by: Origin) -> ListSet:
     """Read and check a list file. Where it cannot be read the error names `asked_by`, which asks for it."""
     try:
-        data, lines = parse_toml(path.read_bytes())
-    except TomlError as error:
-        raise ListFileError(str(error), name, error.line) from error
+        raw = path.read_bytes()
     except (OSError, ValueError) as error:
         remedy = f"give the path of a list file, or a shipped set: {choices(shipped_sets())}"
         raise ListFileError(f"{name!r} cannot be read ({error}); {remedy}", asked_by.path, asked_by.line) from error
-    return ListSet(Source(name, Path(name).parent, asked_by.shipped, lines), data, schema_needed=True)
+    return _checked_shipped(raw, name) if asked_by.shipped else _checked(raw, name, shipped=False)
+
+
+def _checked(raw: bytes, name: str, *, shipped: bool) -> ListSet:
+    """Check the content of a list file."""
+    try:
+        data, lines = parse_toml(raw)
+    except TomlError as error:
+        raise ListFileError(str(error), name, error.line) from error
+    return ListSet(Source(name, Path(name).parent, shipped, lines), data, schema_needed=True)
+
+
+@functools.lru_cache(maxsize=8)
+def _checked_shipped(raw: bytes, name: str) -> ListSet:
+    """Check the content of a shipped set, which each handle reads again: once is enough."""
+    return _checked(raw, name, shipped=True)
 
 
 def _read_named(ref: str, asked_by: Origin, folder: Path) -> ListSet:
