@@ -239,7 +239,7 @@ class AutoScale:
             watch = self._optimizers.watch
             if watch is not None:
                 for root in roots:
-                    watch.loss_scaled(root)
+                    watch.loss_scaled(root, running.scale)
             with self._passes.opened(running), self._run(running, roots, *reached):
                 run(roots, scaled_gradients(roots, given, running.scale))
 

@@ -37,6 +37,7 @@ __all__ = [
     "named_inputs",
     "sum_of",
     "user_line",
+    "user_place",
     "worst_of",
 ]
 
@@ -165,10 +166,21 @@ def user_line(frame: types.FrameType | None) -> str | None:
     return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
+def user_place(frame: types.FrameType | None) -> tuple[str, int] | None:
+    """Return the file and the line of the innermost frame that is neither of torch nor of this package."""
+    frame = _user_frame(frame)
+    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+
+
 def _user_frame(frame: types.FrameType | None) -> types.FrameType | None:
-    while frame is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] in _BETWEEN:
+    while frame is not None and _is_between(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
     return frame
+
+
+@functools.lru_cache(maxsize=512)
+def _is_between(module: Any) -> bool:
+    return str(module).partition(".")[0] in _BETWEEN
 
 
 def _writes_in_place(function: Any) -> bool:

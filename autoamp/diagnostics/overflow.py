@@ -10,24 +10,28 @@ import contextlib
 import logging
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import SupportsFloat
 
 from torch import Tensor
 from torch.nn import Module
 
 from autoamp.casting import Casts
 from autoamp.diagnostics.inspector import worst_of
+from autoamp.diagnostics.losses import LossRegion
 from autoamp.diagnostics.ranks import TracingRanks
-from autoamp.diagnostics.records import LossRegion, Record, Recorder
+from autoamp.diagnostics.records import Record, Recorder
 from autoamp.diagnostics.replay import (
     CannotReplay,
     forward_finding,
     in_loss,
+    in_unwatched,
     kept_state,
     output_finding,
     replay,
     search_scale,
+    unfit,
     unwrapped,
 )
 from autoamp.diagnostics.verdicts import Communication, NotFiniteInFp32, NotLocated, Overflow, ScaleSearch
@@ -85,9 +89,9 @@ class OverflowTrace:
 
     # -- what steps tell; see `autoamp.stepping.StepWatch` --
 
-    def loss_scaled(self, loss: Tensor) -> None:
+    def loss_scaled(self, loss: Tensor, scale: SupportsFloat) -> None:
         """Hear of a loss whose backward pass is about to run."""
-        self.recorder.note_loss(loss)
+        self.recorder.note_loss(loss, scale)
 
     def step_begins(self) -> None:
         """Hear that an optimizer is called: what was recorded is of its step."""
@@ -98,7 +102,7 @@ class OverflowTrace:
         self._judged = taken
         if self._watched:
             self._watched -= 1
-        self.wants_flags = self.recorder.thorough = self._watched > 0
+            self.wants_flags = self.recorder.losses.thorough = self._watched > 0
 
     def step_known(
         self, skips: Skips, skipped: bool, scale: float | None, next_scale: float | None, late: bool
@@ -135,7 +139,7 @@ class OverflowTrace:
     def _note(self, found: Overflow) -> None:
         if isinstance(found.verdict, NotLocated) or found.module is None:
             self._watched = max(self._watched, WATCHED_STEPS)
-            self.wants_flags = self.recorder.thorough = True
+            self.wants_flags = self.recorder.losses.thorough = True
         self.last = found
         self.all.append(found)
         del self.all[: -self.keeps]
@@ -154,6 +158,7 @@ class OverflowTrace:
     def _explain(self, scale: float) -> Overflow:
         records = [*self._earlier[0], *self._judged[0]]
         losses = [*self._earlier[1], *self._judged[1]]
+        self.recorder.sums = self.recorder.sums or any(record.outputs_written_to() for record in records)
         reducing = next((module for record in records if _reduces(module := record.module())), None)
         ranks = self._ranks.begin(reducing) if several_processes() and reducing is not None else None
         found: Overflow | None = None
@@ -215,7 +220,8 @@ class OverflowTrace:
 
     def _suspect(self, records: list[Record]) -> Overflow | None:
         for record in records:
-            if record.unfit is None and record.module() is not None:
+            module = record.module()
+            if module is not None and unfit(module) is None:
                 again = replay(record, self._casts)
                 for number, output in enumerate(again.outputs):
                     if output is not None and (record.takes_part(number) or not output.requires_grad):
@@ -233,17 +239,25 @@ class OverflowTrace:
             if record.too_large:
                 raise CannotReplay("the gradients at the outputs are too large to be kept; use explain_overflow()")
             for loss in record.passes:
-                if worst_of(record.gradients_of(loss)) is not None:
-                    why = (
-                        "the loss is computed in more ops than are looked at"
-                        if any(not r.whole for r in losses)
-                        else "it lies in what is computed between calls of modules"
-                    )
-                    raise CannotReplay(f"{why}; use explain_overflow()")
+                arrived = record.gradients_of(loss)
+                if worst_of(arrived) is not None:
+                    return self._between(losses, arrived, scale)
                 found = search_scale(record, replay(record, self._casts), self._casts, scale, loss)
                 if found is not None:
                     return found
         return None
+
+    def _between(self, losses: list[LossRegion], arrived: Sequence[Tensor | None], scale: float) -> Overflow:
+        """Return the finding for gradients at outputs that are not finite, though no node was seen to make them so."""
+        unwatched = [found for region in losses if (found := in_unwatched(region, arrived, scale)) is not None]
+        if len(unwatched) == 1 and len(losses) == 1:
+            return unwatched[0]
+        why = (
+            "the loss is computed in more ops than are looked at"
+            if any(not region.whole for region in losses)
+            else "it lies in what is computed between calls of modules"
+        )
+        raise CannotReplay(f"{why}; use explain_overflow()")
 
 
 def _reduces(module: Module | None) -> bool:

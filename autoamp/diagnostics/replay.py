@@ -8,6 +8,7 @@ import copy
 import functools
 import math
 import random
+import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,9 +20,20 @@ from torch.nn import Module
 
 from autoamp.casting import Casts
 from autoamp.diagnostics.call_sites import shown_file
-from autoamp.diagnostics.inspector import Backward, Flaw, Inspector, Origin, Site, flaw_of, named_inputs, worst_of
+from autoamp.diagnostics.inspector import (
+    Backward,
+    Flaw,
+    Inspector,
+    Origin,
+    Site,
+    flaw_of,
+    named_inputs,
+    sum_of,
+    worst_of,
+)
+from autoamp.diagnostics.losses import LossRegion, NodeTrace
 from autoamp.diagnostics.op_names import fp32_entry, spellings
-from autoamp.diagnostics.records import LossRegion, NodeTrace, RandomStates, Record
+from autoamp.diagnostics.records import RandomStates, Record
 from autoamp.diagnostics.saved_values import Made
 from autoamp.diagnostics.verdicts import (
     HalfPrecisionOp,
@@ -33,7 +45,7 @@ from autoamp.diagnostics.verdicts import (
 )
 from autoamp.scaling import is_sharded
 from autoamp.stepping import several_processes
-from autoamp.tensors import HALF_DTYPES, iter_tensors, map_tensors
+from autoamp.tensors import HALF_DTYPES, iter_tensors, map_tensors, version_of
 
 __all__ = [
     "Attributes",
@@ -43,11 +55,13 @@ __all__ = [
     "forward_finding",
     "found_backward",
     "in_loss",
+    "in_unwatched",
     "kept_state",
     "origin_finding",
     "output_finding",
     "replay",
     "search_scale",
+    "unfit",
     "unwrapped",
     "with_all_names",
     "write",
@@ -211,6 +225,17 @@ def unwrapped(module: Module) -> Module:
     return inner if wraps and isinstance(inner, Module) else module
 
 
+def unfit(module: Module) -> str | None:
+    """Return why calls of a module cannot be run again, as far as the module itself tells; None where they can."""
+    if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
+        return "the model is a compiled region"
+    if isinstance(module, (torch.jit.ScriptModule, types.FunctionType)):
+        return "the model is a TorchScript module"
+    if type(module).__name__ in ("FullyShardedDataParallel", "DataParallel"):
+        return f"{type(module).__name__} gathers the model from several devices"
+    return None
+
+
 def replay(record: Record, casts: Casts, *, wide: bool = False) -> Replayed:
     """Run a recorded call again.
 
@@ -225,8 +250,8 @@ def replay(record: Record, casts: Casts, *, wide: bool = False) -> Replayed:
     module = record.module()
     if module is None:
         raise CannotReplay("the model is gone")
-    if record.unfit is not None:
-        raise CannotReplay(record.unfit)
+    if (why := unfit(module)) is not None:
+        raise CannotReplay(why)
     if record.written_to():
         raise CannotReplay("inputs of the model were written to")
     root = unwrapped(module)
@@ -272,14 +297,17 @@ def _switched(casts: Casts, switches: Any) -> Iterator[None]:
 
 def _check_same(record: Record, again: Replayed) -> None:
     """Raise where a replay did not give what the step did; see `CannotReplay`."""
-    if len(again.outputs) != len(record.sums):
+    if len(again.outputs) != len(record.outputs):
         raise CannotReplay("run again, the model gave other outputs")
-    for output, before in zip(again.outputs, record.sums, strict=True):
+    for output, before in zip(again.outputs, record.outputs, strict=True):
         if (output is None) is not (before is None):
             raise CannotReplay("run again, the model gave other outputs")
+        if isinstance(before, tuple):
+            # What the program has written to since is not compared.
+            before = sum_of(before[0]) if version_of(before[0]) == before[1] else None
         if output is None or before is None:
             continue
-        now, then = float(output.detach().sum(dtype=torch.float32)), float(before)
+        now, then = float(sum_of(output.detach())), float(before)
         rough = 1e-2 * float(output.detach().float().abs().sum()) if math.isfinite(now) else 0.0
         if not (now == then or (math.isnan(now) and math.isnan(then)) or abs(now - then) <= rough):
             raise CannotReplay(
@@ -560,16 +588,36 @@ def in_loss(region: LossRegion, scale: float) -> Overflow | None:
         if flaw is None:
             continue
         return _loss_finding(region, trace, flaw, scale)
-    return None
+    return _in_forward(region)
+
+
+def _in_forward(region: LossRegion) -> Overflow | None:
+    """Return the finding for a loss that is not finite itself, where it is known which of its ops made that."""
+    flaw = region.flaw()
+    if flaw is None or region.first is None:
+        return None
+    first, made = region.first
+    return _of_node(region, first, _forward_verdict(first, made), "forward", made.flaw or flaw)
+
+
+def in_unwatched(region: LossRegion, arrived: Sequence[Tensor | None], scale: float) -> Overflow | None:
+    """Return the finding for a node of a loss that nobody looked at; None where none of these made inf or nan.
+
+    Args:
+        region: Of which no other node did, and whose loss is finite.
+        arrived: What came back to the outputs of a module, not all of it finite.
+        scale: The loss scale.
+    """
+    trace, flaw = region.unwatched(arrived), worst_of(arrived)
+    return None if trace is None or flaw is None else _loss_finding(region, trace, flaw, scale)
 
 
 def _loss_finding(region: LossRegion, trace: NodeTrace, flaw: Flaw, scale: float) -> Overflow:
     halves = any(dtype in HALF_DTYPES for dtype in trace.dtypes)
     sizes = tuple(float(g.abs().max()) for g in trace.got if g is not None and g.numel())
-    in_the_loss = flaw_of(region.loss)
-    if in_the_loss is not None and region.first is not None:
-        first, made = region.first
-        return _of_node(region, first, _forward_verdict(first, made), "forward", made.flaw or in_the_loss)
+    if (found := _in_forward(region)) is not None:
+        return found
+    in_the_loss = region.flaw()
     if in_the_loss is not None and halves:
         why = "the loss is not finite, and which of its ops made that is not known; use explain_overflow()"
         return Overflow(NotLocated(why), location=_shown(region.line), phase="forward", value=in_the_loss.value)

@@ -137,7 +137,7 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
             runtime.optimizers.rehearsal.backward(loss)
             return
         if runtime is not None and runtime.optimizers.watch is not None:
-            runtime.optimizers.watch.loss_scaled(loss)
+            runtime.optimizers.watch.loss_scaled(loss, self.loss_scaler.scale_at_hand())
         with scaled_block([self._guard], self.loss_scaler, delay_unscale=not update_master_grads) as scale:
             multiplied_loss(loss, scale).backward(retain_graph=retain_graph)
 

@@ -215,7 +215,7 @@ class GuardedOptimizers:
         if self._resumed and scaler.checks:
             self._warn_of_resumed(listed(optimizers), scaler)
         if self.watch is not None:
-            self.watch.loss_scaled(loss)
+            self.watch.loss_scaled(loss, scaler.scale_at_hand())
         try:
             if all(guard.proven for guard in guards) or not scaler.checks or torch.compiler.is_compiling():
                 with scaled_block(guards, scaler, delay_unscale=delay_unscale) as scale:

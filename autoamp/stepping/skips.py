@@ -10,7 +10,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsFloat
 
 from torch import Tensor
 
@@ -27,8 +27,8 @@ class StepWatch(Protocol):
     wants_flags: bool
     """Whether it wants to hear of skips at once, though the device alone knows of them as yet."""
 
-    def loss_scaled(self, loss: Tensor) -> None:
-        """Hear of a loss whose backward pass is about to run."""
+    def loss_scaled(self, loss: Tensor, scale: SupportsFloat) -> None:
+        """Hear of a loss whose backward pass is about to run, multiplied by a scale."""
 
     def step_begins(self) -> None:
         """Hear that an optimizer is called."""

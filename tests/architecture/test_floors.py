@@ -196,6 +196,7 @@ TESTED_TOGETHER = {
     "compat/missing.py": "compat/test_alias.py",
     "compat/moved.py": "integration/test_old_pickles.py",
     "diagnostics/inspector.py": "diagnostics/test_overflow.py",
+    "diagnostics/losses.py": "diagnostics/test_overflow.py",
     "diagnostics/records.py": "diagnostics/test_overflow.py",
     "diagnostics/rehearsal.py": "diagnostics/test_overflow.py",
     "diagnostics/replay.py": "diagnostics/test_overflow.py",
