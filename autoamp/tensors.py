@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +21,11 @@ __all__ = [
     "iter_tensors",
     "map_tensors",
     "version_of",
+    "without_grad",
 ]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 """The dtypes that the policy `fp16` may cast to: the handle's half dtype is one of them."""
@@ -33,6 +38,25 @@ PLAIN_TYPES = frozenset({int, float, bool, str, complex, type(None), torch.Size,
 
 MAX_DEPTH = 64
 """How deep nested containers are searched for tensors."""
+
+
+def without_grad(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Return a function that does what this one does under `torch.no_grad`, which as a decorator takes longer.
+
+    For what is called several times in each step, mostly where no gradients are recorded already.
+    """
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        torch.set_grad_enabled(False)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch.set_grad_enabled(True)
+
+    return call
 
 
 def default_device_type() -> str:

@@ -21,6 +21,7 @@ from autoamp.tensors import (
     iter_tensors,
     map_tensors,
     version_of,
+    without_grad,
 )
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool, torch.complex64]
@@ -221,3 +222,21 @@ def test_versions_count_writes_but_not_those_of_inference_tensors() -> None:
     assert version_of(tensor) == before + 1
     with torch.inference_mode():
         assert version_of(torch.zeros(2)) is None
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_without_grad(before: bool) -> None:
+    @without_grad
+    def told(fails: bool = False) -> bool:
+        """Tell."""
+        if fails:
+            raise ValueError
+        return torch.is_grad_enabled()
+
+    with torch.set_grad_enabled(before):
+        assert not told()
+        assert torch.is_grad_enabled() is before
+        with pytest.raises(ValueError):  # noqa: PT011, this very one
+            told(fails=True)
+        assert torch.is_grad_enabled() is before
+    assert told.__doc__ == "Tell."

@@ -17,6 +17,7 @@ from torch import Tensor
 from autoamp import kernels
 from autoamp.scaling import Factor, kernel_factor
 from autoamp.stepping.half_gradients import LeftHalf, raw_grad
+from autoamp.tensors import without_grad
 
 __all__ = ["step_by_kernels"]
 
@@ -28,7 +29,7 @@ _Row = tuple[Tensor, Any, Tensor | None, dict[str, Any]]
 _Step = Callable[[Any, dict[str, Any], list[Tensor], list[Tensor], dict[str, Any], list[dict[str, Any]]], bool]
 
 
-@torch.no_grad()
+@without_grad
 def step_by_kernels(
     optimizer: Any, halves: Mapping[int, Tensor], factor: Factor | None = None
 ) -> tuple[list[Tensor], bool]:

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autoamp.errors import UsageError
 from autoamp.scaling import is_sharded, local_of
 from autoamp.stepping.replicas import several_processes
-from autoamp.tensors import HALF_DTYPES, version_of
+from autoamp.tensors import HALF_DTYPES, version_of, without_grad
 
 __all__ = [
     "Link",
@@ -167,7 +167,7 @@ def check_shapes(half: Tensor, master: Tensor) -> None:
         )
 
 
-@torch.no_grad()
+@without_grad
 def follow(pairs: Iterable[tuple[Tensor, Link]], *, first_step: bool = False, local: bool = False) -> int:
     """Let masters follow half parameters that were written to. Returns how many of these torch tells of.
 

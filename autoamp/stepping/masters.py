@@ -64,14 +64,14 @@ from autoamp.stepping.half_gradients import (
 )
 from autoamp.stepping.links import Link, agree, check_shapes, equalised, follow, linked, release_master
 from autoamp.stepping.replicas import WRAPPERS, Replica, Sync, several_processes
-from autoamp.tensors import HALF_DTYPES
+from autoamp.tensors import HALF_DTYPES, without_grad
 
 __all__ = ["MasterWeights", "fit_state"]
 
 log = logging.getLogger(__name__)
 
 
-_HALF, _NONE = frozenset(HALF_DTYPES), frozenset({type(None)})
+_HALF, _NONE, _PLAIN, _LEFT = (frozenset(some) for some in (HALF_DTYPES, {type(None)}, {Tensor}, {LeftHalf}))
 _dtype_of, _requires_grad = operator.attrgetter("dtype"), operator.attrgetter("requires_grad")
 
 # So many elements of gradients may be widened at once: each part costs a launch.
@@ -97,6 +97,11 @@ class MasterWeights:
         self._originals = originals or {}
         self._pairs: dict[int, tuple[Tensor, Link]] = {}
         self._columns: _Columns | None = None
+        # The parameters of the optimizer's groups when they were adopted last.
+        self._adopted: list[list[Tensor]] = []
+        # Whether `_is_usual` looked, before the backward pass, at what that does not change; and of which all wait.
+        self._looked = False
+        self._left: _Columns | None = None
         self._hooks: dict[int, Any] = {}
         # Half parameters outlive an optimizer that is dropped.
         weakref.finalize(self, _remove_all, self._hooks).atexit = False
@@ -133,6 +138,19 @@ class MasterWeights:
         """Give every half parameter in the optimizer's groups a master; ``originals`` as for the object."""
         self._originals = originals or self._originals
         optimizer: Any = self._optimizer()
+        self._adopt(optimizer)
+        self._adopted = [list(group["params"]) for group in optimizer.param_groups]
+
+    def _is_adopted(self) -> bool:
+        """Tell whether the optimizer's groups have the parameters that were adopted last."""
+        optimizer: Any = self._optimizer()
+        groups, adopted = optimizer.param_groups, self._adopted
+        return len(groups) == len(adopted) and all(
+            len(group["params"]) == len(params) and all(map(operator.is_, group["params"], params))
+            for group, params in zip(groups, adopted, strict=True)
+        )
+
+    def _adopt(self, optimizer: Any) -> None:
         for group in optimizer.param_groups:
             params = group["params"]
             if _HALF.isdisjoint(map(_dtype_of, params)):
@@ -168,14 +186,15 @@ class MasterWeights:
         self.share_gradients(last=last)
         self._equalise()
 
-    @torch.no_grad()
+    @without_grad
     def share_gradients(self, *, last: bool = False) -> None:
         """Let each half parameter and its master have one fp32 gradient, or with ``last`` see to it that it can wait.
 
         ``zero_grad()`` on the model or ``p.grad = None`` has cleared the half parameter, or the master: the other one
         follows.
         """
-        self.adopt()
+        if not (last and self._is_adopted()):
+            self.adopt()
         if self._factor is not None:
             if last and self._all_conceal():
                 return
@@ -223,16 +242,29 @@ class MasterWeights:
         """
         columns = self._listed()
         halves, masters = columns.halves, columns.masters
-        requires = list(map(_requires_grad, halves))
+        grads = list(map(raw_grad, halves))
+        present = [grad for grad in grads if grad is not None]
+        left, self._left = self._left, None
+        if (
+            last
+            and left is columns
+            and len(present) == len(grads)
+            and _LEFT.issuperset(map(type, masters))
+            and columns.layout.recall(present)
+        ):
+            # They wait since the block, and are as they were then.
+            self._left = columns
+            return True
+        looked, self._looked = last and self._looked, False
         if (
             self._replicated
-            or requires != list(map(_requires_grad, masters))
-            or sum(requires) != len(self._hooks)
+            or not (looked or self._requires_alike(halves, masters))
             or not _NONE.issuperset(map(type, map(raw_grad, masters)))
         ):
             return False
-        grads = list(map(raw_grad, halves))
-        present = [grad for grad in grads if grad is not None]
+        self._looked = not last
+        if not present and _PLAIN.issuperset(map(type, masters)):
+            return True
         if present and not (
             last
             and columns.layout.recall(present)
@@ -245,7 +277,13 @@ class MasterWeights:
                 master.__class__ = LeftHalf
             elif type(master) is LeftHalf:
                 settle(master)
+        self._left = columns if last and len(present) == len(grads) else None
         return True
+
+    def _requires_alike(self, halves: list[Tensor], masters: list[Any]) -> bool:
+        """Tell whether masters want gradients where half parameters do, and those are watched."""
+        requires = list(map(_requires_grad, halves))
+        return requires == list(map(_requires_grad, masters)) and sum(requires) == len(self._hooks)
 
     def _all_conceal(self) -> bool:
         """Tell whether all gradients wait with their scale, and no other ones are there."""
@@ -260,7 +298,7 @@ class MasterWeights:
         """Whether gradients that wait have their scale still."""
         return self._factor is not None
 
-    @torch.no_grad()
+    @without_grad
     def check_waiting(self, factor: Factor, flag: Callable[[torch.device], Tensor]) -> list[Tensor] | None:
         """Look for inf and nan in gradients that wait and are scaled, and let them wait on, if all can.
 
@@ -413,7 +451,7 @@ class MasterWeights:
                 master.grad = None
                 leave(half, master)
 
-    @torch.no_grad()
+    @without_grad
     def _step_by_parts(self, inner: Any, optimizer: Any, stepped: set[int]) -> Any:
         """Widen some of the gradients, step their masters and copy these down, and then the next, for as many as wait.
 
@@ -541,7 +579,8 @@ class MasterWeights:
             master.__class__ = Tensor
             master.grad = half.grad
         original(*args, **kwargs)
-        self.adopt()
+        if not self._is_adopted():
+            self.adopt()
         columns = self._listed()
         for half, master in zip(columns.halves, columns.masters, strict=True):
             if half.grad is not None:
@@ -583,7 +622,7 @@ class MasterWeights:
         for half, link in self._pairs.values():
             link.read(half, whole=several_processes() and not is_sharded(half))
 
-    @torch.no_grad()
+    @without_grad
     def copy_down(self) -> None:
         """Write the masters into the half parameters, in one multi-tensor pass, but for those that a step has done."""
         done, self._done = self._done, set()

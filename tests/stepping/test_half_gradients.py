@@ -271,6 +271,35 @@ def test_fp16_optimizer(dtype: torch.dtype, scale: float, with_handle: bool) -> 
     assert _inner_cell(stepping).cell_contents is inner
 
 
+@pytest.mark.parametrize("between", ["unfreeze", "replace", "join", "give", "half"])
+def test_what_changes_between_a_block_and_the_step_is_seen(between: str) -> None:
+    """The step looks again at little of what the block's end has looked at."""
+    ends = []
+    for make in (adamw, whole_adamw):
+        model = network()
+        model[0].bias.requires_grad_(between != "unfreeze")
+        optimizer = make(model.parameters())
+        extra = torch.nn.Linear(4, 2).to(BF16 if between == "half" else torch.float32)
+        torch.nn.init.ones_(extra.weight)
+        o2(model, optimizer, dtype=BF16, loss_scale=None)
+        for seed in range(6):
+            backward(model, optimizer, seed)
+            if seed >= 4 and between == "unfreeze":
+                model[0].bias.requires_grad_(True)
+            elif seed == 4 and between == "replace":
+                model[0].weight.grad = torch.full_like(model[0].weight, 0.5)
+            elif seed == 4 and between == "give":
+                masters(optimizer)[1].grad = torch.full_like(masters(optimizer)[1], 0.5)
+            elif seed == 4 and between in ("join", "half"):
+                optimizer.param_groups[0]["params"].append(extra.weight)
+                extra.weight.grad = torch.full_like(extra.weight, 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append([*snapshot(model, optimizer), extra.weight.detach().clone()])
+    assert equal(*ends)
+    assert len(ends[0]) == 4 + 4 + 12 + 1 + (4 if between in ("join", "half") else 0)
+
+
 # -- gradients that wait with their scale --
 
 
