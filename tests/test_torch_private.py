@@ -22,7 +22,7 @@ ALLOWED = ("torch._foreach_",)
 # Takes one name after the other away, each in a child of its own: imports autoamp, puts the name back, since torch
 # itself needs it, and trains. Prints by name what came of it.
 PROGRAM = """
-import contextlib, json, os, signal, sys, traceback, types
+import contextlib, gc, json, os, signal, sys, traceback, types
 import torch, torch.jit, torch.utils.checkpoint, torch.nn.parallel.data_parallel, torch._dynamo, torch.distributed
 
 
@@ -182,6 +182,8 @@ for half in (torch.float16, torch.bfloat16):
         train(lambda *_: contextlib.nullcontext(lambda loss, _: contextlib.nullcontext(loss)))
     Net().to(half)(torch.randn(5, 3, 8, 8, dtype=half)).float().sum().backward()
 torch.func.vmap(torch.nn.Linear(64, 64))(torch.ones(64, 64))
+# A child that looked through what is there by now, for garbage, would copy all of it.
+gc.freeze()
 for path in [None, *asked]:
     sys.stdout.flush()
     if os.fork() == 0:

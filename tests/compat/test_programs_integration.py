@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.launches import Ended, launched
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 PROGRAMS = sorted((HERE / "programs").glob("*.py"))
@@ -70,24 +72,30 @@ def test_programs_know_nothing_of_autoamp() -> None:
         assert "apex" in text
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "arguments", "said"),
-    [
-        ("accumulate_delay_unscale", [], ["O3"], "O3: "),
-        ("gan_o1", [], ["--niter", "50", "--opt_level", "O2"], "distance"),
-        ("registered", ["--dtype", "bf16"], [], "loss"),
-        ("ddp_o2_syncbn", [], ["--keep-batchnorm-fp32", "True", "--loss-scale", "128.0"], "using apex synced BN"),
-    ],
-)
-def test_autoamp_run(name: str, options: list[str], arguments: list[str], said: str) -> None:
-    command = [sys.executable, "-m", "autoamp", "run", "--device-type", "cpu", *options]
-    done = subprocess.run(
-        [*command, str(HERE / "programs" / f"{name}.py"), *arguments],
-        capture_output=True, text=True, env=environment(), timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert said in done.stdout
-    assert "->" in done.stdout
+RUNS = {
+    "accumulate_delay_unscale": ([], ["O3"], "O3: "),
+    "gan_o1": ([], ["--niter", "50", "--opt_level", "O2"], "distance"),
+    "registered": (["--dtype", "bf16"], [], "loss"),
+    "ddp_o2_syncbn": ([], ["--keep-batchnorm-fp32", "True", "--loss-scale", "128.0"], "using apex synced BN"),
+}
+
+
+@pytest.fixture(scope="module")
+def ended() -> dict[str, Ended]:
+    """How each of RUNS ended under the command."""
+    command = ["run", "--device-type", "cpu"]
+    return launched(
+        HERE / "programs",
+        {name: [*command, *options, f"{name}.py", *arguments] for name, (options, arguments, _) in RUNS.items()},
+    )
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="these programs run in forks")
+@pytest.mark.parametrize("name", RUNS)
+def test_autoamp_run(name: str, ended: dict[str, Ended]) -> None:
+    assert ended[name].code == 0, ended[name].err
+    assert RUNS[name][2] in ended[name].out
+    assert "->" in ended[name].out
 
 
 def test_a_program_fails_without_the_alias() -> None:
