@@ -86,6 +86,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--op-matrix", type=Path, default=None, help="write the sweep's matrix of results to this CSV")
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
     """Collect garbage from now on, and leave out what is there already."""
     gc.collect()

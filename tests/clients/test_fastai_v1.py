@@ -112,7 +112,7 @@ def told_of_texts(output: str) -> tuple[float, float, float]:
 
 
 @pytest.mark.client("fastai", "pandas", "matplotlib", "fastprogress", "bs4", "sklearn")
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("dtype", [pytest.param("fp16", marks=pytest.mark.variants), "bf16"])
 def test_texts_under_the_command(dtype: str) -> None:
     command = ("-m", "autoamp", "run", "--fastai1", "--device-type", "cpu", "--dtype", dtype)
     done = ran(*command, str(ROOT / "examples" / "fastai_v1_text.py"), *TEXTS[dtype])
@@ -125,7 +125,9 @@ def test_texts_under_the_command(dtype: str) -> None:
 
 
 @pytest.mark.client("fastai", "pandas", "matplotlib", "fastprogress", "bs4", "sklearn")
-@pytest.mark.parametrize(("short", "dtype"), [("fp16", "float16"), ("bf16", "bfloat16")])
+@pytest.mark.parametrize(
+    ("short", "dtype"), [("fp16", "float16"), pytest.param("bf16", "bfloat16", marks=pytest.mark.variants)]
+)
 def test_texts_under_init(short: str, dtype: str) -> None:
     output = output_of(str(PROGRAMS / "fastai_text.py"), dtype, *TEXTS[short])
     before, after, accuracy = told_of_texts(output)

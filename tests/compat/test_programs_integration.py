@@ -24,7 +24,7 @@ FP16_ALONE = {
 }  # fmt: skip
 
 CASES = [
-    pytest.param(program, dtype, id=f"{program.stem}-{dtype}")
+    pytest.param(program, dtype, id=f"{program.stem}-{dtype}", marks=() if dtype == "float16" else pytest.mark.variants)
     for dtype in ("float16", "bfloat16")
     for program in PROGRAMS
     if dtype == "float16" or program.stem not in FP16_ALONE

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -28,6 +29,8 @@ def main(mode: str, scripts: list[str]) -> None:
     for library in LIBRARIES:
         with contextlib.suppress(ImportError):
             importlib.import_module(library)
+    # A fork that looked through what is there by now, for garbage, would copy all of it.
+    gc.freeze()
     print(json.dumps({Path(script).stem: _forked(mode, script) for script in scripts}))
 
 

@@ -146,6 +146,7 @@ def test_imagenet_resumes_bitwise(example: Loader, tmp_path: Path, capsys: pytes
     assert not same(expected, torch.load(half))
 
 
+@pytest.mark.processes
 def test_imagenet_trains_on_two_processes() -> None:
     printed = run(
         "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "imagenet.py",

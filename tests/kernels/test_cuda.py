@@ -38,6 +38,7 @@ def test_one_launch_for_400_tensors_on_the_callers_stream(emulated: EmulatedCuda
     assert emulated.launches() == [("ak_adam_bfn", 2 + 0 + 1 + 397, 512, 7)]
 
 
+@pytest.mark.emulated
 def test_more_tensors_than_a_launch_takes(emulated: EmulatedCuda) -> None:
     sizes = [1 + index % 3 for index in range(2000)]
     sizes[700] = 3 * PART
