@@ -90,8 +90,8 @@ class FusedLAMB(FusedOptimizer):
             return total_norm(grads)
         scaled = [grad for grad in grads if grad.dtype in HALF_DTYPES]
         true = [grad for grad in grads if grad.dtype not in HALF_DTYPES]
-        parts = [total_norm(scaled, factor=self.half_factor), total_norm(true)]
-        return torch.hypot(*(part.to(grads[0].device) for part in parts))
+        norm = total_norm(scaled, factor=self.half_factor)
+        return torch.hypot(norm, total_norm(true).to(norm.device)) if true else norm
 
     def _by_kernel(
         self, group: dict[str, Any], total: Tensor, package: Any, params: list[Tensor], grads: list[Tensor],

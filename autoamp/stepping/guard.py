@@ -529,9 +529,10 @@ class StepGuard:
         """Clip the gradients of which `agreed_norm` was asked last; see `clip_`. Those that wait do so still."""
         params = self.params()
         if self._clips_waiting and self.masters is not None:
-            params = [param for param in params if type(param) is not LeftHalf]
+            params = [param for param in params if type(param) is not LeftHalf and param.grad is not None]
             self.masters.clip_waiting(clip_coefficient(norm, max_norm))
-        clip_(params, norm, max_norm)
+        if params:
+            clip_(params, norm, max_norm)
 
     def _agree(
         self, together: Together, norm: torch.Tensor | None = None, *, largest: bool = False, hopeless: bool = False
