@@ -11,15 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import autoamp
 from tests.diagnostics.profiles import op
 
 BATCH, WIDTH = 64, 8
-
-
-@pytest.fixture
-def handle() -> Any:
-    return autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=1024.0)
 
 
 def exponents(values: Any) -> dict[str, int]:

@@ -22,11 +22,6 @@ from tests.diagnostics.profiles import op
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def handle() -> Any:
-    return autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=1024.0)
-
-
 def test_an_op_beside_numpy(handle: Any) -> None:
     a, b = torch.randn(16, 32), torch.randn(32, 8) * 3e3
     with handle.profile_ranges() as ranges:

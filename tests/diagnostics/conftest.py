@@ -1,0 +1,16 @@
+"""What tests of diagnostics share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import autoamp
+
+
+@pytest.fixture
+def handle() -> Any:
+    """Cast to fp16 on the CPU, at a loss scale of 1024."""
+    return autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=1024.0)
