@@ -203,7 +203,8 @@ class LossRecorder:
         if noted := self.notes_lines:
             self.end_lines()
         self._let_go()
-        place = user_place(sys._getframe(1))
+        # Those who called this one are ours.
+        place = user_place(sys._getframe(3))
         nodes, names = self._nodes_of(loss)
         is_scalar = loss.numel() == 1
         shape, lines = self._shape_of((place, loss.dtype, is_scalar, names), nodes, noted)

@@ -26,6 +26,8 @@ from tests.benchmarks.runs import SCALE, Run
 
 WIDTHS = 64, 512
 BLOCKS = 2
+# What the rounds of one tool at one width may take: the table is whole within four minutes.
+SECONDS = 8.0
 TRACE, RANGES = "handle.trace()", "handle.profile_ranges()"
 STEP = "autoamp's own step, over one in fp32"
 Tool = Callable[[nn.Module, Any], Any]
@@ -119,7 +121,8 @@ def _measure(dtype: torch.dtype, rounds: int, width: int) -> dict[str, list[floa
     models: list[nn.Module] = []
     plain = Run("train", functools.partial(_kept, models, width)).workload("plain", dtype)
     for name, tool in TORCHS.items():
-        found[name] = [_ratio(plain, functools.partial(tool, models[0], None), steps // 4) for _ in range(rounds)]
+        around = functools.partial(tool, models[0], None)
+        found[name] = _rounds(functools.partial(_ratio, plain, around, steps // 4), rounds)
     in_fp32 = [_seconds(plain, steps) for _ in range(rounds)]
     handle: Any = autoamp.init(device_type="cpu", dtype=dtype, loss_scale=SCALE)
     own = Run("train", functools.partial(_kept, models, width)).workload("autoamp", dtype, handle=handle)
@@ -130,7 +133,7 @@ def _measure(dtype: torch.dtype, rounds: int, width: int) -> dict[str, list[floa
         # A range profile computes in fp32, and so does the step that it is compared with.
         with handle.disable_casts() if name == RANGES else contextlib.nullcontext():
             around = functools.partial(tool, models[1], handle)
-            found[name] = [_ratio(own, around, steps // fewer) for _ in range(rounds)]
+            found[name] = _rounds(functools.partial(_ratio, own, around, steps // fewer), rounds)
     handle.deactivate()
     return found
 
@@ -139,6 +142,15 @@ def _kept(models: list[nn.Module], width: int) -> Any:
     made = transformer(width=width, blocks=BLOCKS)
     models.append(made[0])
     return made
+
+
+def _rounds(measured: Callable[[], float], rounds: int) -> list[float]:
+    """Return what was measured: a value a round, of as many as there is time for, and of three at least."""
+    end = time.monotonic() + SECONDS
+    found: list[float] = []
+    while len(found) < rounds and (len(found) < 3 or time.monotonic() < end):
+        found.append(measured())
+    return found
 
 
 def _ratio(run: Callable[[], Any], around: Callable[[], Any], steps: int) -> float:
