@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ __all__ = [
     "TELLS_GRAPH_TASKS",
     "TENSOR_GUARDS",
     "DispatchMode",
+    "begun_collectives",
     "compiled_graphs",
     "cudnn_enabled",
     "current_graph_task",
@@ -53,6 +54,7 @@ __all__ = [
     "negated_view",
     "next_sequence_number",
     "normed_weight",
+    "process_groups",
     "profiler_enabled",
     "root_of_mesh",
     "sequence_number",
@@ -265,6 +267,24 @@ def _root_of_mesh() -> Callable[[Any], Any]:
 root_of_mesh: Callable[[Any], Any] = _root_of_mesh()
 """The mesh that a `DeviceMesh` was cut from, which is itself for one that was not. Where the name is missing, None:
 ranks that meshes across one another concern are then all ranks."""
+
+
+def _process_groups() -> Callable[[], Mapping[Any, tuple[Any, Any]]]:
+    world: Any = _find("torch.distributed.distributed_c10d._world", None) if torch.distributed.is_available() else None
+    counts = begun_collectives is not None and isinstance(getattr(world, "pg_map", None), Mapping)
+    return (lambda: world.pg_map) if counts else dict
+
+
+begun_collectives: Any = (
+    _find("torch.distributed.ProcessGroup._get_sequence_number_for_group", None)
+    if torch.distributed.is_available()
+    else None
+)
+"""Takes a process group, and returns how many collectives its default backend has begun."""
+
+process_groups: Callable[[], Mapping[Any, tuple[Any, Any]]] = _process_groups()
+"""The process groups of this process, each with its backend's name and store. Where a name is missing, none: then
+nobody can tell whether anything was exchanged."""
 
 
 def is_parallelized(module: Any) -> bool:

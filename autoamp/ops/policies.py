@@ -289,12 +289,13 @@ def _inplace(original: Any, functional: Any, cast_all: Callable[..., Any], casts
     local, deviations, copy_ = casts.local, casts.deviations, Tensor.copy_
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
+        # First of all: optimizers call these for each parameter, with casts off.
+        if deviations and not local.on:
+            return passed(*args, **kwargs)
         if not args and "input" in kwargs:
             args = (kwargs.pop("input"),)
         if not args:
             return original(*args, **kwargs)
-        if deviations and not local.on:
-            return passed(*args, **kwargs)
         try:
             new, new_kwargs = cast_all(args, kwargs)
         except SparseArgument:

@@ -31,6 +31,7 @@ from autoamp.scaling.gradients import (
     DeviceAndDtype,
     GradientMark,
     ScaledMark,
+    UsualGradients,
     check_,
     multiply_,
     non_finite,
@@ -44,6 +45,7 @@ from autoamp.scaling.late_flags import LateFlags
 from autoamp.scaling.loss_scale import DynamicLossScaler, LossScaler, StaticLossScaler, is_count, make_scaler
 from autoamp.scaling.ranks import clip_, clip_coefficient, non_finite_now, powered_norm
 from autoamp.scaling.shards import has_shards, is_flat, is_sharded, local_of, settle_partial
+from autoamp.scaling.unchanged import Looked
 from autoamp.scaling.verdict import (
     AgreedVerdict,
     Verdict,
@@ -66,12 +68,14 @@ __all__ = [
     "GradientLayout",
     "GradientMark",
     "LateFlags",
+    "Looked",
     "LossScaler",
     "Number",
     "Scale",
     "ScaledMark",
     "StaticLossScaler",
     "Together",
+    "UsualGradients",
     "Verdict",
     "adagrad_",
     "adam_on_device_",

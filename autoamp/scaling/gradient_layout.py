@@ -28,8 +28,8 @@ class GradientLayout(Generic[_Value]):
     """Remembers a value that follows from what tensors are like. It keeps no tensor alive.
 
     Tensors are like those that were learnt if they are as many, of the same type, dtype, device, layout, sizes and
-    strides, each as the one in its place; if none comes twice; and if none is an inference tensor or a lazy negation or
-    conjugation where that one was not.
+    strides, each as the one in its place; if none comes twice; and if none is an inference tensor, a lazy negation or
+    conjugation, or requires a gradient while gradients are recorded, where that one was not.
     """
 
     def __init__(self) -> None:
@@ -78,6 +78,8 @@ def _tells_differences() -> bool:
         second[:1],
         negated_view(second),
         torch.nn.Parameter(second),
+        second.clone().requires_grad_(),
     ]
     check = _check_of([first, second])
-    return check(second, first) and not any(check(first, other) for other in others)
+    with torch.enable_grad():
+        return check(second, first) and not any(check(first, other) for other in others)

@@ -23,7 +23,7 @@ from autoamp import kernels
 from autoamp.errors import UsageError
 from autoamp.scaling.device_scale import DeviceFactor, Factor, kernel_factor
 from autoamp.scaling.gradient_layout import GradientLayout
-from autoamp.scaling.shards import has_shards, is_sharded, local_of
+from autoamp.scaling.shards import is_sharded, local_of, local_parts
 from autoamp.tensors import HALF_DTYPES, version_of
 from autoamp.torch_private import group_by_device_and_dtype, unscale_and_check_
 
@@ -31,6 +31,7 @@ __all__ = [
     "DeviceAndDtype",
     "GradientMark",
     "ScaledMark",
+    "UsualGradients",
     "check_",
     "found_any",
     "multiply_",
@@ -49,11 +50,10 @@ _REAL = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _COMPRESSED = frozenset((torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc))
 
 
-@torch.no_grad()
 def unscale_(
     params: Iterable[torch.Tensor],
     inv_scale: Factor,
-    usual: GradientLayout[DeviceAndDtype] | None = None,
+    usual: UsualGradients | None = None,
     flag: Callable[[torch.device], torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
     """Multiply every ``param.grad`` by ``inv_scale`` in place and look for inf and nan in the same pass.
@@ -74,9 +74,62 @@ def unscale_(
     Raises:
         UsageError: A gradient of a dtype that cannot be unscaled.
     """
+    params = list(params)
+    if usual is not None:
+        flags = usual.unscale_([grad for param in params if (grad := param.grad) is not None], inv_scale, flag)
+        if flags is not None:
+            return flags
+    with torch.no_grad():
+        return _unscaled(_values_by_kind(params, usual), inv_scale, flag)
+
+
+class UsualGradients(GradientLayout[DeviceAndDtype]):
+    """What the gradients of an optimizer are like from step to step, and what is at hand to unscale such ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._factor: tuple[float, torch.device, torch.Tensor] | None = None
+
+    def unscale_(
+        self,
+        grads: list[torch.Tensor],
+        inv_scale: Factor,
+        flag: Callable[[torch.device], torch.Tensor] | None,
+    ) -> list[torch.Tensor] | None:
+        """Do what `unscale_` does where gradients are as they were learnt; for others do nothing and return None.
+
+        Args:
+            grads: All of them, as they are in ``param.grad``.
+            inv_scale: As for `unscale_`.
+            flag: As for `unscale_`.
+        """
+        values = local_parts(grads)
+        kind = self.recall(values)
+        if kind is None:
+            return None
+        # None of them requires a gradient, or they would not be known: nothing is recorded, in no mode of autograd.
+        device, dtype = kind
+        if flag is None or isinstance(inv_scale, DeviceFactor) or inv_scale > 1.0 or dtype is torch.float64:
+            return _unscaled({kind: values}, inv_scale, flag)
+        found = flag(device)
+        known = self._factor
+        if known is None or known[0] != inv_scale or known[1] != device:
+            known = inv_scale, device, _factor_for_kernel(inv_scale, device)
+            # Not on devices whose launches may be captured, to be replayed once this is gone; nor what a mode has made.
+            kept = device.type == "cpu" and type(known[2]) is torch.Tensor and not known[2].is_inference()
+            self._factor = known if kept else None
+        unscale_and_check_(values, found, known[2])
+        return [found]
+
+
+def _unscaled(
+    groups: dict[DeviceAndDtype, list[torch.Tensor]],
+    inv_scale: Factor,
+    flag: Callable[[torch.device], torch.Tensor] | None,
+) -> list[torch.Tensor]:
     found: dict[torch.device, torch.Tensor] = {}
     largest = inv_scale.largest if isinstance(inv_scale, DeviceFactor) else inv_scale
-    for (device, dtype), values in _values_by_kind(params, usual).items():
+    for (device, dtype), values in groups.items():
         if device not in found:
             found[device] = torch.zeros(1, dtype=torch.float32, device=device) if flag is None else flag(device)
         kernel_factor = inv_scale
@@ -262,6 +315,8 @@ def found_any(found: Sequence[torch.Tensor]) -> list[bool]:
     """
     if len(found) == 1:
         return [bool(found[0].item())]
+    if not found:
+        return []
     by_device: dict[torch.device, list[int]] = {}
     for index, tensor in enumerate(found):
         by_device.setdefault(tensor.device, []).append(index)
@@ -428,16 +483,11 @@ def _noticing(mark: weakref.ref[ScaledMark], param: weakref.ref[torch.Tensor]) -
 
 
 def _values_by_kind(
-    params: Iterable[torch.Tensor], usual: GradientLayout[DeviceAndDtype] | None = None
+    params: Iterable[torch.Tensor], usual: UsualGradients | None = None
 ) -> dict[DeviceAndDtype, list[torch.Tensor]]:
     """Return the values of all gradients as `_writable_grads` does, by device and dtype."""
     params = list(params)
-    grads = [grad for param in params if (grad := param.grad) is not None]
-    if has_shards(grads):
-        grads = [local_of(grad) for grad in grads]
-    kind = None if usual is None else usual.recall(grads)
-    if kind is not None:
-        return {kind: grads}
+    grads = local_parts([grad for param in params if (grad := param.grad) is not None])
     # The usual gradients, told by a few sweeps in C: dense, of a real dtype, no two the same, writable in place.
     try:
         simple = (

@@ -94,7 +94,7 @@ class LateFlags:
 
     def blank(self, device: torch.device) -> Tensor:
         """Return a flag that is not set: one fp32 element, 0. Many are made at once, as parts of one tensor."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             # Code would be compiled anew for each number of parts that are left.
             return torch.zeros(1, dtype=torch.float32, device=device)
         if not self._blank.get(device):

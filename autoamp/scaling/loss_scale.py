@@ -321,7 +321,8 @@ class DynamicLossScaler(LossScaler):
 
     def _leave_device(self) -> None:
         """Go on from what the host knows, once it has caught up."""
-        self.late.catch_up()
+        if self.late:
+            self.late.catch_up()
         if self._on_device is not None:
             self._on_device.scale.number.known = self._loss_scale
             self._on_device = None

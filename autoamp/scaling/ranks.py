@@ -12,15 +12,13 @@ import torch
 from torch import Tensor
 
 from autoamp.scaling.agreement import Together
-from autoamp.scaling.gradient_layout import GradientLayout
-from autoamp.scaling.gradients import DeviceAndDtype, total_norm, unscale_
+from autoamp.scaling.gradients import DeviceAndDtype, UsualGradients, total_norm, unscale_
 from autoamp.scaling.shards import local_of
 
 __all__ = ["clip_", "clip_coefficient", "non_finite_now", "powered_norm"]
 
 
-@torch.no_grad()
-def non_finite_now(params: Iterable[Tensor], usual: GradientLayout[DeviceAndDtype] | None = None) -> list[Tensor]:
+def non_finite_now(params: Iterable[Tensor], usual: UsualGradients | None = None) -> list[Tensor]:
     """Look for inf and nan in every ``param.grad``, in this rank's part of it, in one pass over them.
 
     Args:

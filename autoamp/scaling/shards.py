@@ -14,14 +14,25 @@ from torch import Tensor
 
 from autoamp.tensors import HALF_DTYPES
 
-__all__ = ["copies_in_mesh", "has_shards", "is_flat", "is_sharded", "local_of", "meshes_of", "settle_partial"]
+__all__ = [
+    "copies_in_mesh",
+    "has_shards",
+    "is_flat",
+    "is_sharded",
+    "local_of",
+    "local_parts",
+    "meshes_of",
+    "settle_partial",
+]
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
 def is_sharded(tensor: Tensor) -> bool:
     """Tell whether a tensor is torch's DTensor, of which a rank has a part: what `fully_shard` makes of parameters."""
-    return type(tensor) is not Tensor and hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
+    kind = type(tensor)
+    # Of the class: a DTensor's own are properties in Python, and this is asked of every parameter.
+    return kind is not Tensor and hasattr(kind, "device_mesh") and hasattr(kind, "placements")
 
 
 def is_flat(tensor: Tensor) -> bool:
@@ -38,11 +49,21 @@ def has_shards(tensors: Iterable[Tensor]) -> bool:
 
 def local_of(tensor: Tensor) -> Tensor:
     """Return the part of a DTensor that this rank has, which shares its memory; any other tensor as it is."""
-    # Apart, since to enter `no_grad` costs more than to ask a plain tensor for its type.
-    return tensor if type(tensor) in _PLAIN or not is_sharded(tensor) else _local_part(tensor)
+    # To enter `no_grad` costs more than to ask a plain tensor for its type.
+    if type(tensor) in _PLAIN or not is_sharded(tensor):
+        return tensor
+    with torch.no_grad():
+        return _local_part(tensor)
 
 
-@torch.no_grad()
+def local_parts(tensors: list[Tensor]) -> list[Tensor]:
+    """Return `local_of` each of some tensors; the list itself where none is a DTensor."""
+    if not has_shards(tensors):
+        return tensors
+    with torch.no_grad():
+        return [_local_part(tensor) if is_sharded(tensor) else tensor for tensor in tensors]
+
+
 def _local_part(tensor: Tensor) -> Tensor:
     local: Any = tensor.to_local()  # type: ignore[attr-defined]
     # A collective may still be at work on it.
@@ -79,9 +100,9 @@ def settle_partial(params: Iterable[Tensor], *, halves_alone: bool) -> None:
     """
     for param in params:
         grad: Any = param.grad
-        if grad is None or type(grad) in _PLAIN or not is_sharded(grad):
+        if grad is None or type(grad) in _PLAIN or (halves_alone and grad.dtype not in HALF_DTYPES):
             continue
-        if halves_alone and grad.dtype not in HALF_DTYPES:
+        if not is_sharded(grad):
             continue
         if any(placement.is_partial() for placement in grad.placements):
             from torch.distributed.tensor import Replicate

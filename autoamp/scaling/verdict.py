@@ -22,10 +22,7 @@ __all__ = ["AgreedVerdict", "Verdict", "newly_found", "read_verdicts", "settle_o
 class _Telling:
     """Whether the scaler has heard of a block."""
 
-    __slots__ = ("done",)
-
-    def __init__(self) -> None:
-        self.done = False
+    done = False
 
 
 class Verdict:
@@ -137,19 +134,27 @@ def settle_verdicts(verdicts: Sequence[Verdict]) -> Verdict | None:
         The verdict to blame, None if no gradient overflowed.
     """
     read_verdicts(verdicts)
-    blamed = next((verdict for verdict in verdicts if verdict.overflowed), None)
-    clean = verdicts if blamed is None else verdicts[: verdicts.index(blamed)]
-    told = {id(verdict.scaler) for verdict in clean if verdict.counted}
+    # In loops: this is a part of every step, and each comprehension is a call.
+    blamed: Verdict | None = None
+    clean: list[Verdict] = []
+    told: set[int] = set()
+    for verdict in verdicts:
+        if verdict.overflowed:
+            blamed = verdict
+            break
+        clean.append(verdict)
+        if verdict._telling.done:
+            told.add(id(verdict.scaler))
     if blamed is not None:
         told.add(id(blamed.scaler))
-        if not blamed.counted:
+        if not blamed._telling.done:
             blamed.scaler.update(True)
     for verdict in clean:
         if id(verdict.scaler) not in told:
             told.add(id(verdict.scaler))
             verdict.scaler.update(False)
     for verdict in verdicts:
-        verdict.counted = True
+        verdict._telling.done = True
     return blamed
 
 
@@ -186,15 +191,19 @@ def settle_on_device(verdicts: Sequence[Verdict], tell: Callable[[bool], None]) 
 
 def read_verdicts(verdicts: Sequence[Verdict]) -> None:
     """Read those verdicts that nobody has read, with one synchronisation of each device, and tell no scaler."""
-    unread = [verdict for verdict in verdicts if verdict.overflowed is None]
+    unread: list[tuple[Verdict, int]] = []
+    flags: list[Tensor] = []
+    for verdict in verdicts:
+        if verdict.overflowed is None:
+            unread.append((verdict, len(verdict.found)))
+            flags += verdict.found
     if not unread:
         return
-    found = [verdict.found for verdict in unread]
-    flags = iter(_values_of([flag for own in found for flag in own], unread[0].scaler.late))
-    for verdict, own in zip(unread, found, strict=True):
-        said = [next(flags) for _ in own]
-        verdict.overflowed = any(said)
+    values, place = _values_of(flags, unread[0][0].scaler.late), 0
+    for verdict, count in unread:
+        verdict.overflowed = any(values[place : place + count])
         verdict.found = ()
+        place += count
         if isinstance(verdict, AgreedVerdict):
             verdict.settled()
 

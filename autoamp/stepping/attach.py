@@ -55,7 +55,11 @@ def refuse_own_scaler(optimizer: Any) -> None:
 
 def stepped_params(optimizer: Any) -> list[torch.Tensor]:
     """Return the tensors that an optimizer steps, in its order."""
-    return [param for group in optimizer.param_groups for param in group["params"]]
+    groups = optimizer.param_groups
+    if len(groups) == 1:
+        # A copy in C: this is asked for several times in each step.
+        return list(groups[0]["params"])
+    return [param for group in groups for param in group["params"]]
 
 
 def named_params(optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -137,7 +141,7 @@ class AttachedMethod:
     def _original(self, *args: Any, **kwargs: Any) -> Any:
         if self._before is not None:
             return self._before(*args, **kwargs)
-        optimizer = self.__self__
+        optimizer = self._optimizer() or self.__self__
         return getattr(type(optimizer), self._method)(optimizer, *args, **kwargs)
 
     @property

@@ -84,25 +84,29 @@ class scaled_block:  # noqa: N801, named as what it is in a with statement
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        guards, scaler = self._guards, self._scaler
         try:
+            alone = kind is None and not self._delay_unscale and len(guards) == 1
+            if alone and guards[0].leave_plain_block(scaler, self._scale):
+                return
             # Half gradients may wait for the step; those that are to be checked, where nothing came before.
             last = kind is None and not self._delay_unscale
-            if self._scaler.checks:
-                last = last and len(self._guards) == 1 and not self._guards[0].pending
-            for guard in self._guards:
+            if scaler.checks:
+                last = last and len(guards) == 1 and not guards[0].pending
+            for guard in guards:
                 guard.collect(last=last)
             if kind is not None:
                 # The program may catch the exception and step all the same: not with inf and nan.
-                _leave(self._guards, self._scaler, self._scale, self._scale != 1.0, warns=False)
+                _leave(guards, scaler, self._scale, self._scale != 1.0, warns=False)
             elif self._delay_unscale:
-                for guard in self._guards:
-                    guard.leave_block(self._scale, delayed=self._scaler if self._scaler.checks else None)
+                for guard in guards:
+                    guard.leave_block(self._scale, delayed=scaler if scaler.checks else None)
             else:
                 warns = open_blocks.differentiated == self._differentiated
-                _leave(self._guards, self._scaler, self._scale, self._scaler.checks, warns=warns)
+                _leave(guards, scaler, self._scale, scaler.checks, warns=warns)
         finally:
             open_blocks.count -= 1
-            for guard in self._guards:
+            for guard in guards:
                 guard.in_block = False
 
 
@@ -145,10 +149,7 @@ def _rescale(guards: Sequence[StepGuard], scale: Scale) -> None:
 def _leave(guards: Sequence[StepGuard], scaler: LossScaler, scale: Scale, checks: bool, *, warns: bool) -> None:
     """Unscale and check, and leave the verdict with every optimizer that has gradients."""
     lists = [guard.params() for guard in guards]
-    present = [
-        any(param.grad is not None for param in guard.holders(params))
-        for guard, params in zip(guards, lists, strict=True)
-    ]
+    present = [guard.has_gradients(params) for guard, params in zip(guards, lists, strict=True)]
     verdicts: Sequence[Verdict | None] = [None] * len(lists)
     if checks and any(present):
         verdicts = _judged(guards, lists, scaler, scale)

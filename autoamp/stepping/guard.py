@@ -27,18 +27,19 @@ from autoamp.scaling import (
     Agreements,
     AskedGroup,
     Ballot,
-    DeviceAndDtype,
     DeviceFactor,
     Factor,
-    GradientLayout,
     GradientMark,
+    Looked,
     LossScaler,
     Scale,
     ScaledMark,
     Together,
+    UsualGradients,
     Verdict,
     clip_,
     clip_coefficient,
+    has_shards,
     inverse_scale,
     is_sharded,
     local_of,
@@ -156,9 +157,11 @@ class StepGuard:
         self.step_closure: Callable[..., Any] | None = None
         self._delayed: tuple[LossScaler, ScaledMark] | None = None
         self._abandoned: list[Verdict] = []
-        self.usual: GradientLayout[DeviceAndDtype] = GradientLayout()
-        self._usual_now: GradientLayout[DeviceAndDtype] = GradientLayout()
+        self.usual = UsualGradients()
+        self._usual_now = UsualGradients()
         self._mark = GradientMark(())
+        # The gradients that the last verdict looked at, where it looked at all of them as they were then.
+        self._looked: Looked | None = None
         self._optimizer = weakref.ref(optimizer)
         self._attached: weakref.ref[AttachedStep] | None = None
 
@@ -208,9 +211,9 @@ class StepGuard:
         if self.masters is not None:
             self.masters.before_backward()
 
-    def has_gradients(self) -> bool:
-        """Tell whether any gradient is there."""
-        return any(param.grad is not None for param in self.holders(self.params()))
+    def has_gradients(self, params: Sequence[torch.Tensor] | None = None) -> bool:
+        """Tell whether any gradient is there; ``params`` is what `params` returns, if the caller has it at hand."""
+        return any(param.grad is not None for param in self.holders(self.params() if params is None else params))
 
     def check_shards(self) -> None:
         """Raise UsageError where shards were put in the place of this optimizer's parameters."""
@@ -236,23 +239,49 @@ class StepGuard:
             delayed: The scaler of the block, if they are to be checked later.
             params: What `params` returns, if the caller has it at hand.
         """
-        if verdict is not None:
-            self._note(verdict)
         self.grads_scale = grads_scale
         params = self.params() if params is None else params
         self._end_delay()
         if delayed is not None:
             self._delayed = delayed, ScaledMark(params)
         self._remember(params)
+        if verdict is not None:
+            self._note(verdict, self._all_looked_at(params))
 
-    def _note(self, verdict: Verdict) -> None:
+    def _all_looked_at(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        # Those of masters may wait in half precision, and would be widened if they were asked for.
+        return gradients_of(params) if self.masters is None else None
+
+    def leave_plain_block(self, scaler: LossScaler, scale: Scale) -> bool:
+        """Unscale, check and take note of it, at the end of a block that is this optimizer's alone and not delayed.
+
+        That is how most blocks end. It is done in few calls, each of which finds the processor's caches cold after a
+        backward pass. False where anything is out of the ordinary, and nothing was done.
+        """
+        if self.masters is not None or self._delayed is not None or not scaler.checks:
+            return False
+        params = self.params()
+        grads = gradients_of(params)
+        found = self.usual.unscale_(grads, inverse_scale(scale), scaler.late.blank) if grads else None
+        if found is None:
+            return False
+        self.grads_scale = 1.0
+        self._remember(params)
+        self._note(Verdict(scaler, scale, found), grads)
+        self._unscaled = params, scaler, scale
+        return True
+
+    def _note(self, verdict: Verdict, looked: Sequence[torch.Tensor] | None = None) -> None:
+        """Take note of a verdict, and of the gradients that it has just looked at, where these are all."""
         self.pending.append(verdict)
         self._last, self._agreed = (verdict.scaler, verdict.scale), False
+        self._looked = Looked(looked) if looked is not None and several_processes() else None
 
     def _remember(self, params: Sequence[torch.Tensor]) -> None:
         # Where the ranks of a mesh have no gradients of other parameters alike, they have those of shards alike.
-        shards = [param for param in params if is_sharded(param)] if several_processes() else []
-        self._mark = GradientMark(self.holders(shards or params))
+        if has_shards(params) and several_processes():
+            params = [param for param in params if is_sharded(param)]
+        self._mark = GradientMark(params if self.masters is None else self.holders(params))
 
     def unscale(
         self, params: Sequence[torch.Tensor], factor: Factor, flag: Callable[[torch.device], torch.Tensor]
@@ -389,7 +418,8 @@ class StepGuard:
         self.grads_scale = 1.0
         if not mark.dropped():
             params = self.params()
-            self._note(Verdict(scaler, scale, unscale_(params, inverse_scale(scale), self.usual, scaler.late.blank)))
+            found = unscale_(params, inverse_scale(scale), self.usual, scaler.late.blank)
+            self._note(Verdict(scaler, scale, found), self._all_looked_at(params))
             self._remember(params)
 
     def guarded_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -439,9 +469,10 @@ class StepGuard:
         self.skips.steps += 1
         self._on_step(self.skips)
         self.last_step_ran = True
-        waits = self.masters is not None and self.masters.waits_scaled
-        self.collect(last=self._delayed is None and (waits or not self.pending))
-        self.finish_delayed()
+        if self.masters is not None:
+            self.collect(last=self._delayed is None and (self.masters.waits_scaled or not self.pending))
+        if self._delayed is not None:
+            self.finish_delayed()
         self.take_in_joined()
         self._look_again()
         if first and self._last is None and not self.pending:
@@ -478,12 +509,21 @@ class StepGuard:
         """
         if not several_processes():
             return
-        together = self.together
+        params = self.params()
+        together = self._agreements.among(params, self._asked())
         if together is None and self.pending:
             last = self.pending[-1]
-            self.pending.append(Verdict(last.scaler, last.scale, non_finite_now(self.params(), self._usual_now)))
+            if (now := self._found_now(params)) is not None:
+                self.pending.append(Verdict(last.scaler, last.scale, now))
         elif together is not None and not self._agreed and self._may_be_scaled():
             self._agree(together)
+
+    def _found_now(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """Look for inf and nan in all gradients as they are now; None where the last verdict has seen all of that."""
+        looked = self._looked
+        if looked is not None and looked.still_holds(gradients_of(params)):
+            return None
+        return non_finite_now(params, self._usual_now)
 
     def _may_be_scaled(self) -> bool:
         """Tell whether a loss was scaled: here, or on another rank where this one has scaled none yet."""
@@ -545,9 +585,9 @@ class StepGuard:
             verdict.found if verdict.overflowed is None else [torch.full((1,), float(verdict.overflowed))]
             for verdict in own
         ]
-        # The block looked at them already, and that cannot stand for this: a reduction by the program itself may have
-        # come since, and torch's collectives do not count as writes (`Tensor._version`).
-        now = non_finite_now(params, self._usual_now)
+        # The block looked at them already. That can stand for this only where nothing was exchanged since: a reduction
+        # by the program itself may have come, and torch's collectives do not count as writes (`Tensor._version`).
+        now = self._found_now(params) or []
         ballot = Ballot(found, now, votes=bool(own), norm=norm, hopeless=hopeless).cast(together, largest=largest)
         self._agreed = True
         self.pending = [AgreedVerdict(verdict, ballot.verdict(place)) for place, verdict in enumerate(own)]
@@ -558,7 +598,7 @@ class StepGuard:
     def _settle_later(self) -> torch.Tensor | None:
         """Settle the pending verdicts on their device and return the flag; None where they are to be read."""
         verdicts = self.pending
-        if not verdicts or self._abandoned or self._wants_flags() or not self._takes_flags():
+        if not verdicts or self._abandoned or not self._takes_flags() or self._wants_flags():
             return None
         if may_compress():
             # What a compression remembers is dropped at the same step by all ranks, which have to know of it.
@@ -622,11 +662,12 @@ class StepGuard:
                 asked = self._asked()
                 self.masters.begin_step(local=asked is not None and asked.replicas == 1)
             casts = self._casts()
-            with contextlib.nullcontext() if casts is None else casts.switched(False):
-                if self.masters is not None and self._stands_alone():
-                    with STEPS_OF_NOW.around(self._optimizer(), self.run):
-                        return original(*args, **kwargs)
-                return original(*args, **kwargs)
+            if casts is not None:
+                original, args, kwargs = casts.call_without, (original, args, kwargs), {}
+            if self.masters is not None and self._stands_alone():
+                with STEPS_OF_NOW.around(self._optimizer(), self.run):
+                    return original(*args, **kwargs)
+            return original(*args, **kwargs)
         finally:
             self.stepping = before
 
@@ -764,6 +805,11 @@ def _patience(max_consecutive_skips: int) -> int:
     Such skips come of the data alone, and other data may be better: a run that survives them goes on.
     """
     return -(-max_consecutive_skips // 5)
+
+
+def gradients_of(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the gradients that are there, in the order of their parameters."""
+    return [grad for param in params if (grad := param.grad) is not None]
 
 
 def versions_of(params: Iterable[torch.Tensor]) -> list[int | None]:

@@ -381,11 +381,10 @@ class GuardedOptimizers:
                 warn_of_unscaled_shards(type(optimizer).__name__, stepped_params(optimizer))
             attached = vars(optimizer).get("step")
             own = attached.owner if isinstance(attached, AttachedStep) else None
-            with self._casts.switched(False):
-                if isinstance(own, StepGuard) and own.stepping:
-                    # That of an `FP16_Optimizer`.
-                    return own.run(step, args, kwargs)
-                result = step(*args, **kwargs)
+            if isinstance(own, StepGuard) and own.stepping:
+                # That of an `FP16_Optimizer`.
+                return self._casts.call_without(own.run, (step, args, kwargs), {})
+            result = self._casts.call_without(step, args, kwargs)
             if not _is_guarded(optimizer):
                 self._plain_steps += 1
                 self.tell_stepped(None)

@@ -75,7 +75,7 @@ def main() -> None:
         console.print(table_of_tools(found["diagnostics"]))
     if chosen.only in (None, "ranks"):
         with tempfile.TemporaryDirectory() as folder:
-            found["ranks"] = ranks.measure(chosen.rounds * chosen.processes, Path(folder))
+            found["ranks"] = ranks.measure(chosen.rounds, chosen.processes, Path(folder))
         console.print(table_of_ranks(found["ranks"]))
     if chosen.json is not None:
         chosen.json.write_text(json.dumps(found, indent=2) + "\n")
@@ -183,13 +183,13 @@ def table_of_tools(found: dict[str, dict[int, list[float]]]) -> Table:
 
 
 def table_of_ranks(found: dict[str, dict[str, Any]]) -> Table:
-    """Return a table of steps on several ranks: medians in milliseconds, ratios by round, and collectives."""
+    """Return a table of steps on several ranks: medians in milliseconds, ratios by round, collectives and calls."""
     shown = Table(
         title="A training step on several ranks, float16 on a CPU over gloo: torch.amp / autoamp, milliseconds"
     )
     shown.add_column("ranks", no_wrap=True)
     headings = [f"{part}{what}" for part in ("step", "after backward") for what in ("", ", ratio", ", middle half")]
-    for heading in (*headings, "collectives"):
+    for heading in (*headings, ranks.COLLECTIVES, ranks.CALLS):
         shown.add_column(heading, justify="right")
     for name, ways in found.items():
         row = []
@@ -198,7 +198,8 @@ def table_of_ranks(found: dict[str, dict[str, Any]]) -> Table:
             low, middle, high = statistics.quantiles([one / other for one, other in zip(own, theirs, strict=True)])
             row.append(f"{statistics.median(theirs) * 1e3:.1f} / {statistics.median(own) * 1e3:.1f}")
             row += [f"{middle:.2f}", f"{low:.2f}-{high:.2f}"]
-        shown.add_row(name, *row, " / ".join(str(ways[way]["collectives"]) for way in ranks.WAYS))
+        counted = (" / ".join(str(ways[way][what]) for way in ranks.WAYS) for what in (ranks.COLLECTIVES, ranks.CALLS))
+        shown.add_row(name, *row, *counted)
     return shown
 
 

@@ -1,14 +1,16 @@
 """What loss scaling costs where several processes train together, beside torch.autocast and torch.amp.GradScaler.
 
-Each way has processes of its own over gloo, and the ways take turns. Timed are a whole step, and its part from the end
-of the backward pass to the end of ``optimizer.step()``: unscaling, the check for inf and nan, what is exchanged for it,
-and the optimizer itself, which is the same both ways. Ranks begin that part together, after a barrier, or else it would
-be the time for which one waits for another.
+Each way has processes of its own over gloo, fresh ones now and then, and the ways take turns. Timed are a whole step,
+and its part from the end of the backward pass to the end of ``optimizer.step()`` and of ``GradScaler.update()``:
+unscaling, the check for inf and nan, what is exchanged for it, and the optimizer itself, which is the same both ways.
+Ranks begin that part together, after a barrier, or else it would be the time for which one waits for another.
+Gradients are dropped after it. Collectives and calls of Python's functions are counted, and no noise.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,7 +37,11 @@ SCALE = 2.0**10
 STEPS = 3
 """So many steps make one value."""
 
-TIMES, COLLECTIVES = "times", "collectives"
+TIMES, COLLECTIVES, CALLS = "times", "collectives", "calls"
+
+
+def _nothing() -> None:
+    """Do nothing at the end of a part."""
 
 
 @dataclass
@@ -75,8 +81,8 @@ class Training:
             model = DistributedDataParallel(model)
         return cls(model, inputs, torch.optim.AdamW(model.parameters(), lr=1e-4), scaler, handle)
 
-    def step(self, between: Callable[[], object] = lambda: None) -> None:
-        """Train once; call ``between`` at the end of the backward pass."""
+    def step(self, between: Callable[[], object] = _nothing, after: Callable[[], object] = _nothing) -> None:
+        """Train once; call ``between`` at the end of the backward pass, and ``after`` before gradients are dropped."""
         if self.handle is not None:
             with self.handle.scale_loss(self._loss(), self.optimizer) as scaled:
                 scaled.backward()
@@ -89,6 +95,7 @@ class Training:
             between()
             self.scaler.step(self.optimizer)
             self.scaler.update()
+        after()
         self.optimizer.zero_grad()
 
     def _loss(self) -> Tensor:
@@ -103,10 +110,12 @@ class Training:
             dist.barrier()
             parts.append(-time.perf_counter())
 
+        def part() -> None:
+            parts[-1] += time.perf_counter()
+
         begin = time.perf_counter()
         for _ in range(STEPS):
-            self.step(meet)
-            parts[-1] += time.perf_counter()
+            self.step(meet, part)
         return (time.perf_counter() - begin) / STEPS, sum(parts) / STEPS
 
     def collectives(self) -> int:
@@ -116,16 +125,36 @@ class Training:
             self.step(lambda: before.append(comms.get_total_counts()))
         return int(comms.get_total_counts()) - before[0]
 
+    def calls(self) -> int:
+        """Return how many functions of Python a step calls after its backward pass, the optimizer's own included."""
+        count = 0
+
+        def note(frame: Any, event: str, argument: Any) -> None:
+            nonlocal count
+            count += event == "call"
+
+        for _ in range(3):
+            # What `collectives` makes of gradients is unusual, and what is usual is learnt anew.
+            self.step()
+        self.step(lambda: sys.setprofile(note), lambda: sys.setprofile(None))
+        # The function that ends it.
+        return count - 1
+
 
 def rank(connection: Connection, way: str, wrapper: str, index: int, size: int, store: str) -> None:
-    """Be one rank of a way: answer `TIMES` and `COLLECTIVES`, on all ranks at once."""
+    """Be one rank of a way: answer `TIMES`, `COLLECTIVES` and `CALLS`, on all ranks at once."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=index, world_size=size)
     training = Training.of(way, wrapper)
     for _ in range(3):
         training.step()
+    answers: dict[str, Callable[[], object]] = {
+        TIMES: training.times,
+        COLLECTIVES: training.collectives,
+        CALLS: training.calls,
+    }
     for question in questions(connection):
-        connection.send(training.times() if question == TIMES else training.collectives())
+        connection.send(answers[question]())
 
 
 class Ranks:
@@ -160,26 +189,30 @@ class Ranks:
                 connection.close()
 
 
-def measure(rounds: int, folder: Path) -> dict[str, dict[str, Any]]:
-    """Return by wrapper and number of ranks, and then by way, the seconds of each round and the collectives of a step.
+def measure(rounds: int, processes: int, folder: Path) -> dict[str, dict[str, Any]]:
+    """Return by wrapper and number of ranks, and then by way, the seconds of each round, and what a step has of each
+    other thing that is counted.
 
     Args:
-        rounds: How many times each way is asked.
+        rounds: How many times each way is asked with the same processes.
+        processes: How many times fresh processes are started: where the memory of a process lies tells too.
         folder: For files by which processes meet.
     """
     found: dict[str, dict[str, Any]] = {}
     for wrapper in WRAPPERS:
         for size in RANKS:
-            groups = {way: Ranks(way, wrapper, size, folder) for way in WAYS}
             results: dict[str, Any] = {way: {"step": [], "part": []} for way in WAYS}
-            for number in range(rounds):
-                # Who comes second finds a warmer machine.
-                for way in WAYS if number % 2 else reversed(WAYS):
-                    whole, part = groups[way].times()
-                    results[way]["step"].append(whole)
-                    results[way]["part"].append(part)
-            for way, group in groups.items():
-                results[way]["collectives"] = max(group.ask(COLLECTIVES))
-                group.close()
+            for _ in range(processes):
+                groups = {way: Ranks(way, wrapper, size, folder) for way in WAYS}
+                for number in range(rounds):
+                    # Who comes second finds a warmer machine.
+                    for way in WAYS if number % 2 else reversed(WAYS):
+                        whole, part = groups[way].times()
+                        results[way]["step"].append(whole)
+                        results[way]["part"].append(part)
+                for way, group in groups.items():
+                    for question in (COLLECTIVES, CALLS):
+                        results[way][question] = max(group.ask(question))
+                    group.close()
             found[f"{SHORT[wrapper]}, {size}"] = results
     return found

@@ -41,11 +41,36 @@ def test_both_ways_train_alike(benchmark: Any, wrapper: str) -> None:
     assert trained["torch.amp"].scaler.get_scale() == ranks.SCALE
 
 
+def calls(way: str, wrapper: str) -> int:
+    """Return what a part calls once gradients are known."""
+    training = ranks.Training.of(way, wrapper, width=16)
+    try:
+        for _ in range(4):
+            training.step()
+        return training.calls()
+    finally:
+        if training.handle is not None:
+            training.handle.deactivate()
+
+
+@pytest.mark.parametrize(("wrapper", "more"), [("DistributedDataParallel", 150), ("fully_shard", 0)])
+def test_a_step_calls_no_more(wrapper: str, more: int) -> None:
+    """Of these 72 are patched methods that AdamW calls for its 24 parameters, and that pass it on."""
+    assert calls("autoamp", wrapper) <= calls("torch.amp", wrapper) + more
+
+
 @pytest.mark.processes
-def test_ranks_answer(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("wrapper", "collectives", "more"), [("DistributedDataParallel", 0, 170), ("fully_shard", 1, 0)]
+)
+def test_ranks_answer(tmp_path: Path, wrapper: str, collectives: int, more: int) -> None:
+    found = {}
     for way in ranks.WAYS:
-        group = ranks.Ranks(way, "fully_shard", 2, tmp_path)
+        group = ranks.Ranks(way, wrapper, 2, tmp_path)
         whole, part = group.times()
         assert 0.0 < part < whole
-        assert group.ask(ranks.COLLECTIVES) == [1, 1]
+        assert group.ask(ranks.COLLECTIVES) == [collectives] * 2
+        found[way] = max(group.ask(ranks.CALLS))
         group.close()
+    # Gradients are looked through once, not per parameter and not once more: see `autoamp.scaling.unchanged`.
+    assert found["autoamp"] <= found["torch.amp"] + more

@@ -17,11 +17,10 @@ from torch.nn import Parameter
 from autoamp.errors import UsageError
 from autoamp.scaling import gradients
 from autoamp.scaling.device_scale import DeviceScale, inverse_scale, scale_ratio
-from autoamp.scaling.gradient_layout import GradientLayout
 from autoamp.scaling.gradients import (
-    DeviceAndDtype,
     GradientMark,
     ScaledMark,
+    UsualGradients,
     found_any,
     non_finite,
     scale_,
@@ -170,9 +169,9 @@ def test_inference_tensors_are_replaced() -> None:
     assert all(grad_of(param).eq(1.0).all() for param in params)
 
 
-def learnt(count: int, **kwargs: Any) -> GradientLayout[DeviceAndDtype]:
+def learnt(count: int, **kwargs: Any) -> UsualGradients:
     """Return what two calls learn of ``count`` gradients of two elements."""
-    usual: GradientLayout[DeviceAndDtype] = GradientLayout()
+    usual = UsualGradients()
     for _ in range(2):
         unscale_([with_grad(torch.ones(2, **kwargs)) for _ in range(count)], 0.5, usual)
     return usual

@@ -502,6 +502,10 @@ class Switch:
         finally:
             self.on = before
 
+    def call_without(self, function: Any, args: Any, kwargs: Any) -> Any:
+        with self.to(False):
+            return function(*args, **kwargs)
+
 
 class Watched(torch.optim.SGD):
     """Tells whether casts are on while it steps."""
@@ -547,7 +551,7 @@ def test_the_step_runs_with_casts_off_and_a_closure_with_casts_on() -> None:
     guard = guard_of(
         optimizer,
         casts=lambda: types.SimpleNamespace(
-            switched=switch.to,
+            call_without=switch.call_without,
             evaluating=lambda: switch.to(True),
             cache=types.SimpleNamespace(clear=lambda: after.append(switch.on)),
         ),
@@ -579,7 +583,7 @@ def test_casts_are_dropped_after_skips_and_errors() -> None:
     param = Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([param], lr=0.5)
     cache = types.SimpleNamespace(clear=lambda: calls.append(guard.skips.total))
-    casts = types.SimpleNamespace(cache=cache, switched=lambda _: contextlib.nullcontext())
+    casts = types.SimpleNamespace(cache=cache, call_without=Switch().call_without)
     guard = guard_of(optimizer, casts=lambda: casts, max_consecutive_skips=2)
     for _ in range(2):
         with scale_loss(param.sum() * math.inf, guard, DynamicLossScaler()) as scaled:

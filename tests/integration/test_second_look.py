@@ -1,0 +1,120 @@
+"""Gradients are looked through again before a step where anything was exchanged since the first look, and else not.
+
+On two processes over gloo. In the fourth step the gradient of rank 0 overflows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import autoamp
+from autoamp.scaling import gradients
+
+pytestmark = pytest.mark.processes
+
+RANKS, STEPS, BAD_STEP = 2, 6, 3
+INF = float("inf")
+
+
+def nothing(model: nn.Module) -> None:
+    """Leave gradients as they are."""
+
+
+def reduced(model: nn.Module) -> None:
+    for param in model.parameters():
+        dist.all_reduce(param.grad)
+
+
+def reduced_by_messages(model: nn.Module) -> None:
+    for param in model.parameters():
+        assert param.grad is not None
+        other = torch.empty_like(param.grad)
+        works = [dist.isend(param.grad, 1 - dist.get_rank()), dist.irecv(other, 1 - dist.get_rank())]
+        for work in works:
+            work.wait()  # type: ignore[union-attr]
+        # Past the count of writes.
+        param.grad.data.add_(other)
+
+
+def told(model: nn.Module) -> None:
+    dist.all_reduce(torch.ones(1))
+
+
+def clipped(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+
+
+# The wrapper, what the program does between the block and the step, and looks at gradients in each step.
+WAYS: dict[str, tuple[Any, Callable[[nn.Module], None], int]] = {
+    "DistributedDataParallel": (DistributedDataParallel, nothing, 1),
+    "and another collective": (DistributedDataParallel, told, 2),
+    "and a write": (DistributedDataParallel, clipped, 2),
+    "by hand": (nn.Sequential, reduced, 2),
+    "by hand, by messages": (nn.Sequential, reduced_by_messages, 2),
+    "fully_shard": (fully_shard, nothing, 1),
+}
+
+
+def train(rank: int, wrapper: Any, between: Callable[[nn.Module], None]) -> list[Any]:
+    """Return for each step whether it was skipped, the scale and the looks at gradients; and the weights at the end."""
+    torch.manual_seed(0)
+    handle = autoamp.init(dtype=torch.float16, device_type="cpu", loss_scale=autoamp.DynamicLossScaler(2.0**10))
+    looks: list[int] = []
+    kernel = gradients.unscale_and_check_
+    gradients.unscale_and_check_ = lambda *args: looks.append(1) or kernel(*args)  # type: ignore[assignment,func-returns-value]
+    try:
+        model = wrapper(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+        steps: list[Any] = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss = model(torch.full((2, 4), 1.0 + rank)).float().square().sum()
+            loss = loss * (INF if step == BAD_STEP and rank == 0 else 1.0)
+            looks.clear()
+            with handle.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            between(model)
+            optimizer.step()
+            steps.append((handle.last_step_skipped, handle.loss_scale, len(looks)))
+        return [steps, [getattr(param, "full_tensor", lambda p=param: p)().tolist() for param in model.parameters()]]
+    finally:
+        gradients.unscale_and_check_ = kernel
+        handle.deactivate()
+
+
+def rank_of_all(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    results = {name: train(rank, wrapper, between) for name, (wrapper, between, _) in WAYS.items()}
+    torch.save(results, f"{folder}/{rank}")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    folder: Path = tmp_path_factory.mktemp("ranks")
+    torch.multiprocessing.spawn(rank_of_all, (str(folder),), nprocs=RANKS)  # type: ignore[no-untyped-call]
+    return [torch.load(folder / str(rank)) for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_all_ranks_skip_the_same_steps(ranks: list[Any], name: str) -> None:
+    (one, weights), (other, others) = (found[name] for found in ranks)
+    assert one == other
+    assert weights == others
+    assert [skipped for skipped, _, _ in one] == [step == BAD_STEP for step in range(STEPS)]
+    assert [scale for _, scale, _ in one] == [2.0**10] * BAD_STEP + [2.0**9] * (STEPS - BAD_STEP)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_nothing_is_looked_at_again_for_nothing(ranks: list[Any], name: str) -> None:
+    steps, _ = ranks[0][name]
+    assert [looks for _, _, looks in steps] == [WAYS[name][2]] * STEPS
