@@ -36,6 +36,8 @@ _MAX_RECORDS = 256
 _MAX_BUFFER_ELEMENTS = 2**20
 # An output of so many elements is kept itself, a larger one by its sum.
 _MAX_OUTPUT_ELEMENTS = 2**12
+# After so many calls that drew no random numbers the state of the generator, 5 KB, is not kept any more.
+_ENOUGH = 4
 _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
 
 
@@ -76,7 +78,7 @@ class Record:
         inputs: Its arguments and keyword arguments, tensors without their graph.
         wanted: The ids of those of its tensors that gradients go back to.
         versions: How often each tensor had been written to.
-        random: The random states before it.
+        random: The random states before it; None where the module was seen to draw no numbers.
         switches: How the thread cast.
         autocast: The dtype of the `torch.autocast` region it was in, if any.
         buffers: Copies of the buffers that it writes to.
@@ -92,7 +94,7 @@ class Record:
     inputs: tuple[Any, dict[str, Any]]
     wanted: set[int]
     versions: list[tuple[Tensor, int | None]]
-    random: RandomStates
+    random: RandomStates | None
     switches: Any
     autocast: torch.dtype | None
     buffers: dict[str, Tensor]
@@ -122,6 +124,22 @@ class Record:
     def size(self) -> int:
         """Return the size of its inputs in bytes."""
         return sum(tensor.nbytes for tensor, _ in self.versions)
+
+
+@dataclass(eq=False, slots=True)
+class _Known:
+    """What is known of a module.
+
+    Attributes:
+        buffers: That a call may write to and go by, each with its path, owner and name.
+        training: The mode in which it was called last.
+        undrawn: How many calls in a row drew no numbers of torch's generator in that mode, up to `_ENOUGH`; -1 once one
+            did.
+    """
+
+    buffers: list[tuple[str, weakref.ref[Module], str]]
+    training: bool
+    undrawn: int = 0
 
 
 _number_of = operator.attrgetter("number")
@@ -155,7 +173,7 @@ class Recorder:
         self._number = 0
         self._bytes = 0
         # Of each module, by a weak reference to it.
-        self._buffers: dict[weakref.ref[Module], list[tuple[str, weakref.ref[Module], str]]] = {}
+        self._known: dict[weakref.ref[Module], _Known] = {}
 
     def take(self) -> tuple[list[Record], list[LossRegion]]:
         """Return what there is, and begin anew."""
@@ -218,19 +236,21 @@ class Recorder:
         )
         kind = self._casts.device_type
         reference = weakref.ref(module)
-        places = self._buffers.get(reference)
-        if places is None:
-            places = self._find_buffers(module)
+        known = self._known.get(reference) or self._get_to_know(module)
+        if known.training is not module.training:
+            known.training, known.undrawn = module.training, 0
+        if on_gpu or thorough:
+            states: RandomStates | None = RandomStates.now(all_of_them=thorough)
+        else:
+            states = None if known.undrawn >= _ENOUGH else RandomStates(_cpu_state())
         self._number += 1
         return Record(
-            reference, inputs, wanted, versions,
-            RandomStates.now(all_of_them=thorough) if on_gpu or thorough else RandomStates(_cpu_state()),
+            reference, inputs, wanted, versions, states,
             self._casts.switches(), torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
-            _copies(places) if places else {}, self._number,
+            _copies(known.buffers) if known.buffers else {}, self._number,
         )  # fmt: skip
 
-    def _find_buffers(self, module: Module) -> list[tuple[str, weakref.ref[Module], str]]:
-        """Return the buffers that a call may write to and go by, each with its path, owner and name."""
+    def _get_to_know(self, module: Module) -> _Known:
         # What a batch norm computes in training does not depend on its running averages.
         places = [
             (f"{path}.{name}".removeprefix("."), weakref.ref(owner), name)
@@ -240,10 +260,14 @@ class Recorder:
         ]
         if sum(buffer.numel() for buffer in module.buffers()) > _MAX_BUFFER_ELEMENTS:
             places = []
-        self._buffers[weakref.ref(module, self._buffers.pop)] = places
-        return places
+        known = self._known[weakref.ref(module, self._known.pop)] = _Known(places, module.training)
+        return known
 
     def _end(self, record: Record, outputs: Any) -> None:
+        if record.random is not None:
+            known = self._known[record.module]
+            if 0 <= known.undrawn < _ENOUGH:
+                known.undrawn = known.undrawn + 1 if torch.equal(_cpu_state(), record.random.cpu) else -1
         numbers: dict[Any, int] = {}
         for output in (outputs,) if type(outputs) is Tensor else iter_tensors(outputs):
             if not output.is_floating_point() or output.layout is not torch.strided:

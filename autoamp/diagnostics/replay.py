@@ -270,13 +270,17 @@ def replay(record: Record, casts: Casts, *, wide: bool = False) -> Replayed:
     own = {name.removeprefix("module.") if root is not module else name: b for name, b in record.buffers.items()}
     for name, value in own.items():
         write(root.get_buffer(name), value)
-    record.random.restore()
+    if record.random is not None:
+        record.random.restore()
+    before = torch.get_rng_state()
     inspector = Inspector(root, wide=wide)
     switches = (False, True) if wide else record.switches
     kind = casts.device_type
     region = torch.autocast(kind, record.autocast or torch.float16, enabled=record.autocast is not None and not wide)
     with contextlib.nullcontext() if record.autocast is None else region, _switched(casts, switches), inspector:
         outputs = root(*args, **kwargs)
+    if record.random is None and not torch.equal(torch.get_rng_state(), before):
+        raise CannotReplay("the model draws random numbers, and did not when it was called before")
     found = [o if o.is_floating_point() and o.layout is torch.strided else None for o in iter_tensors(outputs)]
     result = Replayed(inspector, found, named_inputs(root, args, kwargs), {}, root)
     result.leaves = {name: p for name, p in root.named_parameters() if p.requires_grad}

@@ -316,6 +316,36 @@ def test_loss() -> None:
     assert [one.location for one in handle.overflows] == [found.location] * 2
 
 
+@pytest.mark.parametrize("since", [0, 6])
+def test_a_model_that_draws_numbers_from_some_step_on(since: int) -> None:
+    step = [0]
+
+    def fault(h: Tensor) -> Tensor:
+        drawn = F.dropout(h.float(), 0.5) if step[0] >= since else h.float()
+        return squared(drawn) if step[0] in (8, 9) else drawn
+
+    def data(x: Tensor, number: int) -> Tensor:
+        step[0] = number
+        return x
+
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.faulty, self.last = nn.Linear(4, 8), Faulty(fault), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.last(self.faulty(self.first(x)))
+            return out
+
+    handle = train(Plain(), data=data, steps=10)
+    first, second = handle.overflows
+    # In the first steps it drew none, so that states were not kept any more. From the first skip on they are.
+    assert isinstance(first.verdict, NotLocated if since else HalfPrecisionOp)
+    assert ("draws random numbers" in str(first)) is bool(since)
+    assert isinstance(second.verdict, HalfPrecisionOp)
+    assert (second.iteration, second.op, second.location) == (9, "mul", line_of(squared, "big * big"))
+
+
 def test_a_half_op_of_the_loss() -> None:
     def loss(out: Tensor) -> Tensor:
         big = 512.0 * (out.half() + 1.0)
