@@ -34,6 +34,7 @@ _KEY = "autoamp.diagnostics"
 _MAX_NODES = 64
 _MAX_SHAPES = 16
 _MAX_NAMES = 512
+_MAX_DECISIONS = 8
 # Nodes that hand gradients on, or parts of them. Of finite ones they make neither inf nor nan.
 _HARMLESS = frozenset(
     ("View", "UnsafeView", "ReshapeAlias", "Transpose", "T", "Permute", "Squeeze", "Unsqueeze", "Alias", "Clone", "Neg",
@@ -81,6 +82,7 @@ class _Shape:
         fragile: The places of nodes that may make inf or nan of finite gradients.
         watched: Those of them that get a hook in each step.
         is_scalar: Whether the loss is one number, whose gradient is the loss scale.
+        undecided: In how many more looks at a node, by its place, it is asked whether it is to have a hook.
     """
 
     names: tuple[str, ...]
@@ -88,6 +90,7 @@ class _Shape:
     fragile: tuple[int, ...]
     watched: tuple[int, ...]
     is_scalar: bool
+    undecided: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -183,8 +186,8 @@ class LossRecorder:
         """Return what there is, and begin anew."""
         if self.notes_lines:
             self.end_lines()
-        self._let_go()
         taken, self.losses = self.losses, []
+        _let_go(taken)
         return taken
 
     def close(self) -> None:
@@ -202,7 +205,8 @@ class LossRecorder:
         """Take note of a loss, and of the nodes between it and the outputs of modules."""
         if noted := self.notes_lines:
             self.end_lines()
-        self._let_go()
+        if self.losses:
+            _let_go(self.losses)
         # Those who called this one are ours.
         place = user_place(sys._getframe(3))
         nodes, names = self._nodes_of(loss)
@@ -215,7 +219,7 @@ class LossRecorder:
         region = LossRegion(value, place, scale, shape, lines, watched, len(nodes) < _MAX_NODES)
         if looks:
             region.nodes = nodes
-            if region.flaw() is not None:
+            if not (math.isfinite(value) if is_scalar else region.flaw() is None):
                 first = first_not_finite(nodes, loss.dtype not in HALF_DTYPES)
                 region.first = None if first is None else (region.trace_of(first), made_by(nodes[first], nodes))
         # It refers to neither the nodes nor what holds them.
@@ -223,11 +227,6 @@ class LossRecorder:
         for number in watched:
             nodes[number].register_hook(functools.partial(hook, owner, number))
         self.losses.append(region)
-
-    def _let_go(self) -> None:
-        """Keep no graph of earlier losses alive."""
-        for region in self.losses:
-            region.nodes = []
 
     def _nodes_of(self, loss: Tensor) -> tuple[list[Any], tuple[str, ...]]:
         """Return the nodes between outputs of modules and a loss, each before what it follows from, and their names."""
@@ -267,7 +266,8 @@ class LossRecorder:
         has_room = len(self._shapes) < _MAX_SHAPES
         if shape is None:
             fragile = tuple(number for number, name in enumerate(key[3]) if _stem_of(name) not in _HARMLESS)
-            shape = _Shape(key[3], (None,) * len(nodes), fragile, fragile, key[2])
+            undecided = dict.fromkeys(fragile, _MAX_DECISIONS)
+            shape = _Shape(key[3], (None,) * len(nodes), fragile, fragile, key[2], undecided)
         elif not noted:
             self._wants_lines = False
             return shape, shape.lines
@@ -299,6 +299,12 @@ class LossRecorder:
 # -- hooks --
 
 
+def _let_go(regions: Sequence[LossRegion]) -> None:
+    """Keep no graph of losses alive."""
+    for region in regions:
+        region.nodes = []
+
+
 def _look(owner: weakref.ref[LossRegion], place: int, gave: Sequence[Any], got: Sequence[Any]) -> None:
     """Look at what a node gives, at once: while what the node saved is there still."""
     region = owner()
@@ -308,7 +314,8 @@ def _look(owner: weakref.ref[LossRegion], place: int, gave: Sequence[Any], got: 
         if gradient is not None and not _is_finite(gradient):
             break
     else:
-        _let_be(region.shape, place, gave)
+        if place in region.shape.undecided:
+            _let_be(region, place, gave)
         return
     if region.nodes and worst_of(got) is None:
         trace = region.trace_of(place)
@@ -327,20 +334,32 @@ def _keep(owner: weakref.ref[LossRegion], place: int, gave: Sequence[Any], got: 
         trace.got, trace.gave = [_kept(g) for g in got], [_kept(g) for g in gave]
         trace.dtypes = [None if g is None else g.dtype for g in gave]
         region.traces.append(trace)
-        _let_be(region.shape, place, gave)
+        if place in region.shape.undecided:
+            _let_be(region, place, gave)
 
 
-def _let_be(shape: _Shape, place: int, gave: Sequence[Any]) -> None:
+def _let_be(region: LossRegion, place: int, gave: Sequence[Any]) -> None:
     """Give a node no hook in steps to come if it is harmless in fp32, and gives that, or casts what such nodes give."""
+    shape = region.shape
+    shape.undecided[place] -= 1
+    if not shape.undecided[place]:
+        del shape.undecided[place]
     stems = [_stem_of(name) for name in shape.names]
     if stems[place] == "ToCopy":
         let_be = shape.is_scalar and all(
             stems[one] == "ToCopy" or (stems[one] in _BOUNDED and one not in shape.watched) for one in shape.fragile
         )
     else:
-        let_be = stems[place] in _HARMLESS_IN_FP32 and all(g is None or g.dtype in _WIDE for g in gave)
+        harmless = stems[place] in _HARMLESS_IN_FP32 or (stems[place] == "Pow" and _is_steep(region, place))
+        let_be = harmless and all(g is None or g.dtype in _WIDE for g in gave)
     if let_be:
         shape.watched = tuple(one for one in shape.watched if one != place)
+
+
+def _is_steep(region: LossRegion, place: int) -> bool:
+    """Tell whether a power has an exponent of 1 or more, as squares have: where it is finite its derivative is."""
+    exponent = getattr(region.nodes[place], "_saved_exponent", None) if region.nodes else None
+    return isinstance(exponent, (int, float)) and exponent >= 1
 
 
 _WIDE = frozenset((torch.float32, torch.float64))

@@ -98,7 +98,7 @@ class OverflowTrace:
         self._steps += 1
         taken = self.recorder.take()
         # With several optimizers a part of what this one steps by may have been computed before the last step.
-        self._earlier = self._judged if self._is_one_of_several() else ([], [])
+        self._earlier = self._judged if self._were_several and self._is_one_of_several() else ([], [])
         self._judged = taken
         if self._watched:
             self._watched -= 1
@@ -113,7 +113,7 @@ class OverflowTrace:
             self._several.add(skips)
             self._were_several = len(self._several) > 1
         if not skipped or scale is None:
-            if not late and not self._is_one_of_several():
+            if not late and not (self._were_several and self._is_one_of_several()):
                 self._judged = [], []
             return None
         try:
@@ -134,7 +134,7 @@ class OverflowTrace:
 
     def _is_one_of_several(self) -> bool:
         # Each of several optimizers is heard of after another one, so that their number is known.
-        return self._were_several and len(self._several) > 1
+        return len(self._several) > 1
 
     def _note(self, found: Overflow) -> None:
         if isinstance(found.verdict, NotLocated) or found.module is None:

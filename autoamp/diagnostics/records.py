@@ -230,10 +230,10 @@ class Recorder:
             versions.append((kept, version_of(kept)))
             return kept
 
-        inputs = (
-            tuple([keep(one) if type(one) is Tensor else map_tensors(one, keep) for one in args]),
-            map_tensors(kwargs, keep) if kwargs else kwargs,
-        )
+        own = []
+        for one in args:
+            own.append(keep(one) if type(one) is Tensor else map_tensors(one, keep))
+        inputs = tuple(own), map_tensors(kwargs, keep) if kwargs else kwargs
         kind = self._casts.device_type
         reference = weakref.ref(module)
         known = self._known.get(reference) or self._get_to_know(module)
@@ -304,8 +304,11 @@ class Recorder:
         if not record.passes:
             self.records.append(record)
         given = record.passes.setdefault(len(losses) - 1, {})
-        kept = [without_graph(gradient) for gradient in gradients]
-        size = self._bytes + sum([gradient.nbytes for gradient in kept if gradient is not None])
+        kept: list[Tensor | None] = []
+        size = self._bytes
+        for gradient in gradients:
+            kept.append(without_graph(gradient))
+            size += 0 if gradient is None else gradient.nbytes
         if size > _MAX_BYTES:
             record.too_large = True
         else:
