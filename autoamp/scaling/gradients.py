@@ -109,9 +109,10 @@ class UsualGradients(GradientLayout[DeviceAndDtype]):
             return None
         # None of them requires a gradient, or they would not be known: nothing is recorded, in no mode of autograd.
         device, dtype = kind
-        unusual = flag is None or isinstance(inv_scale, DeviceFactor) or inv_scale > 1.0 or dtype is torch.float64
+        wide = dtype is torch.float64
         # Dynamo would compile anew for each factor that is kept.
-        if unusual or torch.compiler.is_dynamo_compiling():
+        compiling = torch.compiler.is_dynamo_compiling()
+        if compiling or flag is None or isinstance(inv_scale, DeviceFactor) or inv_scale > 1.0 or wide:
             return _unscaled({kind: values}, inv_scale, flag)
         found = flag(device)
         known = self._factor
