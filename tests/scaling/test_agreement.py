@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autoamp.errors import UsageError
-from autoamp.scaling.agreement import Agreements, AskedGroup, Ballot, Together
+from autoamp.scaling.agreement import Agreements, AskedGroup, Ballot, Together, packed, unpacked
 
 
 @pytest.fixture
@@ -63,3 +64,28 @@ def test_each_verdict_has_a_number_of_its_own(count: int) -> None:
     assert not silent.has_voters()
     assert silent.is_hopeless()
     assert not bool(silent.now)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 8, 15, 63, 64, 1000, 100_000])
+def test_what_ranks_say_is_told_apart_in_sums(ranks: int) -> None:
+    places = len(unpacked(packed([], ranks), ranks))
+    # Three, and twelve verdicts at least; and few numbers, since a sum takes a while for each.
+    assert places >= 15
+    assert len(packed([], ranks)) <= (1 if ranks <= 7 else 2 if ranks <= 63 else 5)
+    said = [place % 3 == 0 for place in range(places)]
+    # All say yes to these, and one of them to the last too.
+    sums = [ranks * one for one in packed(said, ranks)]
+    assert unpacked(sums, ranks) == [float(yes) for yes in said]
+    alone = packed([False] * (places - 1) + [True], ranks)
+    assert unpacked([a + b for a, b in zip(alone, packed([], ranks), strict=True)], ranks)[-1] == 1.0
+    assert all(number.is_integer() and number * ranks < 2**53 for number in packed([True] * places, ranks))
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_norm_that_is_not_finite_says_nothing_of_the_rest(value: float) -> None:
+    together = Together(dist.group.WORLD, torch.device("cpu"), 1, asked=True)
+    ballot = Ballot([[torch.ones(1)], [torch.zeros(1)]], [], votes=True, norm=torch.tensor(value)).cast(together)
+    assert not ballot.norm.isfinite()
+    assert [float(ballot.verdict(place)) for place in (0, 1)] == [1.0, 0.0]
+    assert not ballot.is_hopeless()
