@@ -30,9 +30,10 @@ pytestmark = pytest.mark.skipif(
 
 def run(*command: str) -> str:
     """Run a script with the tree on the path, expect the exit code 0, and return what it printed."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
         [sys.executable, *command],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
         cwd=EXAMPLES,
         stdin=subprocess.DEVNULL,
         capture_output=True,
