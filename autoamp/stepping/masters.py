@@ -21,7 +21,7 @@ import logging
 import math
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -309,12 +309,10 @@ class MasterWeights:
         Returns:
             Flags as `autoamp.scaling.unscale_` returns them. None where none wait or one cannot, and nothing was done.
         """
-        optimizer = self._optimizer()
-        if self._replicated or not (steps_by_parts(optimizer) or reads_half(optimizer)):
-            # The gradients may be views of the reducer's buckets.
+        if not self._can_wait_scaled():
             return None
         waiting: list[Any] = [half.grad for half, _ in self._waiting]
-        if not waiting or len(set(map(id, waiting))) < len(waiting) or not all(map(_is_simple, waiting)):
+        if not _are_simple(waiting):
             return None
         wanted, self._wanted_norm = self._wanted_norm, None
         found, norm = check_(waiting, flag, wanted, factor)
@@ -332,17 +330,15 @@ class MasterWeights:
         Returns:
             None where no gradient waits, or they cannot be clipped as they are. Then they are to be widened.
         """
-        optimizer = self._optimizer()
         waiting: list[Any] = [half.grad for half, _ in self._waiting]
         if (
             norm_type not in (2.0, math.inf)
-            or self._replicated
-            or not (steps_by_parts(optimizer) or reads_half(optimizer))
+            or not self._can_wait_scaled()
             or any(grad is None or is_scaled(grad) is (self._factor is None) for grad in waiting)
         ):
             return None
         with as_they_are(waiting if self._factor is not None else []):
-            if not waiting or len(set(map(id, waiting))) < len(waiting) or not all(map(_is_simple, waiting)):
+            if not _are_simple(waiting):
                 return None
             self._wanted_norm = norm_type
             known, ids = self._known_norm, list(map(id, waiting))
@@ -358,11 +354,17 @@ class MasterWeights:
             self._factor = ClippedFactor(self._factor, coefficient)
             conceal(waiting, self._widen_later, self._factor)
 
-    def _can_wait(self) -> bool:
+    def _takes_halves(self) -> bool:
         optimizer = self._optimizer()
-        known = steps_by_parts(optimizer) or reads_half(optimizer)
+        return steps_by_parts(optimizer) or reads_half(optimizer)
+
+    def _can_wait_scaled(self) -> bool:
+        # Of replicas gradients may be views of the reducer's buckets.
+        return not self._replicated and self._takes_halves()
+
+    def _can_wait(self) -> bool:
         # Ranks agree on gradients as they are: in fp32.
-        return known and not several_processes() and not torch.compiler.is_compiling()
+        return self._takes_halves() and not several_processes() and not torch.compiler.is_compiling()
 
     @property
     def _waiting(self) -> list[tuple[Tensor, Tensor]]:
@@ -808,6 +810,11 @@ def _has_other_halves(optimizer: Any) -> bool:
         for group in optimizer.param_groups
         for param in group["params"]
     )
+
+
+def _are_simple(grads: Sequence[Tensor]) -> bool:
+    """Tell whether there are gradients, no two the same, which may be read and written to one by one."""
+    return bool(grads) and len(set(map(id, grads))) == len(grads) and all(map(_is_simple, grads))
 
 
 def _is_simple(grad: Tensor) -> bool:

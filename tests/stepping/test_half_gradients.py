@@ -325,6 +325,15 @@ def whole(kind: type[Any]) -> type[Any]:
     return type(f"Whole{kind.__name__}", (kind,), {})
 
 
+def half_and_not(make: Callable[..., Any]) -> tuple[torch.nn.Sequential, Any]:
+    """Return a model at O2 with half parameters and fp32 ones, and its optimizer."""
+    torch.manual_seed(5)
+    model = torch.nn.Sequential(torch.nn.Conv1d(4, 3, 1), torch.nn.BatchNorm1d(3))
+    optimizer = make(model.parameters())
+    o2(model, optimizer)
+    return model, optimizer
+
+
 def whole_adamw(params: Any) -> Any:
     return WholeAdamW(params, lr=0.1, fused=True)
 
@@ -437,10 +446,7 @@ def test_copies_and_pickles_of_scaled_gradients_are_true() -> None:
 def test_parameters_that_are_not_half_are_unscaled_at_once() -> None:
     ends = []
     for make in (adamw, whole_adamw):
-        torch.manual_seed(5)
-        model = torch.nn.Sequential(torch.nn.Conv1d(4, 3, 1), torch.nn.BatchNorm1d(3))
-        optimizer = make(model.parameters())
-        o2(model, optimizer)
+        model, optimizer = half_and_not(make)
         for factor in (1.0, 1e38, 1.0):
             with autoamp.scale_loss(model(torch.randn(5, 4, 2)).square().sum() * factor, optimizer) as loss:
                 loss.backward()
@@ -456,10 +462,7 @@ def test_fused_optimizers_take_scaled_gradients_beside_true_ones(name: str) -> N
     kind, how = FUSED[name]
     ends = []
     for make in (kind, whole(kind)):
-        torch.manual_seed(5)
-        model = torch.nn.Sequential(torch.nn.Conv1d(4, 3, 1), torch.nn.BatchNorm1d(3))
-        optimizer = make(model.parameters(), **how)
-        o2(model, optimizer)
+        model, optimizer = half_and_not(functools.partial(make, **how))
         for factor in (1.0, 1e38, 1.0):
             with autoamp.scale_loss(model(torch.randn(5, 4, 2)).square().sum() * factor, optimizer) as loss:
                 loss.backward()
@@ -619,10 +622,7 @@ def test_clipping_twice_and_what_comes_after() -> None:
 def test_clipping_takes_true_gradients_into_account() -> None:
     ends = []
     for make in (adamw, whole_adamw):
-        torch.manual_seed(5)
-        model = torch.nn.Sequential(torch.nn.Conv1d(4, 3, 1), torch.nn.BatchNorm1d(3))
-        optimizer = make(model.parameters())
-        o2(model, optimizer)
+        model, optimizer = half_and_not(make)
         for norm_type in (2.0, float("inf")):
             with autoamp.scale_loss(model(torch.randn(5, 4, 2)).square().sum(), optimizer) as loss:
                 loss.backward()
