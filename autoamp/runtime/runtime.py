@@ -11,6 +11,7 @@ import torch
 from torch.nn import Module
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from autoamp import torch_private
 from autoamp.auto_scaling import AutoScale
 from autoamp.casting import Casts
 from autoamp.diagnostics import (
@@ -128,6 +129,7 @@ class Runtime:
 
     def _patch_torch(self, registered: Sequence[Target]) -> None:
         expansion = expand(self.settings.table)
+        keeps_masters = any(setup.masters for setup in self.setups)
         installation = Installation(
             self.casts,
             self.precisions,
@@ -135,8 +137,9 @@ class Runtime:
             allow_banned=self.settings.allow_banned,
             rebind=self.settings.rebind,
             observation=self.observation if self.observation.observers else None,
-            met=self._meet if any(setup.masters for setup in self.setups) else None,
+            met=self._meet if keeps_masters else None,
             loaded=self.optimizers.note_loaded if self.optimizers.scales else None,
+            begin_pass=self.optimizers.begin_pass if keeps_masters else None,
             recorder=None if self.overflows is None else self.overflows.recorder,
         )
         self.casts.open()
@@ -146,6 +149,7 @@ class Runtime:
             self.casts.shut()
             raise
         self._installation = installation
+        self.optimizers.tell_passes(keeps_masters and torch_private.RUN_BACKWARD is not None)
         self._registered = list(registered)
         self.skipped_rules = expansion.skipped
         self._step_hooks = [
@@ -171,6 +175,7 @@ class Runtime:
             return ()
         if self.auto_scaling is not None:
             self.auto_scaling.pause()
+        self.optimizers.tell_passes(False)
         self.casts.shut()
         for hook in self._step_hooks:
             hook.remove()

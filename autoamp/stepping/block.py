@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -29,7 +29,7 @@ from autoamp.scaling import (
 from autoamp.stepping.checks import warn_without_gradients
 from autoamp.stepping.guard import StepGuard
 
-__all__ = ["open_blocks", "scaled_block", "watch_autograd_grad"]
+__all__ = ["open_blocks", "scaled_block", "watch_autograd_grad", "watch_passes"]
 
 
 class _OpenBlocks(threading.local):
@@ -203,6 +203,17 @@ def _by_owners(lists: Sequence[Sequence[torch.Tensor]]) -> dict[frozenset[int], 
     for sharing, places in by_grad.values():
         owned.setdefault(frozenset(places), []).extend(sharing)
     return owned
+
+
+def watch_passes(original: Any, begin: Callable[[], object]) -> Any:
+    """Return a replacement of what runs backward passes, which calls ``begin`` before those that add to ``.grad``."""
+
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("accumulate_grad") and not torch.compiler.is_compiling():
+            begin()
+        return original(*args, **kwargs)
+
+    return imitate(run_backward, original)
 
 
 def watch_autograd_grad(original: Any) -> Any:

@@ -279,7 +279,7 @@ class StepGuard:
 
     def _remember(self, params: Sequence[torch.Tensor]) -> None:
         # Where the ranks of a mesh have no gradients of other parameters alike, they have those of shards alike.
-        if has_shards(params) and several_processes():
+        if several_processes() and has_shards(params):
             params = [param for param in params if is_sharded(param)]
         self._mark = GradientMark(params if self.masters is None else self.holders(params))
 

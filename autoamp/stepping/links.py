@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -168,7 +168,7 @@ def check_shapes(half: Tensor, master: Tensor) -> None:
 
 
 @without_grad
-def follow(pairs: Iterable[tuple[Tensor, Link]], *, first_step: bool = False, local: bool = False) -> int:
+def follow(pairs: Collection[tuple[Tensor, Link]], *, first_step: bool = False, local: bool = False) -> int:
     """Let masters follow half parameters that were written to. Returns how many of these torch tells of.
 
     Args:
@@ -194,26 +194,34 @@ def follow(pairs: Iterable[tuple[Tensor, Link]], *, first_step: bool = False, lo
     return told
 
 
-def agree(pairs: Iterable[tuple[Tensor, Link]]) -> None:
+def agree(pairs: Collection[tuple[Tensor, Link]]) -> None:
     """Take note that half parameters are their rounded masters now, as `Link.agree` does for one."""
-    for half, link in pairs:
-        # Written out for what nearly all are: each step comes by here for every parameter.
-        if type(half) is Parameter and link.fingerprint is None and not half.is_inference():
-            master = link.master
-            link._version, link._address, link._master_version = half._version, half.data_ptr(), master._version
-        else:
+    try:
+        for half, link in pairs:
+            # Written out for what nearly all are: each step comes by here for every parameter.
+            if type(half) is Parameter and link.fingerprint is None:
+                master = link.master
+                link._version, link._address, link._master_version = half._version, half.data_ptr(), master._version
+            else:
+                link.agree(half)
+    except RuntimeError:
+        # Inference tensors have no version.
+        for half, link in pairs:
             link.agree(half)
 
 
-def _behind(pairs: Iterable[tuple[Tensor, Link]]) -> list[tuple[Tensor, Link]]:
+def _behind(pairs: Collection[tuple[Tensor, Link]]) -> list[tuple[Tensor, Link]]:
     """Return those of which `Link.is_behind` is true; written out for what nearly all are, as in `agree`."""
     found = []
-    for half, link in pairs:
-        if type(half) is not Parameter or link.fingerprint is not None or half.is_inference():
-            if link.is_behind(half):
+    try:
+        for half, link in pairs:
+            if type(half) is not Parameter or link.fingerprint is not None:
+                if link.is_behind(half):
+                    found.append((half, link))
+            elif half._version != link._version or half.data_ptr() != link._address:
                 found.append((half, link))
-        elif half._version != link._version or half.data_ptr() != link._address:
-            found.append((half, link))
+    except RuntimeError:
+        found = [(half, link) for half, link in pairs if link.is_behind(half)]
     return found
 
 

@@ -73,6 +73,7 @@ log = logging.getLogger(__name__)
 
 _HALF, _NONE, _PLAIN, _LEFT = (frozenset(some) for some in (HALF_DTYPES, {type(None)}, {Tensor}, {LeftHalf}))
 _dtype_of, _requires_grad = operator.attrgetter("dtype"), operator.attrgetter("requires_grad")
+_first = operator.itemgetter(0)
 
 # So many elements of gradients may be widened at once: each part costs a launch.
 _SMALL = 2**17
@@ -97,6 +98,8 @@ class MasterWeights:
         self._originals = originals or {}
         self._pairs: dict[int, tuple[Tensor, Link]] = {}
         self._columns: _Columns | None = None
+        # Whether `begin_pass` is called before each backward pass; and whether no gradient was there when looked last.
+        self._told = self._empty = False
         # The parameters of the optimizer's groups when they were adopted last.
         self._adopted: list[list[Tensor]] = []
         # Whether `_is_usual` looked, before the backward pass, at what that does not change; and of which all wait.
@@ -184,7 +187,8 @@ class MasterWeights:
             last: Whether nothing but a step is to come, as far as is known, so that half gradients may wait for that.
         """
         self.share_gradients(last=last)
-        self._equalise()
+        if self._asked != (WRAPPERS.seen, len(self._pairs)):
+            self._equalise()
 
     @without_grad
     def share_gradients(self, *, last: bool = False) -> None:
@@ -201,16 +205,15 @@ class MasterWeights:
             self.widen()
         if self._is_usual(last=last):
             return
-        fresh = []
+        fresh, hooked = [], self._is_hooked()
         for half, link in self._pairs.values():
             master = link.master
             if type(master) is LeftHalf:
                 settle(master)
             if half.requires_grad is not master.requires_grad:
                 master.requires_grad_(half.requires_grad)
-            if half.requires_grad and id(half) not in self._hooks:
-                # In a backward pass outside of any block this is the last moment to tell old gradients from new ones.
-                self._hooks[id(half)] = half.register_hook(_arriving(half, master, self._aside))
+            if hooked:
+                self._hook(half, master)
             _drop_old(half, master)
             if half.grad is None and master.grad is not None and not hasattr(master.grad, _SHARED):
                 # Somebody gave the master a gradient of his own.
@@ -228,6 +231,37 @@ class MasterWeights:
         for half, master, earlier in self._aside.take():
             _share(half, master, earlier if master.grad is None else earlier.add_(master.grad))
 
+    def rely_on_passes(self, told: bool) -> None:
+        """Take note whether `begin_pass` is called before each backward pass from now on."""
+        self._told = told
+        if told:
+            _remove_all(self._hooks)
+            self._hooks.clear()
+        else:
+            self._hook_all()
+
+    def begin_pass(self) -> None:
+        """Look after gradients that are there while a backward pass adds to them.
+
+        For most passes none are there. A hook of each half parameter would cost all of them some microseconds each.
+        """
+        if not (self._empty or self._is_hooked()) and any(
+            grad is not None for grad in map(raw_grad, self._listed().halves)
+        ):
+            self._hook_all()
+
+    def _is_hooked(self) -> bool:
+        return bool(self._hooks) or not self._told
+
+    def _hook_all(self) -> None:
+        for half, link in self._pairs.values():
+            self._hook(half, link.master)
+
+    def _hook(self, half: Tensor, master: Tensor) -> None:
+        if half.requires_grad and id(half) not in self._hooks:
+            # In a backward pass outside of any block this is the last moment to tell old gradients from new ones.
+            self._hooks[id(half)] = half.register_hook(_arriving(half, master, self._aside))
+
     def _listed(self) -> _Columns:
         """Return the pairs as parallel lists."""
         if self._columns is None:
@@ -241,6 +275,7 @@ class MasterWeights:
         None is there, or with ``last`` those of the half parameters alone, which are like those that waited before.
         """
         columns = self._listed()
+        empty, self._empty = self._empty, False
         halves, masters = columns.halves, columns.masters
         grads = list(map(raw_grad, halves))
         present = [grad for grad in grads if grad is not None]
@@ -264,12 +299,13 @@ class MasterWeights:
             return False
         self._looked = not last
         if not present and _PLAIN.issuperset(map(type, masters)):
+            self._empty = True
             return True
         if present and not (
             last
             and columns.layout.recall(present)
             and self._can_wait()
-            and not any(map(hasattr, present, itertools.repeat(_SHARED)))
+            and (empty or not any(map(hasattr, present, itertools.repeat(_SHARED))))
         ):
             return False
         for master, grad in zip(masters, grads, strict=True):
@@ -281,9 +317,10 @@ class MasterWeights:
         return True
 
     def _requires_alike(self, halves: list[Tensor], masters: list[Any]) -> bool:
-        """Tell whether masters want gradients where half parameters do, and those are watched."""
+        """Tell whether masters want gradients where half parameters do, and those have the hooks that they need."""
         requires = list(map(_requires_grad, halves))
-        return requires == list(map(_requires_grad, masters)) and sum(requires) == len(self._hooks)
+        hooks = sum(requires) if self._is_hooked() else 0
+        return requires == list(map(_requires_grad, masters)) and hooks == len(self._hooks)
 
     def _all_conceal(self) -> bool:
         """Tell whether all gradients wait with their scale, and no other ones are there."""
@@ -412,15 +449,21 @@ class MasterWeights:
             return inner(*args, **kwargs)
         if by_halves and self._factor is not None and _has_other_halves(optimizer):
             self.widen()
-        scaled = [grad for half, _ in self._waiting if is_scaled(grad := half.grad)]
-        with as_they_are(scaled):
-            if by_halves:
-                return self._step_by_halves(inner, optimizer, self._waiting)
-            stepped, left = self._step_by_kernels(optimizer)
-            if not left:
-                return None
-            waiting = stepped or self._waiting
-            return self._step_by_parts(inner, optimizer, stepped) if waiting else inner(*args, **kwargs)
+        if self._factor is None:
+            return self._step_as_they_are(inner, optimizer, by_halves)
+        with as_they_are([grad for half, _ in self._waiting if is_scaled(grad := half.grad)]):
+            return self._step_as_they_are(inner, optimizer, by_halves)
+
+    def _step_as_they_are(self, inner: Any, optimizer: Any, by_halves: bool) -> Any:
+        """Do for `step` what is left once gradients that are scaled still may be read."""
+        if by_halves:
+            return self._step_by_halves(inner, optimizer, self._waiting)
+        stepped, left = self._step_by_kernels(optimizer)
+        if not left:
+            return None
+        if stepped or _LEFT.intersection(map(type, self._listed().masters)):
+            return self._step_by_parts(inner, optimizer, stepped)
+        return inner(optimizer)
 
     def _step_by_kernels(self, optimizer: Any) -> tuple[set[int], bool]:
         """Step what compiled kernels take; returns the ids of these masters, and whether others have gradients."""
@@ -430,7 +473,7 @@ class MasterWeights:
         stepped, left = step_by_kernels(optimizer, of_master, self._factor)
         done = set(map(id, stepped))
         halves = [id(of_master[key]) for key in done if key in of_master]
-        agree(map(self._pairs.__getitem__, halves))
+        agree(list(map(self._pairs.__getitem__, halves)))
         self._done.update(halves)
         return done, left
 
@@ -523,10 +566,10 @@ class MasterWeights:
                 master.grad = None
                 master.__class__ = LeftHalf
         _copy_down(pairs)
-        self._done.update(id(half) for half, _ in pairs)
+        self._done.update(map(id, map(_first, pairs)))
         return result
 
-    @torch.no_grad()
+    @without_grad
     def before_backward(self) -> None:
         """Get gradients ready for the reducer of torch's DistributedDataParallel.
 
@@ -543,13 +586,12 @@ class MasterWeights:
                 _narrow(present)
             part.unreduced = sync is not Sync.YES
         # The flat parameters of FullyShardedDataParallel have gradients of their own dtype too.
-        _narrow([half for half, _ in self._pairs.values() if hasattr(half, "_fsdp_flattened")])
+        if several_processes():
+            _narrow([half for half, _ in self._pairs.values() if hasattr(half, "_fsdp_flattened")])
 
     @torch.no_grad()
     def _equalise(self) -> None:
         """Broadcast the masters with which a DistributedDataParallel was made since this was asked last."""
-        if self._asked == (WRAPPERS.seen, len(self._pairs)):
-            return
         self._asked = (WRAPPERS.seen, len(self._pairs))
         self._replicated = []
         left = dict(self._pairs)
@@ -577,16 +619,28 @@ class MasterWeights:
 
     def _clear(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Stand in for ``optimizer.zero_grad``, which knows the masters alone: half parameters let go as well."""
+        drops = self._drops(args, kwargs)
         for half, master in self._waiting:
-            master.__class__ = Tensor
-            master.grad = half.grad
+            settle(master)
+            if not drops:
+                master.grad = half.grad
         original(*args, **kwargs)
         if not self._is_adopted():
             self.adopt()
         columns = self._listed()
+        if drops:
+            for half in columns.halves:
+                half.grad = None
+            return
         for half, master in zip(columns.halves, columns.masters, strict=True):
             if half.grad is not None:
                 half.grad = master.grad
+
+    def _drops(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Tell whether ``zero_grad`` with these arguments lets go of all gradients, for it is torch's own."""
+        kind: Any = type(self._optimizer())
+        is_torchs = getattr(kind, "zero_grad", None) is torch.optim.Optimizer.zero_grad
+        return is_torchs and (args, kwargs) in (((), {}), ((True,), {}), ((), {"set_to_none": True}))
 
     def _add_group(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Stand in for ``optimizer.add_param_group``: what is loaded next finds the masters there."""

@@ -110,6 +110,7 @@ class GuardedOptimizers:
         self.rehearsal: Rehearsing | None = None
         self.on_stepped: Callable[[Skips | None], None] | None = None
         self._plain_steps = 0
+        self._told_of_passes = False
         self._casts = casts
         self._guards: weakref.WeakKeyDictionary[Any, StepGuard] = weakref.WeakKeyDictionary()
         self._asked_for_all: AskedGroup | None = None
@@ -281,7 +282,22 @@ class GuardedOptimizers:
         except TypeError:
             return None
 
+    def tell_passes(self, told: bool) -> None:
+        """Take note whether `begin_pass` is called before each backward pass from now on."""
+        self._told_of_passes = told
+        for guard in self.guards:
+            if guard.masters is not None:
+                guard.masters.rely_on_passes(told)
+
+    def begin_pass(self) -> None:
+        """Take note that a backward pass begins that adds to gradients."""
+        for guard in self.guards:
+            if guard.masters is not None:
+                guard.masters.begin_pass()
+
     def _put_guard(self, optimizer: Any, masters: MasterWeights | None) -> StepGuard:
+        if masters is not None:
+            masters.rely_on_passes(self._told_of_passes)
         guard = StepGuard(
             optimizer,
             masters=masters,
@@ -438,6 +454,8 @@ class GuardedOptimizers:
     def hand_over(self, optimizer: Any) -> MasterWeights | None:
         """Let go of an optimizer and return its masters, which stay in place."""
         masters = self.masters_of(optimizer)
+        if masters is not None:
+            masters.rely_on_passes(False)
         self._drop_guard(optimizer)
         return masters
 

@@ -13,7 +13,10 @@ import torch.distributed
 from torch import Tensor, nn
 
 import autoamp
+from autoamp import torch_private
 from autoamp.errors import NonFiniteGradientsError
+from autoamp.fp16_utils import FP16_Optimizer
+from autoamp.runtime import runtime_of
 from autoamp.stepping import MasterWeights, fit_state, master_of
 from tests.stepping.networks import backward, data, equal, grads, loss_of, masters, network, o2, sgd, snapshot
 
@@ -501,6 +504,10 @@ def test_the_way_back() -> None:
     assert params[0].grad.dtype is torch.float64
 
 
+def hooked(model: nn.Module) -> list[int]:
+    return [len(param._backward_hooks or ()) for param in model.parameters()]
+
+
 def test_optimizers_that_are_dropped_leave_no_hooks_behind() -> None:
     model = network()
     o2(model, sgd(model.parameters()))
@@ -508,9 +515,87 @@ def test_optimizers_that_are_dropped_leave_no_hooks_behind() -> None:
         optimizer = sgd(model.parameters())
         backward(model, optimizer)
         optimizer.step()
-    assert [len(param._backward_hooks or ()) for param in model.parameters()] == [1] * 4
+        backward(model, optimizer)
+        assert hooked(model) == [1] * 4
     del optimizer
-    assert [len(param._backward_hooks or ()) for param in model.parameters()] == [0] * 4
+    assert hooked(model) == [0] * 4
+
+
+def test_parameters_have_no_hooks_while_passes_find_no_gradients() -> None:
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    o2(model, optimizer, dtype=torch.bfloat16, loss_scale=1.0)
+    for step in range(3):
+        backward(model, optimizer, step)
+        optimizer.step()
+        model.zero_grad() if step % 2 else optimizer.zero_grad()
+        loss_of(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert hooked(model) == [0] * 4
+    backward(model, optimizer)
+    # Gradients of other tensors are added to nothing.
+    torch.autograd.grad(loss_of(model), list(model.parameters()))
+    assert hooked(model) == [0] * 4
+    first = [p.grad.float() for p in model.parameters()]
+    loss_of(model, 1).backward()
+    assert hooked(model) == [1] * 4
+    second = [p.grad - one for p, one in zip(model.parameters(), first, strict=True)]
+    assert {p.grad.dtype for p in (*model.parameters(), *masters(optimizer))} == {torch.float32}
+    assert any(torch.count_nonzero(p.grad - p.grad.bfloat16()) for p in masters(optimizer))
+    optimizer.zero_grad()
+    loss_of(model, 1).backward()
+    for p, grad in zip(model.parameters(), second, strict=True):
+        torch.testing.assert_close(p.grad.float(), grad, atol=1e-6, rtol=1e-2)
+
+
+def test_a_pass_in_a_name_that_was_taken_before_is_seen() -> None:
+    taken = torch.autograd.backward
+    model = network()
+    optimizer = sgd(model.parameters())
+    o2(model, optimizer, dtype=torch.bfloat16, loss_scale=1.0)
+    backward(model, optimizer)
+    none_on_masters(model, optimizer)
+    taken(loss_of(model, 1))
+    once = [p.grad.clone() for p in model.parameters()]
+    optimizer.zero_grad()
+    loss_of(model, 1).backward()
+    assert equal([p.grad for p in model.parameters()], once)
+
+
+def test_hooks_are_there_where_passes_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_backward = torch.autograd.graph._engine_run_backward
+    model = network()
+    optimizer = sgd(model.parameters())
+    o2(model, optimizer)
+    backward(model, optimizer)
+    assert hooked(model) == [0] * 4
+    assert torch.autograd._engine_run_backward is torch.autograd.graph._engine_run_backward is not run_backward
+    # A handle for a while: the passes within are not those of this one.
+    with autoamp.region(device_type="cpu"):
+        assert hooked(model) == [1] * 4
+    assert hooked(model) == [0] * 4
+    runtime_of(autoamp.current_handle()).suspend()
+    assert torch.autograd._engine_run_backward is torch.autograd.graph._engine_run_backward is run_backward
+    assert hooked(model) == [1] * 4
+    other = network()
+    monkeypatch.setattr(torch_private, "RUN_BACKWARD", None)
+    optimizer = sgd(other.parameters())
+    o2(other, optimizer)
+    assert torch.autograd._engine_run_backward is run_backward
+    backward(other, optimizer)
+    assert hooked(other) == [1] * 4
+
+
+def test_an_fp16_optimizer_has_hooks() -> None:
+    model = network()
+    optimizer = sgd(model.parameters())
+    o2(model, optimizer)
+    backward(model, optimizer)
+    optimizer.step()
+    assert hooked(model) == [0] * 4
+    FP16_Optimizer(optimizer)
+    assert hooked(model) == [1] * 4
 
 
 def test_a_model_copies_without_masters_or_hooks() -> None:
