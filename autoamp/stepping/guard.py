@@ -56,7 +56,7 @@ from autoamp.scaling import (
 )
 from autoamp.stepping.attach import STEPS_OF_NOW, AttachedStep, named_params, stepped_params
 from autoamp.stepping.digest import found_on_ranks
-from autoamp.stepping.half_gradients import LeftHalf, holder_of
+from autoamp.stepping.half_gradients import LeftHalf
 from autoamp.stepping.masters import MasterWeights
 from autoamp.stepping.replicas import begin_compression_anew, may_compress, several_processes
 from autoamp.stepping.sharded_modules import refuse_left_behind, warn_of_unscaled_shards
@@ -221,8 +221,8 @@ class StepGuard:
         refuse_left_behind(self.name, [halves.get(id(param), param) for param in self.params()])
 
     def holders(self, params: Sequence[torch.Tensor]) -> Iterable[torch.Tensor]:
-        """Return the tensors in whose ``.grad`` the gradients of parameters are now; see `holder_of`."""
-        return params if self.masters is None else map(holder_of, params)
+        """Return the tensors in whose ``.grad`` the gradients of parameters are now; see `MasterWeights.holder_of`."""
+        return params if self.masters is None else map(self.masters.holder_of, params)
 
     def enter_block(self, scale: Scale) -> None:
         """Take note that a block has begun, and brought all gradients to ``scale``."""
@@ -281,7 +281,7 @@ class StepGuard:
         # Where the ranks of a mesh have no gradients of other parameters alike, they have those of shards alike.
         if several_processes() and has_shards(params):
             params = [param for param in params if is_sharded(param)]
-        self._mark = GradientMark(params if self.masters is None else self.holders(params))
+        self._mark = GradientMark(self.holders(params))
 
     def unscale(
         self, params: Sequence[torch.Tensor], factor: Factor, flag: Callable[[torch.device], torch.Tensor]

@@ -32,7 +32,6 @@ __all__ = [
     "as_they_are",
     "awaited",
     "conceal",
-    "holder_of",
     "is_scaled",
     "leave",
     "limit_of",
@@ -209,12 +208,6 @@ def leave(half: Tensor, master: Tensor) -> bool:
         return False
     master.__class__ = LeftHalf
     return True
-
-
-def holder_of(param: Tensor) -> Tensor:
-    """Return the tensor that holds the gradient of a parameter: the half one in place of a master that waits."""
-    half = _homes[param][0]() if type(param) is LeftHalf else None
-    return param if half is None else half
 
 
 def settle(master: Tensor) -> None:

@@ -6,7 +6,6 @@ of its own for the optimizers that it names. An optimizer with a ``scale_loss`` 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -48,10 +47,11 @@ class LossScalers:
             UsageError: There is none of that number.
         """
         latest = self.all if self._latest is None else self._latest
-        choices = [latest]
-        with contextlib.suppress(TypeError):
+        try:
+            choices = [self._of.get(optimizer, latest) for optimizer in listed(optimizers)] or [latest]
+        except TypeError:
             # What no weak reference can be made to is refused where it is guarded.
-            choices = [self._of.get(optimizer, latest) for optimizer in listed(optimizers)] or choices
+            choices = [latest]
         fitting = [scalers[loss_id] for scalers in choices if 0 <= loss_id < len(scalers)]
         if not fitting:
             known = " or ".join(map(str, range(max(map(len, choices)))))

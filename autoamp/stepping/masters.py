@@ -169,6 +169,13 @@ class MasterWeights:
         pair = self._pairs.get(id(parameter))
         return parameter if pair is None else pair[1].master
 
+    def holder_of(self, parameter: Tensor) -> Tensor:
+        """Return the tensor that holds the gradient of what the optimizer steps: the half one of a master that waits."""
+        if type(parameter) is not LeftHalf:
+            return parameter
+        half: Tensor = self._listed().of_master.get(id(parameter), parameter)
+        return half
+
     def _master(self, parameter: Tensor) -> Tensor:
         link = linked(parameter, self._originals.get(id(parameter)))
         # None: of any dtype. What backward makes is half, as DistributedDataParallel's buckets want it.
