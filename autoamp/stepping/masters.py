@@ -626,28 +626,16 @@ class MasterWeights:
 
     def _clear(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Stand in for ``optimizer.zero_grad``, which knows the masters alone: half parameters let go as well."""
-        drops = self._drops(args, kwargs)
         for half, master in self._waiting:
             settle(master)
-            if not drops:
-                master.grad = half.grad
+            master.grad = half.grad
         original(*args, **kwargs)
         if not self._is_adopted():
             self.adopt()
         columns = self._listed()
-        if drops:
-            for half in columns.halves:
-                half.grad = None
-            return
         for half, master in zip(columns.halves, columns.masters, strict=True):
             if half.grad is not None:
                 half.grad = master.grad
-
-    def _drops(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Tell whether ``zero_grad`` with these arguments lets go of all gradients, for it is torch's own."""
-        kind: Any = type(self._optimizer())
-        is_torchs = getattr(kind, "zero_grad", None) is torch.optim.Optimizer.zero_grad
-        return is_torchs and (args, kwargs) in (((), {}), ((True,), {}), ((), {"set_to_none": True}))
 
     def _add_group(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Stand in for ``optimizer.add_param_group``: what is loaded next finds the masters there."""
