@@ -43,6 +43,7 @@ from autoamp.scaling import (
     widened,
 )
 from autoamp.stepping.attach import AttachedMethod
+from autoamp.stepping.direct_steps import step_directly
 from autoamp.stepping.fused_steps import step_by_kernels
 from autoamp.stepping.half_gradients import (
     LeftHalf,
@@ -170,7 +171,7 @@ class MasterWeights:
         return parameter if pair is None else pair[1].master
 
     def holder_of(self, parameter: Tensor) -> Tensor:
-        """Return the tensor that holds the gradient of what the optimizer steps: the half one of a master that waits."""
+        """Return the tensor that holds the gradient of what the optimizer steps: the half one where a master waits."""
         if type(parameter) is not LeftHalf:
             return parameter
         half: Tensor = self._listed().of_master.get(id(parameter), parameter)
@@ -470,7 +471,7 @@ class MasterWeights:
             return None
         if stepped or _LEFT.intersection(map(type, self._listed().masters)):
             return self._step_by_parts(inner, optimizer, stepped)
-        return inner(optimizer)
+        return None if step_directly(optimizer) else inner(optimizer)
 
     def _step_by_kernels(self, optimizer: Any) -> tuple[set[int], bool]:
         """Step what compiled kernels take; returns the ids of these masters, and whether others have gradients."""
@@ -565,7 +566,7 @@ class MasterWeights:
             multiply_(wide, self._factor)
         del wide
         try:
-            result = inner(optimizer)
+            result = None if step_directly(optimizer) else inner(optimizer)
         finally:
             if divisor is not None:
                 vars(optimizer).pop("grad_scale", None)
