@@ -118,15 +118,6 @@ class Casts:
         finally:
             self.local.reset(token)
 
-    def call_without(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function with this thread's casts off: what `switched` is for, in a third of the calls."""
-        local = self.local
-        token = local.set(False)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            local.reset(token)
-
     def remembered(self, function: Callable[..., Any], args: Sequence[Any] = ()) -> Callable[..., Any]:
         """Wrap a function so that it runs as this thread casts now, whenever and in whichever thread it is called.
 

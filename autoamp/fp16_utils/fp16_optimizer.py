@@ -90,7 +90,7 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
         self._guard.install()
         if runtime is not None:
             runtime.leave_to("FP16_Optimizer", {half.dtype for half, _ in self._masters.pairs})
-        self._tell_handle(self._guard.skips)
+        self._tell_handle()
         # Groups and state are the inner optimizer's. This sets up the rest of what Optimizer.__init__ does.
         self.__setstate__({"defaults": getattr(init_optimizer, "defaults", {})})
 
@@ -281,11 +281,11 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
         masters = {id(master) for _, master in self._masters.pairs}
         return [[p for p in group["params"] if id(p) in masters] for group in self.param_groups]
 
-    def _tell_handle(self, skips: Skips) -> None:
+    def _tell_handle(self, *_: Any) -> None:
         """Let the active handle count this optimizer's skips."""
         runtime = current_runtime()
         if runtime is not None:
-            runtime.optimizers.note_own(skips, self.loss_scaler)
+            runtime.optimizers.note_own(self._guard.skips, self.loss_scaler)
 
     def __repr__(self) -> str:
         return f"FP16_Optimizer({self.optimizer!r}, loss_scale={self.loss_scale:g})"

@@ -242,6 +242,7 @@ class DynamicLossScaler(LossScaler):
         LossScaleError: An argument is outside these rules.
     """
 
+    checks = True
     growth_factor = _Setting[float]()
     backoff_factor = _Setting[float]()
     growth_interval = _Setting[int]()
@@ -275,11 +276,6 @@ class DynamicLossScaler(LossScaler):
         self.growth_interval = int(growth_interval)
         self._on_device: _DeviceState | None = None
         super().__init__(self._within_limits(_fp32(init_scale)))
-
-    @property
-    def checks(self) -> bool:
-        """Always True: the scale follows from what is found."""
-        return True
 
     def is_lowest(self, scale: float) -> bool:
         """Tell whether a scale is ``min_loss_scale``. See `LossScaler.is_lowest`."""

@@ -58,7 +58,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 def local_parts(tensors: list[Tensor]) -> list[Tensor]:
     """Return `local_of` each of some tensors; the list itself where none is a DTensor."""
-    if not has_shards(tensors):
+    if _PLAIN.issuperset(map(type, tensors)):
         return tensors
     with torch.no_grad():
         return [_local_part(tensor) if is_sharded(tensor) else tensor for tensor in tensors]

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from autoamp.scaling.device_scale import Scale
 from autoamp.scaling.gradients import found_any
-from autoamp.scaling.late_flags import LateFlags
 from autoamp.scaling.loss_scale import LossScaler
 
 __all__ = ["AgreedVerdict", "Verdict", "newly_found", "read_verdicts", "settle_on_device", "settle_verdicts"]
@@ -199,15 +198,12 @@ def read_verdicts(verdicts: Sequence[Verdict]) -> None:
             flags += verdict.found
     if not unread:
         return
-    values, place = _values_of(flags, unread[0][0].scaler.late), 0
+    late, place = unread[0][0].scaler.late, 0
+    # What a scaler has not heard of yet is on the same device, as a rule, and comes by the same wait.
+    values = late.read(flags) if late and all(late.serves(flag.device) for flag in flags) else found_any(flags)
     for verdict, count in unread:
         verdict.overflowed = any(values[place : place + count])
         verdict.found = ()
         place += count
         if isinstance(verdict, AgreedVerdict):
             verdict.settled()
-
-
-def _values_of(flags: Sequence[Tensor], late: LateFlags) -> list[bool]:
-    # What a scaler has not heard of yet is on the same device, as a rule, and comes by the same wait.
-    return late.read(flags) if late and all(late.serves(flag.device) for flag in flags) else found_any(flags)

@@ -134,15 +134,11 @@ class AttachedMethod:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method, as ``instead`` sees fit."""
-        if self._instead is None:
-            return self._original(*args, **kwargs)
-        return self._instead(self._original, args, kwargs)
-
-    def _original(self, *args: Any, **kwargs: Any) -> Any:
-        if self._before is not None:
-            return self._before(*args, **kwargs)
-        optimizer = self._optimizer() or self.__self__
-        return getattr(type(optimizer), self._method)(optimizer, *args, **kwargs)
+        original = self._before
+        if original is None:
+            optimizer = self._optimizer() or self.__self__
+            original = types.MethodType(getattr(type(optimizer), self._method), optimizer)
+        return original(*args, **kwargs) if self._instead is None else self._instead(original, args, kwargs)
 
     @property
     def __self__(self) -> Any:
@@ -194,7 +190,8 @@ class InnerSteps:
 
     def __init__(self, instead: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
         self._instead: Callable[..., Any] | None = instead
-        self._reached: weakref.WeakSet[Any] = weakref.WeakSet()
+        # By id, and referred to, so that none takes the address of another: what is in their cells is kept anyway.
+        self._reached: dict[int, Any] = {}
         self._cells: list[tuple[Any, Any, Any]] = []
         self._lock = threading.Lock()
 
@@ -207,7 +204,7 @@ class InnerSteps:
             False where the class's step does not lead to one that can be replaced.
         """
         step = getattr(cls, "step", None)
-        if step in self._reached:
+        if id(step) in self._reached:
             return True
         if _inner_cell(step) is None:
             return False
@@ -219,7 +216,7 @@ class InnerSteps:
                     outer = self._around(inner)
                     cell.cell_contents = outer
                     self._cells.append((cell, inner, outer))
-        self._reached.add(step)
+        self._reached[id(step)] = step
         return True
 
     def restore(self) -> None:
@@ -232,7 +229,7 @@ class InnerSteps:
             self._cells.clear()
 
     def _around(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        compiling = torch.compiler.is_compiling
+        compiling = torch.compiler.is_dynamo_compiling
 
         @functools.wraps(inner)
         def step(*args: Any, **kwargs: Any) -> Any:

@@ -84,7 +84,8 @@ class StepGuard:
             into half parameters before a step, and are copied into the half parameters after it.
         casts: Gives what casts for the program, if anything does. It is off while the optimizer steps, and on in a
             closure that is given to ``step``. Its cached casts are dropped once parameters may have changed.
-        on_step: Called with ``skips`` once for each step, before it is taken or skipped.
+        on_step: Called with this guard, and whether there are several processes, once for each step, before it is
+            taken or skipped.
         on_skip: Called once for each skip, as soon as it is known.
         serves: Tells whether another guard sees to the gradient of a tensor.
         asked: Gives the process group over which the program wants steps to be agreed on, if it asked for one.
@@ -117,7 +118,7 @@ class StepGuard:
         *,
         masters: MasterWeights | None = None,
         casts: Callable[[], Casts | None] = lambda: None,
-        on_step: Callable[[Skips], None] = lambda _: None,
+        on_step: Callable[[StepGuard, bool], None] = lambda *_: None,
         on_skip: Callable[[], None] = lambda: None,
         serves: Callable[[torch.Tensor], bool] = lambda _: False,
         asked: Callable[[], AskedGroup | None] = lambda: None,
@@ -244,13 +245,14 @@ class StepGuard:
         self._end_delay()
         if delayed is not None:
             self._delayed = delayed, ScaledMark(params)
-        self._remember(params)
+        several = several_processes()
+        self._remember(params, several)
         if verdict is not None:
-            self._note(verdict, self._all_looked_at(params))
+            self._note(verdict, self._all_looked_at(params) if several else None)
 
-    def _all_looked_at(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    def _all_looked_at(self, params: Sequence[torch.Tensor]) -> Looked | None:
         # Those of masters may wait in half precision, and would be widened if they were asked for.
-        return gradients_of(params) if self.masters is None else None
+        return Looked(gradients_of(params)) if self.masters is None else None
 
     def leave_plain_block(self, scaler: LossScaler, scale: Scale) -> bool:
         """Unscale, check and take note of it, at the end of a block that is this optimizer's alone and not delayed.
@@ -266,20 +268,21 @@ class StepGuard:
         if found is None:
             return False
         self.grads_scale = 1.0
-        self._remember(params)
-        self._note(Verdict(scaler, scale, found), grads)
+        several = several_processes()
+        self._remember(params, several)
+        self._note(Verdict(scaler, scale, found), Looked(grads) if several else None)
         self._unscaled = params, scaler, scale
         return True
 
-    def _note(self, verdict: Verdict, looked: Sequence[torch.Tensor] | None = None) -> None:
+    def _note(self, verdict: Verdict, looked: Looked | None = None) -> None:
         """Take note of a verdict, and of the gradients that it has just looked at, where these are all."""
         self.pending.append(verdict)
         self._last, self._agreed = (verdict.scaler, verdict.scale), False
-        self._looked = Looked(looked) if looked is not None and several_processes() else None
+        self._looked = looked
 
-    def _remember(self, params: Sequence[torch.Tensor]) -> None:
+    def _remember(self, params: Sequence[torch.Tensor], several: bool) -> None:
         # Where the ranks of a mesh have no gradients of other parameters alike, they have those of shards alike.
-        if several_processes() and has_shards(params):
+        if several and has_shards(params):
             params = [param for param in params if is_sharded(param)]
         self._mark = GradientMark(self.holders(params))
 
@@ -419,8 +422,9 @@ class StepGuard:
         if not mark.dropped():
             params = self.params()
             found = unscale_(params, inverse_scale(scale), self.usual, scaler.late.blank)
-            self._note(Verdict(scaler, scale, found), self._all_looked_at(params))
-            self._remember(params)
+            several = several_processes()
+            self._note(Verdict(scaler, scale, found), self._all_looked_at(params) if several else None)
+            self._remember(params, several)
 
     def guarded_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return what an optimizer may call within its step: ``closure``, at lower scales until nothing overflows.
@@ -467,14 +471,16 @@ class StepGuard:
         if first:
             self.check_shards()
         self.skips.steps += 1
-        self._on_step(self.skips)
+        several = several_processes()
+        self._on_step(self, several)
         self.last_step_ran = True
         if self.masters is not None:
             self.collect(last=self._delayed is None and (self.masters.waits_scaled or not self.pending))
         if self._delayed is not None:
             self.finish_delayed()
         self.take_in_joined()
-        self._look_again()
+        if several:
+            self._look_again()
         if first and self._last is None and not self.pending:
             warn_of_unscaled_shards(self.name, self.params())
         closure = args[0] if args else kwargs.get("closure")
@@ -507,8 +513,6 @@ class StepGuard:
 
         Where all ranks see the same after the reduction that is all. Else they agree, once for all that was found.
         """
-        if not several_processes():
-            return
         params = self.params()
         together = self._agreements.among(params, self._asked())
         if together is None and self.pending:
@@ -597,8 +601,10 @@ class StepGuard:
 
     def _settle_later(self) -> torch.Tensor | None:
         """Settle the pending verdicts on their device and return the flag; None where they are to be read."""
-        verdicts = self.pending
-        if not verdicts or self._abandoned or not self._takes_flags() or self._wants_flags():
+        verdicts, optimizer = self.pending, self._optimizer()
+        if not verdicts or self._abandoned or not getattr(optimizer, "_step_supports_amp_scaling", False):
+            return None
+        if not self._takes_flags() or self._wants_flags():
             return None
         if may_compress():
             # What a compression remembers is dropped at the same step by all ranks, which have to know of it.
@@ -613,7 +619,7 @@ class StepGuard:
         return flag
 
     def _takes_flags(self) -> bool:
-        """Tell whether the optimizer's step takes the flag of an overflow on its device, and then changes nothing.
+        """Tell whether a step that says it takes the flag of an overflow on its device then changes nothing.
 
         The convention is that of `torch.amp.GradScaler`. Not where the step has hooks, which would run in a skipped one
         too, nor where the program has given a flag itself.
@@ -621,7 +627,6 @@ class StepGuard:
         optimizer: Any = self._optimizer()
         return (
             self._honours_flags
-            and getattr(optimizer, "_step_supports_amp_scaling", False)
             and getattr(optimizer, "found_inf", None) is None
             and not getattr(optimizer, "_optimizer_step_pre_hooks", None)
             and not getattr(optimizer, "_optimizer_step_post_hooks", None)
@@ -663,7 +668,7 @@ class StepGuard:
                 self.masters.begin_step(local=asked is not None and asked.replicas == 1)
             casts = self._casts()
             if casts is not None:
-                original, args, kwargs = casts.call_without, (original, args, kwargs), {}
+                original = casts.local.with_casts_off(original)
             if self.masters is not None and self._stands_alone():
                 with STEPS_OF_NOW.around(self._optimizer(), self.run):
                     return original(*args, **kwargs)
@@ -769,7 +774,7 @@ class StepGuard:
             hopeless = not _is_finite(loss)
             if (together := self.together) is not None:
                 hopeless = self._agree(together, hopeless=hopeless).is_hopeless()
-            else:
+            elif several_processes():
                 self._look_again()
             blamed = self.settle()
             # A lower scale helps against large gradients, not against a loss that is inf already.

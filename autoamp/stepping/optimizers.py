@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -69,6 +71,39 @@ class OwnSteps:
             # Scalers hear of skips no earlier than somebody asks.
             skips.catch_up()
         return list(self.scalers.values())[-1].loss_scale
+
+
+class _ScaledLoss:
+    """A block over its loss times its scale, after which kept casts are dropped.
+
+    A class and no generator, since each step leaves it, with cold caches after a backward pass.
+
+    Args:
+        loss: Not scaled.
+        block: Gives the scale.
+        casts: Those that are kept.
+    """
+
+    __slots__ = ("_block", "_casts", "_loss")
+
+    def __init__(self, loss: Tensor, block: scaled_block, casts: Casts) -> None:
+        self._loss, self._block, self._casts = loss, block, casts
+
+    def __enter__(self) -> Tensor:
+        scale = self._block.__enter__()
+        try:
+            return multiplied_loss(self._loss, scale)
+        except BaseException:
+            self.__exit__(*sys.exc_info())
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._block.__exit__(kind, error, trace)
+        finally:
+            self._casts.cache.clear()
 
 
 class GuardedOptimizers:
@@ -149,18 +184,17 @@ class GuardedOptimizers:
         # These hear of the steps of optimizers that are gone, too.
         self.loss_scalers.catch_up()
 
-    def _count_step(self, optimizer: weakref.ref[Any], skips: Skips) -> None:
+    def _count_step(self, optimizer: weakref.ref[Any], guard: StepGuard, several: bool) -> None:
         if self.rehearsal is not None:
-            skips.steps -= 1
+            guard.skips.steps -= 1
             raise self.rehearsal.step_reached()
         self.steps += 1
-        self._last = skips
-        guard = None if self._casts.dtype is not torch.float16 else self._guards.get(optimizer())
-        if guard is not None and guard.masters is not None and not guard.scaled:
+        self._last = guard.skips
+        if guard.masters is not None and not guard.scaled and self._casts.dtype is torch.float16:
             self._vanishing.look(optimizer(), guard.holders(guard.params()))
         if self.watch is not None:
             self.watch.step_begins()
-        if several_processes():
+        if several:
             self._compare_ranks(optimizer())
 
     def _compare_ranks(self, optimizer: Any) -> None:
@@ -198,18 +232,17 @@ class GuardedOptimizers:
         """Give every optimizer that is guarded from now on masters, but those of which ``but`` is true."""
         self.masters_for_all, self._steps_halves = True, but
 
-    @contextlib.contextmanager
-    def scaled(self, loss: Any, optimizers: Any, scaler: LossScaler, delay_unscale: bool) -> Iterator[Tensor]:
-        """Yield ``loss.float() * scale``; see `autoamp.runtime.Handle.scale_loss`."""
+    def scaled(
+        self, loss: Any, optimizers: Any, scaler: LossScaler, delay_unscale: bool
+    ) -> contextlib.AbstractContextManager[Tensor]:
+        """Return a context manager over ``loss.float() * scale``; see `autoamp.runtime.Handle.scale_loss`."""
         if not isinstance(loss, Tensor):
             kind = type(loss).__name__
             raise UsageError(f"scale_loss() takes a floating tensor, not a {kind}; pass the loss, not loss.item()")
         if not loss.is_floating_point():
             raise UsageError(f"scale_loss() takes a floating tensor, and this loss is {loss.dtype}; check what made it")
         if self.rehearsal is not None:
-            with self.rehearsal.scaled(loss) as scaled:
-                yield scaled
-            return
+            return self.rehearsal.scaled(loss)
         guards = [self.guard(optimizer) for optimizer in listed(optimizers)]
         for guard in guards:
             guard.scaled = True
@@ -217,30 +250,24 @@ class GuardedOptimizers:
             self._warn_of_resumed(listed(optimizers), scaler)
         if self.watch is not None:
             self.watch.loss_scaled(loss, scaler.scale_at_hand())
-        try:
-            if all(guard.proven for guard in guards) or not scaler.checks or torch.compiler.is_compiling():
-                with scaled_block(guards, scaler, delay_unscale=delay_unscale) as scale:
-                    yield multiplied_loss(loss, scale)
-            else:
-                with scaled_block(guards, scaler, delay_unscale=delay_unscale) as scale:
-                    scaled = multiplied_loss(loss, scale)
-                    with self._watched(loss, scaled, guards):
-                        yield scaled
-        finally:
-            self._casts.cache.clear()
+        block = _ScaledLoss(loss, scaled_block(guards, scaler, delay_unscale=delay_unscale), self._casts)
+        if all(guard.proven for guard in guards) or not scaler.checks or torch.compiler.is_compiling():
+            return block
+        return self._watched(block, loss, guards)
 
     @contextlib.contextmanager
-    def _watched(self, loss: Tensor, scaled: Tensor, guards: Sequence[StepGuard]) -> Iterator[None]:
+    def _watched(self, block: _ScaledLoss, loss: Tensor, guards: Sequence[StepGuard]) -> Iterator[Tensor]:
         """See to it that a block runs the scaled loss backward, until one of each optimizer did."""
-        watch, differentiated = BackwardWatch(loss, scaled), open_blocks.differentiated
-        try:
-            yield
-        finally:
-            watch.end()
-        if open_blocks.differentiated == differentiated:
-            watch.check(guards[0].name)
-        for guard in guards:
-            guard.proven = guard.proven or watch.proven
+        with block as scaled:
+            watch, differentiated = BackwardWatch(loss, scaled), open_blocks.differentiated
+            try:
+                yield scaled
+            finally:
+                watch.end()
+            if open_blocks.differentiated == differentiated:
+                watch.check(guards[0].name)
+            for guard in guards:
+                guard.proven = guard.proven or watch.proven
 
     def guard(self, optimizer: Any, *, check: bool = True) -> StepGuard:
         """Return the optimizer's guard, a new one the first time. UsageError: this is no optimizer to guard.
@@ -311,14 +338,11 @@ class GuardedOptimizers:
             wants_flags=self.wants_flags,
             on_stepped=self.tell_stepped,
         )
-        guard.skips.watch = self._watch_now
+        guard.skips.watched = self
         guard.install()
         self._guards[optimizer] = guard
         self.guarded += 1
         return guard
-
-    def _watch_now(self) -> StepWatch | None:
-        return self.watch
 
     def tell_stepped(self, skips: Skips | None) -> None:
         """Let who asked for it know that an optimizer's step has ended; None for one that is never skipped."""
@@ -369,7 +393,7 @@ class GuardedOptimizers:
         self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """See to it that `_step` runs in place of a step that is about to begin: torch's hook before any step."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return None
         if self.rehearsal is not None:
             raise self.rehearsal.step_reached()
@@ -399,14 +423,14 @@ class GuardedOptimizers:
             own = attached.owner if isinstance(attached, AttachedStep) else None
             if isinstance(own, StepGuard) and own.stepping:
                 # That of an `FP16_Optimizer`.
-                return self._casts.call_without(own.run, (step, args, kwargs), {})
-            result = self._casts.call_without(step, args, kwargs)
+                return self._casts.local.with_casts_off(own.run)(step, args, kwargs)
+            result = self._casts.local.with_casts_off(step)(*args, **kwargs)
             if not _is_guarded(optimizer):
                 self._plain_steps += 1
                 self.tell_stepped(None)
             return result
         if guard.stepping:
-            return guard.run(step, args, kwargs)
+            return step(*args, **kwargs) if guard.masters is None else guard.run(step, args, kwargs)
         return guard.step(functools.partial(step, optimizer), given, kwargs)
 
     def end_steps(self) -> None:
@@ -564,7 +588,7 @@ class GuardedOptimizers:
         self.own = self.own or OwnSteps()
         self.own.scalers[skips] = scaler
         self._last = skips
-        skips.watch = self._watch_now
+        skips.watched = self
         if self.watch is not None:
             self.watch.step_begins()
 

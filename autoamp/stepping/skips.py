@@ -45,6 +45,16 @@ class StepWatch(Protocol):
         """
 
 
+class Watched(Protocol):
+    """Steps of optimizers at which something may look on.
+
+    Attributes:
+        watch: What does; None where nothing does.
+    """
+
+    watch: StepWatch | None
+
+
 class Rehearsing(Protocol):
     """What a step of the program is rehearsed by, which changes nothing."""
 
@@ -70,13 +80,13 @@ class Skips:
     Attributes:
         steps: How many times ``step()`` was called, skips included.
         at_lowest: How many skips in a row are known by now that overflowed at the lowest scale that their scaler has.
-        watch: Gives what looks on at these steps, if anything does.
+        watched: Has what looks on at these steps, if anything does.
         explanation: What explains the last skip, as far as anybody looked on.
     """
 
     def __init__(self, name: str, on_skip: Callable[[], None]) -> None:
         self.steps = self.at_lowest = 0
-        self.watch: Callable[[], StepWatch | None] = _nobody
+        self.watched: Watched = _NotWatched()
         self.explanation: Any = None
         self._name = name
         self._on_skip = on_skip
@@ -110,7 +120,8 @@ class Skips:
 
     @last.setter
     def last(self, skipped: bool) -> None:
-        self.catch_up()
+        if self._late is not None:
+            self._late.catch_up()
         self._last = skipped
 
     def catch_up(self) -> None:
@@ -131,7 +142,8 @@ class Skips:
 
     def count(self, skipped: bool, scaler: LossScaler | None = None, scale: Scale = 1.0) -> None:
         """Count a step. Of a skip the scaler is given, and the scale that was too high."""
-        self.catch_up()
+        if self._late is not None:
+            self._late.catch_up()
         self._count(skipped, scaler, scale)
 
     def tell(self, scaler: LossScaler, scale: Number, skipped: bool) -> None:
@@ -143,7 +155,7 @@ class Skips:
         self._last = skipped
         self._total += skipped
         self._in_a_row = self._in_a_row + 1 if skipped else 0
-        watch = self.watch()
+        watch = self.watched.watch
         if not skipped or scaler is None:
             self.at_lowest = 0
             if watch is not None:
@@ -168,5 +180,7 @@ def _value_of(scale: Scale | Number) -> float:
     return math.nan if shown == "unknown" else float(shown)
 
 
-def _nobody() -> None:
-    """Stand for no watch."""
+class _NotWatched:
+    """Stands for steps at which nothing looks on."""
+
+    watch: StepWatch | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import autoamp
 from autoamp.rules import loader
 from autoamp.rules.loader import shipped_sets, shipped_table
 from autoamp.rules.table import CastPolicy, admits_version
@@ -313,6 +315,20 @@ def test_apex_has_its_own_policies() -> None:
         assert getattr(torch, name)(half, single).dtype == torch.float32
     assert torch.add(half, torch.tensor(1.0)).dtype == torch.float16
     assert table.sources == ("lists/default.toml", "lists/apex.toml")
+
+
+@pytest.mark.parametrize("name", ["addcdiv", "addcmul"])
+def test_what_promotes_by_itself_in_place_is_not_patched(name: str) -> None:
+    """The values are those of the function in the widest dtype, which is patched."""
+    in_place = getattr(torch.Tensor, f"{name}_")
+    autoamp.init(device_type="cpu", dtype=torch.float16)
+    assert getattr(torch.Tensor, f"{name}_") is in_place
+    for own, *others in itertools.product((torch.float16, torch.bfloat16, torch.float32), repeat=3):
+        written, *given = (torch.rand(7).add(0.5).to(dtype) for dtype in (own, *others))
+        expected = getattr(torch, name)(written, *given, value=0.3).to(own)
+        assert in_place(written, *given, value=0.3) is written
+        assert written.dtype is own
+        assert torch.equal(written, expected)
 
 
 def test_origins_of_shipped_rules_point_at_their_lines() -> None:

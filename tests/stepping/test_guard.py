@@ -502,9 +502,12 @@ class Switch:
         finally:
             self.on = before
 
-    def call_without(self, function: Any, args: Any, kwargs: Any) -> Any:
-        with self.to(False):
-            return function(*args, **kwargs)
+    def with_casts_off(self, function: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self.to(False):
+                return function(*args, **kwargs)
+
+        return run
 
 
 class Watched(torch.optim.SGD):
@@ -551,7 +554,7 @@ def test_the_step_runs_with_casts_off_and_a_closure_with_casts_on() -> None:
     guard = guard_of(
         optimizer,
         casts=lambda: types.SimpleNamespace(
-            call_without=switch.call_without,
+            local=switch,
             evaluating=lambda: switch.to(True),
             cache=types.SimpleNamespace(clear=lambda: after.append(switch.on)),
         ),
@@ -583,7 +586,7 @@ def test_casts_are_dropped_after_skips_and_errors() -> None:
     param = Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([param], lr=0.5)
     cache = types.SimpleNamespace(clear=lambda: calls.append(guard.skips.total))
-    casts = types.SimpleNamespace(cache=cache, call_without=Switch().call_without)
+    casts = types.SimpleNamespace(cache=cache, local=Switch())
     guard = guard_of(optimizer, casts=lambda: casts, max_consecutive_skips=2)
     for _ in range(2):
         with scale_loss(param.sum() * math.inf, guard, DynamicLossScaler()) as scaled:

@@ -172,6 +172,18 @@ def test_the_cast_cache_is_dropped_by_a_block_and_by_a_step(
     assert cleared == ["failed block"]
 
 
+def test_a_block_that_fails_to_begin_is_left(optimizers: GuardedOptimizers, monkeypatch: pytest.MonkeyPatch) -> None:
+    parameter, optimizer = sgd()
+    with monkeypatch.context() as patched:
+        patched.setattr("autoamp.stepping.optimizers.multiplied_loss", lambda loss, scale: loss.no_such_method())
+        with pytest.raises(AttributeError):
+            backward(optimizers, parameter, optimizer)
+    assert not optimizers.guard(optimizer).in_block
+    backward(optimizers, parameter, optimizer)
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == [1.0, 1.0]
+
+
 def test_casts_are_off_in_a_step_and_on_in_its_closure(optimizers: GuardedOptimizers) -> None:
     seen: dict[str, bool] = {}
     local = optimizers._casts.local
