@@ -24,6 +24,8 @@ __all__ = [
     "ASKED",
     "CHECK_INPUT",
     "CUSTOM_FUNCTION_CONTEXT",
+    "FUSED_ADAM",
+    "FUSED_ADAMW",
     "MISSING",
     "MODULES_OF_BATCH_NORM",
     "MODULES_OF_NORMS",
@@ -314,6 +316,16 @@ def _recomputation() -> str | None:
     name = newer if hasattr(torch.utils.checkpoint, newer) else older
     return name if _find(f"torch.utils.checkpoint.{name}", None) is not None else None
 
+
+def _name_in_torch(name: str) -> str | None:
+    return name if _find(f"torch.{name}", None) is not None else None
+
+
+FUSED_ADAM: str | None = _name_in_torch("_fused_adam_")
+"""The name in `torch` of the operator that ends a fused step of Adam. Without it all of torch's step is run."""
+
+FUSED_ADAMW: str | None = _name_in_torch("_fused_adamw_")
+"""The same of AdamW."""
 
 RECURRENT: Any = _find("torch._VF", None)
 """The namespace of the functions that recurrent layers call."""

@@ -43,6 +43,7 @@ from autoamp.scaling import (
     widened,
 )
 from autoamp.stepping.attach import AttachedMethod
+from autoamp.stepping.direct_steps import step_directly
 from autoamp.stepping.fused_steps import step_by_kernels
 from autoamp.stepping.half_gradients import (
     LeftHalf,
@@ -170,7 +171,7 @@ class MasterWeights:
         return parameter if pair is None else pair[1].master
 
     def holder_of(self, parameter: Tensor) -> Tensor:
-        """Return the tensor that holds the gradient of what the optimizer steps: the half one of a master that waits."""
+        """Return the tensor that holds the gradient of what the optimizer steps: the half one where a master waits."""
         if type(parameter) is not LeftHalf:
             return parameter
         half: Tensor = self._listed().of_master.get(id(parameter), parameter)
@@ -470,7 +471,7 @@ class MasterWeights:
             return None
         if stepped or _LEFT.intersection(map(type, self._listed().masters)):
             return self._step_by_parts(inner, optimizer, stepped)
-        return inner(optimizer)
+        return None if step_directly(optimizer) else inner(optimizer)
 
     def _step_by_kernels(self, optimizer: Any) -> tuple[set[int], bool]:
         """Step what compiled kernels take; returns the ids of these masters, and whether others have gradients."""
@@ -565,7 +566,7 @@ class MasterWeights:
             multiply_(wide, self._factor)
         del wide
         try:
-            result = inner(optimizer)
+            result = None if step_directly(optimizer) else inner(optimizer)
         finally:
             if divisor is not None:
                 vars(optimizer).pop("grad_scale", None)
@@ -626,28 +627,16 @@ class MasterWeights:
 
     def _clear(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Stand in for ``optimizer.zero_grad``, which knows the masters alone: half parameters let go as well."""
-        drops = self._drops(args, kwargs)
         for half, master in self._waiting:
             settle(master)
-            if not drops:
-                master.grad = half.grad
+            master.grad = half.grad
         original(*args, **kwargs)
         if not self._is_adopted():
             self.adopt()
         columns = self._listed()
-        if drops:
-            for half in columns.halves:
-                half.grad = None
-            return
         for half, master in zip(columns.halves, columns.masters, strict=True):
             if half.grad is not None:
                 half.grad = master.grad
-
-    def _drops(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Tell whether ``zero_grad`` with these arguments lets go of all gradients, for it is torch's own."""
-        kind: Any = type(self._optimizer())
-        is_torchs = getattr(kind, "zero_grad", None) is torch.optim.Optimizer.zero_grad
-        return is_torchs and (args, kwargs) in (((), {}), ((True,), {}), ((), {"set_to_none": True}))
 
     def _add_group(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Stand in for ``optimizer.add_param_group``: what is loaded next finds the masters there."""

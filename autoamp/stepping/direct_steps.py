@@ -1,0 +1,93 @@
+"""Steps of torch's fused Adam and AdamW by the operator that they end in.
+
+What torch does around that operator, parameter by parameter in Python, takes longer than the step itself where
+parameters are small or many. The state is the optimizer's own. What a parameter's first step makes of it torch makes,
+and whatever is out of the ordinary is left to torch too.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoamp import torch_private
+from autoamp.stepping.half_gradients import raw_grad
+
+__all__ = ["step_directly"]
+
+_STEPPED = frozenset((torch.optim.Adam, torch.optim.AdamW))
+_PLAIN, _FP32, _STRIDED = (
+    frozenset(some) for some in ((Tensor, torch.nn.Parameter), (torch.float32,), (torch.strided,))
+)
+_dtype_of, _layout_of = operator.attrgetter("dtype"), operator.attrgetter("layout")
+_names = operator.itemgetter("step", "exp_avg", "exp_avg_sq")
+
+
+def step_directly(optimizer: Any) -> bool:
+    """Do what the inner step of an optimizer does, where that is a fused Adam or AdamW. If not, nothing was written.
+
+    Args:
+        optimizer: Of any class; its very class decides.
+    """
+    if type(optimizer) not in _STEPPED:
+        return False
+    calls = []
+    for group in optimizer.param_groups:
+        params = [param for param in group["params"] if raw_grad(param) is not None]
+        if params:
+            call = _call(optimizer, group, params)
+            if call is None:
+                return False
+            calls.append(call)
+    for call in calls:
+        call()
+    return True
+
+
+def _call(optimizer: Any, group: dict[str, Any], params: list[Tensor]) -> Callable[[], None] | None:
+    """Return what steps these parameters of a group; None where that is left to torch."""
+    name = torch_private.FUSED_ADAMW if group["decoupled_weight_decay"] else torch_private.FUSED_ADAM
+    betas, lr = group["betas"], group["lr"]
+    is_usual = group["fused"] and not (group["amsgrad"] or group["differentiable"])
+    if name is None or not is_usual or any(isinstance(number, Tensor) for number in (*betas, lr)):
+        return None
+    grads: list[Any] = list(map(raw_grad, params))
+    device = params[0].device
+    states = list(map(optimizer.state.get, params))
+    if not (_are_alike(params, device) and _are_alike(grads, device) and all(states)):
+        return None
+    if device.type == "cuda" and not group["capturable"] and torch.cuda.is_current_stream_capturing():
+        # torch refuses this.
+        return None
+    steps, first, second = map(list, zip(*map(_names, states), strict=True))
+    if steps[0].device != device:
+        return None
+    given = [getattr(optimizer, name, None) for name in ("grad_scale", "found_inf")]
+    scale, found_inf = [None if flag is None else flag.to(device, non_blocking=True) for flag in given]
+
+    def call() -> None:
+        torch._foreach_add_(steps, 1)
+        getattr(torch, name)(
+            params, grads, first, second, [], steps, amsgrad=False, lr=lr, beta1=betas[0], beta2=betas[1],
+            weight_decay=group["weight_decay"], eps=group["eps"], maximize=group["maximize"], grad_scale=scale,
+            found_inf=found_inf,
+        )  # fmt: skip
+        if found_inf is not None:
+            torch._foreach_sub_(steps, [found_inf] * len(steps))
+
+    return call
+
+
+def _are_alike(tensors: Sequence[Tensor], device: torch.device) -> bool:
+    """Tell whether all are dense fp32 tensors on a device."""
+    return (
+        _PLAIN.issuperset(map(type, tensors))
+        and _FP32.issuperset(map(_dtype_of, tensors))
+        and _STRIDED.issuperset(map(_layout_of, tensors))
+        and set(map(Tensor.get_device, tensors)) == {tensors[0].get_device()}
+        and tensors[0].device == device
+    )
