@@ -50,7 +50,7 @@ __all__ = [
     "Step",
 ]
 
-ABI = 3
+ABI = 4
 CHUNK = 32768
 # Blocks of a GPU that share a chunk.
 PARTS = 4

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from autoamp_kernels.abi import ABI, CPU, CUDA, PARTS, Args, GradScale, Head
+from autoamp_kernels.abi import ABI, CPU, CUDA, PARTS, Args, GradScale
 from autoamp_kernels.cuda import Modules, unit_of
 from autoamp_kernels.errors import ArgumentError, KernelError
 from autoamp_kernels.library import library
@@ -37,6 +38,8 @@ tables = Tables()
 _PLAIN = torch._C._disabled_torch_dispatch_impl if hasattr(torch._C, "_disabled_torch_dispatch_impl") else None
 
 
+_increment_version: Any = torch.autograd.graph.increment_version
+
 # How many modes watch torch's operators; none where this torch cannot tell.
 _watching_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 
@@ -50,7 +53,7 @@ def by_operator(lists: Iterable[Sequence[Tensor] | None]) -> bool:
     """
     if torch.compiler.is_compiling() or _watching_modes():
         return True
-    kinds = {kind for tensors in lists if tensors for kind in set(map(type, tensors))}
+    kinds = set(map(type, itertools.chain.from_iterable(filter(None, lists))))
     return any(getattr(kind, "__torch_dispatch__", _PLAIN) is not _PLAIN for kind in kinds)
 
 
@@ -86,27 +89,41 @@ def bare_args(kind: type[A], device: torch.device) -> A:
     return args
 
 
-def new_args(kernel: str, kind: type[A], table: Table, found_inf: Tensor | None) -> A:
-    """Return a struct of arguments whose head is filled."""
-    args = kind()
-    args.head = Head(
-        size=ctypes.sizeof(kind), version=ABI, device=device_code(table.device),
-        threads=torch.get_num_threads(), tensors=len(table.counts), counts=int(table.counts.ctypes.data),
-        first_chunk=int(table.first_chunk.ctypes.data),
-        found_inf=address(kernel, "found_inf", found_inf, table, torch.float32),
-    )  # fmt: skip
+def new_args(
+    kernel: str, kind: type[A], table: Table, found_inf: Tensor | None, fill: Callable[[A, Table], None]
+) -> A:  # fmt: skip
+    """Return a struct of arguments whose head is filled.
+
+    Args:
+        kernel: The name of the kernel, for messages.
+        kind: The struct.
+        table: The lists of the call.
+        found_inf: As in `Head`.
+        fill: Sets what is the same in each call with what the table says is written. The table keeps it.
+    """
+    if table.args is None:
+        first = bare_args(kind, table.device)
+        head = first.head
+        head.tensors, head.counts = len(table.counts), int(table.counts.ctypes.data)
+        head.first_chunk = int(table.first_chunk.ctypes.data)
+        fill(first, table)
+        table.args = first
+    args = kind.from_buffer_copy(table.args)
+    args.head.threads = torch.get_num_threads()
+    if found_inf is not None:
+        args.head.found_inf = address(kernel, "found_inf", found_inf, table, torch.float32)
     return args
 
 
 def fill_grad_scale(
-    kernel: str, table: Table, inv_scale: float, grad_scale: Tensor | None, grad_factor: Tensor | None
-) -> GradScale:
-    """Return what gradients are multiplied by, as the kernel takes it."""
-    return GradScale(
-        number=inv_scale,
-        factor=address(kernel, "grad_factor", grad_factor, table, torch.float32),
-        scale=address(kernel, "grad_scale", grad_scale, table, torch.float32),
-    )
+    kernel: str, scale: GradScale, table: Table, number: float, grad_scale: Tensor | None, grad_factor: Tensor | None
+) -> None:  # fmt: skip
+    """Set what gradients are multiplied by, in a struct that says nothing of tensors."""
+    scale.number = number
+    if grad_factor is not None:
+        scale.factor = address(kernel, "grad_factor", grad_factor, table, torch.float32)
+    if grad_scale is not None:
+        scale.scale = address(kernel, "grad_scale", grad_scale, table, torch.float32)
 
 
 def space(table: Table, count: int, dtype: torch.dtype) -> Tensor:
@@ -135,9 +152,7 @@ def launch(kernel: str, args: Args, device: torch.device, written: Iterable[Sequ
     if args.head.device == CUDA:
         fill_cuda(kernel, args, device)
     library().call(kernel, args)
-    for tensors in written:
-        if tensors:
-            _count_writes(tensors)
+    _count_writes([tensors for tensors in written if tensors])
 
 
 def fill_cuda(kernel: str, args: Args, device: torch.device) -> None:
@@ -164,9 +179,9 @@ def _modules() -> Modules:
     return Modules(library())
 
 
-def _count_writes(tensors: Sequence[Tensor]) -> None:
+def _count_writes(lists: Sequence[Sequence[Tensor]]) -> None:
     """Let each tensor's ``_version`` go up, as torch's own in-place functions do."""
-    if any(tensor.is_inference() for tensor in tensors[:1]):
+    tensors = list(itertools.chain.from_iterable(lists))
+    if any(some[0].is_inference() for some in lists):
         tensors = [tensor for tensor in tensors if not tensor.is_inference()]
-    increment: Any = torch.autograd.graph.increment_version
-    increment(tensors)
+    _increment_version(tensors)

@@ -11,7 +11,7 @@ from autoamp_kernels.abi import CHECK_X, CHECK_Y, MAX_NORM, NO_DTYPE, AxpbyArgs,
 from autoamp_kernels.calls import address, by_operator, fill_grad_scale, launch, new_args, sums, tables
 from autoamp_kernels.errors import ArgumentError
 from autoamp_kernels.operators import define
-from autoamp_kernels.tables import Role
+from autoamp_kernels.tables import Role, Table
 
 __all__ = ["axpby_", "scale_"]
 
@@ -67,8 +67,8 @@ def _scale(
 ) -> None:  # fmt: skip
     roles, lists = (_WRITTEN, (ins,)) if inplace else (_READ, (ins, outs or None))
     table = tables.table("scale", roles, lists)
-    args = new_args("scale", ScaleArgs, table, None)
-    args.grad_scale = fill_grad_scale("scale", table, inv_scale, grad_scale, grad_factor)
+    args = new_args("scale", ScaleArgs, table, None, _fill_scale)
+    fill_grad_scale("scale", args.grad_scale, table, inv_scale, grad_scale, grad_factor)
     args.found = address("scale", "found_inf", found_inf, table, torch.float32)
     args.total = address("scale", "total", total, table, torch.float32)
     args.norms = _norms_address(norms, len(ins), table.device)
@@ -78,11 +78,15 @@ def _scale(
         args.partial = partial.data_ptr()
     column = table.columns["ins"]
     args.ins, args.in_dtype = column.address, column.dtype
-    target = column if inplace else table.columns.get("outs")
-    args.outs = None if target is None else target.address
-    args.out_dtype = NO_DTYPE if target is None else target.dtype
     single = [tensor for tensor in (found_inf, norms, total) if tensor is not None]
     launch("scale", args, table.device, (ins if inplace else outs, single))
+
+
+def _fill_scale(args: ScaleArgs, table: Table) -> None:
+    ins = table.columns["ins"]
+    target = ins if ins.role.written else table.columns.get("outs")
+    args.outs = None if target is None else target.address
+    args.out_dtype = NO_DTYPE if target is None else target.dtype
 
 
 def _norms_address(norms: Tensor | None, count: int, device: torch.device) -> int | None:
@@ -152,14 +156,18 @@ def _axpby(
 ) -> None:  # fmt: skip
     roles, lists = (_AXPBY, (xs, ys, outs)) if outs else (_AXPBY_INPLACE, (xs, ys))
     table = tables.table("axpby", roles, lists)
-    args = new_args("axpby", AxpbyArgs, table, None)
-    args.x_scale = fill_grad_scale("axpby", table, a, grad_scale, grad_factor)
+    args = new_args("axpby", AxpbyArgs, table, None, _fill_axpby)
+    fill_grad_scale("axpby", args.x_scale, table, a, grad_scale, grad_factor)
     args.found = address("axpby", "found_inf", found_inf, table, torch.float32)
     args.b, args.flags = b, CHECK_X * check_xs | CHECK_Y * check_ys
-    x, y, target = (table.columns[name] for name in ("xs", "ys", "outs" if outs else "ys"))
-    args.xs, args.ys, args.outs = x.address, y.address, target.address
-    args.x_dtype, args.y_dtype, args.out_dtype = x.dtype, y.dtype, target.dtype
+    x, y = table.columns["xs"], table.columns["ys"]
+    args.xs, args.ys, args.x_dtype, args.y_dtype = x.address, y.address, x.dtype, y.dtype
     launch("axpby", args, table.device, (outs or ys, [] if found_inf is None else [found_inf]))
+
+
+def _fill_axpby(args: AxpbyArgs, table: Table) -> None:
+    target = table.columns.get("outs") or table.columns["ys"]
+    args.outs, args.out_dtype = target.address, target.dtype
 
 
 _AXPBY_REST = (

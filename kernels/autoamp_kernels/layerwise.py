@@ -27,7 +27,6 @@ from autoamp_kernels.steps import (
     PARAMS,
     STEPS,
     Tensors,
-    fill_lists,
     fill_step,
     split_rate,
     split_step,
@@ -108,11 +107,10 @@ def _lamb(
 ) -> None:  # fmt: skip
     table = tables.table("lamb", _LAMB, (params, grads, exp_avgs, exp_avg_sqs, halves or None, steps or None))
     args = started("lamb", LambArgs, table, found_inf, inv_scale, grad_scale, grad_factor, lr_at, lr)
-    args.step = fill_step("lamb", table, step, step_at, advance)
+    fill_step("lamb", args, table, step, step_at, advance)
     args.global_norm = address("lamb", "global_norm", global_norm, table, torch.float32)
     args.beta1, args.beta2, args.weight = beta1, beta2, weight
     args.eps, args.weight_decay, args.max_norm, args.flags = eps, weight_decay, max_norm, flags
-    fill_lists(args, table, "params", "grads", "exp_avgs", "exp_avg_sqs", "halves")
     if flags & TRUST:
         partial = sums(table, 2)
         ratios = space(table, len(table.counts), torch.float32)
@@ -197,10 +195,9 @@ def _novograd(
 ) -> None:  # fmt: skip
     table = tables.table("novograd", _NOVOGRAD, (params, grads, exp_avgs, halves or None, norms, steps or None))
     args = started("novograd", NovogradArgs, table, found_inf, inv_scale, grad_scale, grad_factor, lr_at, lr)
-    args.step = fill_step("novograd", table, step, step_at, advance)
+    fill_step("novograd", args, table, step, step_at, advance)
     args.beta1, args.beta2, args.weight = beta1, beta2, weight
     args.eps, args.weight_decay, args.flags = eps, weight_decay, flags
-    fill_lists(args, table, "params", "grads", "exp_avgs", "halves", "norms")
     partial = sums(table)
     args.partial = partial.data_ptr()
     launch("novograd", args, table.device, (params, halves))

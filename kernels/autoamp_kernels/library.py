@@ -37,6 +37,8 @@ class Library:
             raise KernelError(f"{path} has version {version}, not {ABI}; reinstall autoamp-kernels")
         self._loaded.ak_cpu_variant.restype = ctypes.c_char_p
         self._loaded.ak_cuda_message.restype = ctypes.c_char_p
+        self._loaded.ak_shared.restype = ctypes.c_int64
+        self._loaded.ak_shared.argtypes = 2 * (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
         self._functions: dict[str, Any] = {name: getattr(self._loaded, f"ak_{name}") for name in KERNELS}
 
     @property
@@ -62,6 +64,21 @@ class Library:
         result = self._functions[name](ctypes.byref(args))
         if result:
             raise KernelError(f"kernel {name}: {self._reason(result)}")
+
+    def shared(self, begins: int, sizes: int, count: int, written_begins: int, written_ends: int, written: int) -> int:
+        """Return which piece of memory is the first that shares bytes with one that is written to; -1 for none.
+
+        Args:
+            begins: Where the addresses of the pieces lie, int64.
+            sizes: Where their sizes in bytes lie, int64.
+            count: How many they are.
+            written_begins: Where the addresses of the written pieces lie, int64, ascending. None is empty, and each
+                begins where the one before ends, or behind it.
+            written_ends: Where the addresses behind their ends lie, int64.
+            written: How many they are.
+        """
+        found: int = self._loaded.ak_shared(begins, sizes, count, written_begins, written_ends, written)
+        return found
 
     def cuda_driver(self, path: str) -> None:
         """Load the CUDA driver.

@@ -25,30 +25,32 @@ class Likeness:
 
     They are if they are as many, of the same types, dtypes, devices and layouts, of the same sizes and strides, each as
     the one in its place, and if none comes twice.
+
+    Args:
+        check: Takes as many tensors as were learnt, and tells; None before any were.
+        count: How many that is.
+        lessons: How many times others may be learnt in their place.
     """
 
-    def __init__(self) -> None:
-        self._check: Callable[..., bool] | None = None
-        self._count = 0
-        self._lessons = _LESSONS
+    def __init__(self, check: Callable[..., bool] | None = None, count: int = 0, lessons: int = _LESSONS) -> None:
+        self._check, self._count, self._lessons = check, count, lessons
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
         """Tell whether tensors are like those; False also where that cannot be told."""
         check = self._check
         return check is not None and len(tensors) == self._count and check(*tensors)
 
-    def forget(self) -> None:
-        """Take no tensors to be like those any more."""
-        self._check = None
-
-    def learn(self, tensors: Sequence[Tensor]) -> None:
-        """Take tensors as those that others are to be like."""
-        self.forget()
+    def learnt(self, tensors: Sequence[Tensor]) -> Likeness:
+        """Return what tells whether others are like these: another object, since threads share this one."""
         if self._lessons and _can_tell() and set(map(type, tensors)) == {Tensor}:
-            self._lessons -= 1
             # Tensors without strides have no such check.
             with contextlib.suppress(RuntimeError, TypeError):
-                self._check, self._count = _check_of(tensors), len(tensors)
+                return Likeness(_check_of(tensors), len(tensors), self._lessons - 1)
+        return self.forgotten()
+
+    def forgotten(self) -> Likeness:
+        """Return what takes no tensors to be alike until some are learnt."""
+        return Likeness(lessons=self._lessons)
 
 
 def _guards() -> Any:

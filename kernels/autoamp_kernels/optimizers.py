@@ -30,7 +30,6 @@ from autoamp_kernels.steps import (
     PARAMS,
     STEPS,
     Tensors,
-    fill_lists,
     fill_step,
     split_rate,
     split_step,
@@ -109,10 +108,9 @@ def _adam(
     lists = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs or None, halves or None, steps or None)
     table = tables.table("adam", _ADAM, lists)
     args = started("adam", AdamArgs, table, found_inf, inv_scale, grad_scale, grad_factor, lr_at, lr)
-    args.step = fill_step("adam", table, step, step_at, advance)
+    fill_step("adam", args, table, step, step_at, advance)
     args.beta1, args.beta2, args.eps, args.weight_decay = beta1, beta2, eps, weight_decay
     args.flags = flags
-    fill_lists(args, table, "params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "halves")
     launch("adam", args, table.device, (params, halves))
 
 
@@ -184,7 +182,6 @@ def _sgd(
     args = started("sgd", SgdArgs, table, found_inf, inv_scale, grad_scale, grad_factor, lr_at, lr)
     args.momentum, args.dampening, args.weight_decay = momentum, dampening, weight_decay
     args.flags = flags
-    fill_lists(args, table, "params", "grads", "buffers", "halves")
     launch("sgd", args, table.device, (params, halves))
 
 
@@ -247,7 +244,6 @@ def _adagrad(
     table = tables.table("adagrad", _ADAGRAD, (params, grads, sums, halves or None))
     args = started("adagrad", AdagradArgs, table, found_inf, inv_scale, grad_scale, grad_factor, lr_at, lr)
     args.eps, args.weight_decay, args.flags = eps, weight_decay, flags
-    fill_lists(args, table, "params", "grads", "sums", "halves")
     launch("adagrad", args, table.device, (params, halves))
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from autoamp_kernels.abi import F32, NO_DTYPE, Args, Step
+from autoamp_kernels.abi import F32, NO_DTYPE, Args
 from autoamp_kernels.calls import address, fill_grad_scale, new_args
 from autoamp_kernels.errors import ArgumentError
 from autoamp_kernels.tables import CODES, Role, Table
@@ -19,7 +19,6 @@ __all__ = [
     "PARAMS",
     "STEPS",
     "Tensors",
-    "fill_lists",
     "fill_step",
     "split_rate",
     "split_step",
@@ -59,40 +58,40 @@ def started(
     kernel: str, kind: type[A], table: Table, found_inf: Tensor | None, inv_scale: float, grad_scale: Tensor | None,
     grad_factor: Tensor | None, lr_at: Tensor | None, lr: float,
 ) -> A:  # fmt: skip
-    """Return a struct of arguments with all that every step has.
+    """Return a struct of arguments with all that every step has, and pointers to the lists.
 
     Raises:
         ArgumentError: A number's tensor is of the wrong kind, or there are half copies of half parameters.
     """
-    params, halves = table.columns["params"], table.columns.get("halves")
-    if halves is not None and params.dtype != F32:
+    args: Any = new_args(kernel, kind, table, found_inf, _fill_written)
+    if args.half_dtype != NO_DTYPE and args.param_dtype != F32:
         raise ArgumentError(
             f"{kernel}: halves are given, but params are in half precision themselves; give halves=None, or fp32 params"
         )
-    args = new_args(kernel, kind, table, found_inf)
-    args.grad_scale = fill_grad_scale(kernel, table, inv_scale, grad_scale, grad_factor)
-    args.lr_at, args.lr = address(kernel, "lr", lr_at, table, torch.float32), lr
-    return args
+    grads = table.columns["grads"]
+    args.grads, args.grad_dtype = grads.address, grads.dtype
+    fill_grad_scale(kernel, args.grad_scale, table, inv_scale, grad_scale, grad_factor)
+    args.lr = lr
+    if lr_at is not None:
+        args.lr_at = address(kernel, "lr", lr_at, table, torch.float32)
+    return args  # type: ignore[no-any-return]
 
 
-def fill_lists(args: Args, table: Table, *names: str) -> None:
-    """Set a struct's pointers to the lists of these names, where they were given, and the dtypes of an optimizer's."""
-    for name in names:
-        column = table.columns.get(name)
-        if column is not None:
+def _fill_written(args: Any, table: Table) -> None:
+    columns = table.columns
+    for name, column in columns.items():
+        if column.role is STEPS:
+            args.step.each = column.address
+        elif column.role.written:
             setattr(args, name, column.address)
-    for field, name in (("grad_dtype", "grads"), ("param_dtype", "params"), ("half_dtype", "halves")):
-        column = table.columns.get(name)
-        setattr(args, field, NO_DTYPE if column is None else column.dtype)
+    args.param_dtype = columns["params"].dtype
+    args.half_dtype = columns["halves"].dtype if "halves" in columns else NO_DTYPE
 
 
-def fill_step(kernel: str, table: Table, number: float, one: Tensor | None, advance: bool) -> Step:
-    """Return the count of steps, as the kernel takes it."""
-    each = table.columns.get("steps")
-    return Step(
-        number=number,
-        one=address(kernel, "step", one, table, torch.float32, torch.int32, torch.int64),
-        each=None if each is None else each.address,
-        dtype=0 if one is None else CODES[one.dtype],
-        advance=advance,
-    )
+def fill_step(kernel: str, args: Any, table: Table, number: float, one: Tensor | None, advance: bool) -> None:
+    """Set the count of steps in a struct, but for a list of counts, which is there."""
+    step = args.step
+    step.number, step.advance = number, advance
+    if one is not None:
+        step.one = address(kernel, "step", one, table, torch.float32, torch.int32, torch.int64)
+        step.dtype = CODES[one.dtype]

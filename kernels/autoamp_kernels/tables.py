@@ -1,16 +1,19 @@
 """Lists of tensors, checked and made to tables of pointers, which serve again as long as the tensors are the same.
 
-All checks are done before anything is launched. What is checked at every call is what can change behind the same
-address: the size, and of lists that are read the dtype and whether the elements lie in order. Lists that are written
-are those of an earlier call where all tensors are the same objects at the same addresses. So one thing goes unnoticed:
-a parameter whose ``.data`` becomes another view of the same memory, of as many elements, such as its own transpose; of
-states of any size.
+All checks are done before anything is launched. Lists that are written are those of an earlier call where all tensors
+are the same objects at the same addresses, and of the same sizes, which may change behind the same address. So one
+thing goes unnoticed: a parameter whose ``.data`` becomes another view of the same memory, of as many elements, such as
+its own transpose; of states of any size. Lists that are read, which are new in each step, are checked in all respects,
+by one call where they are like those of an earlier call.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 import weakref
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,8 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autoamp_kernels.abi import BF16, CHUNK, F16, F32, I32, I64
+from autoamp_kernels.abi import BF16, CHUNK, F16, F32, I32, I64, Args
 from autoamp_kernels.errors import ArgumentError
+from autoamp_kernels.library import library
 from autoamp_kernels.likeness import Likeness
 
 __all__ = ["CODES", "Column", "Role", "Table", "Tables"]
@@ -50,107 +54,102 @@ class Role:
     state: bool = False
 
 
-# What tells whether a list is that of an earlier call, cheap enough to ask at every call: addresses, counts of
-# elements, and what else can change. Of lists that are written, which hardly ever change, it is which tensors they are;
-# of states, whose layout is nobody else's, without the counts. Of those that are read it is dtypes, and True where all
-# tensors are contiguous, else their shapes and strides.
-Layout: TypeAlias = tuple[list[int], list[int] | None, Any, Any]
+Given: TypeAlias = Sequence[tuple[Role, Sequence[Tensor]]]
 
+# By `map`: for hundreds of tensors these calls are most of what a step costs the host.
 _address, _count, _is_contiguous = Tensor.data_ptr, Tensor.numel, Tensor.is_contiguous
+_dtype = operator.attrgetter("dtype")
 
 
-def _layout(role: Role, tensors: Sequence[Tensor], old: Column | None) -> Layout:
-    # By `map`: for hundreds of tensors these calls are most of what a step costs the host.
-    pointers = list(map(_address, tensors))
-    if role.written:
-        return pointers, None if role.state else list(map(_count, tensors)), list(map(id, tensors)), None
-    if old is not None and old.likeness.holds(tensors):
-        return pointers, *old.layout[1:]
-    return pointers, list(map(_count, tensors)), [tensor.dtype for tensor in tensors], _order(tensors)
-
-
-def _order(tensors: Sequence[Tensor]) -> Any:
-    return all(map(_is_contiguous, tensors)) or [(tensor.shape, tensor.stride()) for tensor in tensors]
-
-
-class _Watch:
-    """Tells whether tensors still live, so that no other can have the identity of one of them."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        died: list[Any] = []
-        self._died, self._references = died, [weakref.ref(tensor, died.append) for tensor in tensors]
-
-    def holds(self) -> bool:
-        return not self._died
-
-
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Column:
     """A list of tensors that was checked: their addresses, as a table for the kernel.
 
     Attributes:
         role: What the list is.
-        layout: What tells whether it is the same list.
         pointers: Shape ``[tensors]``.
-        sizes: Shape ``[tensors]``, in bytes.
         address: Where ``pointers`` lie.
+        sizes: Shape ``[tensors]``, in bytes.
+        sizes_address: Where ``sizes`` lie.
         dtype: The code of the tensors' dtype.
-        watch: Where the layout has identities, whose they are.
         likeness: Of a list that is read, tells whether others are like these.
     """
 
     role: Role
-    layout: Layout
-    pointers: Ints
-    sizes: Ints
+    pointers: array[int]
     address: int
+    sizes: Ints
+    sizes_address: int
     dtype: int
-    watch: _Watch | None
     likeness: Likeness
 
-    def is_that(self, layout: Layout) -> bool:
-        """Tell whether a list of this layout is the column's."""
-        return self.layout == layout and (self.watch is None or self.watch.holds())
 
-
-def _column(role: Role, tensors: Sequence[Tensor], layout: Layout, counts: Ints, old: Column | None) -> Column:
-    """Return the column of a list that was checked beside parameters of so many elements each."""
-    pointers, first = np.array(layout[0], dtype=np.int64), tensors[0]
-    address, likeness = int(pointers.ctypes.data), Likeness() if old is None else old.likeness
-    if not role.written and old is not None and old.layout[1:] == layout[1:]:
-        if layout[2] is not old.layout[2]:
-            # They are like the ones before, and so will be the next.
-            likeness.learn(tensors)
-        return Column(role, layout, pointers, old.sizes, address, old.dtype, None, likeness)
-    likeness.forget()
-    sizes = (np.ones_like(counts) if role.single else counts) * first.itemsize
-    watch = _Watch(tensors) if role.written else None
-    return Column(role, layout, pointers, sizes, address, CODES[first.dtype], watch, likeness)
-
-
-@dataclass(frozen=True)
 class Written:
-    """The memory that a kernel writes to, each piece behind the one before.
+    """The lists that a kernel writes to, and their memory, each piece behind the one before.
+
+    Args:
+        kernel: The name of the kernel, for messages.
+        given: The lists, and others, which are let be.
+        columns: Those of the lists that are written.
 
     Attributes:
-        columns: Whose pieces these are.
-        begins: Shape ``[pieces]``, the first address of each.
-        ends: Shape ``[pieces]``, the first address behind each.
-        order: Shape ``[pieces]``, which piece it is, counted through all columns.
+        count: How many pieces there are; empty tensors have none.
+        begins: Where the first addresses of the pieces lie, int64.
+        ends: Where the first addresses behind them lie, int64.
+
+    Raises:
+        ArgumentError: Two pieces share memory.
     """
 
-    columns: list[Column]
-    begins: Ints
-    ends: Ints
-    order: Ints
+    def __init__(self, kernel: str, given: Given, columns: Sequence[Column]) -> None:
+        died: list[Any] = []
+        lists = [tensors for role, tensors in given if role.written]
+        # As long as all of them live no other tensor has the identity of one.
+        self._died, self._references = died, [weakref.ref(one, died.append) for one in itertools.chain(*lists)]
+        self._known = [(list(map(id, tensors)), list(map(_address, tensors))) for tensors in lists]
+        self._counts = list(map(_count, given[0][1]))
+        self._columns = columns
+        none = np.zeros(0, np.int64)
+        begins = np.concatenate([none, *(column.pointers for column in columns)])
+        ends = begins + np.concatenate([none, *(column.sizes for column in columns)])
+        order = np.argsort(begins, kind="stable")
+        self._order = order = order[ends[order] > begins[order]]
+        self._begins, self._ends, self.count = begins[order], ends[order], len(order)
+        self.begins, self.ends = int(self._begins.ctypes.data), int(self._ends.ctypes.data)
+        bad = np.flatnonzero(self._begins[1:] < self._ends[:-1])
+        if len(bad):
+            _refuse(kernel, self._name(bad[0]), self._name(bad[0] + 1))
 
-    def name(self, piece: int) -> tuple[str, int]:
+    def are(self, given: Given) -> bool:
+        """Tell whether these are the lists again that are written, at the same addresses and of the same sizes."""
+        # One list after the other: what is at hand of a tensor is used while it is in the processor's cache.
+        lists = [(role, tensors) for role, tensors in given if role.written]
+        for (role, tensors), (ids, addresses) in zip(lists, self._known, strict=True):
+            if list(map(id, tensors)) != ids or list(map(_address, tensors)) != addresses:
+                return False
+            # Nobody but the optimizer changes the size of a state.
+            if not role.state and list(map(_count, tensors)) != self._counts:
+                return False
+        return not self._died
+
+    def check_apart(self, kernel: str, column: Column) -> None:
+        """Raise ArgumentError where a list that is only read shares memory with what is written."""
+        if not self.count:
+            return
+        bad = library().shared(
+            column.address, column.sizes_address, len(column.pointers), self.begins, self.ends, self.count
+        )
+        if bad >= 0:
+            at = np.searchsorted(self._ends, column.pointers[bad], side="right")
+            _refuse(kernel, (column.role.name, bad), self._name(at))
+
+    def _name(self, piece: Any) -> tuple[str, int]:
         """Return the argument's name and the index of a piece."""
-        column, index = divmod(int(self.order[piece]), len(self.columns[0].pointers))
-        return self.columns[column].role.name, index
+        column, index = divmod(int(self._order[piece]), len(self._columns[0].pointers))
+        return self._columns[column].role.name, index
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Table:
     """Lists of tensors that were checked together.
 
@@ -161,6 +160,7 @@ class Table:
         is_contiguous: Whether all tensors of the first list are.
         columns: By the names of the roles; a list that was not given has none.
         written: What the kernel writes to.
+        args: What the struct of arguments has of all that in each call; None as long as nobody has set it.
     """
 
     device: torch.device
@@ -169,9 +169,7 @@ class Table:
     is_contiguous: bool
     columns: dict[str, Column]
     written: Written
-
-
-Given: TypeAlias = Sequence[tuple[Role, Sequence[Tensor]]]
+    args: Args | None = None
 
 
 class Tables:
@@ -201,24 +199,25 @@ class Tables:
             ArgumentError: A tensor that the kernel cannot take. The message names it, the rule and a remedy.
         """
         given = [(role, tensors) for role, tensors in zip(roles, lists, strict=True) if tensors is not None]
+        count = len(given[0][1])
         for role, tensors in given:
-            _check_length(kernel, role, tensors, given[0])
-        # A rough key: whether the table is that of these very tensors is found out by comparing layouts.
-        key = (kernel, *(id(tensors[0]) for role, tensors in given if role.written))
+            if len(tensors) != count:
+                raise ArgumentError(
+                    f"{kernel}: {role.name} has {len(tensors)} tensors and {given[0][0].name} has {count}; give one "
+                    "for each, in the same order"
+                )
+        # Which lists these are. Whether the tensors that are written are all the same is found out later.
+        key = kernel, count, *[(role.name, role.written and id(tensors[0])) for role, tensors in given]
         old = self._tables.get(key)
-        before = {} if old is None else old.columns
         try:
-            layouts = [_layout(role, tensors, before.get(role.name)) for role, tensors in given]
+            table = _again(kernel, given, old) if old is not None and old.written.are(given) else None
+            if table is None:
+                table = _built(kernel, given, old)
         except RuntimeError:
             # A tensor without an address.
             for role, tensors in given:
                 _check_dense(kernel, role, tensors)
             raise
-        if old is not None and len(old.columns) == len(given):
-            columns = (old.columns.get(role.name) for role, _ in given)
-            if all(map(_is_that, columns, layouts)):
-                return old
-        table = _built(kernel, given, layouts, old)
         self._tables[key] = table
         self._tables.move_to_end(key)
         while len(self._tables) > self._kept:
@@ -226,81 +225,81 @@ class Tables:
         return table
 
 
-def _is_that(column: Column | None, layout: Layout) -> bool:
-    return column is not None and column.is_that(layout)
-
-
-def _built(kernel: str, given: Given, layouts: Sequence[Layout], old: Table | None) -> Table:
-    """Check the lists and make their table; what is as in the old table is taken from there, unchecked."""
-    anchor, device = given[0], given[0][1][0].device
-    known: dict[str, Column] = {}
-    if old is not None and old.device == device and _is_measure(old.columns.get(anchor[0].name), layouts[0]):
-        known = old.columns
-        counts, first_chunk, is_contiguous = old.counts, old.first_chunk, old.is_contiguous
-    else:
-        counts, is_contiguous = np.array(layouts[0][1], dtype=np.int64), _order(anchor[1]) is True
-        first_chunk = np.concatenate([np.zeros(1, np.int64), np.cumsum((counts + (CHUNK - 1)) // CHUNK)])
-    columns = {}
-    for (role, tensors), layout in zip(given, layouts, strict=True):
-        column = known.get(role.name)
-        if column is None or not column.is_that(layout):
-            alike = column is not None and layout[2] is column.layout[2]
-            if not alike and not (is_contiguous and _is_plain(role, tensors, layout, layouts[0][1], device)):
-                _check(kernel, role, tensors, anchor[0], anchor[1], device)
-            column = _column(role, tensors, layout, counts, column)
+def _again(kernel: str, given: Given, old: Table) -> Table | None:
+    """Return the table of what is written once more, beside other lists to read; None where the first list changed."""
+    columns = dict(old.columns)
+    for role, tensors in given:
+        if role.written:
+            continue
+        before = columns[role.name]
+        if before.likeness.holds(tensors):
+            pointers = array("q", list(map(_address, tensors)))
+            column = Column(
+                role, pointers, pointers.buffer_info()[0], before.sizes, before.sizes_address, before.dtype,
+                before.likeness,
+            )  # fmt: skip
+        elif role is given[0][0]:
+            return None
+        else:
+            column = _column(kernel, role, tensors, given[0], old.device, old.counts, old.is_contiguous, before)
+        old.written.check_apart(kernel, column)
         columns[role.name] = column
-    written = [column for column in columns.values() if column.role.written]
-    if old is not None and len(old.written.columns) == len(written) and all(map(_same, old.written.columns, written)):
-        pieces = old.written
-    else:
-        pieces = _pieces(kernel, written)
+    return Table(old.device, old.counts, old.first_chunk, old.is_contiguous, columns, old.written, old.args)
+
+
+def _built(kernel: str, given: Given, old: Table | None) -> Table:
+    """Check all lists and make their table."""
+    anchors, known = given[0][1], {} if old is None else old.columns
+    device, is_contiguous = anchors[0].device, all(map(_is_contiguous, anchors))
+    counts = np.array(list(map(_count, anchors)), dtype=np.int64)
+    first_chunk = np.concatenate([np.zeros(1, np.int64), np.cumsum((counts + (CHUNK - 1)) // CHUNK)])
+    columns = {
+        role.name: _column(kernel, role, tensors, given[0], device, counts, is_contiguous, known.get(role.name))
+        for role, tensors in given
+    }
+    written = Written(kernel, given, [columns[role.name] for role, _ in given if role.written])
     for column in columns.values():
         if not column.role.written:
-            _check_read(kernel, column, pieces)
-    return Table(device, counts, first_chunk, is_contiguous, columns, pieces)
+            written.check_apart(kernel, column)
+    return Table(device, counts, first_chunk, is_contiguous, columns, written)
 
 
-def _is_measure(column: Column | None, layout: Layout) -> bool:
-    """Tell whether what was right beside a column is so beside a list of this layout."""
-    if column is None:
-        return False
-    # What is read may lie elsewhere.
-    return column.is_that(layout) if column.role.written else column.layout[1:] == layout[1:]
+def _column(
+    kernel: str, role: Role, tensors: Sequence[Tensor], anchor: tuple[Role, Sequence[Tensor]], device: torch.device,
+    counts: Ints, is_contiguous: bool, before: Column | None,
+) -> Column:  # fmt: skip
+    """Check a list beside parameters of so many elements each, and return its column."""
+    pointers = array("q", list(map(_address, tensors)))
+    if not (is_contiguous and _is_plain(role, tensors, pointers, counts, device)):
+        _check(kernel, role, tensors, *anchor, device)
+    sizes = (np.ones_like(counts) if role.single else counts) * tensors[0].itemsize
+    dtype, likeness = CODES[tensors[0].dtype], Likeness()
+    if not role.written and before is not None:
+        # Those that are like the ones before will be so again.
+        again = before.dtype == dtype and np.array_equal(before.sizes, sizes)
+        likeness = before.likeness.learnt(tensors) if again else before.likeness.forgotten()
+    return Column(role, pointers, pointers.buffer_info()[0], sizes, int(sizes.ctypes.data), dtype, likeness)
 
 
-def _same(one: Column, other: Column) -> bool:
-    return one is other
-
-
-def _is_plain(role: Role, tensors: Sequence[Tensor], layout: Layout, counts: Any, device: torch.device) -> bool:
+def _is_plain(
+    role: Role, tensors: Sequence[Tensor], pointers: Sequence[int], counts: Ints, device: torch.device
+) -> bool:
     """Tell whether a list is right without looking closer: what nearly all are, found out in one pass for each rule."""
-    is_read = not (role.state or role.written)
-    dtypes = set(layout[2]) if is_read else {tensor.dtype for tensor in tensors}
     dtype = tensors[0].dtype
-    if dtypes != {dtype} or dtype not in role.dtypes or not _all_on(device, tensors, layout[0]):
+    if set(map(_dtype, tensors)) != {dtype} or dtype not in role.dtypes or not _all_on(device, tensors, pointers):
         return False
-    own = layout[1] if layout[1] is not None else list(map(_count, tensors))
+    own = list(map(_count, tensors))
     if role.single:
         return own == [1] * len(tensors)
-    return (layout[3] if is_read else _order(tensors)) is True and own == counts
+    return own == counts.tolist() and all(map(_is_contiguous, tensors))
 
 
-def _all_on(device: torch.device, tensors: Sequence[Tensor], pointers: list[int]) -> bool:
+def _all_on(device: torch.device, tensors: Sequence[Tensor], pointers: Sequence[int]) -> bool:
     """Tell whether all tensors are on a device."""
     # Their devices' numbers are faster to get, and tell all but tensors without memory from others.
     if tensors[0].device == device and len(set(map(Tensor.get_device, tensors))) == 1 and 0 not in pointers:
         return True
     return {tensor.device for tensor in tensors} == {device}
-
-
-def _check_length(
-    kernel: str, role: Role, tensors: Sequence[Tensor], first: tuple[Role, Sequence[Tensor]]
-) -> None:  # fmt: skip
-    if len(tensors) != len(first[1]):
-        raise ArgumentError(
-            f"{kernel}: {role.name} has {len(tensors)} tensors and {first[0].name} has {len(first[1])}; "
-            "give one for each, in the same order"
-        )
 
 
 def _check_dense(kernel: str, role: Role, tensors: Sequence[Tensor]) -> None:
@@ -356,32 +355,6 @@ def _in_order(tensor: Tensor, anchor: Tensor) -> bool:
             return tensor.numel() == 0
         filled *= size
     return strides == others and filled == math.prod(tensor.shape)
-
-
-def _pieces(kernel: str, written: list[Column]) -> Written:
-    """Return what is written, in order; ArgumentError where two pieces share memory."""
-    begins = np.concatenate([np.zeros(0, np.int64), *(column.pointers for column in written)])
-    ends = begins + np.concatenate([np.zeros(0, np.int64), *(column.sizes for column in written)])
-    order = np.argsort(begins, kind="stable")
-    order = order[ends[order] > begins[order]]
-    pieces = Written(written, begins[order], ends[order], order)
-    bad = np.flatnonzero(pieces.begins[1:] < pieces.ends[:-1])
-    if len(bad):
-        _refuse(kernel, pieces.name(bad[0]), pieces.name(bad[0] + 1))
-    return pieces
-
-
-def _check_read(kernel: str, column: Column, written: Written) -> None:
-    """Raise ArgumentError where a list that is only read shares memory with what is written."""
-    if not len(written.begins):
-        return
-    ends = column.pointers + column.sizes
-    # The first written piece that ends behind the start of what is read.
-    at = np.searchsorted(written.ends, column.pointers, side="right")
-    inside = np.flatnonzero((at < len(written.begins)) & (ends > column.pointers))
-    bad = inside[written.begins[at[inside]] < ends[inside]]
-    if len(bad):
-        _refuse(kernel, (column.role.name, int(bad[0])), written.name(at[bad[0]]))
 
 
 def _refuse(kernel: str, one: tuple[str, int], other: tuple[str, int]) -> None:

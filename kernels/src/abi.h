@@ -13,7 +13,7 @@ typedef unsigned int ak_uint32;
 typedef unsigned short ak_uint16;
 typedef long long ak_int64;
 
-#define AK_ABI 3
+#define AK_ABI 4
 
 // Elements that one block, or one turn of a thread, takes of one tensor.
 #define AK_CHUNK 32768
@@ -261,6 +261,10 @@ ak_int64 ak_chunk(void);
 const char* ak_cpu_variant(void);
 // Use another variant: "plain", "avx2" or "avx512". Returns 0, or AK_NO_DEVICE where this CPU cannot run it.
 int ak_use_cpu_variant(const char* name);
+// Which of `count` pieces of memory is the first that shares bytes with one of `written` others; -1 for none. The others
+// are in the order of their addresses, none is empty, and each begins where the one before ends, or behind it.
+ak_int64 ak_shared(const ak_int64* begins, const ak_int64* sizes, ak_int64 count, const ak_int64* written_begins,
+                   const ak_int64* written_ends, ak_int64 written);
 int ak_adam(const ak_adam_args* args);
 int ak_sgd(const ak_sgd_args* args);
 int ak_adagrad(const ak_adagrad_args* args);

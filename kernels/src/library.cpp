@@ -1,4 +1,5 @@
 // The functions of the ABI: they check the head, pick the device and the CPU variant, and run the chunks.
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstring>
@@ -85,6 +86,16 @@ AK_PUBLIC int ak_use_cpu_variant(const char* name) {
     return AK_OK;
   }
   return AK_NO_DEVICE;
+}
+
+AK_PUBLIC ak_int64 ak_shared(const ak_int64* begins, const ak_int64* sizes, ak_int64 count,
+                             const ak_int64* written_begins, const ak_int64* written_ends, ak_int64 written) {
+  for (ak_int64 i = 0; i < count; i++) {
+    // The first written piece that ends behind the start of this one.
+    ak_int64 at = std::upper_bound(written_ends, written_ends + written, begins[i]) - written_ends;
+    if (sizes[i] && at < written && written_begins[at] < begins[i] + sizes[i]) return i;
+  }
+  return -1;
 }
 
 // What all optimizers' arguments have in common: gradients, parameters, half copies, and a kernel for their dtypes.

@@ -36,9 +36,8 @@ def given() -> list[Tensor]:
     ],
 )
 def test_what_is_alike(other: Callable[[], list[Tensor]]) -> None:
-    alike = Likeness()
-    assert not alike.holds(given())
-    alike.learn(first := given())
+    assert not Likeness().holds(given())
+    alike = Likeness().learnt(first := given())
     assert alike.holds(given())
     assert not alike.holds(other())
     kept = weakref.ref(first[0])
@@ -75,9 +74,7 @@ def test_without_torchs_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(likeness, "_guards", lambda: None)
     likeness._can_tell.cache_clear()
     try:
-        alike = Likeness()
-        alike.learn(given())
-        assert not alike.holds(given())
+        assert not Likeness().learnt(given()).holds(given())
     finally:
         likeness._can_tell.cache_clear()
 

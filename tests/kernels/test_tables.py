@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,11 @@ import autoamp_kernels
 import numpy as np
 import pytest
 import torch
+from autoamp_kernels.calls import tables
+from autoamp_kernels.library import library
 from autoamp_kernels.tables import CODES, Role, Tables
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 ROLES = (Role("params", written=True), Role("grads", (torch.float32, torch.bfloat16)))
@@ -65,10 +70,9 @@ def test_a_table_serves_again_until_a_tensor_changes() -> None:
         return tables.table("kernel", ROLES, (params, grads))
 
     first = table()
-    assert table() is first
     grads[1] = torch.ones(6)
     second = table()
-    assert second is not first
+    assert second.written is first.written
     assert second.columns["params"] is first.columns["params"]
     assert second.columns["grads"].pointers.tolist() == [grad.data_ptr() for grad in grads]
     # The same object at the same address, of another size.
@@ -78,6 +82,90 @@ def test_a_table_serves_again_until_a_tensor_changes() -> None:
     grads[0].data = grads[0].data.view(2, 2).t()
     with pytest.raises(autoamp_kernels.ArgumentError, match=r"grads\[0\] is not contiguous"):
         table()
+
+
+def moved(tensors: list[Tensor]) -> None:
+    tensors[1].data = tensors[1].data.clone()
+
+
+def replaced(tensors: list[Tensor]) -> None:
+    tensors[1] = tensors[1].clone()
+
+
+def replaced_by_a_view(tensors: list[Tensor]) -> None:
+    tensors[1] = tensors[1].view(-1)
+
+
+def grown(tensors: list[Tensor]) -> None:
+    tensors[1].set_(torch.ones(6))  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("change", [moved, replaced, replaced_by_a_view, grown, list.reverse])
+@pytest.mark.parametrize("name", ["params", "exp_avgs", "halves"])
+def test_what_changed_of_lists_that_are_written_is_noticed(name: str, change: Callable[[list[Tensor]], None]) -> None:
+    """And all numbers are those of a call that knew nothing of one before."""
+
+    def stepped(*, anew: bool) -> list[Tensor]:
+        given = {key: [torch.arange(6.0), torch.arange(6.0, 12.0)] for key in ("params", "exp_avgs", "exp_avg_sqs")}
+        given["halves"] = [torch.zeros(6).half() for _ in range(2)]
+        for turn in range(4):
+            if turn == 2:
+                if name == "halves" and change is grown:
+                    given[name][1].set_(torch.ones(6).half())  # type: ignore[call-overload]
+                else:
+                    change(given[name])
+            if anew:
+                tables.clear()
+            grads = [torch.full((6,), 0.5 + turn), torch.full((6,), 0.25)]
+            autoamp_kernels.adam_(**given, grads=grads, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, step=turn + 1)
+        return [tensor for tensors in given.values() for tensor in tensors]
+
+    assert all(map(torch.equal, stepped(anew=False), stepped(anew=True)))
+
+
+def test_the_same_tensors_in_other_roles_are_another_call() -> None:
+    made = lists()
+    numbers = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8}
+    largest = [torch.zeros(4), torch.zeros(6)]
+    autoamp_kernels.adam_(**made, **numbers, step=1)
+    del made["halves"]
+    autoamp_kernels.adam_(**made, **numbers, step=2)
+    autoamp_kernels.adam_(**made, **numbers, step=3, max_exp_avg_sqs=largest)
+    assert all(bool((tensor > 0).all()) for tensor in largest)
+    made["grads"] = made["params"]
+    with pytest.raises(autoamp_kernels.ArgumentError, match=r"grads\[0\] and params\[0\] share memory"):
+        autoamp_kernels.adam_(**made, **numbers, step=4)
+    with pytest.raises(autoamp_kernels.ArgumentError, match=r"exp_avgs has 1 tensors and params has 2"):
+        autoamp_kernels.adam_(**{**lists(), "exp_avgs": made["exp_avgs"][:1]}, **numbers, step=4)
+
+
+def test_tensors_are_not_kept_alive() -> None:
+    made = lists()
+    for step in (1, 2, 3):
+        autoamp_kernels.adam_(**made, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, step=step)
+    kept = [weakref.ref(tensor) for tensors in made.values() for tensor in tensors]
+    made.clear()
+    assert not any(reference() is not None for reference in kept)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 5)), max_size=8),
+    st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)), max_size=8),
+)
+def test_shared_memory_is_found(read: list[tuple[int, int]], others: list[tuple[int, int]]) -> None:
+    """As by comparing each byte."""
+    written: list[tuple[int, int]] = []
+    for begin, size in sorted(others):
+        if not written or begin >= sum(written[-1]):
+            written.append((begin, size))
+    bytes_written = {at for begin, size in written for at in range(begin, begin + size)}
+    wanted = [bool(bytes_written & set(range(begin, begin + size))) for begin, size in read]
+    begins, sizes = (np.array([piece[i] for piece in read], dtype=np.int64) for i in (0, 1))
+    from_, to = (np.array([piece[0] + i * piece[1] for piece in written], dtype=np.int64) for i in (0, 1))
+    found = library().shared(
+        begins.ctypes.data, sizes.ctypes.data, len(read), from_.ctypes.data, to.ctypes.data, len(written)
+    )
+    assert found == (wanted.index(True) if True in wanted else -1)
 
 
 def test_another_tensor_in_the_place_of_a_dead_one_is_checked_anew() -> None:

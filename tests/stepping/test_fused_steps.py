@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -141,6 +142,118 @@ def test_what_has_no_state_yet_is_stepped_by_torch(called: Any, closed: Any) -> 
     assert close_to(*ends)
     assert [sizes for _, sizes, _ in called] == [[8, 16, 2], [8, 16, 2], [32, 8, 16, 2], [32, 8, 16, 2]]
     assert [float(state["step"]) for state in optimizer.state.values()].count(3.0) == 1
+
+
+def _state(optimizer: Any) -> Any:
+    return optimizer.state[optimizer.param_groups[0]["params"][0]]
+
+
+def _replace(model: Any, optimizer: Any) -> None:
+    state = _state(optimizer)
+    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(state["exp_avg"]), state["exp_avg_sq"].clone()
+
+
+def _move(model: Any, optimizer: Any) -> None:
+    _state(optimizer)["exp_avg"].data = torch.ones_like(_state(optimizer)["exp_avg"])
+
+
+def _move_master(model: Any, optimizer: Any) -> None:
+    master = optimizer.param_groups[0]["params"][1]
+    master.data = master.data.clone() + 1.0
+
+
+def _reorder(model: Any, optimizer: Any) -> None:
+    optimizer.param_groups[0]["params"].reverse()
+
+
+def _split(model: Any, optimizer: Any) -> None:
+    group = optimizer.param_groups[0]
+    optimizer.param_groups.append({**group, "params": group["params"][2:], "lr": 0.5})
+    del group["params"][2:]
+
+
+def _options(model: Any, optimizer: Any) -> None:
+    optimizer.param_groups[0].update(lr=0.2, weight_decay=0.3, betas=(0.5, 0.6), maximize=True)
+
+
+def _load(model: Any, optimizer: Any) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def _freeze(model: Any, optimizer: Any) -> None:
+    model[0].bias.requires_grad_(False)
+
+
+@pytest.mark.parametrize("change", [_replace, _move, _move_master, _reorder, _split, _options, _load, _freeze])
+def test_what_changed_since_the_last_step_is_noticed(change: Any, called: Any, closed: Any) -> None:
+    ends = []
+    for off in (False, True):
+        closed(off)
+        model, optimizer = set_up(OPTIMIZERS["AdamW(fused)"])
+        train(model, optimizer, range(3))
+        called.clear()
+        change(model, optimizer)
+        train(model, optimizer, range(3, 6))
+        ends.append(snapshot(model, optimizer))
+        stepped = {
+            _reorder: [[2, 16, 8, 32]] * 3,
+            _split: [[32, 8], [16, 2]] * 3,
+            _freeze: [[32, 16, 2]] * 3,
+        }.get(change, [[32, 8, 16, 2]] * 3)
+        assert [sizes for _, sizes, _ in called] == ([] if off else stepped)
+    assert close_to(*ends)
+
+
+def _shares_memory(half: Any) -> None:
+    half.grad = half.detach().view_as(half)
+
+
+def _has_gaps(half: Any) -> None:
+    half.grad = torch.ones(8, 8, dtype=BF16)[:, ::2]
+
+
+def _is_turned(half: Any) -> None:
+    half.grad = torch.arange(32.0).to(BF16).view(4, 8).t()
+
+
+def _is_missing(half: Any) -> None:
+    half.grad = None
+
+
+@pytest.mark.parametrize(("change", "sizes"), [
+    (_shares_memory, []), (_has_gaps, []), (_is_turned, []), (_is_missing, [[8, 16, 2]]),
+])  # fmt: skip
+def test_gradients_that_are_not_like_the_last_ones(change: Any, sizes: Any, called: Any, closed: Any) -> None:
+    ends = []
+    for off in (False, True):
+        closed(off)
+        model, optimizer = set_up(OPTIMIZERS["AdamW(fused)"])
+        train(model, optimizer, range(4))
+        called.clear()
+        backward(model, optimizer, 4)
+        change(model[0].weight)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert off or [stepped for _, stepped, _ in called] == sizes
+        train(model, optimizer, range(5, 7))
+        ends.append(snapshot(model, optimizer))
+    assert close_to(*ends)
+
+
+def test_a_group_of_several_kinds_is_sorted(called: Any, closed: Any) -> None:
+    ends = []
+    for off in (False, True):
+        closed(off)
+        model, optimizer = set_up(OPTIMIZERS["SGD(nesterov)"])
+        train(model, optimizer, range(3))
+        called.clear()
+        backward(model, optimizer, 3)
+        # A gradient of one's own; the others wait.
+        masters(optimizer)[1].grad = torch.full((8,), 0.25)
+        optimizer.step()
+        ends.append(snapshot(model, optimizer))
+        assert sorted(sizes for _, sizes, _ in called) == ([] if off else [[8], [32, 16, 2]])
+    assert close_to(*ends)
 
 
 def test_fp32_parameters_and_gradients_that_were_looked_at(called: Any) -> None:
