@@ -101,6 +101,7 @@ class AutoScale:
     def pause(self) -> None:
         """Take the patches back for a while."""
         self._patches.restore()
+        self._optimizers.on_unguarded = None
 
     def _patch(self) -> None:
         patched: list[tuple[Any, str, Callable[[Any], Any]]] = [
@@ -127,6 +128,9 @@ class AutoScale:
                 self._patches.replace(owner, name, imitate(around(original), original, owner.__name__, name))
             backward = torch.autograd.backward
             self._patches.rebind({id(original_of(backward)): (original_of(backward), backward)}, _is_torchs)
+
+        # Those that `_look_around` does not find: nobody tells of objects that `gc.freeze()` has frozen.
+        self._optimizers.on_unguarded = self._meet
 
     def _look_around(self) -> None:
         for found in gc.get_objects():

@@ -124,6 +124,8 @@ class GuardedOptimizers:
         watch: What looks on, if anything does.
         on_stepped: Called with what is known of an optimizer's steps after each of them, with None for an optimizer
             whose losses nobody scales; None where nobody asks.
+        on_unguarded: Called with an optimizer that steps and has no guard, which may give it one; None where nobody
+            asks.
         rehearsal: Takes the losses and the steps of a step that is rehearsed, while that runs.
         facts: Gives the settings that all ranks have to have alike, by name.
         rules: Gives the policy of each target, which they have to have alike too.
@@ -144,6 +146,7 @@ class GuardedOptimizers:
         self.watch: StepWatch | None = None
         self.rehearsal: Rehearsing | None = None
         self.on_stepped: Callable[[Skips | None], None] | None = None
+        self.on_unguarded: Callable[[Any], None] | None = None
         self._plain_steps = 0
         self._told_of_passes = False
         self._casts = casts
@@ -404,21 +407,12 @@ class GuardedOptimizers:
         return self._guard_closure(optimizer, args, kwargs)
 
     def _step(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the step of any optimizer with casts off; through its guard, if the call went past that.
-
-        An optimizer that is called with a closure gets a guard now: when the closure scales the first loss, the step
-        has begun already.
-        """
+        """Run the step of any optimizer with casts off; through its guard, if the call went past that."""
         optimizer, given = args[0], args[1:]
         guard = self._guards.get(optimizer)
-        if guard is None and callable(given[0] if given else kwargs.get("closure")) and not _is_guarded(optimizer):
-            guard = self.guard(optimizer)
-        if guard is None and self._casts.dtype is torch.float16 and not _is_guarded(optimizer):
-            self._vanishing.look(optimizer, stepped_params(optimizer))
+        if guard is None and not _is_guarded(optimizer):
+            guard = self._guard_at_step(optimizer, given[0] if given else kwargs.get("closure"))
         if guard is None:
-            if not _is_guarded(optimizer) and optimizer not in self._unscaled:
-                self._unscaled.add(optimizer)
-                warn_of_unscaled_shards(type(optimizer).__name__, stepped_params(optimizer))
             attached = vars(optimizer).get("step")
             own = attached.owner if isinstance(attached, AttachedStep) else None
             if isinstance(own, StepGuard) and own.stepping:
@@ -432,6 +426,25 @@ class GuardedOptimizers:
         if guard.stepping:
             return step(*args, **kwargs) if guard.masters is None else guard.run(step, args, kwargs)
         return guard.step(functools.partial(step, optimizer), given, kwargs)
+
+    def _guard_at_step(self, optimizer: Any, closure: Any) -> StepGuard | None:
+        """Return the guard that an optimizer without one gets as it steps; None where it goes on without.
+
+        One that is called with a closure gets a guard now: when the closure scales the first loss, the step has begun
+        already.
+        """
+        if self.on_unguarded is not None:
+            self.on_unguarded(optimizer)
+        guard = self._guards.get(optimizer)
+        if guard is None and callable(closure):
+            guard = self.guard(optimizer)
+        if guard is None:
+            if self._casts.dtype is torch.float16:
+                self._vanishing.look(optimizer, stepped_params(optimizer))
+            if optimizer not in self._unscaled:
+                self._unscaled.add(optimizer)
+                warn_of_unscaled_shards(type(optimizer).__name__, stepped_params(optimizer))
+        return guard
 
     def end_steps(self) -> None:
         """Let torch's optimizers step as they are."""

@@ -88,6 +88,46 @@ def assert_equal(one: Any, other: Any) -> None:
         assert one == other
 
 
+@pytest.mark.parametrize("with_closure", [False, True])
+def test_a_frozen_optimizer_is_met_at_its_first_step(with_closure: bool) -> None:
+    """`gc.freeze()` hides objects from those who look for them, and the program knows nothing of us."""
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.5)
+    factor = 1.0
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (parameter * factor).sum()
+        loss.backward()
+        return loss
+
+    def step() -> None:
+        if with_closure:
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+
+    gc.freeze()
+    try:
+        handle = autoamp.init(**NO_CASTS)
+        handle.auto_scale()
+        step()
+    finally:
+        gc.unfreeze()
+    assert parameter.tolist() == [0.5, 0.5]
+    scale = handle.loss_scale
+    # Finite, and out of range times the scale: skipped, where the scale has a part in it.
+    factor = 3e38
+    if with_closure:
+        step()
+        assert handle.loss_scale < scale
+    else:
+        step()
+        assert handle.skipped_steps == 1
+        assert parameter.tolist() == [0.5, 0.5]
+
+
 # -- programs, each run with and without --
 
 
