@@ -69,8 +69,9 @@ def _call(optimizer: Any, group: dict[str, Any], params: list[Tensor]) -> Callab
     given = [getattr(optimizer, name, None) for name in ("grad_scale", "found_inf")]
     scale, found_inf = [None if flag is None else flag.to(device, non_blocking=True) for flag in given]
 
+
     def call() -> None:
-        torch._foreach_add_(steps, 1)
+        _count(steps)
         getattr(torch, name)(
             params, grads, first, second, [], steps, amsgrad=False, lr=lr, beta1=betas[0], beta2=betas[1],
             weight_decay=group["weight_decay"], eps=group["eps"], maximize=group["maximize"], grad_scale=scale,
@@ -80,6 +81,14 @@ def _call(optimizer: Any, group: dict[str, Any], params: list[Tensor]) -> Callab
             torch._foreach_sub_(steps, [found_inf] * len(steps))
 
     return call
+
+
+def _count(steps: list[Tensor]) -> None:
+    if steps[0].is_cpu:
+        # Of a number torch would make a tensor for each of them, in four times as long. Without alpha it is a number.
+        torch._foreach_add_(steps, torch.ones((), device="cpu"), alpha=1)
+    else:
+        torch._foreach_add_(steps, 1)
 
 
 def _are_alike(tensors: Sequence[Tensor], device: torch.device) -> bool:
