@@ -26,6 +26,7 @@ __all__ = [
     "CUSTOM_FUNCTION_CONTEXT",
     "FUSED_ADAM",
     "FUSED_ADAMW",
+    "FUSED_SGD",
     "MISSING",
     "MODULES_OF_BATCH_NORM",
     "MODULES_OF_NORMS",
@@ -326,6 +327,9 @@ FUSED_ADAM: str | None = _name_in_torch("_fused_adam_")
 
 FUSED_ADAMW: str | None = _name_in_torch("_fused_adamw_")
 """The same of AdamW."""
+
+FUSED_SGD: str | None = _name_in_torch("_fused_sgd_")
+"""The same of SGD."""
 
 RECURRENT: Any = _find("torch._VF", None)
 """The namespace of the functions that recurrent layers call."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from autoamp import kernels
 from autoamp.errors import UsageError
 from autoamp.optimizers.groups import FusedOptimizer, require, scaling_of, wide_copy, write_back
-from autoamp.scaling import adam_on_device_, adam_updates, average_, corrections, widened
+from autoamp.scaling import adam_on_device_, adam_updates, average_, corrections, fused_adam_, widened
 
 __all__ = ["FusedAdam"]
 
@@ -167,6 +167,13 @@ class FusedAdam(FusedOptimizer):
     ) -> None:  # fmt: skip
         (beta1, beta2), decay = group["betas"], group["weight_decay"]
         values = self._values(params)
+        is_torchs = group["bias_correction"] and not self._eps_inside_sqrt
+        if is_torchs and fused_adam_(
+            values, grads, firsts, seconds, lr=float(group["lr"]), beta1=beta1, beta2=beta2, eps=group["eps"],
+            step=group["step"], decay=decay, decoupled=self.adam_w_mode,
+        ):  # fmt: skip
+            write_back(params, values)
+            return
         if decay and not self.adam_w_mode:
             grads = list(torch._foreach_add(grads, values, alpha=decay))
         average_(grads, firsts, seconds, beta1, 1.0 - beta1, beta2)

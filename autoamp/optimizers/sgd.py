@@ -11,7 +11,7 @@ from torch.optim.optimizer import required
 
 from autoamp import kernels
 from autoamp.optimizers.groups import FusedOptimizer, require, write_back
-from autoamp.scaling import widened
+from autoamp.scaling import fused_sgd_, widened
 
 __all__ = ["FusedSGD"]
 
@@ -120,6 +120,14 @@ class FusedSGD(FusedOptimizer):
 
     def _step_part(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
         values, decay = widened(params), group["weight_decay"]
+        buffers = [self.state[param].get("momentum_buffer") for param in params] if group["momentum"] else []
+        is_torchs = not (decay and self.wd_after_momentum) and all(buffer is not None for buffer in buffers)
+        if is_torchs and fused_sgd_(
+            values, grads, buffers, lr=float(group["lr"]), momentum=group["momentum"], dampening=group["dampening"],
+            decay=decay, nesterov=group["nesterov"],
+        ):  # fmt: skip
+            write_back(params, values)
+            return
         if decay and not self.wd_after_momentum:
             grads = list(torch._foreach_add(grads, values, alpha=decay))
         updates = self._with_momentum(group, params, grads) if group["momentum"] else grads

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autoamp import torch_private
+
 __all__ = [
     "adagrad_",
     "adam_on_device_",
@@ -27,10 +29,15 @@ __all__ = [
     "average_",
     "blended_norms",
     "corrections",
+    "fused_adam_",
+    "fused_sgd_",
     "gradient_norms",
     "novograd_",
     "trust_",
 ]
+
+
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
 def corrections(beta1: float, beta2: float, step: int, wanted: Any) -> tuple[float, float]:
@@ -67,6 +74,59 @@ def adam_updates(
     updates = list(torch._foreach_div(firsts, biases[0]))
     torch._foreach_div_(updates, roots)
     return updates
+
+
+def fused_adam_(
+    values: list[Tensor], grads: list[Tensor], firsts: list[Tensor], seconds: list[Tensor], *, lr: float, beta1: float,
+    beta2: float, eps: float, step: int, decay: float, decoupled: bool,
+) -> bool:  # fmt: skip
+    """Step by torch's fused Adam, or with ``decoupled`` AdamW: one pass over memory in place of a dozen.
+
+    Returns:
+        Whether that was done. Not for tensors that it does not take; then nothing was written.
+    """
+    name = torch_private.FUSED_ADAMW if decoupled else torch_private.FUSED_ADAM
+    if name is None or not _are_for_fused(values, grads, firsts, seconds):
+        return False
+    count = torch.full((), float(step), dtype=torch.float32, device=values[0].device)
+    getattr(torch, name)(
+        values, grads, firsts, seconds, [], [count] * len(values), amsgrad=False, lr=lr, beta1=beta1, beta2=beta2,
+        weight_decay=decay, eps=eps, maximize=False,
+    )  # fmt: skip
+    return True
+
+
+def fused_sgd_(
+    values: list[Tensor], grads: list[Tensor], velocities: list[Tensor], *, lr: float, momentum: float,
+    dampening: float, decay: float, nesterov: bool,
+) -> bool:  # fmt: skip
+    """Step by torch's fused SGD, as `fused_adam_` does by Adam. There are velocities where there is momentum."""
+    lists = (values, grads, velocities) if momentum else (values, grads)
+    if torch_private.FUSED_SGD is None or not _are_for_fused(*lists):
+        return False
+    getattr(torch, torch_private.FUSED_SGD)(
+        values, grads, velocities if momentum else [], weight_decay=decay, momentum=momentum, lr=lr,
+        dampening=dampening, nesterov=nesterov, maximize=False, is_first_step=False,
+    )  # fmt: skip
+    return True
+
+
+def _are_for_fused(*lists: list[Tensor]) -> bool:
+    """Tell whether torch's fused operators take these: they go through memory, so that all must lie in one order."""
+    tensors = [tensor for some in lists for tensor in some]
+    device = tensors[0].device if tensors else None
+    return (
+        device is not None
+        and device.type in ("cpu", "cuda")
+        and all(
+            type(tensor) in _PLAIN
+            and tensor.dtype is torch.float32
+            and tensor.layout is torch.strided
+            and tensor.is_contiguous()
+            and tensor.device == device
+            for tensor in tensors
+        )
+    )
 
 
 def adam_on_device_(

@@ -69,7 +69,6 @@ def _call(optimizer: Any, group: dict[str, Any], params: list[Tensor]) -> Callab
     given = [getattr(optimizer, name, None) for name in ("grad_scale", "found_inf")]
     scale, found_inf = [None if flag is None else flag.to(device, non_blocking=True) for flag in given]
 
-
     def call() -> None:
         _count(steps)
         getattr(torch, name)(

@@ -203,7 +203,6 @@ TESTED_TOGETHER = {
     "diagnostics/verdicts.py": "diagnostics/test_overflow.py",
     "optimizers/": "optimizers/test_optimizers.py",  # all kinds keep the same rules
     "parallel/": "parallel/test_parallel.py",
-    "scaling/formulas.py": "optimizers/test_optimizers.py",
 }
 
 

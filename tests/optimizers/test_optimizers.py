@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import pickle
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from autoamp import kernels
 from autoamp.errors import UsageError
 from autoamp.optimizers import (
     FusedAdagrad,
@@ -406,6 +408,38 @@ def test_fp32_parameters_are_stepped_as_they_are(name: str, monkeypatch: pytest.
     optimizer.step()
     assert not copied
     assert all(float(param.detach().max()) < 1.0 for param in params)
+
+
+@pytest.mark.parametrize(
+    ("kind", "plain", "operator"),
+    [(FusedAdam, torch.optim.AdamW, "_fused_adamw_"), (FusedSGD, torch.optim.SGD, "_fused_sgd_")],
+)
+@pytest.mark.parametrize("in_order", [True, False])
+def test_without_kernels_a_step_is_torchs_operator_where_all_lie_in_one_order(
+    kind: Any, plain: Any, operator: str, in_order: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "opened", lambda _: None)
+    calls, original = [], getattr(torch, operator)
+
+    def watched(*args: Any, **kwargs: Any) -> None:
+        calls.append(args[0])
+        original(*args, **kwargs)
+
+    monkeypatch.setattr(torch, operator, watched)
+    settings = {"lr": 0.1, "weight_decay": 0.1, **({"momentum": 0.9} if kind is FusedSGD else {})}
+    ends = []
+    for make in (kind, functools.partial(plain, foreach=False)):
+        torch.manual_seed(0)
+        param = torch.nn.Parameter(torch.randn(3, 4))
+        optimizer = make([param], **settings)
+        for _ in range(STEPS):
+            grad = torch.randn(4, 3)
+            param.grad = grad.view(3, 4) if in_order else grad.t()
+            optimizer.step()
+        ends.append([param.detach()])
+    assert_close(*ends)
+    # The first gradient of SGD becomes the velocity.
+    assert len(calls) == (STEPS - (kind is FusedSGD) if in_order else 0)
 
 
 @pytest.mark.parametrize("set_grad_none", [True, False])
