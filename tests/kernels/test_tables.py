@@ -139,6 +139,28 @@ def test_the_same_tensors_in_other_roles_are_another_call() -> None:
         autoamp_kernels.adam_(**{**lists(), "exp_avgs": made["exp_avgs"][:1]}, **numbers, step=4)
 
 
+def test_a_view_of_another_dtype_is_another_tensor() -> None:
+    """At the same address, of as many elements, while the first one lives."""
+    made = lists()
+    numbers = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8}
+    autoamp_kernels.adam_(**made, **numbers, step=1)
+    first = made["halves"]
+    made["halves"] = [half.view(torch.bfloat16) for half in first]
+    autoamp_kernels.adam_(**made, **numbers, step=2)
+    assert all(map(torch.equal, made["halves"], (param.bfloat16() for param in made["params"])))
+    averages = made["exp_avgs"]
+    made["exp_avgs"] = [averages[0], averages[1].view(torch.int32)]
+    with pytest.raises(autoamp_kernels.ArgumentError, match=r"exp_avgs\[1\] has dtype torch.int32; it must be float32"):
+        autoamp_kernels.adam_(**made, **numbers, step=3)
+
+
+def test_lists_that_are_only_read_may_be_of_other_sizes_each_time() -> None:
+    norms = torch.empty(2)
+    for size in (4, 4, 4, 9, 2):
+        autoamp_kernels.scale_([torch.ones(size), torch.ones(6)], norms=norms)
+        assert norms.tolist() == pytest.approx([size**0.5, 6**0.5])
+
+
 def test_tensors_are_not_kept_alive() -> None:
     made = lists()
     for step in (1, 2, 3):

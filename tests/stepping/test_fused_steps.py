@@ -396,6 +396,13 @@ def test_no_class_is_known_but_torchs_own() -> None:
     assert autoamp.kernels.opened("cpu") is not None
 
 
+def test_half_parameters_without_masters_are_left() -> None:
+    param = nn.Parameter(torch.ones(4, dtype=BF16))
+    param.grad = torch.ones(4, dtype=BF16)
+    assert fused_steps.step_by_kernels(torch.optim.SGD([param], lr=1.0), {}) == ([], True)
+    assert torch.equal(param, torch.ones(4, dtype=BF16))
+
+
 @pytest.mark.parametrize("with_handle", [False, True])
 @pytest.mark.parametrize(("dtype", "scale"), [(BF16, 1.0), (FP16, 8.0)])
 @pytest.mark.parametrize("name", ["AdamW(fused)", "SGD(nesterov)", "FusedAdam", "FusedLAMB"])
