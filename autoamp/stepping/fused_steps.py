@@ -188,6 +188,7 @@ def _adam(
     """`torch.optim.Adam` and `torch.optim.AdamW`."""
     steps, exp_avgs, exp_avg_sqs, *largest = columns
     beta1, beta2 = group["betas"]
+    # Counts on a CPU beside parameters elsewhere the kernel would refuse, after a look at all of them.
     if steps[0].is_cpu is not params[0].is_cpu or isinstance(beta1, Tensor) or isinstance(beta2, Tensor):
         return False
     return kernels.attempt(

@@ -19,7 +19,7 @@ from autoamp.stepping import fused_steps, master_of
 from autoamp.stepping.half_gradients import ScaledHalf
 from tests.stepping.networks import backward, data, equal, masters, network, o2, snapshot
 
-pytest.importorskip("autoamp_kernels")
+autoamp_kernels = pytest.importorskip("autoamp_kernels")
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -256,6 +256,38 @@ def test_a_group_of_several_kinds_is_sorted(called: Any, closed: Any) -> None:
     assert close_to(*ends)
 
 
+def test_a_gradient_that_a_hook_gives_is_the_masters(called: Any, closed: Any) -> None:
+    ends = []
+    for off in (False, True):
+        closed(off)
+        model, optimizer = set_up(OPTIMIZERS["AdamW(fused)"])
+        train(model, optimizer, range(3))
+        called.clear()
+
+        def give(optimizer: Any, *_: Any) -> None:
+            masters(optimizer)[1].grad = torch.full((8,), 0.25)
+
+        optimizer.register_step_pre_hook(give)
+        train(model, optimizer, range(3, 5))
+        ends.append(snapshot(model, optimizer))
+        assert sorted(sizes for _, sizes, _ in called) == ([] if off else [[8], [8], [32, 16, 2], [32, 16, 2]])
+    assert close_to(*ends)
+
+
+def test_a_scale_is_taken_from_gradients_that_wait_alone(called: Any, closed: Any) -> None:
+    ends = []
+    for off in (False, True):
+        closed(off)
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+        optimizer = OPTIMIZERS["SGD(nesterov)"](model.parameters())
+        o2(model, optimizer, dtype=FP16, loss_scale=8.0)
+        train(model, optimizer, range(4))
+        ends.append(snapshot(model, optimizer))
+    assert sorted(sizes for _, sizes, _ in called) == [[8, 8]] * 3 + [[32, 8, 16, 2]] * 3
+    assert close_to(*ends)
+
+
 def test_fp32_parameters_and_gradients_that_were_looked_at(called: Any) -> None:
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
@@ -394,6 +426,49 @@ def test_no_class_is_known_but_torchs_own() -> None:
     optimizer = optimizers.FusedAdam(network().parameters())
     assert fused_steps.step_by_kernels(optimizer, {}) == ([], True)
     assert autoamp.kernels.opened("cpu") is not None
+
+
+def test_a_momentum_that_is_none_is_made_by_torch(called: Any, closed: Any) -> None:
+    ends = []
+    for off in (False, True):
+        closed(off)
+        model, optimizer = set_up(OPTIMIZERS["SGD(nesterov)"])
+        train(model, optimizer, range(2))
+        called.clear()
+        _state(optimizer)["momentum_buffer"] = None
+        train(model, optimizer, range(2, 4))
+        ends.append(snapshot(model, optimizer))
+        assert [sizes for _, sizes, _ in called] == ([] if off else [[8, 16, 2], [32, 8, 16, 2]])
+    assert close_to(*ends)
+
+
+def test_what_was_refused_is_not_offered_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = set_up(OPTIMIZERS["AdamW(fused)"])
+    train(model, optimizer, range(2))
+    offered: list[int] = []
+
+    def refuse(params: list[Tensor], *args: Any, **kwargs: Any) -> None:
+        offered.append(len(params))
+        raise autoamp_kernels.ArgumentError("no")
+
+    monkeypatch.setattr(autoamp_kernels, "adam_", refuse)
+    before = snapshot(model, optimizer)
+    train(model, optimizer, range(2, 3))
+    assert offered == [4]
+    assert not equal(before, snapshot(model, optimizer))
+
+
+def test_parameters_of_other_classes_are_left() -> None:
+    class Own(nn.Parameter):
+        """Its operators may be others."""
+
+    params = [nn.Parameter(torch.ones(4)), Own(torch.ones(4))]
+    for param in params:
+        param.grad = torch.ones(4)
+    stepped, left = fused_steps.step_by_kernels(torch.optim.SGD(params, lr=1.0), {})
+    assert [id(param) for param in stepped] == [id(params[0])]
+    assert left
+    assert [float(param.sum()) for param in params] == [0.0, 4.0]
 
 
 def test_half_parameters_without_masters_are_left() -> None:
