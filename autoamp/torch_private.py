@@ -10,6 +10,7 @@ Torch's functions are exported as the objects that they are, since compilers kno
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -276,7 +277,7 @@ ranks that meshes across one another concern are then all ranks."""
 def _process_groups() -> Callable[[], Mapping[Any, tuple[Any, Any]]]:
     world: Any = _find("torch.distributed.distributed_c10d._world", None) if torch.distributed.is_available() else None
     counts = begun_collectives is not None and isinstance(getattr(world, "pg_map", None), Mapping)
-    return (lambda: world.pg_map) if counts else dict
+    return functools.partial(getattr, world, "pg_map") if counts else dict
 
 
 begun_collectives: Any = (

@@ -314,15 +314,16 @@ class StepGuard:
         self._unscaled = params, scaler, scale
         self._last, self._agreed = (scaler, scale), False
 
-    def take_in_joined(self) -> None:
+    def take_in_joined(self, params: Sequence[torch.Tensor] | None = None) -> None:
         """Unscale and check the gradients of what joined the optimizer after the last block.
 
         They are taken to be from that block. A gradient does not tell which backward pass made it, so one of a pass
-        that was not scaled is divided too.
+        that was not scaled is divided too. ``params`` is what `params` returns, if the caller has it at hand.
         """
         if self._unscaled is None:
             return
-        (before, scaler, scale), params = self._unscaled, self.params()
+        before, scaler, scale = self._unscaled
+        params = self.params() if params is None else params
         if len(params) == len(before):
             return
         self._unscaled = params, scaler, scale
@@ -408,7 +409,7 @@ class StepGuard:
         Where ranks agree on a step all of them have to ask.
         """
         if self.together is not None:
-            self._look_again()
+            self._look_again(self.params())
         read_verdicts(self.pending)
         return any(verdict.overflowed for verdict in self.pending) if self.pending else self.skips.last
 
@@ -478,11 +479,12 @@ class StepGuard:
             self.collect(last=self._delayed is None and (self.masters.waits_scaled or not self.pending))
         if self._delayed is not None:
             self.finish_delayed()
-        self.take_in_joined()
+        params = self.params()
+        self.take_in_joined(params)
         if several:
-            self._look_again()
+            self._look_again(params)
         if first and self._last is None and not self.pending:
-            warn_of_unscaled_shards(self.name, self.params())
+            warn_of_unscaled_shards(self.name, params)
         closure = args[0] if args else kwargs.get("closure")
         try:
             if callable(closure):
@@ -508,12 +510,11 @@ class StepGuard:
         if self.masters is not None and self.last_step_ran:
             self.masters.copy_down()
 
-    def _look_again(self) -> None:
+    def _look_again(self, params: Sequence[torch.Tensor]) -> None:
         """Look at the gradients as they are now where other ranks have a part in them: inf may have come from there.
 
         Where all ranks see the same after the reduction that is all. Else they agree, once for all that was found.
         """
-        params = self.params()
         together = self._agreements.among(params, self._asked())
         if together is None and self.pending:
             last = self.pending[-1]
@@ -775,7 +776,7 @@ class StepGuard:
             if (together := self.together) is not None:
                 hopeless = self._agree(together, hopeless=hopeless).is_hopeless()
             elif several_processes():
-                self._look_again()
+                self._look_again(self.params())
             blamed = self.settle()
             # A lower scale helps against large gradients, not against a loss that is inf already.
             if blamed is None or blamed.scaler.loss_scale >= float(blamed.scale) or hopeless:
