@@ -480,9 +480,11 @@ class MasterWeights:
         of_master = self._listed().of_master
         stepped, left = step_by_kernels(optimizer, of_master, self._factor)
         done = set(map(id, stepped))
-        halves = [id(of_master[key]) for key in done if key in of_master]
-        agree(list(map(self._pairs.__getitem__, halves)))
-        self._done.update(halves)
+        pairs = self._pairs
+        if not done.issuperset(of_master):
+            pairs = {id(half): pairs[id(half)] for key, half in of_master.items() if key in done}
+        agree(pairs.values())
+        self._done.update(pairs)
         return done, left
 
     def _step_by_halves(self, inner: Any, optimizer: Any, waiting: list[tuple[Tensor, Tensor]]) -> Any:
