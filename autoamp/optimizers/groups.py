@@ -11,13 +11,13 @@ from torch.amp.grad_scaler import OptState
 
 from autoamp import kernels
 from autoamp.errors import UsageError
-from autoamp.scaling import Factor, kernel_factor, multiply_, widened
+from autoamp.scaling import Factor, Workspace, has_shards, kernel_factor, limit_of, multiply_, widened
 from autoamp.tensors import HALF_DTYPES
 
 __all__ = ["FusedOptimizer", "in_parts", "require", "scaling_of", "wide_copy", "write_back"]
 
 # The number of elements that are stepped at a time, so that a temporary copy of them takes 64 MiB in fp32. That is
-# enough work to keep a device busy.
+# enough work to keep a device busy. On a CPU it is what fits into its cache.
 _AT_ONCE = 2**24
 
 
@@ -40,6 +40,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     _options: tuple[str, ...] = ("set_grad_none",)
     half_copies: dict[int, Tensor] | None = None
     half_factor: Factor | None = None
+    # In which half gradients are widened; made by the first step that does.
+    _workspace: Workspace | None = None
 
     def __init__(self, params: Any, defaults: dict[str, Any], *, set_grad_none: bool) -> None:
         super().__init__(params, defaults)
@@ -103,13 +105,35 @@ class FusedOptimizer(torch.optim.Optimizer):
         return self._in_parts(*(tensors if kernel is None else self._left_by(kernel, *tensors)))
 
     def _in_parts(self, *tensors: list[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
-        """Yield parameters, their true gradients and their states as `in_parts` does."""
-        for params, grads, *states in in_parts(*tensors):
-            yield params, self._widened(grads), *states
+        """Yield parameters, their true gradients and their states as `in_parts` does.
 
-    def _widened(self, grads: list[Tensor]) -> list[Tensor]:
-        """Return true gradients: of half ones copies in fp32, all others as they are."""
-        wide = widened(grads)
+        What is yielded as gradients may be other ones after the next part. Half copies of a part are written after it.
+        """
+        for place, (params, grads, *states) in enumerate(in_parts(*tensors)):
+            yield params, self._widened(grads, place), *states
+            self._copy_down(params)
+
+    def _copy_down(self, params: list[Tensor]) -> None:
+        """Set half copies to parameters that were stepped."""
+        of_param = self.half_copies or {}
+        stepped = [param for param in params if id(param) in of_param]
+        halves = [of_param[id(param)] for param in stepped]
+        if halves and not has_shards(halves):
+            torch._foreach_copy_(halves, stepped)
+            for param in stepped:
+                of_param.pop(id(param))
+
+    def _widened(self, grads: list[Tensor], place: int | None = None) -> list[Tensor]:
+        """Return true gradients: of half ones copies in fp32, all others as they are.
+
+        With ``place``, a number, the copies may lie in memory that the next call takes again.
+        """
+        if place is not None and all(grad.dtype in HALF_DTYPES for grad in grads):
+            if self._workspace is None:
+                self._workspace = Workspace()
+            wide = self._workspace.widened(grads, place)
+        else:
+            wide = widened(grads)
         if self.half_factor is not None:
             multiply_([new for new, grad in zip(wide, grads, strict=True) if new is not grad], self.half_factor)
         return wide
@@ -182,7 +206,7 @@ def wide_copy(param: Tensor) -> Tensor:
 
 
 def in_parts(params: list[Tensor], grads: list[Tensor], *states: list[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
-    """Yield parameters, their gradients and their states, in parts of at most `_AT_ONCE` elements.
+    """Yield parameters, their gradients and their states, in parts of so many elements as are stepped at a time.
 
     A larger parameter is a part alone. What is made of a part, such as fp32 copies of half gradients, can be dropped
     with it: that bounds the memory that a step takes.
@@ -190,7 +214,8 @@ def in_parts(params: list[Tensor], grads: list[Tensor], *states: list[Tensor]) -
     begin, taken = 0, 0
     for end in range(1, len(params) + 1):
         taken += params[end - 1].numel()
-        if end == len(params) or taken + params[end].numel() > _AT_ONCE:
+        at_once = min(_AT_ONCE, limit_of(0, on_cpu=True)) if params[end - 1].is_cpu else _AT_ONCE
+        if end == len(params) or taken + params[end].numel() > at_once:
             yield params[begin:end], grads[begin:end], *(state[begin:end] for state in states)
             begin, taken = end, 0
 

@@ -22,19 +22,17 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autoamp.scaling import Factor, GradientLayout, multiply_, widened
+from autoamp.scaling import Factor, limit_of, multiply_, widened
 from autoamp.tensors import HALF_DTYPES, iter_tensors
 
 __all__ = [
     "LeftHalf",
     "ScaledHalf",
-    "Workspace",
     "as_they_are",
     "awaited",
     "conceal",
     "is_scaled",
     "leave",
-    "limit_of",
     "parts_of_groups",
     "raw_grad",
     "reads_half",
@@ -53,12 +51,6 @@ _BY_PARAMETER = frozenset(
         torch.optim.SGD,
     }
 )
-
-# So many elements are widened at a time: on a CPU, for each thread, what fits into its cache in fp32. Elsewhere each
-# part costs launches, and what keeps a device busy is enough; but half of all, if that is less, for the half gradients
-# are there beside, and the two are to take no more than all gradients in fp32. Of few elements all.
-_ON_CPU, _ELSEWHERE, _FEW = 2**20, 2**24, 2**17
-
 
 # For each master its half parameter, and what widens; not its attribute, which copies and pickles would have.
 _homes: Any = WeakIdKeyDictionary()
@@ -244,49 +236,6 @@ def reads_half(optimizer: Any) -> bool:
     has a ``half_factor`` while it steps, by which half gradients are to be multiplied; None for 1.
     """
     return bool(vars(type(optimizer)).get("reads_half_gradients"))
-
-
-class Workspace:
-    """Memory in which half tensors of a CPU are widened again and again, so that no step asks the system for pages."""
-
-    def __init__(self) -> None:
-        self._memory: Tensor | None = None
-        # What was returned for each part of a step.
-        self._parts: dict[int, GradientLayout[list[Tensor]]] = {}
-
-    def widened(self, tensors: Sequence[Tensor], part: int) -> list[Tensor]:
-        """Return half tensors in fp32, in memory that the next call takes again where it is little enough to keep.
-
-        Args:
-            tensors: Dense ones.
-            part: The number of the part of a step. Those of a part are alike in each step, as a rule.
-        """
-        usual = self._parts.setdefault(part, GradientLayout())
-        wide = usual.recall(tensors)
-        if wide is None:
-            wide = self._in_memory(tensors)
-            if wide is None:
-                return widened(tensors)
-            usual.learn(tensors, wide)
-        torch._foreach_copy_(wide, list(tensors))
-        return wide
-
-    def _in_memory(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
-        sizes = [tensor.numel() for tensor in tensors]
-        total = sum(sizes)
-        limit = limit_of(total, on_cpu=True)
-        if not total or total > limit or not all(tensor.is_cpu and tensor.is_contiguous() for tensor in tensors):
-            return None
-        if self._memory is None or self._memory.numel() < total:
-            self._memory = torch.empty(limit, dtype=torch.float32, device="cpu")
-            self._parts.clear()
-        flat = self._memory[:total].split(sizes)
-        return [part.view(tensor.shape) for part, tensor in zip(flat, tensors, strict=True)]
-
-
-def limit_of(total: int, *, on_cpu: bool) -> int:
-    """Return how many elements of so many are widened at a time."""
-    return _ON_CPU * torch.get_num_threads() if on_cpu else min(_ELSEWHERE, max(_FEW, total // 2))
 
 
 def parts_of_groups(

@@ -18,7 +18,8 @@ from torch import Tensor
 import autoamp
 from autoamp import fp16_utils, kernels, optimizers
 from autoamp.runtime import current_handle
-from autoamp.stepping import half_gradients, master_of
+from autoamp.scaling import workspace
+from autoamp.stepping import master_of
 from autoamp.stepping.attach import _inner_cell
 from autoamp.stepping.half_gradients import LeftHalf, ScaledHalf
 from tests.stepping.networks import backward, equal, loss_of, masters, network, o2, snapshot
@@ -54,7 +55,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(half_gradients, "_ON_CPU", 24)
+    monkeypatch.setattr(workspace, "_ON_CPU", 24)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
 
 
@@ -472,6 +473,25 @@ def test_fused_optimizers_take_scaled_gradients_beside_true_ones(name: str) -> N
             optimizer.zero_grad()
         ends.append(snapshot(model, optimizer))
     assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-8) for a, b in zip(*ends, strict=True))
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedSGD", "FusedLAMB", "FusedNovoGrad", "FusedAdagrad"])
+def test_fused_optimizers_set_half_parameters_part_by_part(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, copy_ = [], torch._foreach_copy_
+
+    def watched(into: list[Tensor], *args: Any) -> None:
+        copies.append([tensor.dtype for tensor in into])
+        copy_(into, *args)
+
+    model, optimizer = trained(functools.partial(getattr(optimizers, name), lr=0.1))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "_foreach_copy_", watched)
+        optimizer.step()
+    for half, master in zip(model.parameters(), masters(optimizer), strict=True):
+        assert torch.equal(half, master.bfloat16())
+    # Each part is widened, and copied down before the next.
+    assert copies == [dtypes for size in (1, 2, 1) for dtypes in ([torch.float32] * size, [BF16] * size)]
 
 
 def test_a_half_gradient_that_somebody_gave_is_not_unscaled_again() -> None:
