@@ -109,8 +109,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         What is yielded as gradients may be other ones after the next part. Half copies of a part are written after it.
         """
-        for place, (params, grads, *states) in enumerate(in_parts(*tensors)):
-            yield params, self._widened(grads, place), *states
+        for params, grads, *states in in_parts(*tensors):
+            yield params, self._widened(grads, id(params[0])), *states
             self._copy_down(params)
 
     def _copy_down(self, params: list[Tensor]) -> None:
@@ -123,15 +123,15 @@ class FusedOptimizer(torch.optim.Optimizer):
             for param in stepped:
                 of_param.pop(id(param))
 
-    def _widened(self, grads: list[Tensor], place: int | None = None) -> list[Tensor]:
+    def _widened(self, grads: list[Tensor], part: int | None = None) -> list[Tensor]:
         """Return true gradients: of half ones copies in fp32, all others as they are.
 
-        With ``place``, a number, the copies may lie in memory that the next call takes again.
+        With ``part``, a number that is the same in each step, they may lie in memory that the next call takes again.
         """
-        if place is not None and all(grad.dtype in HALF_DTYPES for grad in grads):
+        if part is not None and all(grad.dtype in HALF_DTYPES for grad in grads):
             if self._workspace is None:
                 self._workspace = Workspace()
-            wide = self._workspace.widened(grads, place)
+            wide = self._workspace.widened(grads, part)
         else:
             wide = widened(grads)
         if self.half_factor is not None:
@@ -211,11 +211,10 @@ def in_parts(params: list[Tensor], grads: list[Tensor], *states: list[Tensor]) -
     A larger parameter is a part alone. What is made of a part, such as fp32 copies of half gradients, can be dropped
     with it: that bounds the memory that a step takes.
     """
-    begin, taken = 0, 0
+    begin, taken, on_cpu = 0, 0, min(_AT_ONCE, limit_of(0, on_cpu=True))
     for end in range(1, len(params) + 1):
         taken += params[end - 1].numel()
-        at_once = min(_AT_ONCE, limit_of(0, on_cpu=True)) if params[end - 1].is_cpu else _AT_ONCE
-        if end == len(params) or taken + params[end].numel() > at_once:
+        if end == len(params) or taken + params[end].numel() > (on_cpu if params[end].is_cpu else _AT_ONCE):
             yield params[begin:end], grads[begin:end], *(state[begin:end] for state in states)
             begin, taken = end, 0
 
