@@ -209,7 +209,7 @@ def watch_passes(original: Any, begin: Callable[[], object]) -> Any:
     """Return a replacement of what runs backward passes, which calls ``begin`` before those that add to ``.grad``."""
 
     def run_backward(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("accumulate_grad") and not torch.compiler.is_compiling():
+        if kwargs.get("accumulate_grad", True) and not torch.compiler.is_compiling():
             begin()
         return original(*args, **kwargs)
 
