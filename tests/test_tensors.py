@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pack_sequence
 from autoamp.tensors import (
     HALF_DTYPES,
     PLAIN_TYPES,
+    are_dense_fp32,
     default_device_type,
     default_half_dtype,
     iter_tensors,
@@ -240,3 +241,21 @@ def test_without_grad(before: bool) -> None:
             told(fails=True)
         assert torch.is_grad_enabled() is before
     assert told.__doc__ == "Tell."
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        torch.ones(2).half(),
+        torch.ones(2).double(),
+        torch.ones(2).to_sparse(),
+        torch.ones(2, device="meta"),
+        torch.ones(2).as_subclass(type("Own", (Tensor,), {})),
+    ],
+)
+def test_dense_fp32_tensors_of_one_device(odd: Tensor) -> None:
+    cpu, plain = torch.device("cpu"), [torch.ones(2), torch.nn.Parameter(torch.ones(3, 2).t())]
+    assert are_dense_fp32(plain, cpu)
+    assert not are_dense_fp32(plain, torch.device("meta"))
+    assert not are_dense_fp32([*plain, odd], cpu)
+    assert not are_dense_fp32([odd, *plain], cpu)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from autoamp import torch_private
+from autoamp.tensors import are_dense_fp32
 
 __all__ = [
     "adagrad_",
@@ -35,9 +36,6 @@ __all__ = [
     "novograd_",
     "trust_",
 ]
-
-
-_PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
 def corrections(beta1: float, beta2: float, step: int, wanted: Any) -> tuple[float, float]:
@@ -114,19 +112,9 @@ def fused_sgd_(
 def _are_for_fused(*lists: list[Tensor]) -> bool:
     """Tell whether torch's fused operators take these: they go through memory, so that all must lie in one order."""
     tensors = [tensor for some in lists for tensor in some]
-    device = tensors[0].device if tensors else None
-    return (
-        device is not None
-        and device.type in ("cpu", "cuda")
-        and all(
-            type(tensor) in _PLAIN
-            and tensor.dtype is torch.float32
-            and tensor.layout is torch.strided
-            and tensor.is_contiguous()
-            and tensor.device == device
-            for tensor in tensors
-        )
-    )
+    if not tensors or tensors[0].device.type not in ("cpu", "cuda"):
+        return False
+    return are_dense_fp32(tensors, tensors[0].device) and all(map(Tensor.is_contiguous, tensors))
 
 
 def adam_on_device_(

@@ -8,7 +8,7 @@ and whatever is out of the ordinary is left to torch too.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,14 +16,11 @@ from torch import Tensor
 
 from autoamp import torch_private
 from autoamp.stepping.half_gradients import raw_grad
+from autoamp.tensors import are_dense_fp32
 
 __all__ = ["step_directly"]
 
 _STEPPED = frozenset((torch.optim.Adam, torch.optim.AdamW))
-_PLAIN, _FP32, _STRIDED = (
-    frozenset(some) for some in ((Tensor, torch.nn.Parameter), (torch.float32,), (torch.strided,))
-)
-_dtype_of, _layout_of = operator.attrgetter("dtype"), operator.attrgetter("layout")
 _names = operator.itemgetter("step", "exp_avg", "exp_avg_sq")
 
 
@@ -58,7 +55,7 @@ def _call(optimizer: Any, group: dict[str, Any], params: list[Tensor]) -> Callab
     grads: list[Any] = list(map(raw_grad, params))
     device = params[0].device
     states = list(map(optimizer.state.get, params))
-    if not (_are_alike(params, device) and _are_alike(grads, device) and all(states)):
+    if not (are_dense_fp32(params, device) and are_dense_fp32(grads, device) and all(states)):
         return None
     if device.type == "cuda" and not group["capturable"] and torch.cuda.is_current_stream_capturing():
         # torch refuses this.
@@ -88,14 +85,3 @@ def _count(steps: list[Tensor]) -> None:
         torch._foreach_add_(steps, torch.ones((), device="cpu"), alpha=1)
     else:
         torch._foreach_add_(steps, 1)
-
-
-def _are_alike(tensors: Sequence[Tensor], device: torch.device) -> bool:
-    """Tell whether all are dense fp32 tensors on a device."""
-    return (
-        _PLAIN.issuperset(map(type, tensors))
-        and _FP32.issuperset(map(_dtype_of, tensors))
-        and _STRIDED.issuperset(map(_layout_of, tensors))
-        and set(map(Tensor.get_device, tensors)) == {tensors[0].get_device()}
-        and tensors[0].device == device
-    )
