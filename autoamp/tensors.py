@@ -48,15 +48,16 @@ _dtype_of, _layout_of, _is_cpu = map(operator.attrgetter, ("dtype", "layout", "i
 
 def are_dense_fp32(tensors: Sequence[Tensor], device: torch.device) -> bool:
     """Tell whether all are torch's own dense fp32 tensors on a device, in sweeps that hundreds of them do not slow."""
-    return (
+    if not (
         _PLAIN.issuperset(map(type, tensors))
         and {torch.float32}.issuperset(map(_dtype_of, tensors))
         and {torch.strided}.issuperset(map(_layout_of, tensors))
-        # A device's number is faster to get than the device. Those of CPUs and of no memory are the same.
-        and len(set(map(Tensor.get_device, tensors))) == 1
-        and {device.type == "cpu"}.issuperset(map(_is_cpu, tensors))
-        and tensors[0].device == device
-    )
+    ):
+        return False
+    if device.type == "cpu":
+        return all(map(_is_cpu, tensors))
+    # A device's number is faster to get than the device. One without memory has that of a CPU, which is none.
+    return tensors[0].device == device and {device.index}.issuperset(map(Tensor.get_device, tensors))
 
 
 def without_grad(function: Callable[_P, _R]) -> Callable[_P, _R]:
