@@ -248,6 +248,8 @@ class DynamicLossScaler(LossScaler):
     growth_interval = _Setting[int]()
     min_loss_scale = _Setting[float]()
     max_loss_scale = _Setting[float]()
+    # Where the setting keeps it, for what is read in each step.
+    _growth_interval: int
 
     def __init__(
         self,
@@ -331,7 +333,7 @@ class DynamicLossScaler(LossScaler):
             return
         self._unskipped += 1
         # A checkpoint of a longer interval may have brought a count beyond this one's.
-        if self._unskipped >= self.growth_interval:
+        if self._unskipped >= self._growth_interval:
             self._loss_scale = self._within_limits(_fp32(self._loss_scale * self.growth_factor))
             self._unskipped = 0
 

@@ -2,14 +2,16 @@
 
 Torch counts what is written to a tensor, but not what its collectives write. So what was found in gradients may not be
 true any more once a program has reduced them by itself, and they are looked through again before a step, unless their
-process groups tell that nothing was reduced: `Looked` asks for both.
+process groups tell that nothing was reduced: `Looked` asks for both. What a program exchanges by other means than torch
+is written by torch in the end, and told by the tensors' versions. A program whose gradients `DistributedDataParallel`
+has reduced has no use for such means, and there the process groups are asked alone.
 """
 
 from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -42,14 +44,16 @@ class Looked:
     It refers to tensors weakly, and takes one look at each, not at their values.
 
     Args:
-        grads: The gradients. Writes to a part of a DTensor by itself are not told.
+        grads: The gradients; None where an exchange by torch's process groups is all that may have changed them. Writes
+            to a part of a DTensor by itself are not told.
     """
 
     __slots__ = ("_begun", "_grads", "_versions")
 
-    def __init__(self, grads: Sequence[Tensor]) -> None:
+    def __init__(self, grads: Sequence[Tensor] | None) -> None:
         self._begun = collectives_so_far()
-        if self._begun is None:
+        self._grads: list[weakref.ref[Tensor]] | None = None
+        if self._begun is None or grads is None:
             return
         try:
             self._versions = [*map(_version, grads)]
@@ -59,12 +63,19 @@ class Looked:
             return
         self._grads = [*map(weakref.ref, grads)]
 
-    def still_holds(self, grads: Sequence[Tensor]) -> bool:
-        """Tell for sure that these are the same tensors, written to by nobody, and nothing was exchanged since."""
+    def still_holds(self, grads: Callable[[], Sequence[Tensor]]) -> bool:
+        """Tell for sure that nothing was exchanged since, and that gradients are the same tensors, not written to.
+
+        Args:
+            grads: Gives the gradients as they are now; called where they are to be looked at.
+        """
+        if self._begun is None or collectives_so_far() != self._begun:
+            return False
+        if self._grads is None:
+            return True
+        now = grads()
         return (
-            self._begun is not None
-            and len(grads) == len(self._grads)
-            and all(map(operator.is_, map(operator.call, self._grads), grads))
-            and [*map(_version, grads)] == self._versions
-            and collectives_so_far() == self._begun
+            len(now) == len(self._grads)
+            and all(map(operator.is_, map(operator.call, self._grads), now))
+            and [*map(_version, now)] == self._versions
         )

@@ -22,10 +22,9 @@ from torch import Tensor
 
 from autoamp.errors import UsageError
 from autoamp.scaling import is_sharded
-from autoamp.stepping.links import master_of
-from autoamp.stepping.replicas import WRAPPERS, several_processes
+from autoamp.stepping.replicas import several_processes
 
-__all__ = ["compare_ranks", "found_on_ranks", "rank_sets", "tell_off", "tell_on", "wrappers_of"]
+__all__ = ["compare_ranks", "found_on_ranks", "rank_sets", "tell_off", "tell_on"]
 
 # Ranks come to their first step at most so many seconds apart, unless the store gives up earlier.
 _PATIENCE = 300.0
@@ -47,17 +46,6 @@ def rank_sets(params: Iterable[Tensor], groups: Iterable[Any]) -> list[tuple[int
     for group in groups:
         found[tuple(sorted(dist.get_process_group_ranks(group)))] = None
     return [ranks for ranks in found if len(ranks) > 1]
-
-
-def wrappers_of(params: Iterable[Tensor]) -> list[Any]:
-    """Return the process groups of each DistributedDataParallel around one of these parameters."""
-    wanted = set(map(id, params))
-    found: list[Any] = []
-    for wrapper in WRAPPERS.standing():
-        own = (id(master if (master := master_of(param)) is not None else param) for param in wrapper.parameters())
-        if not wanted.isdisjoint(own):
-            found.append(wrapper.process_group)
-    return found
 
 
 def tell_off() -> None:

@@ -58,6 +58,7 @@ from autoamp.stepping.attach import STEPS_OF_NOW, AttachedStep, named_params, st
 from autoamp.stepping.digest import found_on_ranks
 from autoamp.stepping.half_gradients import LeftHalf
 from autoamp.stepping.masters import MasterWeights
+from autoamp.stepping.reduced import Reduced
 from autoamp.stepping.replicas import begin_compression_anew, may_compress, several_processes
 from autoamp.stepping.sharded_modules import refuse_left_behind, warn_of_unscaled_shards
 from autoamp.stepping.skips import Skips
@@ -109,6 +110,7 @@ class StepGuard:
         proven: Whether the scaled loss was run backward in one.
         step_closure: Steps with a closure in place of what this guard would do.
         usual: What gradients that are unscaled for this guard are like.
+        reduced: Tells whether wrappers reduce all gradients; None as long as nobody has looked.
         together: The ranks that agree on each step; None where what this rank finds is what all find.
     """
 
@@ -163,6 +165,7 @@ class StepGuard:
         self._mark = GradientMark(())
         # The gradients that the last verdict looked at, where it looked at all of them as they were then.
         self._looked: Looked | None = None
+        self.reduced: Reduced | None = None
         self._optimizer = weakref.ref(optimizer)
         self._attached: weakref.ref[AttachedStep] | None = None
 
@@ -251,6 +254,8 @@ class StepGuard:
             self._note(verdict, self._all_looked_at(params) if several else None)
 
     def _all_looked_at(self, params: Sequence[torch.Tensor]) -> Looked | None:
+        if self.reduced is not None and self.reduced.has_all(params):
+            return Looked(None)
         # Those of masters may wait in half precision, and would be widened if they were asked for.
         return Looked(gradients_of(params)) if self.masters is None else None
 
@@ -268,9 +273,15 @@ class StepGuard:
         if found is None:
             return False
         self.grads_scale = 1.0
-        several = several_processes()
-        self._remember(params, several)
-        self._note(Verdict(scaler, scale, found), Looked(grads) if several else None)
+        looked = None
+        if self.reduced is not None and self.reduced.has_all(params):
+            self._mark, looked = GradientMark(params), Looked(None)
+        elif several_processes():
+            self._remember(params, several=True)
+            looked = Looked(grads)
+        else:
+            self._mark = GradientMark(params)
+        self._note(Verdict(scaler, scale, found), looked)
         self._unscaled = params, scaler, scale
         return True
 
@@ -472,7 +483,8 @@ class StepGuard:
         if first:
             self.check_shards()
         self.skips.steps += 1
-        several = several_processes()
+        # Ranks that have met are there still, but for a process group that the program has ended.
+        several = self.reduced is not None or several_processes()
         self._on_step(self, several)
         self.last_step_ran = True
         if self.masters is not None:
@@ -526,7 +538,7 @@ class StepGuard:
     def _found_now(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """Look for inf and nan in all gradients as they are now; None where the last verdict has seen all of that."""
         looked = self._looked
-        if looked is not None and looked.still_holds(gradients_of(params)):
+        if looked is not None and looked.still_holds(lambda: gradients_of(params)):
             return None
         return non_finite_now(params, self._usual_now)
 

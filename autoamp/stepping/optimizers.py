@@ -27,11 +27,12 @@ from autoamp.stepping.attach import (
 )
 from autoamp.stepping.block import open_blocks, scaled_block
 from autoamp.stepping.checks import check_half_params, check_optimizer
-from autoamp.stepping.digest import compare_ranks, rank_sets, wrappers_of
+from autoamp.stepping.digest import compare_ranks, rank_sets
 from autoamp.stepping.guard import StepGuard
 from autoamp.stepping.loss_scalers import LossScalers, listed
 from autoamp.stepping.masters import MasterWeights
 from autoamp.stepping.mistakes import BackwardWatch, VanishingGradients
+from autoamp.stepping.reduced import Reduced, wrappers_of
 from autoamp.stepping.replicas import several_processes
 from autoamp.stepping.sharded_modules import warn_of_unscaled_shards
 from autoamp.stepping.skips import Rehearsing, Skips, StepWatch
@@ -153,11 +154,10 @@ class GuardedOptimizers:
         self._guards: weakref.WeakKeyDictionary[Any, StepGuard] = weakref.WeakKeyDictionary()
         self._asked_for_all: AskedGroup | None = None
         self._asked: weakref.WeakKeyDictionary[Any, AskedGroup] = weakref.WeakKeyDictionary()
+        self._asked_of_some = False
         self._inner_steps: InnerSteps | None = None
         self.facts: Callable[[], dict[str, str]] = dict
         self.rules: Callable[[], dict[str, str]] = dict
-        # Optimizers whose ranks have been compared.
-        self._compared: weakref.WeakSet[Any] = weakref.WeakSet()
         # Optimizers that stepped without a guard.
         self._unscaled: weakref.WeakSet[Any] = weakref.WeakSet()
         self._vanishing = VanishingGradients()
@@ -197,17 +197,17 @@ class GuardedOptimizers:
             self._vanishing.look(optimizer(), guard.holders(guard.params()))
         if self.watch is not None:
             self.watch.step_begins()
-        if several:
-            self._compare_ranks(optimizer())
+        if several and guard.reduced is None:
+            self._meet_ranks(optimizer(), guard)
 
-    def _compare_ranks(self, optimizer: Any) -> None:
-        """Compare settings with the ranks that step together with this one; see `compare_ranks`."""
-        if optimizer in self._compared:
-            return
-        self._compared.add(optimizer)
+    def _meet_ranks(self, optimizer: Any, guard: StepGuard) -> None:
+        """Compare settings with the ranks that step together with this one, once; see `compare_ranks`."""
         params = stepped_params(optimizer)
+        wrappers = wrappers_of(params)
+        guard.reduced = Reduced(params, wrappers)
+        groups = [wrapper.process_group for wrapper in wrappers]
         asked = self.asked_of(weakref.ref(optimizer))
-        sets = rank_sets(params, wrappers_of(params) if asked is None else [*wrappers_of(params), asked.group])
+        sets = rank_sets(params, groups if asked is None else [*groups, asked.group])
         if sets:
             scalers = {f"loss scaler {number}": repr(scaler) for number, scaler in enumerate(self.scalers)}
             masters = {"masters": str(self.masters_of(optimizer) is not None)}
@@ -362,10 +362,11 @@ class GuardedOptimizers:
             self._asked_for_all = asked
         else:
             self._asked.update((optimizer, asked) for optimizer in optimizers)
+            self._asked_of_some = True
 
     def asked_of(self, optimizer: weakref.ref[Any]) -> AskedGroup | None:
         """Return the group that was asked for, for an optimizer."""
-        return self._asked.get(optimizer(), self._asked_for_all)
+        return self._asked.get(optimizer(), self._asked_for_all) if self._asked_of_some else self._asked_for_all
 
     def clip(self, optimizers: Any, max_norm: float, norm_type: float) -> Tensor:
         """Clip the gradients of optimizers together; see `autoamp.runtime.Handle.clip_grad_norm_`."""
@@ -381,8 +382,9 @@ class GuardedOptimizers:
                 )
         if several_processes():
             # Before anything is agreed on.
-            for optimizer in listed(optimizers):
-                self._compare_ranks(optimizer)
+            for optimizer, guard in zip(listed(optimizers), guards, strict=True):
+                if guard.reduced is None:
+                    self._meet_ranks(optimizer, guard)
         norms = [guard.agreed_norm(norm_type) for guard in guards]
         if not norms:
             return torch.zeros(())

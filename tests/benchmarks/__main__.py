@@ -188,16 +188,18 @@ def table_of_ranks(found: dict[str, dict[str, Any]]) -> Table:
         title="A training step on several ranks, float16 on a CPU over gloo: torch.amp / autoamp, milliseconds"
     )
     shown.add_column("ranks", no_wrap=True)
-    headings = [f"{part}{what}" for part in ("step", "after backward") for what in ("", ", ratio", ", middle half")]
-    for heading in (*headings, ranks.COLLECTIVES, ranks.CALLS):
+    for part in ("step", "after backward", "of which scaling"):
+        shown.add_column(part, justify="right")
+        shown.add_column("ratio (middle half)", justify="right")
+    for heading in (ranks.COLLECTIVES, ranks.CALLS):
         shown.add_column(heading, justify="right")
     for name, ways in found.items():
         row = []
-        for part in ("step", "part"):
+        for part in ranks.PARTS:
             theirs, own = (ways[way][part] for way in ranks.WAYS)
             low, middle, high = statistics.quantiles([one / other for one, other in zip(own, theirs, strict=True)])
-            row.append(f"{statistics.median(theirs) * 1e3:.1f} / {statistics.median(own) * 1e3:.1f}")
-            row += [f"{middle:.2f}", f"{low:.2f}-{high:.2f}"]
+            row.append(f"{statistics.median(theirs) * 1e3:.3g} / {statistics.median(own) * 1e3:.3g}")
+            row.append(f"{middle:.2f} ({low:.2f}-{high:.2f})")
         counted = (" / ".join(str(ways[way][what]) for way in ranks.WAYS) for what in (ranks.COLLECTIVES, ranks.CALLS))
         shown.add_row(name, *row, *counted)
     return shown

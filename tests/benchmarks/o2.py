@@ -1,4 +1,8 @@
-"""Opt level O2 beside torch.autocast: training steps of transformers in bf16, with the same optimizer both ways."""
+"""Opt level O2 beside torch.autocast: training steps of transformers in bf16, with the same optimizer both ways.
+
+`UNSTEPPED` tells what no optimizer can be faster than: the forward and backward pass of a plain half model, whose
+gradients are dropped.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +26,7 @@ from tests.benchmarks.workers import LONG_SLICE, questions, seconds_of, started
 LAYERS, HEADS = 4, 4
 DTYPE = torch.bfloat16
 BYTES = "bytes of "
+UNSTEPPED = "half, no step"
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "AdamW(fused)": functools.partial(torch.optim.AdamW, lr=1e-4, fused=True),
@@ -61,6 +66,10 @@ class Step:
         inputs = torch.randn(self.batch, self.length, self.width)
         if way == "autocast":
             return Training(model, inputs, OPTIMIZERS[self.optimizer](model.parameters()), way)
+        if way == UNSTEPPED:
+            model = model.to(DTYPE)
+            # Of torch's optimizers, to drop gradients alike.
+            return Training(model, inputs.to(DTYPE), torch.optim.SGD(model.parameters()), way)
         if self.optimizer.startswith("FP16_Optimizer"):
             model = fp16_utils.BN_convert_float(model.to(DTYPE))
             made: Any = fp16_utils.FP16_Optimizer(OPTIMIZERS[self.optimizer](model.parameters()))
@@ -97,6 +106,9 @@ class Training:
                 loss = self._loss()
             loss.backward()
             then()
+        elif self.way == UNSTEPPED:
+            self._loss().backward()
+            then()
         elif self.way == "FP16_Optimizer":
             # The block of `FP16_Optimizer.backward` ends within it.
             self.optimizer.backward(self._loss())
@@ -111,8 +123,9 @@ class Training:
         return loss
 
     def rest(self) -> None:
-        """Step, and clear the gradients."""
-        self.optimizer.step()
+        """Step, unless none is to be taken, and clear the gradients."""
+        if self.way != UNSTEPPED:
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
     def run(self) -> None:
@@ -128,7 +141,8 @@ class Training:
 
 def ways() -> tuple[str, ...]:
     """Return the ways that are measured: O2 without the kernels always, and with them where they are installed."""
-    return ("autocast", "O2", *(("O2, kernels",) if importlib.util.find_spec("autoamp_kernels") else ()))
+    kernels = ("O2, kernels",) if importlib.util.find_spec("autoamp_kernels") else ()
+    return ("autocast", "O2", *kernels, UNSTEPPED)
 
 
 def start(way: str) -> Connection:

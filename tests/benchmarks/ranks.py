@@ -3,6 +3,7 @@
 Each way has processes of its own over gloo, fresh ones now and then, and the ways take turns. Timed are a whole step,
 and its part from the end of the backward pass to the end of ``optimizer.step()`` and of ``GradScaler.update()``:
 unscaling, the check for inf and nan, what is exchanged for it, and the optimizer itself, which is the same both ways.
+Most of it is the optimizer's arithmetic (`torch.optim.adam.adam`): what is left without that is the part of who scales.
 Ranks begin that part together, after a barrier, or else it would be the time for which one waits for another.
 Gradients are dropped after it. Collectives and calls of Python's functions are counted, and no noise.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import adam
 
 import autoamp
 from tests.benchmarks.workers import questions, started
@@ -40,8 +42,29 @@ STEPS = 3
 TIMES, COLLECTIVES, CALLS = "times", "collectives", "calls"
 
 
+PARTS = ("step", "part", "scaling")
+"""What is timed: a step, its part after the backward pass, and that part without the optimizer's arithmetic."""
+
+
 def _nothing() -> None:
     """Do nothing at the end of a part."""
+
+
+@contextlib.contextmanager
+def _arithmetic_timed() -> Iterator[list[float]]:
+    """Give a list that has the seconds of each call of Adam's arithmetic, of whatever optimizer of torch's."""
+    original, spent = adam.adam, list[float]()
+
+    def timed(*args: Any, **kwargs: Any) -> None:
+        begin = time.perf_counter()
+        original(*args, **kwargs)
+        spent.append(time.perf_counter() - begin)
+
+    adam.adam = timed
+    try:
+        yield spent
+    finally:
+        adam.adam = original
 
 
 @dataclass
@@ -102,8 +125,8 @@ class Training:
         loss: Tensor = self.model(self.inputs).float().square().mean()
         return loss
 
-    def times(self) -> tuple[float, float]:
-        """Return the seconds of a step, and of its part after the backward pass; means of `STEPS` steps."""
+    def times(self) -> tuple[float, float, float]:
+        """Return the seconds of `PARTS`; means of `STEPS` steps."""
         parts: list[float] = []
 
         def meet() -> None:
@@ -113,10 +136,14 @@ class Training:
         def part() -> None:
             parts[-1] += time.perf_counter()
 
-        begin = time.perf_counter()
-        for _ in range(STEPS):
-            self.step(meet, part)
-        return (time.perf_counter() - begin) / STEPS, sum(parts) / STEPS
+        with _arithmetic_timed() as spent:
+            begin = time.perf_counter()
+            for _ in range(STEPS):
+                self.step(meet, part)
+            whole = time.perf_counter() - begin
+        if len(spent) != STEPS:
+            raise RuntimeError(f"{STEPS} steps called torch.optim.adam.adam {len(spent)} times; skipped, or not Adam's")
+        return whole / STEPS, sum(parts) / STEPS, (sum(parts) - sum(spent)) / STEPS
 
     def collectives(self) -> int:
         """Return how many collectives a step has after its backward pass."""
@@ -177,10 +204,9 @@ class Ranks:
             connection.send(question)
         return [connection.recv() for connection in self._connections]
 
-    def times(self) -> tuple[float, float]:
-        """Return the seconds of a step and of its part, of the slowest rank each."""
-        whole, parts = zip(*self.ask(TIMES), strict=True)
-        return max(whole), max(parts)
+    def times(self) -> tuple[float, ...]:
+        """Return the seconds of `PARTS`, of the slowest rank each."""
+        return tuple(map(max, zip(*self.ask(TIMES), strict=True)))
 
     def close(self) -> None:
         """Let the processes end."""
@@ -201,15 +227,14 @@ def measure(rounds: int, processes: int, folder: Path) -> dict[str, dict[str, An
     found: dict[str, dict[str, Any]] = {}
     for wrapper in WRAPPERS:
         for size in RANKS:
-            results: dict[str, Any] = {way: {"step": [], "part": []} for way in WAYS}
+            results: dict[str, Any] = {way: {part: [] for part in PARTS} for way in WAYS}
             for _ in range(processes):
                 groups = {way: Ranks(way, wrapper, size, folder) for way in WAYS}
                 for number in range(rounds):
                     # Who comes second finds a warmer machine.
                     for way in WAYS if number % 2 else reversed(WAYS):
-                        whole, part = groups[way].times()
-                        results[way]["step"].append(whole)
-                        results[way]["part"].append(part)
+                        for part, seconds in zip(PARTS, groups[way].times(), strict=True):
+                            results[way][part].append(seconds)
                 for way, group in groups.items():
                     for question in (COLLECTIVES, CALLS):
                         results[way][question] = max(group.ask(question))

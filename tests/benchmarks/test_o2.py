@@ -25,6 +25,19 @@ def test_step(benchmark: Any, optimizer: str) -> None:
     assert any(not torch.equal(old, new.detach()) for old, new in zip(before, training.model.parameters(), strict=True))
 
 
+def test_without_a_step_gradients_come_and_go_and_weights_stay() -> None:
+    training = o2.Step(WIDTH, 2, 4).training(o2.UNSTEPPED)
+    before = [parameter.detach().clone() for parameter in training.model.parameters()]
+    came: list[bool] = []
+    training.backward(lambda: came.extend(parameter.grad is not None for parameter in training.model.parameters()))
+    training.rest()
+    assert came == [True] * len(before)
+    assert all(parameter.grad is None for parameter in training.model.parameters())
+    assert all(torch.equal(old, new.detach()) for old, new in zip(before, training.model.parameters(), strict=True))
+    # Gradients written.
+    assert training.bytes_by_parameter() == pytest.approx(2.0, abs=0.3)
+
+
 @pytest.mark.parametrize("way", ["autocast", "O2"])
 def test_bytes_of_adamw(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "opened", lambda _: None)

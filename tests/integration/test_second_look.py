@@ -53,27 +53,42 @@ def clipped(model: nn.Module) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 1e9)
 
 
-# The wrapper, what the program does between the block and the step, and looks at gradients in each step.
-WAYS: dict[str, tuple[Any, Callable[[nn.Module], None], int]] = {
-    "DistributedDataParallel": (DistributedDataParallel, nothing, 1),
-    "and another collective": (DistributedDataParallel, told, 2),
-    "and a write": (DistributedDataParallel, clipped, 2),
-    "by hand": (nn.Sequential, reduced, 2),
-    "by hand, by messages": (nn.Sequential, reduced_by_messages, 2),
-    "fully_shard": (fully_shard, nothing, 1),
+# The wrapper, what the program does between the block and the step, and looks at gradients in the first step and in those
+# after it, when it is known that a wrapper reduces all gradients.
+WAYS: dict[str, tuple[Any, Callable[[nn.Module], None], int, int]] = {
+    "DistributedDataParallel": (DistributedDataParallel, nothing, 1, 1),
+    "and another collective": (DistributedDataParallel, told, 2, 2),
+    "and messages": (DistributedDataParallel, reduced_by_messages, 2, 2),
+    "and a write": (DistributedDataParallel, clipped, 2, 1),
+    "by hand": (nn.Sequential, reduced, 2, 2),
+    "by hand, by messages": (nn.Sequential, reduced_by_messages, 2, 2),
+    "fully_shard": (fully_shard, nothing, 1, 1),
+    "O2": (DistributedDataParallel, nothing, 2, 1),
+    "O2 and another collective": (DistributedDataParallel, told, 2, 2),
 }
 
 
-def train(rank: int, wrapper: Any, between: Callable[[nn.Module], None]) -> list[Any]:
+def train(rank: int, name: str) -> list[Any]:
     """Return for each step whether it was skipped, the scale and the looks at gradients; and the weights at the end."""
+    wrapper, between, *_ = WAYS[name]
     torch.manual_seed(0)
-    handle = autoamp.init(dtype=torch.float16, device_type="cpu", loss_scale=autoamp.DynamicLossScaler(2.0**10))
+    scaler = autoamp.DynamicLossScaler(2.0**10)
+    net: Any = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    if name.startswith("O2"):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.001)
+        net, optimizer = autoamp.initialize(
+            net, optimizer, opt_level="O2", loss_scale=scaler, dtype=torch.float16, device_type="cpu", verbosity=0
+        )
+        handle = autoamp.current_handle()
+        model = wrapper(net)
+    else:
+        handle = autoamp.init(dtype=torch.float16, device_type="cpu", loss_scale=scaler)
+        model = wrapper(net)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     looks: list[int] = []
     kernel = gradients.unscale_and_check_
     gradients.unscale_and_check_ = lambda *args: looks.append(1) or kernel(*args)  # type: ignore[assignment,func-returns-value]
     try:
-        model = wrapper(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
         steps: list[Any] = []
         for step in range(STEPS):
             optimizer.zero_grad()
@@ -93,7 +108,7 @@ def train(rank: int, wrapper: Any, between: Callable[[nn.Module], None]) -> list
 
 def rank_of_all(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    results = {name: train(rank, wrapper, between) for name, (wrapper, between, _) in WAYS.items()}
+    results = {name: train(rank, name) for name in WAYS}
     torch.save(results, f"{folder}/{rank}")
     dist.destroy_process_group()
 
@@ -117,4 +132,5 @@ def test_all_ranks_skip_the_same_steps(ranks: list[Any], name: str) -> None:
 @pytest.mark.parametrize("name", WAYS)
 def test_nothing_is_looked_at_again_for_nothing(ranks: list[Any], name: str) -> None:
     steps, _ = ranks[0][name]
-    assert [looks for _, _, looks in steps] == [WAYS[name][2]] * STEPS
+    *_, first, later = WAYS[name]
+    assert [looks for _, _, looks in steps] == [first] + [later] * (STEPS - 1)

@@ -27,10 +27,10 @@ def one_process(tmp_path: Path) -> Iterator[None]:
 def test_what_nobody_touched_is_as_it_was() -> None:
     grads = [torch.ones(2), torch.ones(3)]
     looked = Looked(grads)
-    assert looked.still_holds(grads)
-    assert looked.still_holds([*grads])
+    assert looked.still_holds(lambda: grads)
+    assert looked.still_holds(lambda: [*grads])
     grads[0].sum()
-    assert looked.still_holds(grads)
+    assert looked.still_holds(lambda: grads)
 
 
 EXCHANGES: dict[str, Callable[[Tensor], Any]] = {
@@ -52,37 +52,37 @@ def test_what_is_exchanged_is_noticed(exchange: Callable[[Tensor], Any]) -> None
     grads = [torch.ones(2), torch.ones(3)]
     looked = Looked(grads)
     exchange(grads[1])
-    assert not looked.still_holds(grads)
-    assert Looked(grads).still_holds(grads)
+    assert not looked.still_holds(lambda: grads)
+    assert Looked(grads).still_holds(lambda: grads)
 
 
 def test_other_gradients_are_others() -> None:
     grads = [torch.ones(2), torch.ones(2)]
     looked = Looked(grads)
-    assert not looked.still_holds(grads[:1])
-    assert not looked.still_holds([*grads, torch.ones(2)])
-    assert not looked.still_holds(grads[::-1])
-    assert not looked.still_holds([grads[0], grads[1].clone()])
-    assert looked.still_holds(grads)
+    assert not looked.still_holds(lambda: grads[:1])
+    assert not looked.still_holds(lambda: [*grads, torch.ones(2)])
+    assert not looked.still_holds(lambda: grads[::-1])
+    assert not looked.still_holds(lambda: [grads[0], grads[1].clone()])
+    assert looked.still_holds(lambda: grads)
     grads[1].mul_(2.0)
-    assert not looked.still_holds(grads)
+    assert not looked.still_holds(lambda: grads)
 
 
 def test_no_gradient_is_kept_alive() -> None:
     grads = [torch.ones(2)]
     looked = Looked(grads)
     grads[0] = torch.ones(2)
-    assert not looked.still_holds(grads)
+    assert not looked.still_holds(lambda: grads)
 
 
 def test_what_does_not_count_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.inference_mode():
         uncounted = [torch.ones(2)]
-    assert not Looked(uncounted).still_holds(uncounted)
+    assert not Looked(uncounted).still_holds(lambda: uncounted)
     grads = [torch.ones(2)]
     looked = Looked(grads)
     for groups in ({}, {dist.group.WORLD: ("nccl", None)}, {dist.group.WORLD: ("cpu:gloo,cuda:nccl", None)}):
         monkeypatch.setattr(unchanged, "process_groups", lambda groups=groups: groups)
         assert collectives_so_far() is None
-        assert not looked.still_holds(grads)
-        assert not Looked(grads).still_holds(grads)
+        assert not looked.still_holds(lambda: grads)
+        assert not Looked(grads).still_holds(lambda: grads)
