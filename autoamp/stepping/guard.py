@@ -161,11 +161,11 @@ class StepGuard:
         self._delayed: tuple[LossScaler, ScaledMark] | None = None
         self._abandoned: list[Verdict] = []
         self.usual = UsualGradients()
+        self.reduced: Reduced | None = None
         self._usual_now = UsualGradients()
         self._mark = GradientMark(())
         # The gradients that the last verdict looked at, where it looked at all of them as they were then.
         self._looked: Looked | None = None
-        self.reduced: Reduced | None = None
         self._optimizer = weakref.ref(optimizer)
         self._attached: weakref.ref[AttachedStep] | None = None
 
@@ -483,8 +483,7 @@ class StepGuard:
         if first:
             self.check_shards()
         self.skips.steps += 1
-        # Ranks that have met are there still, but for a process group that the program has ended.
-        several = self.reduced is not None or several_processes()
+        several = several_processes()
         self._on_step(self, several)
         self.last_step_ran = True
         if self.masters is not None:

@@ -154,7 +154,6 @@ class GuardedOptimizers:
         self._guards: weakref.WeakKeyDictionary[Any, StepGuard] = weakref.WeakKeyDictionary()
         self._asked_for_all: AskedGroup | None = None
         self._asked: weakref.WeakKeyDictionary[Any, AskedGroup] = weakref.WeakKeyDictionary()
-        self._asked_of_some = False
         self._inner_steps: InnerSteps | None = None
         self.facts: Callable[[], dict[str, str]] = dict
         self.rules: Callable[[], dict[str, str]] = dict
@@ -362,11 +361,10 @@ class GuardedOptimizers:
             self._asked_for_all = asked
         else:
             self._asked.update((optimizer, asked) for optimizer in optimizers)
-            self._asked_of_some = True
 
     def asked_of(self, optimizer: weakref.ref[Any]) -> AskedGroup | None:
         """Return the group that was asked for, for an optimizer."""
-        return self._asked.get(optimizer(), self._asked_for_all) if self._asked_of_some else self._asked_for_all
+        return self._asked.get(optimizer(), self._asked_for_all)
 
     def clip(self, optimizers: Any, max_norm: float, norm_type: float) -> Tensor:
         """Clip the gradients of optimizers together; see `autoamp.runtime.Handle.clip_grad_norm_`."""

@@ -36,8 +36,8 @@ SHORT = {"DistributedDataParallel": "DDP", "fully_shard": "FSDP2"}
 RANKS = (1, 2, 4)
 DTYPE = torch.float16
 SCALE = 2.0**10
-STEPS = 3
-"""So many steps make one value."""
+WARM, STEPS = 2, 8
+"""After so many steps, by which the processor's caches are a training's again, so many more make one value."""
 
 TIMES, COLLECTIVES, CALLS = "times", "collectives", "calls"
 
@@ -136,6 +136,9 @@ class Training:
         def part() -> None:
             parts[-1] += time.perf_counter()
 
+        for _ in range(WARM):
+            self.step(meet)
+        parts.clear()
         with _arithmetic_timed() as spent:
             begin = time.perf_counter()
             for _ in range(STEPS):

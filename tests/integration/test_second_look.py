@@ -53,8 +53,8 @@ def clipped(model: nn.Module) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 1e9)
 
 
-# The wrapper, what the program does between the block and the step, and looks at gradients in the first step and in those
-# after it, when it is known that a wrapper reduces all gradients.
+# The wrapper, what the program does between the block and the step, and looks at gradients in the first step and in
+# each later one, when it is known whether a wrapper reduces all gradients.
 WAYS: dict[str, tuple[Any, Callable[[nn.Module], None], int, int]] = {
     "DistributedDataParallel": (DistributedDataParallel, nothing, 1, 1),
     "and another collective": (DistributedDataParallel, told, 2, 2),
