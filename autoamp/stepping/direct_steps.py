@@ -54,7 +54,7 @@ def _call(optimizer: Any, group: dict[str, Any], params: list[Tensor]) -> Callab
         return None
     grads: list[Any] = list(map(raw_grad, params))
     device = params[0].device
-    states = list(map(optimizer.state.get, params))
+    states = _states_of(optimizer, params)
     if not (are_dense_fp32(params, device) and are_dense_fp32(grads, device) and all(states)):
         return None
     if device.type == "cuda" and not group["capturable"] and torch.cuda.is_current_stream_capturing():
@@ -77,6 +77,15 @@ def _call(optimizer: Any, group: dict[str, Any], params: list[Tensor]) -> Callab
             torch._foreach_sub_(steps, [found_inf] * len(steps))
 
     return call
+
+
+def _states_of(optimizer: Any, params: list[Tensor]) -> list[Any]:
+    """Return the state of each parameter, None of one that has not stepped."""
+    known = optimizer.state
+    if len(known) == len(params) and all(map(operator.is_, known, params)):
+        # In this order, as a rule: a tensor's hash is a call of Python.
+        return list(known.values())
+    return list(map(known.get, params))
 
 
 def _count(steps: list[Tensor]) -> None:

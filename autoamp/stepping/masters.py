@@ -629,9 +629,14 @@ class MasterWeights:
 
     def _clear(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Stand in for ``optimizer.zero_grad``, which knows the masters alone: half parameters let go as well."""
+        optimizer: Any = self._optimizer()
+        drops = type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad and (
+            args[0] if args else kwargs.get("set_to_none", True)
+        )
         for half, master in self._waiting:
             settle(master)
-            master.grad = half.grad
+            if not drops:
+                master.grad = half.grad
         original(*args, **kwargs)
         if not self._is_adopted():
             self.adopt()
