@@ -156,6 +156,7 @@ class Runtime:
             register_optimizer_step_pre_hook(self.optimizers.before_step),
             register_optimizer_step_post_hook(lambda *_: self.casts.cache.clear()),
         ]
+        self.optimizers.step_hooks = tuple(self._step_hooks)
         if isinstance(self.casts, ModuleCasts):
             note_step = self.casts.note_step
             self._step_hooks.append(register_optimizer_step_pre_hook(lambda *_: note_step()))
@@ -177,6 +178,7 @@ class Runtime:
             self.auto_scaling.pause()
         self.optimizers.tell_passes(False)
         self.casts.shut()
+        self.optimizers.step_hooks = ()
         for hook in self._step_hooks:
             hook.remove()
         self.optimizers.end_steps()

@@ -191,7 +191,8 @@ class InnerSteps:
     def __init__(self, instead: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
         self._instead: Callable[..., Any] | None = instead
         # By id, and referred to, so that none takes the address of another: what is in their cells is kept anyway.
-        self._reached: dict[int, Any] = {}
+        # Each with the cell, what was there and what stands there, where torch's function itself is the step.
+        self._reached: dict[int, tuple[Any, Any, Any, Any]] = {}
         self._cells: list[tuple[Any, Any, Any]] = []
         self._lock = threading.Lock()
 
@@ -216,8 +217,19 @@ class InnerSteps:
                     outer = self._around(inner)
                     cell.cell_contents = outer
                     self._cells.append((cell, inner, outer))
-        self._reached[id(step)] = step
+        own = _inner_cell(step) if getattr(step, "__code__", None) is _HOOKING_CODE else None
+        stands = next((stands for stands in self._cells if stands[0] is own), (None, None, None))
+        self._reached[id(step)] = step, *stands
         return True
+
+    def behind(self, step: Any) -> Callable[..., Any] | None:
+        """Return what torch calls in the end as a class's step; None where others stand around that, or nobody does."""
+        known = self._reached.get(id(step))
+        if known is None:
+            return None
+        _, cell, inner, outer = known
+        reached: Callable[..., Any] | None = inner if cell is not None and cell.cell_contents is outer else None
+        return reached
 
     def restore(self) -> None:
         """Put back what was there. Under what somebody else put around it, pass every call through instead."""

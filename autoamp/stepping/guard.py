@@ -95,6 +95,7 @@ class StepGuard:
         wants_flags: Tells whether a flag is to be read that could stay on the device.
         on_stepped: Called with ``skips`` after each step or skip, once parameters are as it left them.
         stands_alone: Tells whether no handle sees to it that `run` is called.
+        behind: Gives what the class's ``step`` comes to in the end, if nobody is to hear of the call on the way there.
 
     Attributes:
         masters: As given.
@@ -129,6 +130,7 @@ class StepGuard:
         wants_flags: Callable[[], bool] = lambda: False,
         on_stepped: Callable[[Skips], None] = lambda _: None,
         stands_alone: Callable[[], bool] = lambda: False,
+        behind: Callable[[Any], Callable[..., Any] | None] = lambda _: None,
     ) -> None:
         self.name = type(optimizer).__name__
         self.stepping = False
@@ -144,6 +146,7 @@ class StepGuard:
         self._clips_waiting = False
         self._on_stepped = on_stepped
         self._stands_alone = stands_alone
+        self._behind = behind
         # What the last block unscaled, and its scale.
         self._unscaled: tuple[Sequence[torch.Tensor], LossScaler, Scale] | None = None
         self.masters = masters
@@ -678,11 +681,16 @@ class StepGuard:
             if self.masters is not None:
                 asked = self._asked()
                 self.masters.begin_step(local=asked is not None and asked.replicas == 1)
+            optimizer: Any = self._optimizer()
+            if getattr(original, "__func__", None) is type(optimizer).step:
+                inner = self._behind(optimizer)
+                if inner is not None:
+                    original, args, kwargs = self.run, (inner, (optimizer, *args), kwargs), {}
             casts = self._casts()
             if casts is not None:
                 original = casts.local.with_casts_off(original)
             if self.masters is not None and self._stands_alone():
-                with STEPS_OF_NOW.around(self._optimizer(), self.run):
+                with STEPS_OF_NOW.around(optimizer, self.run):
                     return original(*args, **kwargs)
             return original(*args, **kwargs)
         finally:

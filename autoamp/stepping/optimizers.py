@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from autoamp.casting import Casts
 from autoamp.errors import UsageError, warn_user
@@ -36,6 +37,7 @@ from autoamp.stepping.reduced import Reduced, wrappers_of
 from autoamp.stepping.replicas import several_processes
 from autoamp.stepping.sharded_modules import warn_of_unscaled_shards
 from autoamp.stepping.skips import Rehearsing, Skips, StepWatch
+from autoamp.torch_private import profiler_enabled
 
 __all__ = ["GuardedOptimizers"]
 
@@ -127,6 +129,8 @@ class GuardedOptimizers:
             whose losses nobody scales; None where nobody asks.
         on_unguarded: Called with an optimizer that steps and has no guard, which may give it one; None where nobody
             asks.
+        step_hooks: The handle's own hooks of all optimizers' steps, before and after, which need not be called where
+            `StepGuard` stands; none where it has others.
         rehearsal: Takes the losses and the steps of a step that is rehearsed, while that runs.
         facts: Gives the settings that all ranks have to have alike, by name.
         rules: Gives the policy of each target, which they have to have alike too.
@@ -146,6 +150,7 @@ class GuardedOptimizers:
         self.max_consecutive_skips = 50
         self.watch: StepWatch | None = None
         self.rehearsal: Rehearsing | None = None
+        self.step_hooks: Sequence[RemovableHandle] = ()
         self.on_stepped: Callable[[Skips | None], None] | None = None
         self.on_unguarded: Callable[[Any], None] | None = None
         self._plain_steps = 0
@@ -339,12 +344,34 @@ class GuardedOptimizers:
             max_consecutive_skips=self.max_consecutive_skips,
             wants_flags=self.wants_flags,
             on_stepped=self.tell_stepped,
+            behind=self._behind_hooks,
         )
         guard.skips.watched = self
         guard.install()
         self._guards[optimizer] = guard
         self.guarded += 1
         return guard
+
+    def _behind_hooks(self, optimizer: Any) -> Callable[..., Any] | None:
+        """Return what torch calls in the end as an optimizer's step, where no hook or profiler wants to know of it.
+
+        What torch does around that takes longer than all that a guard does.
+        """
+        if (
+            self._inner_steps is None
+            or not self.step_hooks
+            or getattr(optimizer, "_optimizer_step_pre_hooks", True)
+            or getattr(optimizer, "_optimizer_step_post_hooks", True)
+            or profiler_enabled()
+            or torch.compiler.is_dynamo_compiling()
+        ):
+            return None
+        for hook in self.step_hooks:
+            hooks = hook.hooks_dict_ref()
+            if hooks is None or len(hooks) > 1:
+                # Others are there.
+                return None
+        return self._inner_steps.behind(type(optimizer).step)
 
     def tell_stepped(self, skips: Skips | None) -> None:
         """Let who asked for it know that an optimizer's step has ended; None for one that is never skipped."""

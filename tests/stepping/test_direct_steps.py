@@ -90,6 +90,18 @@ def test_steps_have_the_bits_of_torchs(make: Callable[[Any], Any], operated: lis
             give_gradients(optimizer)
 
 
+def test_states_may_come_in_any_order(operated: list[int]) -> None:
+    one, other = (stepped(functools.partial(AdamW, lr=LR, fused=True)) for _ in range(2))
+    states = list(one.state.items())
+    one.state.clear()
+    one.state.update(reversed(states))
+    operated.clear()
+    assert step_directly(one)
+    assert operated == [3]
+    other.step()
+    assert all(map(torch.equal, values(one), values(other)))
+
+
 @pytest.mark.parametrize("overflows", [False, True])
 def test_flags_of_overflows_are_heeded(overflows: bool) -> None:
     one, other = (stepped(functools.partial(AdamW, lr=LR, fused=True)) for _ in range(2))

@@ -18,6 +18,7 @@ from autoamp.errors import NonFiniteGradientsError
 from autoamp.fp16_utils import FP16_Optimizer
 from autoamp.runtime import runtime_of
 from autoamp.stepping import MasterWeights, fit_state, master_of
+from autoamp.stepping.half_gradients import LeftHalf
 from tests.stepping.networks import backward, data, equal, grads, loss_of, masters, network, o2, sgd, snapshot
 
 # -- values --
@@ -152,6 +153,24 @@ def test_zero_grad_frees_the_gradients_of_half_parameters() -> None:
     loss_of(model).backward()
     optimizer.zero_grad()
     assert [p.grad for p in model.parameters()] == [None] * 4
+
+
+def test_what_zero_grad_leaves_is_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def clear_the_first(optimizer: Any, set_to_none: bool = True) -> None:
+        masters(optimizer)[0].grad = None
+
+    model = network()
+    optimizer = sgd(model.parameters(), momentum=0.0)
+    o2(model, optimizer, loss_scale=1.0)
+    before = [master.detach().clone() for master in masters(optimizer)]
+    backward(model, optimizer)
+    assert {type(master) for master in masters(optimizer)} == {LeftHalf}
+    monkeypatch.setattr(torch.optim.Optimizer, "zero_grad", clear_the_first)
+    monkeypatch.setattr(torch.optim.SGD, "zero_grad", clear_the_first)
+    optimizer.zero_grad()
+    optimizer.step()
+    moved = [not torch.equal(old, new) for old, new in zip(before, masters(optimizer), strict=True)]
+    assert moved == [False, True, True, True]
 
 
 def test_parameters_that_a_loss_does_not_reach_keep_no_old_gradient() -> None:
