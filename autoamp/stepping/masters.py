@@ -75,6 +75,8 @@ log = logging.getLogger(__name__)
 _HALF, _NONE, _PLAIN, _LEFT = (frozenset(some) for some in (HALF_DTYPES, {type(None)}, {Tensor}, {LeftHalf}))
 _dtype_of, _requires_grad = operator.attrgetter("dtype"), operator.attrgetter("requires_grad")
 _first = operator.itemgetter(0)
+# Torch's own, whatever a program puts in its place later.
+_ZERO_GRAD = torch.optim.Optimizer.zero_grad
 
 # So many elements of gradients may be widened at once: each part costs a launch.
 _SMALL = 2**17
@@ -630,9 +632,7 @@ class MasterWeights:
     def _clear(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Stand in for ``optimizer.zero_grad``, which knows the masters alone: half parameters let go as well."""
         optimizer: Any = self._optimizer()
-        drops = type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad and (
-            args[0] if args else kwargs.get("set_to_none", True)
-        )
+        drops = type(optimizer).zero_grad is _ZERO_GRAD and (args[0] if args else kwargs.get("set_to_none", True))
         for half, master in self._waiting:
             settle(master)
             if not drops:
