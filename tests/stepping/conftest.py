@@ -1,14 +1,27 @@
-"""What tests of steps count: passes over gradients, and reads that wait for a device."""
+"""What tests of steps count, passes over gradients and reads that wait for a device; and a process group of one."""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from autoamp.scaling import verdict
 from autoamp.stepping.guard import StepGuard
+
+
+@pytest.fixture
+def one_process(tmp_path: Path, collected: Any) -> Iterator[None]:
+    """A group of this process alone, in which nobody has a DistributedDataParallel yet."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    # Wrappers lie in cycles.
+    collected()
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@ tests/integration/test_second_look.py."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,14 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import autoamp
 from autoamp.stepping.reduced import Reduced, wrappers_of
 
-
-@pytest.fixture(autouse=True)
-def one_process(tmp_path: Path, collected: Any) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    # Wrappers lie in cycles.
-    collected()
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_process")
 
 
 def test_what_a_wrapper_has_is_reduced_as_long_as_it_is_there(collected: Any) -> None:

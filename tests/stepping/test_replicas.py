@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.nn.parallel import DistributedDataParallel
 
 from autoamp.stepping.replicas import Sync, Wrappers, several_processes
 
-
-@pytest.fixture(autouse=True)
-def one_process(tmp_path: Path, collected: Any) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    # Wrappers lie in cycles.
-    collected()
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_process")
 
 
 class Watcher:
