@@ -241,7 +241,8 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
         """Load what `state_dict` returned, and copy the masters into the half parameters.
 
         Raises:
-            CheckpointError: A key is missing or does not fit. The message names it, and nothing was loaded.
+            CheckpointError: A key is missing or does not fit. The message names it. Weights, state, options and scale
+                are what they were.
         """
         if not isinstance(state_dict, Mapping):
             raise CheckpointError(
@@ -251,7 +252,8 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
             if key not in state_dict:
                 raise CheckpointError(f"key {key!r} is missing; pass what FP16_Optimizer.state_dict() returned")
         dynamic = isinstance(self.loss_scaler, DynamicLossScaler)
-        if bool(state_dict["dynamic_loss_scale"]) is not dynamic:
+        overflow = _flag(state_dict, "overflow")
+        if _flag(state_dict, "dynamic_loss_scale") is not dynamic:
             raise CheckpointError(
                 f"key 'dynamic_loss_scale' is {state_dict['dynamic_loss_scale']!r}, and this optimizer was built with "
                 f"{dynamic}"
@@ -259,12 +261,9 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
         self.loss_scaler.check_state_dict(state_dict["loss_scaler"], "loss_scaler")
         self._masters.adopt()
         pairs = _matched(self._masters_by_group(), state_dict["fp32_from_fp16"])
-        try:
-            self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"key 'optimizer_state_dict': {error}") from error
+        _load_or_restore(self.optimizer, state_dict["optimizer_state_dict"])
         self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
-        self._guard.skips.last = bool(state_dict.get("overflow", False))
+        self._guard.skips.last = overflow
         with torch.no_grad():
             for master, value in pairs:
                 master.copy_(value)
@@ -364,15 +363,45 @@ def _dynamic_arguments(given: Mapping[str, float]) -> dict[str, Any]:
     }
 
 
+def _flag(state_dict: Mapping[str, Any], key: str) -> bool:
+    """Return whether a key of a checkpoint is true; False where it is missing. CheckpointError: it is no bool."""
+    value = state_dict.get(key, False)
+    try:
+        return bool(value)
+    except (RuntimeError, TypeError, ValueError):
+        raise CheckpointError(f"key {key!r} is {value!r}; expected True or False") from None
+
+
+def _load_or_restore(optimizer: Any, state_dict: Any) -> None:
+    """Let an optimizer load a state. CheckpointError: it cannot, and has its groups and state of before."""
+    groups, state = optimizer.param_groups, optimizer.state
+    options = [dict(group) for group in groups]
+    try:
+        optimizer.load_state_dict(state_dict)
+    except Exception as error:
+        # torch replaces groups and state before it looks at the entries of the state.
+        optimizer.param_groups, optimizer.state = groups, state
+        for group, before in zip(groups, options, strict=True):
+            group.clear()
+            group.update(before)
+        raise CheckpointError(
+            f"key 'optimizer_state_dict' does not fit a {type(optimizer).__name__} ({type(error).__name__}: {error}); "
+            "load the state of an optimizer of this class; nothing was loaded"
+        ) from error
+
+
 def _matched(ours: list[list[Tensor]], theirs: Any) -> list[tuple[Tensor, Tensor]]:
     """Pair the masters with those of a checkpoint. CheckpointError: groups or shapes differ."""
     shapes = [[tuple(tensor.shape) for tensor in group] for group in ours]
     try:
-        found = [[tuple(tensor.shape) for tensor in group] for group in theirs]
-    except (TypeError, AttributeError):
-        raise CheckpointError("key 'fp32_from_fp16' is no list of lists of tensors") from None
+        values = [list(group) for group in theirs]
+    except TypeError:
+        values = [[None]]
+    if not all(isinstance(tensor, Tensor) and not tensor.is_meta for group in values for tensor in group):
+        raise CheckpointError("key 'fp32_from_fp16' is no list of lists of tensors with data; nothing was loaded")
+    found = [[tuple(tensor.shape) for tensor in group] for group in values]
     if shapes != found:
         raise CheckpointError(
             f"key 'fp32_from_fp16' holds masters of shapes {found}, this optimizer has masters of shapes {shapes}"
         )
-    return [pair for group, values in zip(ours, theirs, strict=True) for pair in zip(group, values, strict=True)]
+    return [pair for group, loaded in zip(ours, values, strict=True) for pair in zip(group, loaded, strict=True)]

@@ -458,6 +458,11 @@ def broken(state: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
     return {name: item for name, item in changed.items() if item is not None}
 
 
+def whole(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of an optimizer with another learning rate, which has this state for its first parameter."""
+    return {"state": {0: state}, "param_groups": [{"params": [0, 1, 2, 3], "lr": 9.0}]}
+
+
 BROKEN = {
     "loss_scaler": None,
     "dynamic_loss_scale": None,
@@ -473,10 +478,17 @@ FOREIGN: list[tuple[str, Any]] = [
     ("optimizer_state_dict", {"state": {}, "param_groups": []}),
     ("optimizer_state_dict", {"state": {}, "param_groups": [{"params": [0]}]}),
     ("optimizer_state_dict", 3),
+    # torch writes both into the optimizer before it raises: SGD's state has no "step", and no float is that large.
+    ("optimizer_state_dict", whole({"momentum_buffer": torch.zeros(8, 4)})),
+    ("optimizer_state_dict", whole({"step": 10**400})),
+    ("overflow", torch.zeros(2)),
+    ("dynamic_loss_scale", torch.zeros(2)),
     ("fp32_from_fp16", []),
     ("fp32_from_fp16", [[torch.zeros(1)] * 4]),
     ("fp32_from_fp16", 3),
     ("fp32_from_fp16", [3]),
+    ("fp32_from_fp16", [[p.detach().numpy() for p in network(torch.float32).parameters()]]),
+    ("fp32_from_fp16", [[p.detach().to("meta") for p in network(torch.float32).parameters()]]),
 ]
 
 
@@ -488,11 +500,16 @@ def test_a_torn_or_foreign_checkpoint_loads_nothing(key: str, value: Any) -> Non
     other = network()
     source = build(other, torch.optim.Adam, dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 4.0})
     train(other, source, 3)
-    before = snapshot(model, optimizer)
+    before, groups = snapshot(model, optimizer), optimizer.param_groups
+    options = [dict(group) for group in groups]
     with pytest.raises(CheckpointError, match=key):
         optimizer.load_state_dict(broken(source.state_dict(), key, value))
     assert equal(snapshot(model, optimizer), before)
+    assert optimizer.param_groups is groups
+    assert groups == options
     assert optimizer.loss_scale == 2.0**10
+    assert optimizer.overflow is False
+    train(model, optimizer, 1)
 
 
 def test_no_dict_at_all() -> None:
