@@ -1,13 +1,13 @@
 """The casts of one handle: what casts to its half dtype and to fp32, and whether a thread casts now.
 
 What is cast: tensors of the handle's device type in fp16, bf16 or fp32, of a dense layout. Integers, bool, complex,
-fp64, sparse tensors and tensors of other devices are left as they are.
+fp64 and tensors of other devices are left as they are, and so are sparse ones, but for products with half tensors.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from autoamp.casting.cache import CastCache
 from autoamp.casting.casters import CASTABLE_DTYPES, build_caster, cast_call
 from autoamp.casting.threads import Switches, ThreadState
-from autoamp.tensors import CASTABLE_LAYOUTS, iter_tensors
+from autoamp.tensors import CASTABLE_LAYOUTS, iter_tensors, map_tensors
 from autoamp.torch_private import is_any_autocast_enabled
 
 __all__ = ["Casts"]
@@ -156,9 +156,26 @@ class Casts:
     def note_autocast(self, device_type: str, *, enabled: bool) -> None:
         """Take note that the program enters a torch.autocast region: nothing but `autocast_rules` follows from it."""
 
-    def uncast(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a function whose arguments are not cast, as one of them is sparse."""
-        return original(*args, **kwargs)
+    def cast_with_sparse(self, args: Any, kwargs: dict[str, Any], *, to_half: bool) -> tuple[Any, dict[str, Any]]:
+        """Cast the arguments of a call one of which is sparse, that one too; ``out`` is left as it is."""
+        target = self.dtype_with_sparse(iter_tensors((args, kwargs)), to_half=to_half)
+
+        def cast(tensor: Tensor) -> Tensor:
+            castable = tensor.dtype in CASTABLE_DTYPES and tensor.device.type == self.device_type
+            return tensor.to(target) if castable else tensor
+
+        kept = {"out": kwargs["out"]} if "out" in kwargs else {}
+        new, new_kwargs = map_tensors((args, kwargs), cast)
+        return new, {**new_kwargs, **kept}
+
+    def dtype_with_sparse(self, tensors: Iterable[Tensor], *, to_half: bool) -> torch.dtype:
+        """Return what the arguments of a call become, one of which is sparse: fp32, but for one sparse COO matrix.
+
+        torch has no half kernels for two sparse factors and for batches, nor on CPUs for the compressed layouts.
+        """
+        sparse = [tensor for tensor in tensors if tensor.layout not in CASTABLE_LAYOUTS]
+        is_matrix = len(sparse) == 1 and sparse[0].layout is torch.sparse_coo and sparse[0].dim() == 2
+        return self.dtype if to_half and is_matrix else torch.float32
 
     def to_half(self, value: Any) -> Any:
         """Cast one value, however nested, to the half dtype. SparseArgument where a tensor in it is sparse."""

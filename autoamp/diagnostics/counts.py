@@ -163,9 +163,8 @@ def floating_tensors(call: Call) -> list[Tensor]:
 
 def target_of(tensors: list[Tensor], policy: CastPolicy, casts: Casts) -> torch.dtype | None:
     """Return what a policy casts these arguments to, None where it leaves them."""
-    # One sparse argument, and the whole call goes through as it came.
     if policy is not CastPolicy.PROMOTE and any(tensor.layout not in CASTABLE_LAYOUTS for tensor in tensors):
-        return None
+        return casts.dtype_with_sparse(tensors, to_half=policy is CastPolicy.FP16)
     if policy is CastPolicy.FP16:
         return casts.dtype
     if policy is CastPolicy.PROMOTE and len({t.dtype for t in tensors if casts.eligible(t)}) < 2:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional
-import torch.sparse
 from torch import Tensor
 
 from autoamp.casting import Casts
@@ -29,7 +28,6 @@ _REDONE = (
     (torch, "full_like"),
     (torch.nn.functional, "embedding_bag"),
     (torch.nn.functional, "pad"),
-    (torch.sparse, "mm"),
     (Tensor, "new_full"),
 )
 # What writes a number to a half tensor: one that it does not hold is written as the largest that it does.

@@ -205,12 +205,6 @@ class ModuleCasts(Casts):
 
         return passed
 
-    def uncast(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a function that was given a sparse tensor: half tensors beside it are widened."""
-        if self.wants(args, kwargs):
-            args, kwargs = self._widened((args, kwargs))
-        return original(*args, **kwargs)
-
     def around_outermost(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return a wrapper of a module's call that is within no other module's call: it turns casts on."""
         local, compiling = self.local, torch.compiler.is_dynamo_compiling

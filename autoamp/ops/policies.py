@@ -170,7 +170,7 @@ def _casting(original: Any, policy: CastPolicy, casts: Casts) -> Callable[..., A
                     kwargs = dict(zip(kwargs, cast_args([*kwargs.values()]), strict=True))
                     break
         except SparseArgument:
-            return casts.uncast(original, args, kwargs)
+            new, kwargs = casts.cast_with_sparse(args, kwargs, to_half=half)
         return original(*new, **kwargs)
 
     passed = casts.passing(original, replacement)
@@ -260,7 +260,7 @@ def _promoting(original: Any, casts: Casts) -> Callable[..., Any]:
                 return _into_out(original, promote, casts, args, kwargs)
             new, new_kwargs = promote(args, kwargs)
         except SparseArgument:
-            return casts.uncast(original, args, kwargs)
+            new, new_kwargs = casts.cast_with_sparse(args, kwargs, to_half=False)
         return original(*new, **new_kwargs)
 
     passed = casts.passing(original, replacement)
@@ -299,7 +299,7 @@ def _inplace(original: Any, functional: Any, cast_all: Callable[..., Any], casts
         try:
             new, new_kwargs = cast_all(args, kwargs)
         except SparseArgument:
-            return casts.uncast(original, args, kwargs)
+            new, new_kwargs = casts.cast_with_sparse(args, kwargs, to_half=False)
         if new[0] is args[0]:
             return original(*new, **new_kwargs)
         value = functional(*new, **new_kwargs)

@@ -54,9 +54,6 @@ def test_what_is_not_fp32_stays_as_it_was() -> None:
     assert torch.mm(double, double).dtype is torch.float64
     whole = torch.ones(2, 2, dtype=torch.int64)
     assert torch.mm(whole, whole).dtype is torch.int64
-    sparse = torch.eye(2).to_sparse()
-    assert torch.mm(sparse, torch.ones(2, 2)).dtype is FULL
-    assert torch.mm(Parameter(sparse), torch.ones(2, 2)).dtype is FULL
 
 
 # Of two tensors, of two of which one is a parameter, and of three: each has a way of its own to autocast.

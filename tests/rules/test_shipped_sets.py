@@ -248,7 +248,7 @@ calls = {
     "norm_except_dim": lambda: torch.norm_except_dim(x), "vander": lambda: torch.vander(x[0]),
     "cross_entropy": lambda: F.cross_entropy(x, labels), "pairwise_distance": lambda: F.pairwise_distance(x, x),
     "interpolate": lambda: F.interpolate(x[None], 8), "cov": lambda: torch.cov(x),
-    "corrcoef": lambda: torch.corrcoef(x),
+    "corrcoef": lambda: torch.corrcoef(x), "dsmm": lambda: torch.dsmm(x, x), "spmm": lambda: torch.spmm(x, x),
     "matrix_exp": lambda: torch.matrix_exp(x * 50), "matrix_power": lambda: torch.linalg.matrix_power(x, 3),
     "pinv": lambda: torch.linalg.pinv(x), "pinverse": lambda: torch.pinverse(x),
 }
