@@ -34,7 +34,6 @@ __all__ = [
     "MODULE_CALL",
     "RECOMPUTATION",
     "RECURRENT",
-    "RUN_BACKWARD",
     "TELLS_GRAPH_TASKS",
     "TENSOR_GUARDS",
     "DispatchMode",
@@ -345,16 +344,6 @@ RECOMPUTATION: str | None = _recomputation()
 """The name in `torch.utils.checkpoint` of what takes the function that a checkpoint calls a second time. Without it the
 second call is cast as the thread's switches are by then."""
 
-
-def _run_backward() -> str | None:
-    name = "_engine_run_backward"
-    places = f"torch.autograd.{name}", f"torch.autograd.graph.{name}"
-    return name if _both(*places)[0] is not None else None
-
-
-RUN_BACKWARD: str | None = _run_backward()
-"""The name in `torch.autograd` and in `torch.autograd.graph` of what runs each backward pass that Python starts.
-Without it half parameters with masters have hooks from the start."""
 
 CUSTOM_FUNCTION_CONTEXT: Any = _find("torch.autograd.function.BackwardCFunction", None)
 """The base class of the ``ctx`` of custom functions. Without it a backward casts as its thread does then."""

@@ -85,7 +85,6 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
             wants_flags=_wants_flags,
             asked=lambda: _asked_of(own(), given),
             scaler=lambda: None if (found := own()) is None else found.loss_scaler,
-            stands_alone=lambda: current_runtime() is None,
         )
         self._guard.install()
         if runtime is not None:
@@ -143,6 +142,7 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
 
     def update_master_grads(self) -> None:
         """Unscale and check the gradients that ``backward(..., update_master_grads=False)`` left scaled."""
+        self._guard.collect()
         self._guard.finish_delayed()
 
     def masters_from_model(self) -> None:

@@ -28,7 +28,6 @@ class FusedAdagrad(FusedOptimizer):
         adagrad_w_mode: Whether the decay is decoupled, as in AdamW. If not, it is added to the gradient.
     """
 
-    reads_half_gradients = True
     _options = (*FusedOptimizer._options, "adagrad_w_mode")
 
     def __init__(
@@ -45,12 +44,10 @@ class FusedAdagrad(FusedOptimizer):
 
     def _by_kernel(
         self, group: dict[str, Any], package: Any, params: list[Tensor], grads: list[Tensor], sums: list[Tensor],
-        halves: list[Tensor] | None,
     ) -> bool:  # fmt: skip
         return kernels.attempt(
-            package.adagrad_, params, grads, sums, lr=float(group["lr"]), eps=group["eps"], halves=halves,
+            package.adagrad_, params, grads, sums, lr=float(group["lr"]), eps=group["eps"],
             weight_decay=group["weight_decay"], decoupled=self.adagrad_w_mode,
-            **self._scale_of(grads),
         )  # fmt: skip
 
     def _step(self) -> None:

@@ -44,7 +44,6 @@ class FusedAdam(FusedOptimizer):
         UsageError: ``amsgrad=True``; or ``capturable=True`` and a group has parameters on several devices.
     """
 
-    reads_half_gradients = True
     _options = (*FusedOptimizer._options, "adam_w_mode", "master_weights", "capturable", "_eps_inside_sqrt")
     # Whether eps is added under the root of the second average. A subclass may set it.
     _eps_inside_sqrt = False
@@ -148,8 +147,9 @@ class FusedAdam(FusedOptimizer):
 
     def _by_kernel(
         self, group: dict[str, Any], lr: float | Tensor, found_inf: Tensor | None, package: Any, params: list[Tensor],
-        grads: list[Tensor], firsts: list[Tensor], seconds: list[Tensor], halves: list[Tensor] | None,
+        grads: list[Tensor], firsts: list[Tensor], seconds: list[Tensor],
     ) -> bool:  # fmt: skip
+        halves = None
         if self.master_weights:
             if params[0].dtype is torch.float32:
                 return False
@@ -158,7 +158,7 @@ class FusedAdam(FusedOptimizer):
             package.adam_, params, grads, firsts, seconds, lr=lr, beta1=group["betas"][0], beta2=group["betas"][1],
             eps=group["eps"], weight_decay=group["weight_decay"], step=group["step"], halves=halves,
             found_inf=found_inf, decoupled=self.adam_w_mode, bias_correction=bool(group["bias_correction"]),
-            eps_inside_sqrt=self._eps_inside_sqrt, **self._scale_of(grads),
+            eps_inside_sqrt=self._eps_inside_sqrt,
         )  # fmt: skip
 
     def _step_part(
@@ -209,7 +209,7 @@ class FusedAdam(FusedOptimizer):
         if scale is None or not grads:
             return grads
         inverse = scale.to(grads[0].device, non_blocking=True).reshape(()).reciprocal()
-        grads = list(torch._foreach_mul(self._widened(grads), inverse))
+        grads = list(torch._foreach_mul(widened(grads), inverse))
         # The optimizer's gradients are unscaled after the step, as after `GradScaler.unscale_`.
         write_back([grad for param in group["params"] if (grad := self._gradient(param)) is not None], grads)
         return grads

@@ -11,14 +11,13 @@ from torch.amp.grad_scaler import OptState
 
 from autoamp import kernels
 from autoamp.errors import UsageError
-from autoamp.scaling import Factor, Workspace, has_shards, kernel_factor, limit_of, multiply_, widened
-from autoamp.tensors import HALF_DTYPES
+from autoamp.scaling import widened
 
 __all__ = ["FusedOptimizer", "in_parts", "require", "scaling_of", "wide_copy", "write_back"]
 
 # The number of elements that are stepped at a time, so that a temporary copy of them takes 64 MiB in fp32. That is
-# enough work to keep a device busy. On a CPU it is what fits into its cache.
-_AT_ONCE = 2**24
+# enough work to keep a device busy. On a CPU each thread takes as many as fit into its cache.
+_AT_ONCE, _FOR_A_THREAD = 2**24, 2**20
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -26,22 +25,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     State tensors have the shape of their parameter, unless a subclass says otherwise, and the dtype of the computation.
     The number of steps is in the group, as ``group["step"]``, where checkpoints of Apex have it.
-
-    A class whose step takes half gradients of fp32 parameters says ``reads_half_gradients = True``; what derives from
-    it has to say so again. At O2 it gets the gradients of half parameters as they are then, with the loss's scale.
-
-    Attributes:
-        half_copies: While masters are stepped, their half parameters by ``id(master)``. A step that sets one of them to
-            its master takes it out; the others are set afterwards. None at other times.
-        half_factor: While masters are stepped by half gradients, what makes true ones of these; None for 1.
     """
 
     # The attributes that copies and pickles have, besides groups, state and defaults.
     _options: tuple[str, ...] = ("set_grad_none",)
-    half_copies: dict[int, Tensor] | None = None
-    half_factor: Factor | None = None
-    # In which half gradients are widened; made by the first step that does.
-    _workspace: Workspace | None = None
 
     def __init__(self, params: Any, defaults: dict[str, Any], *, set_grad_none: bool) -> None:
         super().__init__(params, defaults)
@@ -98,63 +85,23 @@ class FusedOptimizer(torch.optim.Optimizer):
         Args:
             group: The group.
             names: The names of states.
-            kernel: Called with the package of kernels, all lists and the half copies to be written, None for none;
-                tells whether that was the step.
+            kernel: Called with the package of kernels and all lists; tells whether that was the step.
         """
         tensors = self._tensors(group, *names)
         return self._in_parts(*(tensors if kernel is None else self._left_by(kernel, *tensors)))
 
     def _in_parts(self, *tensors: list[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
-        """Yield parameters, their true gradients and their states as `in_parts` does.
-
-        What is yielded as gradients may be other ones after the next part. Half copies of a part are written after it.
-        """
+        """Yield parameters, their gradients in fp32 or fp64 and their states as `in_parts` does."""
         for params, grads, *states in in_parts(*tensors):
-            yield params, self._widened(grads, id(params[0])), *states
-            self._copy_down(params)
-
-    def _copy_down(self, params: list[Tensor]) -> None:
-        """Set half copies to parameters that were stepped."""
-        of_param = self.half_copies or {}
-        stepped = [param for param in params if id(param) in of_param]
-        halves = [of_param[id(param)] for param in stepped]
-        if halves and not has_shards(halves):
-            torch._foreach_copy_(halves, stepped)
-            for param in stepped:
-                of_param.pop(id(param))
-
-    def _widened(self, grads: list[Tensor], part: int | None = None) -> list[Tensor]:
-        """Return true gradients: of half ones copies in fp32, all others as they are.
-
-        With ``part``, a number that is the same in each step, they may lie in memory that the next call takes again.
-        """
-        if part is not None and all(grad.dtype in HALF_DTYPES for grad in grads):
-            if self._workspace is None:
-                self._workspace = Workspace()
-            wide = self._workspace.widened(grads, part)
-        else:
-            wide = widened(grads)
-        if self.half_factor is not None:
-            multiply_([new for new, grad in zip(wide, grads, strict=True) if new is not grad], self.half_factor)
-        return wide
-
-    def _scale_of(self, grads: list[Tensor]) -> dict[str, Any]:
-        """Return by what a kernel multiplies gradients of one dtype, as its arguments."""
-        return kernel_factor(self.half_factor, grads[0].device) if grads[0].dtype in HALF_DTYPES else {}
+            yield params, widened(grads), *states
 
     def _left_by(self, kernel: Callable[..., bool], *tensors: list[Tensor]) -> tuple[list[Tensor], ...]:
         """Step what a kernel takes, and return the lists of what it does not."""
         left: list[list[Tensor]] = [[] for _ in tensors]
-        of_param = self.half_copies or {}
         for package, lists in kernels.by_kind(*tensors):
-            copies = [half for param in lists[0] if (half := of_param.get(id(param))) is not None]
-            halves = copies if len(copies) == len(lists[0]) and len({half.dtype for half in copies}) == 1 else None
-            if package is None or not kernel(package, *lists, halves):
+            if package is None or not kernel(package, *lists):
                 for whole, some in zip(left, lists, strict=True):
                     whole += some
-            elif halves:
-                for param in lists[0]:
-                    of_param.pop(id(param))
         return tuple(left)
 
     def _gradient(self, param: Tensor) -> Tensor | None:
@@ -211,7 +158,7 @@ def in_parts(params: list[Tensor], grads: list[Tensor], *states: list[Tensor]) -
     A larger parameter is a part alone. What is made of a part, such as fp32 copies of half gradients, can be dropped
     with it: that bounds the memory that a step takes.
     """
-    begin, taken, on_cpu = 0, 0, min(_AT_ONCE, limit_of(0, on_cpu=True))
+    begin, taken, on_cpu = 0, 0, min(_AT_ONCE, _FOR_A_THREAD * torch.get_num_threads())
     for end in range(1, len(params) + 1):
         taken += params[end - 1].numel()
         if end == len(params) or taken + params[end].numel() > (on_cpu if params[end].is_cpu else _AT_ONCE):

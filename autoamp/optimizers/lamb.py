@@ -11,7 +11,6 @@ from torch import Tensor
 from autoamp import kernels
 from autoamp.optimizers.groups import FusedOptimizer, require, write_back
 from autoamp.scaling import adam_updates, average_, corrections, total_norm, trust_, widened
-from autoamp.tensors import HALF_DTYPES
 
 __all__ = ["FusedLAMB"]
 
@@ -40,7 +39,6 @@ class FusedLAMB(FusedOptimizer):
         UsageError: ``amsgrad=True``.
     """
 
-    reads_half_gradients = True
     _options = (*FusedOptimizer._options, "adam_w_mode", "use_nvlamb")
 
     def __init__(
@@ -72,7 +70,7 @@ class FusedLAMB(FusedOptimizer):
         every = [grad for _, grads, _, _ in taken for grad in grads]
         if not every:
             return
-        total = self._norm_of_all(every)
+        total = total_norm(every)
         for group, tensors in zip(self.param_groups, taken, strict=True):
             group["step"] = group.get("step", 0) + 1
             kernel = functools.partial(self._by_kernel, group, total)
@@ -84,18 +82,9 @@ class FusedLAMB(FusedOptimizer):
                     grads = list(torch._foreach_div(grads, [excess.to(grad) for grad in grads]))
                 self._step_part(group, params, grads, firsts, seconds)
 
-    def _norm_of_all(self, grads: list[Tensor]) -> Tensor:
-        """Return the 2-norm of all true gradients."""
-        if self.half_factor is None:
-            return total_norm(grads)
-        scaled = [grad for grad in grads if grad.dtype in HALF_DTYPES]
-        true = [grad for grad in grads if grad.dtype not in HALF_DTYPES]
-        norm = total_norm(scaled, factor=self.half_factor)
-        return torch.hypot(norm, total_norm(true).to(norm.device)) if true else norm
-
     def _by_kernel(
         self, group: dict[str, Any], total: Tensor, package: Any, params: list[Tensor], grads: list[Tensor],
-        firsts: list[Tensor], seconds: list[Tensor], halves: list[Tensor] | None,
+        firsts: list[Tensor], seconds: list[Tensor],
     ) -> bool:  # fmt: skip
         if type(self) is not FusedLAMB:
             # A class derived from this one may step copies.
@@ -103,9 +92,9 @@ class FusedLAMB(FusedOptimizer):
         return kernels.attempt(
             package.lamb_, params, grads, firsts, seconds, lr=float(group["lr"]), beta1=group["betas"][0],
             beta2=group["betas"][1], eps=group["eps"], weight_decay=group["weight_decay"], step=group["step"],
-            halves=halves, decoupled=self.adam_w_mode, bias_correction=bool(group["bias_correction"]),
+            decoupled=self.adam_w_mode, bias_correction=bool(group["bias_correction"]),
             grad_averaging=bool(group["grad_averaging"]), always_adapt=self.use_nvlamb, global_norm=total,
-            max_norm=float(group["max_grad_norm"] or 0.0), **self._scale_of(grads),
+            max_norm=float(group["max_grad_norm"] or 0.0),
         )  # fmt: skip
 
     def _values(self, params: list[Tensor]) -> list[Tensor]:

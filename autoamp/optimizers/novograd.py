@@ -44,7 +44,6 @@ class FusedNovoGrad(FusedOptimizer):
         UsageError: ``amsgrad=True``, or an unknown ``norm_type``.
     """
 
-    reads_half_gradients = True
     _options = (*FusedOptimizer._options, "reg_inside_moment")
 
     def __init__(
@@ -88,7 +87,6 @@ class FusedNovoGrad(FusedOptimizer):
 
     def _by_kernel(
         self, group: dict[str, Any], package: Any, params: list[Tensor], grads: list[Tensor], firsts: list[Tensor],
-        halves: list[Tensor] | None,
     ) -> bool:  # fmt: skip
         norms = [self.state[param].get("exp_avg_sq") for param in params]
         if any(norm is None for norm in norms):
@@ -96,9 +94,8 @@ class FusedNovoGrad(FusedOptimizer):
         return kernels.attempt(
             package.novograd_, params, grads, firsts, norms, lr=float(group["lr"]), beta1=group["betas"][0],
             beta2=group["betas"][1], eps=group["eps"], weight_decay=group["weight_decay"], step=group["step"],
-            halves=halves, inside=self.reg_inside_moment, max_norms=group["norm_type"] == 0,
+            inside=self.reg_inside_moment, max_norms=group["norm_type"] == 0,
             bias_correction=bool(group["bias_correction"]), grad_averaging=bool(group["grad_averaging"]),
-            **self._scale_of(grads),
         )  # fmt: skip
 
     def _norms(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:

@@ -43,7 +43,6 @@ class FusedSGD(FusedOptimizer):
             ``lr``, ``momentum`` or ``weight_decay``.
     """
 
-    reads_half_gradients = True
     _options = (*FusedOptimizer._options, "wd_after_momentum", "materialize_master_grads")
     # Class attributes are defaults for optimizers that were pickled before the attributes existed. The first two are
     # not in `_options`: a copy has no gradients, so there is nothing to divide.
@@ -97,7 +96,7 @@ class FusedSGD(FusedOptimizer):
     def _prepared(self, group: dict[str, Any], grads: list[Tensor]) -> list[Tensor]:
         if self.most_recent_scale == 1.0 or not grads:
             return grads
-        return list(torch._foreach_mul(self._widened(grads), 1.0 / self.most_recent_scale))
+        return list(torch._foreach_mul(widened(grads), 1.0 / self.most_recent_scale))
 
     def _step(self) -> None:
         for group in self.param_groups:
@@ -106,16 +105,15 @@ class FusedSGD(FusedOptimizer):
 
     def _by_kernel(
         self, group: dict[str, Any], package: Any, params: list[Tensor], grads: list[Tensor],
-        halves: list[Tensor] | None,
     ) -> bool:  # fmt: skip
         buffers = [self.state[param].get("momentum_buffer") for param in params] if group["momentum"] else None
         if buffers is not None and any(buffer is None for buffer in buffers):
             # The first gradients become the velocities.
             return False
         return kernels.attempt(
-            package.sgd_, params, grads, buffers, lr=float(group["lr"]), momentum=group["momentum"], halves=halves,
+            package.sgd_, params, grads, buffers, lr=float(group["lr"]), momentum=group["momentum"],
             dampening=group["dampening"], weight_decay=group["weight_decay"], nesterov=group["nesterov"],
-            decay_after_momentum=self.wd_after_momentum, **self._scale_of(grads),
+            decay_after_momentum=self.wd_after_momentum,
         )  # fmt: skip
 
     def _step_part(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:

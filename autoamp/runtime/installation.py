@@ -30,7 +30,7 @@ from autoamp.modules import (
 from autoamp.ops import AutocastRegions, Expansion, Target, build_check_input, build_replacement, locate, owns_its_names
 from autoamp.patching import PatchSet, imitate, mark, name_by, original_of
 from autoamp.rules import CastPolicy, CastRule
-from autoamp.stepping import watch_autograd_grad, watch_passes
+from autoamp.stepping import watch_autograd_grad
 
 __all__ = ["Installation"]
 
@@ -56,7 +56,6 @@ class Installation:
         observation: Who is told of calls; None where nobody looks on.
         met: Called with each optimizer that is made; None where nobody asks.
         loaded: Called with each optimizer whose state was loaded; None where nobody asks.
-        begin_pass: Called before each backward pass that adds to gradients; None where nobody asks.
         recorder: Who takes note of outermost module calls; None where nobody does.
     """
 
@@ -71,7 +70,6 @@ class Installation:
         observation: Observation | None = None,
         met: Callable[[Any], None] | None = None,
         loaded: Callable[[Any], None] | None = None,
-        begin_pass: Callable[[], None] | None = None,
         recorder: CallRecorder | None = None,
     ) -> None:
         self._casts = casts
@@ -82,7 +80,6 @@ class Installation:
         self._observation = observation
         self._met = met
         self._loaded = loaded
-        self._begin_pass = begin_pass
         self._recorder = recorder
         self._patches = PatchSet()
         # One replacement for each original, policy and in-place form, so that aliases stay the same object.
@@ -197,11 +194,6 @@ class Installation:
             self._patches.replace(owner, name, replacement)
             if isinstance(owner, types.ModuleType):
                 self._let_torchscript_know(original, replacement)
-        if self._begin_pass is not None and (name := torch_private.RUN_BACKWARD) is not None:
-            # torch itself replaces both for a while, and puts back in both what it found in one.
-            replacement = watch_passes(original_of(getattr(torch.autograd, name)), self._begin_pass)
-            for owner in (torch.autograd, torch.autograd.graph):
-                self._patches.replace(owner, name, replacement)
         # A function that lies in three modules of torch, two of which it hides by its name.
         original = original_of(torch.nn.parallel.parallel_apply)
         replacement = build_parallel_apply(original, casts)

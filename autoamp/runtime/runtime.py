@@ -11,7 +11,6 @@ import torch
 from torch.nn import Module
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from autoamp import torch_private
 from autoamp.auto_scaling import AutoScale
 from autoamp.casting import Casts
 from autoamp.diagnostics import (
@@ -139,7 +138,6 @@ class Runtime:
             observation=self.observation if self.observation.observers else None,
             met=self._meet if keeps_masters else None,
             loaded=self.optimizers.note_loaded if self.optimizers.scales else None,
-            begin_pass=self.optimizers.begin_pass if keeps_masters else None,
             recorder=None if self.overflows is None else self.overflows.recorder,
         )
         self.casts.open()
@@ -149,14 +147,12 @@ class Runtime:
             self.casts.shut()
             raise
         self._installation = installation
-        self.optimizers.tell_passes(keeps_masters and torch_private.RUN_BACKWARD is not None)
         self._registered = list(registered)
         self.skipped_rules = expansion.skipped
         self._step_hooks = [
             register_optimizer_step_pre_hook(self.optimizers.before_step),
             register_optimizer_step_post_hook(lambda *_: self.casts.cache.clear()),
         ]
-        self.optimizers.step_hooks = tuple(self._step_hooks)
         if isinstance(self.casts, ModuleCasts):
             note_step = self.casts.note_step
             self._step_hooks.append(register_optimizer_step_pre_hook(lambda *_: note_step()))
@@ -176,9 +172,7 @@ class Runtime:
             return ()
         if self.auto_scaling is not None:
             self.auto_scaling.pause()
-        self.optimizers.tell_passes(False)
         self.casts.shut()
-        self.optimizers.step_hooks = ()
         for hook in self._step_hooks:
             hook.remove()
         self.optimizers.end_steps()

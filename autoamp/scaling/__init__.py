@@ -56,7 +56,6 @@ from autoamp.scaling.verdict import (
     settle_on_device,
     settle_verdicts,
 )
-from autoamp.scaling.workspace import Workspace, limit_of
 
 __all__ = [
     "AgreedVerdict",
@@ -80,7 +79,6 @@ __all__ = [
     "Together",
     "UsualGradients",
     "Verdict",
-    "Workspace",
     "adagrad_",
     "adam_on_device_",
     "adam_updates",
@@ -99,7 +97,6 @@ __all__ = [
     "is_flat",
     "is_sharded",
     "kernel_factor",
-    "limit_of",
     "local_of",
     "make_scaler",
     "multiplied_loss",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autoamp.stepping.attach import ScalesItself, is_optimizer, refuse_own_scaler, stepped_params
-from autoamp.stepping.block import open_blocks, scaled_block, watch_autograd_grad, watch_passes
+from autoamp.stepping.block import open_blocks, scaled_block, watch_autograd_grad
 from autoamp.stepping.checks import check_half_model, check_half_norms, check_optimizer
 from autoamp.stepping.closures import step_unaware
 from autoamp.stepping.digest import tell_off, tell_on
@@ -42,5 +42,4 @@ __all__ = [
     "tell_off",
     "tell_on",
     "watch_autograd_grad",
-    "watch_passes",
 ]

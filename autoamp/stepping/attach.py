@@ -20,12 +20,10 @@ import torch
 from autoamp.errors import UsageError
 
 __all__ = [
-    "STEPS_OF_NOW",
     "AttachedMethod",
     "AttachedStep",
     "InnerSteps",
     "ScalesItself",
-    "StepsOfNow",
     "is_optimizer",
     "named_params",
     "refuse_own_scaler",
@@ -170,11 +168,6 @@ class AttachedStep(AttachedMethod):
     ) -> None:
         super().__init__(optimizer, "step", instead)
 
-    @property
-    def owner(self) -> Any:
-        """The object whose method is called in place of ``step``, if it is one."""
-        return getattr(self._instead, "__self__", None)
-
 
 class InnerSteps:
     """Stands around what torch calls in the end as the ``step`` of a class of optimizers, from `reach` to `restore`.
@@ -191,8 +184,7 @@ class InnerSteps:
     def __init__(self, instead: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
         self._instead: Callable[..., Any] | None = instead
         # By id, and referred to, so that none takes the address of another: what is in their cells is kept anyway.
-        # Each with the cell, what was there and what stands there, where torch's function itself is the step.
-        self._reached: dict[int, tuple[Any, Any, Any, Any]] = {}
+        self._reached: dict[int, Any] = {}
         self._cells: list[tuple[Any, Any, Any]] = []
         self._lock = threading.Lock()
 
@@ -217,19 +209,8 @@ class InnerSteps:
                     outer = self._around(inner)
                     cell.cell_contents = outer
                     self._cells.append((cell, inner, outer))
-        own = _inner_cell(step) if getattr(step, "__code__", None) is _HOOKING_CODE else None
-        stands = next((stands for stands in self._cells if stands[0] is own), (None, None, None))
-        self._reached[id(step)] = step, *stands
+        self._reached[id(step)] = step
         return True
-
-    def behind(self, step: Any) -> Callable[..., Any] | None:
-        """Return what torch calls in the end as a class's step; None where others stand around that, or nobody does."""
-        known = self._reached.get(id(step))
-        if known is None:
-            return None
-        _, cell, inner, outer = known
-        reached: Callable[..., Any] | None = inner if cell is not None and cell.cell_contents is outer else None
-        return reached
 
     def restore(self) -> None:
         """Put back what was there. Under what somebody else put around it, pass every call through instead."""
@@ -251,41 +232,6 @@ class InnerSteps:
             return instead(inner, args, kwargs)
 
         return step
-
-
-class StepsOfNow:
-    """Stands around the steps of classes of optimizers for as long as one of them is stepped by `around`.
-
-    For optimizers that are stepped where no handle is active; all objects of the process share one.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._runs: dict[int, Callable[..., Any]] = {}
-        self._inner = InnerSteps(self._run)
-
-    @contextlib.contextmanager
-    def around(self, optimizer: Any, run: Callable[..., Any]) -> Iterator[None]:
-        """Let ``run`` be called in place of an optimizer's step, as `InnerSteps` does, within a ``with`` statement."""
-        with self._lock:
-            if not self._runs:
-                self._inner = InnerSteps(self._run)
-            self._runs[id(optimizer)] = run
-            self._inner.reach(type(optimizer))
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._runs.pop(id(optimizer), None)
-                if not self._runs:
-                    self._inner.restore()
-
-    def _run(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        run = self._runs.get(id(args[0])) if args else None
-        return step(*args, **kwargs) if run is None else run(step, args, kwargs)
-
-
-STEPS_OF_NOW = StepsOfNow()
 
 
 def _hooking_code() -> types.CodeType | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -29,7 +29,7 @@ from autoamp.scaling import (
 from autoamp.stepping.checks import warn_without_gradients
 from autoamp.stepping.guard import StepGuard
 
-__all__ = ["open_blocks", "scaled_block", "watch_autograd_grad", "watch_passes"]
+__all__ = ["open_blocks", "scaled_block", "watch_autograd_grad"]
 
 
 class _OpenBlocks(threading.local):
@@ -89,12 +89,8 @@ class scaled_block:  # noqa: N801, named as what it is in a with statement
             alone = kind is None and not self._delay_unscale and len(guards) == 1
             if alone and guards[0].leave_plain_block(scaler, self._scale):
                 return
-            # Half gradients may wait for the step; those that are to be checked, where nothing came before.
-            last = kind is None and not self._delay_unscale
-            if scaler.checks:
-                last = last and len(guards) == 1 and not guards[0].pending
             for guard in guards:
-                guard.collect(last=last)
+                guard.collect()
             if kind is not None:
                 # The program may catch the exception and step all the same: not with inf and nan.
                 _leave(guards, scaler, self._scale, self._scale != 1.0, warns=False)
@@ -116,7 +112,7 @@ def _open(guards: Sequence[StepGuard], scaler: LossScaler) -> Scale:
         if guard.in_block:
             raise UsageError(f"{guard.name} is in a scale_loss block already; end that block before the next")
     for guard in guards:
-        guard.collect()
+        guard.collect(new_pass=True)
         guard.take_in_joined()
         guard.forget_abandoned()
         if not scaler.checks:
@@ -174,7 +170,7 @@ def _judged(
     An overflow in this block is the overflow of all. What an earlier block left is that of its own optimizers alone.
     """
     if len(guards) == 1:
-        return [Verdict(scaler, scale, guards[0].unscale(lists[0], inverse_scale(scale), scaler.late.blank))]
+        return [Verdict(scaler, scale, unscale_(lists[0], inverse_scale(scale), guards[0].usual, scaler.late.blank))]
     if not any(guard.pending for guard in guards):
         params = [*itertools.chain.from_iterable(lists)]
         verdict = Verdict(scaler, scale, unscale_(params, inverse_scale(scale), guards[0].usual, scaler.late.blank))
@@ -203,17 +199,6 @@ def _by_owners(lists: Sequence[Sequence[torch.Tensor]]) -> dict[frozenset[int], 
     for sharing, places in by_grad.values():
         owned.setdefault(frozenset(places), []).extend(sharing)
     return owned
-
-
-def watch_passes(original: Any, begin: Callable[[], object]) -> Any:
-    """Return a replacement of what runs backward passes, which calls ``begin`` before those that add to ``.grad``."""
-
-    def run_backward(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("accumulate_grad", True) and not torch.compiler.is_compiling():
-            begin()
-        return original(*args, **kwargs)
-
-    return imitate(run_backward, original)
 
 
 def watch_autograd_grad(original: Any) -> Any:

@@ -27,8 +27,6 @@ from autoamp.scaling import (
     Agreements,
     AskedGroup,
     Ballot,
-    DeviceFactor,
-    Factor,
     GradientMark,
     Looked,
     LossScaler,
@@ -38,7 +36,6 @@ from autoamp.scaling import (
     UsualGradients,
     Verdict,
     clip_,
-    clip_coefficient,
     has_shards,
     inverse_scale,
     is_sharded,
@@ -54,9 +51,8 @@ from autoamp.scaling import (
     total_norm,
     unscale_,
 )
-from autoamp.stepping.attach import STEPS_OF_NOW, AttachedStep, named_params, stepped_params
+from autoamp.stepping.attach import AttachedStep, named_params, stepped_params
 from autoamp.stepping.digest import found_on_ranks
-from autoamp.stepping.half_gradients import LeftHalf
 from autoamp.stepping.masters import MasterWeights
 from autoamp.stepping.reduced import Reduced
 from autoamp.stepping.replicas import begin_compression_anew, may_compress, several_processes
@@ -94,8 +90,6 @@ class StepGuard:
         max_consecutive_skips: So many skips in a row are an error.
         wants_flags: Tells whether a flag is to be read that could stay on the device.
         on_stepped: Called with ``skips`` after each step or skip, once parameters are as it left them.
-        stands_alone: Tells whether no handle sees to it that `run` is called.
-        behind: Gives what the class's ``step`` comes to in the end, if nobody is to hear of the call on the way there.
 
     Attributes:
         masters: As given.
@@ -129,8 +123,6 @@ class StepGuard:
         max_consecutive_skips: int = 50,
         wants_flags: Callable[[], bool] = lambda: False,
         on_stepped: Callable[[Skips], None] = lambda _: None,
-        stands_alone: Callable[[], bool] = lambda: False,
-        behind: Callable[[Any], Callable[..., Any] | None] = lambda _: None,
     ) -> None:
         self.name = type(optimizer).__name__
         self.stepping = False
@@ -142,11 +134,7 @@ class StepGuard:
         # The scaler and scale of the last block or pass; and whether ranks agreed on all that was found since the step.
         self._last: tuple[LossScaler, Scale] | None = None
         self._agreed = False
-        # Whether the norm that was asked for last is that of gradients that wait.
-        self._clips_waiting = False
         self._on_stepped = on_stepped
-        self._stands_alone = stands_alone
-        self._behind = behind
         # What the last block unscaled, and its scale.
         self._unscaled: tuple[Sequence[torch.Tensor], LossScaler, Scale] | None = None
         self.masters = masters
@@ -196,14 +184,10 @@ class StepGuard:
         """Return the tensors whose gradients are scaled and unscaled: all that the optimizer steps."""
         return stepped_params(self._optimizer())
 
-    def collect(self, *, last: bool = False) -> None:
+    def collect(self, *, new_pass: bool = False) -> None:
         """Let masters have the gradients that a backward pass left on half parameters; see `MasterWeights.collect`."""
         if self.masters is not None:
-            self.masters.collect(last=last)
-
-    def run(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call what torch calls in the end as the optimizer's step, which this guard has let through."""
-        return inner(*args, **kwargs) if self.masters is None else self.masters.step(inner, args, kwargs)
+            self.masters.collect(new_pass=new_pass)
 
     @property
     def together(self) -> Together | None:
@@ -220,16 +204,12 @@ class StepGuard:
 
     def has_gradients(self, params: Sequence[torch.Tensor] | None = None) -> bool:
         """Tell whether any gradient is there; ``params`` is what `params` returns, if the caller has it at hand."""
-        return any(param.grad is not None for param in self.holders(self.params() if params is None else params))
+        return any(param.grad is not None for param in (self.params() if params is None else params))
 
     def check_shards(self) -> None:
         """Raise UsageError where shards were put in the place of this optimizer's parameters."""
         halves = {} if self.masters is None else {id(master): half for half, master in self.masters.pairs}
         refuse_left_behind(self.name, [halves.get(id(param), param) for param in self.params()])
-
-    def holders(self, params: Sequence[torch.Tensor]) -> Iterable[torch.Tensor]:
-        """Return the tensors in whose ``.grad`` the gradients of parameters are now; see `MasterWeights.holder_of`."""
-        return params if self.masters is None else map(self.masters.holder_of, params)
 
     def enter_block(self, scale: Scale) -> None:
         """Take note that a block has begun, and brought all gradients to ``scale``."""
@@ -259,8 +239,7 @@ class StepGuard:
     def _all_looked_at(self, params: Sequence[torch.Tensor]) -> Looked | None:
         if self.reduced is not None and self.reduced.has_all(params):
             return Looked(None)
-        # Those of masters may wait in half precision, and would be widened if they were asked for.
-        return Looked(gradients_of(params)) if self.masters is None else None
+        return Looked(gradients_of(params))
 
     def leave_plain_block(self, scaler: LossScaler, scale: Scale) -> bool:
         """Unscale, check and take note of it, at the end of a block that is this optimizer's alone and not delayed.
@@ -298,30 +277,7 @@ class StepGuard:
         # Where the ranks of a mesh have no gradients of other parameters alike, they have those of shards alike.
         if several and has_shards(params):
             params = [param for param in params if is_sharded(param)]
-        self._mark = GradientMark(self.holders(params))
-
-    def unscale(
-        self, params: Sequence[torch.Tensor], factor: Factor, flag: Callable[[torch.device], torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """Unscale and check the gradients of these, which are all that the optimizer steps; see `unscale_`.
-
-        Half gradients that can wait are checked alone.
-        """
-        flags: dict[torch.device, torch.Tensor] = {}
-
-        def one(device: torch.device) -> torch.Tensor:
-            if device not in flags:
-                flags[device] = flag(device)
-            return flags[device]
-
-        # A factor above 1 may push out of range what the check found finite.
-        largest = factor.largest if isinstance(factor, DeviceFactor) else factor
-        found = None if self.masters is None or largest > 1.0 else self.masters.check_waiting(factor, one)
-        if found is None:
-            return unscale_(params, factor, self.usual, flag)
-        rest = [param for param in params if type(param) is not LeftHalf]
-        unscale_(rest, factor, self.usual, one)
-        return list(flags.values())
+        self._mark = GradientMark(params)
 
     def unscaled(self, params: Sequence[torch.Tensor], scaler: LossScaler, scale: Scale) -> None:
         """Take note of what a block unscaled. Gradients of all other tensors have its scale still."""
@@ -489,8 +445,7 @@ class StepGuard:
         several = several_processes()
         self._on_step(self, several)
         self.last_step_ran = True
-        if self.masters is not None:
-            self.collect(last=self._delayed is None and (self.masters.waits_scaled or not self.pending))
+        self.collect()
         if self._delayed is not None:
             self.finish_delayed()
         params = self.params()
@@ -560,38 +515,17 @@ class StepGuard:
 
         Where ranks agree on a step they do so by the same collective, and the step needs no other.
         """
-        waits = self.masters is not None and self.masters.waits_scaled
-        self.collect(last=self._delayed is None and (waits or not self.pending))
+        self.collect()
         self.finish_delayed()
         self.take_in_joined()
-        self._clips_waiting = False
-        if not several_processes() and self.masters is not None:
-            waiting = self.masters.waiting_norm(norm_type)
-            if waiting is not None:
-                self._clips_waiting = True
-                return self._with_true_ones(waiting, norm_type)
         settle_partial(self.params(), halves_alone=False)
         together = self.together
         norm = self._own_norm(together, norm_type)
         return norm if together is None else self._agree(together, norm, largest=norm_type == math.inf).norm
 
-    def _with_true_ones(self, waiting: torch.Tensor, norm_type: float) -> torch.Tensor:
-        """Return what `agreed_norm` does, given the norm of gradients that wait."""
-        rest = [param for param in self.params() if type(param) is not LeftHalf and param.grad is not None]
-        powered = waiting if norm_type == math.inf else waiting**norm_type
-        if not rest:
-            return powered
-        other = powered_norm(rest, None, norm_type).to(waiting.device)
-        return torch.maximum(powered, other) if norm_type == math.inf else powered + other
-
     def clip(self, norm: torch.Tensor, max_norm: float) -> None:
-        """Clip the gradients of which `agreed_norm` was asked last; see `clip_`. Those that wait do so still."""
-        params = self.params()
-        if self._clips_waiting and self.masters is not None:
-            params = [param for param in params if type(param) is not LeftHalf and param.grad is not None]
-            self.masters.clip_waiting(clip_coefficient(norm, max_norm))
-        if params:
-            clip_(params, norm, max_norm)
+        """Clip the gradients of which `agreed_norm` was asked last; see `clip_`."""
+        clip_(self.params(), norm, max_norm)
 
     def _agree(
         self, together: Together, norm: torch.Tensor | None = None, *, largest: bool = False, hopeless: bool = False
@@ -681,17 +615,9 @@ class StepGuard:
             if self.masters is not None:
                 asked = self._asked()
                 self.masters.begin_step(local=asked is not None and asked.replicas == 1)
-            optimizer: Any = self._optimizer()
-            if getattr(original, "__func__", None) is type(optimizer).step:
-                inner = self._behind(optimizer)
-                if inner is not None:
-                    original, args, kwargs = self.run, (inner, (optimizer, *args), kwargs), {}
             casts = self._casts()
             if casts is not None:
                 original = casts.local.with_casts_off(original)
-            if self.masters is not None and self._stands_alone():
-                with STEPS_OF_NOW.around(optimizer, self.run):
-                    return original(*args, **kwargs)
             return original(*args, **kwargs)
         finally:
             self.stepping = before

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from autoamp.errors import UsageError
 from autoamp.scaling import is_sharded, local_of
@@ -37,12 +37,23 @@ class Link:
         master: The fp32 tensor.
         equal_by: The wrapper that made the masters of all processes equal, referred to weakly; None before that.
         fingerprint: A hash of the half values, until the first step; None from then on.
+        has_shared: Whether the two had one gradient when they were looked at last.
     """
 
-    __slots__ = ("_address", "_master_version", "_version", "equal_by", "fingerprint", "master")
+    __slots__ = (
+        "_address",
+        "_master_version",
+        "_shared",
+        "_version",
+        "equal_by",
+        "fingerprint",
+        "has_shared",
+        "master",
+    )
 
     def __init__(self, half: Tensor, master: Tensor) -> None:
         self.master = master
+        self.share(None)
         self.equal_by: weakref.ref[Any] | None = None
         self.fingerprint = _fingerprint(half)
         self.agree(half)
@@ -53,6 +64,17 @@ class Link:
         self._master_version = version_of(self.master)
         if self.fingerprint is not None:
             self.fingerprint = _fingerprint(half)
+
+    def share(self, grad: Tensor | None) -> None:
+        """Take note that both have this gradient now. It is referred to weakly."""
+        self.has_shared = grad is not None
+        self._shared = None if grad is None else TensorWeakRef(grad)
+
+    def shares(self, grad: Tensor | None) -> bool:
+        """Tell whether a gradient of either of the two is the one that `share` was called with last."""
+        if grad is None or self._shared is None:
+            return grad is None and not self.has_shared
+        return self._shared() is grad
 
     def is_equal_by(self, wrapper: object) -> bool:
         """Tell whether this wrapper made the masters of all processes equal."""

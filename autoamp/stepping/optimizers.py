@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from autoamp.casting import Casts
 from autoamp.errors import UsageError, warn_user
@@ -37,7 +36,6 @@ from autoamp.stepping.reduced import Reduced, wrappers_of
 from autoamp.stepping.replicas import several_processes
 from autoamp.stepping.sharded_modules import warn_of_unscaled_shards
 from autoamp.stepping.skips import Rehearsing, Skips, StepWatch
-from autoamp.torch_private import profiler_enabled
 
 __all__ = ["GuardedOptimizers"]
 
@@ -129,8 +127,6 @@ class GuardedOptimizers:
             whose losses nobody scales; None where nobody asks.
         on_unguarded: Called with an optimizer that steps and has no guard, which may give it one; None where nobody
             asks.
-        step_hooks: The handle's own hooks of all optimizers' steps, before and after, which need not be called where
-            `StepGuard` stands; none where it has others.
         rehearsal: Takes the losses and the steps of a step that is rehearsed, while that runs.
         facts: Gives the settings that all ranks have to have alike, by name.
         rules: Gives the policy of each target, which they have to have alike too.
@@ -150,11 +146,9 @@ class GuardedOptimizers:
         self.max_consecutive_skips = 50
         self.watch: StepWatch | None = None
         self.rehearsal: Rehearsing | None = None
-        self.step_hooks: Sequence[RemovableHandle] = ()
         self.on_stepped: Callable[[Skips | None], None] | None = None
         self.on_unguarded: Callable[[Any], None] | None = None
         self._plain_steps = 0
-        self._told_of_passes = False
         self._casts = casts
         self._guards: weakref.WeakKeyDictionary[Any, StepGuard] = weakref.WeakKeyDictionary()
         self._asked_for_all: AskedGroup | None = None
@@ -198,7 +192,7 @@ class GuardedOptimizers:
         self.steps += 1
         self._last = guard.skips
         if guard.masters is not None and not guard.scaled and self._casts.dtype is torch.float16:
-            self._vanishing.look(optimizer(), guard.holders(guard.params()))
+            self._vanishing.look(optimizer(), guard.params())
         if self.watch is not None:
             self.watch.step_begins()
         if several and guard.reduced is None:
@@ -316,22 +310,7 @@ class GuardedOptimizers:
         except TypeError:
             return None
 
-    def tell_passes(self, told: bool) -> None:
-        """Take note whether `begin_pass` is called before each backward pass from now on."""
-        self._told_of_passes = told
-        for guard in self.guards:
-            if guard.masters is not None:
-                guard.masters.rely_on_passes(told)
-
-    def begin_pass(self) -> None:
-        """Take note that a backward pass begins that adds to gradients."""
-        for guard in self.guards:
-            if guard.masters is not None:
-                guard.masters.begin_pass()
-
     def _put_guard(self, optimizer: Any, masters: MasterWeights | None) -> StepGuard:
-        if masters is not None:
-            masters.rely_on_passes(self._told_of_passes)
         guard = StepGuard(
             optimizer,
             masters=masters,
@@ -344,34 +323,12 @@ class GuardedOptimizers:
             max_consecutive_skips=self.max_consecutive_skips,
             wants_flags=self.wants_flags,
             on_stepped=self.tell_stepped,
-            behind=self._behind_hooks,
         )
         guard.skips.watched = self
         guard.install()
         self._guards[optimizer] = guard
         self.guarded += 1
         return guard
-
-    def _behind_hooks(self, optimizer: Any) -> Callable[..., Any] | None:
-        """Return what torch calls in the end as an optimizer's step, where no hook or profiler wants to know of it.
-
-        What torch does around that takes longer than all that a guard does.
-        """
-        if (
-            self._inner_steps is None
-            or not self.step_hooks
-            or getattr(optimizer, "_optimizer_step_pre_hooks", True)
-            or getattr(optimizer, "_optimizer_step_post_hooks", True)
-            or profiler_enabled()
-            or torch.compiler.is_dynamo_compiling()
-        ):
-            return None
-        for hook in self.step_hooks:
-            hooks = hook.hooks_dict_ref()
-            if hooks is None or len(hooks) > 1:
-                # Others are there.
-                return None
-        return self._inner_steps.behind(type(optimizer).step)
 
     def tell_stepped(self, skips: Skips | None) -> None:
         """Let who asked for it know that an optimizer's step has ended; None for one that is never skipped."""
@@ -440,18 +397,13 @@ class GuardedOptimizers:
         if guard is None and not _is_guarded(optimizer):
             guard = self._guard_at_step(optimizer, given[0] if given else kwargs.get("closure"))
         if guard is None:
-            attached = vars(optimizer).get("step")
-            own = attached.owner if isinstance(attached, AttachedStep) else None
-            if isinstance(own, StepGuard) and own.stepping:
-                # That of an `FP16_Optimizer`.
-                return self._casts.local.with_casts_off(own.run)(step, args, kwargs)
             result = self._casts.local.with_casts_off(step)(*args, **kwargs)
             if not _is_guarded(optimizer):
                 self._plain_steps += 1
                 self.tell_stepped(None)
             return result
         if guard.stepping:
-            return step(*args, **kwargs) if guard.masters is None else guard.run(step, args, kwargs)
+            return step(*args, **kwargs)
         return guard.step(functools.partial(step, optimizer), given, kwargs)
 
     def _guard_at_step(self, optimizer: Any, closure: Any) -> StepGuard | None:
@@ -518,8 +470,6 @@ class GuardedOptimizers:
     def hand_over(self, optimizer: Any) -> MasterWeights | None:
         """Let go of an optimizer and return its masters, which stay in place."""
         masters = self.masters_of(optimizer)
-        if masters is not None:
-            masters.rely_on_passes(False)
         self._drop_guard(optimizer)
         return masters
 

@@ -48,19 +48,6 @@ def test_bytes_of_adamw(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert training.bytes_by_parameter() == pytest.approx(42.0, abs=0.3)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "expected"), [("AdamW(fused)", 30.0), ("FusedAdam", 30.0), ("FusedSGD", 22.0), ("FusedLAMB", 32.0)]
-)
-def test_bytes_with_kernels(optimizer: str, expected: float) -> None:
-    pytest.importorskip("autoamp_kernels")
-    # Gradients written 2 and read 2, the half weight 2; the master 8, and each state 8. LAMB's norm of all gradients
-    # reads them once more; that it has a second pass of its own is not seen from outside.
-    training = o2.Step(WIDTH, 2, 4, optimizer).training("O2")
-    training.run()
-    training.run()
-    assert training.bytes_by_parameter() == pytest.approx(expected, abs=0.3)
-
-
 def test_bytes_of_operators() -> None:
     old, new = torch.ones(10), torch.zeros(10)
     with Traffic([]) as traffic:

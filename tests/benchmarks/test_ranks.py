@@ -41,36 +41,12 @@ def test_both_ways_train_alike(benchmark: Any, wrapper: str) -> None:
     assert trained["torch.amp"].scaler.get_scale() == ranks.SCALE
 
 
-def calls(way: str, wrapper: str) -> int:
-    """Return what a part calls once gradients are known."""
-    training = ranks.Training.of(way, wrapper, width=16)
-    try:
-        for _ in range(4):
-            training.step()
-        return training.calls()
-    finally:
-        if training.handle is not None:
-            training.handle.deactivate()
-
-
-@pytest.mark.parametrize(("wrapper", "more"), [("DistributedDataParallel", 50), ("fully_shard", 0)])
-def test_a_step_calls_no_more(wrapper: str, more: int) -> None:
-    """Of these 24 are the patched `lerp_`, which AdamW calls for its 24 parameters, and which passes it on."""
-    assert calls("autoamp", wrapper) <= calls("torch.amp", wrapper) + more
-
-
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("wrapper", "collectives", "more"), [("DistributedDataParallel", 0, 60), ("fully_shard", 1, 0)]
-)
-def test_ranks_answer(tmp_path: Path, wrapper: str, collectives: int, more: int) -> None:
-    found = {}
+@pytest.mark.parametrize(("wrapper", "collectives"), [("DistributedDataParallel", 0), ("fully_shard", 1)])
+def test_ranks_answer(tmp_path: Path, wrapper: str, collectives: int) -> None:
     for way in ranks.WAYS:
         group = ranks.Ranks(way, wrapper, 2, tmp_path)
         whole, part, scaling = group.times()
         assert 0.0 < scaling < part < whole
         assert group.ask(ranks.COLLECTIVES) == [collectives] * 2
-        found[way] = max(group.ask(ranks.CALLS))
         group.close()
-    # Gradients are looked through once, not per parameter and not once more: see `autoamp.scaling.unchanged`.
-    assert found["autoamp"] <= found["torch.amp"] + more
