@@ -171,11 +171,14 @@ class Casts:
     def dtype_with_sparse(self, tensors: Iterable[Tensor], *, to_half: bool) -> torch.dtype:
         """Return what the arguments of a call become, one of which is sparse: fp32, but for one sparse COO matrix.
 
-        torch has no half kernels for two sparse factors and for batches, nor on CPUs for the compressed layouts.
+        torch has no half kernels for two sparse factors and for batches, nor on CPUs for the compressed layouts. The
+        cast of a sparse matrix cannot pass a dense gradient back, which `torch.mm` gives it.
         """
         sparse = [tensor for tensor in tensors if tensor.layout not in CASTABLE_LAYOUTS]
-        is_matrix = len(sparse) == 1 and sparse[0].layout is torch.sparse_coo and sparse[0].dim() == 2
-        return self.dtype if to_half and is_matrix else torch.float32
+        if not to_half or len(sparse) != 1:
+            return torch.float32
+        is_matrix = sparse[0].layout is torch.sparse_coo and sparse[0].dim() == 2
+        return self.dtype if is_matrix and not sparse[0].requires_grad else torch.float32
 
     def to_half(self, value: Any) -> Any:
         """Cast one value, however nested, to the half dtype. SparseArgument where a tensor in it is sparse."""

@@ -120,3 +120,19 @@ def test_products(name: str, layout: str, scope: str, half: torch.dtype) -> None
     torch.testing.assert_close(gradient, reference[1], rtol=0.05, atol=0.2)
     assert model.sparse.dtype is torch.float32
     assert torch.equal(model.sparse.to_dense(), before.to_dense())
+
+
+@pytest.mark.parametrize("name", ["mm", "spmm", "sparse.mm", "linear"])
+def test_gradients_of_a_sparse_parameter(name: str, half: torch.dtype) -> None:
+    sparse, product = nn.Parameter(matrix()), {**OF_AUTOCAST, **OTHERS}[name]
+    model = Graph(product, sparse)
+    results(model)
+    assert sparse.grad is not None
+    reference, sparse.grad = sparse.grad.to_dense(), None
+    handle = autoamp.init(dtype=half)
+    try:
+        results(model)
+    finally:
+        handle.deactivate()
+    assert sparse.grad is not None
+    torch.testing.assert_close(sparse.grad.to_dense(), reference, rtol=0.05, atol=0.1)
