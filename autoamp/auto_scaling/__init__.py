@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from autoamp.auto_scaling.auto_scale import AutoScale
+from autoamp.auto_scaling.backward_pass import reached_by
 
-__all__ = ["AutoScale"]
+__all__ = ["AutoScale", "reached_by"]

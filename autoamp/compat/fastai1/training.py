@@ -11,18 +11,19 @@ import functools
 import logging
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
+from autoamp.auto_scaling import reached_by
 from autoamp.compat.fastai1 import shims
 from autoamp.errors import UsageError
 from autoamp.fp16_utils import FP16_Optimizer
 from autoamp.patching import PatchSet, imitate, original_of
 from autoamp.runtime import Handle, activated, current_handle, current_runtime, suspended
-from autoamp.stepping import open_blocks
+from autoamp.stepping import master_of, open_blocks, stepped_params
 
 __all__ = ["disable", "enable", "watch"]
 
@@ -147,8 +148,20 @@ class _Batch:
             # The program runs a loss_batch of its own, with a scale_loss block in it.
             loss.backward(*args, **kwargs)
             return
-        with self._handle.scale_loss(loss, self._optimizer) as scaled_loss:
+        others = _not_stepped(self._optimizer, reached_by([loss], kwargs.get("inputs"))[0])
+        if not others:
+            with self._handle.scale_loss(loss, self._optimizer) as scaled_loss:
+                scaled_loss.backward(*args, **kwargs)
+            return
+        # An optimizer that never steps stands for the other leaves, so that the block unscales and checks theirs too.
+        # fastai does not clear their gradients, so inf and nan in them would overflow each batch to come.
+        stand_in, before = SGD(others), [leaf.grad for leaf in others]
+        stand_in.zero_grad()
+        with self._handle.scale_loss(loss, [self._optimizer, stand_in]) as scaled_loss:
             scaled_loss.backward(*args, **kwargs)
+        for leaf, gradient in zip(others, before, strict=True):
+            new = None if leaf.grad is None else leaf.grad.nan_to_num(0.0, 0.0, 0.0)
+            leaf.grad = gradient if new is None else new if gradient is None else gradient + new
 
 
 class _Batches(threading.local):
@@ -210,6 +223,12 @@ def _will_skip(optimizer: Any) -> bool:
     guard = runtime.optimizers.guard(optimizer, check=False)
     guard.finish_delayed()
     return bool(guard.pending) and guard.overflowed()
+
+
+def _not_stepped(optimizer: Optimizer, leaves: Iterable[Tensor]) -> list[Tensor]:
+    """Return the leaves that an optimizer does not step, neither themselves nor by their masters."""
+    stepped = set(map(id, stepped_params(optimizer)))
+    return [leaf for leaf in leaves if stepped.isdisjoint({id(leaf), id(master_of(leaf))})]
 
 
 def _is_guardable(optimizer: Any) -> bool:

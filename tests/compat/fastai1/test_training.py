@@ -173,6 +173,64 @@ def test_the_backward_pass_is_scaled_and_all_else_sees_true_values(package: Path
     assert runtime_of(handle).optimizers.steps == 1
 
 
+class OnAStem(Training):
+    """The linear model, behind a layer that no optimizer steps; both are clipped before the step."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.stem, self.bias = nn.Linear(4, 4), torch.zeros(2, requires_grad=True)
+        head, stem, bias = self.model, self.stem, self.bias
+        self.whole = nn.Sequential(stem, head)
+        self.model = lambda inputs: head(stem(inputs)) + bias  # type: ignore[assignment]
+
+    def leaves(self) -> list[Tensor]:
+        return [*self.whole.parameters(), self.bias]
+
+    def gradients_of_all(self, factors: list[float], clip: float | None = None) -> list[Tensor]:
+        """Train on batches, each of which adds to the gradients of what is not stepped, and return the gradients."""
+
+        class Clipping(load("callback").CallbackHandler):  # type: ignore[misc]
+            def on_backward_end(handler) -> bool:  # noqa: N805
+                if clip is not None:
+                    nn.utils.clip_grad_norm_(self.leaves(), clip)
+                return False
+
+        for factor in factors:
+            self.sgd.zero_grad()
+            self.batch(factor=factor, cb_handler=Clipping())
+        return [leaf.grad.clone() for leaf in self.leaves() if leaf.grad is not None]
+
+
+@pytest.mark.parametrize("clip", [None, 0.01])
+@pytest.mark.parametrize("auto", [True, False])
+def test_leaves_that_no_optimizer_steps_get_true_gradients(package: Path, clip: float | None, auto: bool) -> None:
+    load()
+    expected = OnAStem().gradients_of_all([1.0, 1.0], clip)
+    handle = active()
+    if auto:
+        handle.auto_scale()
+    found = OnAStem().gradients_of_all([1.0, 1.0], clip)
+    assert len(found) == len(expected) == 5
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=1e-4)
+
+
+def test_an_overflow_leaves_no_inf_in_leaves_that_no_optimizer_steps(package: Path) -> None:
+    load()
+    expected = OnAStem().gradients_of_all([1.0])
+    handle = active()
+    training = OnAStem()
+    weight = training.whole[1].weight.detach().clone()
+    training.gradients_of_all([1e30])
+    assert torch.equal(training.whole[1].weight, weight)
+    assert handle.skipped_steps == 1
+    found = training.gradients_of_all([1.0])
+    assert handle.skipped_steps == 1
+    # The last is of fp32 alone, where that gradient is finite.
+    for one, other in zip(found[:-1], expected[:-1], strict=True):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=1e-4)
+
+
 def test_names_that_others_took_are_patched_and_restored(package: Path) -> None:
     taken = load("basics").loss_batch
     handle = active()
