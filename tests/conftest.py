@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
@@ -24,6 +25,11 @@ torch._dynamo.mutation_guard.install_generation_tagging_init()
 # Half a million objects of torch and of the tests are there by the end of the collection, and stay. To look through
 # them takes 0.3 s each time; `pytest_collection_finish` sees to it that nobody does.
 gc.disable()
+
+# The same examples in each run; `--hypothesis-profile=thousands` draws many more, others each time.
+hypothesis.settings.register_profile("suite", derandomize=True, deadline=None, report_multiple_bugs=False)
+hypothesis.settings.register_profile("thousands", max_examples=2000, deadline=None, print_blob=True)
+hypothesis.settings.load_profile("suite")
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 HALVES = [torch.float16, torch.bfloat16]
