@@ -722,9 +722,12 @@ class StepGuard:
                 hopeless = self._agree(together, hopeless=hopeless).is_hopeless()
             elif several_processes():
                 self._look_again(self.params())
+            # The pass may have had a lower scale than its scaler, so that is what tells whether there is a lower one.
+            scales = [(verdict.scaler, verdict.scaler.loss_scale) for verdict in self.pending]
             blamed = self.settle()
+            can_lower = any(scaler.loss_scale < before for scaler, before in scales)
             # A lower scale helps against large gradients, not against a loss that is inf already.
-            if blamed is None or blamed.scaler.loss_scale >= float(blamed.scale) or hopeless:
+            if blamed is None or not can_lower or hopeless:
                 break
         return loss, blamed
 

@@ -26,14 +26,15 @@ def handle() -> autoamp.Handle:
 class Program:
     """One parameter, and a closure whose gradients are the factors that are given, one for each call."""
 
-    def __init__(self, *factors: float) -> None:
+    def __init__(self, *factors: float, dtype: torch.dtype = torch.float32) -> None:
         self.param = torch.ones(1, requires_grad=True)
         self.factors = list(factors)
+        self.dtype = dtype
         self.calls = 0
 
     def closure(self) -> Tensor:
         self.param.grad = None
-        loss = (self.param * self.factors[min(self.calls, len(self.factors) - 1)]).sum()
+        loss = (self.param.to(self.dtype) * self.factors[min(self.calls, len(self.factors) - 1)]).sum()
         self.calls += 1
         loss.backward()
         return loss.detach()
@@ -112,6 +113,16 @@ def test_a_later_evaluation_that_overflows_is_repeated(handle: autoamp.Handle) -
     # The optimizer asked twice.
     assert program.calls == 3
     assert (handle.skipped_steps, handle.loss_scale) == (0, 2.0**15)
+
+
+def test_a_half_loss_whose_scale_is_below_the_scalers_is_evaluated_again(handle: autoamp.Handle) -> None:
+    """A pass that begins at an fp16 tensor is scaled by 2**15 at most: one backoff from 2**16 lowers it by nothing."""
+    program = Program(1.0, 3.0, dtype=torch.float16)
+    optimizer = torch.optim.LBFGS([program.param], lr=1.0, max_iter=2)
+    optimizer.step(program.closure)
+    assert program.param.grad is not None
+    assert float(program.param.grad) == 3.0
+    assert (handle.skipped_steps, handle.loss_scale) == (0, 2.0**14)
 
 
 @pytest.mark.parametrize("factor", [EDGE, float("inf"), float("nan")])
