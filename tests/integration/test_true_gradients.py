@@ -83,11 +83,6 @@ def as_data(gradient: Tensor) -> Tensor:
     return tensor
 
 
-# Of gradients that wait, scaled, for the step of their masters.
-WAITS = pytest.mark.xfail(strict=True, reason="the gradient raises AttributeError, or is multiplied by the loss scale")
-COMES_BACK = pytest.mark.xfail(strict=True, reason="the next block adds to a gradient that was cleared")
-TRUE_BY_NOW = ("foreach norm", "numpy")
-
 READERS: dict[str, tuple[Callable[[Any], Any], float]] = {
     "product with itself": (lambda g: g * g, 4.0),
     "comparison with itself": (lambda g: torch.equal(g, g) * torch.ones(()), 1.0),
@@ -104,7 +99,7 @@ READERS: dict[str, tuple[Callable[[Any], Any], float]] = {
 }
 
 
-@pytest.mark.parametrize("reader", [pytest.param(name, marks=[] if name in TRUE_BY_NOW else WAITS) for name in READERS])
+@pytest.mark.parametrize("reader", READERS)
 @pytest.mark.filterwarnings("ignore:To copy construct", "ignore:.*torch.jit")
 def test_a_gradient_is_true_however_it_is_read(way: str, reader: str) -> None:
     training = Training(way)
@@ -156,7 +151,6 @@ def clear_parameters(training: Training) -> None:
         p.grad = None
 
 
-@pytest.mark.parametrize("way", [pytest.param("O2", marks=COMES_BACK), "FP16_Optimizer"])
 def test_a_gradient_that_was_zeroed_and_then_cleared_on_the_model_does_not_come_back(way: str) -> None:
     training = Training(way)
     training.backward(4.0)
@@ -168,7 +162,6 @@ def test_a_gradient_that_was_zeroed_and_then_cleared_on_the_model_does_not_come_
     training.steps_by(1.0)
 
 
-@COMES_BACK
 def test_a_master_gradient_that_was_replaced_and_then_cleared_on_the_model_does_not_come_back(
     way: str, scale: float
 ) -> None:
@@ -181,7 +174,7 @@ def test_a_master_gradient_that_was_replaced_and_then_cleared_on_the_model_does_
     training.steps_by(1.0)
 
 
-@pytest.mark.parametrize("foreach", [pytest.param(True, marks=WAITS), False])
+@pytest.mark.parametrize("foreach", [True, False])
 def test_the_gradients_of_the_model_are_clipped_in_each_step(way: str, foreach: bool) -> None:
     training = Training(way)
     for _ in range(2):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -85,7 +84,6 @@ def test_training_is_that_of_plain_torch(setup: Setup, actions: list[Any]) -> No
         run(setup, actions)
 
 
-@pytest.mark.xfail(strict=True, reason="gradients that wait at O2 are not true for all who read, clear or replace them")
 @MANY
 @given(setup=setups("O2", "FP16_Optimizer"), actions=PROGRAMS)
 def test_training_with_master_weights_is_that_of_plain_torch(setup: Setup, actions: list[Any]) -> None:
