@@ -38,6 +38,11 @@ class LossScalers:
         self._off: weakref.WeakSet[Any] = weakref.WeakSet()
         self._own: weakref.WeakKeyDictionary[Any, OwnScalers] = weakref.WeakKeyDictionary()
 
+    @property
+    def latest(self) -> list[LossScaler]:
+        """Those of the last call of `initialize`, with what earlier ones share with it; without any call all."""
+        return self.all if self._latest is None else self._latest
+
     def choose(self, loss_id: int, optimizers: Any = ()) -> LossScaler:
         """Return the scaler of a loss of these optimizers: one, or a list or tuple.
 
@@ -46,7 +51,7 @@ class LossScalers:
         Raises:
             UsageError: There is none of that number.
         """
-        latest = self.all if self._latest is None else self._latest
+        latest = self.latest
         try:
             choices = [self._of.get(optimizer, latest) for optimizer in listed(optimizers)] or [latest]
         except TypeError:

@@ -85,7 +85,7 @@ def initialize(
         )  # fmt: skip
     amp_state.verbosity, amp_state.min_loss_scale, amp_state.max_loss_scale = loudness, lowest, highest
     if on:
-        amp_state.put(_properties(level, overrides))
+        amp_state.put(_properties(level, overrides), int(as_number("num_losses", num_losses) or 1))
         for optimizer in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
             if optimizer is not None:
                 AmpStash(optimizer).attach(optimizer)
@@ -121,7 +121,7 @@ def _properties(level: str, overrides: Mapping[str, Any]) -> Properties:
             setattr(properties, name, value)
     ours = runtime.current_runtime()
     if ours is not None:
-        scaler = ours.optimizers.scalers[0]
+        scaler = ours.optimizers.loss_scalers.latest[0]
         properties.loss_scale = "dynamic" if isinstance(scaler, DynamicLossScaler) else scaler.loss_scale
     return properties
 

@@ -165,19 +165,24 @@ class AmpState:
         self.min_loss_scale: float | None = None
         self.max_loss_scale = 2.0**24
         self._views: list[ScalerView] = []
-        self._initialized: tuple[weakref.ref[Handle] | None, Properties] = (None, Properties())
+        self._handle: weakref.ref[Handle] | None = None
+        self._properties, self._num_losses = Properties(), 1
 
-    def put(self, properties: Properties) -> None:
-        """Take the properties of the handle that ``initialize`` has just set up."""
+    def put(self, properties: Properties, num_losses: int) -> None:
+        """Take the properties of the handle that ``initialize`` has just set up, and the number of its losses."""
         handle = current_handle()
-        self._initialized = None if handle is None else weakref.ref(handle), properties
+        self._handle = None if handle is None else weakref.ref(handle)
+        self._properties, self._num_losses = properties, num_losses
+
+    def _is_current(self) -> bool:
+        """Tell whether the active handle is that of the last `put`."""
+        handle = current_handle()
+        return handle is not None and self._handle is not None and self._handle() is handle
 
     @property
     def opt_properties(self) -> Properties:
         """What ``initialize`` came to. ``enabled`` is False before it, and after ``initialize(enabled=False)``."""
-        reference, properties = self._initialized
-        handle = current_handle()
-        return properties if handle is not None and reference is not None and reference() is handle else Properties()
+        return self._properties if self._is_current() else Properties()
 
     @property
     def handle(self) -> AmpHandle | None:
@@ -186,9 +191,11 @@ class AmpState:
 
     @property
     def loss_scalers(self) -> list[ScalerView]:
-        """A view of each loss's scaler, the same as long as the scaler is; empty before ``initialize``."""
+        """A view of each scaler of the last ``initialize``, the same as long as the scaler is; empty before it."""
         runtime = current_runtime()
-        scalers = runtime.optimizers.scalers if runtime is not None else []
+        scalers = runtime.optimizers.loss_scalers.latest if runtime is not None else []
+        if self._is_current():
+            scalers = scalers[: self._num_losses]
         known = {id(view._scaler): view for view in self._views}
         self._views = [known.get(id(scaler)) or ScalerView(scaler) for scaler in scalers]
         return self._views

@@ -214,3 +214,24 @@ def test_fp16_utils_by_star(apex: Any) -> None:
     optimizer.backward(before)
     optimizer.step()
     assert network(data).float().square().mean() < before
+
+
+def test_the_state_has_the_scalers_of_the_latest_call(apex: Any) -> None:
+    kept, state = [], apex.amp._amp_state
+    for call, (losses, given) in enumerate([(3, {}), (2, {"loss_scale": 8.0}), (1, {}), (2, {"loss_scale": 16.0})]):
+        model, optimizer, data = parts()
+        kept.append(apex.amp.initialize(model, optimizer, opt_level="O1", num_losses=losses, verbosity=0, **given))
+        assert len(state.loss_scalers) == losses
+        assert [scaler.dynamic for scaler in state.loss_scalers] == [not given] * losses
+        assert state.opt_properties.loss_scale == given.get("loss_scale", "dynamic")
+        scale = 2.0**call
+        state.loss_scalers[0]._loss_scale = scale
+        loss = model(data).float().mean()
+        with apex.amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+            assert float(scaled_loss.detach()) == pytest.approx(float(loss.detach()) * scale)
+    model, optimizer = kept[1]
+    loss = model(data).float().mean()
+    with apex.amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+        assert float(scaled_loss.detach()) == pytest.approx(float(loss.detach()) * 2.0)
