@@ -59,7 +59,6 @@ __all__ = [
     "next_sequence_number",
     "normed_weight",
     "process_groups",
-    "profiler_enabled",
     "root_of_mesh",
     "sequence_number",
     "sharded_compute_dtype",
@@ -130,9 +129,6 @@ DispatchMode: Any = _find("torch.utils._python_dispatch.TorchDispatchMode", None
 
 is_transformed: Callable[[Tensor], bool] = _find("torch._C._functorch.is_functorch_wrapped_tensor", lambda _: True)
 """Whether a transform of `torch.func` wraps a tensor."""
-
-profiler_enabled: Callable[[], bool] = _find("torch._C._autograd._profiler_enabled", lambda: True)
-"""Whether torch.profiler runs in this thread; it runs once at a time."""
 
 
 def compiled_graphs() -> int:

@@ -14,7 +14,7 @@ import torch
 from autoamp.diagnostics.exponents import FORMATS
 from autoamp.diagnostics.report.recording import Recording
 from autoamp.diagnostics.report.remedies import remedies
-from autoamp.diagnostics.report.sampling import Samples
+from autoamp.diagnostics.report.sampling import CallTime, Samples
 from autoamp.errors import UsageError
 
 __all__ = ["FAULTS", "KIND", "SCHEMA", "failures", "plain", "report_of"]
@@ -195,24 +195,25 @@ def _timeline(handle: Any, recording: Recording | None, steps: int) -> dict[str,
 
 def _samples(recording: Recording | None) -> dict[str, Any]:
     if recording is None:
-        return {"recorded": False, "steps": [], "seconds": 0.0, "sampled_seconds": 0.0, "trouble": None}
+        return {"recorded": False, "steps": [], "seconds": 0.0, "sampled_seconds": 0.0, "left_out": 0, "trouble": None}
     return {
         "recorded": True,
-        "steps": [{"step": step, "kind": kind} for step, kind in recording.samples.steps],
+        "steps": [sample._asdict() for sample in recording.samples.steps],
         "seconds": recording.seconds,
         "sampled_seconds": recording.sampled_seconds,
+        "left_out": recording.left_out,
         "trouble": recording.trouble,
     }
 
 
 def _trace(samples: Samples) -> dict[str, Any]:
-    rows = [
-        {**row.to_dict(), "root": row.site.root, "timed_calls": samples.timed.get(key, 0)}
-        for rows in (samples.rows, samples.unlisted)
-        for key, row in rows.items()
-    ]
+    rows = []
+    for key, row in (*samples.rows.items(), *samples.unlisted.items()):
+        timed = samples.times.get(key, CallTime())
+        times = {"timed_calls": timed.calls, "cpu_us": timed.cpu_us if timed.calls else None}
+        rows.append({**row.to_dict(), "root": row.site.root, **times, "device_us": timed.device_us})
     return {
-        "steps": [step for step, kind in samples.steps if kind != "values"],
+        "steps": [sample.step for sample in samples.steps if sample.kind == "casts"],
         "rows": rows,
         "hints": [hint.to_dict() for hint in sorted(samples.hints.values(), key=lambda hint: -hint.bytes)],
     }
@@ -221,7 +222,7 @@ def _trace(samples: Samples) -> dict[str, Any]:
 def _values(samples: Samples, loss_scale: float) -> dict[str, Any]:
     """Return histograms by place and parameter; gradients without the loss scale."""
     return {
-        "steps": [step for step, kind in samples.steps if kind == "values"],
+        "steps": [sample.step for sample in samples.steps if sample.kind == "values"],
         "loss_scale": loss_scale,
         "formats": {dtype: list(limits) for dtype, limits in FORMATS.items()},
         "ops": [
@@ -287,6 +288,10 @@ def _coverage(handle: Any, recording: Recording | None, samples: Samples) -> lis
     if recording is None:
         add("nothing recorded", 1, "casts, values and the scale's way are missing", "call handle.record() first")
         return found
+    cut = [sample.step for sample in recording.samples.steps if not sample.whole]
+    add("samples not to the end of the step", len(cut), "steps " + ", ".join(map(str, cut)) + ": a sample ends after "
+        "so many calls, bytes or seconds", "none needed")  # fmt: skip
+    add("samples left out", recording.left_out, "those before had taken the time for them", "none needed")
     add("trouble", int(recording.trouble is not None), recording.trouble or "", "run with fewer other tools")
     add("compiled graphs", recording.graphs, "torch.compile made these; casts within them were compiled in and are "
         "not shown, and overflows in them are not located", "run once without torch.compile")  # fmt: skip

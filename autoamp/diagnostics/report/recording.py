@@ -15,14 +15,15 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autoamp.diagnostics.observer import Observer, Watch
 from autoamp.diagnostics.ranges import ValueProfile
-from autoamp.diagnostics.report.sampling import Onlooker, Samples, plan
+from autoamp.diagnostics.report.sampling import CallTimes, Onlooker, Sample, Samples, plan
 from autoamp.diagnostics.trace import CastTrace
 from autoamp.diagnostics.verdicts import Overflow
-from autoamp.torch_private import compiled_graphs, dispatch_modes, profiler_enabled
+from autoamp.torch_private import compiled_graphs, dispatch_modes
 
 __all__ = ["Recorded", "Recording"]
 
@@ -30,6 +31,8 @@ log = logging.getLogger(__name__)
 
 _MOST_POINTS = 20_000
 _MOST_SKIPS = 5_000
+# Samples together may take so many seconds, and so much of the time since the beginning.
+_FREE, _PART = 0.5, 0.2
 
 
 class Recorded(Protocol):
@@ -42,7 +45,7 @@ class Recorded(Protocol):
     def observe(self, observer: Observer) -> Watch:
         """Tell an observer of each call."""
 
-    def trace(self, *, profile: bool = False) -> CastTrace:
+    def trace(self) -> CastTrace:
         """Return a cast trace."""
 
     def look_at_values(self) -> ValueProfile:
@@ -61,7 +64,7 @@ class Recording(Watch):
     Args:
         handle: Whose run it is.
         sample: Whether some steps are looked at closely.
-        times: Whether torch.profiler takes times in these.
+        times: Whether calls are timed in these.
 
     Attributes:
         steps: How many steps of optimizers there were, skips included.
@@ -69,7 +72,8 @@ class Recording(Watch):
         skips: The step, the scale and the `Overflow` of each skip; None where nobody explained it.
         samples: What was seen of the steps that were looked at.
         onlooker: What was seen of calls that nothing was cast for.
-        seconds: The time since the beginning, and of it that of the steps that were looked at.
+        seconds: The time since the beginning.
+        left_out: How many samples were not taken, as those before had taken the time for them.
         graphs: How many graphs torch.compile made meanwhile.
         trouble: Why steps were not looked at, where that is so.
     """
@@ -80,8 +84,10 @@ class Recording(Watch):
         self.scales: list[tuple[int, float]] = []
         self.skips: list[tuple[int, float | None, Overflow | None]] = []
         self.samples = Samples()
-        self.onlooker = Onlooker(handle.settings.device_type, lambda: self._end_sample("limit"))
-        self.sampled_seconds = 0.0
+        self.left_out = 0
+        self.onlooker = Onlooker(
+            handle.settings.device_type, lambda: self._allowed() < 0, lambda: self._end_sample("limit")
+        )
         self.trouble: str | None = None
         self._handle = handle
         self._sample, self._times = sample, times
@@ -99,6 +105,11 @@ class Recording(Watch):
     def seconds(self) -> float:
         """The time since the beginning, up to the end."""
         return (self._ended_at or time.perf_counter()) - self._began
+
+    @property
+    def sampled_seconds(self) -> float:
+        """The time of all samples together."""
+        return sum(sample.seconds for sample in self.samples.steps)
 
     @property
     def graphs(self) -> int:
@@ -150,8 +161,9 @@ class Recording(Watch):
     # -- steps --
 
     def _model_called(self) -> None:
-        self._handle.on_model(None)
-        if self.steps == 0:
+        # Between two steps a program may evaluate, which is no part of either. Before the first it may be all there is.
+        if self.steps == 0 or torch.is_grad_enabled():
+            self._handle.on_model(None)
             self._begin_sample()
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
@@ -183,7 +195,7 @@ class Recording(Watch):
             if guarded:
                 self._hold()
             if self._held is not None:
-                self._begin_sample()
+                self._handle.on_model(self._model_called)
         elif guarded and self._running is None and self._held is not None:
             self._held.stop()
             self._held = None
@@ -221,28 +233,42 @@ class Recording(Watch):
         if self._held is None:
             self._held = self._handle.observe(self.onlooker)
 
+    def _allowed(self) -> float:
+        """Return how many seconds samples may still take."""
+        running = 0.0 if self._running is None else time.perf_counter() - self._running[4]
+        return _FREE + _PART * self.seconds - self.sampled_seconds - running
+
+    def _looking(self, kind: str) -> Any:
+        """Return what looks at a step, for a ``with`` statement."""
+        if kind == "values":
+            return self._handle.look_at_values()
+        if kind == "times":
+            return CallTimes(self._handle.observe, self._handle.settings.device_type)
+        return self._handle.trace()
+
     def _begin_sample(self) -> None:
         kind = plan(self.steps)
         # Modes of the program that it ends later would be ended in our place.
-        if kind is None or dispatch_modes():
+        if kind is None or dispatch_modes() or (kind == "times" and not self._times):
             return
-        times = kind == "times" and self._times and not profiler_enabled()
-        looking: Any = self._handle.look_at_values() if kind == "values" else self._handle.trace(profile=times)
+        if self._allowed() < 0:
+            self.left_out += 1
+            return
+        looking, began = self._looking(kind), time.perf_counter()
         try:
             looking.__enter__()
         except RuntimeError as error:
             self.trouble = f"step {self.steps} could not be looked at: {error}"
             log.debug("a step could not be looked at", exc_info=True)
             return
-        kind = "casts" if kind == "times" and not times else kind
-        self._running = self.steps, kind, looking, threading.get_ident(), time.perf_counter()
+        self._running = self.steps, kind, looking, threading.get_ident(), began
         self.onlooker.begin()
 
     def _end_sample(self, why: str) -> None:
         if self._running is None:
             return
         step, kind, looking, thread, began = self._running
-        if thread != threading.get_ident() or dispatch_modes() > 1:
+        if thread != threading.get_ident() or (kind != "times" and dispatch_modes() > 1):
             # Modes end in the thread and in the order in which they began.
             if why != "end":
                 return
@@ -253,11 +279,13 @@ class Recording(Watch):
         looking.__exit__(None, None, None)
         if kind == "values":
             self.samples.add_values(looking)
+        elif kind == "times":
+            self.samples.add_times(looking)
         else:
             self.samples.add_trace(looking)
         self.samples.add_modules(self.onlooker.roots)
-        self.samples.steps.append((step, kind))
-        self.sampled_seconds += time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        self.samples.steps.append(Sample(step, kind, seconds, whole=why != "limit"))
 
 
 def _leave_in_child(recording: weakref.ref[Recording]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -28,11 +29,50 @@ def test_steps_skips_and_samples() -> None:
     assert recording.steps == 14
     assert [step for step, _, _ in recording.skips] == [4, 9]
     assert [found.kind for _, _, found in recording.skips] == ["half_precision_op"] * 2
-    assert recording.samples.steps == [(0, "casts"), (1, "casts"), (2, "values"), (10, "casts"), (11, "values")]
+    assert looked_at(recording) == [(0, "casts"), (2, "values"), (10, "casts"), (12, "values")]
     linear = [row for row in recording.samples.rows.values() if row.op.endswith("linear")]
-    # Three layers, in three steps that were traced, the first of all included.
-    assert sorted(row.calls for row in linear) == [3, 3, 3]
+    # Three layers, in two steps that were traced, the first of all included.
+    assert sorted(row.calls for row in linear) == [2, 2, 2]
     assert {"0.weight", "2.project.bias"} <= recording.samples.gradients.keys()
+
+
+def looked_at(recording: Any) -> list[tuple[int, str]]:
+    assert all(sample.whole for sample in recording.samples.steps)
+    return [(sample.step, sample.kind) for sample in recording.samples.steps]
+
+
+def evaluated(calls: int, *, no_grad: bool) -> dict[str, Any]:
+    """Train for 12 steps, with an evaluation of so many calls after each, and return the report."""
+    handle: Any = autoamp.init(device_type="cpu", dtype=torch.bfloat16)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle.record()
+    for _ in range(12):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        with torch.set_grad_enabled(not no_grad):
+            for _ in range(calls):
+                model(torch.ones(2, 4))
+    found: dict[str, Any] = handle.report()
+    return found
+
+
+def test_an_evaluation_between_steps_is_no_part_of_a_step() -> None:
+    found = evaluated(50, no_grad=True)
+    (row,) = [row for row in found["trace"]["rows"] if row["op"].endswith("linear")]
+    # Steps 0 and 10 were traced, steps 1 and 11 timed.
+    assert (row["calls"], row["timed_calls"]) == (2, 2)
+    assert row["cpu_us"] > 0.0
+
+
+def test_a_sample_has_an_end_and_the_report_tells_its_cost() -> None:
+    found = evaluated(6_000, no_grad=False)
+    assert 0 < sum(row["calls"] for row in found["trace"]["rows"]) < 6_000
+    cut = [sample["step"] for sample in found["samples"]["steps"] if not sample["whole"]]
+    assert {1, 2} <= set(cut) or found["samples"]["left_out"]
+    told = [line["what"] for line in found["coverage"]]
+    assert "samples not to the end of the step" in told
+    assert 0.0 < found["samples"]["sampled_seconds"] < found["samples"]["seconds"]
 
 
 def test_nothing_observes_between_samples_and_after() -> None:
@@ -56,7 +96,7 @@ def test_optimizers_that_nobody_guards_are_seen() -> None:
         optimizer.step()
     recording.stop()
     assert recording.steps == 4
-    assert recording.samples.steps == [(0, "casts"), (1, "casts"), (2, "values")]
+    assert looked_at(recording) == [(0, "casts"), (2, "values")]
 
 
 def test_a_mode_of_the_program_ends_as_it_would() -> None:
