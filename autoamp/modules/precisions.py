@@ -183,8 +183,8 @@ def _fault(pattern: str) -> str | None:
     found: Any = sys.modules[parts[0]]
     for place, part in enumerate(parts[1:], 1):
         if not hasattr(found, part):
-            if parts[0] != "torch" and place < len(parts) - 1:
-                # A submodule that is not imported yet.
+            if (parts[0] != "torch" and place < len(parts) - 1) or _is_running(found):
+                # A submodule that is not imported yet, or a class that is not defined yet.
                 return None
             last = place == len(parts) - 1
             names = [name for name in dir(found) if not last or _is_module_class(getattr(found, name, None))]
@@ -194,6 +194,13 @@ def _fault(pattern: str) -> str | None:
             return f"names no class: {above} has no {part!r}" + (f"; did you mean {hint}?" if hint else "")
         found = getattr(found, part)
     return None if _is_module_class(found) else "is no class of modules: write one, such as 'torch.nn.BatchNorm2d'"
+
+
+def _is_running(module: Any) -> bool:
+    """Tell whether a module is still executed, so that it may yet define a class: the script itself, or an import."""
+    if getattr(module, "__name__", None) in ("__main__", "__mp_main__"):
+        return True
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
 def _is_module_class(value: Any) -> bool:

@@ -107,6 +107,20 @@ def test_a_run_has_its_lists_its_seed_and_its_metric(script: Path, tmp_path: Pat
     assert other.metric != in_fp32.metric
 
 
+def test_a_run_has_the_modules_of_its_list_also_those_of_the_script(script: Path, tmp_path: Path) -> None:
+    script.write_text(
+        "import torch\n"
+        "class Outer(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return torch.nn.functional.linear(x, torch.ones(2, 2)).dtype\n"
+        "loss = 1.0 + (Outer()(torch.ones(1, 2, requires_grad=True)) is torch.float16)\n"
+    )
+    runs = runs_of(tmp_path / "runs", 300.0, script)
+    listed = runs.run((Proposal("__main__.Outer", "fp32", "unsafe", "", of_module=True),), 0)
+    assert (listed.failed, listed.metric) == (None, 1.0)
+    assert runs.run((), 0).metric == 2.0
+
+
 def test_a_run_that_fails_says_why_and_one_without_time_is_not_made(script: Path, tmp_path: Path) -> None:
     script.write_text("loss = 0.25\nraise ValueError('no data')\n")
     found = runs_of(tmp_path / "runs", 300.0, script).run(None, 0)
