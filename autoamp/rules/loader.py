@@ -19,12 +19,27 @@ __all__ = ["ENVIRONMENT_VARIABLE", "check_bare_names", "load_table", "located", 
 
 ENVIRONMENT_VARIABLE = "AUTOAMP_LISTS"
 PROJECT_FILE = "autoamp.toml"
+# Far beyond any list that somebody wrote: 300 rules take 20 KB.
+_MOST_BYTES = 10**6
+_LONGEST_CHAIN = 32
+
+
+def _content(path: Path | Traversable) -> bytes:
+    """Return what a file holds. OSError: there is none, it is no regular file, or it is too large."""
+    if os.path.exists(str(path)) and not path.is_file():
+        # To open a FIFO waits for a writer.
+        raise OSError("it is no regular file")
+    with path.open("rb") as file:
+        raw = file.read(_MOST_BYTES + 1)
+    if len(raw) > _MOST_BYTES:
+        raise OSError(f"it has more than {_MOST_BYTES} bytes")
+    return raw
 
 
 def _read(path: Path | Traversable, name: str, asked_by: Origin) -> ListSet:
     """Read and check a list file. Where it cannot be read the error names `asked_by`, which asks for it."""
     try:
-        raw = path.read_bytes()
+        raw = _content(path)
     except (OSError, ValueError) as error:
         remedy = f"give the path of a list file, or a shipped set: {choices(shipped_sets())}"
         raise ListFileError(f"{name!r} cannot be read ({error}); {remedy}", asked_by.path, asked_by.line) from error
@@ -59,14 +74,20 @@ def _read_named(ref: str, asked_by: Origin, folder: Path) -> ListSet:
 
 def _read_pyproject(path: Path) -> ListSet | None:
     """Return the set under `[tool.autoamp]`, or None where there is no such table."""
+    if not path.is_file():
+        return None
     try:
-        raw = path.read_bytes()
+        raw = _content(path)
         # An error in a file that never mentions autoamp is not ours to report.
         data, lines = parse_toml(raw if b"autoamp" in raw else b"")
     except TomlError as error:
         raise ListFileError(str(error), str(path), error.line) from error
-    except OSError:
+    except PermissionError:
         return None
+    except OSError as error:
+        raise ListFileError(
+            f"it cannot be read ({error}); run in another folder, or make it smaller", str(path)
+        ) from error
     tool = data.get("tool")
     if not isinstance(tool, dict) or (table := tool.get("autoamp")) is None:
         return None
@@ -164,6 +185,8 @@ class _Layers:
         if name in chain:
             cycle = " -> ".join((*chain[chain.index(name) :], name))
             fail(asked_by, f"extends in a circle: {cycle}; take one of these out")
+        if len(chain) > _LONGEST_CHAIN:
+            fail(asked_by, f"{ref!r} is beyond {_LONGEST_CHAIN} `extends` in a row; merge some of these lists")
         if name not in self.bases:
             self._extend(found, (*chain, name))
             self.bases[name] = found.own

@@ -42,6 +42,14 @@ def test_sets_are_found_in_a_checkout_and_when_installed(tmp_path: Path, lists_a
     assert run.stdout.split("\n")[0] == "('default', 'mine') lists/default.toml:2 1"
 
 
+def without_torch(folder: Path) -> str:
+    """Return a folder from which ``autoamp`` is imported without its ``__init__``, which imports torch."""
+    stub = folder / "stub" / "autoamp"
+    stub.mkdir(parents=True)
+    stub.joinpath("__init__.py").write_text(f"__path__ = [{str(Path(autoamp.__file__).parent)!r}]", encoding="utf-8")
+    return str(stub.parent)
+
+
 def test_reading_a_list_imports_nothing_that_it_names(tmp_path: Path) -> None:
     write(tmp_path / "nosuch_pkg_a.py", "raise SystemExit(9)", schema=False)
     path = write(
@@ -52,10 +60,7 @@ def test_reading_a_list_imports_nothing_that_it_names(tmp_path: Path) -> None:
         f"table = rules.load_table({str(path)!r}, environ={{}})\n"
         "print(sorted(set(sys.modules) - before - {'autoamp.lists'}), len(table.modules), 'torch' in before)"
     )
-    stub = tmp_path / "stub" / "autoamp"
-    stub.mkdir(parents=True)
-    stub.joinpath("__init__.py").write_text(f"__path__ = [{str(Path(autoamp.__file__).parent)!r}]", encoding="utf-8")
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(stub.parent), str(tmp_path)])}
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([without_torch(tmp_path), str(tmp_path)])}
     run = subprocess.run(
         [sys.executable, "-S", "-c", code], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True
     )
@@ -264,6 +269,80 @@ def test_two_lists_in_one_folder_are_an_error_that_names_both(place: Path) -> No
         load()
     assert str(place / "autoamp.toml") in str(caught.value)
     assert str(place / "pyproject.toml") in str(caught.value)
+
+
+SPECIAL = """
+import resource, sys
+from autoamp import rules
+# So that a device without an end is an error, and takes not all memory of the machine.
+resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
+try:
+    rules.load_table(**({"lists": sys.argv[1]} if len(sys.argv) > 1 else {}))
+except ValueError as error:
+    print(error.path, error.message, sep="|")
+"""
+
+
+@pytest.mark.parametrize("named_by", ["lists=", "AUTOAMP_LISTS", "extends", "pyproject.toml"])
+@pytest.mark.parametrize("kind", ["fifo", "device", "folder"])
+def test_a_list_file_is_a_regular_file(place: Path, tmp_path: Path, kind: str, named_by: str) -> None:
+    path = place / ("pyproject.toml" if named_by == "pyproject.toml" else "special.toml")
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+    asking = write(place / "mine.toml", "extends = 'special.toml'") if named_by == "extends" else path
+    environ = {**os.environ, "PYTHONPATH": without_torch(tmp_path)}
+    if named_by == "AUTOAMP_LISTS":
+        environ["AUTOAMP_LISTS"] = str(path)
+    given = [str(asking)] if named_by in ("lists=", "extends") else []
+    run = subprocess.run(
+        [sys.executable, "-S", "-c", SPECIAL, *given],
+        cwd=place,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert run.returncode == 0, run.stderr
+    if named_by == "pyproject.toml":
+        # A project's file that is not ours, and has nothing to say.
+        assert run.stdout == ""
+        return
+    where, message = run.stdout.split("|")
+    assert where == (str(asking) if named_by == "extends" else named_by)
+    assert f"'{path}' cannot be read (it is no regular file); give the path of a list file" in message
+
+
+@pytest.mark.parametrize("name", ["mine.toml", "autoamp.toml", "pyproject.toml"])
+def test_a_list_file_has_a_megabyte_at_most(place: Path, name: str) -> None:
+    table = "[tool.autoamp]" if name == "pyproject.toml" else "schema = 1"
+    text = f"{table}\nfp32 = ['linear']\n#"
+    path = write(place / name, text + "x" * (10**6 - len(text)), schema=False)
+    given = path if name == "mine.toml" else None
+    assert policies(load(given))["linear"] == "fp32"
+    write(path, text + "x" * (10**6 - len(text) + 1), schema=False)
+    with pytest.raises(ListFileError, match=r"has more than 1000000 bytes") as caught:
+        load(given)
+    assert str(path) in str(caught.value)
+
+
+def test_a_chain_of_extends_has_an_end(place: Path) -> None:
+    def chain(length: int) -> Path:
+        for number in range(length):
+            write(place / f"{number}.toml", f"extends = '{number + 1}.toml'")
+        write(place / f"{length}.toml", "extends = []\nfp32 = ['linear']")
+        return place / "0.toml"
+
+    assert policies(load(chain(32))) == {"linear": "fp32"}
+    for length in (33, 1500):
+        with pytest.raises(ListFileError, match=r"32 `extends`.*merge") as caught:
+            load(chain(length))
+        assert caught.value.path == str(place / "32.toml")
+        assert caught.value.line == 2
+        assert "'33.toml'" in str(caught.value)
 
 
 def test_a_cycle_of_extends_shows_the_chain(place: Path) -> None:
