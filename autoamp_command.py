@@ -45,7 +45,7 @@ lose least. Costs several times the time of a plain run: give it few steps.
 _TUNE_HELP = """\
 Measures what each op of a program costs in half precision and in fp32 on this device, and which ops half cannot hold.
 Then runs the program with changed lists, and keeps what keeps the metric within tolerance of that in fp32. What it has
-when the budget is spent is written, each entry with its reason. Ctrl-C keeps the best so far.
+when the budget is spent is written, each entry with its reason. Ctrl-C and SIGTERM keep the best so far.
 """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -10,8 +11,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from autoamp.cli.output import say
 from autoamp.errors import UsageError
 from autoamp.rules import ENVIRONMENT_VARIABLE
 from autoamp.tuning import (
+    INTERRUPTED,
     METRICS_VARIABLE,
     Outcome,
     OutOfBudget,
@@ -29,6 +32,7 @@ from autoamp.tuning import (
     Survey,
     list_text,
     printed_metric,
+    printed_names,
     proposals_of,
     reported_metric,
     summary_of,
@@ -39,6 +43,9 @@ __all__ = ["seconds_of", "tune"]
 
 # What of the budget the survey may take, half of it for the program and half for timing ops.
 _SURVEY = 0.4
+_TERMINATED = "it was terminated"
+# By why a search stopped: as a shell has it, 128 and the number of the signal.
+_CODES = {INTERRUPTED: 128 + signal.SIGINT, _TERMINATED: 128 + signal.SIGTERM}
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -63,14 +70,14 @@ def tune(chosen: argparse.Namespace) -> int:
     if not chosen.is_module and not os.path.exists(chosen.program):
         raise UsageError(f"can't open file {chosen.program!r}; give the path of a script, or -m a module")
     seeds = [chosen.seed + number for number in range(chosen.seeds)]
-    with tempfile.TemporaryDirectory(prefix="autoamp-tune-") as folder:
+    with _sigterm_interrupts(), tempfile.TemporaryDirectory(prefix="autoamp-tune-") as folder:
         runs = _Runs(chosen, Path(folder), time.monotonic() + budget)
         say(f"surveying {chosen.program} in fp32, for {_SURVEY * budget:.0f} s at most")
         try:
             survey = runs.survey(_SURVEY * budget / 2)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:
             say("interrupted before anything was known; nothing was written")
-            return 130
+            return _CODES.get(str(error), _CODES[INTERRUPTED])
         except OutOfBudget:
             raise UsageError("the budget was spent before the survey had ended; give a larger --budget") from None
         proposals = proposals_of(survey, max_error=chosen.max_error)
@@ -79,6 +86,9 @@ def tune(chosen: argparse.Namespace) -> int:
             runs.run, proposals, seeds, tolerance=chosen.tolerance, higher_is_better=chosen.higher_is_better
         )
         result = search.search()
+    if (unknown := _unknown(result, chosen, runs)) is not None:
+        say(f"{unknown}. Nothing was written", wrong=True)
+        return 1
     lines = summary_of(survey, result, seeds, chosen.metric)
     extends = _extends(chosen.lists, survey, output.parent)
     _write(output, list_text(result.chosen, extends, ["Written by autoamp tune.", *lines, ""]))
@@ -88,20 +98,54 @@ def tune(chosen: argparse.Namespace) -> int:
     return _exit_code(result)
 
 
-def _write(output: Path, text: str) -> None:
-    """Write the list; a second Ctrl-C, of a user in a hurry, does not leave half of it."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+@contextlib.contextmanager
+def _handled(number: int, handler: Any) -> Iterator[None]:
+    """Handle a signal so within a ``with`` statement. Threads other than the main one can set no handlers."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(number, handler)
     try:
-        write_list(output, text)
+        yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)
+
+
+def _sigterm_interrupts() -> contextlib.AbstractContextManager[None]:
+    """Let SIGTERM do what Ctrl-C does: the running program ends, its folder goes, and the best so far is written."""
+
+    def terminated(number: int, frame: object) -> None:
+        raise KeyboardInterrupt(_TERMINATED)
+
+    return _handled(signal.SIGTERM, terminated)
+
+
+def _write(output: Path, text: str) -> None:
+    """Write the list; a second signal, of a user in a hurry, does not leave half of it."""
+    with _handled(signal.SIGINT, signal.SIG_IGN), _handled(signal.SIGTERM, signal.SIG_IGN):
+        write_list(output, text)
 
 
 def _exit_code(result: SearchResult) -> int:
-    if result.stopped == "it was interrupted":
-        return 130
-    unknown = result.fp32 is not None and (result.fp32.failed is not None or result.fp32.metric != result.fp32.metric)
-    return 1 if unknown else 0
+    if result.stopped in _CODES:
+        return _CODES[result.stopped]
+    return 0
+
+
+def _unknown(result: SearchResult, chosen: argparse.Namespace, runs: _Runs) -> str | None:
+    """Return why nothing can be said of any list; None where the metric is known in fp32, or no run was made."""
+    fp32, name = result.fp32, chosen.metric
+    if fp32 is None or fp32.metric == fp32.metric:
+        return None
+    if fp32.failed is not None:
+        return f"the program fails in fp32, so that no list can be tried: {fp32.failed}"
+    if None not in [outcome.metric for outcome in fp32.outcomes]:
+        return f"the metric {name!r} is nan in fp32 already, so that no list can be compared with that"
+    printed = f"; it prints {', '.join(runs.printed[:8])}" if runs.printed else ""
+    return (
+        f"expected the metric {name!r} from the program, and found none in fp32: name what it prints, print a line "
+        f"such as '{name}: 0.5', or call autoamp.report_metric({name!r}, value){printed}"
+    )
 
 
 def _extends(lists: Sequence[str], survey: Survey, folder: Path) -> list[str]:
@@ -115,7 +159,11 @@ def _extends(lists: Sequence[str], survey: Survey, folder: Path) -> list[str]:
 
 
 class _Runs:
-    """Runs the program in processes of their own, until a deadline."""
+    """Runs the program in processes of their own, until a deadline.
+
+    Attributes:
+        printed: The names that the last run printed numbers of.
+    """
 
     def __init__(self, chosen: argparse.Namespace, folder: Path, deadline: float) -> None:
         self._chosen = chosen
@@ -123,6 +171,7 @@ class _Runs:
         self._deadline = deadline
         self._number = 0
         self._longest = 0.0
+        self.printed: list[str] = []
 
     def survey(self, seconds: float) -> Survey:
         """Return the survey. UsageError: the program fails."""
@@ -141,6 +190,7 @@ class _Runs:
         outcome, failed, output = self._child("fp32" if candidate is None else "lists", seed, candidate or ())
         self._longest = max(self._longest, time.monotonic() - start)
         metric = reported_metric(self._folder / f"{self._number}.metrics", self._chosen.metric)
+        self.printed = printed_names(output)
         if metric is None:
             metric = printed_metric(output, self._chosen.metric)
         if metric is None:

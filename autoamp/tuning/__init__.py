@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from autoamp.tuning.costs import VARIANTS, Cost, Survey, Use
-from autoamp.tuning.metrics import METRICS_VARIABLE, number_in, printed_metric, report_metric, reported_metric
+from autoamp.tuning.metrics import (
+    METRICS_VARIABLE,
+    number_in,
+    printed_metric,
+    printed_names,
+    report_metric,
+    reported_metric,
+)
 from autoamp.tuning.model import Proposal, proposals_of, totals_of
-from autoamp.tuning.search import Outcome, OutOfBudget, Search, SearchResult, Trial
+from autoamp.tuning.search import INTERRUPTED, Outcome, OutOfBudget, Search, SearchResult, Trial
 from autoamp.tuning.survey import SurveyEnded, Surveyor, time_of
 from autoamp.tuning.writer import list_text, summary_of, write_list
 
 __all__ = [
+    "INTERRUPTED",
     "METRICS_VARIABLE",
     "VARIANTS",
     "Cost",
@@ -26,6 +34,7 @@ __all__ = [
     "list_text",
     "number_in",
     "printed_metric",
+    "printed_names",
     "proposals_of",
     "report_metric",
     "reported_metric",

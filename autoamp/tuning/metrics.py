@@ -11,7 +11,7 @@ from typing import Any
 
 from autoamp.errors import UsageError
 
-__all__ = ["METRICS_VARIABLE", "number_in", "printed_metric", "report_metric", "reported_metric"]
+__all__ = ["METRICS_VARIABLE", "number_in", "printed_metric", "printed_names", "report_metric", "reported_metric"]
 
 METRICS_VARIABLE = "AUTOAMP_METRICS"
 """The environment variable with the file that `report_metric` appends to."""
@@ -50,6 +50,11 @@ def printed_metric(text: str, name: str) -> float | None:
     pattern = rf"(?<![\w.]){re.escape(name)}[\"']?\s*[:=]\s*({_NUMBER})(?![\w])"
     found = re.findall(pattern, text, re.IGNORECASE)
     return float(found[-1]) if found else None
+
+
+def printed_names(text: str) -> list[str]:
+    """Return the names in a program's output that a number follows, as `printed_metric` takes them, each once."""
+    return list(dict.fromkeys(re.findall(rf"([^\W\d]\w*)[\"']?\s*[:=]\s*{_NUMBER}(?!\w)", text, re.IGNORECASE)))
 
 
 def number_in(value: Any) -> float | None:

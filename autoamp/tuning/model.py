@@ -92,7 +92,19 @@ def proposals_of(survey: Survey, *, max_error: float = 0.05) -> tuple[Proposal, 
         small = sum(map(_seconds, uses)) < SMALL * all_seconds and sum(map(_bytes, uses)) <= SMALL * all_bytes
         if not small and (proposal := _paying(target, uses, survey, all_bytes)) is not None:
             found.append(proposal)
-    return tuple(sorted(found, key=lambda one: (one.kind != "unsafe", not one.firm, -one.gain, one.name)))
+    found.sort(key=lambda one: (one.kind != "unsafe", not one.firm, -one.gain, one.name))
+    return _one_for_each_name(found)
+
+
+def _one_for_each_name(proposals: Iterable[Proposal]) -> tuple[Proposal, ...]:
+    """Return the first proposal of each name, since a list has a name once. Of unsafe ops it has all reasons."""
+    found: dict[tuple[str, bool], Proposal] = {}
+    for one in proposals:
+        key = one.name, one.of_module
+        known = found.setdefault(key, one)
+        if known is not one and known.kind == one.kind:
+            found[key] = replace(known, reason=f"{known.reason}; {one.reason}")
+    return tuple(found.values())
 
 
 def _unsafe(use: Use, max_error: float) -> bool:

@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 
 from autoamp.tuning.model import NOISE, SLOWER, Proposal
 
-__all__ = ["OutOfBudget", "Outcome", "Search", "SearchResult", "Trial"]
+__all__ = ["INTERRUPTED", "OutOfBudget", "Outcome", "Search", "SearchResult", "Trial"]
+
+INTERRUPTED = "it was interrupted"
+"""What `SearchResult.stopped` says after a KeyboardInterrupt without a message; one with a message says that."""
 
 Candidate = tuple[Proposal, ...] | None
 """The changes that a run is made with; None for fp32."""
@@ -132,8 +135,8 @@ class Search:
             self._search()
         except OutOfBudget:
             self.result.stopped = "the budget was spent"
-        except KeyboardInterrupt:
-            self.result.stopped = "it was interrupted"
+        except KeyboardInterrupt as error:
+            self.result.stopped = str(error) or INTERRUPTED
         return self.result
 
     def _search(self) -> None:

@@ -118,12 +118,8 @@ def _figures(trial: Trial, metric: str) -> str:
 def _verdict(survey: Survey, result: SearchResult) -> list[str]:
     """Say whether half precision pays on this device: by runs, or else by the cost model."""
     fp32, best = result.fp32, result.best
-    if fp32 is None or (fp32.failed is None and (result.listed is None or fp32.metric != fp32.metric)):
-        if fp32 is not None and fp32.metric != fp32.metric:
-            return ["the metric was not found in fp32: print a line with it, or call autoamp.report_metric()"]
+    if fp32 is None or result.listed is None:
         return [_predicted(survey)]
-    if fp32.failed is not None:
-        return [f"the program fails in fp32, so that nothing could be tried: {fp32.failed}"]
     if best is None:
         return ["no list that was tried keeps the metric within tolerance", _predicted(survey)]
     if fp32.seconds is None or best.seconds is None:

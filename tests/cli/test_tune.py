@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import signal
+import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +141,8 @@ class _Planted:
 
     interrupted_at = 99
 
+    printed: tuple[str, ...] = ()
+
     def __init__(self, chosen: argparse.Namespace, folder: Path, deadline: float) -> None:
         self.program = Program(self.survey(0))
 
@@ -171,6 +177,47 @@ def test_the_list_is_written_with_figures_and_ctrl_c_keeps_the_best(
     assert "interrupted" in capsys.readouterr().err
 
 
+def test_two_unsafe_ops_of_one_class_are_one_entry(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ops = [
+        use(op, "fp16", 100, 50, module_class=name, overflow=3 if name == "net.Head" else 0)
+        for op in ("bmm", "conv1d") for name in ("net.Head", "net.Body")
+    ]  # fmt: skip
+    monkeypatch.setattr(_Planted, "survey", lambda self, seconds: survey(*ops))
+    monkeypatch.setattr(tune, "_Runs", _Planted)
+    assert main(["tune", "--metric", "loss", "script.py"]) == 0
+    text = Path("autoamp.toml").read_text()
+    assert tomllib.loads(text)["modules"] == {"net.Head": "fp32"}
+    assert "bmm is unsafe in this class" in text
+    assert "conv1d is unsafe in this class" in text
+
+
+@pytest.mark.parametrize(
+    ("outcome", "message"),
+    [
+        (Outcome(None, 1.0), "expected the metric 'accuracy' from the program, and found none in fp32"),
+        (Outcome(math.nan, 1.0), "is nan in fp32"),
+        (Outcome(failed="exit code 1: no data"), "fails in fp32, so that no list can be tried: exit code 1: no data"),
+    ],
+)
+def test_where_nothing_is_known_in_fp32_nothing_is_written(
+    outcome: Outcome, message: str, script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_Planted, "run", lambda self, candidate, seed: outcome)
+    monkeypatch.setattr(tune, "_Runs", _Planted)
+    assert main(["tune", "--metric", "accuracy", "script.py"]) == 1
+    errors = capsys.readouterr().err
+    assert message in errors
+    assert "Nothing was written" in errors
+    assert not Path("autoamp.toml").exists()
+
+
+def test_a_metric_that_is_not_there_is_told_with_those_that_are(script: Path, tmp_path: Path) -> None:
+    script.write_text("print('loss: 0.5 train_acc=0.25, at 3:30')\n")
+    runs = runs_of(tmp_path / "runs", 300.0, script, metric="accuracy")
+    assert runs.run(None, 0).metric is None
+    assert runs.printed == ["loss", "train_acc"]
+
+
 def test_from_end_to_end(script: Path) -> None:
     arguments = ["--dtype", "fp16", "--device-type", "cpu", "--budget", "60s", "--seeds", "1", "--survey-steps", "2"]
     assert main(["tune", "--metric", "loss", *arguments, "script.py"]) == 0
@@ -181,3 +228,39 @@ def test_from_end_to_end(script: Path) -> None:
     assert "overflow in float16 at script.py:8" in text
     assert "half precision" in text
     assert json.dumps("__mul__") in text
+
+
+# Its second run, which is the first after the survey, does not end by itself.
+WAITS = """
+import pathlib, time
+with open("runs", "a") as file:
+    file.write("run ")
+if pathlib.Path("runs").read_text() == "run run ":
+    pathlib.Path("waits").touch()
+    time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="SIGTERM ends a process at once there")
+def test_sigterm_writes_the_best_so_far_and_leaves_nothing_behind(script: Path, tmp_path: Path) -> None:
+    script.write_text(WAITS + SCRIPT)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    arguments = ["--dtype", "fp16", "--device-type", "cpu", "--seeds", "1", "--survey-steps", "2", "script.py"]
+    command = [sys.executable, "-m", "autoamp", "tune", "--metric", "loss", *arguments]
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as tuning:
+        try:
+            end = time.monotonic() + 120
+            while not Path("waits").exists() and tuning.poll() is None and time.monotonic() < end:
+                time.sleep(0.05)
+            tuning.terminate()
+            _, errors = tuning.communicate(timeout=60)
+        finally:
+            tuning.kill()
+    assert tuning.returncode == 128 + signal.SIGTERM, errors
+    assert list(temporary.iterdir()) == []
+    rule = load_table("autoamp.toml", environ={}).policy_of("__mul__")
+    assert rule is not None
+    assert rule.policy is CastPolicy.FP32
+    assert "stopped early, as it was terminated" in Path("autoamp.toml").read_text()

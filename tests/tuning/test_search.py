@@ -113,8 +113,6 @@ def test_without_a_metric_or_a_program_that_runs_nothing_is_tried() -> None:
         result = searched(run)
         assert set(runs) == {None}
         assert entries(result) == {"hypot": "fp32"}
-        text = "\n".join(summary_of(PLANTED, result, (0, 1), "loss"))
-        assert ("the metric was not found" in text) or ("fails in fp32" in text)
 
 
 def test_a_higher_metric_may_be_better() -> None:
