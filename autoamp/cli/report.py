@@ -40,6 +40,7 @@ class Report:
         scaling_left_to: What the program scales its losses with, so that this was left to it; else None.
         casts_left_to: What the program computes in half precision with, so that casts ended there; else None.
         waited_for: The call in the program's source that casts waited for to the end; else None.
+        unmatched: What of the user's lists has had no effect, by name, each with a message.
         own_dtypes: The half dtypes that the program itself computed in, of torch.autocast by regions entered.
         parameters: How many elements the parameters have that ``initialize`` was given, by their dtype; else None.
         masters: Whether optimizers step fp32 masters of those in half precision.
@@ -63,6 +64,7 @@ class Report:
     scaling_left_to: str | None = None
     casts_left_to: str | None = None
     waited_for: str | None = None
+    unmatched: dict[str, str] = field(default_factory=dict)
     own_dtypes: dict[str, int] = field(default_factory=dict)
     parameters: dict[str, int] | None = None
     masters: bool = False
@@ -99,6 +101,9 @@ class Report:
             loss_scale=scales[0] if scales else None,
             steps=sum(one.steps for one in everyone),
             skipped=sum(one.skipped for one in everyone),
+            unmatched={
+                name: why for name, why in told.unmatched.items() if all(name in one.unmatched for one in working)
+            },
             own_dtypes=_sum(one.own_dtypes for one in everyone) or {},
             children=self.children + sum(1 + child.children for child in working),
         )
@@ -112,7 +117,10 @@ class Report:
             *self._scaling(),
             f"{self.seconds:.1f} s",
         ]
-        return packed("autoamp: ", parts, "; ")
+        lines = [packed("autoamp: ", parts, "; ")]
+        if self.casts_left_to is None and self.waited_for is None:
+            lines += [packed("autoamp: ", [f"no effect: {why}"], "") for why in self.unmatched.values()]
+        return "\n".join(lines)
 
     def _counts(self) -> list[str]:
         """Return what was counted. Models in half precision, and torch's own regions, need no casts of ours."""

@@ -210,6 +210,7 @@ class Run:
             seconds=time.perf_counter() - self._began,
             exit_code=exit_code,
             by_program=now is not self.handle,
+            unmatched={} if now is None else runtime_of(now).unmatched_rules(),
             casts_left_to=None if scoped is None else scoped.left_to,
             waited_for=None if scoped is None else scoped.waits_for,
             own_dtypes=own,

@@ -14,7 +14,7 @@ from torch.nn import Module
 
 from autoamp.errors import ListFileError, PatchError, UsageError, warn_user
 from autoamp.modules.tags import TAGS, ModuleTags
-from autoamp.patching import resolve
+from autoamp.patching import resolve, spelled_out
 from autoamp.rules import ModulePrecision, ModuleRule
 
 __all__ = ["ModulePrecisions", "Override", "check_module_rules"]
@@ -77,6 +77,7 @@ class ModulePrecisions:
         self._by_class: weakref.WeakKeyDictionary[type, ModulePrecision | None] = weakref.WeakKeyDictionary()
         self._tags: ModuleTags[ModulePrecision | None] = ModuleTags()
         self._overrides: set[Override] = set()
+        self._matched: set[ModuleRule] = set()
         self.any = bool(self._class_rules)
 
     def of(self, module: Module) -> ModulePrecision | None:
@@ -102,6 +103,7 @@ class ModulePrecisions:
         for rule in self._rules:
             matched = fnmatch.filter(names, rule.pattern)
             chosen.update(dict.fromkeys(matched, _listed(rule)))
+            self._matched.update([rule] if matched else [])
             if not matched and not self._names_a_class(rule, names.values()):
                 near = difflib.get_close_matches(rule.pattern, names, n=3)
                 warn_user(
@@ -109,6 +111,26 @@ class ModulePrecisions:
                     + (f"; did you mean {' or '.join(map(repr, near))}?" if near else "")
                 )
         return self._override({names[name]: precision for name, precision in chosen.items()})
+
+    def missing_classes(self) -> list[str]:
+        """Return what is wrong with rules on classes that waited for their definition, and are not there by now."""
+        faults = ((rule, _fault(rule.pattern, waits=False)) for rule in self._class_rules if rule not in self._matched)
+        return [f"{rule.origin}: {rule.pattern!r} under modules {fault}" for rule, fault in faults if fault is not None]
+
+    def unmatched(self) -> dict[str, str]:
+        """Return the patterns that no module matched so far, each with a message for the user."""
+        rules = [rule for rule in self._rules if rule not in self._matched and not rule.origin.shipped]
+        names = [] if not rules else sorted(_names_of_classes(Module))
+        return {rule.pattern: f"{rule.pattern!r} ({rule.origin}) {self._why_unmatched(rule, names)}" for rule in rules}
+
+    def _why_unmatched(self, rule: ModuleRule, names: list[str]) -> str:
+        same_name = [name for name in names if name.rpartition(".")[2] == rule.pattern.rpartition(".")[2]]
+        near = same_name[:3] or difflib.get_close_matches(rule.pattern, names, n=3, cutoff=0.75)
+        if _class_at(rule.pattern) is not None:
+            return "names a class of which no module was called"
+        is_path = rule not in self._class_rules or not rule.pattern.rpartition(".")[2][:1].isupper()
+        why = "is a path, which only handle.override(model) looks up" if is_path else "names no class"
+        return why + (f"; did you mean {' or '.join(map(repr, near))}?" if near else "")
 
     def undo_all(self) -> None:
         """Undo every override that still stands."""
@@ -126,6 +148,7 @@ class ModulePrecisions:
         self._tags.join(other._tags)
         other._overrides |= self._overrides
         self._overrides, self.any = other._overrides, self.any or other.any
+        self._matched |= other._matched
 
     def _override(self, precisions: Mapping[Module, ModulePrecision | None]) -> Override:
         override = Override(self._tags, precisions, self._undone)
@@ -151,6 +174,7 @@ class ModulePrecisions:
         for rule in self._class_rules:
             if _is_named(cls, rule.pattern):
                 found = _listed(rule)
+                self._matched.add(rule)
         self._by_class[cls] = found
         return found
 
@@ -167,8 +191,13 @@ def check_module_rules(rules: Iterable[ModuleRule]) -> None:
             raise ListFileError(f"{rule.pattern!r} under modules {wrong}", rule.origin.path, line=rule.origin.line)
 
 
-def _fault(pattern: str) -> str | None:
-    """Return what is wrong with a pattern without wildcards; None where it is a class, or may be a path."""
+def _fault(pattern: str, *, waits: bool = True) -> str | None:
+    """Return what is wrong with a pattern without wildcards; None where it is a class, or may be a path.
+
+    Args:
+        pattern: The pattern.
+        waits: Whether a class may yet be defined by a module that is still executed.
+    """
     parts = pattern.split(".")
     if len(parts) == 1:
         if not _is_module_class(getattr(torch.nn, pattern, None)):
@@ -178,12 +207,15 @@ def _fault(pattern: str) -> str | None:
             f"'{pattern}*'"
         )
     # A path such as "model.layers.0" may begin as an imported module does; classes have capitals.
+    whole = spelled_out(pattern)
+    if whole is not None and _is_module_class(_class_at(whole)):
+        return f"names no class; did you mean {whole!r}?"
     if parts[0] != "torch" and (parts[0] not in sys.modules or not parts[-1][:1].isupper()):
         return None
     found: Any = sys.modules[parts[0]]
     for place, part in enumerate(parts[1:], 1):
         if not hasattr(found, part):
-            if (parts[0] != "torch" and place < len(parts) - 1) or _is_running(found):
+            if (parts[0] != "torch" and place < len(parts) - 1) or (waits and _is_running(found)):
                 # A submodule that is not imported yet, or a class that is not defined yet.
                 return None
             last = place == len(parts) - 1
@@ -205,6 +237,16 @@ def _is_running(module: Any) -> bool:
 
 def _is_module_class(value: Any) -> bool:
     return isinstance(value, type) and issubclass(value, Module)
+
+
+def _names_of_classes(base: type[Module]) -> set[str]:
+    """Return the dotted names of all classes that derive from one; those of torch by their names in `torch.nn`."""
+    names: set[str] = set()
+    for cls in base.__subclasses__():
+        in_torch = getattr(torch.nn, cls.__name__, None) is cls
+        names.add(f"torch.nn.{cls.__name__}" if in_torch else _name_of(cls))
+        names |= _names_of_classes(cls)
+    return names
 
 
 def _listed(rule: ModuleRule) -> ModulePrecision | None:
@@ -230,4 +272,9 @@ def _class_at(dotted: str) -> type | None:
 def _is_named(cls: type, dotted: str) -> bool:
     """Tell whether a class, or one it derives from, goes by a dotted name: its own, or one it is exported by."""
     exported = _class_at(dotted)
-    return any(base is exported or f"{base.__module__}.{base.__qualname__}" == dotted for base in cls.__mro__)
+    return any(base is exported or _name_of(base) == dotted for base in cls.__mro__)
+
+
+def _name_of(cls: type) -> str:
+    # What is `__main__` in the first process is `__mp_main__` in those that multiprocessing spawns.
+    return f"{cls.__module__}.{cls.__qualname__}".replace("__mp_main__", "__main__", 1)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from autoamp.errors import ListFileError, PatchError
-from autoamp.patching import original_of, resolve
+from autoamp.patching import original_of, resolve, spelled_out
 from autoamp.rules import CastPolicy, CastRule, CastTable, admits_version, check_bare_names
 from autoamp.torch_private import RECURRENT
 
@@ -157,14 +157,17 @@ def locate(rule: CastRule) -> tuple[Target, ...] | None:
     The name of a class means its method: ``forward`` of an `nn.Module`, ``apply`` of an autograd function.
 
     Raises:
-        ListFileError: The module is imported and has no such attribute; or the attribute cannot be called, or is any
-            other class.
+        ListFileError: The module is imported and has no such attribute; the name is short for one of torch, such as
+            ``F.softmax``; or the attribute cannot be called, or is any other class.
     """
     try:
         found = resolve(rule.target)
     except PatchError as error:
         raise ListFileError(f"{rule.target!r} names nothing; {_nearest(rule.target)}", *_where(rule)) from error
     if found is None:
+        whole = spelled_out(rule.target)
+        if whole is not None:
+            raise ListFileError(f"{rule.target!r} names nothing; did you mean {whole!r}?", *_where(rule))
         return None
     parent, attribute, _ = found
     return (target_at(parent, attribute, rule),)

@@ -6,7 +6,7 @@ back when a module is imported.
 
 from __future__ import annotations
 
-from autoamp.patching.imports import resolve
+from autoamp.patching.imports import resolve, spelled_out
 from autoamp.patching.marks import SHORTCUT, imitate, mark, name_by, offer_shortcut, original_of
 from autoamp.patching.patches import PatchSet, check_writable
 
@@ -20,4 +20,5 @@ __all__ = [
     "offer_shortcut",
     "original_of",
     "resolve",
+    "spelled_out",
 ]

@@ -15,7 +15,7 @@ import wrapt
 from autoamp.errors import PatchError
 from autoamp.patching.marks import original_of
 
-__all__ = ["resolve", "watcher", "writing"]
+__all__ = ["resolve", "spelled_out", "watcher", "writing"]
 
 writing = threading.RLock()
 """Held by the one thread that writes patches: they are written to objects that the whole process shares."""
@@ -81,6 +81,23 @@ def resolve(dotted: str) -> tuple[Any, str, Any] | None:
     except AttributeError as error:
         raise PatchError(f"{dotted!r} is not there: {error}") from error
     return parent, attribute, original_of(original)
+
+
+def spelled_out(dotted: str) -> str | None:
+    """Return torch's whole name for what programs shorten to ``nn.Linear`` or ``F.softmax``; None for any other name.
+
+    Where the first part is a module that is there or can be imported, the name is no short one.
+    """
+    first, _, rest = dotted.partition(".")
+    if not rest or first in sys.modules or PathFinder.find_spec(first) is not None:
+        return None
+    for whole in (f"torch.nn.functional.{rest}" if first == "F" else dotted, f"torch.{dotted}", f"torch.nn.{dotted}"):
+        try:
+            if resolve(whole) is not None:
+                return whole
+        except PatchError:
+            pass
+    return None
 
 
 def _has_submodule(module: Any, name: str) -> bool:

@@ -85,11 +85,17 @@ class Installation:
         # One replacement for each original, policy and in-place form, so that aliases stay the same object.
         self._built: dict[tuple[int, CastPolicy, int], tuple[Target, Any]] = {}
         self._scripted: list[int] = []
+        self._waiting: list[CastRule] = []
 
     @property
     def late_bound(self) -> tuple[str, ...]:
         """The names in other modules that were taken before the patches came, and were rebound."""
         return self._patches.late_bound
+
+    @property
+    def waiting(self) -> tuple[CastRule, ...]:
+        """The rules that patched nothing so far, as their module was not imported or has no such name."""
+        return tuple(self._waiting)
 
     def install(self, expansion: Expansion, registered: tuple[Target, ...]) -> None:
         """Patch everything. Where one patch fails all are taken back, and the error goes on."""
@@ -253,6 +259,7 @@ class Installation:
     def _defer(self, rule: CastRule) -> None:
         """Patch a target once its module is imported: any of the packages on the way may be the one."""
         waiting = [rule]
+        self._waiting.append(rule)
 
         def imported(_: types.ModuleType) -> None:
             if not waiting:
@@ -264,6 +271,7 @@ class Installation:
                 waiting.clear()
                 for target in found:
                     self.add(target)
+                self._waiting.remove(rule)
             except (ListFileError, PatchError) as error:
                 # The import of somebody's package must not fail for a typo in a list.
                 waiting.clear()

@@ -24,7 +24,7 @@ from autoamp.diagnostics import (
     ValueProfile,
     Watch,
 )
-from autoamp.errors import UsageError
+from autoamp.errors import UsageError, warn_user
 from autoamp.modules import CastModels, ForwardDtypes, ModuleCasts, ModulePrecisions
 from autoamp.ops import Target, expand
 from autoamp.rules import CastRule
@@ -79,6 +79,7 @@ class Runtime:
         self.skipped_rules: tuple[CastRule, ...] = ()
         self._installation: Installation | None = None
         self._step_hooks: list[Any] = []
+        self._classes_checked = False
         self._registered: list[Target] = []
         self.auto_scaling: AutoScale | None = None
         self.observation = Observation(self.casts)
@@ -153,6 +154,8 @@ class Runtime:
             register_optimizer_step_pre_hook(self.optimizers.before_step),
             register_optimizer_step_post_hook(lambda *_: self.casts.cache.clear()),
         ]
+        if self.settings.table.modules:
+            self._step_hooks.append(register_optimizer_step_pre_hook(lambda *_: self._check_classes()))
         if isinstance(self.casts, ModuleCasts):
             note_step = self.casts.note_step
             self._step_hooks.append(register_optimizer_step_pre_hook(lambda *_: note_step()))
@@ -164,6 +167,20 @@ class Runtime:
             self.settings.dtype, self.settings.device_type, len(expansion.targets), len(self.late_bound),
             len(self.skipped_rules),
         )  # fmt: skip
+
+    def _check_classes(self) -> None:
+        """At the first step, warn of classes in lists that waited for their definition: what trains is defined now."""
+        if not self._classes_checked:
+            self._classes_checked = True
+            for message in self.precisions.missing_classes():
+                warn_user(f"a rule has no effect: {message}")
+
+    def unmatched_rules(self) -> dict[str, str]:
+        """Return what of the user's lists has had no effect so far, by name, each with a message for the user."""
+        waiting = () if self._installation is None else self._installation.waiting
+        ops = [rule for rule in waiting if not rule.origin.shipped]
+        unmet = {rule.target: f"{rule.target!r} ({rule.origin}) names nothing that was imported" for rule in ops}
+        return {**unmet, **self.precisions.unmatched()}
 
     def _restore_torch(self) -> tuple[str, ...]:
         installation, self._installation = self._installation, None

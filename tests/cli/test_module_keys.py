@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,24 @@ autoamp.init(device_type="cpu", lists=sys.argv[1])
 {NET}
 main()
 """,
+    "trains.py": """
+import net
+model = net.Net()
+optimizer = net.torch.optim.SGD(model.parameters(), lr=0.1)
+model(net.torch.ones(2, 8)).sum().backward()
+optimizer.step()
+""",
+    "steps.py": f"""
+import sys, autoamp
+autoamp.init(device_type="cpu", lists=sys.argv[1])
+import net
+{NET}
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+""",
     # A module that calls `init` before its own classes are there.
     "early.py": f"import autoamp\nautoamp.init(device_type='cpu', lists='early.toml')\n{NET}\nmain()\n",
     "imports_early.py": "import early\n",
@@ -60,14 +80,24 @@ LISTS = {
     "rms.toml": listed("__main__.RMS"),
     "local.toml": listed("__main__.local.<locals>.Local"),
     "early.toml": listed("early.RMS"),
+    "wrong.toml": "schema = 1\nfp32 = ['nett.losses.focal']\n[modules]\n"
+    + "\n".join(f'"{key}" = "fp32"' for key in ("net.RNS", "RMS", "1", "*.attention", "net.Net", "net.RMS")),
+    "typo.toml": listed("__main__.RNS", "net.RNS", "__main__.RMS"),
 }
 RUN = ["run", "--dtype", "bf16", "--device-type", "cpu"]
 RUNS = {
     "script": [*RUN, "--lists", "rms.toml", "script.py"],
     "module": [*RUN, "--lists", "rms.toml", "-m", "script"],
     "spawned": [*RUN, "--lists", "rms.toml", "spawns.py"],
+    "wrong": [*RUN, "--report", "wrong.json", "--lists", "wrong.toml", "trains.py"],
+    "wrong in children": [*RUN, "--lists", "wrong.toml", "spawns.py"],
     "local": [*RUN, "--lists", "local.toml", "script.py"],
 }
+
+
+def short(one: Ended) -> str:
+    """Return what a program said on standard error, with lines joined and files without their folders."""
+    return re.sub(r"[^(\s]*/(?=\w+\.toml)", "", " ".join(one.err.split())).replace("( ", "(")
 
 
 @pytest.fixture(scope="module")
@@ -95,3 +125,38 @@ def test_a_class_within_a_function_runs_as_listed(ended: dict[str, Ended]) -> No
 def test_a_class_that_comes_after_init_runs_as_listed(argv: tuple[str, ...], folder: Path) -> None:
     one = plainly(folder, *argv)
     assert (one.code, one.out) == (0, "torch.float32 torch.float32\n"), one.err
+
+
+def test_what_matched_nothing_is_told_with_the_nearest_name(ended: dict[str, Ended]) -> None:
+    assert ended["wrong"].code == 0
+    said = short(ended["wrong"])
+    assert "'net.RNS' (wrong.toml:4) names no class; did you mean 'net.RMS'?" in said
+    assert "'RMS' (wrong.toml:5) is a path, which only handle.override(model) looks up; did you mean 'net.RMS'?" in said
+    assert "'1' (wrong.toml:6) is a path, which only handle.override(model) looks up" in said
+    assert "'*.attention' (wrong.toml:7) is a path" in said
+    assert "'nett.losses.focal' (wrong.toml:2) names nothing that was imported" in said
+    assert "net.Net" not in said
+    assert "'net.RMS' (" not in said
+
+
+def test_the_report_has_what_matched_nothing(folder: Path, ended: dict[str, Ended]) -> None:
+    document = json.loads((folder / "wrong.json").read_text())
+    run = document["runs"][0] if "runs" in document else document
+    assert set(run["unmatched"]) == {"net.RNS", "RMS", "1", "*.attention", "nett.losses.focal"}
+
+
+def test_what_a_child_matched_is_not_told(ended: dict[str, Ended]) -> None:
+    said = short(ended["spawned"])
+    assert "1 child process included" in said
+    assert "RMS" not in said
+    assert "'net.RNS' (wrong.toml:4)" in short(ended["wrong in children"])
+
+
+def test_a_wrong_class_is_told_once_at_the_first_step(folder: Path) -> None:
+    one = plainly(folder, "steps.py", "typo.toml")
+    assert one.code == 0, one.err
+    assert one.err.count("'__main__.RNS' under modules names no class") == 1
+    assert "did you mean '__main__.RMS'?" in one.err
+    assert "'net.RNS' under modules names no class" in one.err
+    assert one.err.count("UserWarning") == 2
+    assert "steps.py:" in one.err

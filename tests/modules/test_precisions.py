@@ -7,6 +7,7 @@ import gc
 import io
 import itertools
 import pickle
+import re
 import subprocess
 import sys
 import textwrap
@@ -14,6 +15,7 @@ import types
 import warnings
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -290,3 +292,19 @@ def test_class_entries_are_no_unmatched_paths() -> None:
 def test_a_class_that_torch_has_not_is_an_error_with_the_nearest() -> None:
     with pytest.raises(autoamp.ListFileError, match=r"no 'LayerNrom'; did you mean 'torch\.nn\.LayerNorm'"):
         start({"torch.nn.LayerNrom": "fp32"})
+
+
+@pytest.mark.parametrize(
+    ("lists", "meant"),
+    [
+        ({"modules": {"nn.Linear": "fp32"}}, "torch.nn.Linear"),
+        ({"modules": {"nn.modules.Linear": "fp32"}}, "torch.nn.modules.Linear"),
+        ({"fp32": ["F.softmax"]}, "torch.nn.functional.softmax"),
+        ({"fp32": ["Tensor.softmax"]}, "torch.Tensor.softmax"),
+        ({"fp32": ["nn.functional.softmax"]}, "torch.nn.functional.softmax"),
+    ],
+)
+def test_a_name_as_programs_import_it_is_an_error_with_its_whole_name(lists: dict[str, Any], meant: str) -> None:
+    with pytest.raises(autoamp.ListFileError, match=rf"did you mean '{re.escape(meant)}'"):
+        autoamp.init(device_type="cpu", lists=lists)
+    assert autoamp.current_handle() is None
