@@ -40,6 +40,7 @@ class Report:
         scaling_left_to: What the program scales its losses with, so that this was left to it; else None.
         casts_left_to: What the program computes in half precision with, so that casts ended there; else None.
         waited_for: The call in the program's source that casts waited for to the end; else None.
+        waited_until_step: The one that they waited for until the first step of an optimizer; else None.
         unmatched: What of the user's lists has had no effect, by name, each with a message.
         own_dtypes: The half dtypes that the program itself computed in, of torch.autocast by regions entered.
         parameters: How many elements the parameters have that ``initialize`` was given, by their dtype; else None.
@@ -64,6 +65,7 @@ class Report:
     scaling_left_to: str | None = None
     casts_left_to: str | None = None
     waited_for: str | None = None
+    waited_until_step: str | None = None
     unmatched: dict[str, str] = field(default_factory=dict)
     own_dtypes: dict[str, int] = field(default_factory=dict)
     parameters: dict[str, int] | None = None
@@ -123,7 +125,12 @@ class Report:
         return "\n".join(lines)
 
     def _counts(self) -> list[str]:
-        """Return what was counted. Models in half precision, and torch's own regions, need no casts of ours."""
+        """Return what was counted. Models in half precision, and torch's own regions, need no casts of ours.
+
+        In regions counts are of functions that our lists name, and torch casts by its own.
+        """
+        if self.casts_left_to == AUTOCAST:
+            return []
         needless = self._parameters() or self.dtype == "float32" or self.casts_left_to is not None
         ops, casts = (None if needless and not counts else counts for counts in (self.ops, self.casts))
         return [
@@ -138,8 +145,7 @@ class Report:
             if self.opt_level in ("O2", "O3") and self.exit_code == 0:
                 why = ": that level casts what a program gives to amp.initialize(), which was not called; use O1"
         elif self.waited_for is not None:
-            met = "not entered" if self.waited_for == AUTOCAST else "not called"
-            why = f": the program's source calls {self.waited_for}(), which was {met}, and no optimizer stepped"
+            why = f": {_never_came(self.waited_for)}, and no optimizer stepped"
         else:
             return []
         return [f"no casts ({self.opt_level}){why}", f"{self.seconds:.1f} s"]
@@ -153,7 +159,9 @@ class Report:
             who.append(f"rank {self.rank} of {self.ranks} alone")
         if self.casts_left_to is None:
             level = f"{self.opt_level}, set up by the program" if self.by_program else self.opt_level
-            return [f"{self.dtype} on {self.device_type} ({level})", *who]
+            call = self.waited_until_step
+            late = [] if call is None else [f"nothing was cast before the first step, as {_never_came(call)}"]
+            return [f"{self.dtype} on {self.device_type} ({level})", *who, *late]
         if self.casts_left_to == AUTOCAST:
             dtypes = " and ".join(self.own_dtypes) or "float32"
             off = "" if self.own_dtypes else ", which is not enabled"
@@ -181,6 +189,10 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """Return plain JSON values by the attributes' names."""
         return asdict(self)
+
+
+def _never_came(call: str) -> str:
+    return f"the program's source calls {call}(), which was {'not entered' if call == AUTOCAST else 'not called'}"
 
 
 def _listed(counts: Mapping[str, int], before: str = "") -> str:

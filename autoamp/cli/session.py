@@ -213,6 +213,7 @@ class Run:
             unmatched={} if now is None else runtime_of(now).unmatched_rules(),
             casts_left_to=None if scoped is None else scoped.left_to,
             waited_for=None if scoped is None else scoped.waits_for,
+            waited_until_step=None if scoped is None else scoped.waited_until_step,
             own_dtypes=own,
             parameters=self._parameters,
             masters=now is not None and any(setup.masters for setup in runtime_of(now).setups),

@@ -50,6 +50,7 @@ class ModuleCasts(Casts):
         waits_for: The call, as the program's source has it, that must come before anything is cast; None where there is
             none.
         on_left: Called once with ``left_to``, when that is set.
+        waited_until_step: That call, where it had not come when an optimizer stepped; else None.
         own_dtypes: The half dtypes that the program itself computes in, as far as they were seen: those of its models,
             and those of its enabled autocast regions by how often it entered them.
     """
@@ -58,6 +59,7 @@ class ModuleCasts(Casts):
         super().__init__(dtype, device_type, enable_caching=enable_caching, on=None)
         self.left_to: str | None = None
         self.waits_for: str | None = None
+        self.waited_until_step: str | None = None
         self.on_left: Callable[[str], None] = lambda whom: None
         self.own_dtypes: Counter[torch.dtype] = Counter()
         self._awaited: Callable[[], str | None] | None = None
@@ -80,6 +82,7 @@ class ModuleCasts(Casts):
     def note_step(self) -> None:
         """Take note that an optimizer steps: a program without mixed precision by now will not set it up later."""
         self._trains, self._awaited = True, None
+        self.waited_until_step = self.waits_for or self.waited_until_step
         self._wait_no_more("trains without it")
 
     def _wait_no_more(self, why: str) -> None:

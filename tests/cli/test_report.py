@@ -69,7 +69,7 @@ def test_summary_names_the_dtype_of_the_programs_own_regions() -> None:
     own = replace(REPORT, dtype="float16", casts={}, casts_left_to="torch.autocast", loss_scale=None,
                   scaling_left_to="torch.amp.GradScaler", own_dtypes={"float16": 400, "bfloat16": 3})  # fmt: skip
     assert said(own) == (
-        "autoamp: float16 and bfloat16 on cuda by the program's own torch.autocast; ops 12,345 float16, 6 float32; "
+        "autoamp: float16 and bfloat16 on cuda by the program's own torch.autocast; "
         "loss scaling left to the program's torch.amp.GradScaler; 400 steps; 12.3 s"
     )
     off = replace(own, dtype="float32", ops={}, own_dtypes={})
@@ -114,6 +114,16 @@ def test_summary_tells_of_a_call_that_never_came() -> None:
         "stepped; 12.3 s"
     )
     assert "calls torch.autocast(), which was not entered" in said(replace(REPORT, waited_for="torch.autocast"))
+
+
+def test_summary_tells_of_a_call_that_casts_waited_for_until_the_first_step() -> None:
+    assert (
+        "nothing was cast before the first step, as the program's source calls autoamp.init(), which was not called; "
+        in (said(replace(REPORT, waited_until_step="autoamp.init")))
+    )
+    assert "calls torch.autocast(), which was not entered; " in said(
+        replace(REPORT, waited_until_step="torch.autocast")
+    )
 
 
 def test_summary_without_casts() -> None:
