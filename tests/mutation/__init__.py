@@ -1,0 +1,1 @@
+"""Mutation testing: how many small faults, put into the package one by one, its tests find."""

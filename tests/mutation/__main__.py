@@ -1,0 +1,165 @@
+"""Puts small faults into a package, one by one, and counts those that its tests find.
+
+python -m tests.mutation rules patching          60 mutants of each package, drawn by a fixed seed
+python -m tests.mutation scaling --sample 200    more of one; --sample 0 is all of them
+python -m tests.mutation rules --seed 2          others
+
+Takes `pip install -e '.[mutation]'`. The faults go into a copy of the tree. Ends with an error where fewer than 85 % of
+the mutants are found, or where an entry of equivalent.toml is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from cosmic_ray.work_db import WorkDB, use_db
+from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkResult
+
+ROOT = Path(__file__).resolve().parents[2]
+EQUIVALENT = Path(__file__).with_name("equivalent.toml")
+LOWEST_SCORE = 0.85
+
+# The tests that concern each package.
+TESTS = {
+    "rules": ["tests/rules"],
+    "patching": ["tests/patching"],
+    "casting": ["tests/casting", "tests/modules", "tests/property/test_casts.py"],
+    "scaling": ["tests/scaling", "tests/stepping"],
+    "stepping": ["tests/stepping", "tests/property/test_training.py", "tests/integration/test_true_gradients.py"],
+}
+# A mutant in an annotation changes nothing, as nobody evaluates it; and what these do to numbers and strings that are
+# compared depends on which objects Python shares.
+POINTLESS = ("core/ReplaceComparisonOperator_Eq_Is", "core/ReplaceComparisonOperator_NotEq_Is")
+
+
+def copied_tree(folder: Path) -> None:
+    """Copy the files of the repository that git knows or would add."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for name in filter(None, names.split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+
+
+def annotated_lines(source: str) -> set[tuple[int, int]]:
+    """Return the places in a source text, each by line and column, that are within annotations."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        for note in (getattr(node, "annotation", None), getattr(node, "returns", None)):
+            if note is None:
+                continue
+            for line in range(note.lineno, note.end_lineno + 1):
+                begin = note.col_offset if line == note.lineno else 0
+                end = note.end_col_offset if line == note.end_lineno else 200
+                found.update((line, column) for column in range(begin, end))
+    return found
+
+
+def chosen(database: Any, folder: Path, size: int, seed: int) -> set[str]:
+    """Return the jobs to run: one mutant at each place, then another, until there are enough."""
+    notes: dict[Path, set[tuple[int, int]]] = {}
+    places: dict[Any, list[str]] = {}
+    for item in sorted(database.work_items, key=lambda item: _order(item.mutations[0])):
+        mutation = item.mutations[0]
+        path = mutation.module_path
+        if path not in notes:
+            notes[path] = annotated_lines((folder / path).read_text(encoding="utf-8"))
+        if mutation.start_pos not in notes[path] and not mutation.operator_name.startswith(POINTLESS):
+            places.setdefault((path, mutation.start_pos), []).append(item.job_id)
+    numbers = random.Random(seed)
+    jobs = list(places.values())
+    numbers.shuffle(jobs)
+    for some in jobs:
+        numbers.shuffle(some)
+    rounds = [some[place] for place in range(max(map(len, jobs))) for some in jobs if place < len(some)]
+    return set(rounds[:size] if size else rounds)
+
+
+def _order(mutation: Any) -> tuple[Any, ...]:
+    return str(mutation.module_path), mutation.start_pos, mutation.operator_name, mutation.occurrence
+
+
+def changed_lines(diff: str) -> tuple[str, str]:
+    """Return the line that a mutant changes, before and after."""
+    lines = diff.splitlines()[2:]
+    was = [line[1:].strip() for line in lines if line.startswith("-") and not line.startswith("---")]
+    becomes = [line[1:].strip() for line in lines if line.startswith("+") and not line.startswith("+++")]
+    return " ".join(was), " ".join(becomes)
+
+
+def results(package: str, size: int, seed: int) -> Iterator[tuple[str, str, str, bool]]:
+    """Run the mutants of a package. Yields the file, its line before and after, and whether a test found it."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        copied_tree(folder)
+        tests = " ".join(TESTS[package])
+        (folder / "mutation.toml").write_text(
+            f"[cosmic-ray]\nmodule-path = 'autoamp/{package}'\ntimeout = 300.0\nexcluded-modules = []\n"
+            f"test-command = '{sys.executable} -m pytest -x -q -n 0 -p no:cacheprovider {tests}'\n"
+            "[cosmic-ray.distributor]\nname = 'local'\n",
+            encoding="utf-8",
+        )
+        environment = {**os.environ, "PYTHONPATH": name, "OMP_NUM_THREADS": "1"}
+
+        def run(command: str) -> None:
+            arguments = [sys.executable, "-m", "cosmic_ray.cli", *command.split()]
+            subprocess.run(arguments, cwd=folder, env=environment, check=True)
+
+        # The tests of the package as it is must pass.
+        run("baseline mutation.toml")
+        run("init mutation.toml session.sqlite")
+        with use_db(str(folder / "session.sqlite"), WorkDB.Mode.open) as database:
+            jobs = chosen(database, folder, size, seed)
+            for item in database.work_items:
+                if item.job_id not in jobs:
+                    database.set_result(item.job_id, WorkResult(WorkerOutcome.SKIPPED))
+        run("exec mutation.toml session.sqlite")
+        with use_db(str(folder / "session.sqlite"), WorkDB.Mode.open) as database:
+            for item, result in database.completed_work_items:
+                if item.job_id in jobs:
+                    path = str(item.mutations[0].module_path)
+                    found = result.test_outcome is not TestOutcome.SURVIVED
+                    yield path, *changed_lines(result.diff or ""), found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser("python -m tests.mutation", description=__doc__.splitlines()[0])
+    parser.add_argument("packages", nargs="+", choices=TESTS)
+    parser.add_argument("--sample", type=int, default=60, help="mutants of each package; 0 is all")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    entries = tomllib.loads(EQUIVALENT.read_text(encoding="utf-8")).get("mutant", [])
+    equivalent = {(entry["file"], entry["was"], entry["becomes"]) for entry in entries}
+    failed = False
+    for package in options.packages:
+        found, missed, wrong = 0, [], []
+        for *mutant, was_found in results(package, options.sample, options.seed):
+            known = tuple(mutant) in equivalent
+            found += was_found
+            if was_found and known:
+                wrong.append(mutant)
+            elif not was_found and not known:
+                missed.append(mutant)
+        score = found / max(1, found + len(missed))
+        for title, mutants in (("not found", missed), ("found, though equivalent.toml has it", wrong)):
+            for path, was, becomes in mutants:
+                print(f"{title}: {path}\n    - {was}\n    + {becomes}")
+        print(f"{package}: {found} of {found + len(missed)} mutants found, {score:.0%}")
+        failed |= score < LOWEST_SCORE or bool(wrong)
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
