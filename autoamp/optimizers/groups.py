@@ -25,7 +25,12 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     State tensors have the shape of their parameter, unless a subclass says otherwise, and the dtype of the computation.
     The number of steps is in the group, as ``group["step"]``, where checkpoints of Apex have it.
+
+    Attributes:
+        computes_in_fp32: Tells `autoamp.initialize` that ``eps`` is not rounded to the dtype of the parameters.
     """
+
+    computes_in_fp32 = True
 
     # The attributes that copies and pickles have, besides groups, state and defaults.
     _options: tuple[str, ...] = ("set_grad_none",)

@@ -47,18 +47,22 @@ def warn_without_gradients(name: str, params: Iterable[Tensor]) -> None:
 def check_optimizer(optimizer: Any) -> None:
     """Warn of an ``eps`` that is 0, and of a learning rate too small to move weights, in the parameters' half dtype.
 
-    Only for optimizers that step half parameters themselves: fp32 masters have neither problem.
+    Only for optimizers that step half parameters themselves: fp32 masters have neither problem, and for arithmetic in
+    fp32 eps is not 0.
     """
+    if getattr(optimizer, "master_weights", False):
+        return
+    rounds_eps = not getattr(optimizer, "computes_in_fp32", False)
     for index, group in enumerate(optimizer.param_groups):
         where = f"{type(optimizer).__name__}.param_groups[{index}]"
         for dtype in HALF_DTYPES:
             halves = [parameter for parameter in group["params"] if parameter.dtype is dtype]
             if halves:
-                _check_group(group, where, halves, dtype)
+                _check_group(group, where, halves, dtype, rounds_eps=rounds_eps)
 
 
-def _check_group(group: Any, where: str, halves: list[Tensor], dtype: torch.dtype) -> None:
-    eps = group.get("eps")
+def _check_group(group: Any, where: str, halves: list[Tensor], dtype: torch.dtype, *, rounds_eps: bool) -> None:
+    eps = group.get("eps") if rounds_eps else None
     if isinstance(eps, float) and eps > 0 and float(torch.tensor(eps, dtype=dtype)) == 0.0:
         warn_user(
             f"{where}: eps={eps:g} is 0 in {dtype}, so a division by it gives inf; the smallest that survives "

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import autoamp
+from autoamp import optimizers
 from autoamp.stepping.checks import check_half_model, check_half_norms, check_optimizer, smallest_positive
 
 LISTS = {"extends": [], "fp16": ["linear"], "fp32": []}
@@ -64,6 +65,29 @@ def test_an_eps_that_survives(dtype: torch.dtype, eps: float) -> None:
     model = linear()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1, eps=eps)
     assert messages(lambda: initialize(model, optimizer, opt_level="O3", dtype=dtype)) == []
+
+
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedAdagrad", "FusedNovoGrad"])
+def test_an_eps_that_the_optimizer_holds_in_fp32(name: str) -> None:
+    model = linear()
+    optimizer = getattr(optimizers, name)(model.parameters(), lr=0.1, eps=1e-8)
+    assert messages(lambda: initialize(model, optimizer, opt_level="O3")) == []
+    # It is a divisor by itself: the gradient's square is 0 in fp16.
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 1e-4)
+    optimizer.step()
+    assert all(bool(param.isfinite().all()) for param in model.parameters())
+    assert not torch.equal(model.weight, linear().half().weight)
+
+
+def test_a_learning_rate_for_masters_of_the_optimizers_own() -> None:
+    model = linear()
+    halves = optimizers.FusedAdam(model.parameters(), lr=1e-6)
+    assert "lr=1e-06" in " ".join(messages(lambda: initialize(model, halves, opt_level="O3")))
+    autoamp.init(enabled=False)
+    model = linear()
+    masters = optimizers.FusedAdam(model.parameters(), lr=1e-6, master_weights=True)
+    assert messages(lambda: initialize(model, masters, opt_level="O3")) == []
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
