@@ -154,7 +154,7 @@ class Run:
 
     def end_recording(self) -> dict[str, Any] | None:
         """Record no more, and return the values of what was recorded; None where there is no handle."""
-        now = runtime.current_handle() or self.handle
+        now = runtime.active_handle() or self.handle
         self._forget_recording()
         if now is None:
             return None
@@ -191,7 +191,7 @@ class Run:
 
     def report(self, program: list[str], exit_code: int) -> Report:
         """Return how it went up to now."""
-        now = runtime.current_handle() or self.handle
+        now = runtime.active_handle() or self.handle
         self._forget()
         self._forget = lambda: None
         counts = sum_of(self._counts) if self._counts else None
@@ -237,7 +237,7 @@ class Run:
         return _name(now.settings.dtype)
 
     def _done(self) -> _Done | None:
-        now = runtime.current_handle() or self.handle
+        now = runtime.active_handle() or self.handle
         if now is None:
             return None
         done, own = runtime_of(now).optimizers, runtime_of(now).optimizers.own

@@ -11,12 +11,21 @@ from autoamp.errors import UsageError
 from autoamp.rules import CastPolicy
 from autoamp.runtime.handle import Handle, runtime_of
 from autoamp.runtime.no_op import NoOpHandle
+from autoamp.runtime.protocol import BaseHandle
 from autoamp.runtime.registry import Registry
 from autoamp.runtime.runtime import Runtime
 from autoamp.runtime.settings import Settings
 from autoamp.stepping import tell_off, tell_on
 
-__all__ = ["ActiveHandles", "current_handle", "current_runtime", "handles", "needed_handle", "put_handle"]
+__all__ = [
+    "ActiveHandles",
+    "active_handle",
+    "current_handle",
+    "current_runtime",
+    "handles",
+    "needed_handle",
+    "put_handle",
+]
 
 
 class ActiveHandles:
@@ -160,8 +169,13 @@ def put_handle(handle: Handle | NoOpHandle | None, end: Callable[[Handle], objec
     handles.put_base(handle, end)
 
 
-def current_handle() -> Handle | None:
+def current_handle() -> BaseHandle | None:
     """Return the active handle, None where torch is not patched."""
+    return handles.handle
+
+
+def active_handle() -> Handle | None:
+    """Return what `current_handle` does, typed as what it is."""
     return handles.handle
 
 

@@ -32,7 +32,7 @@ from autoamp.errors import UsageError
 from autoamp.kernels import Backend, backend
 from autoamp.modules import ModuleCasts, Override
 from autoamp.rules import CastRule
-from autoamp.runtime.protocol import Precision
+from autoamp.runtime.protocol import OneToAProcess, Precision
 from autoamp.runtime.runtime import Runtime, kind_of
 from autoamp.runtime.settings import Settings
 from autoamp.scaling import AskedGroup, LossScaler, is_count, make_scaler
@@ -41,7 +41,7 @@ from autoamp.stepping import listed
 __all__ = ["Handle", "runtime_of"]
 
 
-class Handle:
+class Handle(OneToAProcess):
     """Patched torch, and the loss scaling that goes with it. Made by `autoamp.init()`; there is one at a time.
 
     Attributes:

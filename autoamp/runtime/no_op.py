@@ -28,14 +28,14 @@ from autoamp.diagnostics import (
 from autoamp.kernels import Backend
 from autoamp.modules import ModulePrecisions, Override
 from autoamp.rules import CastRule, CastTable
-from autoamp.runtime.protocol import Precision
+from autoamp.runtime.protocol import OneToAProcess, Precision
 from autoamp.scaling import StaticLossScaler
 from autoamp.stepping import GuardedOptimizers, listed, stepped_params
 
 __all__ = ["NoOpHandle"]
 
 
-class NoOpHandle:
+class NoOpHandle(OneToAProcess):
     """What ``init(enabled=False)`` returns: the surface of `Handle`, with nothing behind it."""
 
     loss_scale = 1.0

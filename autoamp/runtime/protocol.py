@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 from torch import Tensor
 from torch.nn import Module
@@ -13,11 +13,12 @@ from torch.nn import Module
 from autoamp.auto_scaling import AutoScale
 from autoamp.casting import CastCache
 from autoamp.diagnostics import CastTrace, Counts, Explanation, Observer, Overflow, RangeProfile, Watch
+from autoamp.errors import UsageError
 from autoamp.kernels import Backend
 from autoamp.modules import Override
 from autoamp.rules import CastRule
 
-__all__ = ["BaseHandle", "Precision", "Scope"]
+__all__ = ["BaseHandle", "OneToAProcess", "Precision", "Scope"]
 
 Precision = Literal["fp32", "fp16", "none"]
 """What `override` runs a module in."""
@@ -26,11 +27,27 @@ Scope = Literal["global", "modules"]
 """Where `init` casts."""
 
 
+class OneToAProcess:
+    """What is not copied, since it belongs to the process: a copy of what refers to it refers to the same."""
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            "a handle cannot be pickled: it belongs to the process that patched torch; save its state_dict(), and call "
+            "init() or initialize() in the other process"
+        )
+
+
 class BaseHandle(Protocol):
     """The surface that `Handle` and `NoOpHandle` have in common; `Handle` says what each part does.
 
-    It is what `autoamp.init` and ``with autoamp.region(...)`` are annotated to return, so that code runs unchanged with
-    ``enabled=False``. ``isinstance(handle, autoamp.Handle)`` tells whether anything is cast.
+    It is what `autoamp.init`, `autoamp.current_handle` and ``with autoamp.region(...)`` are annotated to return, so that
+    code runs unchanged with ``enabled=False``. ``isinstance(handle, autoamp.Handle)`` tells whether anything is cast.
     """
 
     max_consecutive_skips: int

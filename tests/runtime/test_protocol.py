@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 
 import pytest
 import torch
@@ -35,6 +37,18 @@ def test_handles_answer_to_it(enabled: bool) -> None:
     handle.max_consecutive_skips = 7
     assert handle.max_consecutive_skips == 7
     assert isinstance(handle, autoamp.Handle) is enabled
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_copies_are_the_handle_itself_and_pickles_are_refused(enabled: bool) -> None:
+    handle = autoamp.init(enabled, dtype=torch.float16, device_type="cpu")
+    training = {"model": torch.nn.Linear(2, 2), "handle": handle}
+    assert copy.deepcopy(training)["handle"] is handle
+    assert copy.copy(handle) is handle
+    assert handle.is_active() is enabled
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        with pytest.raises(autoamp.UsageError, match=r"a handle cannot be pickled.*state_dict\(\)"):
+            pickle.dumps(training, protocol)
 
 
 def test_repr_tells_dtype_device_lists_scale_skips_and_whether_it_is_active() -> None:

@@ -27,6 +27,9 @@ def handles(model: nn.Linear, optimizer: SGD) -> None:
         narrowed.deactivate()
     with autoamp.region(dtype=torch.bfloat16) as inner:
         assert_type(inner, autoamp.BaseHandle)
+    if (current := autoamp.current_handle()) is not None:
+        assert_type(current, autoamp.BaseHandle)
+        handle = current
     off: autoamp.BaseHandle = autoamp.NoOpHandle()
     assert_type(off.deactivate(), tuple[str, ...])
     autoamp.init(loss_scale=autoamp.DynamicLossScaler())

@@ -22,7 +22,7 @@ from autoamp.compat.fastai1 import shims
 from autoamp.errors import UsageError
 from autoamp.fp16_utils import FP16_Optimizer
 from autoamp.patching import PatchSet, imitate, original_of
-from autoamp.runtime import Handle, activated, current_handle, current_runtime, suspended
+from autoamp.runtime import Handle, activated, active_handle, current_runtime, suspended
 from autoamp.stepping import master_of, open_blocks, stepped_params
 
 __all__ = ["disable", "enable", "watch"]
@@ -81,7 +81,7 @@ class _Training:
         self._waiting.when_imported(_TRAINING, lambda _: self._patch_if_active())
 
     def _patch_if_active(self) -> None:
-        if current_handle() is not None:
+        if active_handle() is not None:
             self._patch()
 
     def _patch(self) -> None:
@@ -179,7 +179,7 @@ def _around_loss_batch(wrapper: Any, original: Any) -> Any:
         opt = args[4] if len(args) > 4 else kwargs.get("opt")
         # An OptimWrapper answers every name, so what it wraps is asked for by its type.
         optimizer = opt.opt if isinstance(opt, wrapper) else opt
-        handle = current_handle()
+        handle = active_handle()
         if handle is None or optimizer is None or not _is_guardable(optimizer):
             return original(*args, **kwargs)
         _refuse_own_scaling(args[5] if len(args) > 5 else kwargs.get("cb_handler"))
