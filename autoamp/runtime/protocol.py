@@ -46,8 +46,8 @@ class OneToAProcess:
 class BaseHandle(Protocol):
     """The surface that `Handle` and `NoOpHandle` have in common; `Handle` says what each part does.
 
-    It is what `autoamp.init`, `autoamp.current_handle` and ``with autoamp.region(...)`` are annotated to return, so that
-    code runs unchanged with ``enabled=False``. ``isinstance(handle, autoamp.Handle)`` tells whether anything is cast.
+    It is what `autoamp.init`, `autoamp.current_handle` and ``with autoamp.region(...)`` are annotated to return: code
+    runs unchanged with ``enabled=False``. ``isinstance(handle, autoamp.Handle)`` tells whether anything is cast.
     """
 
     max_consecutive_skips: int
