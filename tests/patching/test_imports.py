@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import sys
 import threading
 import types
@@ -106,6 +107,19 @@ def test_resolve_takes_our_replacement_off(shelf: types.ModuleType, patches: Pat
     work = shelf.work
     patches.replace(shelf, "work", replacement_of(work))
     assert resolve("shelf.work") == (shelf, "work", work)
+
+
+def test_resolve_finds_a_module_by_its_whole_name() -> None:
+    assert resolve("os.path") == (os, "path", os.path)
+
+
+def test_resolve_tells_that_a_package_lacks_a_name(folder: Path) -> None:
+    package = folder / "small_pkg"
+    package.mkdir()
+    (package / "__init__.py").write_text("def work(): pass\n")
+    importlib.import_module("small_pkg")
+    with pytest.raises(PatchError, match=r"'small_pkg\.wrok' is not there"):
+        resolve("small_pkg.wrok")
 
 
 def test_resolve_imports_nothing(folder: Path) -> None:

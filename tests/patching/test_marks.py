@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from autoamp.patching.marks import SHORTCUT, mark, name_by, offer_shortcut, original_of
+from autoamp.patching.marks import SHORTCUT, below_restored, imitate, mark, name_by, offer_shortcut, original_of
+from autoamp.patching.patches import PatchSet
 from tests.patching._shared import module_with, replacement_of
 
 
@@ -20,6 +21,28 @@ def test_a_replacement_looks_like_its_original(shelf: types.ModuleType) -> None:
     assert inspect.signature(ours) == inspect.signature(shelf.work)
     assert original_of(ours) is shelf.work
     assert original_of(replacement_of(ours)) is shelf.work
+
+
+def test_a_replacement_of_a_builtin_has_the_names_that_it_is_given(shelf: types.ModuleType) -> None:
+    def names(original: Any, *given: str) -> tuple[str, str]:
+        ours = imitate(lambda *args: original(*args), original, *given)
+        return ours.__module__, ours.__qualname__
+
+    assert names(len) == ("builtins", "len")
+    assert names(len, "shelf", "Shelf.len") == ("shelf", "Shelf.len")
+    # What is written in Python is pickled by the names that it has.
+    assert names(shelf.work, "elsewhere", "other") == (shelf.work.__module__, shelf.work.__qualname__)
+
+
+def test_what_is_below_a_replacement_that_is_in_place_no_more(shelf: types.ModuleType) -> None:
+    work, patches = shelf.work, PatchSet()
+    first = replacement_of(work)
+    assert below_restored(first) is work
+    patches.replace(shelf, "work", first)
+    # Another one around it, which stands nowhere.
+    assert below_restored(replacement_of(first)) is first
+    patches.restore()
+    assert below_restored(replacement_of(first)) is work
 
 
 def test_only_the_bearer_of_a_mark_is_a_replacement(shelf: types.ModuleType) -> None:
