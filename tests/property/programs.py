@@ -8,6 +8,7 @@ by the rule of `torch.amp.GradScaler`.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import math
@@ -107,7 +108,7 @@ class Setup:
         dtype: The half dtype.
         optimizer: A key of `OPTIMIZERS`.
         scale: The loss scale, or ``"dynamic"``: 32 at first, and twice that after each two steps without an overflow.
-        hooked: Whether a hook doubles the gradient of one weight.
+        hooked: Whether one weight has a hook that doubles its gradient, and another one that looks at it.
     """
 
     mode: str
@@ -139,6 +140,8 @@ class Backward:
         overflow: The layer whose gradients become inf or nan, None as a rule.
         delay: Whether unscaling is delayed.
         look: Whether gradients are read within the block, where they are scaled.
+        clear: How gradients are cleared within the block, before the backward pass; a key of `CLEARS`.
+        fails: Whether an error that the program catches ends the block.
     """
 
     seed: int
@@ -146,6 +149,12 @@ class Backward:
     overflow: str | None = None
     delay: bool = False
     look: bool = False
+    clear: str | None = None
+    fails: bool = False
+
+
+class ProgramError(Exception):
+    """What ends a block, and is caught by the program."""
 
 
 @dataclass(frozen=True)
@@ -221,8 +230,10 @@ class Plain:
         self._hook()
 
     def _hook(self) -> None:
+        self.seen: list[Tensor] = []
         if self.setup.hooked:
             self.model.second.weight.register_hook(lambda gradient: gradient * 2)
+            self.model.first.weight.register_post_accumulate_grad_hook(lambda p: self.seen.append(p.grad.abs().max()))
 
     def first_params(self) -> list[Tensor]:
         return [p for name, p in self.model.named_parameters() if not name.startswith("late")]
@@ -238,10 +249,16 @@ class Plain:
         return total
 
     def backward(self, action: Backward, look: Callable[[float], None] | None) -> None:
-        for _ in range(action.passes):
-            self.loss(action).backward()
+        loss = self.loss(action)
+        self.clear(action.clear)
+        for place in range(action.passes):
+            loss.backward(retain_graph=place + 1 < action.passes)
         if look is not None:
             look(1.0)
+
+    def clear(self, how: str | None) -> None:
+        if how is not None:
+            CLEARS[how](self)
 
     def step(self, skips: bool) -> None:
         if not skips:
@@ -311,18 +328,26 @@ class Mixed(Plain):
         self.optimizer.step()
 
     def backward(self, action: Backward, look: Callable[[float], None] | None) -> None:
+        loss = self.loss(action)
         if self.setup.mode == "FP16_Optimizer":
-            for _ in range(action.passes):
-                self.optimizer.backward(self.loss(action), update_master_grads=not action.delay)
+            self.clear(action.clear)
+            for place in range(action.passes):
+                again = place + 1 < action.passes
+                self.optimizer.backward(loss, update_master_grads=not action.delay, retain_graph=again)
         elif self.auto is not None:
-            for _ in range(action.passes):
-                self.loss(action).backward()
+            super().backward(action, look)
         else:
-            with autoamp.scale_loss(self.loss(action), self.optimizer, delay_unscale=action.delay) as scaled:
+            with (
+                contextlib.suppress(ProgramError),
+                autoamp.scale_loss(loss, self.optimizer, delay_unscale=action.delay) as scaled,
+            ):
+                self.clear(action.clear)
                 for place in range(action.passes):
                     scaled.backward(retain_graph=place + 1 < action.passes)
                 if look is not None:
                     look(self.scale)
+                if action.fails:
+                    raise ProgramError
 
     @property
     def scale(self) -> float:
@@ -475,10 +500,13 @@ class Course:
         overflow = action.overflow if self.setup.scale != 1.0 else None
         if overflow is not None and not any(p.requires_grad for p in getattr(self.world.model, overflow).parameters()):
             overflow = None
+        clear = action.clear if not self.overflowed and self.side is None else None
+        # Whether the scaler hears of an earlier block whose gradients go within this one is left open.
+        self.knows_scale &= clear is None or not self.pending
         self.overflowed |= overflow is not None
         self.pending, self.side = True, None
         self.delayed = action.delay and self.setup.mode != "auto_scale"
-        action = dataclasses.replace(action, overflow=overflow, delay=self.delayed)
+        action = dataclasses.replace(action, overflow=overflow, delay=self.delayed, clear=clear)
         looks = action.look and not self.overflowed and self.setup.mode not in ("FP16_Optimizer", "auto_scale")
         self.world.backward(action, self.compare_grads if looks else None)
 

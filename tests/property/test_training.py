@@ -51,6 +51,8 @@ BACKWARDS = st.builds(
     overflow=st.sampled_from([None] * 5 + ["first", "second", "norm", "late"]),
     delay=st.sampled_from([False] * 5 + [True]),
     look=st.sampled_from([False] * 5 + [True]),
+    clear=st.sampled_from([None] * 10 + list(CLEARS)),
+    fails=st.sampled_from([False] * 9 + [True]),
 )
 READS = st.builds(Read, st.sampled_from(list(READERS)), st.booleans())
 CLEARINGS = st.builds(Clear, st.sampled_from(list(CLEARS)))
