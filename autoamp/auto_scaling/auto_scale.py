@@ -240,6 +240,7 @@ class AutoScale:
                 run(tensors, grad_tensors, grad_variables=grad_variables)
                 return
             running, reached = opened
+            self._optimizers.warn_of_resumed(self._known, self._scaler)
             watch = self._optimizers.watch
             if watch is not None:
                 for root in roots:

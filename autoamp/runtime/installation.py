@@ -30,7 +30,7 @@ from autoamp.modules import (
 from autoamp.ops import AutocastRegions, Expansion, Target, build_check_input, build_replacement, locate, owns_its_names
 from autoamp.patching import PatchSet, imitate, mark, name_by, original_of
 from autoamp.rules import CastPolicy, CastRule
-from autoamp.stepping import watch_autograd_grad
+from autoamp.stepping import ClippingWatch, watch_autograd_grad
 
 __all__ = ["Installation"]
 
@@ -56,6 +56,7 @@ class Installation:
         observation: Who is told of calls; None where nobody looks on.
         met: Called with each optimizer that is made; None where nobody asks.
         loaded: Called with each optimizer whose state was loaded; None where nobody asks.
+        clipping: Looks on at torch's functions that clip gradients; None where nobody asks.
         recorder: Who takes note of outermost module calls; None where nobody does.
     """
 
@@ -70,6 +71,7 @@ class Installation:
         observation: Observation | None = None,
         met: Callable[[Any], None] | None = None,
         loaded: Callable[[Any], None] | None = None,
+        clipping: ClippingWatch | None = None,
         recorder: CallRecorder | None = None,
     ) -> None:
         self._casts = casts
@@ -80,6 +82,7 @@ class Installation:
         self._observation = observation
         self._met = met
         self._loaded = loaded
+        self._clipping = clipping
         self._recorder = recorder
         self._patches = PatchSet()
         # One replacement for each original, policy and in-place form, so that aliases stay the same object.
@@ -106,7 +109,8 @@ class Installation:
         try:
             with self._patches.all_or_nothing():
                 self._patch_modules()
-                self._patch(_by_place(*expansion.targets, *registered), self._patch_grad())
+                beside = {**self._patch_grad(), **self._patch_clipping()}
+                self._patch(_by_place(*expansion.targets, *registered), beside)
                 for rule in expansion.deferred:
                     self._defer(rule)
                 self._teach_dynamo()
@@ -172,6 +176,17 @@ class Installation:
         self._let_torchscript_know(original, replacement)
         self._patches.replace(torch.autograd, "grad", replacement)
         return {id(original): (original, replacement)}
+
+    def _patch_clipping(self) -> dict[int, tuple[Any, Any]]:
+        replaced: dict[int, tuple[Any, Any]] = {}
+        if self._clipping is None:
+            return replaced
+        for name in ("clip_grad_norm_", "clip_grad_value_"):
+            original = original_of(getattr(torch.nn.utils, name))
+            replacement = self._clipping.around(original)
+            self._patches.replace(torch.nn.utils, name, replacement)
+            replaced[id(original)] = (original, replacement)
+        return replaced
 
     def _patch_modules(self) -> None:
         casts, checkpoint = self._casts, torch.utils.checkpoint

@@ -139,6 +139,7 @@ class Runtime:
             observation=self.observation if self.observation.observers else None,
             met=self._meet if keeps_masters else None,
             loaded=self.optimizers.note_loaded if self.optimizers.scales else None,
+            clipping=self.optimizers.clipping,
             recorder=None if self.overflows is None else self.overflows.recorder,
         )
         self.casts.open()

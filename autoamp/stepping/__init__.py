@@ -14,8 +14,10 @@ from autoamp.stepping.masters import MasterWeights, fit_state
 from autoamp.stepping.optimizers import GuardedOptimizers
 from autoamp.stepping.replicas import several_processes
 from autoamp.stepping.skips import Rehearsing, Skips, StepWatch
+from autoamp.stepping.usage_checks import ClippingWatch
 
 __all__ = [
+    "ClippingWatch",
     "GuardedOptimizers",
     "MasterWeights",
     "Rehearsing",

@@ -58,6 +58,7 @@ from autoamp.stepping.reduced import Reduced
 from autoamp.stepping.replicas import begin_compression_anew, may_compress, several_processes
 from autoamp.stepping.sharded_modules import refuse_left_behind, warn_of_unscaled_shards
 from autoamp.stepping.skips import Skips
+from autoamp.stepping.usage_checks import RepeatedStep
 from autoamp.tensors import version_of
 
 __all__ = ["GivenUp", "StepGuard", "versions_of"]
@@ -155,6 +156,8 @@ class StepGuard:
         self.reduced: Reduced | None = None
         self._usual_now = UsualGradients()
         self._mark = GradientMark(())
+        # What the last step found, unless it was taken for certain: read, or a flag on the device.
+        self._repeated = RepeatedStep()
         # The gradients that the last verdict looked at, where it looked at all of them as they were then.
         self._looked: Looked | None = None
         self._optimizer = weakref.ref(optimizer)
@@ -459,16 +462,27 @@ class StepGuard:
             if callable(closure):
                 self.skips.last = False
                 return (self.step_closure or StepGuard._step_with_closure)(self, closure, original, args, kwargs)
-            flag = self._settle_later()
-            if flag is not None:
-                with self._handed(flag):
-                    return self._call(original, args, kwargs)
-            blamed = self.settle()
-            return self.skip(blamed) if blamed is not None else self.take(original, args, kwargs)
+            return self._step_by_verdicts(params, original, args, kwargs)
         finally:
             # Ranks without a block or pass until the next step have to hear of those that have one.
             self._agreed = False
             self._params_changed()
+
+    def _step_by_verdicts(
+        self, params: Sequence[torch.Tensor], original: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        found = None if self.pending else self._repeated.again()
+        if isinstance(found, Verdict):
+            self._repeated.warn(self.name)
+            return self.skip(found)
+        flag = self._settle_later() if found is None else found
+        if flag is not None:
+            self._repeated.remember(flag, params)
+            with self._handed(flag):
+                return self._call(original, args, kwargs)
+        blamed = self.settle()
+        self._repeated.remember(blamed, params)
+        return self.skip(blamed) if blamed is not None else self.take(original, args, kwargs)
 
     def _params_changed(self) -> None:
         """Bring up to date what follows from the parameters, which a step may have changed."""

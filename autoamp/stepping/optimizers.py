@@ -31,11 +31,11 @@ from autoamp.stepping.digest import compare_ranks, rank_sets
 from autoamp.stepping.guard import StepGuard
 from autoamp.stepping.loss_scalers import LossScalers, listed
 from autoamp.stepping.masters import MasterWeights
-from autoamp.stepping.mistakes import BackwardWatch, VanishingGradients
 from autoamp.stepping.reduced import Reduced, wrappers_of
 from autoamp.stepping.replicas import several_processes
 from autoamp.stepping.sharded_modules import warn_of_unscaled_shards
 from autoamp.stepping.skips import Rehearsing, Skips, StepWatch
+from autoamp.stepping.usage_checks import BackwardWatch, ClippingWatch, VanishingGradients
 
 __all__ = ["GuardedOptimizers"]
 
@@ -130,6 +130,7 @@ class GuardedOptimizers:
         rehearsal: Takes the losses and the steps of a step that is rehearsed, while that runs.
         facts: Gives the settings that all ranks have to have alike, by name.
         rules: Gives the policy of each target, which they have to have alike too.
+        clipping: Looks for scaled gradients that torch's functions clip.
     """
 
     def __init__(self, casts: Casts, scalers: Sequence[LossScaler]) -> None:
@@ -159,6 +160,7 @@ class GuardedOptimizers:
         # Optimizers that stepped without a guard.
         self._unscaled: weakref.WeakSet[Any] = weakref.WeakSet()
         self._vanishing = VanishingGradients()
+        self.clipping = ClippingWatch(self._scaled_now)
         # Optimizers whose state was loaded before any step, while nobody loaded loss scales.
         self._resumed: weakref.WeakSet[Any] = weakref.WeakSet()
         self._scales_loaded = False
@@ -247,8 +249,7 @@ class GuardedOptimizers:
         guards = [self.guard(optimizer) for optimizer in listed(optimizers)]
         for guard in guards:
             guard.scaled = True
-        if self._resumed and scaler.checks:
-            self._warn_of_resumed(listed(optimizers), scaler)
+        self.warn_of_resumed(listed(optimizers), scaler)
         if self.watch is not None:
             self.watch.loss_scaled(loss, scaler.scale_at_hand())
         block = _ScaledLoss(loss, scaled_block(guards, scaler, delay_unscale=delay_unscale), self._casts)
@@ -504,6 +505,15 @@ class GuardedOptimizers:
         guards = [guard for optimizer, guard in guarded if optimizer is not but()]
         return any(tensor is param for guard in guards for param in guard.params())
 
+    def _scaled_now(self) -> dict[str, list[Tensor]]:
+        """Return the parameters whose gradients are scaled now, by the name of their optimizer: those in a block."""
+        found: dict[str, list[Tensor]] = {}
+        for guard in self.guards if open_blocks.count else ():
+            if guard.in_block and not (isinstance(guard.grads_scale, float) and guard.grads_scale == 1.0):
+                halves = [] if guard.masters is None else [half for half, _ in guard.masters.pairs]
+                found[guard.name] = [*found.get(guard.name, ()), *guard.params(), *halves]
+        return found
+
     def masters_of(self, optimizer: Any) -> MasterWeights | None:
         """Return an optimizer's masters, None where it has none."""
         guard = self._guards.get(optimizer)
@@ -595,7 +605,10 @@ class GuardedOptimizers:
         self._scales_loaded = True
         self._resumed.clear()
 
-    def _warn_of_resumed(self, optimizers: Sequence[Any], scaler: LossScaler) -> None:
+    def warn_of_resumed(self, optimizers: Iterable[Any], scaler: LossScaler) -> None:
+        """Warn where the next loss of a resumed training is scaled by a first value."""
+        if not self._resumed or not scaler.checks:
+            return
         if any(optimizer in self._resumed for optimizer in optimizers) and isinstance(scaler, DynamicLossScaler):
             warn_user(
                 f"the optimizer's state was loaded, but no state of the loss scalers: the loss scale begins anew at "

@@ -521,3 +521,19 @@ def test_the_flag_of_an_overflow_is_gone_after_the_step() -> None:
     plain(handle, model, optimizer, 0)
     assert not hasattr(optimizer, "found_inf")
     assert not hasattr(optimizer, "grad_scale")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_second_step_by_the_gradients_of_a_skipped_one_changes_nothing(name: str) -> None:
+    handle = autoamp.init(dtype=torch.float16, loss_scale=scaler_of(late=True))
+    model = network()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    for step in (0, 1):
+        optimizer.zero_grad()
+        with handle.scale_loss(loss_of(model, step), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        after_one = everything(model, optimizer)
+        optimizer.step()
+        # The first of them has gradients that are good for another step.
+        assert same(everything(model, optimizer), after_one) is (step == 1)

@@ -594,6 +594,7 @@ def test_casts_are_dropped_after_skips_and_errors() -> None:
         with contextlib.suppress(NonFiniteGradientsError):
             optimizer.step()
     assert calls == [1, 2]
+    param.grad = torch.ones(2)
     optimizer.register_step_pre_hook(lambda *_: 1 / 0)  # type: ignore[arg-type]
     with pytest.raises(ZeroDivisionError):
         optimizer.step()

@@ -1,19 +1,25 @@
-"""Mistakes by which training dies quietly: a loss that nobody scales, or the wrong one of two that goes backward."""
+"""Mistakes by which training dies quietly.
+
+A loss that nobody scales; the wrong one of two losses that is run backward; scaled gradients that are clipped; a second
+step by the gradients of a skipped one.
+"""
 
 from __future__ import annotations
 
 import sys
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from autoamp.errors import UsageError, warn_user
+from autoamp.patching import imitate
+from autoamp.scaling import GradientMark, Verdict
 
-__all__ = ["BackwardWatch", "VanishingGradients"]
+__all__ = ["BackwardWatch", "ClippingWatch", "RepeatedStep", "VanishingGradients"]
 
 # Of an optimizer whose losses nobody scales these steps are looked at, each of which waits for the device.
 _STEPS = frozenset({1, 10, 100, 1000})
@@ -53,6 +59,67 @@ class BackwardWatch:
                 f"in the scale_loss block of {name} the loss itself was run backward, and not the scaled loss: "
                 "its gradients would be divided by a loss scale that they were never multiplied by. Call "
                 "scaled_loss.backward() on what the with statement yields, in place of loss.backward()"
+            )
+
+
+class ClippingWatch:
+    """Warns once where a function of `torch.nn.utils` clips scaled gradients: within a `scale_loss` block.
+
+    Args:
+        scaled: Returns the parameters whose gradients are scaled now, by the name of the optimizer.
+    """
+
+    def __init__(self, scaled: Callable[[], Mapping[str, Iterable[Tensor]]]) -> None:
+        self._scaled = scaled
+        self._said = False
+
+    def around(self, original: Any) -> Any:
+        """Return a replacement of a function that clips the gradients of its first argument, parameters."""
+
+        def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+            scaled = {} if self._said or torch.compiler.is_compiling() else self._scaled()
+            if scaled:
+                # A generator can be gone through once.
+                parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+                self._look(set(map(id, parameters)), scaled, original.__name__)
+            return original(parameters, *args, **kwargs)
+
+        return imitate(clip, original)
+
+    def _look(self, clipped: set[int], scaled: Mapping[str, Iterable[Tensor]], function: str) -> None:
+        name = next((name for name, params in scaled.items() if not clipped.isdisjoint(map(id, params))), None)
+        if name is not None:
+            self._said = True
+            warn_user(
+                f"{function} was called inside the scale_loss block of {name}, where gradients are multiplied by the "
+                "loss scale: it clips nearly everything. Call it after the with block, before optimizer.step()"
+            )
+
+
+class RepeatedStep:
+    """Remembers by which gradients a step was skipped, so that a second one by the same gradients is skipped too."""
+
+    def __init__(self) -> None:
+        self._found: Verdict | Tensor | None = None
+        self._mark = GradientMark(())
+        self._said = False
+
+    def remember(self, found: Verdict | Tensor | None, params: Iterable[Tensor]) -> None:
+        """Take note of what is to blame for a skip, or of the flag on the device that decides on it; else of None."""
+        self._found = found
+        self._mark = GradientMark(() if found is None else params)
+
+    def again(self) -> Verdict | Tensor | None:
+        """Return what was found in the gradients if they are the same as then; None where they are not."""
+        return None if self._found is None or self._mark.touched() else self._found
+
+    def warn(self, name: str) -> None:
+        """Warn once; ``name`` is the optimizer's."""
+        if not self._said:
+            self._said = True
+            warn_user(
+                f"{name}.step() was called again after a skipped step, and the gradients are the same, with inf or nan "
+                "in them: it is skipped too. Call step() once for each backward pass, and zero_grad() after it"
             )
 
 

@@ -1,0 +1,231 @@
+"""Mistakes of a program: what is run backward, clipped, stepped twice or not loaded, and what vanishes unscaled."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+
+import autoamp
+from autoamp.errors import UsageError
+from autoamp.stepping.usage_checks import BackwardWatch, VanishingGradients
+
+
+def losses() -> tuple[Tensor, Tensor]:
+    loss = torch.ones(2, requires_grad=True).sum()
+    return loss, loss * 8.0
+
+
+def test_the_scaled_loss_is_proven_and_the_loss_alone_is_an_error() -> None:
+    loss, scaled = losses()
+    watch = BackwardWatch(loss, scaled)
+    watch.check("SGD")
+    scaled.backward()
+    assert watch.proven
+    watch.check("SGD")
+    loss, scaled = losses()
+    watch = BackwardWatch(loss, scaled)
+    loss.backward(retain_graph=True)
+    with pytest.raises(UsageError, match=r"block of SGD the loss itself .* Call scaled_loss.backward\(\)"):
+        watch.check("SGD")
+    watch.end()
+    # No hook is left.
+    scaled.backward()
+    assert not watch.proven
+
+
+def test_a_loss_without_gradients_is_not_watched() -> None:
+    BackwardWatch(torch.ones(()), torch.ones(()) * 2.0).check("SGD")
+
+
+@pytest.mark.parametrize(
+    ("grads", "told"),
+    [
+        ([0.0, 0.0], "100%"),
+        ([1e-7, 0.0], "100%"),
+        ([1e-6, 1e-6, 1.0], "67%"),
+        # Most of what is not 0 is held.
+        ([1e-6, 1.0, 1.0], None),
+        ([0.0, 0.0, 0.0, 1.0], None),
+        # That is no underflow.
+        ([float("inf"), float("nan")], None),
+        ([], None),
+    ],
+)
+def test_gradients_below_what_fp16_holds_are_told_once(grads: list[float], told: str | None) -> None:
+    param = torch.ones(len(grads), requires_grad=True)
+    param.grad = torch.tensor(grads)
+    optimizer, vanishing = torch.optim.SGD([param], lr=0.1), VanishingGradients()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(20):
+            vanishing.look(optimizer, [param, torch.ones(1)])
+    assert [str(one.message).split()[0] for one in caught] == ([] if told is None else [told])
+
+
+def test_steps_are_looked_at_now_and_then() -> None:
+    param = torch.ones(1, requires_grad=True)
+    optimizer, vanishing = torch.optim.SGD([param], lr=0.1), VanishingGradients()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(1, 11):
+            param.grad = torch.zeros(1) if 1 < step < 10 else torch.ones(1)
+            vanishing.look(optimizer, [param])
+        assert not caught
+        param.grad = torch.zeros(1)
+        for _ in range(90):
+            vanishing.look(optimizer, [param])
+    assert len(caught) == 1
+
+
+# -- what a program does --
+
+Setup = tuple[torch.nn.Module, torch.optim.Optimizer, autoamp.Handle]
+
+
+def begun(opt_level: str | None = None, *, fused: bool = False, **options: Any) -> Setup:
+    """Return a model, its optimizer and a handle in fp16."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=fused)
+    options = {"device_type": "cpu", "dtype": torch.float16, **options}
+    if opt_level is None:
+        handle = autoamp.init(**options)
+    else:
+        model, optimizer = autoamp.initialize(model, optimizer, opt_level=opt_level, **options)
+        handle = autoamp.current_handle()
+    assert isinstance(handle, autoamp.Handle)
+    return model, optimizer, handle
+
+
+def loss_of(model: torch.nn.Module) -> Tensor:
+    return model(torch.ones(2, 4)).float().sum() / 8
+
+
+@pytest.mark.parametrize("opt_level", [None, "O2"])
+@pytest.mark.parametrize("name", ["clip_grad_norm_", "clip_grad_value_"])
+def test_clipping_of_scaled_gradients_is_told_once_at_the_line(name: str, opt_level: str | None) -> None:
+    model, optimizer, handle = begun(opt_level, loss_scale=128.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            with handle.scale_loss(loss_of(model), optimizer) as scaled:
+                scaled.backward()
+                getattr(torch.nn.utils, name)((param for param in model.parameters()), 1.0)
+    (told,) = caught
+    assert f"{name} was called inside the scale_loss block of Adam" in str(told.message)
+    assert "after the with block" in str(told.message)
+    assert told.filename == __file__
+    # It clips all the same.
+    assert all(param.grad is not None and float(param.grad.abs().max()) <= 1 / 128 for param in model.parameters())
+
+
+def test_clipping_that_is_right_is_not_told() -> None:
+    model, optimizer, handle = begun(loss_scale=128.0)
+    other = torch.nn.Linear(4, 4)
+    other(torch.ones(1, 4)).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with handle.scale_loss(loss_of(model), optimizer) as scaled:
+            scaled.backward()
+            # Another optimizer's, which are not scaled.
+            torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    model, optimizer, handle = begun(loss_scale=1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with handle.scale_loss(loss_of(model), optimizer) as scaled:
+            scaled.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def test_names_of_clipping_that_were_taken_before_are_watched_too() -> None:
+    model, optimizer, handle = begun(loss_scale=128.0)
+    with handle.scale_loss(loss_of(model), optimizer) as scaled:
+        scaled.backward()
+        with pytest.warns(UserWarning, match="clip_grad_norm_ was called inside"):
+            clip_grad_norm_(model.parameters(), 1.0)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("opt_level", [None, "O1", "O2"])
+def test_a_second_step_after_a_skipped_one_is_skipped_too(opt_level: str | None, fused: bool) -> None:
+    model, optimizer, handle = begun(opt_level, fused=fused, loss_scale=None)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with handle.scale_loss(loss_of(model) * float("inf"), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    scale = handle.loss_scale
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert handle.loss_scale == scale
+    told = [one.filename for one in caught if "once for each backward pass" in str(one.message)]
+    assert told == [__file__]
+    optimizer.zero_grad()
+    with handle.scale_loss(loss_of(model), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert not any(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_second_step_by_other_gradients_is_taken() -> None:
+    model, optimizer, handle = begun()
+    with handle.scale_loss(loss_of(model) * float("inf"), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for param in model.parameters():
+        assert param.grad is not None
+        param.grad.fill_(1.0)
+    optimizer.step()
+    assert not any(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("automatic", [False, True])
+def test_a_resume_that_begins_the_scale_anew_is_told_once(automatic: bool) -> None:
+    model, optimizer, handle = begun()
+    with handle.scale_loss(loss_of(model), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    saved = optimizer.state_dict()
+    handle.deactivate()
+    model, optimizer, handle = begun(scope="modules" if automatic else "global")
+    if automatic:
+        handle.auto_scale()
+    optimizer.load_state_dict(saved)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            if automatic:
+                loss_of(model).backward()
+            else:
+                with handle.scale_loss(loss_of(model), optimizer) as scaled:
+                    scaled.backward()
+            optimizer.step()
+    (told,) = caught
+    assert "the loss scale begins anew at 65536" in str(told.message)
+    assert told.filename == __file__
+
+
+def test_a_resume_with_its_scale_is_not_told() -> None:
+    model, optimizer, handle = begun(scope="modules")
+    handle.auto_scale()
+    loss_of(model).backward()
+    optimizer.step()
+    saved, scales = optimizer.state_dict(), autoamp.state_dict()
+    handle.deactivate()
+    model, optimizer, handle = begun(scope="modules")
+    handle.auto_scale()
+    optimizer.load_state_dict(saved)
+    autoamp.load_state_dict(scales)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss_of(model).backward()
+        optimizer.step()
