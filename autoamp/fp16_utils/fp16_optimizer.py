@@ -378,6 +378,9 @@ def _load_or_restore(optimizer: Any, state_dict: Any) -> None:
     options = [dict(group) for group in groups]
     try:
         optimizer.load_state_dict(state_dict)
+        for group in optimizer.param_groups:
+            # A number of steps that no float holds would raise at the next step.
+            float(group.get("step") or 0)
     except Exception as error:
         # torch replaces groups and state before it looks at the entries of the state.
         optimizer.param_groups, optimizer.state = groups, state

@@ -16,6 +16,7 @@ from torch.nn.functional import mse_loss
 import autoamp
 from autoamp.errors import CheckpointError, UsageError
 from autoamp.fp16_utils.fp16_optimizer import FP16_Optimizer
+from autoamp.optimizers import FusedAdam
 
 LISTS = {"extends": [], "fp16": ["linear"], "fp32": ["mse_loss"]}
 
@@ -509,6 +510,23 @@ def test_a_torn_or_foreign_checkpoint_loads_nothing(key: str, value: Any) -> Non
     assert groups == options
     assert optimizer.loss_scale == 2.0**10
     assert optimizer.overflow is False
+    train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("at", ["group", "parameter"])
+def test_a_number_of_steps_beyond_floats_loads_nothing(at: str) -> None:
+    model = network()
+    optimizer = build(model, FusedAdam)
+    train(model, optimizer, 2)
+    state = copy.deepcopy(optimizer.state_dict())
+    inner = state["optimizer_state_dict"]
+    (inner["param_groups"][0] if at == "group" else inner["state"][0])["step"] = 10**400
+    if at == "parameter":
+        del inner["param_groups"][0]["step"]
+    before = snapshot(model, optimizer)
+    with pytest.raises(CheckpointError, match=r"optimizer_state_dict.*too large"):
+        optimizer.load_state_dict(state)
+    assert equal(snapshot(model, optimizer), before)
     train(model, optimizer, 1)
 
 
