@@ -467,7 +467,7 @@ def test_summary_comes_last_however_the_program_ends(
     name: str, code: int, folder: Path, ended: dict[str, Ended]
 ) -> None:
     assert ended[name].code == code
-    assert ended[name].err.rpartition("\nautoamp: ")[2].startswith("bfloat16 on cpu (O1); ")
+    assert f"\n{ended[name].err}".rpartition("\nautoamp: ")[2].startswith("bfloat16 on cpu (O1); ")
     assert ended[name].err.count("autoamp: ") == 1
     assert json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))["exit_code"] == code
 
