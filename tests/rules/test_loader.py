@@ -15,7 +15,7 @@ import pytest
 import autoamp
 from autoamp.errors import ListFileError
 from autoamp.rules import loader
-from autoamp.rules.loader import check_bare_names, load_table
+from autoamp.rules.loader import check_bare_names, load_table, located
 from autoamp.rules.table import CastPolicy, CastRule, CastTable, ModulePrecision, ModuleRule, Origin
 from tests.rules._shared import load, policies, write
 
@@ -40,6 +40,16 @@ def test_sets_are_found_in_a_checkout_and_when_installed(tmp_path: Path, lists_a
         [sys.executable, "-S", "-c", code], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True
     )
     assert run.stdout.split("\n")[0] == "('default', 'mine') lists/default.toml:2 1"
+
+
+def test_a_rule_of_a_shipped_set_is_located_where_its_line_is(tmp_path: Path) -> None:
+    softmax = load({}).policy_of("softmax")
+    assert softmax is not None
+    path, _, line = located(softmax.origin).rpartition(":")
+    assert '"softmax",' in Path(path).read_text(encoding="utf-8").splitlines()[int(line) - 1]
+    mine = load(str(write(tmp_path / "mine.toml", 'fp16 = ["softmax"]'))).policy_of("softmax")
+    assert mine is not None
+    assert located(mine.origin) == f"{tmp_path}/mine.toml:2"
 
 
 def without_torch(folder: Path) -> str:

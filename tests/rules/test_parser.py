@@ -62,6 +62,15 @@ binary_cross_entropy = "use binary_cross_entropy_with_logits"
     assert table.sources == (str(path),)
 
 
+def test_the_comment_beside_an_entry_is_its_reason(place: Path) -> None:
+    text = 'fp32 = [\n  "softmax",  # sums exponentials\n  "exp",\n]\n[modules]\n"head.*" = "fp32"  # overflows\n'
+    table = load(str(write(place / "reasons.toml", "extends = []\n" + text)))
+    assert [(rule.target, rule.reason) for rule in table.rules] == [("softmax", "sums exponentials"), ("exp", "")]
+    assert [(rule.pattern, rule.reason) for rule in table.modules] == [("head.*", "overflows")]
+    # A mapping has no lines.
+    assert [rule.reason for rule in load({"extends": [], "fp32": ["softmax"]}).rules] == [""]
+
+
 def test_a_none_table_gives_each_name_its_reason(place: Path) -> None:
     text = 'extends = []\n[none]\n"moves elements" = ["cat",\n"stack"]\nrandom = ["dropout", "mypkg.ops.noise"]'
     table = load(write(place / "mine.toml", text))

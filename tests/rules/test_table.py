@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -33,6 +34,15 @@ def test_admits(limits: str, version: str, expected: bool) -> None:
 @pytest.mark.parametrize("limits", ["", "2.13", "=2.13", ">=2", ">=2.13 <2.14", ">2.13", ">=2.13.1", ">=2.13,"])
 def test_what_is_no_limit(limits: str) -> None:
     assert not is_version_limit(limits)
+
+
+def test_what_handles_share_is_not_written_to() -> None:
+    # The table of a shipped set is checked once, and all handles have its rules.
+    table = load({"modules": {"head.*": "fp32"}})
+    for part in (table, table.rules[0], table.modules[0], table.rules[0].origin):
+        for field in dataclasses.fields(part):
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(part, field.name, None)
 
 
 def test_a_version_needs_two_numbers() -> None:
