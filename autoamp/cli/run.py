@@ -125,9 +125,13 @@ def _tell_from_forks(run: Run, folder: Path) -> None:
     if not hasattr(os, "register_at_fork"):
         return
 
+    # Held here: since Python 3.13 multiprocessing clears atexit's functions in its forks.
+    held: list[Teller] = []
+
     def forked() -> None:
         run.begin_anew()
-        Teller(folder, lambda: run.report([], 0)).tell_at_end()
+        held[:] = [Teller(folder, lambda: run.report([], 0))]
+        held[0].tell_at_end()
 
     os.register_at_fork(after_in_child=forked)
 

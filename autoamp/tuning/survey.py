@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.benchmark import Timer
 
 from autoamp.diagnostics import Call, CallSite, Exponents, Observer, OpRange, RangeProfile
 from autoamp.ops import known_ops
@@ -40,6 +39,9 @@ class SurveyEnded(BaseException):
 
 def time_of(run: Callable[[], Any]) -> float:
     """Return the seconds of a call, the median of several, by torch's own timer."""
+    # It imports torch's tools for C++ extensions, which take time and warn where a CUDA build finds no CUDA.
+    from torch.utils.benchmark import Timer
+
     threads = torch.get_num_threads()
     return float(Timer("run()", globals={"run": run}, num_threads=threads).blocked_autorange(min_run_time=0.02).median)
 

@@ -284,7 +284,7 @@ for _ in range(2):
 print(*seen)
 """,
     "children.py": """
-import os, sys, torch
+import atexit, os, sys, torch
 import torch.multiprocessing as mp
 def work(steps):
     model = torch.nn.Linear(8, 8)
@@ -305,6 +305,10 @@ if __name__ == "__main__":
         list(torch.utils.data.DataLoader([torch.ones(1)] * 4, num_workers=2))
         work(3)
     else:
+        if how == "cleared":
+            # As multiprocessing does in its forks since Python 3.13.
+            os.register_at_fork(after_in_child=atexit._clear)
+            how = "fork"
         # Python waits for them at the end.
         for steps in (1, 2) if how == "fork" else (3,):
             mp.get_context(how).Process(target=work, args=(steps,)).start()
@@ -379,7 +383,7 @@ PROGRAMS = {
     "spawns": [*RUN, "--quiet", "spawns.py"],
 }
 
-CHILDREN = {how: [*RUN, "children.py", how] for how in ("os", "loader", "spawn", "fork", "forkserver")}
+CHILDREN = {how: [*RUN, "children.py", how] for how in ("os", "loader", "spawn", "fork", "cleared", "forkserver")}
 
 
 @pytest.fixture(scope="module")
@@ -602,9 +606,9 @@ def test_spawned_children_cast_by_module_too(programs: dict[str, Ended]) -> None
     ].err
 
 
-@pytest.mark.parametrize("how", ["os", "spawn", "fork", "forkserver"])
+@pytest.mark.parametrize("how", ["os", "spawn", "fork", "cleared", "forkserver"])
 def test_what_children_do_is_counted(how: str, children: dict[str, Ended]) -> None:
-    one, number = children[how], "2 child processes" if how == "fork" else "1 child process"
+    one, number = children[how], "2 child processes" if how in ("fork", "cleared") else "1 child process"
     assert (one.code, one.out) == (0, "")
     assert f"autoamp: bfloat16 on cpu (O1); {number} included; ops 3 bfloat16; casts 9 to bfloat16;" in one_line(one)
     assert "0 of 3 steps skipped" in one_line(one)

@@ -189,3 +189,11 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
     assert prepare == "python3 -m venv .venv"
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
     assert script[-1].replace("pip install -q ", "pip install ") == install_and_test
+
+
+def test_the_import_leaves_out_what_looks_for_compilers_and_cuda() -> None:
+    """`torch.utils.benchmark` imports `cpp_extension`, which tells of a CUDA build of torch without a CUDA runtime."""
+    asked = "import sys, torch; there = set(sys.modules); import autoamp, autoamp.cli; print(*set(sys.modules) - there)"
+    added = run([sys.executable, "-c", asked]).split()
+    assert "autoamp.tuning" in added
+    assert not {"torch.utils.benchmark", "torch.utils.cpp_extension"}.intersection(added)
