@@ -33,7 +33,7 @@ where the program gives it to apex's amp.initialize() without naming a level, an
 
 _FAIL_HELP = """\
 end with exit code 3 where the program ends well, but a step was skipped by an overflow that is no part of the scale
-search ('overflow'), or at all ('skip'); implies --trace-overflow
+search ('overflow'), or at all ('skip'), or an op overflowed in a step that was taken; implies --trace-overflow
 """
 
 _PROFILE_HELP = """\

@@ -65,7 +65,9 @@ def prepared_run(chosen: argparse.Namespace, argv: Sequence[str]) -> Callable[[]
     judged = chosen.fail_on is not None
     speaks, parent = first and not chosen.quiet, parents_folder()
     counts = (first and path is not None) or speaks or parent is not None
-    run = set_up(options, count=counts, record=judged or (first and path is not None))
+    reports = first and path is not None
+    # What --fail-on asks for needs no close look.
+    run = set_up(options, count=counts, record=judged or reports, sample=reports)
     run_program = prepared(program, options.as_dict())
     if run.real_apex is not None and first:
         say(f"a real apex is installed ({run.real_apex}) and takes the imports; --shadow-apex hides it")

@@ -28,13 +28,14 @@ from autoamp.tensors import HALF_DTYPES, default_device_type, half_dtype_with_un
 __all__ = ["Run", "set_up"]
 
 
-def set_up(options: Options, *, count: bool = False, record: bool = False) -> Run:
+def set_up(options: Options, *, count: bool = False, record: bool = False, sample: bool = True) -> Run:
     """Prepare this process, or a child of it, for the program: before the program's first import.
 
     Args:
         options: What the command line says.
         count: Whether calls and casts are counted, which costs some microseconds a call.
         record: Whether the run is recorded for a report.
+        sample: Whether some steps are looked at closely for it.
 
     Raises:
         UsageError: An option is wrong.
@@ -75,7 +76,7 @@ def set_up(options: Options, *, count: bool = False, record: bool = False) -> Ru
         if handle is not None:
             handle.deactivate()
         raise
-    return Run(options, handle, real, count=count, record=record)
+    return Run(options, handle, real, count=count, record=record, sample=sample)
 
 
 def _defaults(device_type: str | None) -> tuple[str | None, torch.dtype | None]:
@@ -126,8 +127,9 @@ class Run:
     """
 
     def __init__(
-        self, options: Options, handle: Handle | None, real: str | None, *, count: bool, record: bool = False
-    ) -> None:
+        self, options: Options, handle: Handle | None, real: str | None, *, count: bool, record: bool = False,
+        sample: bool = True,
+    ) -> None:  # fmt: skip
         self.options = options
         self.handle = handle
         self.real_apex = real
@@ -149,8 +151,8 @@ class Run:
         self._forget_recording: Callable[[], None] = lambda: None
         if record:
             if handle is not None:
-                handle.record()
-            self._forget_recording = runtime.activated.listen(lambda made: made.record())
+                handle.record(sample=sample)
+            self._forget_recording = runtime.activated.listen(lambda made: made.record(sample=sample))
 
     def end_recording(self) -> dict[str, Any] | None:
         """Record no more, and return the values of what was recorded; None where there is no handle."""

@@ -122,15 +122,20 @@ class OverflowTrace:
             # Whatever it is, the program goes on as without anybody who looks.
             log.debug("the overflow could not be explained", exc_info=True)
             found = self._unlocated(f"explaining it raised {type(error).__name__}: {error}")
-        finally:
-            if not late:
-                self._judged = [], []
         iteration = None if late else self._steps - 1
         found = replace(
             _with_remedy(found, scale, next_scale), iteration=iteration, loss_scale=None if math.isnan(scale) else scale
         )
-        self._note(found)
+        try:
+            self._note(found)
+        finally:
+            if not late:
+                self._judged = [], []
         return found
+
+    def records_of_step(self) -> list[Record]:
+        """Return what was recorded of the step at hand: one that is about to be taken, or was skipped just now."""
+        return self.recorder.records or self._judged[0]
 
     def _is_one_of_several(self) -> bool:
         # Each of several optimizers is heard of after another one, so that their number is known.

@@ -6,15 +6,18 @@ import gc
 import math
 import platform
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from autoamp.diagnostics.exponents import FORMATS
 from autoamp.diagnostics.report.recording import Recording
-from autoamp.diagnostics.report.remedies import remedies
+from autoamp.diagnostics.report.remedies import contradicts, remedies
 from autoamp.diagnostics.report.sampling import CallTime, Samples
+from autoamp.diagnostics.report.step_check import Entry, cause_of
+from autoamp.diagnostics.verdicts import HalfPrecisionOp, Overflow
 from autoamp.errors import UsageError
 
 __all__ = ["FAULTS", "KIND", "SCHEMA", "failures", "plain", "report_of"]
@@ -45,22 +48,23 @@ def report_of(handle: Any, **more: Any) -> dict[str, Any]:
         more: Entries that are added.
 
     Returns:
-        ``schema``, ``kind``, ``verdict``, ``remedies``, ``timeline``, ``skips``, ``samples``, ``trace``, ``values``,
-        ``modules``, ``lists``, ``coverage``, ``versions``, and what was given.
+        ``schema``, ``kind``, ``verdict``, ``faults``, ``remedies``, ``timeline``, ``skips``, ``samples``, ``trace``,
+        ``values``, ``modules``, ``lists``, ``coverage``, ``versions``, and what was given.
     """
     recording: Recording | None = handle.recording
     samples = Samples() if recording is None else recording.samples
-    skips = _skips(handle, recording)
-    trace = _trace(samples)
     steps = handle.stats["steps"] if recording is None else recording.steps
     settings = handle.settings
+    skips, faults = _skips(handle, recording), _faults(recording)
+    trace = _trace(samples, [*faults, *skips["groups"]])
     document = {
         "schema": SCHEMA,
         "kind": KIND,
         "dtype": _short(settings.dtype),
         "device_type": settings.device_type,
-        "verdict": _verdict(handle, steps, skips),
-        "remedies": remedies(skips, trace["hints"], settings.table),
+        "verdict": _verdict(handle, steps, skips, faults),
+        "faults": faults,
+        "remedies": remedies([*faults, *skips["groups"]], trace["hints"], settings.table),
         "timeline": _timeline(handle, recording, steps),
         "skips": skips,
         "samples": _samples(recording),
@@ -90,22 +94,37 @@ def plain(value: Any) -> Any:
 
 
 def failures(document: Mapping[str, Any], what: str) -> list[str]:
-    """Return why a run is to count as failed, a sentence for each kind of skip; none where it is not.
+    """Return why a run is to count as failed, a sentence for each reason; none where it is not.
 
     Args:
         document: What `report_of` returned.
-        what: ``"overflow"``: skips that are no part of the scale search, and were located. ``"skip"``: all skips.
+        what: ``"overflow"``: skips that are no part of the scale search, and were located. ``"skip"``: all skips. Both:
+            overflows in steps that were taken.
 
     Raises:
         UsageError: ``what`` is neither.
     """
     if what not in ("overflow", "skip"):
         raise UsageError(f"--fail-on {what!r} is unknown; choose 'overflow' or 'skip'")
-    return [
+    taken = [f"step {fault['step']}: {fault['sentence']}; {fault['remedy']}" for fault in document["faults"]]
+    return taken + [
         f"{group['count']} of kind {_NAMES[group['kind']]}: {group['sentence']}"
         for group in document["skips"]["groups"]
         if what == "skip" or group["kind"] in FAULTS
     ]
+
+
+def _cure(entry: Mapping[str, Any] | None) -> str:
+    """Return what to do about an overflow of which entries were tried."""
+    if entry is None:
+        return _NO_ENTRY
+    return f"with {entry['text']} in the list file the step is as in fp32"
+
+
+_NO_ENTRY = (
+    "no entry of a list was found that cures it and leaves ops in half precision: run it in bf16, or make the values "
+    "smaller"
+)
 
 
 def _short(dtype: torch.dtype) -> str:
@@ -122,7 +141,7 @@ def _skips(handle: Any, recording: Recording | None) -> dict[str, Any]:
     for step, scale, overflow in found:
         kind = "unexplained" if overflow is None else overflow.kind
         events.append({"step": step, "scale": scale, "kind": kind})
-        cause = None if overflow is None else (overflow.op, overflow.module, overflow.location, overflow.phase)
+        cause = None if overflow is None else cause_of(overflow)
         if kind == "scale_search":
             cause = None
         group = groups.setdefault(
@@ -132,7 +151,8 @@ def _skips(handle: Any, recording: Recording | None) -> dict[str, Any]:
                 "name": _NAMES[kind],
                 "count": 0,
                 "first": step,
-                "sentence": "the step was skipped; trace_overflow was off" if overflow is None else str(overflow),
+                "sentence": _sentence(overflow, recording),
+                "entry": None if recording is None or overflow is None else _entry(recording.entries.get(cause)),
                 "overflow": None if overflow is None else overflow.to_dict(),
             },
         )
@@ -142,7 +162,36 @@ def _skips(handle: Any, recording: Recording | None) -> dict[str, Any]:
     return {"total": total, "events": events, "groups": sorted(groups.values(), key=lambda group: -group["count"])}
 
 
-def _verdict(handle: Any, steps: int, skips: Mapping[str, Any]) -> dict[str, str]:
+def _sentence(overflow: Overflow | None, recording: Recording | None) -> str:
+    """Return what is said of a skip, with an entry that was tried in the place of one that was not."""
+    if overflow is None:
+        return "the step was skipped; trace_overflow was off"
+    cause = cause_of(overflow)
+    if recording is None or overflow.kind != HalfPrecisionOp.kind or cause not in recording.entries:
+        return str(overflow)
+    return f"{replace(overflow, suggestion=None)}; {_cure(_entry(recording.entries[cause]))}"
+
+
+def _entry(entry: Entry | None) -> dict[str, Any] | None:
+    if entry is None:
+        return None
+    return {"names": list(entry.names), "of_module": entry.of_module, "text": str(entry)}
+
+
+def _faults(recording: Recording | None) -> list[dict[str, Any]]:
+    """Return what half precision spoiled in steps that were taken."""
+    return [
+        {
+            "step": fault.step, "sentence": fault.sentence, "zero_gradients": list(fault.zero),
+            "overflow": fault.overflow.to_dict(), "entry": _entry(fault.entry), "remedy": _cure(_entry(fault.entry)),
+        }
+        for fault in ([] if recording is None else recording.faults)
+    ]  # fmt: skip
+
+
+def _verdict(
+    handle: Any, steps: int, skips: Mapping[str, Any], faults: Sequence[Mapping[str, Any]]
+) -> dict[str, str]:  # fmt: skip
     """Return a sentence, and whether it is ``"good"``, ``"unclear"`` or ``"bad"``."""
     counts: dict[str, int] = {}
     for group in skips["groups"]:
@@ -158,7 +207,9 @@ def _verdict(handle: Any, steps: int, skips: Mapping[str, Any]) -> dict[str, str
         group["overflow"] for group in skips["groups"]
         if group["kind"] in FAULTS and group["overflow"]["phase"] == "forward"
     ]  # fmt: skip
-    if handle.overflows is None:
+    if faults:
+        sentence = f"{faults[0]['sentence']}; {sentence}"
+    elif handle.overflows is None:
         sentence += "; overflows were not traced"
     elif forward:
         first = forward[0]
@@ -172,7 +223,7 @@ def _verdict(handle: Any, steps: int, skips: Mapping[str, Any]) -> dict[str, str
         sentence += "; no forward overflow"
     if not handle.optimizers.scales:
         sentence += "; the loss scale is fixed"
-    bad = any(kind in FAULTS for kind in counts)
+    bad = bool(faults) or any(kind in FAULTS for kind in counts)
     unclear = counts.get("not_located", 0) + counts.get("unexplained", 0) > 0 or _unchecked(handle) is not None
     return {"sentence": sentence, "level": "bad" if bad else "unclear" if unclear else "good"}
 
@@ -206,7 +257,8 @@ def _samples(recording: Recording | None) -> dict[str, Any]:
     }
 
 
-def _trace(samples: Samples) -> dict[str, Any]:
+def _trace(samples: Samples, overflows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the rows of the trace, and its hints but for those that would contradict the remedy of an overflow."""
     rows = []
     for key, row in (*samples.rows.items(), *samples.unlisted.items()):
         timed = samples.times.get(key, CallTime())
@@ -215,7 +267,11 @@ def _trace(samples: Samples) -> dict[str, Any]:
     return {
         "steps": [sample.step for sample in samples.steps if sample.kind == "casts"],
         "rows": rows,
-        "hints": [hint.to_dict() for hint in sorted(samples.hints.values(), key=lambda hint: -hint.bytes)],
+        "hints": [
+            hint.to_dict()
+            for hint in sorted(samples.hints.values(), key=lambda hint: -hint.bytes)
+            if not contradicts(hint, overflows, rows)
+        ],
     }
 
 
@@ -291,6 +347,8 @@ def _coverage(handle: Any, recording: Recording | None, samples: Samples) -> lis
     cut = [sample.step for sample in recording.samples.steps if not sample.whole]
     add("samples not to the end of the step", len(cut), "steps " + ", ".join(map(str, cut)) + ": a sample ends after "
         "so many calls, bytes or seconds", "none needed")  # fmt: skip
+    add("steps not compared with fp32", int(recording.unchecked is not None), f"{recording.unchecked}: an op that "
+        "overflows without a skipped step is not found there", "none needed")  # fmt: skip
     add("samples left out", recording.left_out, "those before had taken the time for them", "none needed")
     add("trouble", int(recording.trouble is not None), recording.trouble or "", "run with fewer other tools")
     add("compiled graphs", recording.graphs, "torch.compile made these; casts within them were compiled in and are "

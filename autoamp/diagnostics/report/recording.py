@@ -20,9 +20,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from autoamp.diagnostics.observer import Observer, Watch
 from autoamp.diagnostics.ranges import ValueProfile
-from autoamp.diagnostics.report.sampling import CallTimes, Onlooker, Sample, Samples, plan
+from autoamp.diagnostics.report.sampling import CallTimes, Onlooker, Sample, Samples, is_checked, plan
+from autoamp.diagnostics.report.step_check import Entry, Fault, StepCheck, cause_of
 from autoamp.diagnostics.trace import CastTrace
-from autoamp.diagnostics.verdicts import Overflow
+from autoamp.diagnostics.verdicts import HalfPrecisionOp, Overflow
 from autoamp.torch_private import compiled_graphs, dispatch_modes
 
 __all__ = ["Recorded", "Recording"]
@@ -33,6 +34,8 @@ _MOST_POINTS = 20_000
 _MOST_SKIPS = 5_000
 # Samples together may take so many seconds, and so much of the time since the beginning.
 _FREE, _PART = 0.5, 0.2
+# Of so many causes entries are tried.
+_MOST_CAUSES = 6
 
 
 class Recorded(Protocol):
@@ -41,6 +44,9 @@ class Recorded(Protocol):
     settings: Any
     optimizers: Any
     overflows: Any
+    casts: Any
+    precisions: Any
+    observation: Any
 
     def observe(self, observer: Observer) -> Watch:
         """Tell an observer of each call."""
@@ -76,6 +82,11 @@ class Recording(Watch):
         left_out: How many samples were not taken, as those before had taken the time for them.
         graphs: How many graphs torch.compile made meanwhile.
         trouble: Why steps were not looked at, where that is so.
+        faults: What half precision spoiled in steps that were taken.
+        entries: By the cause of skips the entry of a list that cures it; None where none does.
+        compared: How many steps were compared with fp32.
+        checked_seconds: The time for that.
+        unchecked: Why a step could not be compared, where that is so.
     """
 
     def __init__(self, handle: Recorded, *, sample: bool = True, times: bool = True) -> None:
@@ -89,6 +100,12 @@ class Recording(Watch):
             handle.settings.device_type, lambda: self._allowed() < 0, lambda: self._end_sample("limit")
         )
         self.trouble: str | None = None
+        self.faults: list[Fault] = []
+        self.entries: dict[Any, Entry | None] = {}
+        self.compared = 0
+        self.checked_seconds = 0.0
+        self.unchecked: str | None = None
+        self._check = None if handle.overflows is None else StepCheck(handle)
         self._handle = handle
         self._sample, self._times = sample, times
         self._began = time.perf_counter()
@@ -167,6 +184,8 @@ class Recording(Watch):
             self._begin_sample()
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
+        if self._check is not None and self.active and is_checked(self.steps):
+            self._compare(self._check)
         if self._running is not None and self._running[1] == "values":
             self._running[2].step_begins(optimizer)
 
@@ -225,6 +244,36 @@ class Recording(Watch):
     def _overflowed(self, found: Overflow) -> None:
         if len(self.skips) < _MOST_SKIPS:
             self.skips.append((self.steps, found.loss_scale, found))
+        check, cause = self._check, cause_of(found)
+        new = found.kind == HalfPrecisionOp.kind and cause not in self.entries
+        if check is not None and new and len(self.entries) < _MOST_CAUSES:
+            self.entries[cause] = self._tried(functools.partial(check.cure, found))
+
+    # -- checks --
+
+    def _compare(self, check: StepCheck) -> None:
+        """Compare the step at hand with that in fp32."""
+        if len(self.faults) >= _MOST_CAUSES:
+            return
+        if self._allowed() < 0:
+            self.left_out += 1
+            return
+        began = time.perf_counter()
+        fault = self._tried(lambda: check.look(self.steps))
+        self.checked_seconds += time.perf_counter() - began
+        self.compared += 1
+        if fault is not None and cause_of(fault.overflow) not in [cause_of(one.overflow) for one in self.faults]:
+            self.faults.append(fault)
+
+    def _tried(self, run: Callable[[], Any]) -> Any:
+        """Return what a check finds; None where it cannot be made, of which the reason is kept."""
+        try:
+            return run()
+        except Exception as error:
+            # Whatever it is, the program goes on as without anybody who looks.
+            self.unchecked = str(error) or type(error).__name__
+            log.debug("a step could not be compared with fp32", exc_info=True)
+            return None
 
     # -- samples --
 
@@ -236,7 +285,7 @@ class Recording(Watch):
     def _allowed(self) -> float:
         """Return how many seconds samples may still take."""
         running = 0.0 if self._running is None else time.perf_counter() - self._running[4]
-        return _FREE + _PART * self.seconds - self.sampled_seconds - running
+        return _FREE + _PART * self.seconds - self.sampled_seconds - self.checked_seconds - running
 
     def _looking(self, kind: str) -> Any:
         """Return what looks at a step, for a ``with`` statement."""

@@ -20,7 +20,7 @@ from autoamp.diagnostics.ranges import OpRange, RangeProfile
 from autoamp.diagnostics.rows import Hint, Row
 from autoamp.diagnostics.trace import CastTrace
 
-__all__ = ["CallTime", "CallTimes", "Onlooker", "Sample", "Samples", "plan"]
+__all__ = ["CallTime", "CallTimes", "Onlooker", "Sample", "Samples", "is_checked", "plan"]
 
 # A sample ends after so many calls of listed functions, or bytes of tensors that these got.
 _MOST_CALLS = 5_000
@@ -38,6 +38,11 @@ def plan(step: int) -> str | None:
     """
     start = step if step < 3 else step - 10 if step < 13 else step - 100 if step < 103 else step % _EVERY
     return _KINDS[start] if 0 <= start < 3 and (step < 103 or step >= _EVERY) else None
+
+
+def is_checked(step: int) -> bool:
+    """Tell whether the step of this number, from 0, is compared with fp32: 0, 1, 4, 16 and so on."""
+    return step == 0 or (step.bit_count() == 1 and step.bit_length() % 2 == 1)
 
 
 class Onlooker(Observer):

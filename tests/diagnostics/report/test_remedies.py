@@ -6,28 +6,31 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from autoamp.diagnostics.report.remedies import as_toml, remedies
+import pytest
+
+from autoamp.diagnostics import Hint
+from autoamp.diagnostics.report.remedies import as_toml, contradicts, remedies
 from autoamp.rules import load_table
 from tests.diagnostics.report.runs import EVIL
 
 HINT = {"kind": "casts more than it computes", "where": "gelu in 1", "figure": "9 elements", "bytes": 1}
 
 
-def skips(op: str) -> dict[str, Any]:
+def overflows(*names: str, of_module: bool = False) -> list[dict[str, Any]]:
     group = {
-        "kind": "half_precision_op",
         "count": 2,
         "sentence": "mul\nmade inf",
-        "overflow": {"op": op, "fp32_names": [op]},
+        "overflow": {"op": "mul", "fp32_names": ["mul"], "location": "net.py:7"},
+        "entry": {"names": list(names), "of_module": of_module, "text": ""},
     }
-    search = {"kind": "scale_search", "count": 2, "sentence": "normal", "overflow": {"op": "linear", "fp32_names": []}}
-    return {"groups": [search, group]}
+    search = {"count": 2, "sentence": "normal", "overflow": {"op": "linear"}, "entry": None}
+    return [search, group]
 
 
 def test_unsafe_ops_come_first_and_the_scale_search_asks_for_nothing() -> None:
     hints = [{**HINT, "remedy": "leave it alone with none = ['gelu'], or"}, {**HINT, "remedy": "none = ['mul']"}]
     table = load_table("default")
-    found = remedies(skips("mul"), hints, table)
+    found = remedies(overflows("mul"), hints, table)
     assert [(one["policy"], one["op"]) for one in found] == [("fp32", "mul"), ("none", "gelu")]
     assert found[0]["evidence"] == "2 skips; first: mul made inf"
     assert found[0]["now"].startswith("none by lists/default.toml:")
@@ -36,20 +39,46 @@ def test_unsafe_ops_come_first_and_the_scale_search_asks_for_nothing() -> None:
 def test_lines_are_a_list_file(tmp_path: Path) -> None:
     table = load_table("default")
     path = tmp_path / "autoamp.toml"
-    path.write_text("\n".join(as_toml(remedies(skips("mul"), [], table))), encoding="utf-8")
-    rule = load_table([str(path)]).policy_of("mul")
+    entries = remedies([*overflows("mul"), *overflows("net.Norm", of_module=True)], [], table)
+    path.write_text("\n".join(as_toml(entries)), encoding="utf-8")
+    found = load_table([str(path)])
+    rule = found.policy_of("mul")
     assert rule is not None
     assert rule.policy.value == "fp32"
+    assert [(one.pattern, one.precision.value) for one in found.modules] == [("net.Norm", "fp32")]
 
 
 def test_each_name_that_was_called_has_an_entry() -> None:
-    found = skips("mul")
-    found["groups"][1]["overflow"]["fp32_names"] = ["__mul__", "__rmul__"]
-    assert [one["op"] for one in remedies(found, [], load_table("default"))] == ["__mul__", "__rmul__"]
+    found = remedies(overflows("__mul__", "__rmul__"), [], load_table("default"))
+    assert [one["op"] for one in found] == ["__mul__", "__rmul__"]
+
+
+@pytest.mark.parametrize(
+    ("where", "remedy", "is_one"),
+    [
+        ("add in 1 (net.py:7)", "list 'add' as fp16 or promote", True),
+        ("mul in 2 (net.py:9)", "list 'mul' as fp16 or promote", True),
+        ("mean in 2 (net.py:8)", "list it as fp16 or none", True),
+        ("add in 2 (net.py:9)", "list 'add' as fp16 or promote", False),
+    ],
+)
+def test_no_hint_contradicts_an_entry(where: str, remedy: str, is_one: bool) -> None:
+    found = overflows("net.Norm", of_module=True)
+    rows = [
+        {"module_class": "Norm", "location": "net.py:8"},
+        {"module_class": "Head", "location": "net.py:9"},
+    ]
+    assert contradicts(Hint("fp32 island", where, "", remedy, 1), found, rows) is is_one
 
 
 def test_names_cannot_leave_their_line() -> None:
-    entry = {"policy": "fp32", "op": f'a"\n{EVIL}', "evidence": f"one\r\ntwo {EVIL}\x00\x7f", "now": ""}
+    entry = {
+        "policy": "fp32",
+        "of_module": False,
+        "op": f'a"\n{EVIL}',
+        "evidence": f"one\r\ntwo {EVIL}\x00\x7f",
+        "now": "",
+    }
     assert tomllib.loads("\n".join(as_toml([entry]))) == {"schema": 1, "fp32": [entry["op"]]}
 
 

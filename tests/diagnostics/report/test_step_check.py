@@ -1,0 +1,140 @@
+"""What half precision spoils in steps that are taken, and the entries that are tried against it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autoamp
+
+
+class Unit(nn.Module):
+    """Divides by a norm, which fp16 makes inf."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / (x * x).mean(-1, keepdim=True).sqrt()
+
+
+class Head(nn.Module):
+    """The same beside a matrix product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = 400.0 + self.project(x)
+        return y / (y * y).mean(-1, keepdim=True).sqrt()
+
+
+class Product(nn.Module):
+    """Overflows in its only op, and divides by that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / (1.0 + self.project(x).abs())
+
+
+class Masked(nn.Module):
+    """An attention whose mask is -inf, written or made of a finite number, as programs do."""
+
+    def __init__(self, by_sum: bool) -> None:
+        super().__init__()
+        self.project, self.by_sum = nn.Linear(8, 8), by_sum
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.project(x) @ x.T - 40.0
+        seen = torch.ones_like(scores).tril() > 0
+        if self.by_sum:
+            scores = scores + (~seen).to(scores.dtype) * torch.finfo(scores.dtype).min
+        else:
+            scores = scores.masked_fill(~seen, float("-inf"))
+        return F.softmax(scores, -1) @ x
+
+
+def report_of(model: nn.Module, x: Tensor, steps: int = 3) -> dict[str, Any]:
+    """Train in fp16, and return the report."""
+    handle: Any = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=64.0, trace_overflow=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    handle.record(sample=False)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = (model(x).float() * torch.arange(1.0, 9.0)).square().mean()
+        with handle.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    assert handle.skipped_steps == 0
+    found: dict[str, Any] = handle.report()
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def test_a_module_without_products_is_named() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Unit())
+    nn.init.eye_(model[0].weight)  # type: ignore[arg-type]
+    found = report_of(model, 500.0 + torch.rand(4, 8))
+    (fault,) = found["faults"]
+    assert (fault["step"], fault["overflow"]["op"], fault["overflow"]["value"]) == (0, "mul", "inf")
+    assert fault["entry"]["names"] == [f"{__name__}.Unit"]
+    assert found["verdict"]["level"] == "bad"
+    assert found["verdict"]["sentence"].startswith("mul in module 1 at ")
+
+
+def test_beside_a_product_the_names_of_the_op_are_named() -> None:
+    found = report_of(nn.Sequential(nn.Linear(8, 8), Head()), torch.rand(4, 8))
+    assert [(one["policy"], one["op"]) for one in found["remedies"]] == [("fp32", "__mul__"), ("fp32", "__rmul__")]
+
+
+def test_nothing_is_told_that_leaves_no_op_in_half() -> None:
+    model = nn.Sequential(Product())
+    nn.init.constant_(model[0].project.weight, 100.0)  # type: ignore[union-attr,arg-type]
+    found = report_of(model, torch.full((4, 8), 200.0))
+    (fault,) = found["faults"]
+    assert fault["overflow"]["op"] == "linear"
+    assert fault["entry"] is None
+    assert "run it in bf16" in fault["remedy"]
+    assert found["remedies"] == []
+
+
+@pytest.mark.parametrize("by_sum", [False, True])
+def test_a_mask_of_an_attention_is_no_fault(by_sum: bool) -> None:
+    assert report_of(nn.Sequential(Masked(by_sum), nn.Linear(8, 8)), torch.rand(4, 8))["faults"] == []
+
+
+def test_gradients_that_are_0_in_fp32_too_are_no_fault() -> None:
+    class Unused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x) + 0.0 * self.unused(x)
+
+    assert report_of(Unused(), torch.rand(4, 8))["faults"] == []
+
+
+def test_gradients_that_vanish_in_half_alone_are_one() -> None:
+    class Faint(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.project(x) * 1e-4 * 1e-4 * 1e-4 + x
+
+    (fault,) = report_of(nn.Sequential(Faint()), torch.rand(4, 8))["faults"]
+    assert fault["zero_gradients"] == ["0.project.weight", "0.project.bias"]
+    assert fault["sentence"].startswith(
+        "gradients vanish in half precision in the backward pass of mul in module 0 at "
+    )
