@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import Parameter
 
+import autoamp
 from autoamp.casting.casters import SparseArgument
 from autoamp.tensors import iter_tensors
 from tests.casting._shared import CAST_DTYPES, HALVES, OTHER_DTYPES, full_like, make, nested, snapshot
@@ -141,3 +143,27 @@ def test_nests_are_never_mutated_and_get_the_right_dtypes(value: Any, half: torc
         for old, new in zip(iter_tensors(value), iter_tensors(after), strict=True):
             assert new.dtype == (target if old.dtype in CAST_DTYPES else old.dtype)
             assert (new is old) == (new.dtype == old.dtype)
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_function_gets_lists_as_lists_and_tuples_as_tuples(kind: Any) -> None:
+    module, seen = types.ModuleType("some_program"), list[Any]()
+    module.join = seen.append  # type: ignore[attr-defined]
+    autoamp.register_half_function(module, "join")
+    autoamp.init(dtype=torch.float16, device_type="cpu")
+    module.join(kind([torch.ones(2), Parameter(torch.ones(2))]))
+    assert type(seen[0]) is kind
+    assert [item.dtype for item in seen[0]] == [torch.float16] * 2
+
+
+def test_of_several_sparse_arguments_and_of_odd_ones_nothing_is_cast_to_half() -> None:
+    casts, matrix = make(), torch.eye(2).to_sparse()
+    batch, compressed = torch.ones(2, 2, 2).to_sparse(), torch.eye(2).to_sparse_csr()
+
+    def dtype_of(*tensors: Tensor, to_half: bool = True) -> torch.dtype:
+        return casts.dtype_with_sparse([*tensors, torch.ones(2, 2)], to_half=to_half)
+
+    assert dtype_of(matrix) is torch.float16
+    assert dtype_of(matrix, to_half=False) is torch.float32
+    for odd in ([matrix, matrix], [batch], [compressed]):
+        assert dtype_of(*odd) is torch.float32

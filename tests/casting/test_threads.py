@@ -20,6 +20,16 @@ def test_switched_and_nested() -> None:
     assert casts.local.on
 
 
+def test_replacements_need_not_look_at_their_thread_only_where_all_threads_cast() -> None:
+    assert not make().deviations
+    for by_default in (False, None):
+        assert make(on=by_default).deviations
+    casts = make()
+    with casts.switched(False):
+        assert casts.deviations
+    assert not casts.deviations
+
+
 def test_disabled_holds_whatever_is_within() -> None:
     casts = make()
     with casts.switched(False, forced_off=True):

@@ -452,6 +452,7 @@ CLEARS: dict[str, Callable[[Any], object]] = {
     "one parameter": lambda w: to_none([w.model.first.weight]),
 }
 ZEROS_ONE_SIDE = {"parameters, zero_": "model", "model, zeros": "model", "masters, zero_": "masters"}
+CLEARS_ALL = {"optimizer", "optimizer, None", "optimizer, zeros", "model", "parameters"}
 CLEARS_ONE_SIDE = {"model": "model", "parameters": "model", "one parameter": "model", "masters": "masters"}
 
 
@@ -473,6 +474,8 @@ class Course:
         )
         # Whether the next step is to be skipped, whether a block waits for its step, whether gradients are scaled.
         self.overflowed = self.pending = self.delayed = False
+        # Whether gradients that overflowed were cleared: a program goes on to its next block then.
+        self.dropped = False
         # On which side gradients were replaced or cleared: the other one hears of it by the next block or step.
         self.side: str | None = None
         # Whether a weight was written to since the last step, by which masters have followed.
@@ -497,6 +500,10 @@ class Course:
         if self.is_dropped():
             # The scaler learns from those gradients all the same.
             self.update(False)
+        if self.dropped:
+            self.knows_scale &= self.setup.mode != "auto_scale"
+            self.update(True)
+            self.overflowed = self.dropped = False
         overflow = action.overflow if self.setup.scale != 1.0 else None
         if overflow is not None and not any(p.requires_grad for p in getattr(self.world.model, overflow).parameters()):
             overflow = None
@@ -546,8 +553,11 @@ class Course:
 
     def clear(self, action: Clear) -> None:
         side = CLEARS_ONE_SIDE.get(action.how)
-        if not self.overflowed and self.side in (None, side or ZEROS_ONE_SIDE.get(action.how, self.side)):
+        if self.overflowed and action.how not in CLEARS_ALL:
+            return
+        if self.side in (None, side or ZEROS_ONE_SIDE.get(action.how, self.side)):
             CLEARS[action.how](self.world)
+            self.dropped = self.overflowed
             # Whether the scaler hears of scaled gradients that were cleared depends on who looks next.
             self.knows_scale &= not self.delayed
             self.delayed = self.delayed and action.how == "one parameter"
@@ -555,6 +565,8 @@ class Course:
                 self.side = side
 
     def step(self, _: Step) -> None:
+        if self.dropped:
+            return
         skips, pending = self.overflowed, self.pending
         self.is_dropped()
         self.world.step(skips)
