@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["COLUMNS", "aligned", "packed", "say", "show"]
+__all__ = ["COLUMNS", "aligned", "is_read", "packed", "say", "show"]
 
 COLUMNS = 80
 """How wide a summary is at most, so that it stays whole in any terminal."""
@@ -20,24 +20,27 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def packed(head: str, parts: Sequence[str], between: str) -> str:
-    """Return parts in lines of at most `COLUMNS`, the later ones indented. A line ends where a part does, if it can.
+def packed(head: str, parts: Sequence[str], between: str, width: int | None = COLUMNS) -> str:
+    """Return parts in lines of a width, the later ones indented. A line ends where a part does, if it can.
 
     Args:
         head: What the first line begins with.
         parts: What is told, in its order.
         between: What stands between two parts, such as ``"; "``.
+        width: The most columns of a line; None for one line, however long.
     """
+    if width is None:
+        return head + between.join(parts)
     lines, indent = [head], " " * 2
     for place, part in enumerate(parts):
         text = part + (between.rstrip() if place < len(parts) - 1 else "")
         gap = "" if lines[-1] in (head, indent) else " "
-        if len(lines[-1]) + len(gap) + len(text) <= COLUMNS:
+        if len(lines[-1]) + len(gap) + len(text) <= width:
             lines[-1] += gap + text
-        elif gap and len(indent) + len(text) <= COLUMNS:
+        elif gap and len(indent) + len(text) <= width:
             lines.append(indent + text)
         else:
-            lines[-1:] = textwrap.wrap(lines[-1] + gap + text, COLUMNS, subsequent_indent=indent,
+            lines[-1:] = textwrap.wrap(lines[-1] + gap + text, width, subsequent_indent=indent,
                                        break_long_words=False, break_on_hyphens=False)  # fmt: skip
     return "\n".join(lines)
 
@@ -56,6 +59,14 @@ def say(line: str, *, wrong: bool = False) -> None:
     except (AttributeError, OSError, ValueError):
         # There is no stderr, or it is closed.
         pass
+
+
+def is_read() -> bool:
+    """Tell whether stderr is a terminal; what goes to a file or a pipe is not folded."""
+    try:
+        return sys.stderr.isatty()
+    except (AttributeError, ValueError):
+        return False
 
 
 def show(heading: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autoamp.cli.output import packed
+from autoamp.cli.output import COLUMNS, packed
 from autoamp.modules import AUTOCAST
 
 __all__ = ["Report", "versions"]
@@ -110,8 +110,14 @@ class Report:
             children=self.children + sum(1 + child.children for child in working),
         )
 
-    def summary(self) -> str:
-        """Return what is told at the end, in lines of 80 columns."""
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the program ended as one does that refuses its command line, and had not begun."""
+        return self.exit_code == 2 and self.is_idle
+
+    def summary(self, *, folded: bool = True) -> str:
+        """Return what is told at the end, in lines of 80 columns, or each message in one line."""
+        width = COLUMNS if folded else None
         parts = self._without_casts() or [
             *self._casts(),
             *self._counts(),
@@ -119,9 +125,9 @@ class Report:
             *self._scaling(),
             f"{self.seconds:.1f} s",
         ]
-        lines = [packed("autoamp: ", parts, "; ")]
+        lines = [packed("autoamp: ", parts, "; ", width)]
         if self.casts_left_to is None and self.waited_for is None:
-            lines += [packed("autoamp: ", [f"no effect: {why}"], "") for why in self.unmatched.values()]
+            lines += [packed("autoamp: ", [f"no effect: {why}"], "", width) for why in self.unmatched.values()]
         return "\n".join(lines)
 
     def _counts(self) -> list[str]:

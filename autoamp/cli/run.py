@@ -15,7 +15,7 @@ from typing import Any
 from autoamp.cli.children import Children, Teller, parents_folder
 from autoamp.cli.launch import Program, prepared, take_path
 from autoamp.cli.options import Options
-from autoamp.cli.output import say
+from autoamp.cli.output import is_read, say
 from autoamp.cli.report import Report
 from autoamp.cli.reports import FAILED
 from autoamp.cli.session import Run, set_up
@@ -188,8 +188,8 @@ class _End:
             report = report.with_children(self._children.reports())
         if self._parent is not None:
             Teller(self._parent, lambda: report).tell()
-        if not self._quiet:
-            say(report.summary())
+        if not (self._quiet or report.is_refusal):
+            say(report.summary(folded=is_read()))
         if self._path is not None:
             try:
                 self._write(self._path, report)

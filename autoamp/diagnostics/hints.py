@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from autoamp.diagnostics.op_names import spellings
 from autoamp.diagnostics.rows import Hint, Row
+from autoamp.diagnostics.tables import counted
 from autoamp.tensors import HALF_DTYPES
 
 __all__ = ["Flow", "hints_of"]
@@ -112,7 +113,7 @@ def hints_of(rows: Iterable[Row], unlisted: Iterable[Row], flow: Flow) -> tuple[
             Hint(
                 "activation cast several times",
                 row.label,
-                f"{count} times an activation that was cast for {first.label} already, {size:,} bytes",
+                f"{counted(count, 'time')} an activation that was cast for {first.label} already, {size:,} bytes",
                 "cast it once before both, or call both from one module's forward with enable_caching",
                 size,
             )
@@ -123,7 +124,7 @@ def hints_of(rows: Iterable[Row], unlisted: Iterable[Row], flow: Flow) -> tuple[
             Hint(
                 "fp32 island",
                 row.label,
-                f"{count} results went back to half for {into}; {size:,} bytes for both casts",
+                f"{counted(count, 'result')} went back to half for {into}; {size:,} bytes for both casts",
                 f"where its values allow, list it as fp16 or none; it is {row.policy} by {row.origin}",
                 size,
             )
@@ -136,7 +137,7 @@ def hints_of(rows: Iterable[Row], unlisted: Iterable[Row], flow: Flow) -> tuple[
             Hint(
                 "mixed dtypes on no list",
                 row.label,
-                f"{row.calls} calls got {dtypes}; torch widened {row.bytes_cast:,} bytes",
+                f"{counted(row.calls, 'call')} got {dtypes}; torch widened {row.bytes_cast:,} bytes",
                 f"list {names} as fp16 or promote, or cast one of the arguments before",
                 row.bytes_cast,
             )

@@ -33,6 +33,13 @@ from autoamp.torch_private import DispatchMode, current_graph_task, dispatch_mod
 __all__ = ["OpRange", "RangeProfile", "ValueProfile"]
 
 _MOST = 24
+# Of so many places the table has a row.
+_SHOWN = 20
+_LEGEND = """\
+largest: the power of two of the largest result. fp16 0, fp16 inf, bf16 0: how many results that dtype would make 0 or
+inf. error: how far the op is off on arguments in that dtype, as a part of its result (2-norm). gradient: how many
+gradients of the results, times the loss scale, fp16 would make 0 or inf. -: not looked at.
+"""
 # What makes values of no argument's value.
 _MAKERS = ("aten::empty", "aten::new_", "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::rand")
 _REFUSED = (RuntimeError, NotImplementedError, TypeError)
@@ -66,6 +73,19 @@ class OpRange:
     errors: dict[str, float] = field(default_factory=dict)
     compared: int = 0
     excluded: str | None = None
+
+    def badness(self, shift: int = 0) -> tuple[float, ...]:
+        """Return numbers by which places are sorted: overflows in fp16 first, then errors, then what becomes 0.
+
+        Args:
+            shift: The binary logarithm of the loss scale for gradients.
+        """
+        half, back = self.values.in_format("float16"), self.gradients.in_format("float16", shift)
+        error = max(self.errors.values(), default=0.0)
+        return (
+            half["overflow"] + back["overflow"], math.inf if math.isnan(error) else error,
+            back["underflow"] + half["underflow"],
+        )  # fmt: skip
 
     def to_dict(self, shift: int = 0) -> dict[str, Any]:
         """Return plain values: the attributes, the site as ``module`` and ``location``, and counts by half dtype.
@@ -335,11 +355,10 @@ class RangeProfile(Observer):
             forward, backward = values.in_format(dtype), gradients.in_format(dtype, shift)
             errors = [row.errors[dtype] for row in self.ops if dtype in row.errors]
             worst = f"{max(errors):.2g}" if errors else "unknown"
+            scaled = f"gradients of parameters, times the loss scale {self.loss_scale:g},"
             lines.append(
-                f"{dtype}: of {values.elements:,} results {forward['overflow']:,} overflow, "
-                f"{forward['underflow']:,} become 0, {forward['subnormal']:,} are subnormal; of "
-                f"{gradients.elements:,} gradients at loss scale {self.loss_scale:g} {backward['overflow']:,}, "
-                f"{backward['underflow']:,} and {backward['subnormal']:,}; {self._of_activations(dtype, shift)}"
+                f"{dtype}: of {_lost(values.elements, 'results', forward)}; of "
+                f"{_lost(gradients.elements, scaled, backward)}; {self._of_activations(dtype, shift)}"
                 f"largest relative error of an op {worst}"
             )
         scales = self.loss_scales()
@@ -353,11 +372,7 @@ class RangeProfile(Observer):
         if not self.sees_activations:
             return "those of activations were not looked at; "
         found = self.half_gradients()
-        lost = found.in_format(dtype, shift)
-        return (
-            f"of {found.elements:,} of activations in half {lost['overflow']:,}, {lost['underflow']:,} and "
-            f"{lost['subnormal']:,}; "
-        )
+        return f"of {_lost(found.elements, 'gradients of activations in half', found.in_format(dtype, shift))}; "
 
     def _shift(self) -> int:
         return round(math.log2(self.loss_scale)) if self.loss_scale > 0 else 0
@@ -397,7 +412,7 @@ class RangeProfile(Observer):
             "gradient fp16 0", "gradient fp16 inf",
         )  # fmt: skip
         lines, shift = [], self._shift()
-        for row in self.ops:
+        for row in sorted(self.ops, key=lambda row: row.badness(shift), reverse=True)[:_SHOWN]:
             half, brain, top = row.values.in_format("float16"), row.values.in_format("bfloat16"), row.values.largest
             back = row.gradients.in_format("float16", shift)
             lines.append((
@@ -407,7 +422,10 @@ class RangeProfile(Observer):
                 *(f"{row.errors[d]:.1e}" if d in row.errors else "-" for d in ("float16", "bfloat16")),
                 *(str(back[what]) if row.gradients.elements else "-" for what in ("underflow", "overflow")),
             ))  # fmt: skip
-        return as_table("Ranges in fp32", headings, lines, 8) + self.verdict() + "\n"
+        title = "Ranges in fp32, the worst places first"
+        if len(self.ops) > _SHOWN:
+            title += f": {_SHOWN} of {len(self.ops)}; to_json() has all, and so has --json FILE"
+        return as_table(title, headings, lines, 8) + (_LEGEND if lines else "") + self.verdict() + "\n"
 
 
 class ValueProfile(RangeProfile):
@@ -485,6 +503,14 @@ def _norm(tensor: Tensor) -> float:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _lost(elements: int, what: str, lost: dict[str, int]) -> str:
+    """Return how many of what a dtype would lose."""
+    return (
+        f"{elements:,} {what} {lost['overflow']:,} overflow, {lost['underflow']:,} become 0, {lost['subnormal']:,} are "
+        "subnormal"
+    )
 
 
 def _sum(several: Iterable[Exponents]) -> Exponents:

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["as_csv", "as_table"]
+__all__ = ["as_csv", "as_table", "counted"]
 
 # Longer texts in cells are folded where the terminal is narrow.
 _TEXT = 24
@@ -48,6 +48,11 @@ def as_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]],
     text = io.StringIO()
     Console(file=text, width=max(100, needed, shutil.get_terminal_size((140, 24)).columns)).print(table)
     return text.getvalue()
+
+
+def counted(number: int, what: str) -> str:
+    """Return a number with what is counted, in the plural unless it is one."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _plain(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: int) -> str:

@@ -66,7 +66,14 @@ def test_lists_tell_the_reason_and_the_installed_file(place: Path, capsys: pytes
     assert out.startswith("matmul: fp32 (its arguments are cast to fp32), by 'matmul' in ")
     assert f"{place / 'autoamp.toml'}:3; sums of squares\n" in out
     assert autoamp_command.main(["lists", "softmax", "--dtype", "bf16", "--device-type", "cpu", "--json"]) == 0
-    ((found,),) = [one["rules"] for one in json.loads(capsys.readouterr().out)]
+    asked = json.loads(capsys.readouterr().out)
+    assert (asked["ops"], asked["modules"]) == (["softmax"], [])
+    (found,) = asked["rules"]
+    assert autoamp_command.main(["lists", "--dtype", "bf16", "--device-type", "cpu", "--json"]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert whole.keys() == asked.keys()
+    # One that is asked for is as it is among all.
+    assert [rule for rule in whole["rules"] if rule["target"] == "softmax"] == [found]
     line = Path(found["file"]).read_text(encoding="utf-8").splitlines()[found["line"] - 1]
     assert (found["policy"], Path(found["file"]).name, Path(found["file"]).is_absolute()) == ("none", "bf16.toml", True)
     assert '"softmax"' in line

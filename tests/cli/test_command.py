@@ -183,6 +183,7 @@ if __name__ == "__main__":
     "plain.py": TRAIN,
     "overflows.py": OVERFLOWS,
     "fails.py": TRAIN + "raise ValueError('wrong')\n",
+    "refuses.py": "import argparse, torch\nargparse.ArgumentParser().parse_args(['--wrong'])\n" + TRAIN,
     "exits.py": TRAIN + "sys.exit(256 + 5)\n",
     "forks.py": TRAIN + "import os\nif os.fork():\n    os.wait()\nelse:\n    print('child')\n",
     "levels.py": """
@@ -334,6 +335,7 @@ RUNS = {
     "traced": [*RUN, "--dtype", "fp16", "--trace-overflow", "overflows.py"],
     "fails": [*RUN, "--report", "fails.json", "fails.py"],
     "exits": [*RUN, "--report", "exits.json", "exits.py"],
+    "refuses": [*RUN, "refuses.py"],
     "forks": [*RUN, "forks.py"],
     "O0": [*RUN, "--opt-level", "O0", "plain.py"],
     "O2": [*RUN, "--opt-level", "O2", "levels.py"],
@@ -429,7 +431,8 @@ def test_plain_program_is_cast_scaled_and_summed_up_in_few_words(ended: dict[str
     assert "ops 4 float16, 4 float32; casts 12 to float16;" in one_line(ended["fp16"])
     for name in ("plain", "fp16"):
         assert ended[name].err.count("autoamp: ") == 1
-        assert all(len(line) <= 80 for line in ended[name].err.splitlines())
+        # It is folded for a terminal alone.
+        assert len(ended[name].err.splitlines()) == 1
     assert ended["plain"].err.startswith("autoamp: bfloat16 on cpu (O1); ")
     assert ended["fp16"].err.startswith("autoamp: float16 on cpu (O1); ")
     assert "loss scale 1024;" in one_line(ended["fp16"])
@@ -474,6 +477,12 @@ def test_summary_comes_last_however_the_program_ends(
     assert f"\n{ended[name].err}".rpartition("\nautoamp: ")[2].startswith("bfloat16 on cpu (O1); ")
     assert ended[name].err.count("autoamp: ") == 1
     assert json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))["exit_code"] == code
+
+
+def test_there_is_no_summary_where_the_program_refuses_its_arguments(ended: dict[str, Ended]) -> None:
+    assert ended["refuses"].code == 2
+    assert "unrecognized arguments: --wrong" in ended["refuses"].err
+    assert "autoamp: " not in ended["refuses"].err
 
 
 def test_a_fork_says_nothing_of_its_own(ended: dict[str, Ended]) -> None:

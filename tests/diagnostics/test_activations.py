@@ -91,7 +91,7 @@ def test_they_choose_the_loss_scale(handle: Any) -> None:
     assert op(ranges, "mm").in_half
     # Those of the product are kept from 2**5 on, that of the weight from 1 on; what is summed has a gradient of 1.
     assert ranges.loss_scales() == tuple(2.0**k for k in range(5, 16))
-    assert "of 2,048 of activations in half 0, 0 and 1,024;" in ranges.verdict()
+    assert "of 2,048 gradients of activations in half 0 overflow, 0 become 0, 1,024 are subnormal;" in ranges.verdict()
     assert ranges.to_dict()["ops"][0]["gradients"]["float16"] == {"underflow": 0, "subnormal": 1024, "overflow": 0}
 
 

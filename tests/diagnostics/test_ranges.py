@@ -162,6 +162,20 @@ def test_an_exception_in_the_program_ends_it(handle: Any) -> None:
     assert len(ranges.ops) == 1
 
 
+def test_the_table_has_the_worst_places_first_and_says_what_its_figures_are(handle: Any) -> None:
+    lines = "".join(f"y = y + torch.full((2,), {number}.0)\n" for number in range(30))
+    program = compile(f"y = torch.ones(2)\n{lines}y = y * 1e5\n", "steps.py", "exec")
+    with handle.profile_ranges() as ranges:
+        exec(program, {"torch": torch})
+    text = str(ranges)
+    rows = [line for line in text.splitlines() if "steps.py:" in line]
+    assert len(ranges.ops) > len(rows) == 20
+    assert "steps.py:32" in rows[0]
+    assert f"20 of {len(ranges.ops)}" in text
+    assert "fp16 inf" in text.partition("largest: the power of two of the largest result")[2]
+    assert len(ranges.to_dict()["ops"]) == len(ranges.ops)
+
+
 def test_the_command(tmp_path: Path) -> None:
     script, out = tmp_path / "script.py", tmp_path / "ranges.json"
     script.write_text("import sys, torch\nx = torch.ones(2, 2)\ntorch.mm(x, x)\nsys.exit(len(sys.argv) + 1)\n")

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from autoamp.diagnostics.rows import Hint
+from autoamp.diagnostics.tables import counted
 
-__all__ = ["as_toml", "contradicts", "count_of", "remedies"]
+__all__ = ["as_toml", "contradicts", "remedies"]
 
 _UNPROFITABLE = "casts more than it computes"
 
@@ -29,7 +30,7 @@ def remedies(
         entry = one["entry"]
         if entry is None:
             continue
-        times = f"{count_of(one['count'], 'skip')}; first: " if "count" in one else ""
+        times = f"{counted(one['count'], 'skip')}; first: " if "count" in one else ""
         cause = one["sentence"].partition("; with ")[0]
         for name in entry["names"]:
             found.setdefault(name, _entry("fp32", name, times + cause, table, of_module=entry["of_module"]))
@@ -59,11 +60,6 @@ def contradicts(hint: Hint, overflows: Iterable[Mapping[str, Any]], rows: Sequen
         if any(f"'{name}'" in hint.remedy for name in (*entry["names"], *overflow["fp32_names"])):
             return True
     return False
-
-
-def count_of(number: int, what: str) -> str:
-    """Return a number with what is counted, in the plural unless it is one."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _entry(policy: str, op: str, evidence: str, table: Any, *, of_module: bool = False) -> dict[str, Any]:
