@@ -59,6 +59,16 @@ def test_switches_are_set_in_another_thread_as_they_are_here(on: bool, forced_of
     assert in_thread(there) == (on, forced_off)
 
 
+def test_autocast_of_another_device_type_leaves_tensors_to_us() -> None:
+    casts = make(torch.float16)
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        assert not casts.autocast_rules()
+        assert casts.eligible(torch.ones(1))
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+
+
 def test_autocast_regions_cast_themselves() -> None:
     casts = make()
     tensor, parameter = torch.ones(2), Parameter(torch.ones(2))
