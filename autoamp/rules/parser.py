@@ -18,8 +18,14 @@ SCHEMA = 1
 # Written down here, since lists are read without importing torch.
 DEVICE_TYPES = frozenset({"cpu", "cuda", "hpu", "ipu", "maia", "mps", "mtia", "npu", "xla", "xpu"})
 
-_ARRAYS = tuple(policy for policy in CastPolicy if policy is not CastPolicy.BANNED)
-_KEYS = ("schema", "extends", *(policy.value for policy in CastPolicy), "modules", "versions", "devices")
+# Another word for "fp16", which means the half dtype in use, be it fp16 or bf16.
+_HALF = "half"
+_ARRAYS = (
+    *((policy.value, policy) for policy in CastPolicy if policy is not CastPolicy.BANNED),
+    (_HALF, CastPolicy.FP16),
+)
+_PRECISIONS = {**{precision.value: precision for precision in ModulePrecision}, _HALF: ModulePrecision.FP16}
+_KEYS = ("schema", "extends", *(policy.value for policy in CastPolicy), _HALF, "modules", "versions", "devices")
 
 
 def nearest(word: object, valid: Collection[str]) -> str:
@@ -86,10 +92,10 @@ class ListSet:
                 fail(source.at(str(key)), f"unknown key {key!r}; {nearest(key, valid)} Valid: {choices(valid)}")
         self._check_schema(data, schema_needed)
         self._seen: dict[str, CastRule] = {}
-        for policy in _ARRAYS:
+        for key, policy in _ARRAYS:
             if policy is not CastPolicy.NONE or not isinstance(data.get("none"), Mapping):
-                for item, target in enumerate(self._strings(data, policy.value)):
-                    origin = source.at(policy.value, item=item)
+                for item, target in enumerate(self._strings(data, key)):
+                    origin = source.at(key, item=item)
                     self._add_rule(CastRule(target, policy, origin, reason=source.remark(origin)))
         for rule in self._reasoned(data.get("none")):
             self._add_rule(rule)
@@ -179,12 +185,11 @@ class ListSet:
 
     def _module_rules(self, data: Mapping[str, object]) -> Iterator[ModuleRule]:
         """Yield the rules of the `[modules]` table."""
-        valid = [precision.value for precision in ModulePrecision]
         for pattern, value in self._entries(data, "modules"):
             origin = self.source.at("modules", pattern)
             if pattern.split() != [pattern]:
                 remark = "write a path such as 'encoder.layers.0.*', or a class such as 'torch.nn.BatchNorm2d'"
                 fail(origin, f"{pattern!r} under modules is no pattern; {remark}")
-            if value not in valid:
-                fail(origin, f"{pattern!r} under modules has {value!r}; choose {choices(valid)}")
-            yield ModuleRule(pattern, ModulePrecision(value), origin, self.source.remark(origin))
+            if value not in _PRECISIONS:
+                fail(origin, f"{pattern!r} under modules has {value!r}; choose {choices(_PRECISIONS)}")
+            yield ModuleRule(pattern, _PRECISIONS[value], origin, self.source.remark(origin))

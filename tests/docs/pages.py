@@ -20,9 +20,9 @@ PAGES = tuple(
 # What a fence may say: code that runs, lists that are read, and what programs print.
 LANGUAGES = ("bash", "python", "text", "toml")
 
-_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# A comment above a block, which readers do not see and do not copy, says why it is not run.
+_FENCE = re.compile(r"^(?:<!-- not run here: (\S[^\n]*) -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _SHOWN = re.compile(r"\n\n```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_NOT_RUN = re.compile(r"\A# not run here: (\S.+)")
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,10 @@ class Block:
 
     Attributes:
         page: Such as ``docs/lists.md``.
-        line: The 1-based line of its fence.
+        line: The 1-based line where it begins.
         language: One of `LANGUAGES`.
         code: What is in it.
+        left_out: Why it is not run; None where it is.
         shown: What the page says that it prints: the text that follows it with nothing between; None where none does.
     """
 
@@ -41,13 +42,8 @@ class Block:
     line: int
     language: str
     code: str
+    left_out: str | None = None
     shown: str | None = None
-
-    @property
-    def left_out(self) -> str | None:
-        """Why it is not run, as its first line says to readers; None where it is."""
-        found = _NOT_RUN.match(self.code)
-        return found[1] if found else None
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
@@ -63,9 +59,8 @@ def blocks_of(page: str) -> Iterator[Block]:
     text = text_of(page)
     for match in _FENCE.finditer(text):
         shown = _SHOWN.match(text, match.end())
-        yield Block(
-            page, text.count("\n", 0, match.start()) + 1, match[1], match[2], None if shown is None else shown[1]
-        )
+        line = text.count("\n", 0, match.start()) + 1
+        yield Block(page, line, match[2], match[3], match[1], None if shown is None else shown[1])
 
 
 def prose_of(page: str) -> str:

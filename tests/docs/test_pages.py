@@ -98,7 +98,8 @@ def test_blocks_are_run_or_say_why_not(page: str) -> None:
     for block in BLOCKS:
         if block.page == page:
             assert block.language in LANGUAGES, f"{block}: name a language, one of {', '.join(LANGUAGES)}"
-            assert "not run here:" not in block.code or block.left_out, f"{block}: it goes into the first line"
+            assert "not run here" not in block.code, f"{block}: it goes into a comment above the block"
+    assert "\n<!-- not run here" not in prose_of(page), f"{page}: the comment goes right above a block"
     # Code that is indented, and not fenced, would escape.
     for paragraph in re.split(r"\n\s*\n", prose_of(page)):
         assert not re.match(r"\n*( {4,}|\t)\S", paragraph), f"{page}: use a fence: {paragraph}"

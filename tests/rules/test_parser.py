@@ -62,6 +62,27 @@ binary_cross_entropy = "use binary_cross_entropy_with_logits"
     assert table.sources == (str(path),)
 
 
+def test_half_is_another_word_for_fp16(place: Path) -> None:
+    text = """
+extends = []
+fp16 = ["einsum"]
+half = ["linear",
+        "relu"]  # why
+[modules]
+"mypkg.A" = "half"
+"mypkg.B" = "fp16"
+"""
+    table = load(write(place / "mine.toml", text))
+    assert [(rule.target, rule.policy, rule.origin.line, rule.reason) for rule in table.rules] == [
+        ("einsum", CastPolicy.FP16, 4, ""),
+        ("linear", CastPolicy.FP16, 5, ""),
+        ("relu", CastPolicy.FP16, 6, "why"),
+    ]
+    assert [rule.precision for rule in table.modules] == [ModulePrecision.FP16] * 2
+    with pytest.raises(ListFileError, match=r"'linear' is under fp16 .* and again under fp16"):
+        load({"extends": [], "fp16": ["linear"], "half": ["linear"]})
+
+
 def test_the_comment_beside_an_entry_is_its_reason(place: Path) -> None:
     text = 'fp32 = [\n  "softmax",  # sums exponentials\n  "exp",\n]\n[modules]\n"head.*" = "fp32"  # overflows\n'
     table = load(str(write(place / "reasons.toml", "extends = []\n" + text)))
