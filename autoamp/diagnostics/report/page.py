@@ -1,4 +1,4 @@
-"""Reports as files: JSON, and a page of HTML that holds all it needs, by Jinja2 and Plotly."""
+"""Reports as files: JSON, and a page of HTML that holds all it needs, by Jinja2."""
 
 from __future__ import annotations
 
@@ -30,11 +30,9 @@ def check_report_tools() -> None:
     Raises:
         UsageError: It is not.
     """
-    missing = [name for name in ("jinja2", "plotly") if importlib.util.find_spec(name) is None]
-    if missing:
+    if importlib.util.find_spec("jinja2") is None:
         raise UsageError(
-            f"a report of HTML needs {' and '.join(missing)}; pip install 'autoamp[report]', or give a file that ends "
-            "in .json"
+            "a report of HTML needs jinja2; pip install 'autoamp[report]', or give a file that ends in .json"
         )
 
 
@@ -50,7 +48,6 @@ def report_page(documents: Sequence[Mapping[str, Any]], names: Sequence[str] = (
     """
     check_report_tools()
     jinja2: Any = importlib.import_module("jinja2")
-    plotly: Any = importlib.import_module("plotly.offline")
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_FOLDER), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
@@ -66,7 +63,6 @@ def report_page(documents: Sequence[Mapping[str, Any]], names: Sequence[str] = (
         data=_embedded([{**run["document"], "name": run["name"]} for run in runs]),
         style=(_FOLDER / "page.css").read_text(encoding="utf-8"),
         script=(_FOLDER / "page.js").read_text(encoding="utf-8"),
-        plotly=plotly.get_plotlyjs(),
     )
     return page
 

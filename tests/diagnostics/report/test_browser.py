@@ -72,15 +72,41 @@ def column(driver: Any, table: str, number: int) -> list[str]:
     return list(driver.execute_script(script, table, number))
 
 
+SERIES = (
+    "return Object.fromEntries([...document.querySelectorAll(`[data-chart=${arguments[0]}] g`)].map("
+    "g => [g.dataset.series, [...g.children].map(mark => mark.textContent)]))"
+)
+
+
 def test_charts_have_data_and_nothing_is_wrong(shown: Any) -> None:
-    points = shown.execute_script(
-        "return Object.fromEntries([...document.querySelectorAll('.chart')].map("
-        "c => [c.dataset.chart, c.data.map(t => [t.name, t.x.length])]))"
-    )
-    assert ["skip: half-precision op", 2] in points["timeline"]
-    assert {name for name, many_ in points["exponents"] if many_ > 3} == {"results", "gradients times scale"}
-    assert sum(many_ for _, many_ in points["costs"]) > 0
+    timeline = shown.execute_script(SERIES, "timeline")
+    assert timeline["skip: half-precision op"] == ["step 4: skip: half-precision op", "step 9: skip: half-precision op"]
+    exponents = shown.execute_script(SERIES, "exponents")
+    assert {name for name, bars in exponents.items() if len(bars) > 3} == {"results", "gradients times scale"}
+    assert sum(map(len, shown.execute_script(SERIES, "costs").values())) > 0
     assert shown.get_log("browser") == []
+
+
+SPLIT = """
+const broken = [];
+for (const cell of document.querySelectorAll('main td, main th')) {
+  const texts = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT);
+  while (texts.nextNode()) {
+    for (const word of texts.currentNode.data.matchAll(/\\w+/g)) {
+      const range = document.createRange();
+      range.setStart(texts.currentNode, word.index);
+      range.setEnd(texts.currentNode, word.index + word[0].length);
+      if (new Set([...range.getClientRects()].map(box => Math.round(box.top))).size > 1) broken.push(word[0]);
+    }
+  }
+}
+return broken;
+"""
+
+
+@pytest.mark.parametrize("width", [1200, 1500])
+def test_no_word_in_a_column_is_broken(width: int, driver: Any, page: Path) -> None:
+    assert show(driver, page, width=width).execute_script(SPLIT) == []
 
 
 def test_names_do_not_inject(shown: Any) -> None:
@@ -105,8 +131,12 @@ def test_filter_sort_and_pages_of_ten_thousand_call_sites(shown: Any) -> None:
 
 
 def test_the_slider_moves_gradients_alone(shown: Any) -> None:
-    def histogram() -> list[list[float]]:
-        return list(shown.execute_script("return document.querySelector('[data-chart=exponents]').data.map(t => t.x)"))
+    def histogram() -> list[list[int]]:
+        script = (
+            "return [...document.querySelectorAll('[data-chart=exponents] g')].map("
+            "g => [...g.children].map(bar => Number(bar.dataset.x)))"
+        )
+        return list(shown.execute_script(script))
 
     results, gradients = histogram()
     slider = one(shown, ".scale")

@@ -1,15 +1,14 @@
 "use strict";
 (() => {
   const RUNS = JSON.parse(document.getElementById("data").textContent);
-  const PAGE = window.matchMedia("(max-width: 46rem)").matches ? 10 : 25;
+  const PAGE = window.matchMedia("(max-width: 60rem)").matches ? 10 : 25;
   const KINDS = {
-    scale_search: ["scale search", "circle"], half_precision_op: ["half-precision op", "x"],
-    not_finite_in_fp32: ["not finite in fp32", "diamond"], communication: ["communication", "square"],
-    not_located: ["not located", "circle-open"], unexplained: ["unexplained", "circle-open"],
+    scale_search: "scale search", half_precision_op: "half-precision op", not_finite_in_fp32: "not finite in fp32",
+    communication: "communication", not_located: "not located", unexplained: "unexplained",
   };
   const FORMATS = [["float16", "fp16"], ["bfloat16", "bf16"]];
   const number = new Intl.NumberFormat("en");
-  const narrow = window.matchMedia("(max-width: 46rem)");
+  const narrow = window.matchMedia("(max-width: 60rem)");
   const redraws = [];
 
   const make = (tag, attributes = {}, ...children) => {
@@ -20,10 +19,7 @@
     element.append(...children);
     return element;
   };
-  const colour = (name) => {
-    const style = getComputedStyle(document.documentElement);
-    return (style.getPropertyValue("--" + name) || style.getPropertyValue("--other")).trim();
-  };
+  const colour = (name) => `var(--${name}, var(--other))`;
   const bytes = (size) => {
     const units = ["B", "KiB", "MiB", "GiB", "TiB"];
     let unit = 0;
@@ -114,7 +110,10 @@
       this.body.replaceChildren(...shown.map(({ data }) => make("tr", {}, ...this.columns.map((column) => {
         const kind = [column.number ? "number" : "", column.code ? "code" : ""].join(" ").trim();
         const cell = make("td", { "data-label": column.name, class: kind || null });
-        cell.append(column.button ? column.button(data) : this.text(data, column));
+        if (column.button) cell.append(column.button(data));
+        // A name may be broken after a dot, a slash or an underscore, and nowhere else.
+        else if (column.code) cell.append(...this.text(data, column).split(/(?<=[./_])/).flatMap((part) => [part, make("wbr")]));
+        else cell.append(this.text(data, column));
         return cell;
       }))));
       this.heads.forEach((head, index) => {
@@ -130,16 +129,58 @@
   }
   const table = (place, columns, rows, options) => new Table(place, columns, rows.map((data) => ({ data })), options);
 
-  const draw = (place, traces, layout) => {
-    const axis = { gridcolor: colour("line"), zerolinecolor: colour("line"), linecolor: colour("line"), automargin: true };
-    const { xaxis = {}, yaxis = {}, ...rest } = layout;
-    window.Plotly.react(place, traces, {
-      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 56, r: 12, t: 12, b: 44 },
-      font: { color: colour("ink"), family: "system-ui, sans-serif", size: 13 }, dragmode: narrow.matches ? false : "zoom",
-      legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, xanchor: "left" },
-      xaxis: { ...axis, ...xaxis }, yaxis: { ...axis, ...yaxis }, ...rest,
-    }, { responsive: true, displaylogo: false, displayModeBar: false });
+  const shape = (tag, attributes = {}, ...children) => {
+    const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+    element.append(...children);
+    return element;
   };
+  const said = (text) => shape("title", {}, text);
+  /* At most so many round numbers from low to high. */
+  const ticks = (low, high, most = 8) => {
+    const rough = Math.max((high - low) / most, 1e-9);
+    const unit = 10 ** Math.floor(Math.log10(rough));
+    const apart = [1, 2, 5, 10].map((times) => times * unit).find((step) => step >= rough);
+    const found = [];
+    for (let at = Math.ceil(low / apart) * apart; at <= high + 1e-9; at += apart) found.push(Number(at.toPrecision(6)));
+    return found;
+  };
+  /* A chart: a legend and axes. x and y: {low, high, ticks: [[value, text], ...], title}. Returns the drawing, and
+     functions from values to places in it. */
+  const axes = (place, x, y, series, left = 64) => {
+    const [width, height] = [Math.max(place.clientWidth, 280), place.classList.contains("tall") ? 416 : 320];
+    const [top, right, bottom] = [12, 16, 48];
+    const atX = (value) => left + ((value - x.low) / (x.high - x.low || 1)) * (width - left - right);
+    const atY = (value) => height - bottom - ((value - y.low) / (y.high - y.low || 1)) * (height - top - bottom);
+    const svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, width, height });
+    const text = (at, down, words, anchor) => shape("text", { x: at, y: down, "text-anchor": anchor }, words);
+    for (const [value, words] of x.ticks) {
+      svg.append(shape("line", { class: "grid", x1: atX(value), x2: atX(value), y1: top, y2: height - bottom }));
+      svg.append(text(atX(value), height - bottom + 18, words, "middle"));
+    }
+    for (const [value, words] of y.ticks) {
+      svg.append(shape("line", { class: "grid", x1: left, x2: width - right, y1: atY(value), y2: atY(value) }));
+      svg.append(text(left - 6, atY(value) + 4, words, "end"));
+    }
+    svg.append(text((left + width - right) / 2, height - 8, x.title, "middle"));
+    if (y.title) {
+      const middle = (top + height - bottom) / 2;
+      svg.append(shape("text", { transform: `translate(14 ${middle}) rotate(-90)`, "text-anchor": "middle" }, y.title));
+    }
+    const legend = make("p", { class: "key" }, ...series.map(([name, color]) => {
+      const swatch = make("span", { class: "swatch" });
+      swatch.style.background = color;
+      return make("span", {}, swatch, name);
+    }));
+    place.replaceChildren(legend, svg);
+    const group = (name) => {
+      const found = shape("g", { "data-series": name });
+      svg.append(found);
+      return found;
+    };
+    return { svg, atX, atY, group };
+  };
+  const numbered = (values) => values.map((value) => [value, number.format(value)]);
   const drawn = (make_it) => {
     redraws.push(make_it);
     make_it();
@@ -154,29 +195,26 @@
     const levels = points.map(([, level]) => level);
     const [low, high] = [Math.floor(Math.min(...levels)) - 1, Math.ceil(Math.max(...levels)) + 1];
     const apart = Math.ceil((high - low) / 8);
-    const ticks = [];
-    for (let at = low; at <= high; at += apart) ticks.push(at);
+    const levels_shown = [];
+    for (let at = low; at <= high; at += apart) levels_shown.push(at);
     drawn(() => {
-      const traces = [{
-        type: "scatter", mode: "lines", name: "loss scale", line: { shape: "hv", color: colour("ink"), width: 2 },
-        x: points.map(([step]) => step), y: levels, text: levels.map((level) => String(2 ** level)),
-        hovertemplate: "step %{x}: %{text}<extra></extra>",
-      }];
-      for (const [kind, [name, symbol]] of Object.entries(KINDS)) {
-        const events = run.skips.events.filter((event) => event.kind === kind && event.step !== null);
-        if (!events.length) continue;
-        traces.push({
-          type: "scatter", mode: "markers", name: `skip: ${name}`,
-          marker: { color: colour(kind), symbol, size: 10, line: { width: 1.5, color: colour(kind) } },
-          x: events.map((event) => event.step),
-          y: events.map((event) => (event.scale > 0 ? Math.log2(event.scale) : low)),
-          hovertemplate: `step %{x}: ${name}<extra></extra>`,
-        });
+      const kinds = Object.entries(KINDS).map(([kind, name]) => [
+        kind, `skip: ${name}`, run.skips.events.filter((event) => event.kind === kind && event.step !== null),
+      ]).filter(([, , events]) => events.length);
+      const end = Math.max(run.timeline.steps, 1);
+      const { atX, atY, group } = axes(place,
+        { low: 0, high: end, ticks: numbered(ticks(0, end).filter(Number.isInteger)), title: "step" },
+        { low, high, ticks: levels_shown.map((at) => [at, power(at)]), title: "loss scale" },
+        [["loss scale", colour("ink")], ...kinds.map(([kind, name]) => [name, colour(kind)])]);
+      const line = points.map(([step, level], at) => (at ? `H${atX(step)}V${atY(level)}` : `M${atX(step)},${atY(level)}`));
+      group("loss scale").append(shape("path", { d: line.join(""), class: "line" }));
+      for (const [kind, name, events] of kinds) {
+        group(name).append(...events.map((event) => {
+          const level = event.scale > 0 ? Math.log2(event.scale) : low;
+          const mark = { cx: atX(event.step), cy: atY(level), r: 5, style: `fill: ${colour(kind)}` };
+          return shape("circle", mark, said(`step ${event.step}: ${name}`));
+        }));
       }
-      draw(place, traces, {
-        showlegend: true, hovermode: "closest", xaxis: { title: { text: "step" }, rangemode: "tozero" },
-        yaxis: { range: [low, high], tickvals: ticks, ticktext: ticks.map((at) => `2<sup>${at}</sup>`), title: { text: "loss scale" } },
-      });
     });
   };
 
@@ -223,35 +261,37 @@
     };
     const paint = () => {
       const shift = Number(slider.value);
-      const [x, y] = bars(chosen.result, 0);
-      const [gx, gy] = bars(chosen.gradient, shift);
-      const traces = [];
-      if (x.length) traces.push({ type: "bar", name: "results", x, y, marker: { color: colour("bfloat16") }, opacity: 0.75 });
-      if (gx.length) traces.push({ type: "bar", name: "gradients times scale", x: gx, y: gy, marker: { color: colour("half_precision_op") }, opacity: 0.75 });
-      for (const trace of traces) trace.hovertemplate = "2^%{x}: %{y:.3f} %<extra></extra>";
-      const most = Math.max(1, ...y, ...gy);
+      const series = [
+        ["results", "bfloat16", bars(chosen.result, 0)], ["gradients times scale", "half_precision_op", bars(chosen.gradient, shift)],
+      ].filter(([, , [x]]) => x.length);
+      const [x, y] = [0, 1].map((part) => series.flatMap(([, , values]) => values[part]));
+      const most = Math.max(1, ...y);
       const [zero, normal, top] = run.values.formats.float16;
-      const low = Math.min(zero - 6, ...x, ...gx) - 1;
-      const high = Math.max(top + 6, ...x, ...gx) + 1;
-      const band = (from, to, bottom, height, name, strength) => ({
-        type: "rect", xref: "x", yref: "y", x0: Math.max(from, low) - 0.5, x1: Math.min(to, high) - 0.5,
-        y0: most * bottom, y1: most * (bottom + height), fillcolor: colour(name), opacity: strength, line: { width: 0 }, layer: "below",
-      });
       const [bzero, bnormal, btop] = run.values.formats.bfloat16;
-      draw(place, traces, {
-        barmode: "overlay", bargap: 0.05, showlegend: true,
-        xaxis: { range: [low, high], title: { text: "binary exponent" } },
-        yaxis: { range: [0, most * 1.32], title: { text: "% of elements" } },
-        shapes: [
-          band(normal, top, 0, 1.14, "float16", 0.16), band(zero, normal, 0, 1.14, "float16", 0.07),
-          band(bnormal, btop, 1.18, 0.1, "bfloat16", 0.35), band(bzero, bnormal, 1.18, 0.1, "bfloat16", 0.15),
-        ],
-        annotations: [
-          [normal, 1.12, "fp16: normal", "top"], [zero, 1.12, "subnormal", "top"], [Math.max(bnormal, low) + 0.5, 1.23, "bf16: normal", "middle"],
-        ].filter(([, , text]) => text !== "subnormal" || !narrow.matches).map(([at, height, text, anchor]) => ({
-          x: at, y: most * height, text, showarrow: false, xanchor: "left", yanchor: anchor, font: { size: 11, color: colour("ink") },
-        })),
-      });
+      const low = Math.min(zero - 6, ...x) - 1;
+      const high = Math.max(top + 6, ...x) + 1;
+      const { svg, atX, atY, group } = axes(place,
+        { low, high, ticks: ticks(low, high, 12).map((at) => [at, String(at)]), title: "binary exponent" },
+        { low: 0, high: most * 1.32, ticks: numbered(ticks(0, most, 6)), title: "% of elements" },
+        series.map(([name, color]) => [name, colour(color)]));
+      const band = (from, to, bottom, up, name, strength, words) => {
+        const [left, right] = [Math.max(from, low) - 0.5, Math.min(to, high) - 0.5].map(atX);
+        svg.append(shape("rect", {
+          x: left, y: atY(most * up), width: Math.max(right - left, 0), height: atY(most * bottom) - atY(most * up),
+          style: `fill: ${colour(name)}; opacity: ${strength}`,
+        }));
+        if (words) svg.append(shape("text", { x: left + 4, y: atY(most * up) + 14 }, words));
+      };
+      band(normal, top, 0, 1.14, "float16", 0.16, "fp16: normal");
+      band(zero, normal, 0, 1.14, "float16", 0.07, narrow.matches ? "" : "subnormal");
+      band(bnormal, btop, 1.18, 1.3, "bfloat16", 0.35, "bf16: normal");
+      band(bzero, bnormal, 1.18, 1.3, "bfloat16", 0.15, "");
+      for (const [name, color, [exponents, shares]] of series) {
+        group(name).append(...exponents.map((exponent, index) => shape("rect", {
+          x: atX(exponent - 0.45), width: atX(0.9) - atX(0), y: atY(shares[index]), height: atY(0) - atY(shares[index]),
+          style: `fill: ${colour(color)}; opacity: 0.75`, "data-x": exponent,
+        }, said(`${name}, 2^${exponent}: ${shares[index].toPrecision(3)} %`))));
+      }
       pane.querySelector(".scale-out").textContent = scaleText(shift);
       slider.setAttribute("aria-valuetext", scaleText(shift));
       tell(shift);
@@ -343,13 +383,25 @@
         parts.get(dtype).set(op, (parts.get(dtype).get(op) || 0) + cost);
       }
       const ops = [...totals].filter(([, cost]) => cost > 0).sort((a, b) => b[1] - a[1]).slice(0, 15).map(([op]) => op).reverse();
-      draw(place, [...parts].sort().map(([dtype, costs]) => ({
-        type: "bar", orientation: "h", name: dtype, marker: { color: colour(dtype) }, y: ops, x: ops.map((op) => costs.get(op) || 0),
-        hovertemplate: `%{y} in ${dtype}: %{x:,.1f} ${unit}<extra></extra>`,
-      })), {
-        barmode: "stack", showlegend: true, xaxis: { title: { text: `${unit}, ${steps} step${steps > 1 ? "s" : ""} together` } },
-        yaxis: { type: "category", tickfont: { size: 12 } },
-      });
+      const most = Math.max(...ops.map((op) => totals.get(op)), 0) || 1;
+      const widest = Math.max(...ops.map((op) => op.length), 4);
+      const { atX, atY, group } = axes(place,
+        { low: 0, high: most, ticks: numbered(ticks(0, most, narrow.matches ? 3 : 8)), title: `${unit}, ${steps} step${steps === 1 ? "" : "s"} together` },
+        { low: -0.5, high: ops.length - 0.5, ticks: ops.map((op, index) => [index, op]), title: "" },
+        [...parts.keys()].sort().map((dtype) => [dtype, colour(dtype)]), Math.min(widest * 7.5 + 12, place.clientWidth / 2));
+      const begins = new Map();
+      for (const [dtype, costs] of [...parts].sort()) {
+        const into = group(dtype);
+        ops.forEach((op, index) => {
+          const [cost, begin] = [costs.get(op) || 0, begins.get(op) || 0];
+          begins.set(op, begin + cost);
+          if (!cost) return;
+          into.append(shape("rect", {
+            x: atX(begin), width: atX(begin + cost) - atX(begin), y: atY(index + 0.4), height: atY(index - 0.4) - atY(index + 0.4),
+            style: `fill: ${colour(dtype)}`,
+          }, said(`${op} in ${dtype}: ${cost.toLocaleString("en", { maximumFractionDigits: 1 })} ${unit}`)));
+        });
+      }
     };
     select.addEventListener("change", paint);
     drawn(paint);
@@ -468,8 +520,7 @@
   panes("lists", (pane, run) => rules(pane.querySelector("[data-table]"), run));
 
   const again = () => redraws.forEach((redraw) => redraw());
-  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
-  narrow.addEventListener("change", again);
+  window.addEventListener("resize", again);
   document.addEventListener("keydown", (event) => {
     if (event.key !== "/" || /^(INPUT|SELECT|TEXTAREA)$/.test(document.activeElement?.tagName)) return;
     const visible = [...document.querySelectorAll(".tools input")].find((input) => input.getBoundingClientRect().bottom > 0);
