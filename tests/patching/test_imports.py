@@ -14,7 +14,7 @@ import pytest
 
 from autoamp.errors import PatchError
 from autoamp.patching import imports
-from autoamp.patching.imports import resolve
+from autoamp.patching.imports import resolve, spelled_out
 from autoamp.patching.marks import original_of
 from autoamp.patching.patches import PatchSet
 from tests.patching._shared import Base, replacement_of
@@ -120,6 +120,25 @@ def test_resolve_tells_that_a_package_lacks_a_name(folder: Path) -> None:
     importlib.import_module("small_pkg")
     with pytest.raises(PatchError, match=r"'small_pkg\.wrok' is not there"):
         resolve("small_pkg.wrok")
+
+
+@pytest.mark.parametrize(
+    ("short", "whole"),
+    [
+        ("nn.Linear", "torch.nn.Linear"),
+        ("F.softmax", "torch.nn.functional.softmax"),
+        ("functional.relu", "torch.nn.functional.relu"),
+        ("nn.NoSuchLayer", None),
+        ("Linear", None),
+        # Of modules that are there, whatever torch has by that name.
+        ("random.seed", None),
+        ("optim.SGD", None),
+    ],
+)
+def test_short_names_of_torch_are_spelled_out(folder: Path, short: str, whole: str | None) -> None:
+    (folder / "optim.py").touch()
+    assert spelled_out(short) == whole
+    assert "optim" not in sys.modules
 
 
 def test_resolve_imports_nothing(folder: Path) -> None:
