@@ -170,6 +170,8 @@ class Recorder:
         self.paused = self.sums = False
         self.inside = _Inside()
         self._begun: list[weakref.ref[Record]] = []
+        # Those of the step that was taken last.
+        self._taken: list[weakref.ref[Record]] = []
         self._number = 0
         self._bytes = 0
         # Of each module, by a weak reference to it.
@@ -177,10 +179,17 @@ class Recorder:
 
     def take(self) -> tuple[list[Record], list[LossRegion]]:
         """Return what there is, and begin anew."""
-        records, self.records, self._begun, self._bytes = self.records, [], [], 0
+        self._taken, self._begun = self._begun, []
+        records, self.records, self._bytes = self.records, [], 0
         if len(records) > 1:
             records.sort(key=_number_of)
         return records, self.losses.take()
+
+    @property
+    def latest(self) -> Record | None:
+        """The last call of the step at hand, if its graph lives: also where no gradient came back for a scaled loss."""
+        last = self._begun[-1:] or self._taken[-1:]
+        return last[0]() if last else None
 
     def close(self) -> None:
         """Drop all, and leave torch as it was."""

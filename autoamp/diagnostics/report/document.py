@@ -17,6 +17,7 @@ from autoamp.diagnostics.report.recording import Recording
 from autoamp.diagnostics.report.remedies import contradicts, remedies
 from autoamp.diagnostics.report.sampling import CallTime, Samples
 from autoamp.diagnostics.report.step_check import Entry, cause_of
+from autoamp.diagnostics.tables import counted
 from autoamp.diagnostics.verdicts import HalfPrecisionOp, Overflow
 from autoamp.errors import UsageError
 
@@ -62,7 +63,7 @@ def report_of(handle: Any, **more: Any) -> dict[str, Any]:
         "kind": KIND,
         "dtype": _short(settings.dtype),
         "device_type": settings.device_type,
-        "verdict": _verdict(handle, steps, skips, faults),
+        "verdict": _verdict(handle, 0 if recording is None else recording.compared, steps, skips, faults),
         "faults": faults,
         "remedies": remedies([*faults, *skips["groups"]], trace["hints"], settings.table),
         "timeline": _timeline(handle, recording, steps),
@@ -190,7 +191,7 @@ def _faults(recording: Recording | None) -> list[dict[str, Any]]:
 
 
 def _verdict(
-    handle: Any, steps: int, skips: Mapping[str, Any], faults: Sequence[Mapping[str, Any]]
+    handle: Any, compared: int, steps: int, skips: Mapping[str, Any], faults: Sequence[Mapping[str, Any]]
 ) -> dict[str, str]:  # fmt: skip
     """Return a sentence, and whether it is ``"good"``, ``"unclear"`` or ``"bad"``."""
     counts: dict[str, int] = {}
@@ -217,25 +218,33 @@ def _verdict(
             f" in {first['op']}" if first["op"] else "", f" at {first['location']}" if first["location"] else "",
         ))  # fmt: skip
         sentence += f"; forward overflow{place}"
-    elif unchecked := _unchecked(handle):
+    elif unchecked := _unchecked(handle, compared):
         sentence += f"; {unchecked}"
     else:
         sentence += "; no forward overflow"
     if not handle.optimizers.scales:
         sentence += "; the loss scale is fixed"
     bad = bool(faults) or any(kind in FAULTS for kind in counts)
-    unclear = counts.get("not_located", 0) + counts.get("unexplained", 0) > 0 or _unchecked(handle) is not None
+    unclear = (
+        counts.get("not_located", 0) + counts.get("unexplained", 0) > 0 or _unchecked(handle, compared) is not None
+    )
     return {"sentence": sentence, "level": "bad" if bad else "unclear" if unclear else "good"}
 
 
-def _unchecked(handle: Any) -> str | None:
-    """Return why no gradient was looked through for overflows, None where some were."""
+def _unchecked(handle: Any, compared: int) -> str | None:
+    """Return why no gradient was looked through for overflows, None where some were.
+
+    Args:
+        handle: The handle.
+        compared: How many steps were compared with fp32.
+    """
     optimizers = handle.optimizers
+    looked = f"looked for in {counted(compared, 'step')} alone" if compared else "not looked for"
     own = None if optimizers.own is None else optimizers.own.scalers.values()
     if not any(scaler.checks for scaler in (optimizers.scalers if own is None else own)):
-        return "at a loss scale of 1 gradients are not checked, so that overflows were not looked for"
+        return f"at a loss scale of 1 gradients are not checked, so that overflows were {looked}"
     if own is None and not optimizers.steps:
-        return "no loss was scaled, so that gradients were not checked and overflows not looked for"
+        return f"no loss was scaled, so that gradients were not checked and overflows {looked}"
     return None
 
 

@@ -31,8 +31,9 @@ from autoamp.tensors import HALF_DTYPES, map_tensors
 
 __all__ = ["Entry", "Fault", "StepCheck", "cause_of"]
 
-# Gradients of parameters that are smaller than this part of the largest are noise, which differs in any precision.
-_SMALL = 1e-3
+# Gradients of parameters that are smaller than this part of the largest differ in any precision. What half precision
+# has lost wholly counts down to a smaller one: below are sums that are 0 but for rounding.
+_SMALL, _LOST = 1e-3, 1e-5
 # A gradient that is further from that in fp32, as a part of it, has nothing to do with it.
 _FAR = 0.5
 # What the gradients at a model's outputs are multiplied by in turn, as the loss scale would be lower.
@@ -106,11 +107,14 @@ class _Call:
         sizes = {name: _size(one) / math.sqrt(max(one.numel(), 1)) for name, one in wide.items()}
         if not all(map(math.isfinite, sizes.values())):
             return {}
-        least = _SMALL * max(sizes.values(), default=0.0)
+        largest = max(sizes.values(), default=0.0)
         found = {}
         for name, one in again.results.items():
-            if sizes.get(name, 0.0) > least and not _size(one.float() - wide[name].float()) <= _FAR * _size(wide[name]):
-                found[name] = not bool(one.any())
+            zero = not bool(one.any())
+            if sizes.get(name, 0.0) <= (_LOST if zero else _SMALL) * largest:
+                continue
+            if zero or not _size(one.float() - wide[name].float()) <= _FAR * _size(wide[name]):
+                found[name] = zero
         return found
 
 
@@ -145,9 +149,13 @@ class StepCheck:
             CannotReplay: A call cannot be run again, or none was recorded.
         """
         records = [record for record in self._handle.overflows.records_of_step() if record.passes]
-        if not records:
-            raise CannotReplay("no call of a module with a scaled loss was recorded")
-        with self._apart(records):
+        latest = self._handle.overflows.recorder.latest
+        if not records and latest is None:
+            raise CannotReplay("no call of a module was recorded")
+        # Gradients are recorded where the loss is scaled. Elsewhere the last call of a model is looked at.
+        with self._apart(records or [latest]):
+            if not records:
+                return self._look(step, latest, None)
             for record in records:
                 for loss in () if record.too_large else record.passes:
                     found = self._look(step, record, record.gradients_of(loss))
@@ -155,10 +163,12 @@ class StepCheck:
                         return found
         return None
 
-    def _look(self, step: int, record: Record, given: list[Tensor | None]) -> Fault | None:
-        if worst_of(given) is not None:
+    def _look(self, step: int, record: Record, given: list[Tensor | None] | None) -> Fault | None:
+        if given is not None and worst_of(given) is not None:
             return None
         half = replay(record, self._handle.casts)
+        if given is None:
+            given = [None if one is None or not one.requires_grad else _probe(one) for one in half.outputs]
         watch = half.backward(given)
         zero = [name for name, one in half.results.items() if not name.startswith("input ") and not bool(one.any())]
         origins = [one for one in half.inspector.origins if _is_half(one.site) and not one.intended]

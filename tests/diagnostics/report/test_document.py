@@ -60,8 +60,8 @@ def test_a_run_whose_gradients_nobody_checks_is_not_said_to_have_no_overflow(set
             scaled.backward()
         optimizer.step()
     assert handle.report()["verdict"] == {
-        "sentence": "0 of 2 steps skipped; at a loss scale of 1 gradients are not checked, so that overflows were not "
-        "looked for; the loss scale is fixed",
+        "sentence": "0 of 2 steps skipped; at a loss scale of 1 gradients are not checked, so that overflows were "
+        "looked for in 2 steps alone; the loss scale is fixed",
         "level": "unclear",
     }
 

@@ -59,9 +59,11 @@ class Masked(nn.Module):
         return F.softmax(scores, -1) @ x
 
 
-def report_of(model: nn.Module, x: Tensor, steps: int = 3) -> dict[str, Any]:
-    """Train in fp16, and return the report."""
-    handle: Any = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=64.0, trace_overflow=True)
+def report_of(
+    model: nn.Module, x: Tensor, steps: int = 3, dtype: torch.dtype = torch.float16, loss_scale: float = 64.0
+) -> dict[str, Any]:
+    """Train in half precision, and return the report."""
+    handle: Any = autoamp.init(device_type="cpu", dtype=dtype, loss_scale=loss_scale, trace_overflow=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     handle.record(sample=False)
     for _ in range(steps):
@@ -80,10 +82,12 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
-def test_a_module_without_products_is_named() -> None:
+# At a scale of 1 nobody looks at gradients.
+@pytest.mark.parametrize("loss_scale", [64.0, 1.0])
+def test_a_module_without_products_is_named(loss_scale: float) -> None:
     model = nn.Sequential(nn.Linear(8, 8), Unit())
     nn.init.eye_(model[0].weight)  # type: ignore[arg-type]
-    found = report_of(model, 500.0 + torch.rand(4, 8))
+    found = report_of(model, 500.0 + torch.rand(4, 8), loss_scale=loss_scale)
     (fault,) = found["faults"]
     assert (fault["step"], fault["overflow"]["op"], fault["overflow"]["value"]) == (0, "mul", "inf")
     assert fault["entry"]["names"] == [f"{__name__}.Unit"]
@@ -122,6 +126,24 @@ def test_gradients_that_are_0_in_fp32_too_are_no_fault() -> None:
             return self.used(x) + 0.0 * self.unused(x)
 
     assert report_of(Unused(), torch.rand(4, 8))["faults"] == []
+
+
+@pytest.mark.parametrize(("dtype", "loss_scale"), [(torch.float16, 64.0), (torch.bfloat16, 1.0)])
+def test_an_activation_that_saturates_in_half_alone_is_one(dtype: torch.dtype, loss_scale: float) -> None:
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = nn.Linear(8, 8)
+            nn.init.constant_(self.project.bias, 9.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * torch.sigmoid(self.project(x))
+
+    model = nn.Sequential(Gate(), nn.Linear(8, 8))
+    (fault,) = report_of(model, torch.rand(4, 8), dtype=dtype, loss_scale=loss_scale)["faults"]
+    assert fault["overflow"]["op"] == "sigmoid"
+    assert fault["entry"]["names"] == ["sigmoid"]
+    assert set(fault["zero_gradients"]) <= {"0.project.weight", "0.project.bias"}
 
 
 def test_gradients_that_vanish_in_half_alone_are_one() -> None:
