@@ -47,7 +47,8 @@ def results_of(program: str, *arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("order", "way"), [("first", "mixed"), ("first", "auto"), ("first", "by_hand"), ("late", "mixed")]
+    ("order", "way"),
+    [("first", way) for way in ("mixed", "auto", "by_hand", "to_fp16", "static")] + [("late", "mixed")],
 )
 def test_a_learner_trains_in_mixed_precision(order: str, way: str) -> None:
     found = results_of("fastai_training.py", order)
@@ -57,6 +58,7 @@ def test_a_learner_trains_in_mixed_precision(order: str, way: str) -> None:
     assert mixed["accuracy"] > 0.9
     # Scaled once by 2**16 or 2**15: the gradient of a mean over 64 samples is 1/64 at most.
     assert 2**5 < mixed["largest_gradient"] <= 2**16 / 64
+    assert way != "static" or mixed["loss_scale"] == 2**14
     assert exact["largest_gradient"] <= 1 / 64
     # Callbacks see the true loss and clipped gradients.
     assert mixed["largest_loss"] == pytest.approx(exact["largest_loss"], rel=0.2)
@@ -64,7 +66,7 @@ def test_a_learner_trains_in_mixed_precision(order: str, way: str) -> None:
     assert mixed["recorded"] == pytest.approx(exact["recorded"], rel=0.01)
 
 
-@pytest.mark.parametrize("way", ["mixed", "auto", "by_hand"])
+@pytest.mark.parametrize("way", ["mixed", "auto", "by_hand", "to_fp16"])
 def test_a_skipped_step_leaves_the_weights_and_their_decay(way: str) -> None:
     mixed = results_of("fastai_training.py", "first")[way]
     assert mixed["not_moved"] == [5]
@@ -86,7 +88,7 @@ def test_gradients_are_accumulated() -> None:
 
 
 def test_fastais_own_mixed_precision_is_refused() -> None:
-    assert "to_fp16" in results_of("fastai_training.py", "first")["to_fp16"]
+    assert "to_fp16" in results_of("fastai_training.py", "first")["own_callback"]
 
 
 @pytest.mark.client("fastai", "pandas", "matplotlib", "fastprogress", "bs4", "torchvision")
@@ -136,7 +138,7 @@ def test_texts_under_init(short: str, dtype: str) -> None:
     found = json.loads(output.splitlines()[-1])
     assert found["casts"] > 1000
     assert found["steps"] > 20
-    assert "to_fp16" in found["to_fp16"]
+    assert found["to_fp16"] == (2.0**16 if short == "fp16" else 1.0)
     if importlib.util.find_spec("spacy") is None:
         assert "Tokenizer(tok_func=BaseTokenizer)" in found["spacy"]
 

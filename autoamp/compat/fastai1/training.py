@@ -1,19 +1,22 @@
 """fastai v1: a `Learner` trains unchanged under ``autoamp.init()``, and runs on today's torch after ``enable()``.
 
 Neither part needs the other. While a handle is active, the loss of every batch that fastai trains on is scaled for its
-backward pass, and a skipped step decays no weights. `enable` mends what today's torch, numpy, pandas and torchvision no
-longer take from fastai 1.0.61. fastai may be imported before or after; where it is not, both cost nothing.
+backward pass, a skipped step decays no weights, and ``learn.to_fp16()`` chooses the loss scale. `enable` mends what
+today's torch, numpy, pandas and torchvision no longer take from fastai 1.0.61. fastai may be imported before or after;
+where it is not, both cost nothing.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import sys
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
@@ -22,7 +25,8 @@ from autoamp.compat.fastai1 import shims
 from autoamp.errors import UsageError
 from autoamp.fp16_utils import FP16_Optimizer
 from autoamp.patching import PatchSet, imitate, original_of
-from autoamp.runtime import Handle, activated, active_handle, current_runtime, suspended
+from autoamp.runtime import Handle, activated, active_handle, current_runtime, runtime_of, suspended
+from autoamp.scaling import DynamicLossScaler, LossScaler, StaticLossScaler
 from autoamp.stepping import master_of, open_blocks, stepped_params
 
 __all__ = ["disable", "enable", "watch"]
@@ -30,6 +34,7 @@ __all__ = ["disable", "enable", "watch"]
 log = logging.getLogger(__name__)
 
 _TRAINING = "fastai.basic_train"
+_TO_FP16 = "fastai.train"
 _PATCHED = ("loss_batch", "CallbackHandler", "OptimWrapper")
 
 
@@ -66,25 +71,33 @@ def watch() -> None:
 class _Training:
     """Owns the patches of fastai's training loop, which are in place while a handle is active.
 
-    Patched are ``basic_train.loss_batch``, ``CallbackHandler.on_backward_begin`` and ``OptimWrapper.step``.
+    Patched are ``basic_train.loss_batch``, ``CallbackHandler.on_backward_begin`` and ``OptimWrapper.step``, and of
+    ``fastai.train`` ``to_fp16``.
     """
 
     def __init__(self) -> None:
         self._waiting = PatchSet()
         self._patches = PatchSet()
+        self._of_to_fp16 = PatchSet()
         activated.listen(lambda _: self._patch())
-        suspended.listen(lambda _: self._patches.restore())
+        suspended.listen(lambda _: self._restore())
 
     def watch(self) -> None:
         """Patch fastai, now or once it is imported, if a handle is active then."""
         self._patch_if_active()
-        self._waiting.when_imported(_TRAINING, lambda _: self._patch_if_active())
+        for name in (_TRAINING, _TO_FP16):
+            self._waiting.when_imported(name, lambda _: self._patch_if_active())
 
     def _patch_if_active(self) -> None:
         if active_handle() is not None:
             self._patch()
 
+    def _restore(self) -> None:
+        self._patches.restore()
+        self._of_to_fp16.restore()
+
     def _patch(self) -> None:
+        self._patch_to_fp16()
         module: Any = sys.modules.get(_TRAINING)
         if module is None or len(self._patches):
             return
@@ -99,6 +112,16 @@ class _Training:
             # `from fastai.basic_train import *` has given it to other modules.
             taken = original_of(module.loss_batch)
             self._patches.rebind({id(taken): (taken, module.loss_batch)}, lambda name: name == _TRAINING)
+
+    def _patch_to_fp16(self) -> None:
+        module: Any = sys.modules.get(_TO_FP16)
+        if len(self._of_to_fp16) or not hasattr(module, "to_fp16") or not hasattr(module, "Learner"):
+            return
+        with self._of_to_fp16.all_or_nothing():
+            _replace(self._of_to_fp16, module, "to_fp16", functools.partial(_around_to_fp16, module))
+            taken = original_of(module.to_fp16)
+            self._of_to_fp16.replace(module.Learner, "to_fp16", module.to_fp16)
+            self._of_to_fp16.rebind({id(taken): (taken, module.to_fp16)}, lambda name: name == _TO_FP16)
 
 
 def _replace(patches: PatchSet, owner: Any, name: str, around: Callable[[Any], Any]) -> None:
@@ -215,6 +238,48 @@ def _around_step(original: Any) -> Any:
     return step
 
 
+def _around_to_fp16(module: Any, original: Any) -> Any:
+    """Return what leaves the model in fp32, which autoamp casts, and takes the loss scale that is asked for."""
+
+    def to_fp16(learn: Any, *args: Any, **kwargs: Any) -> Any:
+        handle = active_handle()
+        if handle is None:
+            return original(learn, *args, **kwargs)
+        asked = inspect.signature(original).bind(learn, *args, **kwargs)
+        asked.apply_defaults()
+        learn.to_fp32()
+        _clip(learn, asked.arguments["clip"], module.GradientClipping)
+        if handle.settings.dtype is torch.float16 and not runtime_of(handle).setups:
+            scaler = _scaler_of(**asked.arguments)
+            scalers = runtime_of(handle).optimizers.loss_scalers
+            scalers.use([scaler], ())
+            scalers.forget_but([scaler])
+        log.warning(
+            "learn.to_fp16() leaves the model in fp32: autoamp casts to %s, with a loss scale of %g",
+            handle.settings.dtype, handle.loss_scale,
+        )  # fmt: skip
+        return learn
+
+    return to_fp16
+
+
+def _scaler_of(loss_scale: float | None, max_noskip: int, dynamic: bool, max_scale: float, **_: Any) -> LossScaler:
+    """Return the scaler that stands for fastai's, which begins with these scales where none is given."""
+    if not dynamic:
+        return StaticLossScaler(512.0 if loss_scale is None else loss_scale)
+    first = 2.0**16 if loss_scale is None else loss_scale
+    return DynamicLossScaler(first, growth_interval=max_noskip, max_loss_scale=max(max_scale, first))
+
+
+def _clip(learn: Any, clip: float | None, kind: Any) -> None:
+    """Let a learner clip its gradients by fastai's own callback, in place of that of an earlier call."""
+    before = vars(learn).pop("mp_cb", None)
+    learn.callbacks = [one for one in learn.callbacks if one is not before]
+    if clip is not None:
+        learn.mp_cb = kind(learn, clip)
+        learn.callbacks.append(learn.mp_cb)
+
+
 def _will_skip(optimizer: Any) -> bool:
     """Tell whether the guard will skip the optimizer's next step. Waits for the device where it scales."""
     runtime = current_runtime()
@@ -242,6 +307,6 @@ def _refuse_own_scaling(cb_handler: Any) -> None:
     own = getattr(module, "MixedPrecision", ())
     if any(isinstance(callback, own) for callback in getattr(cb_handler, "callbacks", None) or ()):
         raise UsageError(
-            "learn.to_fp16() scales the loss itself and makes the model half; leave that call out, autoamp's casts and "
-            "scaling serve the fp32 learner; or deactivate() the handle"
+            "fastai's MixedPrecision scales the loss itself and makes the model half; call autoamp.init() before "
+            "learn.to_fp16(), which leaves both to autoamp then, or deactivate() the handle"
         )

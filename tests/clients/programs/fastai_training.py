@@ -79,11 +79,13 @@ def network() -> torch.nn.Module:
     return torch.nn.Sequential(*layers)
 
 
-def train() -> dict[str, Any]:
-    """Train, search for a learning rate, save and load; return what was seen."""
+def train(**to_fp16: Any) -> dict[str, Any]:
+    """Train, search for a learning rate, save and load; return what was seen. Options are of ``to_fp16``."""
     bunch, net = data(), network()
     loss, watch = WatchedLoss(net), Watch(net)
     learner = Learner(bunch, net, loss_func=loss, metrics=accuracy, callbacks=[watch], wd=0.1, silent=True)
+    if to_fp16:
+        learner = learner.to_fp16(**to_fp16)
     with progress_disabled_ctx(learner.clip_grad(1.0)) as learn:
         learn.fit_one_cycle(4, 2e-2)
         recorded = [float(value) for value in learn.recorder.losses]
@@ -110,7 +112,7 @@ def accumulate() -> float:
         return float(learn.validate()[1])
 
 
-def error_of_to_fp16() -> str:
+def error_of_own_callback() -> str:
     """Train with fastai's own mixed precision as well; return what is said."""
     learner = Learner(data(), network(), loss_func=torch.nn.CrossEntropyLoss(), silent=True)
     learner.callbacks.append(MixedPrecision(learner))
@@ -166,7 +168,11 @@ if early is not None:
     found["auto"] = {**train(), **end(handle)}
     handle = begin()
     found["accumulated"] = accumulate()
-    found["to_fp16"] = error_of_to_fp16()
+    found["own_callback"] = error_of_own_callback()
+    found["to_fp16"] = {**train(dynamic=True), **end(handle)}
+    handle = begin()
+    found["static"] = {**train(loss_scale=2.0**14, dynamic=False, clip=1.0), **end(handle)}
+    handle = begin()
     edit_by_hand(handle)
     found["by_hand"] = {**train(), **end(handle)}
 training.disable()

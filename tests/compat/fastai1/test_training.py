@@ -62,6 +62,10 @@ class CallbackHandler:
 import torch
 from fastai.callback import CallbackHandler, OptimWrapper
 
+class Learner:
+    def __init__(self, model):
+        self.model, self.callbacks = model, []
+
 def loss_batch(model, xb, yb, loss_func=None, opt=None, cb_handler=None):
     "A batch."
     handler = cb_handler or CallbackHandler()
@@ -76,7 +80,26 @@ def loss_batch(model, xb, yb, loss_func=None, opt=None, cb_handler=None):
             opt.zero_grad()
     return loss
 """,
-    "basics": "from fastai.basic_train import loss_batch\n",
+    "train": """
+from fastai.basic_train import Learner
+
+class GradientClipping:
+    def __init__(self, learn, clip=0.0):
+        self.learn, self.clip = learn, clip
+
+def to_fp32(learn):
+    learn.model = learn.model.float()
+    return learn
+
+def to_fp16(learn, loss_scale=None, max_noskip=1000, dynamic=True, clip=None, flat_master=False, max_scale=2**24):
+    learn.to_fp32()
+    learn.model = learn.model.half()
+    return learn
+
+Learner.to_fp16 = to_fp16
+Learner.to_fp32 = to_fp32
+""",
+    "basics": "from fastai.basic_train import loss_batch\nfrom fastai.train import to_fp16\n",
     "callbacks/__init__": "",
     "callbacks/fp16": "class MixedPrecision:\n    pass\n",
     "vision/__init__": "",
@@ -373,6 +396,66 @@ def test_fastais_own_mixed_precision_is_refused(package: Path) -> None:
     with pytest.raises(autoamp.UsageError, match="to_fp16"):
         training.batch(cb_handler=handler)
     assert training.gradients == []
+
+
+def learner() -> Any:
+    load("train")
+    return load().Learner(nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_to_fp16_takes_the_scaler_that_it_asks_for(package: Path, late: bool, caplog: pytest.LogCaptureFixture) -> None:
+    learn = learner() if late else None
+    handle = active()
+    learn = learn or learner()
+    taken = load("basics").to_fp16
+    assert learn.to_fp16(loss_scale=512.0, dynamic=False) is learn
+    assert [one.getMessage() for one in caplog.records if "to_fp16" in one.getMessage()] == [
+        "learn.to_fp16() leaves the model in fp32: autoamp casts to torch.float16, with a loss scale of 512"
+    ]
+    assert learn.model.weight.dtype == torch.float32
+    training = Training()
+    training.batch()
+    assert (handle.loss_scale, handle.skipped_steps) == (512.0, 0)
+    assert 1 < training.gradients[0] < 512
+    taken(learn, dynamic=False)
+    assert handle.loss_scale == 512.0
+    learn.to_fp16(loss_scale=2.0**10, max_noskip=2, max_scale=2.0**11)
+    for _ in range(6):
+        training.batch()
+    assert handle.loss_scale == 2.0**11
+    learn.to_fp16()
+    assert handle.loss_scale == 2.0**16
+    training.batch(factor=float("inf"))
+    assert (handle.loss_scale, handle.skipped_steps) == (2.0**15, 1)
+    # What autoamp saves is the scale of this scaler.
+    assert handle.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**15
+
+
+def test_to_fp16_clips_true_gradients_where_it_is_asked_to(package: Path) -> None:
+    active()
+    learn = learner()
+    learn.to_fp16(clip=0.5)
+    learn.to_fp16(clip=0.1)
+    assert [(type(one), one.clip) for one in learn.callbacks] == [(load("train").GradientClipping, 0.1)]
+    learn.to_fp16()
+    assert learn.callbacks == []
+
+
+def test_to_fp16_in_bf16_needs_no_scale(package: Path) -> None:
+    handle = active(dtype=torch.bfloat16)
+    learner().to_fp16(loss_scale=512.0)
+    assert handle.loss_scale == 1.0
+
+
+def test_to_fp16_is_fastais_own_without_a_handle(package: Path) -> None:
+    learn = learner()
+    original = load().Learner.to_fp16
+    handle = active()
+    assert load().Learner.to_fp16 is not original
+    handle.deactivate()
+    assert load().Learner.to_fp16 is original is load("train").to_fp16
+    assert learn.to_fp16().model.weight.dtype == torch.float16
 
 
 def test_the_patches_come_and_go_with_each_handle(package: Path) -> None:
