@@ -170,7 +170,7 @@ class Handle(OneToAProcess):
 
         Steps 0 to 2, 10 to 12, 100 to 102, and three of each 1000 are looked at closely, from the first call of a
         model in which gradients are recorded. Such a look ends after 5,000 calls or 2 GiB of arguments, and all of them
-        together take 0.5 s and a fifth of the time at most. No result changes.
+        together take 2 s and a tenth of the time at most. No result changes.
 
         Args:
             sample: Whether any step is.

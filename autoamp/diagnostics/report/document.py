@@ -23,7 +23,7 @@ from autoamp.errors import UsageError
 
 __all__ = ["FAULTS", "KIND", "SCHEMA", "failures", "plain", "report_of"]
 
-SCHEMA, KIND = 1, "autoamp.run"
+SCHEMA, KIND = 2, "autoamp.run"
 
 FAULTS = {
     "half_precision_op": "half-precision op",
@@ -254,16 +254,16 @@ def _timeline(handle: Any, recording: Recording | None, steps: int) -> dict[str,
 
 
 def _samples(recording: Recording | None) -> dict[str, Any]:
-    if recording is None:
-        return {"recorded": False, "steps": [], "seconds": 0.0, "sampled_seconds": 0.0, "left_out": 0, "trouble": None}
-    return {
-        "recorded": True,
-        "steps": [sample._asdict() for sample in recording.samples.steps],
-        "seconds": recording.seconds,
-        "sampled_seconds": recording.sampled_seconds,
-        "left_out": recording.left_out,
-        "trouble": recording.trouble,
-    }
+    """Return which steps were looked at closely or compared with fp32, and how long that took."""
+    found: dict[str, Any] = {
+        "recorded": False, "steps": [], "seconds": 0.0, "sampled_seconds": 0.0, "left_out": 0, "compared": 0,
+        "compared_seconds": 0.0, "trouble": None,
+    }  # fmt: skip
+    if recording is not None:
+        steps = [sample._asdict() for sample in recording.samples.steps]
+        own = ("seconds", "sampled_seconds", "left_out", "compared", "compared_seconds", "trouble")
+        found |= {"recorded": True, "steps": steps, **{name: getattr(recording, name) for name in own}}
+    return found
 
 
 def _trace(samples: Samples, overflows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

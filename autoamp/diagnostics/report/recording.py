@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 _MOST_POINTS = 20_000
 _MOST_SKIPS = 5_000
 # Samples together may take so many seconds, and so much of the time since the beginning.
-_FREE, _PART = 0.5, 0.2
+_FREE, _PART = 2.0, 0.1
 # Of so many causes entries are tried.
 _MOST_CAUSES = 6
 
@@ -85,7 +85,7 @@ class Recording(Watch):
         faults: What half precision spoiled in steps that were taken.
         entries: By the cause of skips the entry of a list that cures it; None where none does.
         compared: How many steps were compared with fp32.
-        checked_seconds: The time for that.
+        compared_seconds: The time for that.
         unchecked: Why a step could not be compared, where that is so.
     """
 
@@ -103,7 +103,7 @@ class Recording(Watch):
         self.faults: list[Fault] = []
         self.entries: dict[Any, Entry | None] = {}
         self.compared = 0
-        self.checked_seconds = 0.0
+        self.compared_seconds = 0.0
         self.unchecked: str | None = None
         self._check = None if handle.overflows is None else StepCheck(handle)
         self._handle = handle
@@ -260,7 +260,7 @@ class Recording(Watch):
             return
         began, unchecked = time.perf_counter(), self.unchecked
         fault = self._tried(lambda: check.look(self.steps))
-        self.checked_seconds += time.perf_counter() - began
+        self.compared_seconds += time.perf_counter() - began
         self.compared += self.unchecked is unchecked
         if fault is not None and cause_of(fault.overflow) not in [cause_of(one.overflow) for one in self.faults]:
             self.faults.append(fault)
@@ -285,7 +285,7 @@ class Recording(Watch):
     def _allowed(self) -> float:
         """Return how many seconds samples may still take."""
         running = 0.0 if self._running is None else time.perf_counter() - self._running[4]
-        return _FREE + _PART * self.seconds - self.sampled_seconds - self.checked_seconds - running
+        return _FREE + _PART * self.seconds - self.sampled_seconds - self.compared_seconds - running
 
     def _looking(self, kind: str) -> Any:
         """Return what looks at a step, for a ``with`` statement."""

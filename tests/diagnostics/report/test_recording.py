@@ -75,6 +75,14 @@ def test_a_sample_has_an_end_and_the_report_tells_its_cost() -> None:
     assert 0.0 < found["samples"]["sampled_seconds"] < found["samples"]["seconds"]
 
 
+def test_the_report_tells_of_steps_that_were_compared_with_fp32() -> None:
+    handle, _ = train(6)
+    found = handle.report()["samples"]
+    # Steps 0, 1 and 4.
+    assert found["compared"] == 3
+    assert 0.0 < found["compared_seconds"] < found["seconds"]
+
+
 def test_nothing_observes_between_samples_and_after() -> None:
     handle, _ = train(8)
     assert dispatch_modes() == 0
