@@ -46,6 +46,7 @@ __all__ = [
     "dispatch_modes",
     "flatten",
     "flatten_recurrent_weights",
+    "function_of_node",
     "group_by_device_and_dtype",
     "in_dual_level",
     "in_function_mode",
@@ -343,6 +344,12 @@ second call is cast as the thread's switches are by then."""
 
 CUSTOM_FUNCTION_CONTEXT: Any = _find("torch.autograd.function.BackwardCFunction", None)
 """The base class of the ``ctx`` of custom functions. Without it a backward casts as its thread does then."""
+
+
+def function_of_node(node: Any) -> Any:
+    """Return the `torch.autograd.Function` of the program that made a node of the graph; None for another node."""
+    return getattr(type(node), "_forward_cls", None)
+
 
 MODULE_CALL: Any = _find("torch.nn.Module._call_impl", None)
 """The method that ``Module.__call__`` calls. Without it no module's call takes a shorter way."""

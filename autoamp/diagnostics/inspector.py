@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import math
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,7 +25,14 @@ from torch.overrides import TorchFunctionMode
 from autoamp.diagnostics.op_names import spelled_at, spellings
 from autoamp.patching import original_of
 from autoamp.tensors import HALF_DTYPES, iter_tensors, map_tensors
-from autoamp.torch_private import DispatchMode
+from autoamp.torch_private import (
+    MODULES_OF_NORMS,
+    DispatchMode,
+    current_graph_task,
+    function_of_node,
+    next_sequence_number,
+    sequence_number,
+)
 
 __all__ = [
     "Backward",
@@ -46,8 +54,14 @@ _BETWEEN = frozenset((_OURS, "torch", "contextlib", "functools", "wrapt", "impor
 # What a program writes -inf with on purpose, as into the masked scores of an attention.
 _WRITERS = frozenset(
     ("masked_fill", "fill", "full", "full_like", "new_full", "where", "tensor", "new_tensor", "scalar_tensor", "triu",
-     "tril", "masked_scatter", "setitem", "log", "log2", "log10")
+     "tril", "masked_scatter", "setitem")
 )  # fmt: skip
+# These make -inf of 0, as of a mask of zeros and ones. If a later op makes nan of it, it was not on purpose.
+_LOGARITHMS = frozenset(("log", "log2", "log10"))
+# These take -inf as a mask, and make nan of a row that is masked whole.
+_TAKE_MASKS = frozenset(
+    ("softmax", "log_softmax", "logsumexp", "scaled_dot_product_attention", "multi_head_attention_forward")
+)
 _CASTS = frozenset(("half", "bfloat16", "to", "float", "type", "type_as"))
 # Functions of which each does the work of several ops.
 # Where torch has none, a context that sees no operators.
@@ -226,6 +240,8 @@ class Inspector(TorchFunctionMode):
         self.inputs: list[tuple[str, Tensor]] = []
         self.narrowed: list[tuple[Any, str | None]] = []
         self.entered: Callable[[Module], None] = lambda module: None
+        # By id: running statistics that a norm writes, and does not go by.
+        self._written: dict[int, Tensor] = {}
 
     # -- modules --
 
@@ -242,11 +258,22 @@ class Inspector(TorchFunctionMode):
             hook.remove()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
+    def begin_function(self) -> None:
+        """Look on at the backward pass of a function of the program: torch's engine turns modes off."""
+        super().__enter__()  # type: ignore[no-untyped-call]
+
+    def end_function(self) -> None:
+        """End what `begin_function` began."""
+        super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
     def _enter_module(self, module: Module, inputs: Any) -> None:
         if self.root is None:
             self.root = module
-        if not self._stack:
+        # A checkpoint calls modules in the backward pass again.
+        if not self._stack and current_graph_task() == -1:
             self.inputs += named_inputs(module, inputs, {})
+        if isinstance(module, MODULES_OF_NORMS) and module.training:
+            self._written.update((id(buffer), buffer) for buffer in module.buffers(recurse=False))
         self._stack.append(module)
         self.entered(module)
 
@@ -270,9 +297,10 @@ class Inspector(TorchFunctionMode):
         # is Tensor.mul here. A replacement that it called has done its part before.
         func = original_of(func)
         caller = sys._getframe(1)
-        inputs = _floating((args, kwargs))
+        inputs = [tensor for tensor in _floating((args, kwargs)) if id(tensor) not in self._written]
         flaws = [(tensor, flaw_of(tensor)) for tensor in inputs]
         name = bare_name(func)
+        since = 0 if next_sequence_number is None else next_sequence_number()
         if self._wide:
             args, kwargs = _widened(str(getattr(func, "__name__", "")), args, kwargs)
             if name in _CASTS and inputs and inputs[0] is args[0] and _narrows(func, args, kwargs):
@@ -288,13 +316,12 @@ class Inspector(TorchFunctionMode):
             result = func(*args, **kwargs)
         outputs = _floating(result) or ([args[0]] if name == "setitem" and isinstance(args[0], Tensor) else [])
         if outputs:
-            self._take(func, caller, args, kwargs, flaws, sizes, outputs, inner)
+            self._take(func, caller, flaws, sizes, outputs, inner, since)
         return result
 
     def _take(
-        self, func: Any, caller: types.FrameType, args: Any, kwargs: Any,
-        flaws: Sequence[tuple[Tensor, Flaw | None]], sizes: tuple[float, ...], outputs: Sequence[Tensor],
-        inner: _Innermost | None,
+        self, func: Any, caller: types.FrameType, flaws: Sequence[tuple[Tensor, Flaw | None]],
+        sizes: tuple[float, ...], outputs: Sequence[Tensor], inner: _Innermost | None, since: int,
     ) -> None:  # fmt: skip
         """Take note of a call: the nodes that it made, and what became of inf and nan."""
         name = bare_name(func)
@@ -317,23 +344,22 @@ class Inspector(TorchFunctionMode):
                 if known is not None and known[0] is tensor and known[1].in_cast and known[1].op in _CASTS:
                     known[1].op, known[1].names, known[1].in_place = name, site.names, site.in_place
         for output in outputs:
-            self._own(output.grad_fn, site)
+            self._own(output.grad_fn, site, since)
         for tensor, before in flaws:
             if before is not None and (site.source is None or site.source.intended):
                 site.source = self.origin_of(tensor, before)
-        writes = name in _WRITERS
         for output in outputs:
             flaw = flaw_of(output)
             if flaw is None:
                 self._flawed.pop(id(output), None)
                 continue
-            origin = self._origin(site, flaw, flaws, sizes, writes, output)
+            origin = self._origin(site, name, flaw, flaws, sizes, output)
             self._flawed[id(output)] = _Seen(output, origin)
             site.source = site.source or origin
 
     def _origin(
-        self, site: Site, flaw: Flaw, flaws: Sequence[tuple[Tensor, Flaw | None]], sizes: tuple[float, ...],
-        writes: bool, output: Tensor,
+        self, site: Site, name: str, flaw: Flaw, flaws: Sequence[tuple[Tensor, Flaw | None]],
+        sizes: tuple[float, ...], output: Tensor,
     ) -> Origin:  # fmt: skip
         given: list[Origin] = []
         nan_came = False
@@ -346,8 +372,14 @@ class Inspector(TorchFunctionMode):
             return real[0]
         if given and not (flaw.nan and not nan_came):
             return given[0]
-        # Of finite values; or nan of an inf that was written on purpose, as in a row that is masked whole.
-        origin = Origin(site, flaw, sizes, output.detach(), intended=writes and not flaw.nan)
+        # Nan of an inf that seemed to be there on purpose. That one is to blame unless a program wrote it, or a row is
+        # masked whole.
+        seemed = [one for one in given if (name not in _TAKE_MASKS if one.site is None else one.site.op in _LOGARITHMS)]
+        if seemed:
+            origin = replace(seemed[0], intended=False)
+        else:
+            may_be_meant = name in _WRITERS or name in _LOGARITHMS
+            origin = Origin(site, flaw, sizes, output.detach(), intended=may_be_meant and not flaw.nan)
         self.origins.append(origin)
         return origin
 
@@ -363,14 +395,24 @@ class Inspector(TorchFunctionMode):
         self.origins.append(origin)
         return origin
 
-    def _own(self, node: Any, site: Site) -> None:
+    def _own(self, node: Any, site: Site, since: int) -> None:
         waiting = [node]
         while waiting:
             node = waiting.pop()
             if node is None or node in self.sites or getattr(node, "variable", None) is not None:
                 continue
-            self.sites[node] = site
+            # A node that is older than the call is of something that no mode sees, such as a function of the program.
+            self.sites[node] = _unseen(node, site.module) if 0 <= sequence_number(node) < since else site
             waiting.extend(following for following, _ in node.next_functions)
+
+
+def _unseen(node: Any, module: str | None) -> Site:
+    """Return the site of a node whose call was not seen: for a function of the program, that of its backward pass."""
+    function = function_of_node(node)
+    if function is None:
+        return Site(str(node.name()), module, None)
+    code = getattr(inspect.unwrap(function.backward), "__code__", None)
+    return Site(function.__name__, module, None if code is None else f"{code.co_filename}:{code.co_firstlineno}")
 
 
 def _widened(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -403,7 +445,7 @@ def _has_plus_inf(tensor: Tensor) -> bool:
 
 
 def _floating(value: Any) -> list[Tensor]:
-    return [t for t in iter_tensors(value) if t.is_floating_point() and t.layout is torch.strided]
+    return [t for t in iter_tensors(value) if t.is_floating_point() and t.layout is torch.strided and not t.is_meta]
 
 
 class _Innermost(_DISPATCH_MODE):  # type: ignore[misc]
@@ -460,29 +502,48 @@ class Backward:
     """Looks on at a backward pass over nodes whose calls are known.
 
     Attributes:
+        inspector: What looked on at the forward pass.
         sites: The call that made each node.
         results: What each node got and gave, in the order in which they ran.
     """
 
-    sites: dict[Any, Site]
+    inspector: Inspector
+    sites: dict[Any, Site] = field(default_factory=dict)
     results: dict[Any, _NodeResult] = field(default_factory=dict)
+    _known: int = 0
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[Backward]:
         """Look on within a ``with`` statement."""
+        self.sites = dict(self.inspector.sites)
+        functions = [node for node in self.sites if function_of_node(node) is not None]
         handles = [node.register_hook(self._hook(node)) for node in self.sites]
+        handles += [node.register_prehook(self._begin) for node in functions]
         try:
             yield self
         finally:
             for handle in handles:
                 handle.remove()
 
+    def _begin(self, got: Any) -> None:
+        self._known = len(self.inspector.origins)
+        self.inspector.begin_function()
+
     def _hook(self, node: Any) -> Callable[[Any, Any], None]:
+        is_function = function_of_node(node) is not None
+
         def ran(gave: Any, got: Any) -> None:
+            if is_function:
+                self.inspector.end_function()
             given, made = _floating(got), _floating(gave)
-            self.results[node] = _NodeResult(
+            result = self.results[node] = _NodeResult(
                 worst_of(given), worst_of(made), largest(given), any(t.dtype in HALF_DTYPES for t in made)
             )
+            if is_function and result.got is None and result.gave is not None:
+                made_here = [one for one in self.inspector.origins[self._known :] if not one.intended]
+                if made_here and made_here[0].site is not None:
+                    self.sites[node] = replace(self.sites[node], location=made_here[0].site.location)
+                    result.magnitudes = made_here[0].magnitudes
 
         return ran
 

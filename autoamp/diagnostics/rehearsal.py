@@ -97,7 +97,7 @@ class Rehearsal:
                 one = (torch.ones_like(root) if one is None else one) * self.scale
             gradients.append(torch.ones_like(root) if one is None else one)
         self.passes += 1
-        watch = self.watch = Backward(self.inspector.sites)
+        watch = self.watch = Backward(self.inspector)
         with watch.watching():
             found = torch.autograd.grad(
                 [root for root, _ in pairs], leaves, gradients, retain_graph=True, allow_unused=True

@@ -184,7 +184,7 @@ class Replayed:
             for output, gradient in zip(self.outputs, gradients, strict=True)
             if output is not None and gradient is not None and output.requires_grad
         ]
-        watch = Backward(self.inspector.sites)
+        watch = Backward(self.inspector)
         self.results = {}
         if not pairs or not self.leaves:
             return watch
@@ -618,15 +618,14 @@ def in_unwatched(region: LossRegion, arrived: Sequence[Tensor | None], scale: fl
 
 
 def _loss_finding(region: LossRegion, trace: NodeTrace, flaw: Flaw, scale: float) -> Overflow:
-    halves = any(dtype in HALF_DTYPES for dtype in trace.dtypes)
     sizes = tuple(float(g.abs().max()) for g in trace.got if g is not None and g.numel())
     if (found := _in_forward(region)) is not None:
         return found
     in_the_loss = region.flaw()
-    if in_the_loss is not None and halves:
+    if in_the_loss is not None:
         why = "the loss is not finite, and which of its ops made that is not known; use explain_overflow()"
         return Overflow(NotLocated(why), location=_shown(region.line), phase="forward", value=in_the_loss.value)
-    searching = not flaw.nan and scale > 1.0 and in_the_loss is None
+    searching = not flaw.nan and scale > 1.0
     if trace.finite_at_one or (trace.finite_at_one is None and searching):
         # Where nobody could look, the scale goes down in any case, and at 1 there is no doubt left.
         verdict: OverflowVerdict = ScaleSearch()

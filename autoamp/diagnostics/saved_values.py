@@ -67,7 +67,7 @@ def first_not_finite(nodes: Sequence[Any], wide: bool) -> int | None:
             suspects += [] if carries and suspects else [place]
             # -inf may be written on purpose, and end in a finite result further on.
             alone = len(suspects) == 1 and _stem(nodes[suspects[0]]) not in _WRITERS
-            return suspects[0] if alone else None
+            return suspects[0] if alone and not _takes_unknown(nodes[suspects[0]]) else None
         suspects = [one for one in suspects if one not in _reached(before, place)]
     return None
 
@@ -110,7 +110,13 @@ def _forward_order(before: Sequence[Sequence[int]]) -> list[int]:
 
 
 # What a node saves is named as in torch's derivatives.yaml: of its op's arguments these are the first and the second.
-_ARGUMENTS = {"_saved_self": 0, "_saved_input": 0, "_saved_other": 1}
+_ARGUMENTS = {"_saved_self": 0, "_saved_input": 0, "_saved_other": 1, "_saved_target": 1}
+
+
+def _takes_unknown(node: Any) -> bool:
+    """Tell whether an op may have got inf or nan from outside of the graph, as of a tensor without gradients."""
+    saved = _saved_flaws(node)
+    return any(saved.get(place, True) for place, (before, _) in enumerate(node.next_functions) if before is None)
 
 
 def _saved_flaws(node: Any) -> dict[int | None, bool]:

@@ -865,6 +865,147 @@ def test_the_error_after_many_skips_carries_it() -> None:
     assert caught.value.overflow is handle.last_overflow
 
 
+def log_of_zero(h: Tensor) -> Tensor:
+    return torch.log(h.float() * 0)
+
+
+class First(nn.Module):
+    """Takes the first of what a module returns."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, h: Tensor) -> Tensor:
+        out: Tensor = self.module(h)[0]
+        return out
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2)
+
+    def forward(self, h: Tensor) -> Tensor:
+        out: Tensor = self.attention(h, h, h)[0]
+        return out
+
+
+@pytest.mark.parametrize(
+    "consumer",
+    [nn.Linear(8, 4), nn.Dropout(0.5), nn.BatchNorm1d(8), Attention(), First(nn.LSTM(8, 4)), nn.Softmax(-1)],
+    ids=lambda module: type(module).__name__,
+)
+def test_a_logarithm_of_zero_is_blamed_and_not_the_op_that_takes_it(consumer: nn.Module) -> None:
+    net = nn.Sequential(nn.Linear(4, 8), Faulty(log_of_zero), consumer)
+    for found in train(net, steps=2).overflows:
+        assert isinstance(found.verdict, NotFiniteInFp32), str(found)
+        assert (found.verdict.cause, found.op, found.module, found.phase) == ("model", "log", "1", "forward")
+        assert found.location == line_of(log_of_zero, "torch.log")
+    autoamp.current_handle().deactivate()  # type: ignore[union-attr]
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16)
+    explained = handle.explain_overflow(lambda: mean_square(net(torch.randn(5, 4))))
+    assert explained is not None
+    assert (explained.op, explained.location) == ("log", line_of(log_of_zero, "torch.log"))
+
+
+def test_minus_inf_in_the_data_is_not_blamed_on_the_op_that_takes_it() -> None:
+    def data(x: Tensor, step: int) -> Tensor:
+        x[2, 0] = float("-inf")
+        return x
+
+    found = found_in(train(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), data=data))
+    assert isinstance(found.verdict, NotFiniteInFp32)
+    assert (found.verdict.cause, found.verdict.tensor, found.verdict.batch_index) == ("data", "input", 2)
+
+
+class Steep(torch.autograd.Function):
+    """Its backward pass makes inf in any precision."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient.float() * float("inf")
+
+
+class SteepInHalf(torch.autograd.Function):
+    """Its backward pass makes inf in half precision alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return (gradient.half() + 1.0) * 60000.0 * 60000.0
+
+
+@pytest.mark.parametrize("function", [Steep, SteepInHalf])
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_function_of_the_program_whose_backward_pass_overflows(function: Any, whole: bool) -> None:
+    def fault(h: Tensor) -> Tensor:
+        out: Tensor = function.apply(h)
+        return torch.relu(out).mul(2.0)
+
+    torch.manual_seed(0)
+    net = Net(fault)
+    if whole:
+        handle = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=1.5)
+        found = handle.explain_overflow(lambda: mean_square(net(torch.ones(5, 4))))
+        assert found is not None
+    else:
+        found = found_in(train(net, scale=1.5))
+    assert isinstance(found.verdict, NotFiniteInFp32 if function is Steep else HalfPrecisionOp), str(found)
+    assert (found.op, found.module, found.phase) == (function.__name__, "faulty", "backward")
+    assert found.location == line_of(function.backward, "* float" if function is Steep else "* 60000.0")
+    assert found.fp32_names == ()
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_recurrent_layer_on_half_input(kind: Any, whole: bool) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.recurrent = kind(4, 8)
+            self.faulty = Faulty(squared)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.faulty(self.recurrent(x.half())[0])
+            return out
+
+    net = Recurrent()
+    if whole:
+        handle = autoamp.init(device_type="cpu", dtype=torch.float16)
+        found = handle.explain_overflow(lambda: mean_square(net(torch.randn(5, 4))))
+        assert found is not None
+    else:
+        found = found_in(train(net))
+    assert isinstance(found.verdict, HalfPrecisionOp), str(found)
+    assert (found.op, found.module, found.location) == ("mul", "faulty", line_of(squared, "big * big"))
+
+
+def test_a_half_op_between_modules_that_has_no_gradient() -> None:
+    """Of what is outside of the graph nothing is known at first; the op that takes it is not blamed."""
+    weight = torch.full((4, 4), 300.0, dtype=torch.float16)
+
+    def loss(out: Tensor) -> Tensor:
+        prior = (out.detach().half().clamp(1.0) + 300.0) @ weight
+        return mean_square(out + prior)
+
+    handle = train(Net(), loss=loss, steps=3)
+    assert len(handle.overflows) == 3
+    for found in handle.overflows:
+        if isinstance(found.verdict, NotLocated):
+            assert (found.op, found.fp32_names) == (None, ())
+            continue
+        assert isinstance(found.verdict, HalfPrecisionOp)
+        assert (found.op, found.location) == ("matmul", line_of(loss, "@ weight"))
+
+
 # -- on demand --
 
 
