@@ -10,10 +10,9 @@ Torch's functions are exported as the objects that they are, since compilers kno
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,9 +34,7 @@ __all__ = [
     "RECOMPUTATION",
     "RECURRENT",
     "TELLS_GRAPH_TASKS",
-    "TENSOR_GUARDS",
     "DispatchMode",
-    "begun_collectives",
     "compiled_graphs",
     "cudnn_enabled",
     "current_graph_task",
@@ -56,10 +53,8 @@ __all__ = [
     "mkldnn",
     "mkldnn_enabled",
     "names_of_builtins",
-    "negated_view",
     "next_sequence_number",
     "normed_weight",
-    "process_groups",
     "root_of_mesh",
     "sequence_number",
     "sharded_compute_dtype",
@@ -247,13 +242,6 @@ def _normed_weight(v: Tensor, g: Tensor, dim: int) -> Tensor:
 normed_weight: Callable[[Tensor, Tensor, int], Tensor] = _find("torch._weight_norm", _normed_weight)
 """``v`` scaled to the norms ``g``, which are over all dimensions but ``dim``; with -1 over all."""
 
-TENSOR_GUARDS: Any = _find("torch._C._dynamo.guards.TensorGuards", None)
-"""Compares tensors with what they were before, as compiled code does with its arguments, in one call. Without it
-gradients are compared one by one."""
-
-negated_view: Callable[[Tensor], Tensor] = _find("torch._neg_view", torch.neg)
-"""A view that is negated lazily, as some complex operations return it. `TENSOR_GUARDS` is tested with one."""
-
 
 # -- parameters of several ranks --
 
@@ -268,24 +256,6 @@ def _root_of_mesh() -> Callable[[Any], Any]:
 root_of_mesh: Callable[[Any], Any] = _root_of_mesh()
 """The mesh that a `DeviceMesh` was cut from, which is itself for one that was not. Where the name is missing, None:
 ranks that meshes across one another concern are then all ranks."""
-
-
-def _process_groups() -> Callable[[], Mapping[Any, tuple[Any, Any]]]:
-    world: Any = _find("torch.distributed.distributed_c10d._world", None) if torch.distributed.is_available() else None
-    counts = begun_collectives is not None and isinstance(getattr(world, "pg_map", None), Mapping)
-    return functools.partial(getattr, world, "pg_map") if counts else dict
-
-
-begun_collectives: Any = (
-    _find("torch.distributed.ProcessGroup._get_sequence_number_for_group", None)
-    if torch.distributed.is_available()
-    else None
-)
-"""Takes a process group, and returns how many collectives its default backend has begun."""
-
-process_groups: Callable[[], Mapping[Any, tuple[Any, Any]]] = _process_groups()
-"""The process groups of this process, each with its backend's name and store. Where a name is missing, none: then
-nobody can tell whether anything was exchanged."""
 
 
 def is_parallelized(module: Any) -> bool:

@@ -40,7 +40,6 @@ from autoamp.stepping import (
     StepGuard,
     open_blocks,
     several_processes,
-    step_unaware,
     stepped_params,
 )
 
@@ -163,7 +162,7 @@ class AutoScale:
         if self.active and not isinstance(optimizer, ScalesItself):
             with contextlib.suppress(AttributeError):
                 if optimizer.param_groups:
-                    self._optimizers.guard(optimizer, check=False).step_closure = step_unaware
+                    self._optimizers.guard(optimizer, check=False).repeats_closure = False
                     self._known.add(optimizer)
 
     def _notice_scaler(self, scaler: torch.amp.GradScaler) -> None:
@@ -174,7 +173,7 @@ class AutoScale:
 
     def _notice_autocast(self, region: torch.autocast) -> None:
         # A region for an evaluation, or for another device, says nothing of how the program trains.
-        if region._enabled and region.device == self._optimizers.device_type and torch.is_grad_enabled():
+        if region._enabled and region.device == self._optimizers.casts.device_type and torch.is_grad_enabled():
             self.stand_aside("torch.autocast")
 
     def stand_aside(self, whom: str) -> None:
@@ -197,7 +196,7 @@ class AutoScale:
     def _drop(self, params: Iterable[Tensor]) -> None:
         """Take note that gradients were dropped: what overflowed in them skips no step."""
         guards = self._guards()
-        waiting = [guard for guard in guards if guard.pending]
+        waiting = [guard for guard in guards if guard.checks.pending]
         if waiting:
             ids = set(map(id, params))
             for guard in waiting:
@@ -240,7 +239,7 @@ class AutoScale:
                 run(tensors, grad_tensors, grad_variables=grad_variables)
                 return
             running, reached = opened
-            self._optimizers.warn_of_resumed(self._known, self._scaler)
+            self._optimizers.resumed.warn(self._known, self._scaler)
             watch = self._optimizers.watch
             if watch is not None:
                 for root in roots:
@@ -256,7 +255,7 @@ class AutoScale:
         sharded: list[StepGuard] = []
         guards = self._guards()
         for guard in guards:
-            params = guard.params()
+            params = guard.grads.params()
             for param in params:
                 owners.setdefault(id(param), []).append(guard)
             if any(map(is_sharded, params)):
@@ -282,7 +281,7 @@ class AutoScale:
         )
         for guard in sharded:
             # Its shards are not what the pass reaches: gradients are reduced onto them.
-            running.concern(guard, map(id, guard.params()))
+            running.concern(guard, map(id, guard.grads.params()))
         return running, (leaves, nodes)
 
     @contextlib.contextmanager
@@ -351,8 +350,11 @@ class AutoScale:
 
         return register
 
+    def _without_casts(self) -> contextlib.AbstractContextManager[None]:
+        return self._optimizers.casts.switched(False)
+
     def _seeing_true(self, kind: type[Hook], hook: Any, tensor: Tensor | None) -> Hook:
-        return kind(hook, self._passes, self._optimizers.without_casts, tensor)
+        return kind(hook, self._passes, self._without_casts, tensor)
 
 
 def _may_reach_more(nodes: Iterable[Any]) -> bool:

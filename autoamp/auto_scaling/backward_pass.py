@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from autoamp.scaling import AgreedVerdict, LossScaler, Verdict, true_gradient
-from autoamp.stepping import StepGuard
+from autoamp.scaling import LossScaler, true_gradient
+from autoamp.stepping import OverflowCheck, StepGuard
 
 __all__ = [
     "Flags",
-    "PassVerdict",
+    "PassCheck",
     "ScaledPass",
     "can_begin_at",
     "drop",
@@ -68,47 +68,46 @@ class Flags:
         return [tensor for reference, flag in pairs if flag and (tensor := reference()) is not None]
 
 
-class PassVerdict(Verdict):
-    """The verdict on a backward pass. As long as nobody reads it, it goes by all that has arrived.
+class PassCheck(OverflowCheck):
+    """The check of a backward pass. As long as nobody has read it, it goes by all gradients that have arrived.
 
     Args:
         scaler: The scaler of the pass.
         scale: The scale of the pass.
         flags: What was found, and is being found.
         cleans: Whether 0 takes the place of gradients that overflowed.
+        of_pass: An earlier check of the same pass, if there is one.
 
     Attributes:
         reached: By guard, the ids of what the pass reaches of its optimizer's and was not dropped since.
     """
 
-    # What arrives after it was read is for another verdict, so a step is to read it.
-    is_whole = False
+    # What arrives after it was read is for another check, so a step is to read it.
+    is_complete = False
 
-    __slots__ = ("_cleans", "_flags", "reached")
-
-    def __init__(self, scaler: LossScaler, scale: float, flags: Flags, *, cleans: bool) -> None:
-        super().__init__(scaler, scale, ())
+    def __init__(
+        self, scaler: LossScaler, scale: float, flags: Flags, *, cleans: bool, of_pass: PassCheck | None = None
+    ) -> None:
+        super().__init__(scaler, scale, (), of_pass)
         self._flags = flags
         self._cleans = cleans
+        self._is_agreed = False
         self.reached: dict[StepGuard, set[int]] = {}
 
     @property
     def found(self) -> Sequence[Tensor]:
-        """What is to be read, nothing once it was."""
-        return self._flags.found() if self.overflowed is None else ()
+        """The flags that are to be read; none once they were."""
+        return super().found if self._is_agreed or self.overflowed is not None else self._flags.found()
 
-    @found.setter
-    def found(self, value: Sequence[Tensor]) -> None:
-        """Ignore what the base class sets: `found` follows from ``overflowed``."""
+    def agree(self, found: Tensor) -> None:
+        """Go by what all ranks found from now on."""
+        super().agree(found)
+        self._is_agreed = True
 
     @property
     def cleared(self) -> Sequence[Tensor]:
         """The tensors whose gradients overflowed, if 0 took their place. Waits for the device."""
         return self._flags.flagged() if self.overflowed and self._cleans else ()
-
-    @cleared.setter
-    def cleared(self, value: Sequence[Tensor]) -> None:
-        """Ignore what the base class sets: `cleared` follows from the flags."""
 
     def drop(self, guard: StepGuard, ids: set[int]) -> bool:
         """Take note that gradients were dropped. Returns whether an optimizer has nothing of this pass any more."""
@@ -119,25 +118,22 @@ class PassVerdict(Verdict):
         return not left
 
 
-def drop(guard: StepGuard, ids: set[int], but: Sequence[Verdict] = ()) -> None:
+def drop(guard: StepGuard, ids: set[int], but: Sequence[OverflowCheck] = ()) -> None:
     """Take note that gradients of an optimizer were dropped.
 
     A pass of which it has no other gradients any more skips none of its steps; not a pass that has just begun, with a
-    verdict in ``but``.
+    check in ``but``.
     """
-    for verdict in list(guard.pending):
-        own = verdict
-        while isinstance(own, AgreedVerdict):
-            own = own.of
-        if isinstance(own, PassVerdict) and own not in but and own.drop(guard, ids):
-            guard.abandon(own)
+    for check in list(guard.checks.pending):
+        if isinstance(check, PassCheck) and check not in but and check.drop(guard, ids):
+            guard.checks.drop(check)
 
 
 class ScaledPass:
     """One backward pass that is scaled, with all that run within its functions.
 
     Args:
-        scaler: Gives the scale, and hears the verdict.
+        scaler: Gives the scale, and hears of overflows.
         owners: The guards of the optimizers that step a tensor, by its id.
         largest_scale: The scale is no higher.
         keeps: What is to live as long as the pass, such as the optimizers, to which their guards refer weakly.
@@ -177,7 +173,7 @@ class ScaledPass:
         self._cleans = cleans
         self._now = now
         self._flags = Flags()
-        self._verdicts = [PassVerdict(scaler, self.scale, self._flags, cleans=cleans)]
+        self._checks = [PassCheck(scaler, self.scale, self._flags, cleans=cleans)]
         # Leaves of a pass within, whose gradients go back into this one: they keep its scale.
         self._passed_on: dict[int, weakref.ref[Tensor]] = {}
         self._inner: dict[int, _InnerGradient] = {}
@@ -222,7 +218,7 @@ class ScaledPass:
         return True
 
     def _tell_guards(self, leaves: Sequence[Tensor]) -> None:
-        """Let guards wait for the verdict, and forget those on gradients that are gone."""
+        """Let guards wait for the check, and forget those on gradients that are gone."""
         reached: dict[StepGuard, set[int]] = {}
         gone: dict[StepGuard, set[int]] = {}
         for leaf in leaves:
@@ -231,17 +227,17 @@ class ScaledPass:
                 if leaf.grad is None:
                     gone.setdefault(guard, set()).add(id(leaf))
         for guard, ids in gone.items():
-            drop(guard, ids, self._verdicts)
+            drop(guard, ids, self._checks)
         for guard, ids in reached.items():
             self.concern(guard, ids)
 
     def concern(self, guard: StepGuard, ids: Iterable[int]) -> None:
-        """Let a guard wait for the verdict, as far as gradients of these tensors go."""
-        verdict = self._verdicts[-1]
-        known = verdict.reached.setdefault(guard, set())
+        """Let a guard wait for the check, as far as gradients of these tensors go."""
+        check = self._checks[-1]
+        known = check.reached.setdefault(guard, set())
         known.update(ids)
-        if verdict not in guard.pending:
-            guard.expect(verdict)
+        if check not in guard.checks.pending:
+            guard.checks.expect(check)
 
     def knows(self, leaf: Tensor) -> bool:
         """Tell whether gradients have true values once they have arrived at a leaf."""
@@ -249,11 +245,12 @@ class ScaledPass:
 
     def arrived(self, leaf: Tensor, gradient: Tensor) -> Tensor:
         """Return the true gradient for a scaled one that arrives at a leaf. Whether it overflowed is noted."""
-        if self._verdicts[-1].overflowed is not None:
-            # Somebody stepped in the middle of the pass: what comes now is for another verdict.
-            scaler = _ScalerOfTheRest(self._verdicts)
-            self._verdicts.append(PassVerdict(scaler, self.scale, self._flags, cleans=self._cleans))
-        if len(self._verdicts) > 1:
+        first = self._checks[0]
+        if self._checks[-1].overflowed is not None:
+            # Somebody stepped in the middle of the pass: what comes now is for another check.
+            rest = PassCheck(first.scaler, self.scale, self._flags, cleans=self._cleans, of_pass=first)
+            self._checks.append(rest)
+        if len(self._checks) > 1:
             for guard in self._owners.get(id(leaf), ()):
                 self.concern(guard, [id(leaf)])
         return self.true(leaf, gradient)
@@ -316,30 +313,6 @@ class _InnerGradient:
             true = self._running.true(tensor, tensor.grad)
             tensor.grad = true if before is None else before + true
         self._before = tensor.grad
-
-
-class _ScalerOfTheRest(LossScaler):
-    """Stands in for the scaler in the verdict on the rest of a pass, where somebody read one before it was over.
-
-    It passes on the first overflow of the pass alone: the scaler has heard of the pass already.
-    """
-
-    def __init__(self, verdicts: Sequence[PassVerdict]) -> None:
-        self._scaler = verdicts[0].scaler
-        self._verdicts = verdicts
-        super().__init__(self._scaler.loss_scale)
-
-    @property
-    def loss_scale(self) -> float:
-        return self._scaler.loss_scale
-
-    @property
-    def checks(self) -> bool:
-        return True
-
-    def update(self, found_inf: bool) -> None:
-        if found_inf and not any(verdict.overflowed and verdict.counted for verdict in self._verdicts):
-            self._scaler.update(True)
 
 
 def listed(tensors: Any) -> list[Any]:

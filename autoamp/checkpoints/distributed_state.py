@@ -97,8 +97,8 @@ class DistributedState:
         ours = handle.state_dict()
         if scales and not _unread(scales, self._marks):
             handle.load_state_dict(scales)
-        elif runtime_of(handle).optimizers.scales:
-            runtime_of(handle).optimizers.scales_are_known()
+        elif runtime_of(handle).optimizers.loss_scalers.has_dynamic:
+            runtime_of(handle).optimizers.resumed.scales_are_known()
             warn_user(
                 "this checkpoint was loaded without the state of the loss scalers: the loss scale goes on from "
                 f"{ours['loss_scaler0']['loss_scale']:g}, and the first steps may be skipped. Save "

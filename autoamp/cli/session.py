@@ -242,7 +242,7 @@ class Run:
         now = runtime.active_handle() or self.handle
         if now is None:
             return None
-        done, own = runtime_of(now).optimizers, runtime_of(now).optimizers.own
+        done, own = runtime_of(now).optimizers.counts, runtime_of(now).optimizers.counts.own
         return _Done(done.steps, now.skipped_steps) if own is None else _Done(own.steps, own.skipped)
 
     def _steps(self, now: Handle | None) -> dict[str, Any]:
@@ -250,10 +250,10 @@ class Run:
         if now is None:
             return {"loss_scale": None, "steps": 0, "skipped": 0}
         left_to = None if self._scaling is None else self._scaling.standing_aside
-        own, done = runtime_of(now).optimizers.own, self._done()
+        own, done = runtime_of(now).optimizers.counts.own, self._done()
         before = self._inherited
         numbers = (0, 0) if done is None else (done.steps - before[0], done.skipped - before[1])
-        ours = left_to is None and (runtime_of(now).optimizers.guarded > 0 or now is not self.handle)
+        ours = left_to is None and (runtime_of(now).optimizers.counts.guarded > 0 or now is not self.handle)
         return {
             "loss_scale": own.loss_scale if own is not None else now.loss_scale if ours else None,
             "steps": numbers[0],

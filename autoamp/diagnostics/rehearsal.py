@@ -29,7 +29,7 @@ from autoamp.diagnostics.replay import (
 )
 from autoamp.diagnostics.verdicts import NotLocated, Overflow, ScaleSearch
 from autoamp.patching import PatchSet
-from autoamp.scaling import multiplied_loss
+from autoamp.scaling import scaled_loss
 
 __all__ = ["Rehearsal", "StepReached", "explain_step"]
 
@@ -64,7 +64,7 @@ class Rehearsal:
     def scaled(self, loss: Tensor) -> Iterator[Tensor]:
         """Yield a loss multiplied by the scale of the trial: what ``scale_loss`` does in a rehearsal."""
         self.losses.append(loss)
-        scaled = multiplied_loss(loss, self.scale)
+        scaled = scaled_loss(loss, self.scale)
         self._own_scale.add(id(scaled))
         self._kept.append(scaled)
         yield scaled

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,16 @@ from torch import Tensor
 from autoamp.casting import Casts
 from autoamp.errors import CheckpointError, UsageError
 from autoamp.runtime import current_runtime
-from autoamp.scaling import AskedGroup, DynamicLossScaler, LossScaler, StaticLossScaler, clip_, multiplied_loss
-from autoamp.stepping import MasterWeights, ScalesItself, Skips, StepGuard, is_optimizer, scaled_block
+from autoamp.scaling import AskedGroup, DynamicLossScaler, LossScaler, StaticLossScaler, clip_, scaled_loss
+from autoamp.stepping import (
+    GuardedOptimizers,
+    MasterWeights,
+    ScalesItself,
+    StepGuard,
+    StepWatch,
+    is_optimizer,
+    scaled_block,
+)
 
 __all__ = ["FP16_Optimizer"]
 
@@ -74,22 +82,11 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
         theirs = None if runtime is None else runtime.optimizers.hand_over(init_optimizer)
         self._masters = MasterWeights(init_optimizer) if theirs is None else theirs
         self._asked: AskedGroup | None = None
-        # Weakly: the optimizer refers to its guard.
-        own, given = weakref.ref(self), weakref.ref(init_optimizer)
-        self._guard = StepGuard(
-            init_optimizer,
-            masters=self._masters,
-            casts=_current_casts,
-            on_step=self._tell_handle,
-            on_stepped=_tell_stepped,
-            wants_flags=_wants_flags,
-            asked=lambda: _asked_of(own(), given),
-            scaler=lambda: None if (found := own()) is None else found.loss_scaler,
-        )
+        self._guard = StepGuard(init_optimizer, _Owner(self, init_optimizer), masters=self._masters)
         self._guard.install()
         if runtime is not None:
             runtime.leave_to("FP16_Optimizer", {half.dtype for half, _ in self._masters.pairs})
-        self._tell_handle()
+            runtime.optimizers.note_own(self._guard.skips, self.loss_scaler)
         # Groups and state are the inner optimizer's. This sets up the rest of what Optimizer.__init__ does.
         self.__setstate__({"defaults": getattr(init_optimizer, "defaults", {})})
 
@@ -138,12 +135,12 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
         if runtime is not None and runtime.optimizers.watch is not None:
             runtime.optimizers.watch.loss_scaled(loss, self.loss_scaler.scale_at_hand())
         with scaled_block([self._guard], self.loss_scaler, delay_unscale=not update_master_grads) as scale:
-            multiplied_loss(loss, scale).backward(retain_graph=retain_graph)
+            scaled_loss(loss, scale).backward(retain_graph=retain_graph)
 
     def update_master_grads(self) -> None:
         """Unscale and check the gradients that ``backward(..., update_master_grads=False)`` left scaled."""
-        self._guard.collect()
-        self._guard.finish_delayed()
+        self._guard.grads.collect()
+        self._guard.checks.finish_delayed()
 
     def masters_from_model(self) -> None:
         """Set the masters to the half parameters, after weights were written through ``.data`` between steps."""
@@ -195,12 +192,12 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
             The norm before clipping, or -1.0 if the gradients overflowed and nothing was clipped.
         """
         self.update_master_grads()
-        if self._guard.together is not None:
-            powered = self._guard.agreed_norm(float(norm_type))
+        if self._guard.checks.group is not None:
+            powered = self._guard.norm(float(norm_type))
             if self.overflow:
                 return -1.0
             norm = powered if norm_type == torch.inf else powered ** (1.0 / norm_type)
-            clip_(self._guard.params(), norm, max_norm)
+            clip_(self._guard.grads.params(), norm, max_norm)
             return float(norm)
         if self.overflow:
             return -1.0
@@ -280,12 +277,6 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
         masters = {id(master) for _, master in self._masters.pairs}
         return [[p for p in group["params"] if id(p) in masters] for group in self.param_groups]
 
-    def _tell_handle(self, *_: Any) -> None:
-        """Let the active handle count this optimizer's skips."""
-        runtime = current_runtime()
-        if runtime is not None:
-            runtime.optimizers.note_own(self._guard.skips, self.loss_scaler)
-
     def __repr__(self) -> str:
         return f"FP16_Optimizer({self.optimizer!r}, loss_scale={self.loss_scale:g})"
 
@@ -319,31 +310,64 @@ class _State(MutableMapping[Any, Any]):
         return repr(self._state)
 
 
-def _asked_of(own: FP16_Optimizer | None, given: weakref.ref[Any]) -> AskedGroup | None:
-    """Return the group that was asked for, of the optimizer itself or of the active handle."""
-    if own is not None and own._asked is not None:
-        return own._asked
+class _Owner:
+    """What the guard of an `FP16_Optimizer` asks and tells: the active handle, if there is one.
+
+    Args:
+        optimizer: Referred to weakly: it has the guard.
+        inner: The optimizer that is guarded, referred to weakly.
+    """
+
+    def __init__(self, optimizer: FP16_Optimizer, inner: Any) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._inner = weakref.ref(inner)
+        self._scaler = optimizer.loss_scaler
+
+    @property
+    def scalers(self) -> Sequence[LossScaler]:
+        """The scaler of the optimizer, also once it is gone and another one steps its parameters."""
+        own = self._optimizer()
+        return [self._scaler if own is None else own.loss_scaler]
+
+    @property
+    def watch(self) -> StepWatch | None:
+        """What looks on at the steps of the active handle."""
+        return None if (optimizers := _optimizers()) is None else optimizers.watch
+
+    @property
+    def casts(self) -> Casts | None:
+        """The casts of the active handle."""
+        return None if (optimizers := _optimizers()) is None else optimizers.casts
+
+    def step_begins(self, guard: StepGuard) -> None:
+        """Let the active handle count this optimizer's steps."""
+        if (optimizers := _optimizers()) is not None:
+            optimizers.note_own(guard.skips, self.scalers[0])
+
+    def step_ended(self, guard: StepGuard) -> None:
+        """Let the active handle know that a step has ended."""
+        if (optimizers := _optimizers()) is not None:
+            optimizers.step_ended(guard)
+
+    def step_skipped(self) -> None:
+        """Do nothing: the handle counts the skips of such optimizers by themselves."""
+
+    def is_shared(self, guard: StepGuard, tensor: Tensor) -> bool:
+        """Tell that no other guard unscales these gradients."""
+        return False
+
+    def asked_group(self, guard: StepGuard) -> AskedGroup | None:
+        """Return the group that was asked for, of the optimizer itself or of the active handle."""
+        own, optimizers = self._optimizer(), _optimizers()
+        if own is not None and own._asked is not None:
+            return own._asked
+        return None if optimizers is None else optimizers.asked.of(self._inner())
+
+
+def _optimizers() -> GuardedOptimizers | None:
+    """Return the optimizers of the active handle, None without one."""
     runtime = current_runtime()
-    return None if runtime is None else runtime.optimizers.asked_of(given)
-
-
-def _tell_stepped(skips: Skips) -> None:
-    """Let the active handle know that a step has ended."""
-    runtime = current_runtime()
-    if runtime is not None:
-        runtime.optimizers.tell_stepped(skips)
-
-
-def _wants_flags() -> bool:
-    """Tell whether the active handle wants to hear of a skip at once."""
-    runtime = current_runtime()
-    return runtime is not None and runtime.optimizers.wants_flags()
-
-
-def _current_casts() -> Casts | None:
-    """Return the casts of the active handle, None without one."""
-    runtime = current_runtime()
-    return None if runtime is None else runtime.casts
+    return None if runtime is None else runtime.optimizers
 
 
 def _dynamic_arguments(given: Mapping[str, float]) -> dict[str, Any]:

@@ -207,9 +207,9 @@ def initialize(
         raise
     runtime.models.originals.clear()
     if asked is not None:
-        runtime.optimizers.sync_over(asked, optimizer_list or None)
+        runtime.optimizers.asked.put(asked, optimizer_list or None)
     if any(one.masters for one in runtime.setups):
-        runtime.optimizers.keep_masters_for_all(runtime.steps_halves)
+        runtime.optimizers.masters_for = runtime.wants_masters
     warn_of_settings(level, model_list, optimizer_list, keep_batchnorm_fp32, table)
     if verbosity:
         log.info("%s, half dtype %s, %s losses, scope %s", level, settings.dtype, num_losses, scope)
@@ -269,7 +269,8 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
     `scale_loss` block they are multiplied by its loss scale.
     """
     runtime = current_runtime()
-    if runtime is not None:
-        runtime.optimizers.collect(optimizer)
+    masters = None if runtime is None else runtime.optimizers.masters_of(optimizer)
+    if masters is not None:
+        masters.share_gradients()
     for group in optimizer.param_groups:
         yield from group["params"]

@@ -79,7 +79,7 @@ def leave_off(models: Sequence[Module], optimizers: Sequence[Any]) -> None:
         return
     runtime.let_go(models, optimizers)
     runtime.setups[:] = earlier
-    runtime.optimizers.masters_for_all = any(setup.masters for setup in earlier)
+    runtime.optimizers.masters_for = runtime.wants_masters if any(setup.masters for setup in earlier) else None
     runtime.optimizers.loss_scalers.switch_off(optimizers)
     for model in models:
         runtime.set_up_model(model, ForwardDtypes(casts=False))

@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from autoamp import kernels
+from autoamp.formulas import adagrad_
 from autoamp.optimizers.groups import FusedOptimizer, write_back
-from autoamp.scaling import adagrad_, widened
+from autoamp.scaling import widened
 
 __all__ = ["FusedAdagrad"]
 

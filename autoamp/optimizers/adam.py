@@ -10,8 +10,9 @@ from torch import Tensor
 
 from autoamp import kernels
 from autoamp.errors import UsageError
+from autoamp.formulas import adam_on_device_, adam_updates, average_, corrections, fused_adam_
 from autoamp.optimizers.groups import FusedOptimizer, require, scaling_of, wide_copy, write_back
-from autoamp.scaling import adam_on_device_, adam_updates, average_, corrections, fused_adam_, widened
+from autoamp.scaling import widened
 
 __all__ = ["FusedAdam"]
 

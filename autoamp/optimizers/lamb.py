@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from autoamp import kernels
+from autoamp.formulas import adam_updates, average_, corrections, trust_
 from autoamp.optimizers.groups import FusedOptimizer, require, write_back
-from autoamp.scaling import adam_updates, average_, corrections, total_norm, trust_, widened
+from autoamp.scaling import total_norm, widened
 
 __all__ = ["FusedLAMB"]
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from autoamp import kernels
+from autoamp.formulas import blended_norms, corrections, gradient_norms, novograd_
 from autoamp.optimizers.groups import FusedOptimizer, require, write_back
-from autoamp.scaling import blended_norms, corrections, gradient_norms, novograd_, widened
+from autoamp.scaling import widened
 
 __all__ = ["FusedNovoGrad"]
 

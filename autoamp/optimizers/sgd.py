@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.optim.optimizer import required
 
 from autoamp import kernels
+from autoamp.formulas import fused_sgd_
 from autoamp.optimizers.groups import FusedOptimizer, require, write_back
-from autoamp.scaling import fused_sgd_, widened
+from autoamp.scaling import widened
 
 __all__ = ["FusedSGD"]
 

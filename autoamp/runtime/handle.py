@@ -36,7 +36,7 @@ from autoamp.runtime.protocol import OneToAProcess, Precision
 from autoamp.runtime.runtime import Runtime, kind_of
 from autoamp.runtime.settings import Settings
 from autoamp.scaling import AskedGroup, LossScaler, is_count, make_scaler
-from autoamp.stepping import listed
+from autoamp.stepping import clip_grad_norm_, listed, wrap_optimizer
 
 __all__ = ["Handle", "runtime_of"]
 
@@ -268,7 +268,9 @@ class Handle(OneToAProcess):
         In a process group of several processes all of a master is read, so that masters are equal where weights are;
         elsewhere elements that agree with their rounded master keep its low bits.
         """
-        self._runtime.optimizers.read_model()
+        for guard in self._runtime.optimizers.guards:
+            if guard.masters is not None:
+                guard.masters.read_model()
 
     @property
     def backend(self) -> Backend:
@@ -283,12 +285,12 @@ class Handle(OneToAProcess):
     @property
     def skipped_steps(self) -> int:
         """How many optimizer steps were skipped because gradients overflowed."""
-        return self._runtime.optimizers.skipped_steps
+        return self._runtime.optimizers.counts.skipped
 
     @property
     def last_step_skipped(self) -> bool:
         """Whether the last optimizer step was skipped."""
-        return self._runtime.optimizers.last_step_skipped
+        return self._runtime.optimizers.counts.last_skipped
 
     @property
     def last_overflow(self) -> Overflow | None:
@@ -327,7 +329,7 @@ class Handle(OneToAProcess):
             raise UsageError(f"log_to() cannot write to {kind_of(writer)}; give what has add_scalar() or log()")
 
         def write() -> None:
-            if self._runtime.optimizers.all_steps % every == 0:
+            if self._runtime.optimizers.counts.all % every == 0:
                 now = self.stats
                 numbers = {name: float(now[name]) for name in ("loss_scale", "skipped")}
                 write_scalars(writer, numbers, now["steps"])
@@ -385,7 +387,7 @@ class Handle(OneToAProcess):
             auto_scale.pause()
         if trace is not None:
             trace.recorder.paused = True
-        own = run.optimizers.own
+        own = run.optimizers.counts.own
         scale = run.loss_scale if own is None else own.loss_scale
         try:
             with run.observation.unobserved():
@@ -457,7 +459,7 @@ class Handle(OneToAProcess):
             UsageError: The handle is not active, a block is open, or ``norm_type`` is not above 0.
         """
         self._runtime.check_active()
-        return self._runtime.optimizers.clip(optimizers, max_norm, norm_type)
+        return clip_grad_norm_(self._runtime.optimizers, optimizers, max_norm, norm_type)
 
     def sync_over(self, group: Any, *, replicas: int | None = None, optimizers: Any = None) -> None:
         """Let all ranks of a process group agree on each step: they skip alike, and their loss scales stay equal.
@@ -475,7 +477,7 @@ class Handle(OneToAProcess):
             UsageError: There is no process group, this rank is not in it, or ``replicas`` does not divide its size.
         """
         named = None if optimizers is None else listed(optimizers)
-        self._runtime.optimizers.sync_over(AskedGroup.of(group, replicas), named)
+        self._runtime.optimizers.asked.put(AskedGroup.of(group, replicas), named)
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
         """Give an optimizer a ``scale_loss(loss)`` of its own, with a scaler for each of ``num_loss`` losses.
@@ -492,7 +494,7 @@ class Handle(OneToAProcess):
         if not is_count(num_loss, 1):
             raise UsageError(f"num_loss={num_loss!r} is no number of losses; choose 1 or more")
         scalers = [make_scaler(self.settings.loss_scale, self.settings.dtype) for _ in range(num_loss)]
-        return self._runtime.optimizers.wrap(optimizer, scalers, self._runtime.check_active)
+        return wrap_optimizer(self._runtime.optimizers, optimizer, scalers)
 
     def auto_scale(self) -> AutoScale:
         """Scale every ``loss.backward()`` of the program from now on, and skip the steps that overflow.
@@ -520,7 +522,8 @@ class Handle(OneToAProcess):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scalers' state: ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``, and skips."""
-        return self._runtime.optimizers.state_dict()
+        optimizers = self._runtime.optimizers
+        return optimizers.loss_scalers.state_dict(optimizers.counts.skipped)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned; all of it, or nothing.

@@ -96,6 +96,11 @@ class Installation:
         return self._patches.late_bound
 
     @property
+    def patches(self) -> PatchSet:
+        """The patches, restored together; others may be added while they are in place."""
+        return self._patches
+
+    @property
     def waiting(self) -> tuple[CastRule, ...]:
         """The rules that patched nothing so far, as their module was not imported or has no such name."""
         return tuple(self._waiting)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch.nn import Module
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoamp.auto_scaling import AutoScale
 from autoamp.casting import Casts
@@ -32,7 +32,7 @@ from autoamp.runtime.events import activated, suspended
 from autoamp.runtime.installation import Installation
 from autoamp.runtime.settings import Settings, Setup
 from autoamp.scaling import LossScaler, make_scaler
-from autoamp.stepping import GuardedOptimizers, stepped_params
+from autoamp.stepping import ClippingWatch, GuardedOptimizers, OptimizerSteps, scaled_params, stepped_params
 from autoamp.tensors import HALF_DTYPES
 
 __all__ = ["Runtime", "kind_of"]
@@ -75,9 +75,10 @@ class Runtime:
         self.models = CastModels()
         self.optimizers = GuardedOptimizers(self.casts, scalers or [make_scaler(settings.loss_scale, settings.dtype)])
         self.followers = Followers()
-        self._say_settings()
+        self.optimizers.runtime = self
         self.skipped_rules: tuple[CastRule, ...] = ()
         self._installation: Installation | None = None
+        self._steps = OptimizerSteps(self.optimizers)
         self._step_hooks: list[Any] = []
         self._classes_checked = False
         self._registered: list[Target] = []
@@ -89,9 +90,6 @@ class Runtime:
         self.recording: Recording | None = None
         self.ended = False
         self.setups: list[Setup] = []
-
-    def _say_settings(self) -> None:
-        self.optimizers.facts, self.optimizers.rules = self.settings.facts, self.settings.rules
 
     def is_active(self) -> bool:
         """Tell whether the patches are in place."""
@@ -138,8 +136,8 @@ class Runtime:
             rebind=self.settings.rebind,
             observation=self.observation if self.observation.observers else None,
             met=self._meet if keeps_masters else None,
-            loaded=self.optimizers.note_loaded if self.optimizers.scales else None,
-            clipping=self.optimizers.clipping,
+            loaded=self.optimizers.resumed.note if self.optimizers.loss_scalers.has_dynamic else None,
+            clipping=ClippingWatch(lambda: scaled_params(self.optimizers)),
             recorder=None if self.overflows is None else self.overflows.recorder,
         )
         self.casts.open()
@@ -151,10 +149,7 @@ class Runtime:
         self._installation = installation
         self._registered = list(registered)
         self.skipped_rules = expansion.skipped
-        self._step_hooks = [
-            register_optimizer_step_pre_hook(self.optimizers.before_step),
-            register_optimizer_step_post_hook(lambda *_: self.casts.cache.clear()),
-        ]
+        self._steps.start(installation.patches)
         if self.settings.table.modules:
             self._step_hooks.append(register_optimizer_step_pre_hook(lambda *_: self._check_classes()))
         if isinstance(self.casts, ModuleCasts):
@@ -191,9 +186,9 @@ class Runtime:
         if self.auto_scaling is not None:
             self.auto_scaling.pause()
         self.casts.shut()
-        for hook in self._step_hooks:
-            hook.remove()
-        self.optimizers.end_steps()
+        while self._step_hooks:
+            self._step_hooks.pop().remove()
+        self._steps.stop()
         return installation.remove()
 
     def deactivate(self) -> tuple[str, ...]:
@@ -235,10 +230,10 @@ class Runtime:
         before.ended = True
         self.precisions.join(before.precisions)
         self.models, self.optimizers, self.setups = before.models, before.optimizers, list(setups)
-        self.optimizers.serve(self.casts, self.check_active)
+        self.optimizers.casts, self._steps = self.casts, OptimizerSteps(self.optimizers)
         self.optimizers.watch, self.followers = self.overflows, before.followers
-        self._say_settings()
-        self.optimizers.masters_for_all = False
+        self.optimizers.runtime = self
+        self.optimizers.masters_for = None
         self.optimizers.loss_scalers.forget_but(scaler for setup in setups for scaler in setup.scalers)
         before.models = CastModels()
         before.optimizers = GuardedOptimizers(before.casts, before.optimizers.scalers)
@@ -254,12 +249,12 @@ class Runtime:
         self.optimizers.let_go(optimizers, params.values())
         self.models.let_go(self.models.overlapping(models))
 
-    def steps_halves(self, optimizer: Any) -> bool:
-        """Tell whether all half parameters of an optimizer are of models whose level keeps no masters."""
+    def wants_masters(self, optimizer: Any) -> bool:
+        """Tell whether an optimizer gets masters: not if all its half parameters are of models that have none."""
         models = [model for setup in self.setups if not setup.masters for model in setup.models]
         without = {id(param) for model in models for param in model.parameters()}
         stepped = [param for param in stepped_params(optimizer) if param.dtype in HALF_DTYPES]
-        return bool(stepped) and all(id(param) in without for param in stepped)
+        return not stepped or any(id(param) not in without for param in stepped)
 
     def _meet(self, optimizer: Any) -> None:
         """Give an optimizer that was made after `initialize` masters, before anything is loaded into it."""
@@ -334,18 +329,21 @@ class Runtime:
         kinds: dict[str, int] = {}
         for found in [] if self.overflows is None else self.overflows.all:
             kinds[found.kind] = kinds.get(found.kind, 0) + 1
-        guarded, own = self.optimizers, self.optimizers.own
+        counts, own = self.optimizers.counts, self.optimizers.counts.own
         # Catches up: scalers hear of steps no earlier than that.
-        skipped = self.optimizers.skipped_steps + (0 if own is None else own.skipped)
+        skipped = counts.skipped + (0 if own is None else own.skipped)
         # Scalers of a handle that guards no optimizer say nothing.
-        scalers = [*(guarded.scalers if own is None or guarded.steps else []), *(() if own is None else own.losses)]
+        scalers = [
+            *(self.optimizers.scalers if own is None or counts.steps else []),
+            *(() if own is None else own.losses),
+        ]
         return {
             "loss_scale": self.loss_scale if own is None else own.loss_scale,
             "loss_scales": [scaler.loss_scale for scaler in scalers],
             "found_inf": [scaler.overflows for scaler in scalers],
-            "steps": guarded.all_steps,
+            "steps": counts.all,
             "skipped": skipped,
-            "last_step_skipped": guarded.last_step_skipped,
+            "last_step_skipped": counts.last_skipped,
             "casts": {} if self.counts is None else self.counts.as_dict()["casts"],
             "overflows": kinds,
         }

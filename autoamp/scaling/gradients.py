@@ -4,7 +4,7 @@ Everything here goes through torch's multi-tensor functions, one call for all te
 waits for a device but `found_any` and `non_finite`, which return Python values.
 
 Of a DTensor each rank takes its own part, and no function here is a collective: what ranks have to tell one another is
-in `autoamp.scaling.agreement`.
+in `autoamp.scaling.sync`.
 
 Which gradients are taken: dense and sparse ones, fp16, bf16, fp32 and fp64, and complex ones as pairs of reals. Integer
 and bool tensors carry no gradient of a loss and are left alone. Any other dtype is an error.
@@ -12,18 +12,15 @@ and bool tensors carry no gradient of a loss and are left alone. Any other dtype
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from autoamp import kernels
 from autoamp.errors import UsageError
-from autoamp.scaling.device_scale import DeviceFactor, Factor, kernel_factor
-from autoamp.scaling.gradient_layout import GradientLayout
 from autoamp.scaling.shards import is_sharded, local_of, local_parts
+from autoamp.scaling.unread_flags import Factor, Scale, inverse_scale
 from autoamp.tensors import HALF_DTYPES, version_of
 from autoamp.torch_private import group_by_device_and_dtype, unscale_and_check_
 
@@ -31,10 +28,7 @@ __all__ = [
     "DeviceAndDtype",
     "GradientMark",
     "ScaledMark",
-    "UsualGradients",
-    "check_",
     "found_any",
-    "multiply_",
     "non_finite",
     "scale_",
     "total_norm",
@@ -50,21 +44,18 @@ _REAL = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _COMPRESSED = frozenset((torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc))
 
 
+@torch.no_grad()
 def unscale_(
-    params: Iterable[torch.Tensor],
-    inv_scale: Factor,
-    usual: UsualGradients | None = None,
-    flag: Callable[[torch.device], torch.Tensor] | None = None,
+    params: Iterable[torch.Tensor], scale: Scale, flag: Callable[[torch.device], torch.Tensor] | None = None
 ) -> list[torch.Tensor]:
-    """Multiply every ``param.grad`` by ``inv_scale`` in place and look for inf and nan in the same pass.
+    """Divide every ``param.grad`` by ``scale`` in place and look for inf and nan in the same pass.
 
     The parameters are taken, not the gradients, as some gradients cannot be written in place or hold one element in
     parts (see `_writable`): ``param.grad`` is a new tensor then. What comes twice is unscaled once.
 
     Args:
         params: Any tensors; those without a gradient are passed over.
-        inv_scale: 1 / scale.
-        usual: What was learnt of the gradients of earlier calls, and learns of these.
+        scale: The loss scale. One that only the device knows is 1 or more.
         flag: Gives an fp32 tensor of one element, 0, on a device; by default a new one.
 
     Returns:
@@ -74,75 +65,20 @@ def unscale_(
     Raises:
         UsageError: A gradient of a dtype that cannot be unscaled.
     """
-    params = list(params)
-    if usual is not None:
-        flags = usual.unscale_([grad for param in params if (grad := param.grad) is not None], inv_scale, flag)
-        if flags is not None:
-            return flags
-    with torch.no_grad():
-        return _unscaled(_values_by_kind(params, usual), inv_scale, flag)
-
-
-class UsualGradients(GradientLayout[DeviceAndDtype]):
-    """What the gradients of an optimizer are like from step to step, and what is at hand to unscale such ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._factor: tuple[float, torch.device, torch.Tensor] | None = None
-
-    def unscale_(
-        self,
-        grads: list[torch.Tensor],
-        inv_scale: Factor,
-        flag: Callable[[torch.device], torch.Tensor] | None,
-    ) -> list[torch.Tensor] | None:
-        """Do what `unscale_` does where gradients are as they were learnt; for others do nothing and return None.
-
-        Args:
-            grads: All of them, as they are in ``param.grad``.
-            inv_scale: As for `unscale_`.
-            flag: As for `unscale_`.
-        """
-        values = local_parts(grads)
-        kind = self.recall(values)
-        if kind is None:
-            return None
-        # None of them requires a gradient, or they would not be known: nothing is recorded, in no mode of autograd.
-        device, dtype = kind
-        wide = dtype is torch.float64
-        # Dynamo would compile anew for each factor that is kept.
-        compiling = torch.compiler.is_dynamo_compiling()
-        if compiling or flag is None or isinstance(inv_scale, DeviceFactor) or inv_scale > 1.0 or wide:
-            return _unscaled({kind: values}, inv_scale, flag)
-        found = flag(device)
-        known = self._factor
-        if known is None or known[0] != inv_scale or known[1] != device:
-            known = inv_scale, device, _factor_for_kernel(inv_scale, device)
-            # Not on devices whose launches may be captured, to be replayed once this is gone; nor what a mode has made.
-            kept = device.type == "cpu" and type(known[2]) is torch.Tensor and not known[2].is_inference()
-            self._factor = known if kept else None
-        unscale_and_check_(values, found, known[2])
-        return [found]
-
-
-def _unscaled(
-    groups: dict[DeviceAndDtype, list[torch.Tensor]],
-    inv_scale: Factor,
-    flag: Callable[[torch.device], torch.Tensor] | None,
-) -> list[torch.Tensor]:
     found: dict[torch.device, torch.Tensor] = {}
-    largest = inv_scale.largest if isinstance(inv_scale, DeviceFactor) else inv_scale
-    for (device, dtype), values in groups.items():
+    for (device, dtype), values in _values_by_kind(params).items():
         if device not in found:
             found[device] = torch.zeros(1, dtype=torch.float32, device=device) if flag is None else flag(device)
-        kernel_factor = inv_scale
         # The kernel takes an fp32 factor, which is too coarse for fp64, and looks before it multiplies, which misses
         # what a scale below 1 pushes out of range.
-        if dtype is torch.float64 or largest > 1.0:
-            _multiply_(values, device, dtype, inv_scale)
-            kernel_factor = 1.0
-        # Compiled kernels were measured to be no faster than torch's own, in place and in fp32.
-        unscale_and_check_(values, found[device], _factor_for_kernel(kernel_factor, device))
+        if dtype is torch.float64 or (isinstance(scale, float) and scale < 1.0):
+            _multiply_(values, device, dtype, inverse_scale(scale))
+            factor = torch.ones((), dtype=torch.float32, device=device)
+        elif isinstance(scale, torch.Tensor):
+            factor = scale.reciprocal().to(device, non_blocking=True)
+        else:
+            factor = torch.full((), 1.0 / scale, dtype=torch.float32, device=device)
+        unscale_and_check_(values, found[device], factor)
     return list(found.values())
 
 
@@ -161,77 +97,16 @@ def scale_(params: Iterable[torch.Tensor], factor: Factor) -> None:
         _multiply_(values, device, dtype, factor)
 
 
-@torch.no_grad()
-def multiply_(values: Sequence[torch.Tensor], factor: Factor) -> None:
-    """Multiply dense real floating tensors in place, no two of which are the same; a factor of 1.0 leaves them."""
-    if isinstance(factor, DeviceFactor) or factor != 1.0:
-        for (device, dtype), some in _grouped(list(values)).items():
-            _multiply_(some, device, dtype, factor)
-
-
-@torch.no_grad()
-def check_(
-    values: Sequence[torch.Tensor],
-    flag: Callable[[torch.device], torch.Tensor],
-    norm_type: float | None = None,
-    factor: Factor | None = None,
-) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """Look for inf and nan in dense real floating tensors, in one read where a compiled kernel does it.
-
-    Args:
-        values: What is looked at, none empty. Torch's kernel writes the same values again.
-        flag: As for `unscale_`.
-        norm_type: 2 or ``inf`` for the norm of all values too, None for none.
-        factor: By what values are multiplied for the norm; None for 1.
-
-    Returns:
-        Flags as `unscale_` returns them. The norm as `total_norm` returns it, where it is wanted and that read gave it.
-    """
-    norms: list[torch.Tensor] = []
-    taken = 0
-    found: dict[torch.device, torch.Tensor] = {}
-    for (device, dtype), some in _grouped(list(values)).items():
-        if device not in found:
-            found[device] = flag(device)
-        taken += 1
-        package = kernels.opened(device.type)
-        how: dict[str, Any] = {"found_inf": found[device].view(1)}
-        if norm_type is not None:
-            how |= {"total": torch.empty((), dtype=torch.float32, device=device), "max_norms": norm_type != 2.0}
-            how |= kernel_factor(factor, device)
-        if package is not None and kernels.attempt(package.scale_, some, **how):
-            norms += [how["total"]] if norm_type is not None else []
-            continue
-        if dtype is torch.bfloat16 and device.type != "cpu":
-            # Torch's kernel for CUDA takes no bf16.
-            largest = torch.stack(torch._foreach_norm(some, math.inf))
-            found[device].add_(~largest.isfinite().all())
-        else:
-            unscale_and_check_(some, found[device], _factor_for_kernel(1.0, device))
-    norm = _joined(norms, norm_type) if norm_type is not None and norms and len(norms) == taken else None
-    return list(found.values()), norm
-
-
 def _multiply_(values: list[torch.Tensor], device: torch.device, dtype: torch.dtype, factor: Factor) -> None:
-    if (
-        dtype is torch.float16
-        or dtype is torch.bfloat16
-        or (dtype is torch.float32 and isinstance(factor, DeviceFactor))
-    ):
+    if isinstance(factor, torch.Tensor):
+        factor = factor.to(device, non_blocking=True)
+    if dtype in HALF_DTYPES or (dtype is torch.float32 and isinstance(factor, torch.Tensor)):
         # A product of half tensors takes the factor as a half, on a CPU or as a tensor, which has no room for a scale.
         # This kernel takes it in fp32; what it finds on the way is not asked for.
         spare = torch.empty(1, dtype=torch.float32, device=device)
-        unscale_and_check_(values, spare, _factor_for_kernel(factor, device))
-    elif isinstance(factor, DeviceFactor):
-        torch._foreach_mul_(values, factor.on(device, dtype))
+        unscale_and_check_(values, spare, torch.as_tensor(factor, dtype=torch.float32, device=device))
     else:
         torch._foreach_mul_(values, factor)
-
-
-def _factor_for_kernel(factor: Factor, device: torch.device) -> torch.Tensor:
-    if isinstance(factor, DeviceFactor):
-        return factor.on(device, torch.float32)
-    return torch.full((), factor, dtype=torch.float32, device=device)
 
 
 @torch.no_grad()
@@ -346,15 +221,12 @@ def non_finite(named_grads: Iterable[tuple[_Name, torch.Tensor]], limit: int = 3
 
 
 @torch.no_grad()
-def total_norm(
-    tensors: Iterable[torch.Tensor], norm_type: float = 2.0, *, factor: Factor | None = None
-) -> torch.Tensor:
+def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
     """Return the norm of all elements of all tensors taken as one vector.
 
     Args:
         tensors: Floating-point or complex tensors, dense or sparse, of any devices. One that comes twice counts twice.
         norm_type: The p of the p-norm, above 0; ``inf`` is the largest absolute value.
-        factor: By what all elements are multiplied, 0 or more; None for 1.
 
     Returns:
         A tensor without dimensions on the first tensor's device, fp32 (fp64 if a tensor is fp64 or complex128). It is
@@ -370,45 +242,17 @@ def total_norm(
     values = [_values(t.coalesce() if t.layout is torch.sparse_coo else t) for t in tensors]
     groups = _grouped_by_kind([t for t in values if t.numel() > 0])
     norms: list[torch.Tensor] = []
-    for (device, dtype), group in groups.items():
-        by_kernel = _norm_by_kernel(device, dtype, group, norm_type, factor)
-        if by_kernel is not None:
-            norms.append(by_kernel)
-            continue
+    for (_, dtype), group in groups.items():
         double = dtype in (torch.float64, torch.complex128)
         real = torch.float64 if double else torch.float32
         compute = real if dtype.is_floating_point else (torch.complex128 if double else torch.complex64)
         each = torch._foreach_norm(group, norm_type, dtype=compute)
-        norm = torch.linalg.vector_norm(torch.stack([one.to(real) for one in each]), norm_type)
-        norms.append(norm if factor is None else norm * _number_on(factor, device, real))
+        norms.append(torch.linalg.vector_norm(torch.stack([one.to(real) for one in each]), norm_type))
     if not norms:
         return torch.zeros((), dtype=torch.float32, device=values[0].device if values else None)
     widest = torch.float64 if any(one.dtype is torch.float64 for one in norms) else torch.float32
-    return _joined([one.to(device=values[0].device, dtype=widest) for one in norms], norm_type)
-
-
-def _joined(norms: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Return the norm of all, given those of parts, on the first one's device."""
-    if len(norms) == 1:
-        return norms[0]
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([one.to(norms[0].device) for one in norms]), norm_type)
-    return norm
-
-
-def _norm_by_kernel(
-    device: torch.device, dtype: torch.dtype, tensors: Sequence[torch.Tensor], norm_type: float, factor: Factor | None
-) -> torch.Tensor | None:
-    """Return the norm of tensors in one read, where a compiled kernel computes it."""
-    package = kernels.opened(device.type) if dtype in HALF_DTYPES and norm_type in (2.0, math.inf) else None
-    if package is None:
-        return None
-    norm = torch.empty((), dtype=torch.float32, device=device)
-    how = {"max_norms": norm_type != 2.0, **kernel_factor(factor, device)}
-    return norm if kernels.attempt(package.scale_, tensors, total=norm, **how) else None
-
-
-def _number_on(factor: Factor, device: torch.device, dtype: torch.dtype) -> torch.Tensor | float:
-    return factor.on(device, dtype) if isinstance(factor, DeviceFactor) else factor
+    every = [one.to(device=values[0].device, dtype=widest) for one in norms]
+    return every[0] if len(every) == 1 else torch.linalg.vector_norm(torch.stack(every), norm_type)
 
 
 class GradientMark:
@@ -485,9 +329,7 @@ def _noticing(mark: weakref.ref[ScaledMark], param: weakref.ref[torch.Tensor]) -
     return notice
 
 
-def _values_by_kind(
-    params: Iterable[torch.Tensor], usual: UsualGradients | None = None
-) -> dict[DeviceAndDtype, list[torch.Tensor]]:
+def _values_by_kind(params: Iterable[torch.Tensor]) -> dict[DeviceAndDtype, list[torch.Tensor]]:
     """Return the values of all gradients as `_writable_grads` does, by device and dtype."""
     params = list(params)
     grads = local_parts([grad for param in params if (grad := param.grad) is not None])
@@ -506,8 +348,6 @@ def _values_by_kind(
     if simple:
         groups = _grouped(grads)
         if all(dtype in _REAL for _, dtype in groups):
-            if usual is not None and len(groups) == 1:
-                usual.learn(grads, *groups)
             return groups
     groups = _grouped(_writable_grads(params))
     for _, dtype in groups:

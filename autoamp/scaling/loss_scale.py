@@ -2,8 +2,8 @@
 
 A loss that is multiplied by a scale gives gradients that are multiplied by it too, so small ones survive the range of
 half precision. The rule runs on the host, as floats. Where an optimizer takes the flag of an overflow on its device
-(`LossScaler.update_later`), it runs there as well, in the same arithmetic, and the host follows when the flags arrive:
-whoever reads the scale then waits for the device, and a training step has no need to.
+(`LossScaler.update_later`), it runs there as well, in the same arithmetic, and the host follows when it reads the
+flags. To read the scale is to wait for the device then, and a training step does not read it.
 
 - `StaticLossScaler`: one scale for the whole run.
 - `DynamicLossScaler`: lower after an overflow, higher after a long time without one.
@@ -17,14 +17,13 @@ import math
 import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from autoamp.errors import CheckpointError, LossScaleError
-from autoamp.scaling.device_scale import DeviceScale, Scale
-from autoamp.scaling.late_flags import LateFlags
+from autoamp.scaling.unread_flags import Scale, UnreadFlags
 from autoamp.torch_private import update_scale_
 
 __all__ = ["DynamicLossScaler", "LossScaler", "StaticLossScaler", "is_count", "make_scaler"]
@@ -33,12 +32,11 @@ __all__ = ["DynamicLossScaler", "LossScaler", "StaticLossScaler", "is_count", "m
 _SMALLEST = 2.0**-126
 _LARGEST = 2.0**126
 
-# Gradients take two passes where a scale may be below 1. Once it may be below this, flags are sent to the host at once,
-# which then knows better how low it is.
+# Where a scale may be lower than this, flags are copied to the host at once, which then knows better how low it is.
 _NEAR_ONE = 2.0**6
 
-# More than the relative error of any chain of fp32 products that is taken here.
-_ROUNDING = 2.0**-16
+
+_SETTINGS = ("growth_factor", "backoff_factor", "growth_interval", "min_loss_scale", "max_loss_scale")
 
 
 class LossScaler(ABC):
@@ -50,31 +48,33 @@ class LossScaler(ABC):
         loss_scale: The first scale, from 2**-126 to 2**126.
 
     Attributes:
-        late: Flags of updates that the host has not made yet. Reading the scale makes them.
+        unread: Flags of updates that the host has not made yet. Reading the scale makes them.
+        scale_before: The scale before the last update that the host has made.
     """
 
     def __init__(self, loss_scale: float) -> None:
         self._loss_scale = loss_scale
         self._unskipped = 0
         self._overflows = 0
-        self.late = LateFlags()
+        self.scale_before = loss_scale
+        self.unread = UnreadFlags()
 
     @property
     def overflows(self) -> int:
         """How many updates said that gradients of this loss overflowed. Waits as `loss_scale` does."""
-        self.late.catch_up()
+        self.unread.catch_up()
         return self._overflows
 
     @property
     def loss_scale(self) -> float:
         """The factor for the next loss: finite and above 0. Waits for the device where that alone knows it."""
-        self.late.catch_up()
+        self.unread.catch_up()
         return self._loss_scale
 
     @property
     def unskipped(self) -> int:
         """How many updates without an overflow came since the last overflow, or since the scale last grew."""
-        self.late.catch_up()
+        self.unread.catch_up()
         return self._unskipped
 
     @property
@@ -106,7 +106,7 @@ class LossScaler(ABC):
         """Move on by one step, by a flag that stays on its device.
 
         Args:
-            found_inf: One fp32 element, not 0 where a gradient held inf or nan. It is written to no more.
+            found_inf: One fp32 element, not 0 where a gradient held inf or nan. Nobody writes to it any more.
             tell: Called after the host's update, once the flag is known; it raises nothing.
         """
         raise NotImplementedError
@@ -137,18 +137,25 @@ class LossScaler(ABC):
             CheckpointError: As `check_state_dict`; nothing was changed then.
         """
         state = _read_state(state_dict, "loss_scaler")
-        self.late.catch_up()
+        self.unread.catch_up()
         self._loss_scale, self._unskipped = state
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy gets: the state now, and nothing that is under way."""
-        self.late.catch_up()
-        return {name: value for name, value in vars(self).items() if name != "late"}
+        self.unread.catch_up()
+        return {name: value for name, value in vars(self).items() if name != "unread"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Older pickles have no count.
-        vars(self).update({"_overflows": 0, **state})
-        self.late = LateFlags()
+        # Pickles of 0.1.0 may have no count, and settings by other names.
+        renamed = {f"_{name}": name for name in _SETTINGS}
+        vars(self).update(
+            {
+                "_overflows": 0,
+                "scale_before": state["_loss_scale"],
+                **{renamed.get(name, name): value for name, value in state.items()},
+            }
+        )
+        self.unread = UnreadFlags()
 
 
 class StaticLossScaler(LossScaler):
@@ -175,7 +182,7 @@ class StaticLossScaler(LossScaler):
 
     def update(self, found_inf: bool) -> None:
         """Count the steps without an overflow. See `LossScaler.update`."""
-        self.late.catch_up()
+        self.unread.catch_up()
         self._count(found_inf)
 
     def scale_at_hand(self) -> float:
@@ -184,7 +191,7 @@ class StaticLossScaler(LossScaler):
 
     def serves_device(self, device: torch.device) -> bool:
         """Tell whether flags on this device are worth it. See `LossScaler.serves_device`."""
-        return type(self).update is StaticLossScaler.update and self.late.serves(device)
+        return type(self).update is StaticLossScaler.update and self.unread.serves(device)
 
     def update_later(self, found_inf: Tensor, tell: Callable[[bool], None]) -> None:
         """Count this step later. See `LossScaler.update_later`."""
@@ -193,7 +200,7 @@ class StaticLossScaler(LossScaler):
             self._count(found)
             tell(found)
 
-        self.late.add(found_inf, count)
+        self.unread.add(found_inf, count)
 
     def _count(self, found_inf: bool) -> None:
         self._unskipped = 0 if found_inf else self._unskipped + 1
@@ -203,25 +210,11 @@ class StaticLossScaler(LossScaler):
         return f"StaticLossScaler(loss_scale={self.loss_scale!r})"
 
 
-_Value = TypeVar("_Value", int, float)
+class _DeviceScale(NamedTuple):
+    """A dynamic scaler's scale and growth tracker on a device, fp32 and int32 tensors without dimensions."""
 
-
-class _Setting(Generic[_Value]):
-    """A number of the rule, as an attribute. Updates from before it is set go by the old one."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = f"_{name}"
-
-    def __get__(self, scaler: DynamicLossScaler | None, owner: type | None = None) -> _Value:
-        if scaler is None:
-            raise AttributeError(f"{self._name[1:]} is an attribute of a scaler, not of its class")
-        value: _Value = vars(scaler)[self._name]
-        return value
-
-    def __set__(self, scaler: DynamicLossScaler, value: _Value) -> None:
-        if self._name in vars(scaler):
-            scaler._leave_device()
-        vars(scaler)[self._name] = value
+    scale: Tensor
+    growth_tracker: Tensor
 
 
 class DynamicLossScaler(LossScaler):
@@ -243,13 +236,6 @@ class DynamicLossScaler(LossScaler):
     """
 
     checks = True
-    growth_factor = _Setting[float]()
-    backoff_factor = _Setting[float]()
-    growth_interval = _Setting[int]()
-    min_loss_scale = _Setting[float]()
-    max_loss_scale = _Setting[float]()
-    # Where the setting keeps it, for what is read in each step.
-    _growth_interval: int
 
     def __init__(
         self,
@@ -276,7 +262,7 @@ class DynamicLossScaler(LossScaler):
                 f"min_loss_scale={min_loss_scale!r} is above max_loss_scale={max_loss_scale!r}; lower the first"
             )
         self.growth_interval = int(growth_interval)
-        self._on_device: _DeviceState | None = None
+        self._on_device: _DeviceScale | None = None
         super().__init__(self._within_limits(_fp32(init_scale)))
 
     def is_lowest(self, scale: float) -> bool:
@@ -289,53 +275,70 @@ class DynamicLossScaler(LossScaler):
         self._move(found_inf)
 
     def scale_at_hand(self) -> Scale:
-        """Return the scale, from the device where that alone knows it. See `LossScaler.scale_at_hand`."""
-        if self._on_device is None or not self.late:
-            return self.loss_scale
-        self._on_device.scale.lowest = self._lowest()
-        return self._on_device.scale
+        """Return the scale, from the device where only that knows it. See `LossScaler.scale_at_hand`."""
+        return self._on_device.scale if self._on_device is not None and len(self.unread) else self.loss_scale
 
     def serves_device(self, device: torch.device) -> bool:
-        """Tell whether flags on this device are worth it. See `LossScaler.serves_device`."""
-        return self.late.serves(device) and type(self).update is DynamicLossScaler.update and self._fits_fp32()
+        """Tell whether flags on this device are left there. See `LossScaler.serves_device`.
 
+        Not where the scale may be below 1 by then, which takes gradients two passes, nor where the device would follow
+        another rule.
+        """
+        is_rule_of_device = type(self).update is DynamicLossScaler.update and self._fits_fp32()
+        return self._lowest() >= 1.0 and is_rule_of_device and self.unread.serves(device)
+
+    def _lowest(self) -> float:
+        """Return what the scale is at least after one more update, if all that are not known yet were overflows."""
+        return self._loss_scale * self.backoff_factor ** (len(self.unread) + 1)
+
+    @torch.no_grad()
     def update_later(self, found_inf: Tensor, tell: Callable[[bool], None]) -> None:
         """Move the scale on the device now, and that of the host later. See `LossScaler.update_later`."""
-
-        if self._on_device is None or self._on_device.scale.value.device != found_inf.device:
-            self.late.catch_up()
+        device = found_inf.device
+        if self._on_device is None or self._on_device.scale.device != device:
+            self.unread.catch_up()
             # A checkpoint of a longer interval may have brought more: the kernel grows at the very end of this one.
             unskipped = min(self._unskipped, self.growth_interval - 1)
-            self._on_device = _DeviceState(self._loss_scale, unskipped, found_inf.device)
-        number = self._on_device.scale.number
+            self._on_device = _DeviceScale(
+                torch.full((), self._loss_scale, dtype=torch.float32, device=device),
+                torch.full((), unskipped, dtype=torch.int32, device=device),
+            )
+        # A new tensor: open blocks and gradients go on with the old scale.
+        following = self._on_device.scale.clone()
+        settings = self.growth_factor, self.backoff_factor, self.growth_interval
+        update_scale_(following, self._on_device.growth_tracker, found_inf, *settings)
+        if self._may_leave_limits():
+            following.clamp_(self.min_loss_scale, self.max_loss_scale)
+        self._on_device = _DeviceScale(following, self._on_device.growth_tracker)
 
         def move(found: bool) -> None:
-            number.known = self._loss_scale
             self._move(found)
             tell(found)
 
-        self._on_device.update(found_inf, self)
-        self.late.add(found_inf, move, urgent=self._lowest() < _NEAR_ONE)
+        self.unread.add(found_inf, move, urgent=self._lowest() < _NEAR_ONE)
 
     def _leave_device(self) -> None:
         """Go on from what the host knows, once it has caught up."""
-        if self.late:
-            self.late.catch_up()
-        if self._on_device is not None:
-            self._on_device.scale.number.known = self._loss_scale
-            self._on_device = None
+        self.unread.catch_up()
+        self._on_device = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Updates from before a setting is changed go by the old one.
+        if name in _SETTINGS and "unread" in vars(self):
+            self._leave_device()
+        super().__setattr__(name, value)
 
     def _move(self, found_inf: bool) -> None:
+        self.scale_before = scale = self._loss_scale
         self._overflows += found_inf
+        self._unskipped = 0 if found_inf else self._unskipped + 1
         if found_inf:
-            self._loss_scale = self._within_limits(_fp32(self._loss_scale * self.backoff_factor))
+            scale = _fp32(scale * self.backoff_factor)
+        elif self._unskipped >= self.growth_interval:
+            # A checkpoint of a longer interval may have brought a count beyond this one's.
+            scale = _fp32(scale * self.growth_factor)
             self._unskipped = 0
-            return
-        self._unskipped += 1
-        # A checkpoint of a longer interval may have brought a count beyond this one's.
-        if self._unskipped >= self._growth_interval:
-            self._loss_scale = self._within_limits(_fp32(self._loss_scale * self.growth_factor))
-            self._unskipped = 0
+        self._loss_scale = self._within_limits(scale)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take the scale, moved into this scaler's limits, and the count. See `LossScaler.load_state_dict`."""
@@ -351,17 +354,14 @@ class DynamicLossScaler(LossScaler):
         limits = self.min_loss_scale, self.max_loss_scale
         return limits == tuple(map(_fp32, limits)) and math.isfinite(_fp32(limits[1] * self.growth_factor))
 
-    def _lowest(self, more: int = 0) -> float:
-        """Return a lower bound of the scale: if all updates that are not known yet, and ``more``, were overflows."""
-        unknown = len(self.late) + more
-        return max(self._loss_scale * self.backoff_factor**unknown * (1.0 - _ROUNDING), self.min_loss_scale)
-
     def _may_leave_limits(self) -> bool:
         """Tell whether the next update on the device may bring the scale to a limit."""
-        growths = (self._unskipped + len(self.late) + 1) // self.growth_interval
+        updates = len(self.unread) + 1
+        growths = (self._unskipped + updates) // self.growth_interval
         # By logarithms, as a power may overflow. The tolerance is for their rounding: it costs a clamp at most.
-        room = math.log2(self.max_loss_scale / self._loss_scale)
-        return self._lowest(1) <= self.min_loss_scale or growths * math.log2(self.growth_factor) >= room - 1e-6
+        highest = math.log2(self._loss_scale) + growths * math.log2(self.growth_factor)
+        lowest = math.log2(self._loss_scale) + updates * math.log2(self.backoff_factor)
+        return highest + 1e-6 >= math.log2(self.max_loss_scale) or lowest - 1e-6 <= math.log2(self.min_loss_scale)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_on_device": None}
@@ -372,29 +372,6 @@ class DynamicLossScaler(LossScaler):
             f"backoff_factor={self.backoff_factor!r}, growth_interval={self.growth_interval!r}, "
             f"min_loss_scale={self.min_loss_scale!r}, max_loss_scale={self.max_loss_scale!r})"
         )
-
-
-class _DeviceState:
-    """A dynamic scaler's scale and count on a device, which follow the rule without the host.
-
-    Attributes:
-        scale: The scale for the next loss; a new object after each update, since open blocks go on with the old one.
-    """
-
-    def __init__(self, loss_scale: float, unskipped: int, device: torch.device) -> None:
-        self.scale = DeviceScale(torch.full((), loss_scale, dtype=torch.float32, device=device), loss_scale)
-        self._unskipped = torch.full((), unskipped, dtype=torch.int32, device=device)
-
-    @torch.no_grad()
-    def update(self, found_inf: Tensor, rule: DynamicLossScaler) -> None:
-        """Do what `DynamicLossScaler.update` does."""
-        lowest, highest = rule.min_loss_scale, rule.max_loss_scale
-        # The scale is within its limits, so this is a copy.
-        scale = self.scale.value.clamp(lowest, highest)
-        update_scale_(scale, self._unskipped, found_inf, rule.growth_factor, rule.backoff_factor, rule.growth_interval)
-        if rule._may_leave_limits():
-            scale.clamp_(lowest, highest)
-        self.scale = DeviceScale(scale, 0.0)
 
 
 def make_scaler(

@@ -5,21 +5,24 @@ from __future__ import annotations
 from autoamp.stepping.attach import ScalesItself, is_optimizer, refuse_own_scaler, stepped_params
 from autoamp.stepping.block import open_blocks, scaled_block, watch_autograd_grad
 from autoamp.stepping.checks import check_half_model, check_half_norms, check_optimizer
-from autoamp.stepping.closures import step_unaware
 from autoamp.stepping.digest import tell_off, tell_on
-from autoamp.stepping.guard import StepGuard
+from autoamp.stepping.guard import GuardOwner, OverflowCheck, StepGuard, read_checks
 from autoamp.stepping.links import equalised, load_master, master_of, release_master
 from autoamp.stepping.loss_scalers import listed
 from autoamp.stepping.masters import MasterWeights, fit_state
-from autoamp.stepping.optimizers import GuardedOptimizers
+from autoamp.stepping.optimizer_steps import OptimizerSteps
+from autoamp.stepping.optimizers import GuardedOptimizers, clip_grad_norm_, scaled_params, wrap_optimizer
 from autoamp.stepping.replicas import several_processes
 from autoamp.stepping.skips import Rehearsing, Skips, StepWatch
 from autoamp.stepping.usage_checks import ClippingWatch
 
 __all__ = [
     "ClippingWatch",
+    "GuardOwner",
     "GuardedOptimizers",
     "MasterWeights",
+    "OptimizerSteps",
+    "OverflowCheck",
     "Rehearsing",
     "ScalesItself",
     "Skips",
@@ -28,6 +31,7 @@ __all__ = [
     "check_half_model",
     "check_half_norms",
     "check_optimizer",
+    "clip_grad_norm_",
     "equalised",
     "fit_state",
     "is_optimizer",
@@ -35,13 +39,15 @@ __all__ = [
     "load_master",
     "master_of",
     "open_blocks",
+    "read_checks",
     "refuse_own_scaler",
     "release_master",
     "scaled_block",
+    "scaled_params",
     "several_processes",
-    "step_unaware",
     "stepped_params",
     "tell_off",
     "tell_on",
     "watch_autograd_grad",
+    "wrap_optimizer",
 ]

@@ -9,7 +9,6 @@ import contextlib
 import functools
 import gc
 import inspect
-import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -22,7 +21,6 @@ from autoamp.errors import UsageError
 __all__ = [
     "AttachedMethod",
     "AttachedStep",
-    "InnerSteps",
     "ScalesItself",
     "is_optimizer",
     "named_params",
@@ -167,93 +165,6 @@ class AttachedStep(AttachedMethod):
         self, optimizer: Any, instead: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
     ) -> None:
         super().__init__(optimizer, "step", instead)
-
-
-class InnerSteps:
-    """Stands around what torch calls in the end as the ``step`` of a class of optimizers, from `reach` to `restore`.
-
-    torch replaces the ``step`` of a class by a function that calls hooks, and then what was there before. A method that
-    was bound early, the class's own function and the wrapper of an LR scheduler all lead to it, past what is attached
-    to the optimizer. What it calls in the end is in its closure, and that is what is replaced: whatever way a step is
-    called, it comes by here.
-
-    Args:
-        instead: Called for ``step(optimizer, *args)`` with the step itself, all arguments and the keyword arguments.
-    """
-
-    def __init__(self, instead: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
-        self._instead: Callable[..., Any] | None = instead
-        # By id, and referred to, so that none takes the address of another: what is in their cells is kept anyway.
-        self._reached: dict[int, Any] = {}
-        self._cells: list[tuple[Any, Any, Any]] = []
-        self._lock = threading.Lock()
-
-    def reach(self, cls: type) -> bool:
-        """Stand around the step of a class and those of the classes that it derives from.
-
-        A step that is being called is reached too, if it is still at its hooks.
-
-        Returns:
-            False where the class's step does not lead to one that can be replaced.
-        """
-        step = getattr(cls, "step", None)
-        if id(step) in self._reached:
-            return True
-        if _inner_cell(step) is None:
-            return False
-        with self._lock:
-            for base in cls.__mro__:
-                cell = _inner_cell(vars(base).get("step"))
-                if cell is not None and not any(cell is known for known, _, _ in self._cells):
-                    inner = cell.cell_contents
-                    outer = self._around(inner)
-                    cell.cell_contents = outer
-                    self._cells.append((cell, inner, outer))
-        self._reached[id(step)] = step
-        return True
-
-    def restore(self) -> None:
-        """Put back what was there. Under what somebody else put around it, pass every call through instead."""
-        self._instead = None
-        with self._lock:
-            for cell, inner, outer in self._cells:
-                if cell.cell_contents is outer:
-                    cell.cell_contents = inner
-            self._cells.clear()
-
-    def _around(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        compiling = torch.compiler.is_dynamo_compiling
-
-        @functools.wraps(inner)
-        def step(*args: Any, **kwargs: Any) -> Any:
-            instead = self._instead
-            if instead is None or compiling():
-                return inner(*args, **kwargs)
-            return instead(inner, args, kwargs)
-
-        return step
-
-
-def _hooking_code() -> types.CodeType | None:
-    """Return the code of the function by which torch replaces ``step``, None where this torch has it otherwise."""
-    replace = getattr(torch.optim.Optimizer, "profile_hook_step", None)
-    codes = [
-        const for const in getattr(getattr(replace, "__code__", None), "co_consts", ()) if hasattr(const, "co_freevars")
-    ]
-    return next((code for code in codes if "func" in code.co_freevars), None)
-
-
-_HOOKING_CODE = _hooking_code()
-
-
-def _inner_cell(step: Any) -> Any:
-    """Return the cell with what torch's replacement of a ``step`` calls, None if there is none."""
-    while isinstance(step, types.FunctionType):
-        if step.__code__ is _HOOKING_CODE:
-            return (step.__closure__ or ())[step.__code__.co_freevars.index("func")]
-        # What others put around it, such as torch._dynamo.disable().
-        step = getattr(step, "__wrapped__", None)
-    return None
 
 
 def _same(value: Any) -> Any:

@@ -1,35 +1,29 @@
-"""The gradients of a `scale_loss` block: scaled on entry, unscaled and checked on exit.
+"""The gradients of an optimizer, and the `scale_loss` block: gradients scaled on entry, unscaled and checked on exit.
 
 `scaled_block` is the part of ``scale_loss`` that handles gradients. What it found in them goes to the guards of the
-optimizers as a `Verdict`.
+optimizers as an `OverflowCheck`.
 """
 
 from __future__ import annotations
 
-import itertools
+import sys
 import threading
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from autoamp.casting import Casts
 from autoamp.errors import UsageError
 from autoamp.patching import imitate
-from autoamp.scaling import (
-    LossScaler,
-    Scale,
-    Verdict,
-    inverse_scale,
-    newly_found,
-    scale_,
-    scale_ratio,
-    unscale_,
-)
+from autoamp.scaling import LossScaler, Scale, is_same_scale, scale_, scale_ratio, scaled_loss, unscale_
 from autoamp.stepping.checks import warn_without_gradients
-from autoamp.stepping.guard import StepGuard
+from autoamp.stepping.guard import OverflowCheck, StepGuard
+from autoamp.stepping.usage_checks import BackwardWatch
 
-__all__ = ["open_blocks", "scaled_block", "watch_autograd_grad"]
+__all__ = ["ScaledLoss", "open_blocks", "scaled_block", "watch_autograd_grad"]
 
 
 class _OpenBlocks(threading.local):
@@ -45,6 +39,54 @@ class _OpenBlocks(threading.local):
 
 
 open_blocks = _OpenBlocks()
+
+
+class ScaledLoss:
+    """A block over its loss times its scale, after which kept casts are dropped.
+
+    The first block of an optimizer in which the scaled loss runs backward is watched for a pass of the loss itself.
+
+    Args:
+        loss: Not scaled.
+        guards: Of the optimizers.
+        block: Gives the scale.
+        casts: Those that are kept.
+    """
+
+    def __init__(self, loss: Tensor, guards: Sequence[StepGuard], block: scaled_block, casts: Casts) -> None:
+        self._loss, self._guards, self._block, self._casts = loss, guards, block, casts
+        self._watch: BackwardWatch | None = None
+
+    def __enter__(self) -> Tensor:
+        scale = self._block.__enter__()
+        try:
+            scaled = scaled_loss(self._loss, scale)
+            if self._block.checks and not all(guard.proven for guard in self._guards):
+                self._watch = None if torch.compiler.is_compiling() else BackwardWatch(self._loss, scaled)
+        except BaseException:
+            self.__exit__(*sys.exc_info())
+            raise
+        return scaled
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.end()
+        try:
+            if watch is not None and kind is None:
+                if not self._block.was_differentiated():
+                    watch.check(self._guards[0].name)
+                for guard in self._guards:
+                    guard.proven = guard.proven or watch.proven
+        except UsageError:
+            self._block.__exit__(*sys.exc_info())
+            raise
+        else:
+            self._block.__exit__(kind, error, trace)
+        finally:
+            self._casts.cache.clear()
 
 
 class scaled_block:  # noqa: N801, named as what it is in a with statement
@@ -66,14 +108,21 @@ class scaled_block:  # noqa: N801, named as what it is in a with statement
         UsageError: One of the optimizers is in a block already.
     """
 
-    __slots__ = ("_delay_unscale", "_differentiated", "_guards", "_scale", "_scaler")
-
     def __init__(self, guards: Iterable[StepGuard], scaler: LossScaler, *, delay_unscale: bool = False) -> None:
         self._guards = tuple(dict.fromkeys(guards))
         self._scaler = scaler
         self._delay_unscale = delay_unscale
         self._scale: Scale = 1.0
         self._differentiated = 0
+
+    @property
+    def checks(self) -> bool:
+        """Whether the scaler checks gradients."""
+        return self._scaler.checks
+
+    def was_differentiated(self) -> bool:
+        """Tell whether the program asked within the block for gradients that go to no ``.grad``."""
+        return open_blocks.differentiated != self._differentiated
 
     def __enter__(self) -> Scale:
         self._scale = _open(self._guards, self._scaler)
@@ -86,20 +135,16 @@ class scaled_block:  # noqa: N801, named as what it is in a with statement
     ) -> None:
         guards, scaler = self._guards, self._scaler
         try:
-            alone = kind is None and not self._delay_unscale and len(guards) == 1
-            if alone and guards[0].leave_plain_block(scaler, self._scale):
-                return
             for guard in guards:
-                guard.collect()
+                guard.grads.collect()
             if kind is not None:
                 # The program may catch the exception and step all the same: not with inf and nan.
-                _leave(guards, scaler, self._scale, self._scale != 1.0, warns=False)
+                _leave(guards, scaler, self._scale, not is_same_scale(self._scale, 1.0), warns=False)
             elif self._delay_unscale:
                 for guard in guards:
                     guard.leave_block(self._scale, delayed=scaler if scaler.checks else None)
             else:
-                warns = open_blocks.differentiated == self._differentiated
-                _leave(guards, scaler, self._scale, scaler.checks, warns=warns)
+                _leave(guards, scaler, self._scale, scaler.checks, warns=not self.was_differentiated())
         finally:
             open_blocks.count -= 1
             for guard in guards:
@@ -112,93 +157,92 @@ def _open(guards: Sequence[StepGuard], scaler: LossScaler) -> Scale:
         if guard.in_block:
             raise UsageError(f"{guard.name} is in a scale_loss block already; end that block before the next")
     for guard in guards:
-        guard.collect(new_pass=True)
-        guard.take_in_joined()
-        guard.forget_abandoned()
-        if not scaler.checks:
-            guard.finish_delayed()
-    # Read after the loop, in which verdicts were settled: that may have changed it.
+        guard.prepare_block(finishes_delayed=not scaler.checks)
+    # Read after the loop, in which checks were settled: that may have changed it.
     scale = scaler.scale_at_hand()
-    if any(guard.grads_scale != scale for guard in guards):
-        _rescale(guards, scale)
+    _rescale(guards, scale)
     for guard in guards:
-        guard.before_backward()
-    for guard in guards:
-        guard.enter_block(scale)
+        guard.grads.before_backward()
+        guard.grads.scale, guard.in_block = scale, True
     return scale
 
 
 def _rescale(guards: Sequence[StepGuard], scale: Scale) -> None:
     """Multiply gradients that have another scale, those of a parameter of several optimizers once."""
-    by_scale: dict[Scale, list[torch.Tensor]] = {}
     seen: set[int] = set()
     for guard in guards:
-        params = [param for param in guard.params() if param.grad is not None and id(param) not in seen]
-        if params:
-            seen.update(map(id, params))
-            by_scale.setdefault(guard.grads_scale, []).extend(params)
-    for before, params in by_scale.items():
-        if before != scale:
-            scale_(params, scale_ratio(scale, before))
+        params = [param for param in guard.grads.params() if param.grad is not None and id(param) not in seen]
+        seen.update(map(id, params))
+        if params and not is_same_scale(guard.grads.scale, scale):
+            scale_(params, scale_ratio(scale, guard.grads.scale))
 
 
 def _leave(guards: Sequence[StepGuard], scaler: LossScaler, scale: Scale, checks: bool, *, warns: bool) -> None:
-    """Unscale and check, and leave the verdict with every optimizer that has gradients."""
-    lists = [guard.params() for guard in guards]
-    present = [guard.has_gradients(params) for guard, params in zip(guards, lists, strict=True)]
-    verdicts: Sequence[Verdict | None] = [None] * len(lists)
+    """Unscale and check, and leave a check with every optimizer that has gradients."""
+    present = [guard.grads.has_any() for guard in guards]
+    found: Sequence[OverflowCheck | None] = [None] * len(guards)
     if checks and any(present):
-        verdicts = _judged(guards, lists, scaler, scale)
-    for guard, params, has_gradients, verdict in zip(guards, lists, present, verdicts, strict=True):
+        found = _checked(guards, scaler, scale)
+    for guard, has_gradients, check in zip(guards, present, found, strict=True):
         if not has_gradients:
-            guard.check_shards()
-            shared = guard.together is not None
-            # Verdicts are shared one by one, so a rank without gradients has as many as the others.
-            verdict = Verdict(scaler, scale, ()) if checks and shared else None
-            if warns and not shared:
-                warn_without_gradients(guard.name, params)
-        guard.leave_block(1.0, verdict, params=params)
+            guard.refuse_replaced_params()
+            is_shared = guard.checks.group is not None
+            # Ranks of a group reduce the flags of all: a rank without gradients has found nothing.
+            check = OverflowCheck(scaler, scale, ()) if checks and is_shared else None
+            if warns and not is_shared:
+                warn_without_gradients(guard.name, guard.grads.params())
+        guard.leave_block(1.0, check)
         if checks:
-            guard.unscaled(params, scaler, scale)
+            guard.checks.block_ended(scaler, scale)
 
 
-def _judged(
-    guards: Sequence[StepGuard], lists: Sequence[Sequence[torch.Tensor]], scaler: LossScaler, scale: Scale
-) -> Sequence[Verdict]:
-    """Unscale and check the gradients of all guards. Returns a verdict for each.
+def _checked(guards: Sequence[StepGuard], scaler: LossScaler, scale: Scale) -> Sequence[OverflowCheck]:
+    """Unscale and check the gradients of all guards. Returns a check for each.
 
     An overflow in this block is the overflow of all. What an earlier block left is that of its own optimizers alone.
     """
-    if len(guards) == 1:
-        return [Verdict(scaler, scale, unscale_(lists[0], inverse_scale(scale), guards[0].usual, scaler.late.blank))]
-    if not any(guard.pending for guard in guards):
-        params = [*itertools.chain.from_iterable(lists)]
-        verdict = Verdict(scaler, scale, unscale_(params, inverse_scale(scale), guards[0].usual, scaler.late.blank))
-        return [verdict] * len(guards)
-    known, new = {}, {}
-    for owners, params in _by_owners(lists).items():
-        known[owners] = unscale_(params, inverse_scale(scale), None, scaler.late.blank)
-        new[owners] = newly_found(known[owners], [verdict for place in owners for verdict in guards[place].pending])
-    verdicts: list[Verdict] = []
+    if len(guards) == 1 or not any(guard.checks.pending for guard in guards):
+        params = [param for guard in guards for param in guard.grads.params()]
+        return [OverflowCheck(scaler, scale, unscale_(params, scale, scaler.unread.blank))] * len(guards)
+    found, new = {}, {}
+    for owners, params in _by_owners(guards).items():
+        found[owners] = unscale_(params, scale, scaler.unread.blank)
+        new[owners] = _newly_found(found[owners], [check for place in owners for check in guards[place].checks.pending])
+    checks: list[OverflowCheck] = []
     for place in range(len(guards)):
-        flags = [flag for owners in known for flag in (known if place in owners else new)[owners]]
-        verdicts.append(Verdict(scaler, scale, flags, block=verdicts[0] if verdicts else None))
-    return verdicts
+        flags = [flag for owners in found for flag in (found if place in owners else new)[owners]]
+        checks.append(OverflowCheck(scaler, scale, flags, of_block=checks[0] if checks else None))
+    return checks
 
 
-def _by_owners(lists: Sequence[Sequence[torch.Tensor]]) -> dict[frozenset[int], list[torch.Tensor]]:
-    """Sort parameters by the lists that they, or others with the same gradient, are in."""
-    by_grad: dict[int, tuple[list[torch.Tensor], set[int]]] = {}
-    for place, params in enumerate(lists):
-        for param in params:
+def _by_owners(guards: Sequence[StepGuard]) -> dict[frozenset[int], list[Tensor]]:
+    """Sort parameters by the guards that step them, or others with the same gradient."""
+    by_grad: dict[int, tuple[list[Tensor], set[int]]] = {}
+    for place, guard in enumerate(guards):
+        for param in guard.grads.params():
             if param.grad is not None:
                 sharing, places = by_grad.setdefault(id(param.grad), ([], set()))
                 sharing.append(param)
                 places.add(place)
-    owned: dict[frozenset[int], list[torch.Tensor]] = {}
+    owned: dict[frozenset[int], list[Tensor]] = {}
     for sharing, places in by_grad.values():
         owned.setdefault(frozenset(places), []).extend(sharing)
     return owned
+
+
+@torch.no_grad()
+def _newly_found(found: Sequence[Tensor], earlier: Sequence[OverflowCheck]) -> list[Tensor]:
+    """Return flags, 0 where a check of an earlier block says that inf or nan was there. Nothing is read."""
+    if any(check.overflowed for check in earlier):
+        return []
+    known = [flag for check in earlier for flag in check.found]
+    new = []
+    for one in found:
+        for flag in known:
+            if flag.device == one.device:
+                one = one * (flag == 0)
+        new.append(one)
+    return new
 
 
 def watch_autograd_grad(original: Any) -> Any:

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from autoamp.errors import UsageError
 from autoamp.scaling import is_sharded
-from autoamp.stepping.replicas import several_processes
+from autoamp.stepping.links import master_of
+from autoamp.stepping.replicas import WRAPPERS, several_processes
 
 __all__ = ["compare_ranks", "found_on_ranks", "rank_sets", "tell_off", "tell_on"]
 
@@ -36,16 +37,29 @@ _RULES = "lists"
 _OFF = "1"
 
 
-def rank_sets(params: Iterable[Tensor], groups: Iterable[Any]) -> list[tuple[int, ...]]:
-    """Return the sets of ranks that step together: those of each DTensor's mesh, and of each process group."""
+def rank_sets(params: Sequence[Tensor], groups: Iterable[Any]) -> list[tuple[int, ...]]:
+    """Return the sets of ranks that step together.
+
+    They are those of each DTensor's mesh, of each DistributedDataParallel around a parameter and of each process group.
+    """
     found: dict[tuple[int, ...], None] = {}
     for param in params:
         if is_sharded(param):
             mesh: Any = param
             found[tuple(sorted(mesh.device_mesh.mesh.flatten().tolist()))] = None
+    wanted = set(map(id, params))
+    for wrapper in WRAPPERS.standing():
+        if not wanted.isdisjoint(map(id, map(_stepped, wrapper.parameters()))):
+            found[tuple(sorted(dist.get_process_group_ranks(wrapper.process_group)))] = None
     for group in groups:
         found[tuple(sorted(dist.get_process_group_ranks(group)))] = None
     return [ranks for ranks in found if len(ranks) > 1]
+
+
+def _stepped(param: Tensor) -> Tensor:
+    """Return what an optimizer steps for a parameter of a model."""
+    master = master_of(param)
+    return param if master is None else master
 
 
 def tell_off() -> None:

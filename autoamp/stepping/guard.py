@@ -1,73 +1,509 @@
-"""What ``optimizer.step()`` must do next: step, skip, or ask its closure again at a lower loss scale.
+"""What ``optimizer.step()`` must do next: step, skip, or call its closure again at a lower loss scale.
 
-A `StepGuard` stands in front of one optimizer. Blocks of its losses leave verdicts with it, whose flags stay on the
-device. ``optimizer.step()`` reads all verdicts since the last step at once, tells the loss scalers, and steps or skips.
-An optimizer that takes the flag of an overflow on its device, as torch's fused ones do for `torch.amp.GradScaler`, gets
-it there: nobody waits for the device at all, and the guard hears later whether that was a skip.
-
-A block calls the guards of its optimizers; a guard knows nothing of blocks but what they tell it.
+A `StepGuard` stands in front of one optimizer. Blocks and backward passes of its losses leave an `OverflowCheck` with
+it, whose flags stay on the device. ``optimizer.step()`` reads the flags of all checks since the last step at once,
+tells the loss scalers, and steps or skips. An optimizer that takes the flag of an overflow on its device, as torch's
+fused ones do for `torch.amp.GradScaler`, gets it there: nobody waits for the device, and the guard hears later whether
+that was a skip.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from autoamp.casting import Casts
 from autoamp.errors import NonFiniteGradientsError, UsageError
 from autoamp.scaling import (
-    AgreedVerdict,
-    Agreements,
     AskedGroup,
-    Ballot,
+    FoundInfReduction,
     GradientMark,
-    Looked,
     LossScaler,
     Scale,
     ScaledMark,
-    Together,
-    UsualGradients,
-    Verdict,
+    SyncGroup,
+    SyncGroups,
     clip_,
+    found_any,
     has_shards,
-    inverse_scale,
     is_sharded,
-    local_of,
     non_finite,
-    non_finite_now,
-    number_of,
     powered_norm,
-    read_verdicts,
-    settle_on_device,
     settle_partial,
-    settle_verdicts,
-    total_norm,
     unscale_,
 )
 from autoamp.stepping.attach import AttachedStep, named_params, stepped_params
 from autoamp.stepping.digest import found_on_ranks
 from autoamp.stepping.masters import MasterWeights
-from autoamp.stepping.reduced import Reduced
 from autoamp.stepping.replicas import begin_compression_anew, may_compress, several_processes
 from autoamp.stepping.sharded_modules import refuse_left_behind, warn_of_unscaled_shards
-from autoamp.stepping.skips import Skips
+from autoamp.stepping.skips import Skips, StepWatch
 from autoamp.stepping.usage_checks import RepeatedStep
 from autoamp.tensors import version_of
 
-__all__ = ["GivenUp", "StepGuard", "versions_of"]
+__all__ = [
+    "GuardOwner",
+    "OverflowCheck",
+    "PendingChecks",
+    "ScaledGrads",
+    "StepGuard",
+    "guarded_closure",
+    "read_checks",
+]
 
 # So many halvings lead from the highest default scale, 2**24, far below 1, where no scale is to blame any more.
 _MAX_EVALUATIONS = 33
 
-# At most so many verdicts wait for a step. Then they are read, and one that overflowed is left.
-_MANY_VERDICTS = 64
+# At most so many checks wait for a step. Then they are read, and one that overflowed is left.
+_MANY_CHECKS = 64
+
+
+class GuardOwner(Protocol):
+    """What a guard asks of the handle or the optimizer that made it."""
+
+    @property
+    def watch(self) -> StepWatch | None:
+        """What looks on at steps, if anything does."""
+
+    @property
+    def casts(self) -> Casts | None:
+        """What casts for the program: off while the optimizer steps, and on in a closure."""
+
+    @property
+    def scalers(self) -> Sequence[LossScaler]:
+        """All loss scalers, in the same order on all ranks."""
+
+    def step_begins(self, guard: StepGuard) -> None:
+        """Hear of each step, before it is taken or skipped."""
+
+    def step_ended(self, guard: StepGuard) -> None:
+        """Hear of each step or skip, once parameters are as it left them."""
+
+    def step_skipped(self) -> None:
+        """Hear of each skip, as soon as it is known."""
+
+    def is_shared(self, guard: StepGuard, tensor: Tensor) -> bool:
+        """Tell whether another guard unscales the gradient of a tensor."""
+
+    def asked_group(self, guard: StepGuard) -> AskedGroup | None:
+        """Return the process group over which the program wants steps to be agreed on, if it asked for one."""
+
+
+class _Told:
+    """What a scaler was told of one block or pass: None for nothing yet, else whether gradients overflowed."""
+
+    overflowed: bool | None = None
+
+
+class OverflowCheck:
+    """What one scaled block or backward pass found in the gradients, read or still on the device.
+
+    Optimizers that share a block share its check, or have one each: the scaler hears of the block once.
+
+    Args:
+        scaler: The scaler of the block.
+        scale: The scale of the block.
+        found: What `autoamp.scaling.unscale_` returned, and other tensors like these.
+        of_block: An earlier check of the same block or pass, if there is one.
+
+    Attributes:
+        scaler: As given.
+        scale: As given.
+        told: What the scaler was told of the block.
+        overflowed: Whether an inf or nan was there; None as long as nobody has read it.
+        is_complete: Whether nothing more is going to be found. Then a step may leave it unread.
+    """
+
+    is_complete = True
+
+    def __init__(
+        self, scaler: LossScaler, scale: Scale, found: Sequence[Tensor], of_block: OverflowCheck | None = None
+    ) -> None:
+        self.scaler = scaler
+        self.scale = scale
+        self.told: _Told = _Told() if of_block is None else of_block.told
+        self.overflowed: bool | None = None
+        self._found = found
+
+    @property
+    def found(self) -> Sequence[Tensor]:
+        """The flags that are to be read; none once they were."""
+        return self._found if self.overflowed is None else ()
+
+    @property
+    def cleared(self) -> Sequence[Tensor]:
+        """The tensors whose gradients overflowed, if 0 took their place."""
+        return ()
+
+    def agree(self, found: Tensor) -> None:
+        """Go by what all ranks found from now on."""
+        self._found = (found,)
+
+
+def read_checks(checks: Sequence[OverflowCheck]) -> None:
+    """Read those checks that nobody has read, with one synchronization of each device, and tell no scaler."""
+    # Once each: several optimizers may have a check in common.
+    unread = {id(check): (check, check.found) for check in checks if check.overflowed is None}.values()
+    values = found_any([flag for _, flags in unread for flag in flags])
+    for check, flags in unread:
+        check.overflowed = any(values[: len(flags)])
+        values = values[len(flags) :]
+
+
+def _settle(checks: Sequence[OverflowCheck]) -> OverflowCheck | None:
+    """Read the checks of one step, tell every scaler among them once, and return the check to blame, if any.
+
+    The first that overflowed is to blame, and its scaler goes lower. Those before it were clean. Those after it say
+    nothing, as an inf stays in a gradient that is accumulated.
+    """
+    read_checks(checks)
+    clean = list(itertools.takewhile(lambda check: not check.overflowed, checks))
+    blamed = checks[len(clean)] if len(clean) < len(checks) else None
+    heard = {id(check.scaler) for check in clean if check.told.overflowed is not None}
+    if blamed is not None:
+        heard.add(id(blamed.scaler))
+        if not blamed.told.overflowed:
+            blamed.scaler.update(True)
+    for check in clean:
+        if id(check.scaler) not in heard:
+            heard.add(id(check.scaler))
+            check.scaler.update(False)
+        check.told.overflowed = bool(check.told.overflowed)
+    for check in checks[len(clean) :]:
+        check.told.overflowed = True
+    return blamed
+
+
+def _settle_on_device(checks: Sequence[OverflowCheck], tell: Callable[[bool], None]) -> Tensor | None:
+    """Settle the checks of one step without reading them: the scaler moves on by a flag that stays on the device.
+
+    Args:
+        checks: In the order of the blocks, at least one.
+        tell: Called with whether they overflowed, once that is known; it raises nothing.
+
+    Returns:
+        The flag, fp32 without dimensions, not 0 where any gradient overflowed. None where checks must be read, and
+        nothing was done: some are read already, several scalers have a part in it, or the scaler lives on the host.
+    """
+    first = checks[0]
+    scaler, is_told = first.scaler, first.told.overflowed is not None
+    for check in checks:
+        is_like_first = check.scaler is scaler and (check.told.overflowed is not None) is is_told
+        if check.overflowed is not None or not check.is_complete or not is_like_first:
+            return None
+    found = [flag for check in checks for flag in check.found]
+    if not found or not all(scaler.serves_device(flag.device) for flag in found):
+        return None
+    flags = [flag.to(found[0].device, non_blocking=True).view(()) for flag in found]
+    flag = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
+    (scaler.unread.add if is_told else scaler.update_later)(flag, tell)
+    for check in checks:
+        # The device tells the scaler itself: another optimizer of the block has nothing to add.
+        check.told.overflowed = True
+    return flag
+
+
+class ScaledGrads:
+    """The gradients of one optimizer, and their scale.
+
+    Args:
+        optimizer: Referred to weakly.
+        masters: The masters that it steps in place of half parameters.
+
+    Attributes:
+        masters: As given.
+        scale: The scale of all gradients now: 1.0 outside blocks but for ``delay_unscale``.
+    """
+
+    def __init__(self, optimizer: weakref.ref[Any], masters: MasterWeights | None) -> None:
+        self.masters = masters
+        self.scale: Scale = 1.0
+        self._optimizer = optimizer
+        self._delayed: tuple[LossScaler, ScaledMark] | None = None
+
+    def params(self) -> Sequence[Tensor]:
+        """Return the tensors whose gradients are scaled and unscaled: all that the optimizer steps."""
+        return stepped_params(self._optimizer())
+
+    def has_any(self) -> bool:
+        """Tell whether any gradient is there."""
+        return any(param.grad is not None for param in self.params())
+
+    def collect(self, *, new_pass: bool = False) -> None:
+        """Let masters have the gradients that a backward pass left on half parameters; see `MasterWeights.collect`."""
+        if self.masters is not None:
+            self.masters.collect(new_pass=new_pass)
+
+    def before_backward(self) -> None:
+        """Get the gradients that are there ready for a backward pass; see `MasterWeights.before_backward`."""
+        if self.masters is not None:
+            self.masters.before_backward()
+
+    def delay(self, scaler: LossScaler) -> None:
+        """Take note that a block has left the gradients scaled."""
+        self.end_delay()
+        self._delayed = scaler, ScaledMark(self.params())
+
+    def end_delay(self) -> None:
+        """Forget that a block has left the gradients scaled."""
+        if self._delayed is not None:
+            self._delayed[1].end()
+            self._delayed = None
+
+    def forget_dropped_delay(self) -> None:
+        """Take note if the program has dropped the gradients that a block left scaled."""
+        if self._delayed is not None and self._delayed[1].dropped():
+            self.end_delay()
+            self.scale = 1.0
+
+    def finish_delayed(self) -> OverflowCheck | None:
+        """Unscale and check what ``delay_unscale`` left scaled; None if there is nothing."""
+        if self._delayed is None:
+            return None
+        (scaler, mark), scale = self._delayed, self.scale
+        dropped = mark.dropped()
+        self.end_delay()
+        self.scale = 1.0
+        return None if dropped else OverflowCheck(scaler, scale, unscale_(self.params(), scale, scaler.unread.blank))
+
+
+class PendingChecks:
+    """The checks on an optimizer's gradients since its last step, and what other ranks say of them.
+
+    Args:
+        guard: Of the optimizer; it makes this object.
+        grads: The optimizer's gradients.
+        owner: That of the guard.
+
+    Attributes:
+        pending: The checks, in order.
+        last: The scaler and scale of the last block or pass.
+    """
+
+    def __init__(self, guard: StepGuard, grads: ScaledGrads, owner: GuardOwner) -> None:
+        self.pending: list[OverflowCheck] = []
+        self.last: tuple[LossScaler, Scale] | None = None
+        self._guard = weakref.ref(guard)
+        self._grads = grads
+        self._owner = owner
+        self._dropped: list[OverflowCheck] = []
+        self._mark = GradientMark(())
+        # What the last block unscaled, and by whose scale.
+        self._unscaled: tuple[Sequence[Tensor], LossScaler, Scale] | None = None
+        self._groups = SyncGroups()
+        # Whether ranks agreed on all that was found since the step.
+        self._agreed = False
+
+    @property
+    def group(self) -> SyncGroup | None:
+        """The ranks that agree on each step; None where what this rank finds is what all find.
+
+        To ask may be a collective the first time. UsageError: see `SyncGroups.among`.
+        """
+        guard = self._guard()
+        if guard is None or not several_processes():
+            return None
+        return self._groups.among(self._grads.params(), self._owner.asked_group(guard))
+
+    def note(self, check: OverflowCheck | None) -> None:
+        """Take note of a check on the gradients as they are now."""
+        if check is not None:
+            self.pending.append(check)
+            self.last, self._agreed = (check.scaler, check.scale), False
+
+    def remember_gradients(self) -> None:
+        """Take note of the gradients that are there now, to tell later whether they were dropped."""
+        params = self._grads.params()
+        # Where the ranks of a mesh have no gradients of other parameters alike, they have those of shards alike.
+        if several_processes() and has_shards(params):
+            params = [param for param in params if is_sharded(param)]
+        self._mark = GradientMark(params)
+
+    def block_ended(self, scaler: LossScaler, scale: Scale) -> None:
+        """Take note of what a block unscaled. Gradients of all other tensors have its scale still."""
+        self._unscaled = self._grads.params(), scaler, scale
+        self.last, self._agreed = (scaler, scale), False
+
+    def unscale_added_params(self) -> None:
+        """Unscale and check the gradients of what was added to the optimizer after the last block.
+
+        They are taken to be from that block. A gradient does not tell which backward pass made it, so one of a pass
+        that was not scaled is divided too.
+        """
+        guard, params = self._guard(), self._grads.params()
+        if guard is None or self._unscaled is None or len(params) == len(self._unscaled[0]):
+            return
+        before, scaler, scale = self._unscaled
+        self._unscaled = params, scaler, scale
+        known = set(map(id, before))
+        added = [p for p in params if p.grad is not None and id(p) not in known]
+        added = [p for p in added if not self._owner.is_shared(guard, p)]
+        if added:
+            self.note(OverflowCheck(scaler, scale, unscale_(added, scale, scaler.unread.blank)))
+
+    def finish_delayed(self) -> None:
+        """Unscale and check what ``delay_unscale`` left scaled."""
+        check = self._grads.finish_delayed()
+        if check is not None:
+            self.note(check)
+            self.remember_gradients()
+
+    def expect(self, check: OverflowCheck) -> None:
+        """Take note of a backward pass from which gradients come with true values, and of the check on them."""
+        self.finish_delayed()
+        if len(self.pending) >= _MANY_CHECKS and self.group is None:
+            # Nobody steps. To read them all in one go now and then is enough.
+            blamed = self.settle()
+            self.pending = [] if blamed is None else [blamed]
+        elif len(self.pending) >= _MANY_CHECKS:
+            # No scaler is told: the other ranks have not said anything.
+            read_checks(self.pending)
+            self.pending = [next((one for one in self.pending if one.overflowed), self.pending[-1])]
+        self.note(check)
+
+    def drop(self, check: OverflowCheck) -> None:
+        """Take note that the gradients of a check were dropped: it skips no step, and its scaler hears of it."""
+        group = self.group
+        if group is not None and group.asked and not self._agreed:
+            # Other ranks may have dropped nothing, and do not wait to hear of it: the next step is skipped.
+            return
+        if group is not None and not self._agreed:
+            self.agree(group)
+        self.pending.remove(check)
+        self._dropped.append(check)
+        if len(self._dropped) >= _MANY_CHECKS:
+            self._settle_dropped()
+
+    def _settle_dropped(self) -> None:
+        dropped, self._dropped = self._dropped, []
+        read_checks(dropped)
+        # A scaler that is lower by now has nothing to learn from an overflow at a higher scale.
+        _settle([one for one in dropped if one.overflowed and float(one.scale) <= one.scaler.loss_scale])
+
+    def resolve_dropped_grads(self) -> None:
+        """Settle checks whose gradients were dropped without a step; the scaler learns from them all the same."""
+        if not self.pending:
+            return
+        if (group := self.group) is not None:
+            # Ranks of a mesh drop gradients of their shards alike. Where the program asked for a group its ranks may
+            # have none: there the next step is skipped, and its scaler learns from that.
+            if not group.asked and self._mark.touched():
+                norm = None if self._mark.replaced() else self._norm(group, math.inf)
+                reduced = self.agree(group, norm, largest=True)
+                if norm is None or float(reduced.norm) == 0.0:
+                    self.settle()
+            return
+        # Clipping zeros is harmless where an overflow was cleared: the step is skipped anyway.
+        cleared = any(check.cleared for check in self.pending)
+        touched = self._mark.replaced() if cleared else self._mark.touched()
+        if touched and (cleared or float(self._norm(None, math.inf)) == 0.0):
+            self.settle()
+
+    def overflowed(self) -> bool | None:
+        """Tell whether gradients since the last step overflowed, None where there are none. Waits for the device.
+
+        Where ranks agree on a step all of them have to ask.
+        """
+        if self.group is not None:
+            self.look_again()
+        read_checks(self.pending)
+        return any(check.overflowed for check in self.pending) if self.pending else None
+
+    def settle(self) -> OverflowCheck | None:
+        """Read the pending checks, tell the scalers, and return the check to blame, if any."""
+        pending, self.pending = self.pending, []
+        if self._dropped:
+            # All at once, since each read waits for the device.
+            read_checks([*pending, *self._dropped])
+        blamed = _settle(pending)
+        if self._dropped:
+            self._settle_dropped()
+        return blamed
+
+    def settle_on_device(self, skips: Skips) -> Tensor | None:
+        """Settle the pending checks on their device and return the flag; None where they are to be read."""
+        watch = self._owner.watch
+        if not self.pending or self._dropped or (watch is not None and watch.wants_flags):
+            return None
+        scaler = self.pending[0].scaler
+        skips.wait_by(scaler.unread)
+        flag = _settle_on_device(self.pending, lambda skipped: skips.tell(scaler, scaler.scale_before, skipped))
+        if flag is not None:
+            self.pending = []
+        return flag
+
+    # -- several ranks --
+
+    def step_ended(self) -> None:
+        """Begin anew: ranks without a block or pass until the next step have to hear of those that have one."""
+        self._agreed = False
+
+    def look_again(self) -> None:
+        """Look at the gradients as they are now where other ranks have a part in them: inf may have come from there.
+
+        Where all ranks see the same after the reduction that is all. Else they agree, once for all that was found.
+        """
+        group = self.group
+        if group is None and self.pending:
+            last = self.pending[-1]
+            self.pending.append(OverflowCheck(last.scaler, last.scale, unscale_(self._grads.params(), 1.0)))
+        elif group is not None and not self._agreed and self._may_be_scaled():
+            self.agree(group)
+
+    def _may_be_scaled(self) -> bool:
+        """Tell whether a loss was scaled: here, or on another rank where this one has scaled none yet."""
+        scalers = self._owner.scalers
+        return self.last is not None or bool(scalers and scalers[0].checks)
+
+    def agree(
+        self, group: SyncGroup, norm: Tensor | None = None, *, largest: bool = False, is_hopeless: bool = False
+    ) -> FoundInfReduction:
+        """Let all ranks know what each of them found, by one collective. Scalers are not told yet."""
+        params = self._grads.params()
+        settle_partial(params, halves_alone=True)
+        scalers, own = self._owner.scalers, self.pending
+        found: list[list[Tensor]] = [[] for _ in scalers]
+        for check in own:
+            found[_place_of(check.scaler, scalers)] += (
+                check.found if check.overflowed is None else [torch.full((1,), float(check.overflowed))]
+            )
+        # A reduction by the program itself may have come since the block looked at them.
+        now = unscale_(params, 1.0)
+        reduction = FoundInfReduction(found, now, has_checks=bool(own), is_hopeless=is_hopeless, norm=norm)
+        reduction.reduce(group, largest=largest)
+        self._agreed = True
+        for check in own:
+            check.overflowed = None
+            check.agree(reduction.of_scaler(_place_of(check.scaler, scalers)))
+        if own or reduction.has_checks():
+            scaler, scale = self.last or (scalers[0], scalers[0].loss_scale)
+            self.pending.append(OverflowCheck(scaler, scale, [reduction.now]))
+        return reduction
+
+    def norm(self, norm_type: float) -> Tensor:
+        """Return the p-th power of the norm of the gradients of all ranks; for ``inf`` the norm itself.
+
+        Where ranks agree on a step they do so by the same collective, and the step needs no other.
+        """
+        settle_partial(self._grads.params(), halves_alone=False)
+        group = self.group
+        norm = self._norm(group, norm_type)
+        return norm if group is None else self.agree(group, norm, largest=norm_type == math.inf).norm
+
+    def _norm(self, group: SyncGroup | None, norm_type: float) -> Tensor:
+        return powered_norm([param for param in self._grads.params() if param.grad is not None], group, norm_type)
+
+
+def _place_of(scaler: LossScaler, scalers: Sequence[LossScaler]) -> int:
+    return next((place for place, one in enumerate(scalers) if one is scaler), 0)
 
 
 class StepGuard:
@@ -78,90 +514,53 @@ class StepGuard:
 
     Args:
         optimizer: What to guard.
+        owner: Who made it.
         masters: The masters that it steps in place of half parameters. They take the gradients and what was written
             into half parameters before a step, and are copied into the half parameters after it.
-        casts: Gives what casts for the program, if anything does. It is off while the optimizer steps, and on in a
-            closure that is given to ``step``. Its cached casts are dropped once parameters may have changed.
-        on_step: Called with this guard, and whether there are several processes, once for each step, before it is
-            taken or skipped.
-        on_skip: Called once for each skip, as soon as it is known.
-        serves: Tells whether another guard sees to the gradient of a tensor.
-        asked: Gives the process group over which the program wants steps to be agreed on, if it asked for one.
-        scaler: Gives the scaler that hears of a step on a rank that has scaled no loss yet, if there is one.
-        max_consecutive_skips: So many skips in a row are an error.
-        wants_flags: Tells whether a flag is to be read that could stay on the device.
-        on_stepped: Called with ``skips`` after each step or skip, once parameters are as it left them.
 
     Attributes:
-        masters: As given.
+        grads: The optimizer's gradients.
+        checks: The checks on them since the last step.
+        skips: What is known of its steps and skips.
+        in_block: Whether a block of this optimizer is open.
         stepping: Whether the optimizer is stepping now, as this guard lets it.
         last_step_ran: Whether the optimizer was called by the last ``step()``: where it got the flag of an overflow on
             its device it changed nothing if that was set.
-        skips: What is known of its steps and skips.
-        max_consecutive_skips: As given.
-        pending: The verdicts since the last step, in order.
-        grads_scale: The scale of gradients now: 1.0 outside blocks but for ``delay_unscale``.
-        in_block: Whether a block of this optimizer is open.
+        max_consecutive_skips: So many skips in a row are an error.
+        repeats_closure: Whether the first evaluation of a closure may be repeated at a lower scale. Not where programs
+            know nothing of loss scaling: a closure may draw its batch.
         scaled: Whether a block has had a loss of this optimizer.
         proven: Whether the scaled loss was run backward in one.
-        step_closure: Steps with a closure in place of what this guard would do.
-        usual: What gradients that are unscaled for this guard are like.
-        reduced: Tells whether wrappers reduce all gradients; None as long as nobody has looked.
-        together: The ranks that agree on each step; None where what this rank finds is what all find.
+        met_ranks: Whether settings were compared with the ranks that step together with this one.
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        *,
-        masters: MasterWeights | None = None,
-        casts: Callable[[], Casts | None] = lambda: None,
-        on_step: Callable[[StepGuard, bool], None] = lambda *_: None,
-        on_skip: Callable[[], None] = lambda: None,
-        serves: Callable[[torch.Tensor], bool] = lambda _: False,
-        asked: Callable[[], AskedGroup | None] = lambda: None,
-        scaler: Callable[[], LossScaler | None] = lambda: None,
-        max_consecutive_skips: int = 50,
-        wants_flags: Callable[[], bool] = lambda: False,
-        on_stepped: Callable[[Skips], None] = lambda _: None,
-    ) -> None:
-        self.name = type(optimizer).__name__
-        self.stepping = False
-        self._serves = serves
-        self._wants_flags = wants_flags
-        self._asked = asked
-        self._scaler = scaler
-        self._agreements = Agreements()
-        # The scaler and scale of the last block or pass; and whether ranks agreed on all that was found since the step.
-        self._last: tuple[LossScaler, Scale] | None = None
-        self._agreed = False
-        self._on_stepped = on_stepped
-        # What the last block unscaled, and its scale.
-        self._unscaled: tuple[Sequence[torch.Tensor], LossScaler, Scale] | None = None
-        self.masters = masters
-        self.last_step_ran = True
-        self.skips = Skips(self.name, functools.partial(_skipped, on_skip))
-        self._honours_flags = _honours_flags(type(optimizer))
-        self.max_consecutive_skips = max_consecutive_skips
-        self.pending: list[Verdict] = []
-        self.grads_scale: Scale = 1.0
-        self.in_block = False
-        self.scaled = self.proven = False
-        self._casts = casts
-        self._on_step = on_step
-        self.step_closure: Callable[..., Any] | None = None
-        self._delayed: tuple[LossScaler, ScaledMark] | None = None
-        self._abandoned: list[Verdict] = []
-        self.usual = UsualGradients()
-        self.reduced: Reduced | None = None
-        self._usual_now = UsualGradients()
-        self._mark = GradientMark(())
-        # What the last step found, unless it was taken for certain: read, or a flag on the device.
-        self._repeated = RepeatedStep()
-        # The gradients that the last verdict looked at, where it looked at all of them as they were then.
-        self._looked: Looked | None = None
+    def __init__(self, optimizer: Any, owner: GuardOwner, *, masters: MasterWeights | None = None) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._attached: weakref.ref[AttachedStep] | None = None
+        self._repeated = RepeatedStep()
+        self.owner = owner
+        self.grads = ScaledGrads(self._optimizer, masters)
+        self.checks = PendingChecks(self, self.grads, owner)
+        self.skips = Skips(type(optimizer).__name__, owner)
+        self.in_block = self.stepping = False
+        self.last_step_ran = self.repeats_closure = True
+        self.max_consecutive_skips = 50
+        self.scaled = self.proven = self.met_ranks = False
+
+    @property
+    def name(self) -> str:
+        """The name of the optimizer's class."""
+        return self.skips.name
+
+    @property
+    def masters(self) -> MasterWeights | None:
+        """The masters that the optimizer steps."""
+        return self.grads.masters
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer, None once it is gone."""
+        return self._optimizer()
 
     def install(self) -> None:
         """Put the guard in front of ``optimizer.step``.
@@ -170,259 +569,69 @@ class StepGuard:
             UsageError: This is no optimizer, or its step cannot be replaced.
         """
         # The optimizer refers to the attached step, and that to the guard: no cycle, and all go with the optimizer.
-        self._attached = weakref.ref(AttachedStep(self._optimizer(), self.step))
+        self._attached = weakref.ref(AttachedStep(self.optimizer, self.step))
 
     def uninstall(self) -> None:
         """Put back the step that was there; under a wrapper that somebody layered above, let all calls pass.
 
-        Pending verdicts are dropped; gradients that ``delay_unscale`` left scaled get their true values.
+        Pending checks are dropped; gradients that ``delay_unscale`` left scaled get their true values.
         """
         attached = None if self._attached is None else self._attached()
-        if attached is not None and self._optimizer() is not None:
-            self.finish_delayed()
-            self.pending = []
+        if attached is not None and self.optimizer is not None:
+            self.checks.finish_delayed()
+            self.checks.pending = []
             attached.detach()
 
-    def params(self) -> Sequence[torch.Tensor]:
-        """Return the tensors whose gradients are scaled and unscaled: all that the optimizer steps."""
-        return stepped_params(self._optimizer())
+    # -- blocks --
 
-    def collect(self, *, new_pass: bool = False) -> None:
-        """Let masters have the gradients that a backward pass left on half parameters; see `MasterWeights.collect`."""
-        if self.masters is not None:
-            self.masters.collect(new_pass=new_pass)
+    def prepare_block(self, *, finishes_delayed: bool) -> None:
+        """Get ready for a block: settle what is known of gradients that were dropped since the last one."""
+        self.grads.collect(new_pass=True)
+        self.checks.unscale_added_params()
+        self.checks.resolve_dropped_grads()
+        self.grads.forget_dropped_delay()
+        if finishes_delayed:
+            self.checks.finish_delayed()
 
-    @property
-    def together(self) -> Together | None:
-        """The ranks that agree on each step; None where what this rank finds is what all find.
-
-        To ask may be a collective the first time. UsageError: see `Agreements.among`.
-        """
-        return self._agreements.among(self.params(), self._asked()) if several_processes() else None
-
-    def before_backward(self) -> None:
-        """Get the gradients that are there ready for a backward pass; see `MasterWeights.before_backward`."""
-        if self.masters is not None:
-            self.masters.before_backward()
-
-    def has_gradients(self, params: Sequence[torch.Tensor] | None = None) -> bool:
-        """Tell whether any gradient is there; ``params`` is what `params` returns, if the caller has it at hand."""
-        return any(param.grad is not None for param in (self.params() if params is None else params))
-
-    def check_shards(self) -> None:
-        """Raise UsageError where shards were put in the place of this optimizer's parameters."""
-        halves = {} if self.masters is None else {id(master): half for half, master in self.masters.pairs}
-        refuse_left_behind(self.name, [halves.get(id(param), param) for param in self.params()])
-
-    def enter_block(self, scale: Scale) -> None:
-        """Take note that a block has begun, and brought all gradients to ``scale``."""
-        self.grads_scale, self.in_block = scale, True
-
-    def leave_block(
-        self, grads_scale: Scale, verdict: Verdict | None = None, delayed: LossScaler | None = None, params: Any = None
-    ) -> None:
+    def leave_block(self, scale: Scale, check: OverflowCheck | None = None, delayed: LossScaler | None = None) -> None:
         """Take note of how a block ended.
 
         Args:
-            grads_scale: The scale of the gradients now.
-            verdict: What was found in them, if they were checked.
+            scale: The scale of the gradients now.
+            check: What was found in them, if they were checked.
             delayed: The scaler of the block, if they are to be checked later.
-            params: What `params` returns, if the caller has it at hand.
         """
-        self.grads_scale = grads_scale
-        params = self.params() if params is None else params
-        self._end_delay()
+        self.grads.scale = scale
+        self.grads.end_delay()
         if delayed is not None:
-            self._delayed = delayed, ScaledMark(params)
-        several = several_processes()
-        self._remember(params, several)
-        if verdict is not None:
-            self._note(verdict, self._all_looked_at(params) if several else None)
+            self.grads.delay(delayed)
+        self.checks.remember_gradients()
+        self.checks.note(check)
 
-    def _all_looked_at(self, params: Sequence[torch.Tensor]) -> Looked | None:
-        if self.reduced is not None and self.reduced.has_all(params):
-            return Looked(None)
-        return Looked(gradients_of(params))
+    def refuse_replaced_params(self) -> None:
+        """Raise UsageError where shards were put in the place of this optimizer's parameters."""
+        halves = {} if self.masters is None else {id(master): half for half, master in self.masters.pairs}
+        refuse_left_behind(self.name, [halves.get(id(param), param) for param in self.grads.params()])
 
-    def leave_plain_block(self, scaler: LossScaler, scale: Scale) -> bool:
-        """Unscale, check and take note of it, at the end of a block that is this optimizer's alone and not delayed.
+    # -- clipping --
 
-        That is how most blocks end. It is done in few calls, each of which finds the processor's caches cold after a
-        backward pass. False where anything is out of the ordinary, and nothing was done.
-        """
-        if self.masters is not None or self._delayed is not None or not scaler.checks:
-            return False
-        params = self.params()
-        grads = gradients_of(params)
-        found = self.usual.unscale_(grads, inverse_scale(scale), scaler.late.blank) if grads else None
-        if found is None:
-            return False
-        self.grads_scale = 1.0
-        looked = None
-        if self.reduced is not None and self.reduced.has_all(params):
-            self._mark, looked = GradientMark(params), Looked(None)
-        elif several_processes():
-            self._remember(params, several=True)
-            looked = Looked(grads)
-        else:
-            self._mark = GradientMark(params)
-        self._note(Verdict(scaler, scale, found), looked)
-        self._unscaled = params, scaler, scale
-        return True
+    def norm(self, norm_type: float) -> Tensor:
+        """Return the power of the norm of true gradients that `PendingChecks.norm` does."""
+        self.grads.collect()
+        self.checks.finish_delayed()
+        self.checks.unscale_added_params()
+        return self.checks.norm(norm_type)
 
-    def _note(self, verdict: Verdict, looked: Looked | None = None) -> None:
-        """Take note of a verdict, and of the gradients that it has just looked at, where these are all."""
-        self.pending.append(verdict)
-        self._last, self._agreed = (verdict.scaler, verdict.scale), False
-        self._looked = looked
-
-    def _remember(self, params: Sequence[torch.Tensor], several: bool) -> None:
-        # Where the ranks of a mesh have no gradients of other parameters alike, they have those of shards alike.
-        if several and has_shards(params):
-            params = [param for param in params if is_sharded(param)]
-        self._mark = GradientMark(params)
-
-    def unscaled(self, params: Sequence[torch.Tensor], scaler: LossScaler, scale: Scale) -> None:
-        """Take note of what a block unscaled. Gradients of all other tensors have its scale still."""
-        self._unscaled = params, scaler, scale
-        self._last, self._agreed = (scaler, scale), False
-
-    def take_in_joined(self, params: Sequence[torch.Tensor] | None = None) -> None:
-        """Unscale and check the gradients of what joined the optimizer after the last block.
-
-        They are taken to be from that block. A gradient does not tell which backward pass made it, so one of a pass
-        that was not scaled is divided too. ``params`` is what `params` returns, if the caller has it at hand.
-        """
-        if self._unscaled is None:
-            return
-        before, scaler, scale = self._unscaled
-        params = self.params() if params is None else params
-        if len(params) == len(before):
-            return
-        self._unscaled = params, scaler, scale
-        known = set(map(id, before))
-        joined = [p for p in params if p.grad is not None and id(p) not in known and not self._serves(p)]
-        if joined:
-            self._note(Verdict(scaler, scale, unscale_(joined, inverse_scale(scale), None, scaler.late.blank)))
-
-    def expect(self, verdict: Verdict) -> None:
-        """Take note of a backward pass from which gradients come with true values, and of the verdict on them."""
-        self.finish_delayed()
-        if len(self.pending) >= _MANY_VERDICTS and self.together is None:
-            # Nobody steps. To read them all in one go now and then is enough.
-            blamed = self.settle()
-            self.pending = [] if blamed is None else [blamed]
-        elif len(self.pending) >= _MANY_VERDICTS:
-            # No scaler is told: the other ranks have not said anything.
-            read_verdicts(self.pending)
-            self.pending = [next((one for one in self.pending if one.overflowed), self.pending[-1])]
-        self._note(verdict)
-
-    def abandon(self, verdict: Verdict) -> None:
-        """Take note that a verdict is on gradients that were dropped: it skips no step, and its scaler hears of it."""
-        together = self.together
-        if together is not None and together.asked and not self._agreed:
-            # Other ranks may have dropped nothing, and do not wait to hear of it: the next step is skipped.
-            return
-        place = next(place for place, one in enumerate(self.pending) if _is_of(one, verdict))
-        if together is not None and not self._agreed:
-            self._agree(together)
-        self._abandoned.append(self.pending.pop(place))
-        if len(self._abandoned) >= _MANY_VERDICTS:
-            self._settle_abandoned()
-
-    def _settle_abandoned(self) -> None:
-        abandoned, self._abandoned = self._abandoned, []
-        read_verdicts(abandoned)
-        # A scaler that is lower by now has nothing to learn from an overflow at a higher scale.
-        settle_verdicts([one for one in abandoned if one.overflowed and float(one.scale) <= one.scaler.loss_scale])
-
-    def forget_abandoned(self) -> None:
-        """Settle verdicts whose gradients were dropped without a step; the scaler learns from them all the same."""
-        if self.pending and (together := self.together) is not None:
-            self._forget_together(together)
-        elif self.pending:
-            # Where an overflow was cleared all is 0 anyway: whoever clips that goes on to the step, which is skipped.
-            cleared = any(verdict.cleared for verdict in self.pending)
-            if self._mark.replaced() if cleared else self._mark.touched() and not self._has_nonzero_gradients():
-                self.settle()
-        if self._delayed is not None and self._delayed[1].dropped():
-            self._end_delay()
-            self.grads_scale = 1.0
-
-    def _forget_together(self, together: Together) -> None:
-        """Do for `forget_abandoned` what all ranks do alike.
-
-        Those of a mesh have gradients of their shards alike, and drop them alike. Where the program asked for a group
-        its ranks may have none: there the next step is skipped, and its scaler learns from that.
-        """
-        if together.asked or not self._mark.touched():
-            return
-        norm = None if self._mark.replaced() else self._own_norm(together, math.inf)
-        ballot = self._agree(together, norm, largest=True)
-        if norm is None or float(ballot.norm) == 0.0:
-            self.settle()
-
-    def _own_norm(self, together: Together | None, norm_type: float) -> torch.Tensor:
-        return powered_norm([param for param in self.params() if param.grad is not None], together, norm_type)
-
-    def _has_nonzero_gradients(self) -> bool:
-        """Tell gradients that were written to, as by clipping, from those that were cleared. Waits for the device."""
-        grads = [local_of(grad) for param in self.params() if (grad := param.grad) is not None]
-        return bool(grads) and float(total_norm(grads, math.inf)) != 0.0
-
-    def _end_delay(self) -> None:
-        if self._delayed is not None:
-            self._delayed[1].end()
-            self._delayed = None
+    def clip(self, norm: Tensor, max_norm: float) -> None:
+        """Clip the gradients of which `norm` was asked last; see `clip_`."""
+        clip_(self.grads.params(), norm, max_norm)
 
     def overflowed(self) -> bool:
-        """Tell whether gradients since the last step overflowed; where there are none, whether that step was a skip.
+        """Tell whether gradients since the last step overflowed; where there are none, whether that step was a skip."""
+        found = self.checks.overflowed()
+        return self.skips.last if found is None else found
 
-        Where ranks agree on a step all of them have to ask.
-        """
-        if self.together is not None:
-            self._look_again(self.params())
-        read_verdicts(self.pending)
-        return any(verdict.overflowed for verdict in self.pending) if self.pending else self.skips.last
-
-    def finish_delayed(self) -> None:
-        """Unscale and check what ``delay_unscale`` left scaled."""
-        if self._delayed is None:
-            return
-        (scaler, mark), scale = self._delayed, self.grads_scale
-        self._end_delay()
-        self.grads_scale = 1.0
-        if not mark.dropped():
-            params = self.params()
-            found = unscale_(params, inverse_scale(scale), self.usual, scaler.late.blank)
-            several = several_processes()
-            self._note(Verdict(scaler, scale, found), self._all_looked_at(params) if several else None)
-            self._remember(params, several)
-
-    def guarded_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return what an optimizer may call within its step: ``closure``, at lower scales until nothing overflows.
-
-        Raises:
-            NonFiniteGradientsError: When called: no lower scale is to be had, or it does not help.
-        """
-
-        def evaluate() -> Any:
-            self._params_changed()
-            loss, blamed = self.evaluate(closure)
-            if blamed is not None:
-                raise self.hopeless(blamed)
-            return loss
-
-        return evaluate
-
-    def hopeless(self, blamed: Verdict) -> NonFiniteGradientsError:
-        """Return the error for a closure that overflows at all scales with the step half done."""
-        return NonFiniteGradientsError(
-            f"gradients overflowed at loss scale {blamed.scale:g} when {self.name} called its closure in the middle of "
-            "a step, and a lower scale is not to be had or does not help: the parameters are at an intermediate point. "
-            "Load the last checkpoint; train with a lower static loss scale, bf16 or fp32"
-        )
+    # -- steps --
 
     def step(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Step or skip: what ``optimizer.step(*args, **kwargs)`` does, where ``original`` does it without a guard.
@@ -431,190 +640,119 @@ class StepGuard:
             UsageError: A block of this optimizer is open.
             NonFiniteGradientsError: There were too many skips in a row.
         """
-        result = self._step_or_skip(original, args, kwargs)
-        self._on_stepped(self.skips)
-        return result
-
-    def _step_or_skip(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.in_block:
             raise UsageError(
                 f"{self.name}.step() was called inside its scale_loss block, where gradients are still multiplied by "
-                f"{self.grads_scale:g}; move optimizer.step() after the with block"
+                f"{float(self.grads.scale):g}; move optimizer.step() after the with block"
             )
-        first = self.skips.steps == 0
-        if first:
-            self.check_shards()
-        self.skips.steps += 1
-        several = several_processes()
-        self._on_step(self, several)
-        self.last_step_ran = True
-        self.collect()
-        if self._delayed is not None:
-            self.finish_delayed()
-        params = self.params()
-        self.take_in_joined(params)
-        if several:
-            self._look_again(params)
-        if first and self._last is None and not self.pending:
-            warn_of_unscaled_shards(self.name, params)
+        self._prepare_step()
         closure = args[0] if args else kwargs.get("closure")
         try:
             if callable(closure):
                 self.skips.last = False
-                return (self.step_closure or StepGuard._step_with_closure)(self, closure, original, args, kwargs)
-            return self._step_by_verdicts(params, original, args, kwargs)
+                result = _step_with_closure(self, closure, original, args, kwargs)
+            else:
+                result = self._step_by_checks(original, args, kwargs)
         finally:
-            # Ranks without a block or pass until the next step have to hear of those that have one.
-            self._agreed = False
-            self._params_changed()
+            self.checks.step_ended()
+            self.params_changed()
+        self.owner.step_ended(self)
+        return result
 
-    def _step_by_verdicts(
-        self, params: Sequence[torch.Tensor], original: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
-        found = None if self.pending else self._repeated.again()
-        if isinstance(found, Verdict):
+    def _step_by_checks(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        known = None if self.checks.pending else self._repeated.again()
+        if isinstance(known, OverflowCheck):
             self._repeated.warn(self.name)
-            return self.skip(found)
-        flag = self._settle_later() if found is None else found
+            return self.skip(known)
+        flag = self._flag_for_device() if known is None else known
         if flag is not None:
-            self._repeated.remember(flag, params)
-            with self._handed(flag):
+            self._repeated.remember(flag, self.grads.params())
+            with self._found_inf(flag):
                 return self._call(original, args, kwargs)
-        blamed = self.settle()
-        self._repeated.remember(blamed, params)
-        return self.skip(blamed) if blamed is not None else self.take(original, args, kwargs)
+        blamed = self.checks.settle()
+        self._repeated.remember(blamed, self.grads.params())
+        return self.take(original, args, kwargs) if blamed is None else self.skip(blamed)
 
-    def _params_changed(self) -> None:
+    def _prepare_step(self) -> None:
+        first = self.skips.steps == 0
+        if first:
+            self.refuse_replaced_params()
+        self.skips.steps += 1
+        self.owner.step_begins(self)
+        self.last_step_ran = True
+        self.grads.collect()
+        self.checks.finish_delayed()
+        self.checks.unscale_added_params()
+        if several_processes():
+            self.checks.look_again()
+        if first and self.checks.last is None and not self.checks.pending:
+            warn_of_unscaled_shards(self.name, self.grads.params())
+
+    def begin_step_from_hook(self, closure: Any) -> Callable[[], Any] | None:
+        """Check a step that went past this guard and cannot be skipped any more. Returns its closure, guarded.
+
+        Raises:
+            UsageError: The step is to be skipped.
+        """
+        self._prepare_step()
+        blamed = self.checks.settle()
+        if blamed is not None and not blamed.cleared:
+            raise UsageError(
+                f"this step of {self.name} goes past optimizer.step, and its gradients overflowed; "
+                "call optimizer.step(), not the class's function or a method bound before the first scale_loss"
+            )
+        self._begin_masters_step()
+        return guarded_closure(self, closure) if callable(closure) else None
+
+    def end_step_from_hook(self) -> None:
+        """Take note that a step that went past this guard has ended."""
+        self.skips.last = False
+        self.skips.count(False)
+        self.checks.step_ended()
+        self.params_changed()
+        self.owner.step_ended(self)
+
+    def params_changed(self) -> None:
         """Bring up to date what follows from the parameters, which a step may have changed."""
-        casts = self._casts()
+        casts = self.owner.casts
         if casts is not None:
             casts.cache.clear()
         # An optimizer that skipped by itself left the masters as they were, and so are the halves after this.
         if self.masters is not None and self.last_step_ran:
             self.masters.copy_down()
 
-    def _look_again(self, params: Sequence[torch.Tensor]) -> None:
-        """Look at the gradients as they are now where other ranks have a part in them: inf may have come from there.
-
-        Where all ranks see the same after the reduction that is all. Else they agree, once for all that was found.
-        """
-        together = self._agreements.among(params, self._asked())
-        if together is None and self.pending:
-            last = self.pending[-1]
-            if (now := self._found_now(params)) is not None:
-                self.pending.append(Verdict(last.scaler, last.scale, now))
-        elif together is not None and not self._agreed and self._may_be_scaled():
-            self._agree(together)
-
-    def _found_now(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """Look for inf and nan in all gradients as they are now; None where the last verdict has seen all of that."""
-        looked = self._looked
-        if looked is not None and looked.still_holds(lambda: gradients_of(params)):
-            return None
-        return non_finite_now(params, self._usual_now)
-
-    def _may_be_scaled(self) -> bool:
-        """Tell whether a loss was scaled: here, or on another rank where this one has scaled none yet."""
-        scaler = self._scaler()
-        return self._last is not None or (scaler is not None and scaler.checks)
-
-    def _last_scale(self) -> tuple[LossScaler, Scale]:
-        if self._last is not None:
-            return self._last
-        scaler: Any = self._scaler()
-        return scaler, scaler.loss_scale
-
-    def agreed_norm(self, norm_type: float) -> torch.Tensor:
-        """Return the p-th power of the norm of the gradients of all ranks; for ``inf`` the norm itself.
-
-        Where ranks agree on a step they do so by the same collective, and the step needs no other.
-        """
-        self.collect()
-        self.finish_delayed()
-        self.take_in_joined()
-        settle_partial(self.params(), halves_alone=False)
-        together = self.together
-        norm = self._own_norm(together, norm_type)
-        return norm if together is None else self._agree(together, norm, largest=norm_type == math.inf).norm
-
-    def clip(self, norm: torch.Tensor, max_norm: float) -> None:
-        """Clip the gradients of which `agreed_norm` was asked last; see `clip_`."""
-        clip_(self.params(), norm, max_norm)
-
-    def _agree(
-        self, together: Together, norm: torch.Tensor | None = None, *, largest: bool = False, hopeless: bool = False
-    ) -> Ballot:
-        """Let all ranks know what each of them found, by one collective. Scalers are not told yet."""
-        params = self.params()
-        settle_partial(params, halves_alone=True)
-        own = self.pending
-        found = [
-            verdict.found if verdict.overflowed is None else [torch.full((1,), float(verdict.overflowed))]
-            for verdict in own
-        ]
-        # The block looked at them already. That can stand for this only where nothing was exchanged since: a reduction
-        # by the program itself may have come, and torch's collectives do not count as writes (`Tensor._version`).
-        now = self._found_now(params) or []
-        ballot = Ballot(found, now, votes=bool(own), norm=norm, hopeless=hopeless).cast(together, largest=largest)
-        self._agreed = True
-        self.pending = [AgreedVerdict(verdict, ballot.verdict(place)) for place, verdict in enumerate(own)]
-        if own or ballot.has_voters():
-            self.pending.append(Verdict(*self._last_scale(), [ballot.now]))
-        return ballot
-
-    def _settle_later(self) -> torch.Tensor | None:
-        """Settle the pending verdicts on their device and return the flag; None where they are to be read."""
-        verdicts, optimizer = self.pending, self._optimizer()
-        if not verdicts or self._abandoned or not getattr(optimizer, "_step_supports_amp_scaling", False):
-            return None
-        if not self._takes_flags() or self._wants_flags():
-            return None
-        if may_compress():
-            # What a compression remembers is dropped at the same step by all ranks, which have to know of it.
-            return None
-        scaler, scale = verdicts[0].scaler, verdicts[0].scale
-        self.skips.wait_by(scaler.late)
-        flag = settle_on_device(verdicts, functools.partial(self.skips.tell, scaler, number_of(scale)))
-        if flag is not None:
-            self.pending = []
-            if (known := self.skips.news()) and self._gives_up(known):
-                raise self._too_many_skips(scaler)
-        return flag
-
-    def _takes_flags(self) -> bool:
-        """Tell whether a step that says it takes the flag of an overflow on its device then changes nothing.
+    def _flag_for_device(self) -> Tensor | None:
+        """Return the flag of an overflow that the optimizer takes on its device; None where checks are to be read.
 
         The convention is that of `torch.amp.GradScaler`. Not where the step has hooks, which would run in a skipped one
         too, nor where the program has given a flag itself.
         """
-        optimizer: Any = self._optimizer()
-        return (
-            self._honours_flags
-            and getattr(optimizer, "found_inf", None) is None
-            and not getattr(optimizer, "_optimizer_step_pre_hooks", None)
-            and not getattr(optimizer, "_optimizer_step_post_hooks", None)
-        )
+        optimizer = self.optimizer
+        if (
+            not getattr(optimizer, "_step_supports_amp_scaling", False)
+            or not _supports_found_inf(type(optimizer))
+            or getattr(optimizer, "found_inf", None) is not None
+            or getattr(optimizer, "_optimizer_step_pre_hooks", None)
+            or getattr(optimizer, "_optimizer_step_post_hooks", None)
+            # What a compression remembers is dropped at the same step by all ranks, which have to know of it.
+            or may_compress()
+        ):
+            return None
+        scaler = self.checks.pending[0].scaler if self.checks.pending else None
+        flag = self.checks.settle_on_device(self.skips)
+        if flag is not None and scaler is not None and (known := self.skips.news()) and self._gives_up(known):
+            raise self._too_many_skips(scaler)
+        return flag
 
     @contextlib.contextmanager
-    def _handed(self, flag: torch.Tensor) -> Iterator[None]:
+    def _found_inf(self, flag: Tensor) -> Iterator[None]:
         """Let the optimizer have the flag of an overflow as ``found_inf``, where it looks for it."""
-        optimizer: Any = self._optimizer()
+        optimizer = self.optimizer
         optimizer.found_inf = flag
         try:
             yield
         finally:
             del optimizer.found_inf
-
-    def settle(self) -> Verdict | None:
-        """Read the pending verdicts, tell the scalers, and return the verdict to blame, if any."""
-        pending, self.pending = self.pending, []
-        if not self._abandoned:
-            return settle_verdicts(pending)
-        # All at once, since each read waits for the device.
-        read_verdicts([*pending, *self._abandoned])
-        blamed = settle_verdicts(pending)
-        self._settle_abandoned()
-        return blamed
 
     def take(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Let the optimizer step, with casts off."""
@@ -626,38 +764,38 @@ class StepGuard:
     def _call(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before, self.stepping = self.stepping, True
         try:
-            if self.masters is not None:
-                asked = self._asked()
-                self.masters.begin_step(local=asked is not None and asked.replicas == 1)
-            casts = self._casts()
-            if casts is not None:
-                original = casts.local.with_casts_off(original)
-            return original(*args, **kwargs)
+            self._begin_masters_step()
+            casts = self.owner.casts
+            return (original if casts is None else casts.local.with_casts_off(original))(*args, **kwargs)
         finally:
             self.stepping = before
 
-    def skip(self, blamed: Verdict) -> None:
-        """Count a step that is not taken.
+    def _begin_masters_step(self) -> None:
+        if self.masters is not None:
+            asked = self.owner.asked_group(self)
+            self.masters.begin_step(local=asked is not None and asked.replicas == 1)
+
+    def skip(self, blamed: OverflowCheck) -> Any:
+        """Count a skipped step.
 
         Raises:
             NonFiniteGradientsError: There were too many in a row.
         """
         self.last_step_ran = False
-        optimizer: Any = self._optimizer()
         # A step was due and came: LR schedulers look at this before they complain about the order of calls.
-        optimizer._opt_called = True
-        self.skips.count(True, blamed.scaler, blamed.scale)
+        self.optimizer._opt_called = True
+        begin_compression_anew()
+        self.skips.count(True, blamed.scaler, float(blamed.scale))
         if self._gives_up(self.skips.in_a_row):
             raise self._too_many_skips(blamed.scaler, blamed.cleared)
 
     def _gives_up(self, in_a_row: int) -> bool:
         return in_a_row >= self.max_consecutive_skips or self.skips.at_lowest >= _patience(self.max_consecutive_skips)
 
-    def _too_many_skips(self, scaler: LossScaler, cleared: Sequence[torch.Tensor] = ()) -> NonFiniteGradientsError:
-        optimizer: Any = self._optimizer()
+    def _too_many_skips(self, scaler: LossScaler, cleared: Sequence[Tensor] = ()) -> NonFiniteGradientsError:
         known = {id(param) for param in cleared}
-        named = [(name, param.grad) for name, param in named_params(optimizer) if param.grad is not None]
-        found = [name for name, param in named_params(optimizer) if id(param) in known] or non_finite(named)
+        named = [(name, param.grad) for name, param in named_params(self.optimizer) if param.grad is not None]
+        found = [name for name, param in named_params(self.optimizer) if id(param) in known] or non_finite(named)
         explained = self.skips.explanation
         limit = f"max_consecutive_skips={self.max_consecutive_skips} is the limit"
         lowest = ""
@@ -672,99 +810,131 @@ class StepGuard:
             overflow=explained,
         )
 
-    def _step_with_closure(
-        self, closure: Callable[[], Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Step an optimizer that evaluates the loss itself, once (SGD) or many times (LBFGS).
 
-        The closure is called when the optimizer calls it, since some move the parameters first (SAM). Where none has
-        moved and no lower scale helps, the step is given up from within the first evaluation.
-        """
-        blamed = self.settle()
-        if blamed is not None:
-            return self.skip(blamed)
-        later, versions, begun = self.guarded_closure(closure), versions_of(self.params()), False
-
-        def evaluate() -> Any:
-            nonlocal begun
-            first, begun = not begun and versions == versions_of(self.params()), True
-            if not first:
-                return later()
-            self._params_changed()
-            loss, blamed = self.evaluate(closure)
-            if blamed is not None:
-                raise GivenUp(loss, blamed)
-            return loss
-
-        return self.take_with(evaluate, original, args, kwargs)
-
-    def take_with(
-        self, closure: Callable[[], Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Let the optimizer step with another closure, which may raise `GivenUp`: then this is a skip."""
-        state: Any = getattr(self._optimizer(), "state", None)
-        known = set(state) if isinstance(state, Mapping) else None
-        try:
-            if args:
-                return self.take(original, (closure, *args[1:]), kwargs)
-            return self.take(original, (), {**kwargs, "closure": closure})
-        except GivenUp as given_up:
-            for key in [] if known is None else [key for key in state if key not in known]:
-                del state[key]
-            self.skip(given_up.blamed)
-            return given_up.loss
-
-    def call(self, closure: Callable[[], Any]) -> Any:
-        """Call a closure as outside of a step."""
-        casts = self._casts()
-        with contextlib.nullcontext() if casts is None else casts.evaluating(), torch.enable_grad():
-            return closure()
-
-    def evaluate(self, closure: Callable[[], Any], attempts: int | None = None) -> tuple[Any, Verdict | None]:
-        """Evaluate a closure, at lower scales if it overflows. Returns its loss, and the verdict left to blame."""
-        had_gradients = self.has_gradients()
-        for attempt in range(attempts or _MAX_EVALUATIONS):
-            if attempt and not had_gradients:
-                # The closure may leave zero_grad() to the lines before the step: give it what it found at first.
-                for param in self.params():
-                    param.grad = None
-            loss = self.call(closure)
-            self.collect()
-            self.finish_delayed()
-            hopeless = not _is_finite(loss)
-            if (together := self.together) is not None:
-                hopeless = self._agree(together, hopeless=hopeless).is_hopeless()
-            elif several_processes():
-                self._look_again(self.params())
-            # The pass may have had a lower scale than its scaler, so that is what tells whether there is a lower one.
-            scales = [(verdict.scaler, verdict.scaler.loss_scale) for verdict in self.pending]
-            blamed = self.settle()
-            can_lower = any(scaler.loss_scale < before for scaler, before in scales)
-            # A lower scale helps against large gradients, not against a loss that is inf already.
-            if blamed is None or not can_lower or hopeless:
-                break
-        return loss, blamed
+# -- closures --
 
 
-class GivenUp(BaseException):
+class _GivenUp(BaseException):
     """Leaves an optimizer's step from within its closure."""
 
-    def __init__(self, loss: Any, blamed: Verdict) -> None:
+    def __init__(self, loss: Any, blamed: OverflowCheck) -> None:
         super().__init__()
         self.loss = loss
         self.blamed = blamed
 
 
-def _skipped(on_skip: Callable[[], None]) -> None:
-    begin_compression_anew()
-    on_skip()
+def _step_with_closure(
+    guard: StepGuard,
+    closure: Callable[[], Any],
+    original: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Step an optimizer that evaluates the loss itself. Returns what the step returns.
+
+    Raises:
+        NonFiniteGradientsError: Gradients overflow at all scales with the parameters moved.
+    """
+    blamed = guard.checks.settle()
+    if blamed is not None:
+        guard.skip(blamed)
+        return None if guard.repeats_closure else _call_closure(guard, closure)
+    versions, begun = _versions_of(guard.grads.params()), False
+
+    def evaluate() -> Any:
+        nonlocal begun
+        first, begun = not begun and versions == _versions_of(guard.grads.params()), True
+        guard.params_changed()
+        loss, blamed = _evaluate(guard, closure, 1 if first and not guard.repeats_closure else _MAX_EVALUATIONS)
+        if blamed is None:
+            return loss
+        if first:
+            raise _GivenUp(loss, blamed)
+        raise _hopeless(guard, blamed)
+
+    state: Any = getattr(guard.optimizer, "state", None)
+    known = set(state) if isinstance(state, Mapping) else None
+    try:
+        if args:
+            return guard.take(original, (evaluate, *args[1:]), kwargs)
+        return guard.take(original, (), {**kwargs, "closure": evaluate})
+    except _GivenUp as given_up:
+        for key in [] if known is None else [key for key in state if key not in known]:
+            del state[key]
+        guard.skip(given_up.blamed)
+        return given_up.loss
 
 
-def _is_of(verdict: Verdict, own: Verdict) -> bool:
-    """Tell whether a verdict is this one, or what all ranks made of it."""
-    while isinstance(verdict, AgreedVerdict):
-        verdict = verdict.of
-    return verdict is own
+def guarded_closure(guard: StepGuard, closure: Callable[[], Any]) -> Callable[[], Any]:
+    """Return what an optimizer may call within its step: ``closure``, at lower scales until nothing overflows.
+
+    Raises:
+        NonFiniteGradientsError: When called: no lower scale helps.
+    """
+
+    def evaluate() -> Any:
+        guard.params_changed()
+        loss, blamed = _evaluate(guard, closure, _MAX_EVALUATIONS)
+        if blamed is not None:
+            raise _hopeless(guard, blamed)
+        return loss
+
+    return evaluate
+
+
+def _hopeless(guard: StepGuard, blamed: OverflowCheck) -> NonFiniteGradientsError:
+    scale = float(blamed.scale)
+    return NonFiniteGradientsError(
+        f"gradients overflowed at loss scale {scale:g} when {guard.name} called its closure in the middle "
+        "of a step, and a lower scale is not to be had or does not help: the parameters are at an intermediate point. "
+        "Load the last checkpoint; train with a lower static loss scale, bf16 or fp32"
+    )
+
+
+def _call_closure(guard: StepGuard, closure: Callable[[], Any]) -> Any:
+    """Call a closure as outside of a step."""
+    casts = guard.owner.casts
+    with contextlib.nullcontext() if casts is None else casts.evaluating(), torch.enable_grad():
+        return closure()
+
+
+def _evaluate(guard: StepGuard, closure: Callable[[], Any], attempts: int) -> tuple[Any, OverflowCheck | None]:
+    """Evaluate a closure, at lower scales if it overflows. Returns its loss, and the check left to blame."""
+    grads, checks = guard.grads, guard.checks
+    had_gradients = grads.has_any()
+    for attempt in range(attempts):
+        if attempt and not had_gradients:
+            # The closure may leave zero_grad() to the lines before the step: give it what it found at first.
+            for param in grads.params():
+                param.grad = None
+        loss = _call_closure(guard, closure)
+        grads.collect()
+        checks.finish_delayed()
+        is_hopeless = not _is_finite(loss)
+        if (group := checks.group) is not None:
+            is_hopeless = checks.agree(group, is_hopeless=is_hopeless).is_hopeless()
+        elif several_processes():
+            checks.look_again()
+        # A pass may have had a lower scale than its scaler, which tells whether there is a lower one.
+        scales = {id(check.scaler): check.scaler.loss_scale for check in checks.pending}
+        blamed = checks.settle()
+        # A lower scale helps against large gradients, not against a loss that is inf already.
+        if blamed is None or is_hopeless or blamed.scaler.loss_scale >= scales[id(blamed.scaler)]:
+            break
+    return loss, blamed
+
+
+def _is_finite(loss: Any) -> bool:
+    if isinstance(loss, Tensor):
+        return bool(loss.detach().isfinite().all())
+    return not isinstance(loss, float) or math.isfinite(loss)
+
+
+def _versions_of(params: Iterable[Tensor]) -> list[int | None]:
+    return [version_of(param) for param in params]
+
+
+# -- settings --
 
 
 def _patience(max_consecutive_skips: int) -> int:
@@ -775,17 +945,7 @@ def _patience(max_consecutive_skips: int) -> int:
     return -(-max_consecutive_skips // 5)
 
 
-def gradients_of(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the gradients that are there, in the order of their parameters."""
-    return [grad for param in params if (grad := param.grad) is not None]
-
-
-def versions_of(params: Iterable[torch.Tensor]) -> list[int | None]:
-    """Return the version of each tensor; see `version_of`."""
-    return [version_of(param) for param in params]
-
-
-def _honours_flags(kind: type[Any]) -> bool:
+def _supports_found_inf(kind: type[Any]) -> bool:
     """Tell whether a class that says it takes the flag of an overflow changes nothing in a step where that is set.
 
     Not one that wants a whole `GradScaler`, by an older convention. Nor a subclass with a step of its own that inherits
@@ -813,9 +973,3 @@ def _parameters(function: Callable[..., Any]) -> Iterable[str]:
 
 def _is_torchs(module: str) -> bool:
     return module.startswith("torch.optim.")
-
-
-def _is_finite(loss: Any) -> bool:
-    if isinstance(loss, torch.Tensor):
-        return bool(loss.detach().isfinite().all())
-    return not isinstance(loss, float) or math.isfinite(loss)

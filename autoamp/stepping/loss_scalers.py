@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from autoamp.errors import CheckpointError, UsageError
-from autoamp.scaling import LossScaler, is_count
+from autoamp.scaling import DynamicLossScaler, LossScaler, is_count
 from autoamp.stepping.skips import Skips
 
 __all__ = ["LossScalers", "OwnScalers", "listed"]
@@ -90,7 +90,7 @@ class LossScalers:
     def catch_up(self) -> None:
         """Let all scalers hear of what became of the last steps. Waits for the device where that alone knows."""
         for scaler in self.all:
-            scaler.late.catch_up()
+            scaler.unread.catch_up()
 
     # -- losses that stay as they are --
 
@@ -125,8 +125,11 @@ class LossScalers:
         return own
 
     def forget_own(self, optimizer: Any) -> bool:
-        """Forget that an optimizer has its own scalers. Returns whether it had any."""
-        return self._own.pop(optimizer, None) is not None
+        """Take an optimizer's own scalers and its ``scale_loss`` back. Returns whether it had any."""
+        if self._own.pop(optimizer, None) is None:
+            return False
+        vars(optimizer).pop("scale_loss", None)
+        return True
 
     @property
     def has_own(self) -> bool:
@@ -138,6 +141,11 @@ class LossScalers:
         return list(self._own)
 
     # -- checkpoints --
+
+    @property
+    def has_dynamic(self) -> bool:
+        """Whether a scaler has a scale that moves, so that a resumed run has to know it."""
+        return any(isinstance(scaler, DynamicLossScaler) for scaler in self.all)
 
     def state_dict(self, skipped_steps: int) -> dict[str, Any]:
         """Return the scalers' state, ``loss_scaler0`` and so on, with the number of skips as ``skipped_steps``.

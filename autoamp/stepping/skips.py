@@ -7,16 +7,16 @@ skip. Whoever asks waits for the device.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, SupportsFloat
 
 from torch import Tensor
 
-from autoamp.scaling import LateFlags, LossScaler, Number, Scale
+from autoamp.scaling import LossScaler, UnreadFlags
 
-__all__ = ["Rehearsing", "Skips", "StepWatch"]
+__all__ = ["OwnSteps", "Rehearsing", "Skips", "StepCounts", "StepWatch"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,14 +45,15 @@ class StepWatch(Protocol):
         """
 
 
-class Watched(Protocol):
-    """Steps of optimizers at which something may look on.
+class SkipOwner(Protocol):
+    """Who hears of skips."""
 
-    Attributes:
-        watch: What does; None where nothing does.
-    """
+    @property
+    def watch(self) -> StepWatch | None:
+        """What looks on at steps, if anything does."""
 
-    watch: StepWatch | None
+    def step_skipped(self) -> None:
+        """Hear of each skip, as soon as it is known."""
 
 
 class Rehearsing(Protocol):
@@ -75,25 +76,25 @@ class Skips:
 
     Args:
         name: Of the optimizer, for the log.
-        on_skip: Called once for each skip, as soon as it is known.
+        owner: Hears of each skip.
 
     Attributes:
         steps: How many times ``step()`` was called, skips included.
         at_lowest: How many skips in a row are known by now that overflowed at the lowest scale that their scaler has.
-        watched: Has what looks on at these steps, if anything does.
+        name: As given.
+        owner: As given; another one may take over.
         explanation: What explains the last skip, as far as anybody looked on.
     """
 
-    def __init__(self, name: str, on_skip: Callable[[], None]) -> None:
+    def __init__(self, name: str, owner: SkipOwner) -> None:
         self.steps = self.at_lowest = 0
-        self.watched: Watched = _NotWatched()
+        self.owner = owner
         self.explanation: Any = None
-        self._name = name
-        self._on_skip = on_skip
+        self.name = name
         self._total = self._in_a_row = 0
         self._last = self._has_news = False
         # Those of the scaler that hears of the last steps later than they are taken.
-        self._late: LateFlags | None = None
+        self._unread: UnreadFlags | None = None
 
     @property
     def total(self) -> int:
@@ -120,67 +121,139 @@ class Skips:
 
     @last.setter
     def last(self, skipped: bool) -> None:
-        if self._late is not None:
-            self._late.catch_up()
+        if self._unread is not None:
+            self._unread.catch_up()
         self._last = skipped
 
     def catch_up(self) -> None:
         """Learn what became of the last steps where that is on the device still; waits for it."""
-        if self._late is not None:
-            self._late.catch_up()
+        if self._unread is not None:
+            self._unread.catch_up()
 
-    def wait_by(self, late: LateFlags) -> None:
+    def wait_by(self, unread: UnreadFlags) -> None:
         """Take note of which flags tell of the next step. Steps are counted in order, so others are waited for."""
-        if self._late is not late:
+        if self._unread is not unread:
             self.catch_up()
-            self._late = late
+            self._unread = unread
 
     def news(self) -> int:
         """Return how many skips in a row are known, if the last of them came to be known since this was asked."""
         has_news, self._has_news = self._has_news, False
         return self._in_a_row if has_news else 0
 
-    def count(self, skipped: bool, scaler: LossScaler | None = None, scale: Scale = 1.0) -> None:
+    def count(self, skipped: bool, scaler: LossScaler | None = None, scale: float = 1.0) -> None:
         """Count a step. Of a skip the scaler is given, and the scale that was too high."""
-        if self._late is not None:
-            self._late.catch_up()
+        self.catch_up()
         self._count(skipped, scaler, scale)
 
-    def tell(self, scaler: LossScaler, scale: Number, skipped: bool) -> None:
+    def tell(self, scaler: LossScaler, scale: float, skipped: bool) -> None:
         """Count a step that was taken earlier."""
         self._has_news = skipped
         self._count(skipped, scaler, scale, late=True)
 
-    def _count(self, skipped: bool, scaler: LossScaler | None, scale: Scale | Number, *, late: bool = False) -> None:
+    def _count(self, skipped: bool, scaler: LossScaler | None, scale: float, *, late: bool = False) -> None:
         self._last = skipped
         self._total += skipped
         self._in_a_row = self._in_a_row + 1 if skipped else 0
-        watch = self.watched.watch
+        watch = self.owner.watch
         if not skipped or scaler is None:
             self.at_lowest = 0
             if watch is not None:
                 watch.step_known(self, skipped, None, None, late)
             return
-        self._on_skip()
-        self.at_lowest = self.at_lowest + 1 if scaler.is_lowest(_value_of(scale)) else 0
+        self.owner.step_skipped()
+        self.at_lowest = self.at_lowest + 1 if scaler.is_lowest(scale) else 0
         if watch is not None:
             # A number that is late by now: the scaler hears of this skip before anybody asks it.
             following = None if late else scaler.loss_scale
-            self.explanation = watch.step_known(self, skipped, _value_of(scale), following, late)
+            self.explanation = watch.step_known(self, skipped, scale, following, late)
         if self._total & (self._total - 1) == 0:
             logger.warning(
-                "%s: step skipped, gradients overflowed at loss scale %s, the next is %g (skipped %d, in a row %d)",
-                self._name, format(scale, "g"), scaler.loss_scale, self._total, self._in_a_row,
+                "%s: step skipped, gradients overflowed at loss scale %g, the next is %g (skipped %d, in a row %d)",
+                self.name, scale, scaler.loss_scale, self._total, self._in_a_row,
             )  # fmt: skip
 
 
-def _value_of(scale: Scale | Number) -> float:
-    """Return a scale as a number, nan where the device has not told of it."""
-    shown = format(scale, ".17g")
-    return math.nan if shown == "unknown" else float(shown)
+@dataclasses.dataclass
+class OwnSteps:
+    """Steps of optimizers that scale their losses themselves, of all together.
+
+    Attributes:
+        scalers: The loss scaler of each optimizer, by what is known of its steps.
+    """
+
+    scalers: dict[Skips, LossScaler] = dataclasses.field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        """How many steps there were, skips included."""
+        return sum(skips.steps for skips in self.scalers)
+
+    @property
+    def skipped(self) -> int:
+        """How many of the steps were skips. Waits for the device where only that knows."""
+        return sum(skips.total for skips in self.scalers)
+
+    @property
+    def losses(self) -> list[LossScaler]:
+        """The loss scalers, each once."""
+        return list(dict.fromkeys(self.scalers.values()))
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale of the last optimizer. Waits as `skipped` does."""
+        for skips in self.scalers:
+            # Scalers hear of skips no earlier than somebody asks.
+            skips.catch_up()
+        return list(self.scalers.values())[-1].loss_scale
 
 
-class _NotWatched:
-    """Stands for steps at which nothing looks on."""
+class StepCounts:
+    """How many steps the optimizers of a handle took, of all together.
 
-    watch: StepWatch | None = None
+    Args:
+        scalers: All loss scalers, which hear of steps late where only the device knows of skips.
+
+    Attributes:
+        steps: Steps of guarded optimizers, skips included.
+        plain: Steps of optimizers whose losses nobody scales.
+        guarded: How many optimizers were ever guarded.
+        own: What the program's own `FP16_Optimizer` did; None where it has none.
+        last: What is known of the optimizer that stepped last.
+    """
+
+    def __init__(self, scalers: Callable[[], Iterable[LossScaler]]) -> None:
+        self.steps = self.plain = self.guarded = 0
+        self.own: OwnSteps | None = None
+        self.last: Skips | None = None
+        self._scalers = scalers
+        self._skipped = 0
+
+    @property
+    def all(self) -> int:
+        """How many steps there were: skips, those of `FP16_Optimizer` and of losses that nobody scales included."""
+        return self.steps + self.plain + (0 if self.own is None else self.own.steps)
+
+    @property
+    def skipped(self) -> int:
+        """How many steps were skipped, of all optimizers together. Waits for the device where only that knows."""
+        self._catch_up()
+        return self._skipped
+
+    def _catch_up(self) -> None:
+        for scaler in self._scalers():
+            scaler.unread.catch_up()
+
+    @property
+    def last_skipped(self) -> bool:
+        """Whether the last step of any optimizer was a skip. Waits as `skipped` does."""
+        return self.last is not None and self.last.last
+
+    def add_skip(self) -> None:
+        """Count a skip."""
+        self._skipped += 1
+
+    def begin_anew(self, skipped: int = 0) -> None:
+        """Count steps from 0 on, and skips from a number on."""
+        self._catch_up()
+        self.steps, self._skipped = 0, skipped

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from autoamp.errors import UsageError, warn_user
 from autoamp.patching import imitate
-from autoamp.scaling import GradientMark, Verdict
+from autoamp.scaling import GradientMark
 
 __all__ = ["BackwardWatch", "ClippingWatch", "RepeatedStep", "VanishingGradients"]
 
@@ -100,16 +100,16 @@ class RepeatedStep:
     """Remembers by which gradients a step was skipped, so that a second one by the same gradients is skipped too."""
 
     def __init__(self) -> None:
-        self._found: Verdict | Tensor | None = None
+        self._found: Any | None = None
         self._mark = GradientMark(())
         self._said = False
 
-    def remember(self, found: Verdict | Tensor | None, params: Iterable[Tensor]) -> None:
+    def remember(self, found: Any | None, params: Iterable[Tensor]) -> None:
         """Take note of what is to blame for a skip, or of the flag on the device that decides on it; else of None."""
         self._found = found
         self._mark = GradientMark(() if found is None else params)
 
-    def again(self) -> Verdict | Tensor | None:
+    def again(self) -> Any | None:
         """Return what was found in the gradients if they are the same as then; None where they are not."""
         return None if self._found is None or self._mark.touched() else self._found
 

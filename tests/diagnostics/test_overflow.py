@@ -32,8 +32,7 @@ from autoamp.diagnostics import (
 )
 from autoamp.errors import NonFiniteGradientsError, UsageError
 from autoamp.runtime import current_handle, current_runtime, runtime_of
-from autoamp.scaling import LateFlags
-from tests.stepping.test_skips import Sent
+from autoamp.scaling import UnreadFlags
 
 
 class Net(nn.Module):
@@ -664,12 +663,12 @@ def test_a_graph_that_is_kept_stays_valid() -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_late_verdicts(kind: Any) -> None:
+def test_flags_that_stay_on_the_device(kind: Any) -> None:
     """A fused optimizer decides by a flag on its device. The first skip is known too late; then flags are read."""
     handle = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale="dynamic", trace_overflow=True)
     assert isinstance(handle, autoamp.Handle)
     scaler = runtime_of(handle).optimizers.scalers[0]
-    scaler.late = LateFlags(Sent, lambda device: True)
+    scaler.unread = UnreadFlags(("cpu",))
     active = [False]
     net = Net(lambda h: squared(h) if active[0] else h)
     optimizer = kind(net.parameters(), lr=0.01, fused=True)
@@ -683,7 +682,7 @@ def test_late_verdicts(kind: Any) -> None:
 
     for fault in (False, True, False):
         step(fault)
-    assert len(scaler.late) == 3
+    assert len(scaler.unread) == 3
     assert handle.last_overflow is None
     assert handle.stats["found_inf"] == [1]
     assert (handle.stats["steps"], handle.stats["skipped"], handle.stats["last_step_skipped"]) == (3, 1, False)
@@ -692,14 +691,14 @@ def test_late_verdicts(kind: Any) -> None:
     assert (found.verdict.watched, found.iteration, found.loss_scale) == (8, None, 65536.0)
     for fault in (False, True):
         step(fault)
-        assert not scaler.late
+        assert len(scaler.unread) == 0
     found = found_in(handle)
     assert isinstance(found.verdict, HalfPrecisionOp)
     assert (found.op, found.iteration, found.location) == ("mul", 4, line_of(squared, "big * big"))
     for _ in range(8):
         step(False)
     # By now nothing is watched any more.
-    assert len(scaler.late) > 0
+    assert len(scaler.unread) > 0
     assert handle.stats["found_inf"] == [2]
 
 
@@ -1042,7 +1041,7 @@ def test_explain(fault: Any, op: str, kind: type, whole: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, net.state_dict().values(), strict=True))
     assert torch.equal(random, torch.get_rng_state())
     assert all(p.grad is None for p in net.parameters())
-    assert runtime_of(handle).optimizers.steps == 0
+    assert runtime_of(handle).optimizers.counts.steps == 0
 
 
 def test_explain_a_loss_exactly() -> None:

@@ -1,4 +1,4 @@
-"""One verdict on any mesh: a step is skipped on all ranks or on none. On four spawned processes, over gloo."""
+"""On any mesh of ranks a step is skipped on all of them or on none. On four spawned processes, over gloo."""
 
 from __future__ import annotations
 

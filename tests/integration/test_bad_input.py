@@ -245,8 +245,9 @@ def test_a_call_equals_the_one_cast_by_hand(name: str, half: torch.dtype, plain:
     if isinstance(got, Exception):
         # Nothing that works in torch fails, and what fails does so as in torch.
         assert isinstance(wanted, Exception), repr(got)
-        assert type(got) in (type(wanted), type(control))
-        assert str(got) in (str(wanted), str(control))
+        if not any(item.is_sparse for item in tensors(args)):
+            assert type(got) in (type(wanted), type(control))
+            assert str(got) in (str(wanted), str(control))
     else:
         # Some kernels do not notice a meta tensor beside one with numbers, and read what is not there.
         values = not any(item.is_meta for item in tensors(args))

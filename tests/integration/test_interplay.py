@@ -268,8 +268,9 @@ def test_nested_tensors(handle: autoamp.Handle, model: nn.Sequential, layout: to
 @pytest.mark.filterwarnings("ignore:Sparse")
 def test_sparse_tensors(handle: autoamp.Handle, x: Tensor) -> None:
     for sparse in (torch.eye(6).to_sparse(), torch.eye(6).to_sparse_csr()):
-        assert torch.equal(torch.mm(sparse, x.T), x.T)
-        assert torch.equal(sparse @ x.T, x.T)
+        # In half precision or in fp32, as the layout has kernels for it.
+        torch.testing.assert_close(torch.mm(sparse, x.T).float(), x.T, atol=0.02, rtol=0.01)
+        torch.testing.assert_close((sparse @ x.T).float(), x.T, atol=0.02, rtol=0.01)
 
 
 def test_distributed_tensors(handle: autoamp.Handle, model: nn.Sequential, x: Tensor, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Gradients are looked through again before a step where anything was exchanged since the first look, and else not.
+"""Inf that a reduction brings into gradients after a block looked at them is seen before the step, on all ranks.
 
 On two processes over gloo. In the fourth step the gradient of rank 0 overflows.
 """
@@ -17,7 +17,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import autoamp
-from autoamp.scaling import gradients
 
 pytestmark = pytest.mark.processes
 
@@ -45,32 +44,26 @@ def reduced_by_messages(model: nn.Module) -> None:
         param.grad.data.add_(other)
 
 
-def told(model: nn.Module) -> None:
-    dist.all_reduce(torch.ones(1))
-
-
 def clipped(model: nn.Module) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 1e9)
 
 
-# The wrapper, what the program does between the block and the step, and looks at gradients in the first step and in
-# each later one, when it is known whether a wrapper reduces all gradients.
-WAYS: dict[str, tuple[Any, Callable[[nn.Module], None], int, int]] = {
-    "DistributedDataParallel": (DistributedDataParallel, nothing, 1, 1),
-    "and another collective": (DistributedDataParallel, told, 2, 2),
-    "and messages": (DistributedDataParallel, reduced_by_messages, 2, 2),
-    "and a write": (DistributedDataParallel, clipped, 2, 1),
-    "by hand": (nn.Sequential, reduced, 2, 2),
-    "by hand, by messages": (nn.Sequential, reduced_by_messages, 2, 2),
-    "fully_shard": (fully_shard, nothing, 1, 1),
-    "O2": (DistributedDataParallel, nothing, 2, 1),
-    "O2 and another collective": (DistributedDataParallel, told, 2, 2),
+# The wrapper, and what the program does between the block and the step.
+WAYS: dict[str, tuple[Any, Callable[[nn.Module], None]]] = {
+    "DistributedDataParallel": (DistributedDataParallel, nothing),
+    "and messages": (DistributedDataParallel, reduced_by_messages),
+    "and a write": (DistributedDataParallel, clipped),
+    "by hand": (nn.Sequential, reduced),
+    "by hand, by messages": (nn.Sequential, reduced_by_messages),
+    "fully_shard": (fully_shard, nothing),
+    "O2": (DistributedDataParallel, nothing),
+    "O2, by hand": (nn.Sequential, reduced),
 }
 
 
 def train(rank: int, name: str) -> list[Any]:
-    """Return for each step whether it was skipped, the scale and the looks at gradients; and the weights at the end."""
-    wrapper, between, *_ = WAYS[name]
+    """Return for each step whether it was skipped and the scale; and the weights at the end."""
+    wrapper, between = WAYS[name]
     torch.manual_seed(0)
     scaler = autoamp.DynamicLossScaler(2.0**10)
     net: Any = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
@@ -85,25 +78,18 @@ def train(rank: int, name: str) -> list[Any]:
         handle = autoamp.init(dtype=torch.float16, device_type="cpu", loss_scale=scaler)
         model = wrapper(net)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-    looks: list[int] = []
-    kernel = gradients.unscale_and_check_
-    gradients.unscale_and_check_ = lambda *args: looks.append(1) or kernel(*args)  # type: ignore[assignment,func-returns-value]
-    try:
-        steps: list[Any] = []
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss = model(torch.full((2, 4), 1.0 + rank)).float().square().sum()
-            loss = loss * (INF if step == BAD_STEP and rank == 0 else 1.0)
-            looks.clear()
-            with handle.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-            between(model)
-            optimizer.step()
-            steps.append((handle.last_step_skipped, handle.loss_scale, len(looks)))
-        return [steps, [getattr(param, "full_tensor", lambda p=param: p)().tolist() for param in model.parameters()]]
-    finally:
-        gradients.unscale_and_check_ = kernel
-        handle.deactivate()
+    steps: list[Any] = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(torch.full((2, 4), 1.0 + rank)).float().square().sum()
+        loss = loss * (INF if step == BAD_STEP and rank == 0 else 1.0)
+        with handle.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        between(model)
+        optimizer.step()
+        steps.append((handle.last_step_skipped, handle.loss_scale))
+    handle.deactivate()
+    return [steps, [getattr(param, "full_tensor", lambda p=param: p)().tolist() for param in model.parameters()]]
 
 
 def rank_of_all(rank: int, folder: str) -> None:
@@ -125,12 +111,5 @@ def test_all_ranks_skip_the_same_steps(ranks: list[Any], name: str) -> None:
     (one, weights), (other, others) = (found[name] for found in ranks)
     assert one == other
     assert weights == others
-    assert [skipped for skipped, _, _ in one] == [step == BAD_STEP for step in range(STEPS)]
-    assert [scale for _, scale, _ in one] == [2.0**10] * BAD_STEP + [2.0**9] * (STEPS - BAD_STEP)
-
-
-@pytest.mark.parametrize("name", WAYS)
-def test_nothing_is_looked_at_again_for_nothing(ranks: list[Any], name: str) -> None:
-    steps, _ = ranks[0][name]
-    *_, first, later = WAYS[name]
-    assert [looks for _, _, looks in steps] == [first] + [later] * (STEPS - 1)
+    assert [skipped for skipped, _ in one] == [step == BAD_STEP for step in range(STEPS)]
+    assert [scale for _, scale in one] == [2.0**10] * BAD_STEP + [2.0**9] * (STEPS - BAD_STEP)

@@ -238,7 +238,7 @@ def test_a_network_that_is_left_off_leaves_the_other_one_on(level: str) -> None:
         assert scaled is loss
     step(g, opt_g, 0)
     step(d, opt_d, 0)
-    assert runtime_of(handle()).optimizers.steps == 1
+    assert runtime_of(handle()).optimizers.counts.steps == 1
     assert d[0](torch.ones(2, 6).half()).dtype is torch.float16
     initialize(d, opt_d, enabled=False)
     assert autoamp.current_handle() is None

@@ -485,7 +485,7 @@ def test_fp16_optimizer_ends_the_casts(handle: Handle) -> None:
     optimizer.backward(model(torch.ones(2, 4)).sum())
     optimizer.step()
     assert model.seen == [torch.float32] * 2
-    own = runtime_of(handle).optimizers.own
+    own = runtime_of(handle).optimizers.counts.own
     assert own is not None
     assert (own.loss_scale, own.steps, own.skipped) == (8.0, 1, 0)
     optimizer.backward(model(torch.full((2, 4), float("inf"))).sum())

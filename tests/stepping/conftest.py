@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoamp.scaling import verdict
-from autoamp.stepping.guard import StepGuard
+from tests.waits import counted_reads
 
 
 @pytest.fixture
@@ -26,28 +25,31 @@ def one_process(tmp_path: Path, collected: Any) -> Iterator[None]:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many found_inf tensors each reading took. A reading is one synchronisation on a device."""
-    calls: list[int] = []
-    read = verdict.found_any
-    monkeypatch.setattr(verdict, "found_any", lambda found: calls.append(len(found)) or read(found))
-    return calls
+    """How many found_inf tensors each reading took. A reading is one synchronization on a device."""
+    return counted_reads(monkeypatch)
+
+
+class _Passes(TorchDispatchMode):
+    """Notes the operators by which gradients are unscaled and scaled."""
+
+    NAMES: ClassVar[dict[str, str]] = {
+        "_amp_foreach_non_finite_check_and_unscale_": "unscale_",
+        "_foreach_mul_": "scale_",
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in self.NAMES:
+            self.calls.append(self.NAMES[name])
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture
-def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The function of every pass over gradients."""
-    calls: list[str] = []
-    for file, name in (("guard", "unscale_"), ("block", "unscale_"), ("block", "scale_")):
-        module = importlib.import_module(f"autoamp.stepping.{file}")
-        real = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *args, real=real, name=name: calls.append(name) or real(*args))
-    plainly = StepGuard.leave_plain_block
-
-    def leave_plain_block(guard: StepGuard, *args: Any) -> bool:
-        done = plainly(guard, *args)
-        # Where it does nothing one of the functions above does.
-        calls.extend(["unscale_"] * done)
-        return done
-
-    monkeypatch.setattr(StepGuard, "leave_plain_block", leave_plain_block)
-    return calls
+def passes() -> Iterator[list[str]]:
+    """The kind of every pass over gradients, as torch's operators are called."""
+    with _Passes() as mode:
+        yield mode.calls

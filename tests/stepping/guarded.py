@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,34 @@ from autoamp.scaling import DynamicLossScaler, LossScaler
 from autoamp.stepping import StepGuard, scaled_block
 
 
-def guard_of(optimizer: Any, **kwargs: Any) -> StepGuard:
-    guard = StepGuard(optimizer, **kwargs)
+class Owner:
+    """A `GuardOwner` of its own: it casts by what it is given, and counts."""
+
+    watch = None
+
+    def __init__(self, casts: Any = None, scalers: Sequence[LossScaler] = ()) -> None:
+        self.casts, self.scalers = casts, list(scalers)
+        self.begun = self.ended = self.skipped = 0
+
+    def step_begins(self, guard: StepGuard) -> None:
+        self.begun += 1
+
+    def step_ended(self, guard: StepGuard) -> None:
+        self.ended += 1
+
+    def step_skipped(self) -> None:
+        self.skipped += 1
+
+    def is_shared(self, guard: StepGuard, tensor: Tensor) -> bool:
+        return False
+
+    def asked_group(self, guard: StepGuard) -> None:
+        return None
+
+
+def guard_of(optimizer: Any, *, casts: Any = None, masters: Any = None, max_consecutive_skips: int = 50) -> StepGuard:
+    guard = StepGuard(optimizer, Owner(casts), masters=masters)
+    guard.max_consecutive_skips = max_consecutive_skips
     guard.install()
     return guard
 
@@ -35,6 +61,7 @@ class Setup:
         self.optimizer = optimizer([self.param], lr=0.5)
         self.guard = guard_of(self.optimizer)
         self.scaler = DynamicLossScaler(1024.0)
+        self.guard.owner.scalers.append(self.scaler)  # type: ignore[attr-defined]
 
     def backward(self, factor: float = 1.0, **kwargs: Any) -> None:
         """Run a block whose loss gives every element the gradient ``factor``."""

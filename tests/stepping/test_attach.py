@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import inspect
 import pickle
@@ -16,7 +15,7 @@ import torch
 from torch.nn import Linear, Parameter
 
 from autoamp.errors import UsageError
-from autoamp.stepping.attach import AttachedStep, InnerSteps, _inner_cell, is_optimizer, named_params, stepped_params
+from autoamp.stepping.attach import AttachedStep, is_optimizer, named_params, stepped_params
 
 
 class Plain:
@@ -178,99 +177,6 @@ class Own(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         return "own", super().step(closure)
-
-
-def noted(calls: list[str]) -> InnerSteps:
-    def instead(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        calls.append(type(args[0]).__name__)
-        return step(*args, **kwargs)
-
-    return InnerSteps(instead)
-
-
-def test_every_way_to_a_step_leads_through_the_inner_one() -> None:
-    calls: list[str] = []
-    optimizer = torch.optim.SGD([Parameter(torch.ones(1))], lr=0.5)
-    function, early = torch.optim.SGD.step, optimizer.step
-    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    steps = noted(calls)
-    assert steps.reach(torch.optim.SGD)
-    assert torch.optim.SGD.step is function
-    for step in (early, optimizer.step, lambda: torch.optim.SGD.step(optimizer), lambda: function(optimizer)):
-        step()
-    assert calls == ["SGD"] * 4
-    steps.restore()
-    steps.restore()
-    for step in (early, optimizer.step):
-        step()
-    assert calls == ["SGD"] * 4
-    assert scheduler.optimizer is optimizer
-
-
-def test_the_steps_of_base_classes_are_reached_too() -> None:
-    calls: list[str] = []
-    optimizer, plain = (cls([Parameter(torch.ones(1))], lr=0.5) for cls in (Own, torch.optim.SGD))
-    steps = noted(calls)
-    assert steps.reach(Own)
-    assert optimizer.step() == ("own", None)
-    torch.optim.SGD.step(optimizer)
-    plain.step()
-    assert calls == ["Own", "Own", "Own", "SGD"]
-    steps.restore()
-
-
-def test_a_step_is_reached_from_its_hooks() -> None:
-    calls: list[str] = []
-    steps = noted(calls)
-    optimizer = Own([Parameter(torch.ones(1))], lr=0.5)
-    cell = _inner_cell(Own.step)
-    inner = cell.cell_contents
-    optimizer.register_step_pre_hook(lambda *_: None if steps.reach(Own) else ((), {}))
-    optimizer.step()
-    assert calls[0] == "Own"
-    steps.restore()
-    assert cell.cell_contents is inner
-
-
-def test_what_others_put_around_an_inner_step_stays_and_passes_through() -> None:
-    calls: list[str] = []
-    optimizer = Own([Parameter(torch.ones(1))], lr=0.5)
-    cell = _inner_cell(Own.step)
-    inner = cell.cell_contents
-    first, second = noted(calls), noted(calls)
-    first.reach(Own)
-    second.reach(Own)
-    first.restore()
-    calls.clear()
-    optimizer.step()
-    assert calls == ["Own", "Own"]
-    second.restore()
-    calls.clear()
-    assert optimizer.step() == ("own", None)
-    assert calls == []
-    cell.cell_contents = inner
-
-
-@pytest.mark.parametrize("cls", [Plain, torch.optim.Optimizer, int])
-def test_what_torch_does_not_hook_is_not_reached(cls: type) -> None:
-    assert not noted([]).reach(cls)
-
-
-def test_a_step_under_a_wrapper_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    optimizer = Own([Parameter(torch.ones(1))], lr=0.5)
-    hooked = Own.step
-
-    @functools.wraps(hooked)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return hooked(*args, **kwargs)
-
-    monkeypatch.setattr(Own, "step", wrapper)
-    steps = noted(calls)
-    assert steps.reach(Own)
-    optimizer.step()
-    assert calls[0] == "Own"
-    steps.restore()
 
 
 class Net(torch.nn.Module):

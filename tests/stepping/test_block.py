@@ -33,9 +33,9 @@ def test_inside_the_block_gradients_have_the_scale() -> None:
         assert scaled.item() == 2048.0
         scaled.backward()
         assert setup.grad == [1024.0, 1024.0]
-        assert setup.guard.grads_scale == 1024.0
+        assert setup.guard.grads.scale == 1024.0
     assert setup.grad == [1.0, 1.0]
-    assert setup.guard.grads_scale == 1.0
+    assert setup.guard.grads.scale == 1.0
 
 
 def test_without_checks_there_is_no_pass(reads: list[int], passes: list[str]) -> None:
@@ -163,8 +163,8 @@ def test_after_an_exception_gradients_hold_true_values(delay: bool) -> None:
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert setup.grad == [3.0, 3.0]
-    assert (setup.guard.grads_scale, setup.guard.in_block) == (1.0, False)
-    assert len(setup.guard.pending) == 2
+    assert (setup.guard.grads.scale, setup.guard.in_block) == (1.0, False)
+    assert len(setup.guard.checks.pending) == 2
     setup.optimizer.step()
     assert setup.scaler.unskipped == 1
 
@@ -173,7 +173,7 @@ def test_after_an_exception_in_the_first_block_nothing_is_pending() -> None:
     setup = Setup()
     with pytest.raises(ZeroDivisionError), scale_loss(setup.param.sum(), setup.guard, setup.scaler):
         raise ZeroDivisionError
-    assert setup.guard.pending == []
+    assert setup.guard.checks.pending == []
     setup.backward()
     setup.optimizer.step()
     assert setup.param.tolist() == [0.5, 0.5]
@@ -324,7 +324,7 @@ def test_a_shared_window_counts_once() -> None:
 def test_one_guard_given_twice_is_one() -> None:
     pair = Pair()
     pair.backward([pair.guards[0], pair.guards[0]], [1.0, 1.0, 1.0])
-    assert len(pair.guards[0].pending) == 1
+    assert len(pair.guards[0].checks.pending) == 1
 
 
 # -- no gradients --
@@ -338,7 +338,7 @@ def test_a_loss_of_other_parameters_warns() -> None:
     ):
         (torch.ones(1, requires_grad=True) * scale).backward()
     assert caught[0].filename == __file__
-    assert setup.guard.pending == []
+    assert setup.guard.checks.pending == []
     setup.optimizer.step()
     assert setup.scaler.unskipped == 0
 

@@ -66,7 +66,7 @@ def test_a_closure_is_called_once_a_step(handle: autoamp.Handle, given: str) -> 
         )
     assert program.calls == 3
     assert [float(loss) for loss in losses] == [0.5, 0.375, 0.25]
-    assert (runtime_of(handle).optimizers.steps, handle.skipped_steps) == (3, 0)
+    assert (runtime_of(handle).optimizers.counts.steps, handle.skipped_steps) == (3, 0)
 
 
 def test_an_overflow_ends_the_step_with_nothing_moved(handle: autoamp.Handle) -> None:
@@ -81,7 +81,7 @@ def test_an_overflow_ends_the_step_with_nothing_moved(handle: autoamp.Handle) ->
     assert all(torch.equal(optimizer.state[program.param][name], value) for name, value in state.items())
     assert program.param.grad is not None
     assert float(program.param.grad) == 0.0
-    assert (runtime_of(handle).optimizers.steps, handle.skipped_steps, handle.last_step_skipped) == (2, 1, True)
+    assert (runtime_of(handle).optimizers.counts.steps, handle.skipped_steps, handle.last_step_skipped) == (2, 1, True)
     assert handle.loss_scale == 2.0**15
     optimizer.step(program.closure)
     assert program.calls == 3

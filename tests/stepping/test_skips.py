@@ -8,48 +8,33 @@ import math
 import pytest
 import torch
 
-from autoamp.scaling import DynamicLossScaler, LateFlags, Number, StaticLossScaler
+from autoamp.scaling import DynamicLossScaler, StaticLossScaler, UnreadFlags
 from autoamp.stepping import Skips
-from tests.stepping.guarded import Setup
-
-
-class Sent:
-    """Flags on their way, which arrive when they are asked for."""
-
-    def __init__(self, flags: object) -> None:
-        self._flags = flags
-
-    def arrived(self) -> bool:
-        return False
-
-    def flags(self) -> list[bool]:
-        return [bool(flag) for flag in self._flags]  # type: ignore[attr-defined]
+from tests.stepping.guarded import Owner, Setup
 
 
 def test_steps_that_are_heard_of_later_are_waited_for_and_counted_in_order() -> None:
-    called: list[bool] = []
-    skips, scaler = Skips("SGD", lambda: called.append(True)), StaticLossScaler(4.0)
-    late = LateFlags(Sent, lambda device: True)
-    skips.wait_by(late)
-    late.add(torch.ones(1), lambda found: skips.tell(scaler, Number(4.0), found))
-    assert (skips.news(), called) == (0, [])
+    owner = Owner()
+    skips, scaler = Skips("SGD", owner), StaticLossScaler(4.0)
+    unread = UnreadFlags(("cpu",))
+    skips.wait_by(unread)
+    unread.add(torch.ones(1), lambda found: skips.tell(scaler, 4.0, found))
+    assert (skips.news(), owner.skipped) == (0, 0)
     skips.count(True, scaler, 4.0)
-    assert (skips.total, skips.in_a_row, skips.last, called) == (2, 2, True, [True, True])
+    assert (skips.total, skips.in_a_row, skips.last, owner.skipped) == (2, 2, True, 2)
     assert (skips.news(), skips.news()) == (2, 0)
     skips.count(False)
     assert (skips.total, skips.in_a_row, skips.last) == (2, 0, False)
 
 
 def test_skips_at_the_lowest_scale_are_counted_in_a_row() -> None:
-    skips, scaler = Skips("SGD", lambda: None), DynamicLossScaler(4.0, min_loss_scale=2.0)
+    skips, scaler = Skips("SGD", Owner()), DynamicLossScaler(4.0, min_loss_scale=2.0)
     for scale, count in ((4.0, 0), (2.0, 1), (2.0, 2), (4.0, 0), (2.0, 1)):
         skips.count(True, scaler, scale)
         assert skips.at_lowest == count
-    # As where the device alone knew the scale.
-    skips.tell(scaler, Number(2.0), True)
+    # As where only the device knew of it.
+    skips.tell(scaler, 2.0, True)
     assert skips.at_lowest == 2
-    skips.tell(scaler, Number(), True)
-    assert skips.at_lowest == 0
     skips.count(True, scaler, 2.0)
     skips.count(False)
     assert skips.at_lowest == 0

@@ -17,8 +17,8 @@ from autoamp.casting import CastCache
 from autoamp.compat.amp.properties import Properties
 from autoamp.errors import UsageError
 from autoamp.runtime import Handle, active_handle, current_runtime
-from autoamp.scaling import DynamicLossScaler, LossScaler, Verdict, read_verdicts
-from autoamp.stepping import MasterWeights, StepGuard, scaled_block
+from autoamp.scaling import DynamicLossScaler, LossScaler
+from autoamp.stepping import MasterWeights, OverflowCheck, StepGuard, read_checks, scaled_block
 
 __all__ = ["AmpHandle", "AmpStash", "AmpState", "NoOpHandle", "ScalerView", "amp_handle", "amp_state"]
 
@@ -106,7 +106,7 @@ class ScalerView:
     def _has_overflow(self) -> bool:
         handle, pending = active_handle(), self._pending()
         if pending:
-            return any(verdict.overflowed for verdict in pending)
+            return any(check.overflowed for check in pending)
         return handle is not None and handle.last_step_skipped
 
     def clear_overflow_state(self) -> None:
@@ -120,23 +120,23 @@ class ScalerView:
         For programs that check gradients themselves, between `scale_loss` and ``optimizer.step()``: an overflow that
         they put into ``_overflow_buf`` counts too. Elsewhere the scale moves at the step, and need not be asked to.
         """
-        pending = [verdict for verdict in self._pending() if not verdict.counted]
+        pending = [check for check in self._pending() if check.told.overflowed is None]
         noted = self._buffer is not None and bool(self._buffer.any())
         if not pending and not noted:
             return self._has_overflow
-        overflow = noted or any(verdict.overflowed for verdict in pending)
+        overflow = noted or any(check.overflowed for check in pending)
         self._scaler.update(overflow)
-        for verdict in pending:
+        for check in pending:
             # The step does not tell the scaler again.
-            verdict.counted = True
+            check.told.overflowed = True
         return overflow
 
-    def _pending(self) -> list[Verdict]:
-        """Return the verdicts on gradients of this scaler since the last step. Waits for the device."""
+    def _pending(self) -> list[OverflowCheck]:
+        """Return the checks of gradients of this scaler since the last step. Waits for the device."""
         runtime = current_runtime()
         guards = [] if runtime is None else runtime.optimizers.guards
-        pending = [verdict for guard in guards for verdict in guard.pending if verdict.scaler is self._scaler]
-        read_verdicts(pending)
+        pending = [check for guard in guards for check in guard.checks.pending if check.scaler is self._scaler]
+        read_checks(pending)
         return pending
 
     def _load(self, scale: float, unskipped: int) -> None:
@@ -216,7 +216,7 @@ class AmpStash:
         self.lazy_init_called = True
         self.params_have_scaled_gradients = False
         self._aside: list[tuple[Tensor, Tensor]] = []
-        self._found: list[Verdict] = []
+        self._found: list[OverflowCheck] = []
 
     def attach(self, optimizer: Any) -> None:
         """Give the optimizer this stash and the methods that Apex gave it."""
@@ -253,12 +253,12 @@ class AmpStash:
         if self.params_have_scaled_gradients or self._aside:
             return
         # Gradients of half parameters become their masters', so each is put aside once.
-        guard.collect()
-        guard.forget_abandoned()
-        self._aside = [(param, param.grad) for param in guard.params() if param.grad is not None]
-        # Verdicts on these gradients are put aside too: the block of `post_backward` sees other gradients.
-        self._found, guard.pending = guard.pending, []
-        for param in [*guard.params(), *([] if masters is None else self.all_fp16_params)]:
+        guard.grads.collect()
+        guard.checks.resolve_dropped_grads()
+        self._aside = [(param, param.grad) for param in guard.grads.params() if param.grad is not None]
+        # Checks of these gradients are put aside too: the block of `post_backward` sees other gradients.
+        self._found, guard.checks.pending = guard.checks.pending, []
+        for param in [*guard.grads.params(), *([] if masters is None else self.all_fp16_params)]:
             param.grad = None
 
     def post_backward(self, scaler: ScalerView) -> None:
@@ -273,15 +273,15 @@ class AmpStash:
         guard = self._guard("_post_amp_backward")
         (aside, found), self._aside, self._found = (self._aside, self._found), [], []
         # As after ``delay_unscale``: the block takes the gradients for scaled, and unscales them at its end.
-        guard.grads_scale = scaler.loss_scale()
+        guard.grads.scale = scaler.loss_scale()
         with scaled_block([guard], scaler._scaler):
             pass
         for param, grad in aside:
             param.grad = grad if param.grad is None else param.grad.add_(grad)
-        guard.collect()
-        guard.pending = [*found, *guard.pending]
+        guard.grads.collect()
+        guard.checks.pending = [*found, *guard.checks.pending]
         # The guard takes note of the gradients as they are now.
-        guard.leave_block(guard.grads_scale)
+        guard.leave_block(guard.grads.scale)
 
     def _guard(self, name: str) -> StepGuard:
         runtime, optimizer = current_runtime(), self._optimizer()

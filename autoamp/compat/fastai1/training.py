@@ -286,8 +286,8 @@ def _will_skip(optimizer: Any) -> bool:
     if runtime is None or not _is_guardable(optimizer):
         return False
     guard = runtime.optimizers.guard(optimizer, check=False)
-    guard.finish_delayed()
-    return bool(guard.pending) and guard.overflowed()
+    guard.checks.finish_delayed()
+    return bool(guard.checks.pending) and guard.overflowed()
 
 
 def _not_stepped(optimizer: Optimizer, leaves: Iterable[Tensor]) -> list[Tensor]:

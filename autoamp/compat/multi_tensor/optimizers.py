@@ -14,7 +14,7 @@ from torch import Tensor
 from autoamp.compat.multi_tensor import by_kernels
 from autoamp.compat.multi_tensor.tensor_lists import TensorLists, checked, store, wide
 from autoamp.errors import UsageError
-from autoamp.scaling import (
+from autoamp.formulas import (
     adagrad_,
     adam_on_device_,
     adam_updates,

@@ -222,7 +222,7 @@ def _verdict(
         sentence += f"; {unchecked}"
     else:
         sentence += "; no forward overflow"
-    if not handle.optimizers.scales:
+    if not handle.optimizers.loss_scalers.has_dynamic:
         sentence += "; the loss scale is fixed"
     bad = bool(faults) or any(kind in FAULTS for kind in counts)
     unclear = (
@@ -240,10 +240,10 @@ def _unchecked(handle: Any, compared: int) -> str | None:
     """
     optimizers = handle.optimizers
     looked = f"looked for in {counted(compared, 'step')} alone" if compared else "not looked for"
-    own = None if optimizers.own is None else optimizers.own.scalers.values()
+    own = None if optimizers.counts.own is None else optimizers.counts.own.scalers.values()
     if not any(scaler.checks for scaler in (optimizers.scalers if own is None else own)):
         return f"at a loss scale of 1 gradients are not checked, so that overflows were {looked}"
-    if own is None and not optimizers.steps:
+    if own is None and not optimizers.counts.steps:
         return f"no loss was scaled, so that gradients were not checked and overflows {looked}"
     return None
 

@@ -112,8 +112,8 @@ class Recording(Watch):
         self._ended_at: float | None = None
         self._graphs = compiled_graphs()
         self._graphs_at_end: int | None = None
-        self._guarded_steps = handle.optimizers.steps
-        self._skipped = handle.optimizers.skipped_steps
+        self._guarded_steps = handle.optimizers.counts.steps
+        self._skipped = handle.optimizers.counts.skipped
         self._running: tuple[int, str, Any, int, float] | None = None
         self._held: Watch | None = None
         self._stack = contextlib.ExitStack()
@@ -190,15 +190,15 @@ class Recording(Watch):
             self._running[2].step_begins(optimizer)
 
     def _guarded_stepped(self) -> None:
-        if self._handle.optimizers.steps == self._guarded_steps:
+        if self._handle.optimizers.counts.steps == self._guarded_steps:
             # One that nobody guards, of which torch's hook has told.
             return
-        self._guarded_steps = self._handle.optimizers.steps
+        self._guarded_steps = self._handle.optimizers.counts.steps
         self._after_step(guarded=True)
 
     def _stepped(self, *_: Any) -> None:
         # Of a guarded step the guard tells, skips included.
-        if self._handle.optimizers.steps == self._guarded_steps:
+        if self._handle.optimizers.counts.steps == self._guarded_steps:
             self._after_step(guarded=False)
 
     def _after_step(self, *, guarded: bool) -> None:
@@ -221,13 +221,13 @@ class Recording(Watch):
 
     def _known_now(self) -> bool:
         """Tell whether the scale is known without waiting for the device."""
-        return not any(scaler.late for scaler in self._handle.optimizers.scalers)
+        return not any(len(scaler.unread) for scaler in self._handle.optimizers.scalers)
 
     def _note_scale(self) -> None:
         optimizers = self._handle.optimizers
         if len(self.scales) >= _MOST_POINTS or (self.active and not self._known_now()):
             return
-        own = optimizers.own
+        own = optimizers.counts.own
         scale = optimizers.scalers[0].loss_scale if own is None else own.loss_scale
         if not self.scales or self.scales[-1][1] != scale:
             self.scales.append((self.steps, float(scale)))
@@ -236,7 +236,7 @@ class Recording(Watch):
         """Note skips that nobody explained."""
         if self._handle.overflows is not None or not self._known_now():
             return
-        total = self._handle.optimizers.skipped_steps
+        total = self._handle.optimizers.counts.skipped
         for _ in range(min(total - self._skipped, _MOST_SKIPS - len(self.skips))):
             self.skips.append((self.steps, self.scales[-1][1] if self.scales else None, None))
         self._skipped = total

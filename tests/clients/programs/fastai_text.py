@@ -53,7 +53,7 @@ def error_without_spacy() -> str:
 
 found = {
     "casts": sum(count for (_, after), count in casts.items() if after == dtype_name),
-    "steps": runtime_of(handle).optimizers.steps,
+    "steps": runtime_of(handle).optimizers.counts.steps,
     "to_fp16": scale_of_to_fp16(),
     "spacy": error_without_spacy(),
 }

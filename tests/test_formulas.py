@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autoamp import torch_private
-from autoamp.scaling import adam_updates, average_, corrections, fused_adam_, fused_sgd_
+from autoamp.formulas import adam_updates, average_, corrections, fused_adam_, fused_sgd_
 
 ADAM: dict[str, Any] = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-3, "step": 3, "decay": 0.1}
 SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "decay": 0.1}

@@ -1,11 +1,8 @@
-"""One answer for all ranks: who has to agree on the step of an optimizer, and the one small collective by which.
+"""Which ranks agree on the steps of an optimizer, and the one small all-reduce by which they do.
 
 Ranks have gradients of their own: shards, stages of a pipeline, experts. Each looks at what it has. One sum over the
-process group that spans all of them then tells every rank what any of them found, verdict by verdict, and with it the
-norm of all gradients where somebody clips. A loss scale that hears the same on all ranks stays equal.
-
-On a CPU it is a sum of the norm and one or two numbers that hold all the rest. Gloo cuts what it sums into one part for
-each rank and sends each part round; where ranks share cores that takes ten times as long for 32 numbers as for 2.
+process group that spans all of them then tells every rank what any of them found for each loss scaler, and with it the
+norm of all gradients if the program clips. A loss scale that hears the same on all ranks stays equal.
 """
 
 from __future__ import annotations
@@ -19,18 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autoamp.errors import UsageError
+from autoamp.scaling.gradients import DeviceAndDtype, total_norm
 from autoamp.scaling.shards import copies_in_mesh, has_shards, is_sharded, local_of, meshes_of
 from autoamp.torch_private import root_of_mesh
 
-__all__ = ["Agreements", "AskedGroup", "Ballot", "Together"]
+__all__ = ["AskedGroup", "FoundInfReduction", "SyncGroup", "SyncGroups", "clip_", "powered_norm"]
 
-# Numbers that all agree on: the norm; who votes; what loss is inf by itself; what the gradients are like now; and one
-# for each verdict. More verdicts than that share the last one.
-_NORM, _VOTERS, _HOPELESS, _NOW, _FIRST, _SIZE = 0, 1, 2, 3, 4, 32
-# For at least so many verdicts there is room in what is sent on a CPU.
-_LEAST_ROOM = 12
-# Integers of so many bits are exact in fp64.
-_EXACT_BITS = 53
+# Places in the vector that is reduced: the norm; whether a rank has checks; whether the loss is inf at any scale; what
+# the gradients are like now; and from there on one for each loss scaler.
+_NORM, _HAS_CHECKS, _HOPELESS, _NOW, _FIRST = range(5)
 
 
 @dataclass(frozen=True)
@@ -71,7 +65,7 @@ class AskedGroup:
 
 
 @dataclass(frozen=True)
-class Together:
+class SyncGroup:
     """The ranks that agree on the steps of an optimizer.
 
     Attributes:
@@ -94,13 +88,13 @@ class Together:
         return copies_in_mesh(tensor) * max(1, self.replicas // int(mesh.size()))
 
 
-class Agreements:
+class SyncGroups:
     """Finds out who agrees on an optimizer's steps, and remembers it: to ask again costs a look at the parameters."""
 
     def __init__(self) -> None:
-        self._known: tuple[list[Any], AskedGroup | None, Together | None] | None = None
+        self._known: tuple[list[Any], AskedGroup | None, SyncGroup | None] | None = None
 
-    def among(self, params: Sequence[Tensor], asked: AskedGroup | None) -> Together | None:
+    def among(self, params: Sequence[Tensor], asked: AskedGroup | None) -> SyncGroup | None:
         """Return who agrees on the steps of these parameters; None where nobody has to be asked.
 
         The first time it may be a collective of those who do: a process group is made where none spans them.
@@ -112,92 +106,67 @@ class Agreements:
             return None
         meshes = meshes_of(params)
         if self._known is not None:
-            known, known_asked, together = self._known
+            known, known_asked, group = self._known
             # The meshes that are known are referred to, so that none takes the address of another.
             if known_asked is asked and len(known) == len(meshes) and all(map(_same, known, meshes)):
-                return together
-        together = _together(params, meshes, asked)
-        self._known = (meshes, asked, together)
-        return together
+                return group
+        group = _group_for(params, meshes, asked)
+        self._known = (meshes, asked, group)
+        return group
 
 
-class Ballot:
-    """What one rank says of a step, and once it was cast what all ranks say.
+class FoundInfReduction:
+    """What one rank found since the last step and, once it was reduced, what all ranks found.
 
     Args:
-        verdicts: What each of its verdicts found, in the order of the blocks: flags that are 0 or 1.
-        now: What is found in the gradients as they are now.
-        votes: Whether a block or pass has left a verdict with this rank.
-        hopeless: Whether the loss is inf or nan at any scale.
+        found: For each loss scaler the flags of its checks, not 0 for inf or nan. As many on all ranks.
+        now: Flags of the gradients as they are now.
+        has_checks: Whether a block or pass of this rank was checked.
+        is_hopeless: Whether the loss is inf or nan at any scale.
         norm: The p-th power of the norm of this rank's part of the gradients; the norm itself for the largest value.
     """
 
     def __init__(
         self,
-        verdicts: Sequence[Sequence[Tensor]],
+        found: Sequence[Sequence[Tensor]],
         now: Sequence[Tensor],
         *,
-        votes: bool,
-        hopeless: bool = False,
+        has_checks: bool,
+        is_hopeless: bool = False,
         norm: Tensor | None = None,
     ) -> None:
-        self._verdicts = verdicts
+        self._found = found
         self._now = now
-        self._head = (0.0, float(votes), float(hopeless))
+        self._head = (0.0, float(has_checks), float(is_hopeless))
         self._norm = norm
         self._all = torch.zeros(0)
-        self._last = _SIZE - 1
 
-    def cast(self, together: Together, *, largest: bool = False) -> Ballot:
-        """Share it with all ranks: one collective, of which each of them must be part. Returns itself.
+    def reduce(self, group: SyncGroup, *, largest: bool = False) -> FoundInfReduction:
+        """Share it with all ranks: one all-reduce, of which each of them must be part. Returns itself.
 
         Args:
-            together: Who agrees.
+            group: The ranks.
             largest: Take the largest of the norms, not their sum.
         """
-        if together.device.type == "cpu" and not largest:
-            self._cast_packed(together.group)
-            return self
-        device = together.device
-        flags = [_any(found, device) for found in self._verdicts]
-        room = _SIZE - _FIRST
-        if len(flags) > room:
-            flags = [*flags[: room - 1], _any(flags[room - 1 :], device)]
-        # Every rank is told of everything here too, should their blocks not match.
+        device = group.device
+        flags = [_any(found, device) for found in self._found]
+        # Every rank hears of everything here too, should their blocks not match.
         now = _any([*self._now, *flags], device)
-        spare = room - len(flags)
-        head = torch.tensor(self._head, device=device)
-        vector = torch.cat([head, now, *flags, torch.zeros(spare, device=device)])
+        dtype = torch.float64 if device.type == "cpu" else torch.float32
+        vector = torch.cat([torch.tensor(self._head, device=device), now, *flags]).to(dtype)
         if self._norm is not None:
             vector[_NORM] = self._norm.to(device)
-        dist.all_reduce(vector, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=together.group)
-        vector[_VOTERS:].clamp_(max=1.0)
+        dist.all_reduce(vector, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group.group)
         self._all = vector
         return self
 
-    def _cast_packed(self, group: Any) -> None:
-        ranks = dist.get_world_size(group)
-        room = min(_SIZE - _FIRST, _places(ranks) - len(self._head))
-        flags = [_is_any(found) for found in self._verdicts]
-        now = _is_any(self._now) or any(flags)
-        if len(flags) > room:
-            flags = [*flags[: room - 1], any(flags[room - 1 :])]
-        _, votes, hopeless = self._head
-        norm = 0.0 if self._norm is None else float(self._norm)
-        vector = torch.tensor([norm, *packed([bool(votes), bool(hopeless), now, *flags], ranks)], dtype=torch.float64)
-        dist.all_reduce(vector, dist.ReduceOp.SUM, group=group)
-        norm, *numbers = vector.tolist()
-        self._all = torch.tensor([norm, *unpacked(numbers, ranks)[: _NOW + room]])
-        self._last = _NOW + room
-
-    def verdict(self, place: int) -> Tensor:
-        """Return what all ranks found for one verdict: 1.0, of shape ``[1]``, where one of them found inf or nan."""
-        place = min(_FIRST + place, self._last)
-        return self._all[place : place + 1]
+    def of_scaler(self, place: int) -> Tensor:
+        """Return what all ranks found for one scaler: not 0, of shape ``[1]``, where one of them found inf or nan."""
+        return self._all[_FIRST + place : _FIRST + place + 1]
 
     @property
     def now(self) -> Tensor:
-        """What all ranks found in their gradients as they are now, and in any verdict; as `verdict`."""
+        """What all ranks found in their gradients as they are now, and in any check; as `of_scaler`."""
         return self._all[_NOW : _NOW + 1]
 
     @property
@@ -205,47 +174,13 @@ class Ballot:
         """The sum of what the ranks gave as norms, or the largest, without dimensions."""
         return self._all[_NORM]
 
-    def has_voters(self) -> bool:
-        """Tell whether a block or pass has left a verdict with any rank. Waits for the device."""
-        return bool(self._all[_VOTERS])
+    def has_checks(self) -> bool:
+        """Tell whether a block or pass of any rank was checked. Waits for the device."""
+        return bool(self._all[_HAS_CHECKS])
 
     def is_hopeless(self) -> bool:
         """Tell whether the loss of any rank is inf or nan at any scale. Waits for the device."""
         return bool(self._all[_HOPELESS])
-
-
-def _places(ranks: int) -> int:
-    """Return how many yes or no each of these ranks can say by `packed`."""
-    in_one = _EXACT_BITS // ranks.bit_length()
-    return in_one * -(-(_FIRST - 1 + _LEAST_ROOM) // in_one)
-
-
-def packed(said: Sequence[bool], ranks: int) -> list[float]:
-    """Return numbers whose sums over ranks tell how many of them said yes at each place; see `unpacked`.
-
-    Args:
-        said: Yes or no, in the order of the places; no for those that follow, of which there are the more the fewer
-            ranks there are.
-        ranks: How many ranks add theirs up, below 2^53.
-    """
-    width = ranks.bit_length()
-    in_one = _EXACT_BITS // width
-    numbers = [0] * (_places(ranks) // in_one)
-    for place, yes in enumerate(said):
-        numbers[place // in_one] |= int(yes) << (width * (place % in_one))
-    return [float(number) for number in numbers]
-
-
-def unpacked(sums: Sequence[float], ranks: int) -> list[float]:
-    """Return for each place 1.0 if any of the ranks said yes there, and else 0.0."""
-    width = ranks.bit_length()
-    in_one, mask = _EXACT_BITS // width, (1 << width) - 1
-    return [float(bool(int(one) >> (width * place) & mask)) for one in sums for place in range(in_one)]
-
-
-def _is_any(flags: Sequence[Tensor]) -> bool:
-    """Tell whether a flag is not 0; nan, which is none, counts."""
-    return any(flag.item() != 0.0 for flag in flags)
 
 
 def _any(flags: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -259,7 +194,7 @@ def _same(one: object, other: object) -> bool:
     return one is other
 
 
-def _together(params: Sequence[Tensor], meshes: Sequence[Any], asked: AskedGroup | None) -> Together | None:
+def _group_for(params: Sequence[Tensor], meshes: Sequence[Any], asked: AskedGroup | None) -> SyncGroup | None:
     own = dist.get_rank()
     spans = {mesh: frozenset(mesh.mesh.flatten().tolist()) for mesh in meshes}
     spans = {mesh: span for mesh, span in spans.items() if own in span and len(span) > 1}
@@ -268,12 +203,12 @@ def _together(params: Sequence[Tensor], meshes: Sequence[Any], asked: AskedGroup
     ranks = _spanned(spans)
     device = _device_of([*spans], params)
     if asked is None:
-        return Together(_group_of(ranks, spans), device, len(ranks), asked=False)
+        return SyncGroup(_group_of(ranks, spans), device, len(ranks), asked=False)
     wanted = frozenset(dist.get_process_group_ranks(asked.group))
     if ranks <= wanted:
-        return Together(asked.group, device, asked.replicas, asked=True)
+        return SyncGroup(asked.group, device, asked.replicas, asked=True)
     if wanted < ranks:
-        return Together(_group_of(ranks, spans), device, len(ranks) * asked.replicas // len(wanted), asked=True)
+        return SyncGroup(_group_of(ranks, spans), device, len(ranks) * asked.replicas // len(wanted), asked=True)
     raise UsageError(
         f"steps are to be agreed on over the ranks {sorted(wanted)}, and parameters lie on meshes of the ranks "
         f"{sorted(ranks)}: neither has all of the other; give sync_over() a group of all of these ranks"
@@ -331,3 +266,48 @@ def _device_of(meshes: Iterable[Any], params: Sequence[Tensor]) -> torch.device:
             return torch.device("cpu")
         return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
     return local_of(params[0]).device if params else torch.device("cpu")
+
+
+@torch.no_grad()
+def powered_norm(params: Sequence[Tensor], group: SyncGroup | None, norm_type: float) -> Tensor:
+    """Return the p-th power of the norm of this rank's part of all gradients, so that those of all ranks add up.
+
+    What several ranks have alike is divided by their number. For ``inf`` it is the largest absolute value.
+
+    Args:
+        params: Those of which the gradients count.
+        group: Whose parts are added, None for this rank's alone.
+        norm_type: The p of the p-norm, above 0.
+    """
+    by_copies: dict[int, list[Tensor]] = {}
+    for param in params:
+        if param.grad is not None:
+            copies = 1 if group is None else group.copies_of(param.grad)
+            by_copies.setdefault(copies, []).append(local_of(param.grad))
+    norms = {copies: total_norm(grads, norm_type) for copies, grads in by_copies.items()}
+    if not norms:
+        return torch.zeros(())
+    device = next(iter(norms.values())).device
+    if norm_type == torch.inf:
+        return torch.stack([norm.to(device) for norm in norms.values()]).amax()
+    return torch.stack([norm.to(device) ** norm_type / copies for copies, norm in norms.items()]).sum()
+
+
+@torch.no_grad()
+def clip_(params: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Multiply gradients in place by ``max_norm / (norm + 1e-6)`` where that is below 1.
+
+    That is the rule of `torch.nn.utils.clip_grad_norm_`. A norm that is inf or nan leaves them.
+
+    Args:
+        params: Those whose gradients are meant.
+        norm: The norm of all of them, without dimensions.
+        max_norm: The highest norm.
+    """
+    factor = torch.where(norm.isfinite(), torch.clamp(max_norm / (norm + 1e-6), max=1.0), 1.0)
+    by_kind: dict[DeviceAndDtype, list[Tensor]] = {}
+    for grad in {id(param.grad): param.grad for param in params if param.grad is not None}.values():
+        local = local_of(grad)
+        by_kind.setdefault((local.device, local.dtype), []).append(local)
+    for (device, dtype), grads in by_kind.items():
+        torch._foreach_mul_(grads, factor.to(device=device, dtype=dtype))
