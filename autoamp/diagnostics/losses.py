@@ -22,11 +22,21 @@ from typing import Any, SupportsFloat
 import torch
 from torch import Tensor
 
+from autoamp.diagnostics.findings import shown_line
 from autoamp.diagnostics.inspector import Flaw, flaw_of, sum_of, user_place, worst_of
+from autoamp.diagnostics.op_names import fp32_entry, spellings
 from autoamp.diagnostics.saved_values import Made, first_not_finite, gradient_is_finite_in_fp32, made_by
+from autoamp.diagnostics.verdicts import (
+    HalfPrecisionOp,
+    NotFiniteInFp32,
+    NotLocated,
+    Overflow,
+    OverflowVerdict,
+    ScaleSearch,
+)
 from autoamp.tensors import HALF_DTYPES, iter_tensors
 
-__all__ = ["LossRecorder", "LossRegion", "NodeTrace", "without_graph"]
+__all__ = ["LossRecorder", "LossRegion", "in_loss", "in_unwatched", "without_graph"]
 
 _KEY = "autoamp.diagnostics"
 # So many nodes of one loss are looked at, and of so many shapes of graphs it is remembered what is known: a program
@@ -419,3 +429,107 @@ def _line_in(traceback: Any) -> str | None:
 def _is_ours(file: str) -> bool:
     package = __file__.rpartition("diagnostics")[0]
     return file.startswith(package)
+
+
+# -- what is found in a loss --
+
+
+def in_loss(region: LossRegion, scale: float) -> Overflow | None:
+    """Return the finding for a loss whose computation, after the modules, made inf or nan; None where it did not.
+
+    Its ops are known by the nodes of the graph, and their lines as far as torch noted them; else it is the line that
+    scaled the loss.
+    """
+    for trace in region.traces:
+        if worst_of(trace.got) is not None:
+            continue
+        flaw = worst_of(trace.gave)
+        if flaw is None:
+            continue
+        return _loss_finding(region, trace, flaw, scale)
+    return _in_forward(region)
+
+
+def _in_forward(region: LossRegion) -> Overflow | None:
+    """Return the finding for a loss that is not finite itself, where it is known which of its ops made that."""
+    flaw = region.flaw()
+    if flaw is None or region.first is None:
+        return None
+    first, made = region.first
+    return _of_node(region, first, _forward_verdict(first, made), "forward", made.flaw or flaw)
+
+
+def in_unwatched(region: LossRegion, arrived: Sequence[Tensor | None], scale: float) -> Overflow | None:
+    """Return the finding for a node of a loss that nobody looked at; None where none of these made inf or nan.
+
+    Args:
+        region: Of which no other node did, and whose loss is finite.
+        arrived: What came back to the outputs of a module, not all of it finite.
+        scale: The loss scale.
+    """
+    trace, flaw = region.unwatched(arrived), worst_of(arrived)
+    return None if trace is None or flaw is None else _loss_finding(region, trace, flaw, scale)
+
+
+def _loss_finding(region: LossRegion, trace: NodeTrace, flaw: Flaw, scale: float) -> Overflow:
+    sizes = tuple(float(g.abs().max()) for g in trace.got if g is not None and g.numel())
+    if (found := _in_forward(region)) is not None:
+        return found
+    in_the_loss = region.flaw()
+    if in_the_loss is not None:
+        why = "the loss is not finite, and which of its ops made that is not known; use explain_overflow()"
+        return Overflow(NotLocated(why), location=shown_line(region.line), phase="forward", value=in_the_loss.value)
+    searching = not flaw.nan and scale > 1.0
+    if trace.finite_at_one or (trace.finite_at_one is None and searching):
+        # Where nobody could look, the scale goes down in any case, and at 1 there is no doubt left.
+        verdict: OverflowVerdict = ScaleSearch()
+    elif trace.finite_in_fp32:
+        verdict = HalfPrecisionOp(sizes, _half_of(trace.dtypes))
+    elif trace.finite_in_fp32 is None:
+        verdict = NotLocated(_NOT_KNOWN_IN_FP32)
+    else:
+        verdict = NotFiniteInFp32(magnitudes=sizes)
+    return _of_node(region, trace, verdict, "backward", flaw)
+
+
+_NOT_KNOWN_IN_FP32 = "whether it would be finite in fp32 is not known; use explain_overflow()"
+
+
+def _forward_verdict(first: NodeTrace, made: Made) -> OverflowVerdict:
+    if made.is_half and made.finite_in_fp32:
+        return HalfPrecisionOp(made.magnitudes, _half_of([made.dtype]), in_cast=_op_of(first.name) == "to")
+    if made.finite_in_fp32 is None:
+        return NotLocated(_NOT_KNOWN_IN_FP32)
+    return NotFiniteInFp32(magnitudes=made.magnitudes)
+
+
+def _half_of(dtypes: Sequence[torch.dtype | None]) -> str:
+    return str(next((d for d in dtypes if d in HALF_DTYPES), torch.float16)).removeprefix("torch.")
+
+
+def _of_node(region: LossRegion, trace: NodeTrace, verdict: OverflowVerdict, phase: str, flaw: Flaw) -> Overflow:
+    op = _op_of(trace.name)
+    names = spellings(op) if isinstance(verdict, HalfPrecisionOp) else ()
+    suggestion = fp32_entry(names)
+    if isinstance(verdict, HalfPrecisionOp) and not names:
+        suggestion = "make the loss smaller, or let what makes the half tensor run in fp32: its gradient is too large"
+    if isinstance(verdict, NotFiniteInFp32):
+        suggestion = "look at the loss: compute it in a form that stays finite"
+    location = shown_line(trace.line or region.line)
+    return Overflow(
+        verdict, op=op, location=location, phase=phase, suggestion=suggestion, value=flaw.value, fp32_names=names
+    )
+
+
+# What a node is called, where that is not the name of its op.
+_NODE_OPS = {"ToCopy": "to", "NllLoss": "nll_loss", "NllLoss2D": "nll_loss", "Expand": "expand"}
+
+
+def _op_of(name: str) -> str:
+    """Return the bare name of the op that made a node: ``mse_loss`` for ``MseLossBackward0``."""
+    stem = name.partition("::")[2] or name
+    stem = stem.partition("Backward")[0]
+    if stem in _NODE_OPS:
+        return _NODE_OPS[stem]
+    letters = "".join(f"_{one.lower()}" if one.isupper() else one for one in stem)
+    return letters.strip("_")

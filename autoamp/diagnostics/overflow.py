@@ -19,21 +19,10 @@ from torch.nn import Module
 
 from autoamp.casting import Casts
 from autoamp.diagnostics.inspector import worst_of
-from autoamp.diagnostics.losses import LossRegion
+from autoamp.diagnostics.losses import LossRegion, in_loss, in_unwatched
 from autoamp.diagnostics.ranks import TracingRanks
 from autoamp.diagnostics.records import Record, Recorder
-from autoamp.diagnostics.replay import (
-    CannotReplay,
-    forward_finding,
-    in_loss,
-    in_unwatched,
-    kept_state,
-    output_finding,
-    replay,
-    search_scale,
-    unfit,
-    unwrapped,
-)
+from autoamp.diagnostics.replay import CannotReplay, RecordedCall, kept_state, unfit, unwrapped
 from autoamp.diagnostics.verdicts import Communication, NotFiniteInFp32, NotLocated, Overflow, ScaleSearch
 from autoamp.stepping import Skips, several_processes
 
@@ -205,34 +194,32 @@ class OverflowTrace:
                         return in_loss(region, scale)
                 for record in records:
                     if record.passes:
-                        found = forward_finding(record, replay(record, self._casts), self._casts, scale)
+                        found = RecordedCall(record, self._casts, scale).forward_finding()
                         if found is not None:
-                            return self._from_before(records, record, found)
+                            return self._from_before(records, record, found, scale)
                 found = self._backward(records, losses, scale)
                 if found is None or found.phase == "forward":
                     # Now what is harmless as a rule: outputs without gradients, and -inf that may be on purpose.
-                    found = self._suspect(records) or found
+                    found = self._suspect(records, scale) or found
                 return found
         finally:
             self._casts.cache.clear()
             self.recorder.paused = False
 
-    def _from_before(self, records: list[Record], record: Record, found: Overflow) -> Overflow:
+    def _from_before(self, records: list[Record], record: Record, found: Overflow, scale: float) -> Overflow:
         """Return the finding, or where inf or nan came in by an input, that of the call whose output it was."""
         if isinstance(found.verdict, NotFiniteInFp32) and found.verdict.cause == "data":
-            return self._suspect([one for one in records if one.number < record.number and not one.passes]) or found
+            before = [one for one in records if one.number < record.number and not one.passes]
+            return self._suspect(before, scale) or found
         return found
 
-    def _suspect(self, records: list[Record]) -> Overflow | None:
+    def _suspect(self, records: list[Record], scale: float) -> Overflow | None:
         for record in records:
             module = record.module()
             if module is not None and unfit(module) is None:
-                again = replay(record, self._casts)
-                for number, output in enumerate(again.outputs):
-                    if output is not None and (record.takes_part(number) or not output.requires_grad):
-                        found = output_finding(record, again, self._casts, number, intended=True)
-                        if found is not None:
-                            return found
+                found = RecordedCall(record, self._casts, scale).suspect()
+                if found is not None:
+                    return found
         return None
 
     def _backward(self, records: list[Record], losses: list[LossRegion], scale: float) -> Overflow | None:
@@ -247,7 +234,7 @@ class OverflowTrace:
                 arrived = record.gradients_of(loss)
                 if worst_of(arrived) is not None:
                     return self._between(losses, arrived, scale)
-                found = search_scale(record, replay(record, self._casts), self._casts, scale, loss)
+                found = RecordedCall(record, self._casts, scale).backward_finding(loss)
                 if found is not None:
                     return found
         return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,18 +16,11 @@ from torch import Tensor
 from torch.nn import Module
 
 from autoamp.casting import Casts
-from autoamp.diagnostics.inspector import Backward, Inspector, Origin, flaw_of
+from autoamp.diagnostics.findings import Trial, backward_finding, output_finding
+from autoamp.diagnostics.inspector import Inspector, flaw_of
 from autoamp.diagnostics.records import RandomStates
-from autoamp.diagnostics.replay import (
-    Attributes,
-    Replayed,
-    finest_scale,
-    found_backward,
-    origin_finding,
-    with_all_names,
-    write,
-)
-from autoamp.diagnostics.verdicts import NotLocated, Overflow, ScaleSearch
+from autoamp.diagnostics.replay import Attributes, write
+from autoamp.diagnostics.verdicts import NotLocated, Overflow
 from autoamp.patching import PatchSet
 from autoamp.scaling import scaled_loss
 
@@ -38,40 +31,28 @@ class StepReached(BaseException):
     """Leaves a rehearsed step at its ``optimizer.step()``, or where enough was seen."""
 
 
-@dataclass(eq=False)
-class Rehearsal:
-    """One trial of a step.
+class Rehearsal(Trial):
+    """One trial of a step. Its outputs are the losses, as they were before scaling.
 
-    Attributes:
+    Args:
         scale: What losses are scaled by.
-        wide: Whether it computes in fp32.
         inspector: What looks on.
-        losses: The losses, as they were before scaling.
-        flawed: The names of parameters whose gradients are not finite.
-        watch: What looked on at the last backward pass: where gradients are not finite, the one that gave these.
     """
 
-    scale: float
-    wide: bool
-    inspector: Inspector
-    losses: list[Tensor] = field(default_factory=list)
-    flawed: dict[int, str] = field(default_factory=dict)
-    watch: Backward | None = None
-    names: dict[int, str] = field(default_factory=dict)
-    passes: int = 0
+    def __init__(self, scale: float, inspector: Inspector) -> None:
+        super().__init__(inspector, inputs=inspector.inputs)
+        self.passes = 0
+        self._scale = scale
+        # The losses that were scaled, by their ids.
+        self._scaled: dict[int, Tensor] = {}
 
     @contextlib.contextmanager
     def scaled(self, loss: Tensor) -> Iterator[Tensor]:
         """Yield a loss multiplied by the scale of the trial: what ``scale_loss`` does in a rehearsal."""
-        self.losses.append(loss)
-        scaled = scaled_loss(loss, self.scale)
-        self._own_scale.add(id(scaled))
-        self._kept.append(scaled)
+        self.outputs.append(loss)
+        scaled = scaled_loss(loss, self._scale)
+        self._scaled[id(scaled)] = scaled
         yield scaled
-
-    def __post_init__(self) -> None:
-        self._own_scale: set[int] = set()
-        self._kept: list[Tensor] = []
 
     def backward(self, loss: Tensor) -> None:
         """Scale a loss and run its backward pass."""
@@ -87,35 +68,27 @@ class Rehearsal:
         roots = [roots] if isinstance(roots, Tensor) else list(roots)
         given = [None] * len(roots) if given is None else [given] if isinstance(given, Tensor) else list(given)
         pairs = [(root, one) for root, one in zip(roots, given, strict=True) if root.requires_grad]
-        leaves = _leaves([root for root, _ in pairs])
-        if not pairs or not leaves:
+        self.leaves = self._named(_leaves([root for root, _ in pairs]))
+        if not pairs or not self.leaves:
             return
         gradients = []
         for root, one in pairs:
-            if id(root) not in self._own_scale:
-                self.losses.append(root)
-                one = (torch.ones_like(root) if one is None else one) * self.scale
+            if id(root) not in self._scaled:
+                self.outputs.append(root)
+                one = (torch.ones_like(root) if one is None else one) * self._scale
             gradients.append(torch.ones_like(root) if one is None else one)
         self.passes += 1
-        watch = self.watch = Backward(self.inspector)
-        with watch.watching():
-            found = torch.autograd.grad(
-                [root for root, _ in pairs], leaves, gradients, retain_graph=True, allow_unused=True
-            )
-        flawed = {
-            id(leaf): self._name_of(leaf)
-            for leaf, one in zip(leaves, found, strict=True)
-            if one is not None and flaw_of(one) is not None
-        }
-        if flawed:
-            self.flawed = flawed
+        self.differentiate([root for root, _ in pairs], gradients)
+        if self.flawed():
             raise StepReached
 
-    def _name_of(self, leaf: Tensor) -> str:
-        if not self.names:
-            root = self.inspector.root
-            self.names = {} if root is None else {id(p): name for name, p in root.named_parameters()}
-        return self.names.get(id(leaf), f"a tensor of shape {tuple(leaf.shape)}")
+    def _named(self, leaves: list[Tensor]) -> dict[str, Tensor]:
+        root = self.inspector.root
+        names = {} if root is None else {id(param): name for name, param in root.named_parameters()}
+        return {
+            names.get(id(leaf), f"tensor {number} of shape {tuple(leaf.shape)}"): leaf
+            for number, leaf in enumerate(leaves)
+        }
 
 
 def _leaves(roots: list[Tensor]) -> list[Tensor]:
@@ -148,9 +121,13 @@ def explain_step(
     stage = _Stage(step, casts, use)
     with stage.kept():
         first = stage.trial(scale)
-        if not first.passes and not first.losses:
+        if not first.outputs:
             return Overflow(NotLocated("the step neither returned a loss nor ran a backward pass"), loss_scale=scale)
-        found = _finding(stage, first, scale)
+        bad = next((number for number, loss in enumerate(first.outputs) if loss is not None and flaw_of(loss)), None)
+        if bad is not None:
+            found = output_finding(stage, first, bad, intended=True)
+        else:
+            found = backward_finding(stage, first, scale)
     return None if found is None else replace(found, loss_scale=scale)
 
 
@@ -191,7 +168,7 @@ class _Stage:
         """Run the step once."""
         self._restore()
         self._casts.cache.clear()
-        rehearsal = Rehearsal(scale, wide, Inspector(wide=wide))
+        rehearsal = Rehearsal(scale, Inspector(wide=wide))
         rehearsal.inspector.entered = self._keep
         self._use(rehearsal)
         patches = PatchSet()
@@ -219,39 +196,3 @@ def _rehearsed_backward(rehearsal: Rehearsal) -> Any:
         rehearsal.run(tensors, grad_tensors if grad_variables is None else grad_variables)
 
     return backward
-
-
-def _finding(stage: _Stage, first: Rehearsal, scale: float) -> Overflow | None:
-    bad = next((loss for loss in first.losses if flaw_of(loss) is not None), None)
-    if bad is not None:
-        origin = first.inspector.origin_of(bad)
-        found = _forward(stage, first, origin)
-        return found
-    if not first.flawed or first.watch is None:
-        return None
-    parameter = next(iter(first.flawed.values()))
-    made = first.watch.producer(lambda tensor: id(tensor) in first.flawed)
-    if scale > 1.0 and not stage.trial(1.0).flawed:
-        finite = finest_scale(scale, lambda factor: not stage.trial(scale * factor).flawed)
-        return found_backward(made, ScaleSearch(finite), parameter)
-    source = None if made is None else made[0].source
-    if source is not None and not source.intended:
-        return replace(_forward(stage, first, source), parameter=parameter)
-    wide = stage.trial(1.0, wide=True)
-    in_fp32 = None if wide.watch is None else wide.watch.producer(lambda tensor: id(tensor) in wide.flawed)
-    found = found_backward(made, None, parameter, in_fp32, finite_in_fp32=not wide.flawed)
-    return with_all_names(found, first.inspector, wide.inspector, wide.watch)
-
-
-def _forward(stage: _Stage, first: Rehearsal, origin: Origin) -> Overflow:
-    root = first.inspector.root or Module()
-    again = Replayed(first.inspector, [], first.inspector.inputs, {}, root)
-
-    def widened() -> Origin | None:
-        wide = stage.trial(1.0, wide=True)
-        bad = next((loss for loss in wide.losses if flaw_of(loss) is not None), None)
-        if bad is not None:
-            return wide.inspector.origin_of(bad)
-        return next((one for one in wide.inspector.origins if not one.intended), None) if wide.flawed else None
-
-    return origin_finding(origin, again, widened)
