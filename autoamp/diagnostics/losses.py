@@ -509,7 +509,8 @@ def _half_of(dtypes: Sequence[torch.dtype | None]) -> str:
 
 def _of_node(region: LossRegion, trace: NodeTrace, verdict: OverflowVerdict, phase: str, flaw: Flaw) -> Overflow:
     op = _op_of(trace.name)
-    names = spellings(op) if isinstance(verdict, HalfPrecisionOp) else ()
+    is_op = _stem_of(trace.name) != trace.name
+    names = spellings(op) if is_op and isinstance(verdict, HalfPrecisionOp) else ()
     suggestion = fp32_entry(names)
     if isinstance(verdict, HalfPrecisionOp) and not names:
         suggestion = "make the loss smaller, or let what makes the half tensor run in fp32: its gradient is too large"
@@ -526,9 +527,13 @@ _NODE_OPS = {"ToCopy": "to", "NllLoss": "nll_loss", "NllLoss2D": "nll_loss", "Ex
 
 
 def _op_of(name: str) -> str:
-    """Return the bare name of the op that made a node: ``mse_loss`` for ``MseLossBackward0``."""
-    stem = name.partition("::")[2] or name
-    stem = stem.partition("Backward")[0]
+    """Return the bare name of the op that made a node: ``mse_loss`` for ``MseLossBackward0``.
+
+    That of a function of the program is the name of its class.
+    """
+    stem = _stem_of(name)
+    if stem == name:
+        return name.removesuffix("Backward")
     if stem in _NODE_OPS:
         return _NODE_OPS[stem]
     letters = "".join(f"_{one.lower()}" if one.isupper() else one for one in stem)

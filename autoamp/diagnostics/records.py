@@ -97,7 +97,7 @@ class Record:
     random: RandomStates | None
     switches: Any
     autocast: torch.dtype | None
-    buffers: dict[str, Tensor]
+    buffers: dict[str, Tensor | None]
     number: int
     outputs: list[Tensor | tuple[Tensor, int | None] | None] = field(default_factory=list)
     nodes: list[tuple[int, int] | None] = field(default_factory=list)
@@ -265,7 +265,7 @@ class Recorder:
             (f"{path}.{name}".removeprefix("."), weakref.ref(owner), name)
             for path, owner in module.named_modules()
             if not (isinstance(owner, _BATCH_NORMS) and owner.training)
-            for name in dict(owner.named_buffers(recurse=False))
+            for name in vars(owner)["_buffers"]
         ]
         if sum(buffer.numel() for buffer in module.buffers()) > _MAX_BUFFER_ELEMENTS:
             places = []
@@ -324,12 +324,12 @@ class Recorder:
             self._bytes, given[number] = size, kept
 
 
-def _copies(places: Sequence[tuple[str, weakref.ref[Module], str]]) -> dict[str, Tensor]:
+def _copies(places: Sequence[tuple[str, weakref.ref[Module], str]]) -> dict[str, Tensor | None]:
     """Return copies of buffers."""
-    found: dict[str, Tensor] = {}
+    found: dict[str, Tensor | None] = {}
     for path, reference, name in places:
         owner = reference()
-        buffer = None if owner is None else owner._buffers.get(name)
-        if buffer is not None:
-            found[path] = buffer.detach().clone()
+        if owner is not None and name in (buffers := vars(owner)["_buffers"]):
+            buffer = buffers[name]
+            found[path] = None if buffer is None else buffer.detach().clone()
     return found

@@ -13,13 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 
 from autoamp.casting import Casts
 from autoamp.diagnostics.findings import Trial, backward_finding, output_finding
 from autoamp.diagnostics.inspector import Inspector, flaw_of
-from autoamp.diagnostics.records import RandomStates
-from autoamp.diagnostics.replay import Attributes, write
+from autoamp.diagnostics.replay import KeptState
 from autoamp.diagnostics.verdicts import NotLocated, Overflow
 from autoamp.patching import PatchSet
 from autoamp.scaling import scaled_loss
@@ -119,7 +117,7 @@ def explain_step(
         use: Lets ``scale_loss`` and optimizers use a rehearsal; None ends that.
     """
     stage = _Stage(step, casts, use)
-    with stage.kept():
+    try:
         first = stage.trial(scale)
         if not first.outputs:
             return Overflow(NotLocated("the step neither returned a loss nor ran a backward pass"), loss_scale=scale)
@@ -128,48 +126,30 @@ def explain_step(
             found = output_finding(stage, first, bad, intended=True)
         else:
             found = backward_finding(stage, first, scale)
+    finally:
+        stage.state.restore()
     return None if found is None else replace(found, loss_scale=scale)
 
 
 class _Stage:
-    """What a step is rehearsed on: it finds random generators and modules as they were at first, each time."""
+    """What a step is rehearsed on.
+
+    Attributes:
+        state: Random generators and modules as they were at first, and are each time.
+    """
 
     def __init__(self, step: Callable[[], Any], casts: Casts, use: Callable[[Rehearsal | None], None]) -> None:
         self._step = step
         self._casts = casts
         self._use = use
-        self._states = RandomStates.now(all_of_them=True)
-        self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
-        self._attributes: dict[Module, Attributes] = {}
-
-    @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        """Put all back at the end of a ``with`` statement."""
-        try:
-            yield
-        finally:
-            self._restore()
-
-    def _restore(self) -> None:
-        self._states.restore()
-        for buffer, value in self._buffers.values():
-            write(buffer, value)
-        for attributes in self._attributes.values():
-            attributes.put_back()
-
-    def _keep(self, module: Module) -> None:
-        if module not in self._attributes:
-            self._attributes[module] = Attributes(module)
-        for buffer in module.buffers(recurse=False):
-            if id(buffer) not in self._buffers:
-                self._buffers[id(buffer)] = buffer, buffer.detach().clone()
+        self.state = KeptState()
 
     def trial(self, scale: float, *, wide: bool = False) -> Rehearsal:
         """Run the step once."""
-        self._restore()
+        self.state.restore()
         self._casts.cache.clear()
         rehearsal = Rehearsal(scale, Inspector(wide=wide))
-        rehearsal.inspector.entered = self._keep
+        rehearsal.inspector.entered = self.state.keep
         self._use(rehearsal)
         patches = PatchSet()
         patches.replace(torch.autograd, "backward", _rehearsed_backward(rehearsal))

@@ -27,15 +27,14 @@ from autoamp.stepping import several_processes
 from autoamp.tensors import iter_tensors, map_tensors, version_of
 
 __all__ = [
-    "Attributes",
     "CannotReplay",
+    "KeptState",
     "RecordedCall",
     "Replayed",
     "kept_state",
     "replay",
     "unfit",
     "unwrapped",
-    "write",
 ]
 
 
@@ -43,38 +42,63 @@ class CannotReplay(Exception):
     """A recorded call cannot be run again; its message says why."""
 
 
+class KeptState:
+    """Random generators, and what modules have beside their parameters, as they were when each was first kept.
+
+    Of lists, dicts, sets and generators of random numbers that are attributes of modules the contents are kept too;
+    what lies deeper is not.
+    """
+
+    def __init__(self) -> None:
+        self._states = RandomStates.now(all_of_them=True)
+        self._modules: dict[Module, _Attributes] = {}
+
+    def keep(self, module: Module) -> None:
+        """Keep what a module has."""
+        if module not in self._modules:
+            self._modules[module] = _Attributes(module)
+
+    def restore(self) -> None:
+        """Put all back."""
+        self._states.restore()
+        for attributes in self._modules.values():
+            attributes.put_back()
+
+
 @contextlib.contextmanager
 def kept_state(modules: Sequence[Module]) -> Iterator[None]:
-    """Put random generators, buffers and other attributes of modules back at the end of a ``with`` statement.
-
-    Gradients are recorded in it. Of lists, dicts, sets and generators of random numbers that are attributes the
-    contents are put back too; what lies deeper is not.
-    """
-    states = RandomStates.now(all_of_them=True)
-    all_of_them = list(dict.fromkeys(each for module in modules for each in module.modules()))
-    buffers = [(b, b.detach().clone()) for each in all_of_them for b in each.buffers(recurse=False)]
-    attributes = [Attributes(each) for each in all_of_them]
+    """Put all of `KeptState` back at the end of a ``with`` statement, in which gradients are recorded."""
+    state = KeptState()
+    for module in modules:
+        for each in module.modules():
+            state.keep(each)
     try:
         with torch.enable_grad():
             yield
     finally:
-        states.restore()
-        for one in attributes:
-            one.put_back()
-        for buffer, value in buffers:
-            write(buffer, value)
+        state.restore()
 
 
-def write(buffer: Tensor, value: Tensor) -> None:
+def _write(buffer: Tensor, value: Tensor) -> None:
     """Give a buffer another value, unless it has it. A graph that is kept for another backward pass stays valid."""
-    if not _same(buffer, value):
+    if buffer.dtype is not value.dtype or not torch.equal(buffer, value):
         with torch.no_grad():
             # Not counted as a write, since whoever reads the buffer finds what was there.
             buffer.data.copy_(value)
 
 
-class Attributes:
-    """What a module has beside its parameters, buffers and modules: counters, caches, generators.
+def _set_buffer(root: Module, path: str, value: Tensor | None) -> None:
+    """Give a model a buffer's value: in place where it fits, else as another tensor."""
+    owner, _, name = path.rpartition(".")
+    buffers = vars(root.get_submodule(owner))["_buffers"]
+    if value is not None and buffers[name] is not None and buffers[name].shape == value.shape:
+        _write(buffers[name], value)
+    else:
+        buffers[name] = None if value is None else value.clone()
+
+
+class _Attributes:
+    """What a module has beside its parameters and modules: buffers, counters, caches, generators.
 
     Args:
         module: The module.
@@ -85,7 +109,10 @@ class Attributes:
         self._before = dict(self._own)
         self._put_back: list[Callable[[], object]] = []
         for name, value in self._before.items():
-            if name.startswith("_") and name in _OF_TORCH:
+            if name == "_buffers":
+                tensors = [one for one in value.values() if one is not None]
+                self._put_back += [functools.partial(_write, one, one.detach().clone()) for one in tensors]
+            elif name.startswith("_") and name in _OF_TORCH:
                 continue
             if isinstance(value, (list, collections.deque)):
                 self._put_back.append(functools.partial(_refill, value, value.extend, list(value)))
@@ -124,10 +151,6 @@ def _flat(container: Any) -> list[Any]:
 
 
 _OF_TORCH = frozenset(vars(Module()))
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one.dtype is other.dtype and torch.equal(one, other)
 
 
 class Replayed(Trial):
@@ -218,7 +241,7 @@ def replay(record: Record, casts: Casts, *, wide: bool = False, check: bool = Tr
     args, kwargs = map_tensors(record.inputs, leaf)
     own = {name.removeprefix("module.") if root is not module else name: b for name, b in record.buffers.items()}
     for name, value in own.items():
-        write(root.get_buffer(name), value)
+        _set_buffer(root, name, value)
     if record.random is not None:
         record.random.restore()
     before = torch.get_rng_state()

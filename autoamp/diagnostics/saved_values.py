@@ -50,7 +50,7 @@ def first_not_finite(nodes: Sequence[Any], wide: bool) -> int | None:
             elif argument < len(node.next_functions) and node.next_functions[argument][0] in places:
                 flawed[places[node.next_functions[argument][0]]] = is_flawed
     for place, node in enumerate(nodes):
-        if place not in flawed and (result := _again(node)) is not None:
+        if place not in flawed and not _takes_unknown(node) and (result := _again(node)) is not None:
             flawed[place] = flaw_of(result) is not None
     flawed[0] = True
     suspects: list[int] = []

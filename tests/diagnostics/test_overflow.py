@@ -496,7 +496,7 @@ def test_a_function_of_the_program_in_the_loss() -> None:
 
     found = found_in(train(Net(), loss=loss))
     assert isinstance(found.verdict, NotFiniteInFp32)
-    assert (found.op, found.phase, found.location) == ("clone", "backward", line_of(loss, "Clone.apply"))
+    assert (found.op, found.phase, found.location) == ("Clone", "backward", line_of(loss, "Clone.apply"))
 
 
 def test_a_program_that_writes_to_the_outputs_of_its_model() -> None:
@@ -626,6 +626,73 @@ def test_attributes_of_modules_are_as_before() -> None:
     handle.explain_overflow(lambda: mean_square(net(torch.randn(5, 4))))
     assert (net.calls, len(net.seen)) == before[:2]
     assert torch.equal(net.generator.get_state(), before[2])
+
+
+class Assigning(Net):
+    """Gives its buffers other tensors: one that is None at first, and one that grows."""
+
+    def __init__(self, fault: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(fault)
+        self.calls: Tensor
+        self.mean: Tensor | None
+        self.seen: Tensor
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("mean", None)
+        self.register_buffer("seen", torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        self.mean = x.mean(0) if self.mean is None else 0.5 * self.mean + 0.5 * x.mean(0)
+        self.seen = torch.cat([self.seen, x.sum().view(1)])
+        return super().forward(x + self.mean)
+
+
+def test_buffers_that_a_model_assigns_are_as_before() -> None:
+    def run(traced: bool) -> tuple[Assigning, autoamp.Handle]:
+        torch.manual_seed(0)
+        net = Assigning(squared)
+        handle = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=64.0, trace_overflow=traced)
+        assert isinstance(handle, autoamp.Handle)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        for _ in range(3):
+            with handle.scale_loss(mean_square(net(torch.randn(5, 4))), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+        return net, handle
+
+    plain, handle = run(traced=False)
+    before = {name: value.clone() for name, value in plain.state_dict().items()}
+    x = torch.randn(5, 4)
+    assert handle.explain_overflow(lambda: mean_square(plain(x))) is not None
+    handle.deactivate()
+    net, handle = run(traced=True)
+    assert [found.op for found in handle.overflows] == ["mul"] * 3
+    assert before["calls"] == 3
+    for one in (plain, net):
+        assert one.state_dict().keys() == before.keys()
+        assert all(torch.equal(value, before[name]) for name, value in one.state_dict().items())
+
+
+class Mul(torch.autograd.Function):
+    """Is named as an op that lists have."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient / 0.0
+
+
+def test_a_function_of_the_program_in_the_loss_is_no_op_of_a_list() -> None:
+    def loss(out: Tensor) -> Tensor:
+        made: Tensor = Mul.apply(out.half())
+        return made.sum(dtype=torch.float32)
+
+    found = found_in(train(Net(), loss=loss))
+    assert (found.op, found.phase, found.location) == ("Mul", "backward", line_of(loss, "Mul.apply"))
+    assert found.fp32_names == ()
 
 
 def test_replays_are_not_counted_or_traced() -> None:
@@ -987,13 +1054,24 @@ def test_a_recurrent_layer_on_half_input(kind: Any, whole: bool) -> None:
     assert (found.op, found.module, found.location) == ("mul", "faulty", line_of(squared, "big * big"))
 
 
-def test_a_half_op_between_modules_that_has_no_gradient() -> None:
-    """Of what is outside of the graph nothing is known at first; the op that takes it is not blamed."""
+TAKERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "add": lambda out, prior: mean_square(out + prior),
+    "mul": lambda out, prior: mean_square(out * prior),
+    "div": lambda out, prior: mean_square(prior / out),
+    "mse_loss": lambda out, prior: F.mse_loss(out.float(), prior.float()),
+    "cat": lambda out, prior: mean_square(torch.cat([out, 1.0 * out + prior])),
+    "addmm": lambda out, prior: mean_square(torch.addmm(prior, out.half(), torch.eye(4).half())),
+}
+
+
+@pytest.mark.parametrize("name", TAKERS)
+def test_a_half_op_between_modules_that_has_no_gradient(name: str) -> None:
+    """Of what is outside of the graph nothing is known; the op that takes it is not blamed."""
     weight = torch.full((4, 4), 300.0, dtype=torch.float16)
 
     def loss(out: Tensor) -> Tensor:
         prior = (out.detach().half().clamp(1.0) + 300.0) @ weight
-        return mean_square(out + prior)
+        return TAKERS[name](out, prior)
 
     handle = train(Net(), loss=loss, steps=3)
     assert len(handle.overflows) == 3
