@@ -26,7 +26,11 @@ from autoamp.diagnostics.verdicts import (
 )
 from autoamp.tensors import HALF_DTYPES
 
-__all__ = ["Trial", "Trials", "backward_finding", "output_finding", "shown_line"]
+__all__ = ["CannotReplay", "Trial", "Trials", "backward_finding", "output_finding", "shown_line"]
+
+
+class CannotReplay(Exception):
+    """What is to run again cannot; its message says why."""
 
 
 @dataclass(eq=False)
@@ -40,6 +44,7 @@ class Trial:
         leaves: What gradients are taken of, by name.
         results: These gradients.
         watch: What looked on at the last backward pass.
+        failure: Why that pass could not be run; None where it was.
     """
 
     inspector: Inspector
@@ -48,21 +53,33 @@ class Trial:
     leaves: dict[str, Tensor] = field(default_factory=dict)
     results: dict[str, Tensor] = field(default_factory=dict)
     watch: Backward | None = None
+    failure: CannotReplay | None = None
 
     def differentiate(self, roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> Backward:
         """Take the gradients of all leaves, from some tensors and the gradients at these, and keep them."""
         watch = self.watch = Backward(self.inspector)
-        self.results = {}
+        self.results, self.failure = {}, None
         if roots and self.leaves:
-            with watch.watching():
-                found = torch.autograd.grad(
-                    roots, list(self.leaves.values()), gradients, retain_graph=True, allow_unused=True
-                )
+            try:
+                with watch.watching():
+                    found = torch.autograd.grad(
+                        roots, list(self.leaves.values()), gradients, retain_graph=True, allow_unused=True
+                    )
+            except RuntimeError as error:
+                first = str(error).partition("\n")[0]
+                self.failure = CannotReplay(f"running the step again raised {type(error).__name__}: {first}")
+                return watch
             self.results = {name: one for name, one in zip(self.leaves, found, strict=True) if one is not None}
         return watch
 
     def flawed(self) -> dict[int, str]:
-        """Return the names of the leaves whose gradients are not finite, by their ids."""
+        """Return the names of the leaves whose gradients are not finite, by their ids.
+
+        Raises:
+            CannotReplay: The backward pass raised, as that of a checkpoint does that cannot be run in this way.
+        """
+        if self.failure is not None:
+            raise self.failure
         return {id(self.leaves[name]): name for name, one in self.results.items() if flaw_of(one) is not None}
 
     def producer(self) -> Any:
@@ -95,7 +112,10 @@ def output_finding(trials: Trials, first: Trial, number: int, *, intended: bool)
         return None
     if origin.site is None:
         return _given_finding(origin, first)
-    wide = trials.trial(1.0, wide=True)
+    try:
+        wide = trials.trial(1.0, wide=True)
+    except (CannotReplay, RuntimeError) as error:
+        return _of_site(origin.site, _unknown_in_fp32(error), "forward", origin.flaw)
     value = wide.outputs[number] if number < len(wide.outputs) else None
     found = None if value is None or flaw_of(value) is None else wide.inspector.origin_of(value)
     return _origin_finding(origin, None if found is not None and found.intended and not intended else found, wide)
@@ -120,20 +140,36 @@ def backward_finding(trials: Trials, first: Trial, scale: float) -> Overflow | N
         finite = _finest_scale(scale, lambda lower: not trials.trial(lower).flawed())
         return _found_backward(made, ScaleSearch(finite), parameter)
     source = None if made is None else made[0].source
-    wide = trials.trial(1.0, wide=True)
+    if source is not None and source.site is None and not source.intended:
+        return replace(_given_finding(source, first), parameter=parameter)
+    try:
+        wide = trials.trial(1.0, wide=True)
+        wide_flawed = wide.flawed()
+    except (CannotReplay, RuntimeError) as error:
+        return _found_backward(made, _unknown_in_fp32(error), parameter)
     if source is not None and not source.intended:
         # The forward pass made it, though the outputs do not show it.
-        origins = [one for one in wide.inspector.origins if not one.intended] if wide.flawed() else []
+        origins = [one for one in wide.inspector.origins if not one.intended] if wide_flawed else []
         found = _origin_finding(source, origins[0] if origins else None, wide)
         return replace(found, parameter=parameter)
-    found = _found_backward(made, None, parameter, wide.producer(), finite_in_fp32=not wide.flawed())
+    found = _found_backward(made, None, parameter, wide.producer(), finite_in_fp32=not wide_flawed)
     return _with_all_names(found, first.inspector, wide)
+
+
+def _unknown_in_fp32(why: object) -> NotLocated:
+    return NotLocated(f"whether it would be finite in fp32 is not known: {why}")
 
 
 def _origin_finding(origin: Origin, in_fp32: Origin | None, wide: Trial) -> Overflow:
     """Return the finding for an inf or nan of the forward pass, by where it is from in half precision and in fp32."""
-    if origin.site is None:
-        return _given_finding(origin, wide)
+    assert origin.site is not None
+    wide_site = None if in_fp32 is None else in_fp32.site
+    if wide_site is not None and wide_site.dtype in HALF_DTYPES:
+        if _place(wide_site) == _place(origin.site):
+            why = _unknown_in_fp32("it writes to a half tensor in place")
+            return _of_site(origin.site, why, "forward", origin.flaw)
+        # In fp32 it was finite until it was written to a tensor that the program made half.
+        in_fp32 = None
     if in_fp32 is None:
         half = origin.site.dtype if origin.site.dtype in HALF_DTYPES else torch.float16
         verdict = HalfPrecisionOp(origin.magnitudes, str(half).removeprefix("torch."), origin.site.in_cast)
@@ -160,7 +196,8 @@ def _given_finding(origin: Origin, trial: Trial) -> Overflow:
             return Overflow(
                 verdict, module=owner, suggestion="load an earlier checkpoint, or initialise it anew", **common  # type: ignore[arg-type]
             )  # fmt: skip
-    return Overflow(NotFiniteInFp32(cause="model"), module=name, **common)  # type: ignore[arg-type]
+    why = "it comes from what is not looked at, such as TorchScript, torch.func, numpy or another library"
+    return Overflow(NotLocated(why), **common)  # type: ignore[arg-type]
 
 
 def _is(one: Tensor, other: Tensor) -> bool:
@@ -207,13 +244,18 @@ def _finest_scale(scale: float, finite_at: Callable[[float], bool]) -> float:
 
 
 def _found_backward(
-    made: Any, search: ScaleSearch | None, parameter: str, in_fp32: Any = None, *, finite_in_fp32: bool = True
+    made: Any,
+    search: ScaleSearch | NotLocated | None,
+    parameter: str,
+    in_fp32: Any = None,
+    *,
+    finite_in_fp32: bool = True,
 ) -> Overflow:
     """Return the finding for gradients that are not finite.
 
     Args:
         made: The call, and what its node got and gave, that made inf or nan of finite gradients; None if unknown.
-        search: The verdict where a lower scale does.
+        search: The verdict where a lower scale does, or where fp32 could not be tried.
         parameter: The first parameter whose gradient is not finite.
         in_fp32: As ``made``, in fp32.
         finite_in_fp32: Whether gradients are finite in fp32.

@@ -7,10 +7,12 @@ that of a mask does in a softmax. Backward, each node of the graph is seen, and 
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import functools
 import inspect
 import math
+import operator
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +32,7 @@ from autoamp.torch_private import (
     DispatchMode,
     current_graph_task,
     function_of_node,
+    is_transformed,
     next_sequence_number,
     sequence_number,
 )
@@ -62,10 +65,15 @@ _LOGARITHMS = frozenset(("log", "log2", "log10"))
 _TAKE_MASKS = frozenset(
     ("softmax", "log_softmax", "logsumexp", "scaled_dot_product_attention", "multi_head_attention_forward")
 )
+# These give memory as it is, or write over all that their first argument held.
+_UNSET = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
+_OVERWRITES = frozenset(
+    ("copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "set_")
+)
 _CASTS = frozenset(("half", "bfloat16", "to", "float", "type", "type_as"))
-# Functions of which each does the work of several ops.
 # Where torch has none, a context that sees no operators.
 _DISPATCH_MODE: Any = DispatchMode or contextlib.nullcontext
+# Functions of which each does the work of several ops.
 _COMPOSITES = frozenset(("multi_head_attention_forward",))
 
 
@@ -242,6 +250,8 @@ class Inspector(TorchFunctionMode):
         self.entered: Callable[[Module], None] = lambda module: None
         # By id: running statistics that a norm writes, and does not go by.
         self._written: dict[int, Tensor] = {}
+        # The number of the next node, and the module that is called, whenever one begins or ends.
+        self._turns: list[tuple[int, Module | None]] = []
 
     # -- modules --
 
@@ -275,11 +285,13 @@ class Inspector(TorchFunctionMode):
         if isinstance(module, MODULES_OF_NORMS) and module.training:
             self._written.update((id(buffer), buffer) for buffer in module.buffers(recurse=False))
         self._stack.append(module)
+        self._turns.append((_next_number(), module))
         self.entered(module)
 
     def _leave_module(self, module: Module, inputs: Any, outputs: Any) -> None:
         if self._stack and self._stack[-1] is module:
             self._stack.pop()
+            self._turns.append((_next_number(), self._stack[-1] if self._stack else None))
 
     def path_of(self, module: Module | None) -> str | None:
         """Return the path of a module within the model; the name of its class where it is none of the model's."""
@@ -297,10 +309,12 @@ class Inspector(TorchFunctionMode):
         # is Tensor.mul here. A replacement that it called has done its part before.
         func = original_of(func)
         caller = sys._getframe(1)
-        inputs = [tensor for tensor in _floating((args, kwargs)) if id(tensor) not in self._written]
-        flaws = [(tensor, flaw_of(tensor)) for tensor in inputs]
         name = bare_name(func)
-        since = 0 if next_sequence_number is None else next_sequence_number()
+        read = args[1:] if getattr(func, "__name__", None) in _OVERWRITES else args
+        read = _floating((read, {key: value for key, value in kwargs.items() if key != "out"}))
+        inputs = [tensor for tensor in read if id(tensor) not in self._written]
+        flaws = [(tensor, flaw_of(tensor)) for tensor in inputs]
+        since = _next_number()
         if self._wide:
             args, kwargs = _widened(str(getattr(func, "__name__", "")), args, kwargs)
             if name in _CASTS and inputs and inputs[0] is args[0] and _narrows(func, args, kwargs):
@@ -315,7 +329,7 @@ class Inspector(TorchFunctionMode):
         else:
             result = func(*args, **kwargs)
         outputs = _floating(result) or ([args[0]] if name == "setitem" and isinstance(args[0], Tensor) else [])
-        if outputs:
+        if outputs and name not in _UNSET:
             self._take(func, caller, flaws, sizes, outputs, inner, since)
         return result
 
@@ -374,7 +388,15 @@ class Inspector(TorchFunctionMode):
             return given[0]
         # Nan of an inf that seemed to be there on purpose. That one is to blame unless a program wrote it, or a row is
         # masked whole.
-        seemed = [one for one in given if (name not in _TAKE_MASKS if one.site is None else one.site.op in _LOGARITHMS)]
+        seemed = [
+            one
+            for one in given
+            if (
+                name not in _TAKE_MASKS and self._is_input(one.tensor)
+                if one.site is None
+                else one.site.op in _LOGARITHMS
+            )
+        ]
         if seemed:
             origin = replace(seemed[0], intended=False)
         else:
@@ -382,6 +404,9 @@ class Inspector(TorchFunctionMode):
             origin = Origin(site, flaw, sizes, output.detach(), intended=may_be_meant and not flaw.nan)
         self.origins.append(origin)
         return origin
+
+    def _is_input(self, tensor: Tensor | None) -> bool:
+        return any(tensor is one for _, one in self.inputs)
 
     def origin_of(self, tensor: Tensor, flaw: Flaw | None = None) -> Origin:
         """Return where the inf or nan of a tensor came from: one that no op made was given."""
@@ -402,17 +427,24 @@ class Inspector(TorchFunctionMode):
             if node is None or node in self.sites or getattr(node, "variable", None) is not None:
                 continue
             # A node that is older than the call is of something that no mode sees, such as a function of the program.
-            self.sites[node] = _unseen(node, site.module) if 0 <= sequence_number(node) < since else site
+            number = sequence_number(node)
+            self.sites[node] = self._unseen(node, number) if 0 <= number < since else site
             waiting.extend(following for following, _ in node.next_functions)
 
+    def _unseen(self, node: Any, number: int) -> Site:
+        """Return the site of a node whose call was not seen; for a function of the program its backward pass."""
+        turn = bisect.bisect_right(self._turns, number, key=operator.itemgetter(0))
+        module = self.path_of(self._turns[turn - 1][1]) if turn else None
+        function = function_of_node(node)
+        if function is None:
+            return Site(str(node.name()), module, None)
+        code = getattr(inspect.unwrap(function.backward), "__code__", None)
+        return Site(function.__name__, module, None if code is None else f"{code.co_filename}:{code.co_firstlineno}")
 
-def _unseen(node: Any, module: str | None) -> Site:
-    """Return the site of a node whose call was not seen: for a function of the program, that of its backward pass."""
-    function = function_of_node(node)
-    if function is None:
-        return Site(str(node.name()), module, None)
-    code = getattr(inspect.unwrap(function.backward), "__code__", None)
-    return Site(function.__name__, module, None if code is None else f"{code.co_filename}:{code.co_firstlineno}")
+
+def _next_number() -> int:
+    """Return the number that the next node of the graph gets; 0 where torch does not tell."""
+    return 0 if next_sequence_number is None else int(next_sequence_number())
 
 
 def _widened(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -445,7 +477,14 @@ def _has_plus_inf(tensor: Tensor) -> bool:
 
 
 def _floating(value: Any) -> list[Tensor]:
-    return [t for t in iter_tensors(value) if t.is_floating_point() and t.layout is torch.strided and not t.is_meta]
+    return [
+        tensor
+        for tensor in iter_tensors(value)
+        if tensor.is_floating_point()
+        and tensor.layout is torch.strided
+        and not tensor.is_meta
+        and not is_transformed(tensor)
+    ]
 
 
 class _Innermost(_DISPATCH_MODE):  # type: ignore[misc]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from autoamp.casting import Casts
-from autoamp.diagnostics.findings import Trial, backward_finding, output_finding
+from autoamp.diagnostics.findings import CannotReplay, Trial, backward_finding, output_finding
 from autoamp.diagnostics.inspector import Inspector, flaw_of
 from autoamp.diagnostics.replay import KeptState
 from autoamp.diagnostics.verdicts import NotLocated, Overflow
@@ -77,7 +77,7 @@ class Rehearsal(Trial):
             gradients.append(torch.ones_like(root) if one is None else one)
         self.passes += 1
         self.differentiate([root for root, _ in pairs], gradients)
-        if self.flawed():
+        if self.failure is not None or self.flawed():
             raise StepReached
 
     def _named(self, leaves: list[Tensor]) -> dict[str, Tensor]:
@@ -126,6 +126,8 @@ def explain_step(
             found = output_finding(stage, first, bad, intended=True)
         else:
             found = backward_finding(stage, first, scale)
+    except CannotReplay as error:
+        found = Overflow(NotLocated(str(error)))
     finally:
         stage.state.restore()
     return None if found is None else replace(found, loss_scale=scale)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from autoamp.casting import Casts
-from autoamp.diagnostics.findings import Trial, backward_finding, output_finding
+from autoamp.diagnostics.findings import CannotReplay, Trial, backward_finding, output_finding
 from autoamp.diagnostics.inspector import Backward, Inspector, flaw_of, named_inputs, sum_of, worst_of
 from autoamp.diagnostics.records import RandomStates, Record
 from autoamp.diagnostics.verdicts import Overflow
@@ -36,10 +36,6 @@ __all__ = [
     "unfit",
     "unwrapped",
 ]
-
-
-class CannotReplay(Exception):
-    """A recorded call cannot be run again; its message says why."""
 
 
 class KeptState:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -115,6 +116,10 @@ def steep_in_half(h: Tensor) -> Tensor:
 
 def root_of_zero(h: Tensor) -> Tensor:
     return h.mul(0).sqrt()
+
+
+def half_root_of_zero(h: Tensor) -> Tensor:
+    return h.half().mul(0).sqrt()
 
 
 def overflowing_in_fp32(h: Tensor) -> Tensor:
@@ -985,6 +990,31 @@ def test_minus_inf_in_the_data_is_not_blamed_on_the_op_that_takes_it() -> None:
     assert (found.verdict.cause, found.verdict.tensor, found.verdict.batch_index) == ("data", "input", 2)
 
 
+def test_inf_in_the_data_that_no_output_shows() -> None:
+    def data(x: Tensor, step: int) -> Tensor:
+        x[1, 0] = float("inf")
+        return x
+
+    class Reciprocal(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return 1.0 / self.layer(x)
+
+    net = Reciprocal()
+    found = found_in(train(net, data=data))
+    assert isinstance(found.verdict, NotFiniteInFp32)
+    assert (found.verdict.cause, found.verdict.tensor, found.verdict.batch_index) == ("data", "x", 1)
+    autoamp.current_handle().deactivate()  # type: ignore[union-attr]
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16)
+    x = data(torch.randn(5, 4), 0)
+    explained = handle.explain_overflow(lambda: mean_square(net(x)))
+    assert explained is not None
+    assert explained.verdict == found.verdict
+
+
 class Steep(torch.autograd.Function):
     """Its backward pass makes inf in any precision."""
 
@@ -1081,6 +1111,101 @@ def test_a_half_op_between_modules_that_has_no_gradient(name: str) -> None:
             continue
         assert isinstance(found.verdict, HalfPrecisionOp)
         assert (found.op, found.location) == ("matmul", line_of(loss, "@ weight"))
+
+
+def multiplied_out(h: Tensor) -> Tensor:
+    big = h.detach().half() * 0 + 1000.0
+    return h + torch.mul(big, big, out=torch.full_like(big, float("nan")))
+
+
+def copied(h: Tensor) -> Tensor:
+    return h + torch.full_like(h, float("nan"), dtype=torch.float16).copy_(squared(h))
+
+
+def not_seen(h: Tensor) -> Tensor:
+    return h + torch.from_numpy(numpy.full(h.shape, numpy.inf, dtype=numpy.float32))
+
+
+def written_to_half(h: Tensor) -> Tensor:
+    big = torch.full_like(h, 1000.0, dtype=torch.float16)
+    big *= 1000.0
+    return h + big
+
+
+def test_a_half_tensor_that_is_written_to_is_not_said_to_overflow_in_fp32() -> None:
+    """No list makes it fp32, so that running it in fp32 tells nothing."""
+    found = found_in(train(Net(written_to_half)))
+    assert isinstance(found.verdict, NotLocated)
+    assert (found.op, found.location) == ("mul", line_of(written_to_half, "*= 1000.0"))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(
+    ("fault", "op", "location"),
+    [
+        (multiplied_out, "mul", line_of(multiplied_out, "torch.mul")),
+        (copied, "mul", line_of(squared, "big * big")),
+        # No mode sees what is within these: nothing is known of it, nor whether fp32 cures it.
+        (not_seen, None, None),
+        (torch.vmap(squared), None, None),
+    ],
+)
+def test_what_held_nan_before_it_was_written_and_what_nobody_sees(
+    fault: Any, op: str | None, location: str | None, whole: bool
+) -> None:
+    net = Net(fault)
+    if whole:
+        handle = autoamp.init(device_type="cpu", dtype=torch.float16)
+        found = handle.explain_overflow(lambda: mean_square(net(torch.randn(5, 4))))
+        assert found is not None
+    else:
+        found = found_in(train(net))
+    assert (found.op, found.location) == (op, location), str(found)
+    assert isinstance(found.verdict, NotLocated if op is None else HalfPrecisionOp)
+
+
+def test_a_mask_of_the_model_is_no_weight_that_is_broken() -> None:
+    class Masked(Net):
+        def __init__(self) -> None:
+            super().__init__(lambda h: h @ self.mask)
+            self.mask: Tensor
+            self.register_buffer("mask", torch.zeros(8, 8).fill_(float("-inf")).triu(1))
+
+    found = found_in(train(Masked()))
+    assert isinstance(found.verdict, NotFiniteInFp32)
+    assert (found.verdict.cause, found.op) == ("model", "matmul")
+
+
+def test_a_function_of_the_program_between_two_modules() -> None:
+    class Between(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = Steep.apply(self.first(x))
+            out: Tensor = self.last(made)
+            return out
+
+    found = found_in(train(Between()))
+    assert (found.op, found.module) == ("Steep", "Between")
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_that_cannot_run_in_fp32(reentrant: bool) -> None:
+    """Torch recomputes it as it was computed: whether fp32 would cure it is not known, and where it is from is."""
+
+    def fault(h: Tensor) -> Tensor:
+        out: Tensor = torch.utils.checkpoint.checkpoint(half_root_of_zero, h, use_reentrant=reentrant)
+        return out
+
+    net = Net(fault)
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16)
+    found = handle.explain_overflow(lambda: mean_square(net(torch.randn(5, 4))))
+    assert found is not None
+    assert isinstance(found.verdict, NotLocated)
+    assert found.op == (None if reentrant else "sqrt")
+    assert "raised" in found.verdict.why
 
 
 # -- on demand --
