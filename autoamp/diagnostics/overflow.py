@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from autoamp.casting import Casts
-from autoamp.diagnostics.inspector import worst_of
+from autoamp.diagnostics.inspector import flaw_of, worst_of
 from autoamp.diagnostics.losses import LossRegion, in_loss, in_unwatched
 from autoamp.diagnostics.ranks import TracingRanks
 from autoamp.diagnostics.records import Record, Recorder
@@ -200,7 +200,7 @@ class OverflowTrace:
                 found = self._backward(records, losses, scale)
                 if found is None or found.phase == "forward":
                     # Now what is harmless as a rule: outputs without gradients, and -inf that may be on purpose.
-                    found = self._suspect(records, scale) or found
+                    found = self._suspect(records, records, scale) or found
                 return found
         finally:
             self._casts.cache.clear()
@@ -208,18 +208,26 @@ class OverflowTrace:
 
     def _from_before(self, records: list[Record], record: Record, found: Overflow, scale: float) -> Overflow:
         """Return the finding, or where inf or nan came in by an input, that of the call whose output it was."""
-        if isinstance(found.verdict, NotFiniteInFp32) and found.verdict.cause == "data":
-            before = [one for one in records if one.number < record.number and not one.passes]
-            return self._suspect(before, scale) or found
-        return found
+        if not isinstance(found.verdict, NotFiniteInFp32) or found.verdict.cause != "data":
+            return found
+        computed = [one for one, _ in record.versions if id(one) in record.wanted and flaw_of(one) is not None]
+        before = [one for one in records if one.number < record.number and (not one.passes or one.gave(computed))]
+        earlier = self._suspect(records, before, scale)
+        if earlier is not None or not computed:
+            return earlier or found
+        # A gradient goes back to it: as a rule another op computed it, so it is not called data.
+        return self._unlocated(
+            f"the input {found.verdict.tensor} of {found.module} holds {found.value} already, and the op that made it "
+            "was not recorded; use explain_overflow()"
+        )
 
-    def _suspect(self, records: list[Record], scale: float) -> Overflow | None:
-        for record in records:
+    def _suspect(self, records: list[Record], among: list[Record], scale: float) -> Overflow | None:
+        for record in among:
             module = record.module()
             if module is not None and unfit(module) is None:
                 found = RecordedCall(record, self._casts, scale).suspect()
                 if found is not None:
-                    return found
+                    return self._from_before(records, record, found, scale)
         return None
 
     def _backward(self, records: list[Record], losses: list[LossRegion], scale: float) -> Overflow | None:
@@ -236,7 +244,7 @@ class OverflowTrace:
                     return self._between(losses, arrived, scale)
                 found = RecordedCall(record, self._casts, scale).backward_finding(loss)
                 if found is not None:
-                    return found
+                    return self._from_before(records, record, found, scale)
         return None
 
     def _between(self, losses: list[LossRegion], arrived: Sequence[Tensor | None], scale: float) -> Overflow:

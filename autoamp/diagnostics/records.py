@@ -121,6 +121,11 @@ class Record:
         """Tell whether an output that is kept was written to since."""
         return any(isinstance(kept, tuple) and version_of(kept[0]) != kept[1] for kept in self.outputs)
 
+    def gave(self, tensors: Sequence[Tensor]) -> bool:
+        """Tell whether one of several tensors is an output of this call that is kept."""
+        kept = [one[0] for one in self.outputs if isinstance(one, tuple)]
+        return any(one.data_ptr() == other.data_ptr() and one.shape == other.shape for one in kept for other in tensors)
+
     def size(self) -> int:
         """Return the size of its inputs in bytes."""
         return sum(tensor.nbytes for tensor, _ in self.versions)

@@ -115,6 +115,9 @@ _ARGUMENTS = {"_saved_self": 0, "_saved_input": 0, "_saved_other": 1, "_saved_ta
 
 def _takes_unknown(node: Any) -> bool:
     """Tell whether an op may have got inf or nan from outside of the graph, as of a tensor without gradients."""
+    weights = [_saved(node, name) for name in ("weight", "pos_weight")]
+    if worst_of([one for one in weights if isinstance(one, Tensor)]) is not None:
+        return True
     saved = _saved_flaws(node)
     return any(saved.get(place, True) for place, (before, _) in enumerate(node.next_functions) if before is None)
 

@@ -1,0 +1,181 @@
+"""An op that takes inf or nan is not named as the op that made it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autoamp
+from autoamp.diagnostics import HalfPrecisionOp, NotFiniteInFp32, NotLocated, Overflow
+from tests.diagnostics.test_overflow import line_of
+
+STEPS = 3
+WEIGHT = torch.full((4, 4), 3e4, dtype=torch.float16)
+
+
+def overflows_of(loss: Callable[[Tensor], Tensor], *models: nn.Module) -> list[Overflow]:
+    """Return what was found in a few steps, all of which overflow."""
+    torch.manual_seed(0)
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=256.0, trace_overflow=True)
+    optimizer = torch.optim.SGD([weight for model in models for weight in model.parameters()], lr=0.01)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        with handle.scale_loss(loss(torch.randn(5, 4)), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    found = list(handle.overflows)
+    handle.deactivate()
+    assert len(found) == STEPS
+    return found
+
+
+def explained(loss: Callable[[Tensor], Tensor]) -> Overflow:
+    """Return what is found on demand."""
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=256.0)
+    found = handle.explain_overflow(lambda: loss(torch.randn(5, 4)))
+    handle.deactivate()
+    assert found is not None
+    return found
+
+
+def mean_square(out: Tensor) -> Tensor:
+    return out.float().pow(2).mean()
+
+
+def prior(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return x.half().abs().clamp(10.0) @ WEIGHT
+
+
+class LogOfZero(nn.Module):
+    def forward(self, h: Tensor) -> Tensor:
+        return torch.log(h.float() * 0)
+
+
+USES_OF_PRIOR: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "add": lambda out, inf: mean_square(out + inf),
+    "in place": lambda out, inf: mean_square(out.clone().add_(inf)),
+    "mul": lambda out, inf: mean_square(inf * out),
+    "matmul": lambda out, inf: mean_square(out.float() @ inf.float().T),
+    "target": lambda out, inf: F.mse_loss(out.float(), inf.float()),
+    "weight": lambda out, inf: F.binary_cross_entropy_with_logits(
+        out.float(), torch.ones(5, 4), pos_weight=inf.float()
+    ),
+}
+
+
+@pytest.mark.parametrize("use", USES_OF_PRIOR)
+def test_a_half_tensor_without_a_gradient_that_the_loss_takes(use: str) -> None:
+    """The graph of the loss does not have the matmul; its first op that takes the inf is not named instead."""
+    model = nn.Linear(4, 4)
+
+    def loss(x: Tensor) -> Tensor:
+        return USES_OF_PRIOR[use](model(x), prior(x))
+
+    for found in overflows_of(loss, model):
+        assert isinstance(found.verdict, NotLocated), str(found)
+        assert (found.op, found.fp32_names) == (None, ())
+        assert "explain_overflow" in found.verdict.why
+    matmul = explained(loss)
+    assert isinstance(matmul.verdict, HalfPrecisionOp)
+    assert (matmul.op, matmul.location) == ("matmul", line_of(prior, "@ WEIGHT"))
+
+
+def test_a_half_tensor_without_a_gradient_between_two_modules() -> None:
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def loss(x: Tensor) -> Tensor:
+        return mean_square(second(first(x) + prior(x)))
+
+    for found in overflows_of(loss, first, second):
+        assert isinstance(found.verdict, NotLocated), str(found)
+        assert found.verdict.why.startswith("the input input of Linear holds ")
+        assert (found.op, found.module, found.location) == (None, None, None)
+    assert explained(loss).location == line_of(prior, "@ WEIGHT")
+
+
+@pytest.mark.parametrize(
+    "consumer", [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)], ids=lambda m: type(m).__name__
+)
+def test_a_logarithm_of_zero_in_another_module_than_its_consumer(consumer: nn.Module) -> None:
+    first, between = nn.Sequential(nn.Linear(4, 4), LogOfZero()), nn.Hardtanh(float("-inf"))
+    for found in overflows_of(lambda x: mean_square(consumer(between(first(x)))), first, consumer):
+        assert isinstance(found.verdict, NotFiniteInFp32), str(found)
+        assert (found.verdict.cause, found.op, found.module) == ("model", "log", "1")
+        assert found.location == line_of(LogOfZero, "torch.log")
+
+
+@pytest.mark.parametrize("consumer", [nn.Linear(4, 4), nn.BatchNorm1d(4)], ids=lambda m: type(m).__name__)
+def test_a_logarithm_of_zero_between_two_modules(consumer: nn.Module) -> None:
+    first = nn.Linear(4, 4)
+
+    def loss(x: Tensor) -> Tensor:
+        return mean_square(consumer(torch.log(first(x).float() * 0)))
+
+    for found in overflows_of(loss, first, consumer):
+        assert isinstance(found.verdict, NotLocated), str(found)
+        assert found.op is None
+    assert explained(loss).location == line_of(test_a_logarithm_of_zero_between_two_modules, "torch.log")
+
+
+def test_data_that_is_inf_is_data() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for found in overflows_of(lambda x: mean_square(model(x * float("inf"))), model):
+        assert isinstance(found.verdict, NotFiniteInFp32), str(found)
+        assert (found.verdict.cause, found.verdict.tensor) == ("data", "input")
+
+
+class Steep(torch.autograd.Function):
+    """Its backward pass overflows in half precision."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return (gradient.half() + 1.0) * 60000.0 * 60000.0
+
+
+class Steeper(nn.Module):
+    def forward(self, h: Tensor) -> Tensor:
+        out: Tensor = torch.relu(Steep.apply(h))
+        return out * 2.0
+
+
+def test_a_function_whose_backward_pass_overflows_in_an_earlier_module() -> None:
+    first, second = nn.Sequential(nn.Linear(4, 4), Steeper()), nn.Linear(4, 4)
+    for found in overflows_of(lambda x: mean_square(second(first(x))), first, second):
+        assert (found.kind, found.op, found.module) == ("half_precision_op", "Steep", "1"), str(found)
+        assert found.location == line_of(Steep, "* 60000.0")
+
+
+def test_a_function_whose_backward_pass_overflows_outside_of_modules() -> None:
+    """Between modules nothing is recorded. In the loss the function is known, and what it would give in fp32 is not."""
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    for found in overflows_of(lambda x: mean_square(second(torch.relu(Steep.apply(first(x))))), first, second):
+        assert (found.kind, found.op) == ("not_located", None), str(found)
+    for found in overflows_of(lambda x: mean_square(Steep.apply(first(x)) * 2.0), first):
+        assert found.kind == "not_located", str(found)
+        assert (found.op or "").lower() == "steep"
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_a_recurrent_layer_of_several_layers_on_half_input(kind: Any) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.recurrent = kind(4, 4, num_layers=2, dropout=0.5, bidirectional=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            big = self.recurrent(x.half())[0].half() * 3e4
+            return big * big
+
+    for found in overflows_of(lambda x: mean_square(model(x)), model := Recurrent()):
+        assert (found.kind, found.op, found.module) == ("half_precision_op", "mul", "Recurrent"), str(found)
+        assert found.location == line_of(Recurrent, "big * big")
