@@ -32,8 +32,6 @@ def nvrtc() -> Compiler:
 
 @pytest.fixture(scope="module")
 def source() -> str:
-    import setuptools  # noqa: F401  setup.py wants it
-
     program = "import sys, pathlib; sys.path.insert(0, sys.argv[1]); from setup import *; " + (
         "sys.stdout.write(one_source(SOURCES / 'cuda_kernels.cu', set()))"
     )
