@@ -30,13 +30,11 @@ __all__ = [
     "MISSING",
     "MODULES_OF_BATCH_NORM",
     "MODULES_OF_NORMS",
-    "MODULE_CALL",
     "RECOMPUTATION",
     "RECURRENT",
     "TELLS_GRAPH_TASKS",
     "DispatchMode",
     "compiled_graphs",
-    "cudnn_enabled",
     "current_graph_task",
     "current_node",
     "default_store",
@@ -157,9 +155,6 @@ default_store: Callable[[], Any] = _find("torch.distributed.distributed_c10d._ge
 
 mkldnn_enabled: Callable[[], bool] = _find("torch._C._get_mkldnn_enabled", lambda: False)
 """Whether the user lets torch call oneDNN."""
-
-cudnn_enabled: Callable[[], bool] = _find("torch._C._get_cudnn_enabled", lambda: torch.backends.cudnn.enabled)
-"""Whether the user lets torch call cuDNN."""
 
 
 def _dual_level() -> Callable[[], bool]:
@@ -319,10 +314,6 @@ CUSTOM_FUNCTION_CONTEXT: Any = _find("torch.autograd.function.BackwardCFunction"
 def function_of_node(node: Any) -> Any:
     """Return the `torch.autograd.Function` of the program that made a node of the graph; None for another node."""
     return getattr(type(node), "_forward_cls", None)
-
-
-MODULE_CALL: Any = _find("torch.nn.Module._call_impl", None)
-"""The method that ``Module.__call__`` calls. Without it no module's call takes a shorter way."""
 
 
 def _names_of_builtins() -> tuple[Callable[[Any], Any], Callable[[], dict[int, Any]]]:

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from autoamp.casting.cache import CastCache, cast_for_any_mode, serves_others
-from autoamp.casting.casters import SparseArgument, cast_call, on_device
+from autoamp.casting.casters import CastArgs, SparseArgument, cast_call
 from autoamp.casting.casts import Casts
 from autoamp.casting.flat_weights import RECURRENT_LAYERS, FlatLayout, RecurrentLayer, cudnn_layout_of, flatten_weights
-from autoamp.casting.threads import Switches
+from autoamp.casting.threads import Switches, Token
 
 __all__ = [
     "RECURRENT_LAYERS",
+    "CastArgs",
     "CastCache",
     "Casts",
     "FlatLayout",
     "RecurrentLayer",
     "SparseArgument",
     "Switches",
+    "Token",
     "cast_call",
     "cast_for_any_mode",
     "cudnn_layout_of",
     "flatten_weights",
-    "on_device",
     "serves_others",
 ]

@@ -60,11 +60,12 @@ class CastCache:
         enabled: Whether module calls keep casts.
         pins: The pinned parameters, by ``id(parameter)``.
         lock: Taken while ``pins`` changes.
+        local: Has the casts that this thread's running module call keeps.
     """
 
     def __init__(self, local: ThreadState, enabled: bool = True) -> None:
         self.enabled = enabled
-        self._local = local
+        self.local = local
         self.pins: dict[int, _Pin] = {}
         self.lock = threading.Lock()
 
@@ -90,12 +91,12 @@ class CastCache:
 
     def clear(self) -> None:
         """Drop the casts of this thread's running module call."""
-        if self._local.entries is not None:
-            self._local.entries = {}
-            self._local.last = None
+        if self.local.entries is not None:
+            self.local.entries = {}
+            self.local.last = None
 
     def __len__(self) -> int:
-        kept = sum(entry is not None for entry in (self._local.entries or {}).values())
+        kept = sum(entry is not None for entry in (self.local.entries or {}).values())
         pins = list(self.pins.values())
         return kept + sum(
             (pin.cast is not None) + (0 if pin.layer is None else len(pin.layer.parameters)) for pin in pins
@@ -114,7 +115,7 @@ class CastCache:
             if pin is not None:
                 cast = pin.valid()
                 return cast if cast is not None else _pinned_cast(pin, parameter, convert)
-        entries = self._local.entries
+        entries = self.local.entries
         if entries is None:
             return convert(parameter)
         entry = entries.get(id(parameter))
@@ -145,7 +146,7 @@ class CastCache:
         """
         if not tensor.requires_grad:
             return convert(tensor)
-        local = self._local
+        local = self.local
         last = local.last
         if last is not None and last[0] is tensor:
             _, cast, version, cast_version, address, is_leaf, stream = last

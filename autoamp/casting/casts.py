@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module, Parameter
 
 from autoamp.casting.cache import CastCache
-from autoamp.casting.casters import CASTABLE_DTYPES, build_caster, cast_call
+from autoamp.casting.casters import CASTABLE_DTYPES, build_caster
 from autoamp.casting.threads import Switches, ThreadState
-from autoamp.tensors import CASTABLE_LAYOUTS, iter_tensors, map_tensors
+from autoamp.tensors import CASTABLE_LAYOUTS, PLAIN_TYPES, iter_tensors, map_tensors
 from autoamp.torch_private import is_any_autocast_enabled
 
 __all__ = ["Casts"]
@@ -30,16 +31,18 @@ class Casts:
         device_type: The type of the devices whose tensors are cast, such as ``"cuda"``.
         enable_caching: Whether module calls keep casts of parameters.
         on: Whether threads cast by default. With False only those do that turn casts on, for a ``with`` statement or a
-            call; None leaves it to `state`, which a subclass overrides.
+            call. None is for a subclass that turns casts on within calls of modules.
 
     Attributes:
         local: The switches and the kept casts of the thread that asks.
         deviations: `ThreadState.deviations`: while it is empty every thread casts.
         cache: Keeps casts of parameters, and of the last activation.
         warned: The names of banned functions whose warning was given already.
-        narrow: Casts one tensor to the half dtype, whatever it is.
         args_to_half, args_to_fp32: Cast a sequence of arguments, as `build_caster` says.
     """
+
+    in_modules = False
+    """Whether casts are on within calls of modules alone."""
 
     def __init__(
         self, dtype: torch.dtype, device_type: str, *, enable_caching: bool = True, on: bool | None = True
@@ -51,18 +54,18 @@ class Casts:
         # Until `open` no thread casts.
         self.deviations.append(None)
         self._on = on
-        self._open = False
+        self.is_open = False
         self.cache = CastCache(self.local, enable_caching)
         self.warned: set[str] = set()
         self.narrow = Tensor.half if dtype is torch.float16 else Tensor.bfloat16
-        self.args_to_half = build_caster(dtype, self.narrow, device_type, self.local, self.cache)
-        self.args_to_fp32 = build_caster(torch.float32, Tensor.float, device_type, self.local, None)
+        self.args_to_half = build_caster(dtype, self.narrow, device_type, self.cache)
+        self.args_to_fp32 = build_caster(torch.float32, Tensor.float, device_type, None)
 
     def open(self) -> None:
         """Let the replacements cast, in the threads that are on by default."""
-        if self._on and not self._open:
+        if self._on and not self.is_open:
             self.deviations.pop()
-        self._open = True
+        self.is_open = True
         # Off by default means forced off: a module's precision must not turn casts on there.
         self.local.set_default(self._on, forced_off=self._on is False)
 
@@ -71,35 +74,35 @@ class Casts:
         """Whether threads that have not set their switches may cast."""
         return self._on is not False
 
-    @property
-    def is_open(self) -> bool:
-        """Whether replacements may cast at all."""
-        return self._open
-
     def shut(self) -> None:
         """Make every replacement pass calls through, in all threads."""
-        if self._on and self._open:
+        if self._on and self.is_open:
             self.deviations.append(None)
-        self._open = False
+        self.is_open = False
         self.local.set_default(False, forced_off=True)
         self.cache.clear()
 
     def state(self) -> bool | None:
-        """Tell whether this thread casts now; None where each call decides by its arguments, as `wants` does."""
-        on: bool = self.local.on
+        """Tell whether this thread casts now; None outside of modules' calls, where `in_modules` is true."""
+        on: bool | None = self.local.on
         return on
 
-    def wants(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def wants(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Tell whether a call with these arguments is to be cast, in this thread and now."""
         return bool(self.local.on)
 
-    def passing(self, original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what a replacement calls where `ThreadState.on` is false: here the original."""
+    def when_off(self, original: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what a replacement calls where `ThreadState.on` is false: here the original.
+
+        Args:
+            original: What is replaced.
+            run: Makes a call that is cast, with ``args`` and ``kwargs``.
+        """
         return original
 
-    def around_outermost(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a wrapper of a module's call that is within no other module's call: here the call itself."""
-        return call
+    def begin_call(self, module: Module) -> bool:
+        """Tell whether casts are to be turned on for the call of a module; asked where `in_modules` is true."""
+        return False
 
     def builders(self) -> Sequence[tuple[Any, str, Callable[[Any], Any]]]:
         """Return what else is to be patched, here nothing: owner, name, and what builds a replacement."""
@@ -118,14 +121,9 @@ class Casts:
         finally:
             self.local.reset(token)
 
-    def remembered(self, function: Callable[..., Any], args: Sequence[Any] = ()) -> Callable[..., Any]:
-        """Wrap a function so that it runs as this thread casts now, whenever and in whichever thread it is called.
-
-        Args:
-            function: What is to be called later.
-            args: What it will be called with, where that is known: it may decide whether casts are on.
-        """
-        local, switches = self.local, self.switches(args)
+    def remembered(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function so that it runs as this thread casts now, whenever and in whichever thread it is called."""
+        local, switches = self.local, self.switches()
 
         def run(*args: Any, **kwargs: Any) -> Any:
             token = local.set(*switches)
@@ -136,8 +134,8 @@ class Casts:
 
         return run
 
-    def switches(self, args: Sequence[Any] = ()) -> Switches:
-        """Return how this thread casts now, for `ThreadState.set`; ``args`` as for `remembered`."""
+    def switches(self) -> Switches:
+        """Return how this thread casts now, for `ThreadState.set`."""
         return self.state(), self.local.forced_off
 
     def eligible(self, tensor: Tensor) -> bool:
@@ -154,7 +152,7 @@ class Casts:
         return is_any_autocast_enabled() and torch.is_autocast_enabled(self.device_type)
 
     def note_autocast(self, device_type: str, *, enabled: bool) -> None:
-        """Take note that the program enters a torch.autocast region: nothing but `autocast_rules` follows from it."""
+        """Note that the program enters a torch.autocast region: nothing but `autocast_rules` follows from it."""
 
     def cast_with_sparse(self, args: Any, kwargs: dict[str, Any], *, to_half: bool) -> tuple[Any, dict[str, Any]]:
         """Cast the arguments of a call one of which is sparse, that one too; ``out`` is left as it is."""
@@ -188,7 +186,18 @@ class Casts:
         """Cast one value, however nested, to fp32. SparseArgument where a tensor in it is sparse and not fp32."""
         return self.args_to_fp32((value,), False)[0]
 
-    def promote(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-        """Cast the arguments of a call to fp32, where the tensors that `eligible` admits have several dtypes."""
-        dtypes = {tensor.dtype for tensor in iter_tensors((args, kwargs)) if self.eligible(tensor)}
-        return cast_call(self.args_to_fp32, args, kwargs) if len(dtypes) > 1 else (args, kwargs)
+    def promote_args(self, args: Sequence[Any], shares: bool = False) -> Sequence[Any]:
+        """Cast a sequence of arguments to fp32, where the tensors that `eligible` admits have several dtypes."""
+        found = None
+        for arg in args:
+            # Most calls have tensors of one dtype. Anything out of the ordinary is looked at below.
+            for item in arg if type(arg) in (list, tuple) else (arg,):
+                kind = type(item)
+                if kind in PLAIN_TYPES:
+                    continue
+                dtype = item.dtype if kind is Tensor or kind is Parameter else None
+                if dtype is None or (found is not None and dtype is not found):
+                    dtypes = {tensor.dtype for tensor in iter_tensors(args) if self.eligible(tensor)}
+                    return self.args_to_fp32(args) if len(dtypes) > 1 else args
+                found = dtype
+        return args

@@ -37,13 +37,12 @@ class ThreadState(threading.local):
     """What differs by thread, of one handle. Class attributes are the defaults of a thread that sets nothing itself.
 
     Attributes:
-        on: True where the thread casts, False where it does not. None or another false value means that
-            `Casts.state` decides, or each call by its arguments. A replacement tests for true or false alone.
+        on: True where the thread casts, False where it does not, None outside of modules' calls where these turn casts
+            on.
         forced_off: Whether casts are off whatever is asked for within, as in a ``disable_casts``.
         deviations: An item for each `set`, of any thread, that no `reset` has put back. While it is empty all threads
             cast, so that a replacement need not look up its thread's state; compiled code, which cannot watch a
             thread's state, watches this list.
-        constructing: Whether a module's constructor has begun outside of module calls, as far as is known.
         entries: The casts that the running module call keeps, by ``id(parameter)``: None for a parameter that was used
             once, whose cast is kept from the second use on. The whole is None outside of module calls.
         last: The last activation that was cast, with its cast.
@@ -54,7 +53,6 @@ class ThreadState(threading.local):
     deviations: list[None]
     on: Any = True
     forced_off = False
-    constructing = False
     entries: dict[int, KeptCast | None] | None = None
     last: LastCast | None = None
     regions: tuple[tuple[Any, Token], ...] = ()

@@ -39,8 +39,6 @@ class Report:
             has one.
         scaling_left_to: What the program scales its losses with, so that this was left to it; else None.
         casts_left_to: What the program computes in half precision with, so that casts ended there; else None.
-        waited_for: The call in the program's source that casts waited for to the end; else None.
-        waited_until_step: The one that they waited for until the first step of an optimizer; else None.
         unmatched: What of the user's lists has had no effect, by name, each with a message.
         own_dtypes: The half dtypes that the program itself computed in, of torch.autocast by regions entered.
         parameters: How many elements the parameters have that ``initialize`` was given, by their dtype; else None.
@@ -64,8 +62,6 @@ class Report:
     by_program: bool
     scaling_left_to: str | None = None
     casts_left_to: str | None = None
-    waited_for: str | None = None
-    waited_until_step: str | None = None
     unmatched: dict[str, str] = field(default_factory=dict)
     own_dtypes: dict[str, int] = field(default_factory=dict)
     parameters: dict[str, int] | None = None
@@ -126,7 +122,7 @@ class Report:
             f"{self.seconds:.1f} s",
         ]
         lines = [packed("autoamp: ", parts, "; ", width)]
-        if self.casts_left_to is None and self.waited_for is None:
+        if self.casts_left_to is None:
             lines += [packed("autoamp: ", [f"no effect: {why}"], "", width) for why in self.unmatched.values()]
         return "\n".join(lines)
 
@@ -146,14 +142,11 @@ class Report:
 
     def _without_casts(self) -> list[str]:
         """Return why there were no casts; empty where there were some, or may have been."""
-        if self.dtype is None:
-            why = ""
-            if self.opt_level in ("O2", "O3") and self.exit_code == 0:
-                why = ": that level casts what a program gives to amp.initialize(), which was not called; use O1"
-        elif self.waited_for is not None:
-            why = f": {_never_came(self.waited_for)}, and no optimizer stepped"
-        else:
+        if self.dtype is not None:
             return []
+        why = ""
+        if self.opt_level in ("O2", "O3") and self.exit_code == 0:
+            why = ": that level casts what a program gives to amp.initialize(), which was not called; use O1"
         return [f"no casts ({self.opt_level}){why}", f"{self.seconds:.1f} s"]
 
     def _casts(self) -> list[str]:
@@ -165,13 +158,10 @@ class Report:
             who.append(f"rank {self.rank} of {self.ranks} alone")
         if self.casts_left_to is None:
             level = f"{self.opt_level}, set up by the program" if self.by_program else self.opt_level
-            call = self.waited_until_step
-            late = [] if call is None else [f"nothing was cast before the first step, as {_never_came(call)}"]
-            return [f"{self.dtype} on {self.device_type} ({level})", *who, *late]
+            return [f"{self.dtype} on {self.device_type} ({level})", *who]
         if self.casts_left_to == AUTOCAST:
-            dtypes = " and ".join(self.own_dtypes) or "float32"
-            off = "" if self.own_dtypes else ", which is not enabled"
-            return [f"{dtypes} on {self.device_type} by the program's own {AUTOCAST}{off}", *who]
+            dtypes = " and ".join(self.own_dtypes) or self.dtype
+            return [f"{dtypes} on {self.device_type} by the program's own {AUTOCAST}", *who]
         return [f"casts left to the program, which has {self.casts_left_to}", *who]
 
     def _parameters(self) -> list[str]:
@@ -195,10 +185,6 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """Return plain JSON values by the attributes' names."""
         return asdict(self)
-
-
-def _never_came(call: str) -> str:
-    return f"the program's source calls {call}(), which was {'not entered' if call == AUTOCAST else 'not called'}"
 
 
 def _listed(counts: Mapping[str, int], before: str = "") -> str:

@@ -16,7 +16,6 @@ import torch
 from autoamp import runtime
 from autoamp.cli.options import DTYPES, Options, loss_scale_of
 from autoamp.cli.report import Report
-from autoamp.cli.sources import Sources
 from autoamp.compat import install_as_apex, real_apex
 from autoamp.diagnostics import Counts, sum_of
 from autoamp.errors import UsageError
@@ -141,8 +140,6 @@ class Run:
         self._parameters: dict[str, int] | None = None
         self._ranks = _ranks()
         self._scaling = None if handle is None else handle.auto_scale()
-        if handle is not None and isinstance(casts := runtime_of(handle).casts, ModuleCasts):
-            casts.wait_for(Sources(handle.settings.device_type).setup_call)
         if count:
             if handle is not None:
                 self._count(handle)
@@ -214,8 +211,6 @@ class Run:
             by_program=now is not self.handle,
             unmatched={} if now is None else runtime_of(now).unmatched_rules(),
             casts_left_to=None if scoped is None else scoped.left_to,
-            waited_for=None if scoped is None else scoped.waits_for,
-            waited_until_step=None if scoped is None else scoped.waited_until_step,
             own_dtypes=own,
             parameters=self._parameters,
             masters=now is not None and any(setup.masters for setup in runtime_of(now).setups),

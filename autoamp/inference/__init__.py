@@ -1,8 +1,7 @@
-"""Weights that are promised to stay: their casts are kept, packed where the device has a faster layout."""
+"""Pinned weights, which are promised to stay: packed once for oneDNN, which else reorders them at each call."""
 
 from __future__ import annotations
 
-from autoamp.inference.layers import pin_layer
-from autoamp.inference.lstm import LSTM, build_lstm
+from autoamp.inference.packed import build_packed
 
-__all__ = ["LSTM", "build_lstm", "pin_layer"]
+__all__ = ["build_packed"]

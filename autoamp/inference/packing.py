@@ -10,7 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoamp.torch_private import dispatch_modes, in_dual_level, is_transformed, mkldnn, mkldnn_enabled
+from autoamp.torch_private import (
+    dispatch_modes,
+    in_dual_level,
+    in_function_mode,
+    is_any_autocast_enabled,
+    is_transformed,
+    mkldnn,
+    mkldnn_enabled,
+    tracing_state,
+)
 
 __all__ = ["can_pack", "image_strides", "is_alike_in_both_directions", "may_call_onednn"]
 
@@ -29,16 +38,20 @@ def can_pack(weight: Tensor) -> bool:
 def may_call_onednn(x: Tensor) -> bool:
     """Tell whether an op of oneDNN's own may be called for ``x``, in place of torch's.
 
-    Not where forward-mode derivatives, a transform of `torch.func` or a dispatch mode would have to see torch's op, nor
-    where the user turned oneDNN off.
+    Not where a mode, a tracer, forward-mode derivatives or a transform of `torch.func` would have to see torch's op, in
+    a region of torch.autocast, or where the user turned oneDNN off.
     """
     return (
         x.is_cpu
+        and (x.dtype is torch.bfloat16 or (x.dtype is torch.float32 and x.layout is torch.strided))
         and not x.is_nested
         and mkldnn_enabled()
+        and not is_any_autocast_enabled()
+        and not in_function_mode()
+        and not dispatch_modes()
         and not in_dual_level()
         and not is_transformed(x)
-        and not dispatch_modes()
+        and tracing_state() is None
     )
 
 

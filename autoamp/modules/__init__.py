@@ -1,4 +1,4 @@
-"""Around a module's call: precisions of single modules, models cast to half, shorter ways to torch's own layers."""
+"""Around a module's call: precisions of single modules, models cast to half, casts within modules' calls alone."""
 
 from __future__ import annotations
 

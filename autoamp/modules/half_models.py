@@ -20,7 +20,7 @@ from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autoamp.casting import Casts, flatten_weights
+from autoamp.casting import Casts, Token, flatten_weights
 from autoamp.modules.tags import ModuleTags
 from autoamp.patching import imitate
 from autoamp.stepping import fit_state, load_master, master_of, release_master
@@ -48,34 +48,25 @@ class ForwardDtypes:
     casts: bool | None = None
     doubles: bool = False
 
-    def around(self, call: Callable[..., Any], casts: Casts, module: Module, args: Any, kwargs: Any) -> Any:
-        """Call a module with inputs and outputs in these dtypes, and casts on or off.
+    def cast_inputs(self, inputs: Any) -> Any:
+        """Return nested inputs of a model's call in the dtype that it takes."""
+        return inputs if self.inputs is None else cast_structure(inputs, self.inputs, doubles=self.doubles)
+
+    def cast_outputs(self, outputs: Any) -> Any:
+        """Return nested outputs of a model's call in the dtype that it gives."""
+        return outputs if self.outputs is None else cast_structure(outputs, self.outputs)
+
+    def switch(self, casts: Casts) -> list[Token]:
+        """Turn casts on or off in this thread as the model has them; return the tokens that `ThreadState.reset` takes.
 
         Args:
-            call: What is called with the module, its positional arguments and its keyword arguments.
             casts: Those of the handle.
-            module: The module.
-            args: Its positional arguments, a tuple.
-            kwargs: Its keyword arguments, a dict.
-
-        Returns:
-            The outputs.
         """
-        local, token = casts.local, None
-        if self.inputs is not None:
-            args, kwargs = cast_structure((args, kwargs), self.inputs, doubles=self.doubles)
-        if self.casts:
-            if not local.within_disabled():
-                token = local.set(True, forced_off=False)
-        elif self.casts is False and casts.on_by_default:
-            # Casts are on because of other models.
-            token = local.set(False)
-        try:
-            outputs = call(module, args, kwargs)
-        finally:
-            if token is not None:
-                local.reset(token)
-        return outputs if self.outputs is None else cast_structure(outputs, self.outputs)
+        local = casts.local
+        if self.casts and not local.within_disabled():
+            return [local.set(True, forced_off=False)]
+        # Where casts are on by default, they are because of other models.
+        return [local.set(False)] if self.casts is False and casts.on_by_default else []
 
 
 class CastModels:

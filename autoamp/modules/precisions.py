@@ -66,7 +66,8 @@ class ModulePrecisions:
     """Which modules run in a precision of their own: by class from the list, by instance through `Override`.
 
     Attributes:
-        any: Whether there may be such a module: false spares a question at each call.
+        any: Whether any module may have a precision of its own. Compiled code guards on it, as it does not on a dict.
+        has_class_rules: Whether a list names classes: then each module's class is looked up at its calls.
     """
 
     def __init__(self, rules: Iterable[ModuleRule]) -> None:
@@ -78,7 +79,7 @@ class ModulePrecisions:
         self._tags: ModuleTags[ModulePrecision | None] = ModuleTags()
         self._overrides: set[Override] = set()
         self._matched: set[ModuleRule] = set()
-        self.any = bool(self._class_rules)
+        self.any = self.has_class_rules = bool(self._class_rules)
 
     def of(self, module: Module) -> ModulePrecision | None:
         """Return the precision a module was given, None where it runs as the list says."""
@@ -153,12 +154,12 @@ class ModulePrecisions:
     def _override(self, precisions: Mapping[Module, ModulePrecision | None]) -> Override:
         override = Override(self._tags, precisions, self._undone)
         self._overrides.add(override)
-        self.any = bool(self._class_rules or self._tags.values)
+        self.any = True
         return override
 
     def _undone(self, override: Override) -> None:
         self._overrides.discard(override)
-        self.any = bool(self._class_rules or self._tags.values)
+        self.any = self.has_class_rules or bool(self._tags.values)
 
     def _names_a_class(self, rule: ModuleRule, modules: Iterable[Module]) -> bool:
         if rule not in self._class_rules:

@@ -17,7 +17,7 @@ from autoamp.patching import imitate
 __all__ = ["build_function_backward", "build_function_context", "build_parallel_apply", "build_recompute"]
 
 
-def build_recompute(original: Any, casts: Casts, position: int, *, calls_it: bool = False) -> Any:
+def build_recompute(original: Any, casts: Casts, position: int) -> Any:
     """Build the replacement of a function of `torch.utils.checkpoint` that takes another to call it again in backward.
 
     By then the module around it has returned, and with it the precision that it ran in; on CUDA the thread differs too.
@@ -26,14 +26,12 @@ def build_recompute(original: Any, casts: Casts, position: int, *, calls_it: boo
         original: A function or a staticmethod.
         casts: Whose switches that function is to find as they are now.
         position: Its place among the arguments.
-        calls_it: Whether what is replaced makes the first call too, with the arguments that follow.
     """
     if isinstance(original, staticmethod):
-        return staticmethod(build_recompute(original.__func__, casts, position, calls_it=calls_it))
+        return staticmethod(build_recompute(original.__func__, casts, position))
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        function = casts.remembered(args[position], args[position + 1 :] if calls_it else ())
-        return original(*args[:position], function, *args[position + 1 :], **kwargs)
+        return original(*args[:position], casts.remembered(args[position]), *args[position + 1 :], **kwargs)
 
     return imitate(replacement, original)
 

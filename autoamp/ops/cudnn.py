@@ -16,12 +16,11 @@ from torch.nn import Parameter
 
 from autoamp.casting import (
     RECURRENT_LAYERS,
+    CastArgs,
     Casts,
     FlatLayout,
     RecurrentLayer,
-    SparseArgument,
     cudnn_layout_of,
-    on_device,
 )
 from autoamp.torch_private import (
     dispatch_modes,
@@ -32,7 +31,7 @@ from autoamp.torch_private import (
     tracing_state,
 )
 
-__all__ = ["build_recurrent"]
+__all__ = ["build_recurrent_caster"]
 
 # How many arguments each of these ops takes, in both of its forms.
 _ARGUMENTS = 9
@@ -67,62 +66,52 @@ def _flat_copy() -> Any:
     return FlatCopy.apply
 
 
-def build_recurrent(
+def build_recurrent_caster(
     original: Any,
-    general: Callable[..., Any],
     casts: Casts,
     find_layout: Callable[[RecurrentLayer, Sequence[Tensor]], FlatLayout] = cudnn_layout_of,
     takes: Callable[[Tensor], bool] = torch.cudnn_is_acceptable,
-) -> Callable[..., Any]:
-    """Build the replacement of one of `RECURRENT_LAYERS` under the policy fp16, on CUDA.
+) -> CastArgs:
+    """Build what casts the arguments of one of `RECURRENT_LAYERS` under the policy fp16, on CUDA.
 
     Args:
         original: One of `RECURRENT_LAYERS`.
-        general: The replacement that takes whatever is out of the ordinary.
-        casts: The state that the replacement reads.
+        casts: The casts of the handle.
         find_layout: Finds the layout of a layer's weights.
         takes: Tells whether cuDNN takes an input.
     """
-    local, deviations, here, target = casts.local, casts.deviations, on_device(casts.device_type), casts.dtype
-    compiling = torch.compiler.is_dynamo_compiling
     layouts: dict[RecurrentLayer, FlatLayout] = {}
     kind, gates = RECURRENT_LAYERS[original]
 
-    def replacement(*args: Any, **kwargs: Any) -> Any:
+    def cast_args(args: Sequence[Any], shares: bool = True) -> Sequence[Any]:
         if (
-            compiling()
-            or kwargs
+            torch.compiler.is_dynamo_compiling()
             or len(args) != _ARGUMENTS
-            or (deviations and not local.on)
             or is_any_autocast_enabled()
             or in_function_mode()
             or dispatch_modes()
             or in_dual_level()
             or tracing_state() is not None
         ):
-            return general(*args, **kwargs)
+            return casts.args_to_half(args)
         # The op's other form takes a packed sequence, whose sizes come second.
-        packed = isinstance(args[3], (list, tuple))
-        weights = args[3 if packed else 2]
-        layer = _layer(kind, gates, weights, args, packed, target)
-        if layer is None or not all(map(here, weights)) or any(map(is_transformed, weights)):
-            return general(*args)
-        try:
-            given = casts.args_to_half(args[:3] if packed else args[:2])
-        except SparseArgument:
-            return general(*args)
-        if given[0].dtype is not target or not takes(given[0]):
-            return general(*args)
+        place = 3 if isinstance(args[3], (list, tuple)) else 2
+        weights = args[place]
+        layer = _layer(kind, gates, weights, args, place == 3, casts.dtype)
+        if layer is None or not all(map(casts.eligible, weights)) or any(map(is_transformed, weights)):
+            return casts.args_to_half(args)
+        given = casts.args_to_half(args[:place])
+        if given[0].dtype is not casts.dtype or not takes(given[0]):
+            return casts.args_to_half(args)
         if layer not in layouts:
             layouts[layer] = find_layout(layer, weights)
-        narrow = _narrowed(casts, weights, layouts[layer])
-        return original(*given, narrow, *args[len(given) + 1 :])
+        return *given, _narrowed(casts, weights, layouts[layer]), *args[place + 1 :]
 
-    return replacement
+    return cast_args
 
 
 def _layer(
-    kind: str, gates: int, weights: Any, args: tuple[Any, ...], packed: bool, dtype: torch.dtype
+    kind: str, gates: int, weights: Any, args: Sequence[Any], packed: bool, dtype: torch.dtype
 ) -> RecurrentLayer | None:
     """Describe the layer of a call; None where it is no ordinary one with weights in fp32."""
     if not isinstance(weights, (list, tuple)) or not isinstance(args[0], Tensor):

@@ -1,7 +1,7 @@
-"""Mutated arguments: ops of torch that write to what they are given, beside `out=` and the self of an in-place form.
+"""Ops of torch that write to what they are given: in-place forms, ``out=``, statistics of norms and the like.
 
-A cast makes a copy, and what the op writes to a copy is lost. This file knows which arguments these are, and builds the
-replacement that leaves them uncast, or copies back what was written.
+A cast makes a copy, and what the op writes to a copy is lost. This file knows which arguments these are, and makes the
+calls that leave them uncast, or copy back what was written.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoamp.casting import Casts, SparseArgument
-from autoamp.tensors import map_tensors
+from autoamp.casting import CastArgs, Casts, SparseArgument, cast_call
+from autoamp.tensors import iter_tensors, map_tensors
 
-__all__ = ["Mutation", "build_mutating", "mutation_of"]
+__all__ = ["Mutation", "build_inplace", "build_mutating", "into_out", "mutation_of"]
 
 _STATISTICS = ("running_mean", "running_var")
 _NORM = ("input", "weight", "bias", *_STATISTICS)
@@ -84,75 +84,121 @@ def mutation_of(original: Any) -> Mutation | None:
     return Mutation(parameters, frozenset(_IN_PYTHON[name])) if name in _IN_PYTHON else None
 
 
+def build_inplace(original: Any, functional: Any, cast_args: CastArgs, casts: Casts) -> Callable[..., Any]:
+    """Build the cast call of an in-place form: self keeps its dtype, and the value is computed as the list says.
+
+    Args:
+        original: The in-place form.
+        functional: The function that computes the same out of place.
+        cast_args: Casts arguments as the list says.
+        casts: The casts of the handle.
+    """
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not args and "input" in kwargs:
+            args = (kwargs.pop("input"),)
+        if not args:
+            return original(*args, **kwargs)
+        try:
+            new, new_kwargs = cast_call(cast_args, args, kwargs)
+        except SparseArgument:
+            new, new_kwargs = casts.cast_with_sparse(args, kwargs, to_half=False)
+        if new[0] is args[0]:
+            return original(*new, **new_kwargs)
+        value = functional(*new, **new_kwargs)
+        # Where they do not fit, torch's own form grows self or says in its own words why it cannot.
+        return args[0].copy_(value) if value.shape == args[0].shape else original(*args, **kwargs)
+
+    return run
+
+
 def build_mutating(
-    original: Any, cast_all: Callable[..., Any], casts: Casts, mutation: Mutation, *, to_half: bool
+    original: Any, cast_args: CastArgs, casts: Casts, mutation: Mutation, *, to_half: bool
 ) -> Callable[..., Any]:
-    """Build the replacement of a function that writes to its arguments.
+    """Build the cast call of a function that writes to its arguments.
 
     Args:
         original: The function, called once.
-        cast_all: Casts ``args`` and ``kwargs``; what is not to be cast comes back as the same object.
-        casts: The state that the replacement reads.
+        cast_args: Casts arguments as the list says; what is not to be cast comes back as the same object.
+        casts: The casts of the handle.
         mutation: What the function writes to.
         to_half: Whether the cast is one to half: what is mutated then stays in its own, wider dtype. A cast to
             fp32 is copied back after the call.
     """
-    local, deviations, uncast = casts.local, casts.deviations, mutation.uncast(to_half)
+    uncast, parameters = mutation.uncast(to_half), mutation.parameters
 
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        if deviations and not local.on:
-            return passed(*args, **kwargs)
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            new, new_kwargs = cast_all(args, kwargs)
+            new, new_kwargs = cast_call(cast_args, args, kwargs)
         except SparseArgument:
             return original(*args, **kwargs)
-        call = _Call(mutation.parameters, list(new), dict(new_kwargs))
-        given = _Call(mutation.parameters, list(args), kwargs)
-        if mutation.inplace and given.get("inplace"):
-            return _in_place(original, given, call)
-        for name in uncast:
-            call.put(name, given.get(name))
-        result = original(*call.args, **call.kwargs)
-        for name in mutation.mutated:
-            before, after = given.get(name), call.get(name)
-            if isinstance(before, Tensor) and after is not before:
+        # Both by the names of the parameters; arguments beyond these stay by position.
+        given, call = dict(zip(parameters, args, strict=False)) | kwargs, dict(zip(parameters, new, strict=False))
+        call |= new_kwargs
+        first = parameters[0]
+        if mutation.inplace and given.get("inplace") and call.get(first) is not given.get(first):
+            # As an in-place form, the first argument keeps its dtype.
+            return given[first].copy_(original(**{**call, "inplace": False}))
+        call.update({name: given[name] for name in uncast & given.keys()})
+        values = [call[name] for name in parameters[: len(args)]]
+        result = original(*values, *new[len(values) :], **{name: call[name] for name in kwargs})
+        for name in mutation.mutated & given.keys():
+            if isinstance(given[name], Tensor) and call[name] is not given[name]:
                 with torch.no_grad():
-                    before.copy_(after)
+                    given[name].copy_(call[name])
         # With an uncast argument in fp32 the result may be fp32 too.
         return map_tensors(result, casts.to_half) if uncast and not mutation.itself else result
 
-    passed = casts.passing(original, replacement)
-    return replacement
+    return run
 
 
-def _in_place(original: Any, given: _Call, call: _Call) -> Any:
-    """A call with `inplace=True`: as an in-place form, its first argument keeps its dtype."""
-    first = given.parameters[0]
-    if call.get(first) is given.get(first):
-        return original(*call.args, **call.kwargs)
-    call.put("inplace", False)
-    return given.get(first).copy_(original(*call.args, **call.kwargs))
+def into_out(
+    original: Any,
+    cast_args: CastArgs,
+    casts: Casts,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    to_half: bool,
+) -> Any:
+    """Make a call with ``out=``: computed as the list says, then written into ``out`` in its own dtype.
+
+    A product is computed in the dtype of ``out``, as in place: half factors are widened for an fp32 one.
+    """
+    out, inputs = kwargs["out"], {key: value for key, value in kwargs.items() if key != "out"}
+    if to_half:
+        if isinstance(out, Tensor) and out.dtype is torch.float32 and casts.eligible(out):
+            new, inputs = cast_call(casts.args_to_fp32, args, inputs)
+            return original(*new, **inputs, out=out)
+        return original(*args, **kwargs)
+    tensors, outs = list(iter_tensors((args, kwargs))), list(iter_tensors(out))
+    # torch refuses out= where a gradient is required, or where it is no tensor; the error is left to it.
+    if not outs or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
+        return original(*args, **kwargs)
+    new, new_inputs = cast_call(cast_args, args, inputs)
+    pairs = zip(iter_tensors((new, new_inputs)), iter_tensors((args, inputs)), strict=True)
+    if (
+        all(cast is given for cast, given in pairs)
+        and len({tensor.dtype for tensor in tensors if casts.eligible(tensor)}) < 2
+    ):
+        return original(*args, **kwargs)
+    result = original(*new, **new_inputs)
+    values = list(iter_tensors(result))
+    if len(outs) != len(values) or not all(map(_can_hold, outs, values)):
+        return original(*args, **kwargs)
+    for one, value in zip(outs, values, strict=True):
+        if one.shape != value.shape:
+            one.resize_(value.shape)
+        one.copy_(value)
+    # Of the result's own kind, as torch returns it: a named tuple where there are several.
+    written = iter(outs)
+    return map_tensors(result, lambda _: next(written))
 
 
-@dataclass(slots=True)
-class _Call:
-    """The arguments of one call, by the names of the parameters."""
+def _can_hold(out: Tensor, value: Tensor) -> bool:
+    return out.device == value.device and _kind(value.dtype) <= _kind(out.dtype)
 
-    parameters: tuple[str, ...]
-    args: list[Any]
-    kwargs: dict[str, Any]
 
-    def get(self, name: str) -> Any:
-        index = self._index(name)
-        return self.kwargs.get(name) if index is None else self.args[index]
-
-    def put(self, name: str, value: Any) -> None:
-        index = self._index(name)
-        if index is not None:
-            self.args[index] = value
-        elif name in self.kwargs:
-            self.kwargs[name] = value
-
-    def _index(self, name: str) -> int | None:
-        index = self.parameters.index(name) if name in self.parameters else None
-        return index if index is not None and index < len(self.args) else None
+def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
+    # Orders bool, integer, float, complex as torch.can_cast does, which a compiler does not trace.
+    return dtype.is_complex, dtype.is_floating_point, dtype is not torch.bool

@@ -7,17 +7,15 @@ back when a module is imported.
 from __future__ import annotations
 
 from autoamp.patching.imports import resolve, spelled_out
-from autoamp.patching.marks import SHORTCUT, imitate, mark, name_by, offer_shortcut, original_of
+from autoamp.patching.marks import imitate, mark, name_by, original_of
 from autoamp.patching.patches import PatchSet, check_writable
 
 __all__ = [
-    "SHORTCUT",
     "PatchSet",
     "check_writable",
     "imitate",
     "mark",
     "name_by",
-    "offer_shortcut",
     "original_of",
     "resolve",
     "spelled_out",

@@ -1,4 +1,4 @@
-"""What a replacement bears: a mark that names its original, the original's name and signature, and a shortcut."""
+"""What a replacement bears: a mark that names its original, and the original's name and signature."""
 
 from __future__ import annotations
 
@@ -9,16 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["SHORTCUT", "below_restored", "imitate", "mark", "mark_of", "name_by", "offer_shortcut", "original_of"]
+__all__ = ["below_restored", "imitate", "mark", "mark_of", "name_by", "original_of"]
 
 _MARK = "__autoamp_original__"
-SHORTCUT = "__autoamp_shortcut__"
-"""The attribute of a replacement in which `offer_shortcut` puts a pair: the replacement, and what to call instead.
-
-Readers compare the first with the function that they found the pair on, since `functools.wraps` copies a function's
-attributes. Where that is done for each call, the two lines are written there: a function for them would be one more
-Python frame.
-"""
 _MARKED_TYPES = (types.FunctionType, staticmethod, classmethod)
 
 
@@ -91,8 +84,3 @@ def name_by(replacement: Any, module: str, qualname: str) -> None:
             found = getattr(found, part, None)
         if found is not replacement:
             replacement.__module__, replacement.__qualname__ = module, qualname
-
-
-def offer_shortcut(replacement: Callable[..., Any], shortcut: Callable[..., Any]) -> None:
-    """Offer something that may be called instead of a replacement, by callers that know their arguments to be plain."""
-    setattr(replacement, SHORTCUT, (replacement, shortcut))

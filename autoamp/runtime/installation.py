@@ -202,7 +202,7 @@ class Installation:
             (torch.autocast, "__exit__", regions.build_exit),
             (torch.nn.RNNBase, torch_private.CHECK_INPUT, lambda original: build_check_input(original, casts)),
             (checkpoint, torch_private.RECOMPUTATION, lambda f: build_recompute(f, casts, 0)),
-            (checkpoint.CheckpointFunction, "forward", lambda f: build_recompute(f, casts, 1, calls_it=True)),
+            (checkpoint.CheckpointFunction, "forward", lambda f: build_recompute(f, casts, 1)),
             (context, "__init__", lambda original: build_function_context(original, casts)),
             (context, "apply", lambda original: build_function_backward(original, casts)),
             (torch.nn.Module, "__call__", self._module_call),

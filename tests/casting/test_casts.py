@@ -76,7 +76,7 @@ def test_autocast_regions_cast_themselves() -> None:
         assert casts.autocast_rules()
         assert casts.to_half(tensor) is tensor
         assert casts.to_half(parameter) is parameter
-        assert casts.promote([tensor, tensor.half()], {})[0][1].dtype == torch.float16
+        assert casts.promote_args([tensor, tensor.half()])[1].dtype == torch.float16
         assert not casts.eligible(tensor)
         with torch.autocast("cpu", enabled=False):
             assert casts.to_half(tensor).dtype == torch.float16
@@ -88,7 +88,7 @@ def test_autocast_regions_cast_themselves() -> None:
 @given(nested)
 def test_promotion_goes_to_fp32_where_dtypes_differ_and_nowhere_else(value: Any) -> None:
     before = snapshot(value)
-    (after,), named = make().promote((value,), {"value": value})
+    after, named = make().promote_args((value, value))
     assert snapshot(value) == before
     assert [t.dtype for t in iter_tensors(named)] == [t.dtype for t in iter_tensors(after)]
     dtypes = {tensor.dtype for tensor in iter_tensors(value)} & set(CAST_DTYPES)
@@ -100,5 +100,5 @@ def test_promotion_goes_to_fp32_where_dtypes_differ_and_nowhere_else(value: Any)
 
 
 def test_the_two_half_dtypes_promote_to_fp32() -> None:
-    (a, b), _ = make().promote((full_like(torch.float16), full_like(torch.bfloat16)), {})
+    a, b = make().promote_args((full_like(torch.float16), full_like(torch.bfloat16)))
     assert a.dtype == b.dtype == torch.float32

@@ -12,7 +12,6 @@ import torch
 
 import autoamp
 from autoamp.auto_scaling import auto_scale
-from autoamp.cli import session
 from autoamp.cli.options import Options
 from autoamp.cli.session import set_up
 from autoamp.compat import uninstall
@@ -39,13 +38,6 @@ def test_wrong_options_change_nothing(options: Options, error: type[Exception]) 
     assert not is_installed()
 
 
-@pytest.fixture
-def plain_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the program be none that sets mixed precision up, as this file would be."""
-    monkeypatch.setattr(session.Sources, "setup_call", lambda self: None)
-
-
-@pytest.mark.usefixtures("plain_program")
 def test_set_up_patches_scales_and_installs_the_alias() -> None:
     try:
         run = set_up(Options(dtype="fp16", device_type="cpu", lists=("default",), loss_scale="8"))
@@ -65,7 +57,6 @@ def test_set_up_patches_scales_and_installs_the_alias() -> None:
         uninstall()
 
 
-@pytest.mark.usefixtures("plain_program")
 def test_ops_and_casts_are_counted_where_asked() -> None:
     try:
         silent = set_up(Options(dtype="fp16", device_type="cpu", apex=False))
@@ -104,7 +95,6 @@ def test_a_program_that_initializes_is_reported_as_it_chose() -> None:
         uninstall()
 
 
-@pytest.mark.usefixtures("plain_program")
 def test_who_steps_by_hand_is_not_scaled_and_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     # Optimizers of other tests may live on.
     monkeypatch.setattr(auto_scale.gc, "get_objects", list)
@@ -120,7 +110,6 @@ def test_who_steps_by_hand_is_not_scaled_and_told_so(monkeypatch: pytest.MonkeyP
         uninstall()
 
 
-@pytest.mark.usefixtures("plain_program")
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_the_numbers_of_an_fp16_optimizer_are_those_reported(dtype: str) -> None:
     try:

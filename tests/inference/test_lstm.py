@@ -13,9 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
-from autoamp.inference.lstm import PinnedLSTM
-from autoamp.runtime import runtime_of
-from tests.inference.pinned import HALF, packs
+from tests.inference.pinned import HALF, packed_of, packs
 
 
 @pytest.fixture
@@ -23,10 +21,6 @@ def handle() -> Iterator[autoamp.Handle]:
     handle = autoamp.init(device_type="cpu", dtype=HALF, lists={"extends": [], "fp16": ["lstm"]})
     yield handle
     handle.deactivate()
-
-
-def held(handle: autoamp.Handle, lstm: nn.LSTM) -> Any:
-    return runtime_of(handle).casts.cache.pins[id(lstm.weight_ih_l0)].layer
 
 
 def flat(result: Any) -> list[Tensor]:
@@ -59,7 +53,7 @@ def test_results_are_the_same(
                 with handle.inference(lstm):
                     for _ in range(2):
                         check_same(lstm(*arguments), expected)
-                    assert type(held(handle, lstm)) is PinnedLSTM
+                    assert packed_of(handle, lstm.weight_ih_l0) is not None
                     assert len(handle.cache) == len(lstm._flat_weights)
                 assert len(handle.cache) == 0
 
@@ -84,7 +78,7 @@ def test_what_is_not_packed_is_computed_otherwise(handle: autoamp.Handle, lstm: 
         with handle.inference(lstm):
             torch.manual_seed(1)
             check_same(lstm(x), expected)
-            assert held(handle, lstm) is None
+            assert packed_of(handle, lstm.weight_ih_l0) is None
 
 
 @packs
@@ -128,11 +122,12 @@ def test_shapes_that_do_not_fit_are_for_torch_to_refuse(handle: autoamp.Handle) 
     lstm, x, state = nn.LSTM(6, 8), torch.randn(5, 3, 6).to(HALF), torch.zeros(1, 3, 8, dtype=HALF)
     with torch.no_grad(), handle.inference(lstm):
         lstm(x)
-        packed = held(handle, lstm)
-        assert packed.run(x, state, state, bidirectional=False, batch_first=False) is not None
-        for wrong in ((x[..., 1:], state, state), (x, state[..., 1:], state), (x, state, state[:, 1:]),
-                      (x[:0], state, state)):  # fmt: skip
-            assert packed.run(*wrong, bidirectional=False, batch_first=False) is None
+        assert packed_of(handle, lstm.weight_ih_l0) is not None
+        for wrong in ((x[..., 1:], (state, state)), (x, (state[..., 1:], state)), (x, (state, state[:, 1:]))):
+            with pytest.raises(RuntimeError, match=r"Expected|must"):
+                lstm(*wrong)
+        with pytest.raises(RuntimeError, match="Expected sequence length to be larger than 0"):
+            lstm(x[:0])
 
 
 @packs
@@ -169,5 +164,5 @@ def test_fp16_is_not_packed() -> None:
     with torch.no_grad(), handle.inference(lstm):
         with contextlib.suppress(RuntimeError):  # CPUs lack the kernel.
             lstm(x)
-        assert held(handle, lstm) is None
+        assert packed_of(handle, lstm.weight_ih_l0) is None
     handle.deactivate()

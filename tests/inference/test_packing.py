@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
-from tests.inference.pinned import HALF, by_hand, check_same, layer_of, packed_conv, packs
+from tests.inference.pinned import HALF, by_hand, check_same, packed_of, packs
 
 
 @packs
@@ -30,7 +30,7 @@ def test_what_packed_weights_cannot_serve_is_computed_otherwise(handle: autoamp.
 
     with mode(), handle.inference(layer):
         layer(x)
-        assert layer_of(handle, layer.weight).packed is not None
+        assert packed_of(handle, layer.weight) is not None
         torch.testing.assert_close(torch.func.vmap(layer)(x), expected, rtol=2e-2, atol=2e-2)
         with Looks():
             torch.testing.assert_close(layer(x), expected)
@@ -86,7 +86,7 @@ def test_convolutions_that_differ_by_direction_are_not_packed(
         with handle.inference(layer):
             for _ in range(2):
                 check_same(layer(x), expected)
-            assert packed_conv(handle, layer).packed is None
+            assert packed_of(handle, layer.weight) is None
 
 
 @packs
@@ -100,7 +100,7 @@ def test_numbers_of_other_forms(handle: autoamp.Handle, rest: tuple[Any, ...]) -
         with handle.inference(layer):
             for _ in range(2):
                 check_same(F.conv2d(x, layer.weight, layer.bias, *rest), expected)
-            assert packed_conv(handle, layer).packed is None
+            assert packed_of(handle, layer.weight) is None
 
 
 @packs
@@ -124,4 +124,4 @@ def test_padding_by_name(handle: autoamp.Handle) -> None:
         with handle.inference(layer):
             for given in (x, x, x.to(HALF)):
                 assert torch.equal(layer(given), expected)
-            assert layer_of(handle, layer.weight).packed is None
+            assert packed_of(handle, layer.weight) is None

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import copy
+import cProfile
+import itertools
+import pstats
 import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoamp
@@ -245,3 +252,66 @@ def test_a_module_that_calls_itself(handle: autoamp.Handle) -> None:
     with handle.override(model, "fp32"):
         assert model(torch.randn(2, 4), 3).dtype == FP32
     assert len(handle.cache) == 0
+
+
+# -- what stack traces and profiles show --
+
+
+OURS = str(Path(autoamp.__file__).parent)
+
+
+class Fails(nn.Module):
+    """Calls a function of a patched layer's output that fails."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(4, 4), function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self.layer(x))
+
+
+FAILURES: dict[str, Callable[[Tensor], Any]] = {
+    "the layer": lambda x: {}["absent"],
+    "an op": lambda x: F.linear(x, torch.ones(3, 3)),
+    "a loss": lambda x: F.cross_entropy(x, torch.arange(7)),
+    "a promoted op": lambda x: torch.cat([x, torch.ones(1)]),
+}
+
+
+def frames_of(model: nn.Module) -> list[tuple[bool, str]]:
+    """Call a model that fails; return the frames on the way: whether they are of autoamp, and their functions."""
+    try:
+        model(torch.ones(2, 4))
+    except (KeyError, RuntimeError, ValueError) as error:
+        return [(frame.filename.startswith(OURS), frame.name) for frame in traceback.extract_tb(error.__traceback__)]
+    pytest.fail("nothing was raised")
+
+
+@pytest.mark.parametrize("scope", ["global", "modules", "override", "O2"])
+@pytest.mark.parametrize("name", FAILURES)
+def test_stack_traces_have_torchs_frames_and_two_of_ours_a_patched_call(name: str, scope: str) -> None:
+    model = nn.Sequential(nn.Sequential(Fails(FAILURES[name])))
+    plain = frames_of(model)
+    if scope == "O2":
+        autoamp.initialize(model, opt_level="O2", device_type="cpu", dtype=HALF, verbosity=0)
+    else:
+        handle = autoamp.init(device_type="cpu", dtype=HALF, scope="modules" if scope == "modules" else "global")
+        if scope == "override":
+            handle.override(model[0][0], "fp16")
+    try:
+        found = frames_of(model)
+    finally:
+        autoamp.current_handle().deactivate()
+    assert [frame for frame in found if not frame[0]] == plain
+    assert any(ours for ours, _ in found)
+    assert max(len(list(group)) for ours, group in itertools.groupby(found, lambda frame: frame[0]) if ours) <= 2
+
+
+def test_profiles_show_the_forward_of_torchs_layers(handle: autoamp.Handle) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), torch.ones(2, 4)
+    with cProfile.Profile() as profile:
+        model(x)
+    shown: Any = pstats.Stats(profile)
+    names = [(Path(file).stem, function) for file, _, function in shown.stats]
+    assert {("linear", "forward"), ("normalization", "forward"), ("module", "_call_impl")} <= set(names)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import autoamp
 from autoamp.casting.casts import Casts
 from autoamp.casting.flat_weights import RECURRENT_LAYERS
-from autoamp.ops.cudnn import build_recurrent
+from autoamp.ops.cudnn import build_recurrent_caster
 from tests.casting.recurrent import LAYOUTS, MODELS, in_one_tensor, laid_out
 
 
@@ -28,23 +28,23 @@ def started(half: torch.dtype) -> Casts:
 
 
 class Spy:
-    """The replacement of a model's op, what it hands to the op, and the calls that it leaves to the general way."""
+    """The replacement of a model's op: the weights that the op gets in one tensor, and those of all other calls."""
 
     def __init__(self, model: nn.RNNBase, casts: Casts, monkeypatch: pytest.MonkeyPatch, takes: bool = True) -> None:
-        self.general: list[tuple[Any, ...]] = []
+        self.general: list[list[Tensor]] = []
         self.weights: list[list[Tensor]] = []
         op = op_of(model)
 
         def original(*args: Any) -> Any:
-            self.weights.append(args[3] if isinstance(args[3], list) else args[2])
+            weights = args[3] if isinstance(args[3], list) else args[2]
+            (self.weights if in_one_tensor(weights) else self.general).append(weights)
             return op(*args)
 
-        def otherwise(*args: Any, **kwargs: Any) -> Any:
-            self.general.append(args)
-            return op(*casts.args_to_half(args))
+        cast_args = build_recurrent_caster(op, casts, laid_out, lambda _: takes)
 
-        monkeypatch.setitem(RECURRENT_LAYERS, original, RECURRENT_LAYERS[op])
-        replacement = build_recurrent(original, otherwise, casts, laid_out, lambda _: takes)
+        def replacement(*args: Any) -> Any:
+            return original(*cast_args(args))
+
         monkeypatch.setattr(torch.nn.modules.rnn._VF, op.__name__, replacement, raising=False)
         monkeypatch.setattr(nn.RNNBase, "check_input", lambda *_: None)
 
@@ -134,7 +134,7 @@ def test_weights_that_want_no_gradient_get_none(monkeypatch: pytest.MonkeyPatch)
     assert model.weight_ih_l0.grad.dtype == x.grad.dtype == torch.float32
 
 
-def test_what_is_out_of_the_ordinary_goes_the_general_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_cast_one_by_one_where_there_is_nothing_to_lay_out(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(4, 3, 5)
     model = MODELS["LSTM"]()
     spy = Spy(model, casts := started(torch.bfloat16), monkeypatch)
@@ -145,9 +145,6 @@ def test_what_is_out_of_the_ordinary_goes_the_general_way(monkeypatch: pytest.Mo
     # Weights that are half already: there is nothing to lay out.
     model(x.bfloat16())
     assert len(spy.general) == 2
-    with casts.switched(False, forced_off=True):
-        model(x.bfloat16())
-    assert len(spy.general) == 3
     assert not LAYOUTS
 
 

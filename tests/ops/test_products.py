@@ -1,4 +1,4 @@
-"""Ops that torch's autocast casts for the one call: the results of casts by hand, and no trace afterwards."""
+"""Products of matrices under the policy fp16: the results of casts by hand, and torch's autocast as it was."""
 
 from __future__ import annotations
 
@@ -13,13 +13,7 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 import autoamp
-from autoamp.casting.casts import Casts
-from autoamp.ops.products import COMPOSITES, HALF_OPS, build_composite
-from tests.ops.by_hand import LISTS, NAMES, Call, check_by_hand, check_mixtures
-
-FULL = torch.float32
-HALVES = torch.float16, torch.bfloat16
-
+from tests.ops.by_hand import LISTS, Call, check_by_hand, check_mixtures
 
 CALLS: dict[str, Call] = {
     "matmul": (lambda x, w: torch.matmul(x, w), [(3, 4), (4, 5)]),
@@ -56,7 +50,6 @@ def test_what_is_not_fp32_stays_as_it_was() -> None:
     assert torch.mm(whole, whole).dtype is torch.int64
 
 
-# Of two tensors, of two of which one is a parameter, and of three: each has a way of its own to autocast.
 WAYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "product": lambda x, y: torch.mm(x, y),
     "product with a parameter": lambda x, y: torch.mm(x, Parameter(y)),
@@ -115,53 +108,3 @@ def test_torch_s_own_cache_of_casts_stays_out_of_it(half: torch.dtype) -> None:
 def test_an_operand_that_is_no_tensor_is_torch_s_own_error(half: torch.dtype, other: Any) -> None:
     with pytest.raises(TypeError, match=r"unsupported operand type\(s\) for @"):
         torch.ones(2, 2) @ other
-
-
-def test_every_name_was_found() -> None:
-    assert len(NAMES) == 14
-    assert "linear" in NAMES
-
-
-# -- composites --
-
-
-def test_composites_run_under_autocast_where_an_argument_is_half(half: torch.dtype) -> None:
-    casts, general = Casts(half, "cpu"), []
-    casts.open()
-    seen: list[tuple[bool, bool, torch.dtype]] = []
-    other = HALVES[HALVES[0] is half]
-    torch.set_autocast_dtype("cpu", other)
-
-    def within(*args: Any, **kwargs: Any) -> Any:
-        seen.append(
-            (torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled(), torch.get_autocast_dtype("cpu"))
-        )
-        return F.cross_entropy(*args, **kwargs)
-
-    def otherwise(*args: Any, **kwargs: Any) -> None:
-        general.append((args, kwargs))
-
-    replacement = build_composite(within, otherwise, casts)
-    x, labels = torch.randn(4, 8).to(half), torch.arange(4)
-    loss = replacement(x, labels, reduction="sum")
-    assert (loss.dtype, seen, general) == (torch.float32, [(True, False, half)], [])
-    assert torch.equal(loss, F.cross_entropy(x.float(), labels, reduction="sum"))
-    replacement(x.float(), labels)
-    assert seen.pop() == (False, True, other)
-    with pytest.raises((IndexError, ValueError)):
-        replacement(x, torch.arange(5))
-    assert not torch.is_autocast_enabled("cpu")
-    assert torch.is_autocast_cache_enabled()
-    assert torch.get_autocast_dtype("cpu") is other
-    torch.set_autocast_dtype("cpu", torch.bfloat16)
-    assert not general
-    for args in ((x, labels, x, None, 0, x), (x.to_sparse(), labels), (object(),)):
-        replacement(*args, **({"out": x} if len(args) > 2 else {}))
-    with torch.autocast("cpu", half):
-        replacement(x, labels)
-    assert len(general) == 4
-
-
-def test_cuda_has_composites_of_its_own() -> None:
-    assert {F.cross_entropy, torch.trapezoid, torch.Tensor.trace} <= COMPOSITES
-    assert HALF_OPS.isdisjoint(COMPOSITES)

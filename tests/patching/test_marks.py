@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from autoamp.patching.marks import SHORTCUT, below_restored, imitate, mark, name_by, offer_shortcut, original_of
+from autoamp.patching.marks import below_restored, imitate, mark, name_by, original_of
 from autoamp.patching.patches import PatchSet
 from tests.patching._shared import module_with, replacement_of
 
@@ -81,16 +81,3 @@ def test_a_replacement_is_named_by_a_place_where_it_stands(shelf: types.ModuleTy
     ours.__module__ = "shelf"
     name_by(ours, "shelf_alias", "work")
     assert ours.__module__ == "shelf"
-
-
-def test_a_shortcut_names_the_replacement_that_offers_it() -> None:
-    replacement = replacement_of(len)
-    offer_shortcut(replacement, abs)
-    assert getattr(replacement, SHORTCUT) == (replacement, abs)
-
-    @functools.wraps(replacement)
-    def around(*args: Any) -> Any:
-        return replacement(*args)
-
-    # What copies the attributes of a replacement is not taken for it.
-    assert getattr(around, SHORTCUT)[0] is not around

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 import autoamp
 from autoamp.runtime import runtime_of
-from tests.inference.pinned import HALF, by_hand, check_same, layer_of, packed_conv, packs
+from tests.inference.pinned import HALF, by_hand, check_same, packed_of, packs
 
 OPS: dict[str, Any] = {"extends": [], "fp16": ["linear", "conv2d", "conv_transpose2d", "lstm"]}
 
@@ -31,7 +31,7 @@ def test_packed_weights_give_what_plain_ones_give(handle: autoamp.Handle, shape:
         expected = by_hand(x, layer)
         with torch.no_grad(), handle.inference(layer):
             found = [layer(x) for _ in range(2)]
-            assert layer_of(handle, layer.weight).packed is not None
+            assert packed_of(handle, layer.weight) is not None
             # The packed weight stands in for the plain one, so that memory holds one of them.
             assert runtime_of(handle).casts.cache.pins[id(layer.weight)].cast is None
         for result in found:
@@ -43,13 +43,13 @@ def test_small_weights_and_fp16_are_not_packed(handle: autoamp.Handle) -> None:
     small, x = nn.Linear(16, 16), torch.randn(3, 16)
     with torch.no_grad(), handle.inference(small):
         small(x)
-        assert layer_of(handle, small.weight).packed is None
+        assert packed_of(handle, small.weight) is None
     handle.deactivate()
     other = autoamp.init(device_type="cpu", dtype=torch.float16)
     large = nn.Linear(96, 64)
     with torch.no_grad(), other.inference(large):
         large(torch.randn(3, 96))
-        assert layer_of(other, large.weight).packed is None
+        assert packed_of(other, large.weight) is None
 
 
 def test_one_weight_with_several_biases(handle: autoamp.Handle) -> None:
@@ -134,10 +134,7 @@ def test_packed_convolutions_give_what_plain_ones_give(handle: autoamp.Handle, n
                             layer(given)
                     else:
                         check_same(layer(given), result)
-            held = packed_conv(handle, layer)
-            assert held.packed is not None
-            # Memory holds one form of a large weight.
-            assert (held.narrow_weight is None) is (name == "with a large weight")
+            assert packed_of(handle, layer.weight) is not None
 
 
 @packs
@@ -147,7 +144,7 @@ def test_large_outputs_of_small_weights_are_not_worth_it(handle: autoamp.Handle)
         expected = layer(x)
         with handle.inference(layer):
             assert torch.equal(layer(x), expected)
-            assert packed_conv(handle, layer).packed is None
+            assert packed_of(handle, layer.weight) is None
 
 
 @packs
@@ -159,7 +156,7 @@ def test_strided_convolutions_of_small_images_are_not_packed(handle: autoamp.Han
         with handle.inference(layer):
             for _ in range(2):
                 check_same(layer(x), expected)
-            assert packed_conv(handle, layer).packed is None
+            assert packed_of(handle, layer.weight) is None
 
 
 @packs
@@ -180,7 +177,7 @@ def test_random_convolutions(handle: autoamp.Handle) -> None:
                     found = layer(given)
                     assert found.stride() == result.stride()
                     torch.testing.assert_close(found, result, rtol=2e-2, atol=2e-2)
-                packed += packed_conv(handle, layer).packed is not None
+                packed += packed_of(handle, layer.weight) is not None
     assert packed > 200
 
 
@@ -202,7 +199,7 @@ def test_convolutions_that_torch_refuses(handle: autoamp.Handle) -> None:
     layer = nn.Conv2d(4, 6, 3)
     with torch.no_grad(), handle.inference(layer):
         layer(torch.randn(2, 4, 5, 5))
-        assert packed_conv(handle, layer).packed is not None
+        assert packed_of(handle, layer.weight) is not None
         for shape in ((2, 5, 5, 5), (2, 4, 2, 2), (2, 4, 5), (2, 4, 5, 5, 5)):
             with autoamp.disable_casts(), pytest.raises(RuntimeError) as expected:
                 layer(torch.randn(shape))

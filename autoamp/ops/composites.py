@@ -1,0 +1,70 @@
+"""Functions within which CUDA's autocast casts, later and less than a cast of their arguments would.
+
+Under the policies fp32 and promote they run with torch's autocast on for the one call, as they do under
+`torch.autocast`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from autoamp.casting import Casts
+from autoamp.tensors import HALF_DTYPES, PLAIN_TYPES
+from autoamp.torch_private import in_function_mode, is_any_autocast_enabled, tracing_state
+
+__all__ = ["COMPOSITES", "build_composite", "ops_named"]
+
+
+def ops_named(*names: str) -> frozenset[Any]:
+    """Return what torch's public namespaces have by these names."""
+    owners = (torch, Tensor, torch.nn.functional, torch.linalg, torch.special)
+    found = (getattr(owner, name, None) for owner in owners for name in names)
+    return frozenset(op for op in found if op is not None)
+
+
+COMPOSITES = ops_named(
+    "cross_entropy", "cumulative_trapezoid", "inner", "ldexp", "sum_to_size", "trace", "trapezoid", "trapz"
+)
+
+
+def build_composite(original: Any, run: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
+    """Build the cast call of one of `COMPOSITES`: torch's autocast is on, with its cache off, and as before afterwards.
+
+    Args:
+        original: One of `COMPOSITES`.
+        run: Makes the calls that are out of the ordinary, with ``args`` and ``kwargs``.
+        casts: The casts of the handle.
+    """
+    device_type = casts.device_type
+
+    def run_composite(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = [arg for arg in (*args, *kwargs.values()) if type(arg) not in PLAIN_TYPES]
+        if (
+            "out" in kwargs
+            or torch.compiler.is_dynamo_compiling()
+            or is_any_autocast_enabled()
+            or in_function_mode()
+            or tracing_state() is not None
+            or not all(type(arg) in (Tensor, Parameter) for arg in given)
+            or not any(arg.dtype in HALF_DTYPES for arg in given)
+            or not all(casts.eligible(arg) for arg in given if arg.dtype in HALF_DTYPES)
+        ):
+            return run(args, kwargs)
+        cached, before = torch.is_autocast_cache_enabled(), torch.get_autocast_dtype(device_type)
+        try:
+            # What promotes within refuses a half dtype that is not autocast's own.
+            torch.set_autocast_dtype(device_type, casts.dtype)
+            torch.set_autocast_cache_enabled(False)
+            torch.set_autocast_enabled(device_type, True)
+            return original(*args, **kwargs)
+        finally:
+            torch.set_autocast_enabled(device_type, False)
+            torch.set_autocast_cache_enabled(cached)
+            torch.set_autocast_dtype(device_type, before)
+
+    return run_composite

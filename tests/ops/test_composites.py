@@ -1,0 +1,55 @@
+"""Functions that run under torch's autocast for the one call: where they do, and that no trace is left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from autoamp.casting.casts import Casts
+from autoamp.ops.composites import COMPOSITES, build_composite
+
+HALVES = torch.float16, torch.bfloat16
+
+
+def test_composites_run_under_autocast_where_an_argument_is_half(half: torch.dtype) -> None:
+    casts, general = Casts(half, "cpu"), []
+    casts.open()
+    seen: list[tuple[bool, bool, torch.dtype]] = []
+    other = HALVES[HALVES[0] is half]
+    torch.set_autocast_dtype("cpu", other)
+
+    def within(*args: Any, **kwargs: Any) -> Any:
+        seen.append(
+            (torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled(), torch.get_autocast_dtype("cpu"))
+        )
+        return F.cross_entropy(*args, **kwargs)
+
+    def otherwise(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        general.append((args, kwargs))
+
+    run = build_composite(within, otherwise, casts)
+    x, labels = torch.randn(4, 8).to(half), torch.arange(4)
+    loss = run((x, labels), {"reduction": "sum"})
+    assert (loss.dtype, seen, general) == (torch.float32, [(True, False, half)], [])
+    assert torch.equal(loss, F.cross_entropy(x.float(), labels, reduction="sum"))
+    run((x.float(), labels), {})
+    assert general.pop()[0][1] is labels
+    with pytest.raises((IndexError, ValueError)):
+        run((x, torch.arange(5)), {})
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.is_autocast_cache_enabled()
+    assert torch.get_autocast_dtype("cpu") is other
+    torch.set_autocast_dtype("cpu", torch.bfloat16)
+    assert not general
+    for args in ((x, labels, x, None, 0, x), (x.to_sparse(), labels), (object(),)):
+        run(args, {"out": x} if len(args) > 2 else {})
+    with torch.autocast("cpu", half):
+        run((x, labels), {})
+    assert len(general) == 4
+
+
+def test_cuda_has_composites_of_its_own() -> None:
+    assert {F.cross_entropy, torch.trapezoid, torch.Tensor.trace} <= COMPOSITES
