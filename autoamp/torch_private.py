@@ -353,7 +353,6 @@ class _Mkldnn:
 
     Attributes:
         reorder_linear, linear: Packs a linear layer's weight; runs the layer.
-        reorder_conv, conv: The same for a convolution.
         reorder_lstm, lstm: The same for one layer and direction of an LSTM.
         has_bf16: Tells whether this CPU has units for bf16.
     """
@@ -362,9 +361,6 @@ class _Mkldnn:
         ops = "torch.ops.mkldnn."
         self.reorder_linear, self.linear = _both(
             f"{ops}_reorder_linear_weight.default", f"{ops}_linear_pointwise.default"
-        )
-        self.reorder_conv, self.conv = _both(
-            f"{ops}_reorder_convolution_weight.default", f"{ops}_convolution_pointwise.default"
         )
         self.reorder_lstm, self.lstm = _both(f"{ops}_reorder_mkldnn_rnn_layer_weight.default", "torch.mkldnn_rnn_layer")
         self.has_bf16: Callable[[], bool] = _find("torch.ops.mkldnn._is_mkldnn_bf16_supported", lambda: False)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from autoamp.casting.threads import ThreadState
+from autoamp.casting.threads import KeptCast, ThreadState
 from autoamp.torch_private import is_transformed, tracing_state
 
 __all__ = ["CastCache", "cast_for_any_mode", "serves_others"]
@@ -26,24 +26,17 @@ class _Pin:
 
     Attributes:
         promises: How many `CastCache.pin` are around.
-        cast: Its kept cast, None until there is one.
-        version: The cast's version when it was made.
+        kept: Its cast and the cast's version when it was made, None until there is one.
         layer: What the inference package made of the weights of a whole layer; it has ``parameters``, which are all
             pinned while it is here.
     """
 
-    __slots__ = ("cast", "layer", "promises", "version")
+    __slots__ = ("kept", "layer", "promises")
 
     def __init__(self) -> None:
         self.promises = 0
-        self.cast: Tensor | None = None
-        self.version = 0
+        self.kept: tuple[Tensor, int] | None = None
         self.layer: Any = None
-
-    def valid(self) -> Tensor | None:
-        """Return the kept cast; None where there is none, or where it was written to by whoever got it."""
-        cast = self.cast
-        return cast if cast is not None and cast._version == self.version else None
 
 
 class CastCache:
@@ -80,13 +73,11 @@ class CastCache:
         finally:
             with self.lock:
                 for parameter in parameters:
-                    pin = self.pins[id(parameter)]
-                    pin.promises -= 1
-                    if not pin.promises:
+                    self.pins[id(parameter)].promises -= 1
+                    if not self.pins[id(parameter)].promises:
                         del self.pins[id(parameter)]
                 for pin in self.pins.values():
-                    layer = pin.layer
-                    if layer is not None and any(id(parameter) not in self.pins for parameter in layer.parameters):
+                    if pin.layer is not None and any(id(one) not in self.pins for one in pin.layer.parameters):
                         pin.layer = None
 
     def clear(self) -> None:
@@ -98,9 +89,8 @@ class CastCache:
     def __len__(self) -> int:
         kept = sum(entry is not None for entry in (self.local.entries or {}).values())
         pins = list(self.pins.values())
-        return kept + sum(
-            (pin.cast is not None) + (0 if pin.layer is None else len(pin.layer.parameters)) for pin in pins
-        )
+        packed = sum(len(pin.layer.parameters) for pin in pins if pin.layer is not None)
+        return kept + packed + sum(pin.kept is not None for pin in pins)
 
     def cast(self, parameter: Parameter, convert: Callable[[Tensor], Tensor]) -> Tensor:
         """Return ``convert(parameter)``, or the kept cast where it is still valid.
@@ -113,30 +103,19 @@ class CastCache:
         if self.pins and not (grad and parameter.requires_grad) and tracing_state() is None:
             pin = self.pins.get(id(parameter))
             if pin is not None:
-                cast = pin.valid()
-                return cast if cast is not None else _pinned_cast(pin, parameter, convert)
+                return _pinned_cast(pin, parameter, convert)
         entries = self.local.entries
         if entries is None:
             return convert(parameter)
         entry = entries.get(id(parameter))
-        if entry is not None:
-            _, cast, version, cast_version, address, _ = entry
-            if (
-                parameter._version == version
-                and cast._version == cast_version
-                and parameter.data_ptr() == address
-                and _serves(cast, parameter, grad)
-            ):
-                return cast
+        if entry is not None and _is_valid(entry) and _serves(entry[1], parameter, grad):
+            return entry[1]
         cast = cast_for_any_mode(parameter, convert) if torch.is_inference_mode_enabled() else convert(parameter)
         if cast is not parameter:
             # An inference tensor has no version, so no cast of it is kept. As parameters they are rare, so that the
             # exception costs less than a test for each parameter.
             with contextlib.suppress(RuntimeError):
-                entries[id(parameter)] = (
-                    parameter, cast, parameter._version, cast._version, parameter.data_ptr(),
-                    parameter.untyped_storage(),
-                )  # fmt: skip
+                entries[id(parameter)] = _kept(parameter, cast, parameter.untyped_storage())
         return cast
 
     def share(self, tensor: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
@@ -148,32 +127,36 @@ class CastCache:
             return convert(tensor)
         local = self.local
         last = local.last
-        if last is not None and last[0] is tensor:
-            _, cast, version, cast_version, address, is_leaf, stream = last
-            if (
-                tensor._version == version
-                and cast._version == cast_version
-                and tensor.data_ptr() == address
-                # After a `detach_()` it is a leaf, and this cast belongs to the graph before that.
-                and tensor.is_leaf is is_leaf
-                and cast.requires_grad
-                and torch.is_grad_enabled()
-                # On another stream the cast may not be computed yet.
-                and (stream is None or _stream_of(tensor) == stream)
-            ):
-                return cast
+        # After a `detach_()` it is a leaf, and the cast belongs to the graph before that. On another stream the cast
+        # may not be computed yet.
+        if (
+            last is not None
+            and last[0] is tensor
+            and _is_valid(last)
+            and last[1].requires_grad
+            and torch.is_grad_enabled()
+            and last[5] == (tensor.is_leaf, _stream_of(tensor))
+        ):
+            return last[1]
         cast = convert(tensor)
         if cast.requires_grad:
             # A wrapper of torch.func has no address, and is dead outside its transform.
             try:
                 cast.data_ptr()
-                local.last = (
-                    tensor, cast, tensor._version, cast._version, tensor.data_ptr(), tensor.is_leaf,
-                    None if tensor.is_cpu else _stream_of(tensor),
-                )  # fmt: skip
+                local.last = _kept(tensor, cast, (tensor.is_leaf, _stream_of(tensor)))
             except RuntimeError:
                 local.last = None
         return cast
+
+
+def _kept(source: Tensor, cast: Tensor, more: Any) -> KeptCast:
+    return source, cast, source._version, cast._version, source.data_ptr(), more
+
+
+def _is_valid(kept: KeptCast) -> bool:
+    """Tell whether neither the source nor the cast was written to, as far as torch records it."""
+    source, cast, version, cast_version, address, _ = kept
+    return source._version == version and cast._version == cast_version and source.data_ptr() == address
 
 
 def _serves(cast: Tensor, source: Tensor, grad: bool) -> bool:
@@ -187,11 +170,12 @@ def _serves(cast: Tensor, source: Tensor, grad: bool) -> bool:
 
 
 def _pinned_cast(pin: _Pin, parameter: Parameter, convert: Callable[[Tensor], Tensor]) -> Tensor:
-    """Cast a pinned parameter, and keep the cast where there is one and later calls can use it."""
+    """Return the kept cast of a pinned parameter if nobody wrote to it; else cast it, and keep a cast that lasts."""
+    if pin.kept is not None and pin.kept[0]._version == pin.kept[1]:
+        return pin.kept[0]
     cast = cast_for_any_mode(parameter, convert)
     if cast is not parameter and serves_others(cast):
-        pin.version = cast._version
-        pin.cast = cast
+        pin.kept = cast, cast._version
     return cast
 
 
@@ -207,5 +191,5 @@ def cast_for_any_mode(parameter: Tensor, convert: Callable[[Tensor], Tensor]) ->
 
 
 def _stream_of(tensor: Tensor) -> Any:
-    """Return the accelerator's current stream, to be compared with that of another time."""
-    return torch.accelerator.current_stream(tensor.device)
+    """Return the accelerator's current stream, to be compared with that of another time; None on a CPU."""
+    return None if tensor.is_cpu else torch.accelerator.current_stream(tensor.device)

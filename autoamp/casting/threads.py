@@ -9,22 +9,16 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-__all__ = ["Switches", "ThreadState", "Token"]
+__all__ = ["KeptCast", "Switches", "ThreadState", "Token"]
 
-KeptCast = tuple[Parameter, Tensor, int, int, int, torch.UntypedStorage]
-"""A parameter and its cast, the versions of both, and the parameter's address and storage when the cast was made.
+KeptCast = tuple[Tensor, Tensor, int, int, int, Any]
+"""A tensor and its cast, the versions of both, the tensor's address when the cast was made, and one thing more.
 
-The storage is referenced so that its address is not used again: a storage that a later ``.data =`` brings in has
-another one.
+Of a parameter that is its storage, referenced so that its address is not used again: a storage that a later ``.data =``
+brings in has another one. Of an activation it is whether it was a leaf, and the stream in use.
 """
-
-LastCast = tuple[Tensor, Tensor, int, int, int, bool, Any]
-"""The activation that was cast last and its cast, the versions of both, the activation's address, whether it was a
-leaf, and the stream in use (None on a CPU)."""
 
 Switches = tuple[Any, bool]
 """The values of `ThreadState.on` and `ThreadState.forced_off`, as `ThreadState.set` takes them."""
@@ -54,7 +48,7 @@ class ThreadState(threading.local):
     on: Any = True
     forced_off = False
     entries: dict[int, KeptCast | None] | None = None
-    last: LastCast | None = None
+    last: KeptCast | None = None
     regions: tuple[tuple[Any, Token], ...] = ()
 
     def __new__(cls) -> ThreadState:
@@ -76,29 +70,23 @@ class ThreadState(threading.local):
         own = vars(self)
         token = own.get("on"), own.get("forced_off")
         self.deviations.append(None)
-        if forced_off is not None:
-            own["forced_off"] = forced_off
-        elif self.forced_off:
-            on = False
-        if on is None:
-            own.pop("on", None)
-        else:
-            own["on"] = on
+        if forced_off is None:
+            forced_off, on = token[1], False if self.forced_off else on
+        self._put(on, forced_off)
         return token
 
     def reset(self, token: Token) -> None:
         """Put back the switches that a `set` replaced. Tokens are given back in reverse order."""
-        own = vars(self)
-        on, forced_off = token
-        if on is None:
-            own.pop("on", None)
-        else:
-            own["on"] = on
-        if forced_off is None:
-            own.pop("forced_off", None)
-        else:
-            own["forced_off"] = forced_off
+        self._put(*token)
         self.deviations.pop()
+
+    def _put(self, on: Any, forced_off: bool | None) -> None:
+        own = vars(self)
+        for name, value in (("on", on), ("forced_off", forced_off)):
+            if value is None:
+                own.pop(name, None)
+            else:
+                own[name] = value
 
     def within_disabled(self) -> bool:
         """Tell whether a ``disable_casts`` is around, in this thread."""
@@ -106,24 +94,12 @@ class ThreadState(threading.local):
 
     def with_casts_off(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that calls another with casts off in this thread."""
-        deviations = self.deviations
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if deviations and self.on is False:
-                # Off already.
-                return function(*args, **kwargs)
-            # `set` and `reset` written out, which saves two Python calls: each call of a loss function goes here.
-            own = vars(self)
-            before = own.get("on")
-            deviations.append(None)
-            own["on"] = False
+            token = self.set(False)
             try:
                 return function(*args, **kwargs)
             finally:
-                if before is None:
-                    own.pop("on", None)
-                else:
-                    own["on"] = before
-                deviations.pop()
+                self.reset(token)
 
         return run

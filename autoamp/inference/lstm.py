@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from autoamp.inference.packing import may_call_onednn
+from autoamp.inference.packing import Packed, may_call_onednn
 from autoamp.torch_private import mkldnn
 
 __all__ = ["PackedLSTM"]
@@ -22,17 +22,11 @@ __all__ = ["PackedLSTM"]
 _MODE, _TENSORS = 2, 4
 
 
-class PackedLSTM:
-    """The packed weights of all layers of an LSTM, with the pin of the first weight.
+class PackedLSTM(Packed):
+    """An LSTM of one or more layers, of one direction or two."""
 
-    Attributes:
-        parameters: What was cast and packed.
-    """
-
-    __slots__ = ("_columns", "_layers", "_width", "parameters")
-
-    def __init__(self, parameters: tuple[Parameter, ...], narrowed: list[Tensor], args: Sequence[Any]) -> None:
-        self.parameters = parameters
+    def __init__(self, parameters: tuple[Parameter, ...], narrowed: list[Tensor], args: tuple[Any, ...]) -> None:
+        super().__init__(parameters, narrowed, args)
         x, directions = args[0], 1 + bool(args[7])
         self._columns, self._width = narrowed[0].shape[1], narrowed[1].shape[1]
         self._layers: list[tuple[Tensor, ...]] = []
@@ -46,23 +40,23 @@ class PackedLSTM:
             )
 
     @staticmethod
-    def weights_of(args: Sequence[Any]) -> tuple[Any, ...] | None:
-        """Return weights and biases of all layers; None for a packed sequence, whose sizes come second, and for others.
+    def weights_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return weights and biases of all layers; none for a packed sequence, whose sizes come second.
 
         Args:
             args: Of `torch.lstm`: input, hidden states, weights, has_biases, num_layers, dropout, training,
                 bidirectional, batch_first.
         """
         if len(args) != 9 or type(args[2]) is not list or type(args[1]) is not tuple or len(args[1]) != 2:
-            return None
+            return ()
         x, states, weights, has_biases, layers, dropout, training, bidirectional, _ = args
         fits = has_biases and not (dropout and training) and len(weights) == _TENSORS * layers * (1 + bidirectional)
         tensors = (x, *states)
         plain = all(type(one) is Tensor and one.dim() == 3 and may_call_onednn(one) for one in tensors)
-        return tuple(weights) if fits and plain else None
+        return tuple(weights) if fits and plain else ()
 
     @staticmethod
-    def fits(weights: Sequence[Any], args: Sequence[Any]) -> bool:
+    def fits(weights: Sequence[Any], args: tuple[Any, ...]) -> bool:
         """Tell whether these are the weights and biases of layers that follow each other."""
         if mkldnn.lstm is None or weights[0].dim() != 2:
             return False
@@ -75,7 +69,7 @@ class PackedLSTM:
                 return False
         return True
 
-    def run(self, args: Sequence[Any], narrow: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor] | None:
+    def run(self, args: tuple[Any, ...], narrow: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return what `torch.lstm` returns; None where shapes do not fit.
 
         The input is ``(length, batch, columns)``, or with ``batch_first`` ``(batch, length, columns)``; both states

@@ -1,14 +1,16 @@
-"""Where oneDNN's kernels for packed weights may be called: for which weights, inputs and convolutions.
+"""Where oneDNN's kernels for packed weights may be called: for which weights and inputs.
 
 Packed is what lies in a layout of oneDNN's own, which only its kernels read.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from autoamp.torch_private import (
     dispatch_modes,
@@ -21,7 +23,40 @@ from autoamp.torch_private import (
     tracing_state,
 )
 
-__all__ = ["can_pack", "image_strides", "is_alike_in_both_directions", "may_call_onednn"]
+__all__ = ["Packed", "can_pack", "may_call_onednn"]
+
+
+class Packed:
+    """The packed weights of one layer, kept with the pin of the first weight while all are pinned.
+
+    An object of this class itself has none, and stands with the pin of a weight that cannot be packed.
+
+    Args:
+        parameters: The weights and biases.
+        narrowed: Their casts, in the same order.
+        args: The arguments of the op's first call.
+
+    Attributes:
+        parameters: What was cast and packed.
+    """
+
+    def __init__(self, parameters: tuple[Parameter, ...], narrowed: list[Tensor], args: tuple[Any, ...]) -> None:
+        self.parameters = parameters
+        self._bias = narrowed[1] if len(narrowed) > 1 else None
+
+    @staticmethod
+    def weights_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the weights and biases among two or more arguments of the op; none where these cannot be packed."""
+        return (args[1], args[2]) if len(args) > 2 and args[2] is not None else (args[1],)
+
+    @staticmethod
+    def fits(weights: Sequence[Any], args: tuple[Any, ...]) -> bool:
+        """Tell whether packed weights can serve the op, and pay."""
+        return False
+
+    def run(self, args: tuple[Any, ...], narrow: Callable[[Tensor], Tensor]) -> Any:
+        """Return what the op returns; None where the packed weights cannot serve, or do not pay."""
+        return None
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -52,27 +87,4 @@ def may_call_onednn(x: Tensor) -> bool:
         and not in_dual_level()
         and not is_transformed(x)
         and tracing_state() is None
-    )
-
-
-def image_strides(shape: torch.Size) -> tuple[int, ...]:
-    """Return the strides that a contiguous tensor of shape ``(batch, channels, height, width)`` has.
-
-    Where an extent is 1 torch calls other strides contiguous too, and oneDNN may read them as another layout.
-    """
-    _, channels, height, width = shape
-    return channels * height * width, height * width, width, 1
-
-
-def is_alike_in_both_directions(rest: tuple[Any, ...]) -> bool:
-    """Tell whether a convolution is the same in height and width, neither dilated nor in groups.
-
-    Args:
-        rest: Stride, padding, dilation and groups, as `torch.conv2d` takes them: all but the last are pairs.
-    """
-    if len(rest) != 4 or rest[2] != (1, 1) or type(rest[3]) is not int or rest[3] != 1:
-        return False
-    return all(
-        type(pair) is tuple and len(pair) == 2 and type(pair[0]) is type(pair[1]) is int and least <= pair[0] == pair[1]
-        for pair, least in zip(rest[:2], (1, 0), strict=True)
     )

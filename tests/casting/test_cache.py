@@ -78,9 +78,9 @@ def test_no_wrapper_of_a_transform_outlives_it() -> None:
     parameter.requires_grad_(False)
     with casts.cache.pin([parameter]):
         transformed()
-        assert casts.cache.pins[id(parameter)].cast is None
+        assert casts.cache.pins[id(parameter)].kept is None
         casts.to_half(parameter)
-        assert casts.cache.pins[id(parameter)].cast is not None
+        assert casts.cache.pins[id(parameter)].kept is not None
 
 
 def test_a_cast_in_inference_mode_has_a_version() -> None:
