@@ -5,10 +5,9 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import logging
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +20,7 @@ from autoamp.torch_private import RECURRENT
 
 __all__ = ["Expansion", "Target", "expand", "known_ops", "locate", "owns_its_names", "target_at"]
 
-log = logging.getLogger(__name__)
+_Find = Callable[[str], Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,17 +78,15 @@ class Expansion:
     skipped: tuple[CastRule, ...]
 
 
-@functools.cache
-def _namespaces() -> tuple[Any, ...]:
-    """Return the public namespaces of torch in which a bare name is looked up."""
-    return (torch, torch.Tensor, torch.nn.functional, torch.linalg, torch.special, torch.fft)
+_NAMESPACES = (torch, torch.Tensor, torch.nn.functional, torch.linalg, torch.special, torch.fft)
+"""The public namespaces of torch in which a bare name is looked up."""
 
 
 @functools.cache
 def known_ops() -> frozenset[str]:
     """Return every name that a bare rule may use: callables in torch's public namespaces, but no classes."""
     names = set()
-    for namespace in _namespaces():
+    for namespace in _NAMESPACES:
         for name, value in _attributes(namespace).items():
             is_public = namespace is torch.Tensor or not name.startswith("__")
             if is_public and callable(value) and not isinstance(value, type):
@@ -123,7 +120,7 @@ def expand(table: CastTable) -> Expansion:
     places: dict[tuple[int, str], Target] = {}
     patched: set[str] = set()
     deferred: list[CastRule] = []
-    spaces = [(namespace, _attributes(namespace)) for namespace in _namespaces()]
+    spaces = [(namespace, _finder(namespace)) for namespace in (*_NAMESPACES, RECURRENT)]
     for rule in table.rules:
         if rule.target in lacking_targets:
             continue
@@ -187,7 +184,8 @@ def target_at(parent: Any, attribute: str, rule: CastRule) -> Target:
     if not callable(original) and not isinstance(original, (staticmethod, classmethod)):
         kind = type(original).__name__
         raise ListFileError(f"{rule.target!r} is a {kind}; name a function or a method", *_where(rule))
-    return Target(parent, attribute, original, rule, _functional(parent, attribute))
+    in_torch = any(parent is namespace for namespace in (*_NAMESPACES, RECURRENT))
+    return Target(parent, attribute, original, rule, _functional(_finder(parent), attribute) if in_torch else None)
 
 
 def _method_of(cls: type, rule: CastRule) -> tuple[type, str, Any]:
@@ -200,94 +198,60 @@ def _method_of(cls: type, rule: CastRule) -> tuple[type, str, Any]:
     )
 
 
-def _spellings(rule: CastRule, spaces: list[tuple[Any, dict[str, Any]]]) -> Iterator[Target]:
+def _spellings(rule: CastRule, spaces: list[tuple[Any, _Find]]) -> Iterator[Target]:
     """Yield the targets of a bare name: the attribute of that name in each namespace, and its in-place form there.
 
     Args:
         rule: A rule on a bare name.
-        spaces: torch's public namespaces, each with its attributes.
+        spaces: torch's public namespaces and `RECURRENT`, each with what finds a callable in it.
     """
     for name in _names(rule.target):
-        if name != rule.target and rule.policy is CastPolicy.FP16:
+        in_place, in_torch = name != rule.target, None
+        if in_place and rule.policy is CastPolicy.FP16:
             # A product in place has the dtype of the tensor that it writes to, as under autocast: it is not cast to
             # half. Its factors are promoted to one dtype, as some of them may be half because of other rules.
             rule = replace(rule, policy=CastPolicy.PROMOTE)
-        in_torch = None
-        for namespace, attributes in spaces:
-            original = _callable(attributes.get(name))
-            if original is None:
+        for namespace, find in spaces:
+            original, functional = find(name), _functional(find, name)
+            if namespace is torch:
+                in_torch = original
+            if namespace is RECURRENT and (in_torch is None or isinstance(in_torch, types.FunctionType)):
+                # Recurrent layers call builtins there, not in torch. Functions that torch writes in Python call that
+                # namespace themselves, so it is enough to patch the functions.
                 continue
-            in_torch = original if namespace is torch else in_torch
-            functional = _functional_in(attributes, name)
-            if functional is None and name != rule.target:
-                # No function computes the same out of place: `Tensor.normal_` exists, `Tensor.normal` does not.
+            if original is None or (in_place and functional is None):
+                # No function may compute the same out of place: `Tensor.normal_` exists, `Tensor.normal` does not.
                 continue
             yield Target(namespace, name, original, rule, functional)
-            yield from _definition(original, name, rule)
-        # Recurrent layers call builtins in RECURRENT (torch._VF), not in torch. Functions that torch writes in Python
-        # call that namespace themselves, so it is enough to patch the functions.
-        if in_torch is not None and not isinstance(in_torch, types.FunctionType):
-            original = _callable_at(RECURRENT, name)
-            functional = _functional(RECURRENT, name)
-            if original is not None and (functional is not None or name == rule.target):
-                yield Target(RECURRENT, name, original, rule, functional)
+            # The module that defines a Python function of torch has it too, such as `torch.functional.einsum`.
+            module = sys.modules.get(original.__module__) if isinstance(original, types.FunctionType) else None
+            if module is not None and original_of(vars(module).get(name)) is original:
+                yield Target(module, name, original, rule)
 
 
-def _definition(original: Any, name: str, rule: CastRule) -> Iterator[Target]:
-    """Yield the target in the module that defines a Python function of torch, such as `torch.functional.einsum`."""
-    if isinstance(original, types.FunctionType):
-        module = sys.modules.get(original.__module__)
-        if module is not None and original_of(vars(module).get(name)) is original:
-            yield Target(module, name, original, rule)
+def _finder(namespace: Any) -> _Find:
+    """Return what finds the callable of a name in a namespace, unpatched; None for a class and for nothing."""
+    attributes = {} if namespace is RECURRENT else _attributes(namespace)
+
+    def find(name: str) -> Any:
+        # `RECURRENT` looks names up in torch's C++ code, and has no table of them.
+        found = getattr(namespace, name, None) if namespace is RECURRENT and hasattr(torch, name) else None
+        found = original_of(attributes.get(name, found))
+        return found if callable(found) and not isinstance(found, type) else None
+
+    return find
 
 
-def _callable_at(namespace: Any, name: str) -> Any:
-    """Return the callable of this name in a namespace, unpatched; None where there is none."""
-    if namespace is RECURRENT:
-        return _callable(getattr(namespace, name, None) if hasattr(torch, name) else None)
-    return _callable(_attributes(namespace).get(name))
-
-
-def _callable(value: Any) -> Any:
-    """Return what is below any replacement, where that can be called and is no class; else None."""
-    if value is None:
-        return None
-    value = original_of(value)
-    return value if callable(value) and not isinstance(value, type) else None
+def _functional(find: _Find, name: str) -> Any:
+    """Return the out-of-place function for the name of an in-place form in a namespace, None for any other name."""
+    if name.startswith("__i") and name.endswith("__"):
+        return find(f"__{name[3:]}")
+    return find(name[:-1]) if name.endswith("_") and not name.endswith("__") else None
 
 
 def _names(bare: str) -> tuple[str, str]:
-    """Return the names that a rule on a bare name covers: this one, and that of the in-place form."""
-    return bare, _inplace_name(bare)
-
-
-def _inplace_name(name: str) -> str:
-    """Return ``__iadd__`` for ``__add__``, ``add_`` for ``add``."""
-    return f"__i{name[2:]}" if name.startswith("__") else f"{name}_"
-
-
-def _functional(parent: Any, attribute: str) -> Any:
-    """Return the out-of-place function for an in-place form in a namespace of torch, None for anything else."""
-    if parent is RECURRENT:
-        name = _outofplace_name(attribute)
-        return None if name is None else _callable_at(parent, name)
-    if not any(parent is namespace for namespace in _namespaces()):
-        return None
-    return _functional_in(_attributes(parent), attribute)
-
-
-def _functional_in(attributes: dict[str, Any], attribute: str) -> Any:
-    name = _outofplace_name(attribute)
-    return None if name is None else _callable(attributes.get(name))
-
-
-def _outofplace_name(attribute: str) -> str | None:
-    """Return the name of the out-of-place function for that of an in-place form, None for any other name."""
-    if attribute.startswith("__i") and attribute.endswith("__"):
-        return f"__{attribute[3:]}"
-    if attribute.endswith("_") and not attribute.endswith("__"):
-        return attribute[:-1]
-    return None
+    """Return the names that a rule on a bare name covers: ``add`` and ``add_``, ``__add__`` and ``__iadd__``."""
+    return bare, f"__i{bare[2:]}" if bare.startswith("__") else f"{bare}_"
 
 
 def _where(rule: CastRule) -> tuple[str, int | None]:
