@@ -1,7 +1,7 @@
 """Where half tensors of autoamp meet numpy and fp32 tensors, with ``init(scope="modules")``.
 
-A program for plain fp32 writes ``x.masked_fill(mask, -1e9)`` and ``x.numpy()``, which torch refuses for some half
-tensors. Here these go as they would in fp32; calls that torch takes are torch's own.
+A program for plain fp32 writes ``buffer[mask] = x``, ``x.masked_fill(mask, -1e9)`` and ``x.numpy()``, which torch
+refuses for some half tensors. Here these go as they would in fp32; calls that torch takes are torch's own.
 """
 
 from __future__ import annotations
@@ -42,6 +42,15 @@ def interop_builders(casts: Casts) -> list[tuple[Any, str, Callable[[Any], Any]]
 
         return imitate(numpy, original, "torch", "Tensor.numpy")
 
+    def build_setitem(original: Any) -> Any:
+        def setitem(self: Tensor, index: Any, value: Any) -> None:
+            # Torch takes a value of another dtype for slices alone.
+            if isinstance(value, Tensor) and {value.dtype, self.dtype} == {half, torch.float32}:
+                value = value.to(self.dtype)
+            original(self, index, value)
+
+        return imitate(setitem, original, "torch", "Tensor.__setitem__")
+
     def build_redone(original: Any) -> Any:
         def redone(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_dynamo_compiling():
@@ -59,5 +68,6 @@ def interop_builders(casts: Casts) -> list[tuple[Any, str, Callable[[Any], Any]]
 
     return [
         (Tensor, "numpy", build_numpy),
+        (Tensor, "__setitem__", build_setitem),
         *((owner, name, build_redone) for owner, name in _REDONE),
     ]

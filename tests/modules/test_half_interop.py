@@ -47,7 +47,10 @@ def written(tensor: Tensor, index: Any, value: Any) -> Tensor:
 
 
 CASES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "rows of a mask": lambda w, x: written(w, MASK, x[MASK]),
+    "rows of a list": lambda w, x: written(w, [0, 1], x[:2]),
     "a slice": lambda w, x: written(w, slice(2), x[:2]),
+    "fp32 into half": lambda w, x: written(x, MASK, w[MASK]),
     "index_put_": lambda w, x: w.index_put_((FIRST,), x[:1]),
     "index_add_": lambda w, x: w.index_add_(0, FIRST, x[:1]),
     "index_copy_": lambda w, x: w.index_copy_(0, FIRST, x[:1]),
@@ -81,20 +84,26 @@ def test_what_runs_in_fp32_runs_in_a_module_and_gives_the_same(case: str, handle
     torch.testing.assert_close(found, expected, rtol=0.05, atol=0.02)
 
 
-@pytest.mark.parametrize("case", ["masked softmax", "embedding_bag", "sparse.mm"])
+@pytest.mark.parametrize("case", ["masked softmax", "embedding_bag", "sparse.mm", "rows of a mask"])
 def test_gradients_go_through(case: str, handle: Any) -> None:
     torch.manual_seed(0)
-    model, x = Calls(CASES[case]), torch.randn(4, 4)
+    model, x = Calls(CASES[case] if case != "rows of a mask" else _differentiably_written), torch.randn(4, 4)
     (found,) = torch.autograd.grad(model(x).pow(2).sum(), model.layer.weight)
     handle.deactivate()
     (expected,) = torch.autograd.grad(model(x).pow(2).sum(), model.layer.weight)
     torch.testing.assert_close(found, expected, rtol=0.1, atol=0.05)
 
 
+def _differentiably_written(w: Tensor, x: Tensor) -> Tensor:
+    w[MASK] = x[MASK]
+    return w
+
+
 def test_what_torch_refuses_in_fp32_too_is_refused_in_its_words(handle: Any) -> None:
     refused = {
         "a shape": (lambda w, x: x.masked_fill(torch.zeros(3, dtype=torch.bool), 1.0), "must match"),
         "a mask": (lambda w, x: x.masked_fill(torch.zeros(4), 1.0), "boolean mask"),
+        "an fp64 value": (lambda w, x: w.__setitem__(MASK, x.double()[MASK]), "dtypes match"),
         "gradients": (lambda w, x: x.numpy(), "requires grad"),
     }
     for function, words in refused.values():
