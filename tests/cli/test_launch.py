@@ -71,8 +71,9 @@ class Squares(Dataset):
 
     def __getitem__(self, i):
         import apex
-        weight = torch.nn.Parameter(torch.ones(2, 2))
-        half = torch.nn.functional.linear(torch.full((2, 2), 1.001), weight)[0, 0].item() == 2  # rounded to bf16
+        layer = torch.nn.Linear(2, 2, bias=False)
+        torch.nn.init.ones_(layer.weight)
+        half = layer(torch.full((2, 2), 1.001))[0, 0].item() == 2  # rounded to bf16
         ours = "autoamp" in apex.__file__
         return torch.tensor([i * i, half, ours, os.getpid() != PARENT, __name__ != "__main__"])
 

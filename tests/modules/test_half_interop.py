@@ -59,8 +59,18 @@ CASES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "masked_scatter_": lambda w, x: w.masked_scatter_(MASK, x),
     "copy_": lambda w, x: w.copy_(x),
     "masked softmax": lambda w, x: F.softmax(x.masked_fill(MASK, BIG), -1),
+    "masked softmax, in place": lambda w, x: F.softmax(x.clone().masked_fill_(MASK, BIG), -1),
+    "masked softmax, written": lambda w, x: F.softmax(written(x, MASK, BIG), -1),
     "masked softmax, by columns": lambda w, x: F.softmax(torch.masked_fill(x, MASK.t(), BIG), -1),
     "masked by a tensor": lambda w, x: F.softmax(x.masked_fill(MASK.t(), torch.tensor(BIG)), -1),
+    "full_like": lambda w, x: F.softmax(torch.where(MASK.t(), torch.full_like(x, BIG), x), -1),
+    "new_full": lambda w, x: F.softmax(torch.cat([x, x.new_full((4, 1), BIG)], 1), -1),
+    "fill_": lambda w, x: F.softmax(torch.cat([x, x.detach()[:, :1].clone().fill_(BIG)], 1), -1),
+    "index_fill": lambda w, x: F.softmax(x.index_fill(1, FIRST, BIG), -1),
+    "index_fill_": lambda w, x: F.softmax(x.clone().index_fill_(1, FIRST, BIG), -1),
+    "pad": lambda w, x: F.softmax(F.pad(x, (1, 1), value=BIG), -1),
+    "clamp": lambda w, x: x.clamp(min=BIG, max=-BIG),
+    "clamp_": lambda w, x: x.clone().clamp_(BIG, -BIG),
     "embedding_bag": lambda w, x: F.embedding_bag(
         torch.arange(4), w, torch.tensor([0, 2]), mode="sum", per_sample_weights=x[0]
     ),
@@ -84,7 +94,7 @@ def test_what_runs_in_fp32_runs_in_a_module_and_gives_the_same(case: str, handle
     torch.testing.assert_close(found, expected, rtol=0.05, atol=0.02)
 
 
-@pytest.mark.parametrize("case", ["masked softmax", "embedding_bag", "sparse.mm", "rows of a mask"])
+@pytest.mark.parametrize("case", ["masked softmax", "embedding_bag", "sparse.mm", "rows of a mask", "clamp"])
 def test_gradients_go_through(case: str, handle: Any) -> None:
     torch.manual_seed(0)
     model, x = Calls(CASES[case] if case != "rows of a mask" else _differentiably_written), torch.randn(4, 4)
