@@ -132,12 +132,13 @@ class AutoScale:
         self._optimizers.on_unguarded = self._meet
 
     def _look_around(self) -> None:
-        for found in gc.get_objects():
-            # Not isinstance, which asks the object itself: a proxy may answer with another class.
-            if issubclass(type(found), Optimizer):
-                self._meet(found)
-            elif issubclass(type(found), torch.amp.GradScaler):
-                self._notice_scaler(found)
+        if _living(torch.amp.GradScaler):
+            # One that nobody can reach any more, in a reference cycle, scales no loss.
+            gc.collect()
+        for scaler in _living(torch.amp.GradScaler):
+            self._notice_scaler(scaler)
+        for optimizer in _living(Optimizer):
+            self._meet(optimizer)
 
     def stop(self) -> None:
         """Take the patches back. The optimizers stay guarded, for verdicts that their next step is to read."""
@@ -355,6 +356,12 @@ class AutoScale:
 
     def _seeing_true(self, kind: type[Hook], hook: Any, tensor: Tensor | None) -> Hook:
         return kind(hook, self._passes, self._without_casts, tensor)
+
+
+def _living(kind: type[Any]) -> list[Any]:
+    """Return the objects of a class that the garbage collector knows, garbage among them."""
+    # Not isinstance, which asks the object itself: a proxy may answer with another class.
+    return [found for found in gc.get_objects() if issubclass(type(found), kind)]
 
 
 def _may_reach_more(nodes: Iterable[Any]) -> bool:

@@ -1125,6 +1125,18 @@ def test_fp16_optimizers_scale_themselves(handle: autoamp.Handle, scaling: AutoS
     optimizer.step()
 
 
+def test_a_grad_scaler_that_is_garbage_scales_no_loss(handle: autoamp.Handle) -> None:
+    """Left in a reference cycle by a training that is over, it must not keep auto_scale() from scaling the next one."""
+    gc.disable()
+    try:
+        cycle: list[Any] = [torch.amp.GradScaler("cpu")]
+        cycle.append(cycle)
+        del cycle
+        assert handle.auto_scale().standing_aside is None
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("before", [True, False])
 def test_a_grad_scaler_is_left_to_do_it(handle: autoamp.Handle, before: bool) -> None:
     model, optimizer, x = make()
