@@ -18,6 +18,7 @@ import torch.utils.checkpoint
 
 import autoamp
 from autoamp.runtime import active
+from autoamp.stepping import open_blocks
 
 # What its first compilation of a module would replace.
 torch._dynamo.mutation_guard.install_generation_tagging_init()
@@ -112,6 +113,7 @@ def pristine_torch() -> Iterator[None]:
     active.put_handle(None)
     active.handles.registry._rules = before
     assert_pristine()
+    assert open_blocks.count == 0
     assert not torch.is_inference_mode_enabled()
     assert torch.is_grad_enabled()
 

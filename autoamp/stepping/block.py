@@ -41,6 +41,12 @@ class _OpenBlocks(threading.local):
 open_blocks = _OpenBlocks()
 
 
+@torch.compiler.disable
+def _count(change: int) -> None:
+    # Traced by torch.compile, the count came out as -1: Dynamo guards no attribute of a threading.local.
+    open_blocks.count += change
+
+
 class ScaledLoss:
     """A block over its loss times its scale, after which kept casts are dropped.
 
@@ -126,7 +132,7 @@ class scaled_block:  # noqa: N801, named as what it is in a with statement
 
     def __enter__(self) -> Scale:
         self._scale = _open(self._guards, self._scaler)
-        open_blocks.count += 1
+        _count(1)
         self._differentiated = open_blocks.differentiated
         return self._scale
 
@@ -146,7 +152,7 @@ class scaled_block:  # noqa: N801, named as what it is in a with statement
             else:
                 _leave(guards, scaler, self._scale, scaler.checks, warns=not self.was_differentiated())
         finally:
-            open_blocks.count -= 1
+            _count(-1)
             for guard in guards:
                 guard.in_block = False
 

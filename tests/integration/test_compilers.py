@@ -177,6 +177,27 @@ def test_a_new_loss_scale_compiles_nothing_anew() -> None:
     assert len(graphs.graphs) == after_warmup
 
 
+def test_blocks_in_compiled_functions_leave_later_losses_to_auto_scale() -> None:
+    """A loss within a block is not scaled again, and one after compiled blocks is."""
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16, lists={"extends": []})
+    param = torch.ones(1, requires_grad=True)
+    optimizer = torch.optim.SGD([param], lr=0.25)
+
+    @torch.compile(backend="eager")
+    def step() -> None:
+        with handle.scale_loss((param * 0.5).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+    for _ in range(4):
+        step()
+    handle.auto_scale()
+    # The gradient leaves the range of fp32 when it is multiplied by the loss scale, and only then.
+    (param * 2.0**125).sum().backward()
+    optimizer.step()
+    assert handle.last_step_skipped
+
+
 @pytest.mark.parametrize("compiled_first", [False, True])
 def test_compiled_before_or_after_init_and_used_after_deactivate(compiled_first: bool, half: torch.dtype) -> None:
     model, x = Transformer(), torch.randn(Transformer.shape)
