@@ -58,7 +58,7 @@ WATCHED: tuple[Any, ...] = (
 
 
 # Notes that Python leaves on a class whose instance was pickled, and on a module that warned.
-PYTHONS_OWN = {"__slotnames__", "__warningregistry__"}
+PYTHONS_OWN = {"__annotations_cache__", "__slotnames__", "__warningregistry__"}
 
 
 def fingerprint() -> dict[tuple[int, str], int]:

@@ -29,6 +29,8 @@ _POLICIES = {
 }
 # The dispatcher's ops that Python sees by another name, or through the function that calls them.
 _PYTHON_NAMES = {"nll_loss2d": "nll_loss", "_thnn_fused_lstm_cell": "lstm", "_thnn_fused_gru_cell": "gru"}
+# What Python 3.14 adds to a class with annotations.
+_OF_CLASSES = frozenset({"__annotate__", "__annotate_func__", "__annotations_cache__"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ def public_names() -> frozenset[str]:
     """Return the names of torch's public callables that are no classes, operators included, Python's own left out."""
     return frozenset(
         name
-        for name in known_ops()
+        for name in known_ops() - _OF_CLASSES
         if not name.startswith("_")
         or (
             name.startswith("__")

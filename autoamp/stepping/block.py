@@ -41,7 +41,7 @@ class _OpenBlocks(threading.local):
 open_blocks = _OpenBlocks()
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _count(change: int) -> None:
     # Traced by torch.compile, the count came out as -1: Dynamo guards no attribute of a threading.local.
     open_blocks.count += change
