@@ -1,7 +1,7 @@
-"""The one door to compiled kernels, those of the distribution `autoamp-kernels`: which are open, and how to call one.
+"""The compiled kernels of the distribution `autoamp-kernels`: which of them can run, and how to call one.
 
-Nothing needs them. Whoever has work that a kernel does asks `opened` for the package, and tries it by `attempt`; where
-either says no, torch's own functions do the same work. ``AUTOAMP_KERNELS=0`` in the environment closes all.
+Nothing needs them. Whoever has work that a kernel does asks `find` for it, and calls it by `attempt`; where either says
+no, torch's own functions do the same work. ``AUTOAMP_KERNELS=0`` in the environment turns all of them off.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Backend", "attempt", "backend", "backends", "by_kind", "opened"]
+from autoamp.torch_private import dispatch_modes
+
+__all__ = ["Backend", "attempt", "backend", "backends", "by_kind", "find"]
 
 _TAKEN = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -49,18 +51,11 @@ def _package() -> Any:
 
 def backends() -> tuple[Backend, ...]:
     """Return what there is to know of each type of device for which there are kernels at all."""
-    package = _package()
-    if package is None:
-        reason = "autoamp_kernels is not installed; `pip install ./kernels` in autoamp's repository"
+    package, missing = _package(), "pip install ./kernels` in autoamp's repository"
+    if package is None or not hasattr(package, "backends"):
+        reason = f"autoamp_kernels is {'not installed' if package is None else 'too old'}; `{missing}"
         return Backend("cpu", False, reason), Backend("cuda", False, reason)
-    doors: dict[str, list[Any]] = {}
-    for door in package.doors():
-        doors.setdefault(door.name, []).append(door)
-    found = []
-    for name, ways in doors.items():
-        way = next((door for door in ways if door.open), ways[0])
-        found.append(Backend(name, way.open, way.reason))
-    return tuple(found)
+    return tuple(Backend(one.device_type, bool(one.kernels), one.reason) for one in package.backends())
 
 
 def backend(device_type: str) -> Backend:
@@ -70,9 +65,23 @@ def backend(device_type: str) -> Backend:
 
 
 @functools.cache
-def opened(device_type: str) -> Any:
-    """Return the package `autoamp_kernels` if it has kernels that run on devices of a type, else None."""
-    return _package() if backend(device_type).kernels else None
+def _offered(device_type: str) -> dict[str, Callable[..., Any]]:
+    package = _package()
+    if not backend(device_type).kernels:
+        return {}
+    return {name: getattr(package, name) for one in package.backends() if one.device_type == device_type
+            for name in one.kernels}  # fmt: skip
+
+
+def find(name: str, device_type: str) -> Callable[..., Any] | None:
+    """Return a kernel, such as ``"lamb_"``, for devices of a type; None where there is none.
+
+    None also while torch compiles or a mode watches its operators: to both of them a kernel would be nothing.
+    """
+    # First, so that torch.compile does not look at the rest.
+    if torch.compiler.is_compiling() or dispatch_modes():
+        return None
+    return _offered(device_type).get(name)
 
 
 def attempt(kernel: Callable[..., None], *args: Any, **kwargs: Any) -> bool:
@@ -84,15 +93,17 @@ def attempt(kernel: Callable[..., None], *args: Any, **kwargs: Any) -> bool:
     return True
 
 
-def by_kind(*lists: Sequence[Tensor]) -> Iterator[tuple[Any, tuple[list[Tensor], ...]]]:
+def by_kind(
+    name: str, *lists: Sequence[Tensor]
+) -> Iterator[tuple[Callable[..., Any] | None, tuple[list[Tensor], ...]]]:
     """Yield parallel lists of tensors, sorted by what a kernel takes at once: of one device, and each of one dtype.
 
     Yields:
-        The package of kernels for tensors like these, None where there is none, and the lists.
+        The kernel of this name for tensors like these, None where there is none, and the lists.
     """
     kinds: dict[Any, list[tuple[Tensor, ...]]] = {}
     for row in zip(*lists, strict=True):
         kinds.setdefault((row[0].device, *[tensor.dtype for tensor in row]), []).append(row)
     for (device, *dtypes), rows in kinds.items():
-        package = opened(device.type) if all(dtype in _TAKEN for dtype in dtypes) else None
-        yield package, tuple(list(column) for column in zip(*rows, strict=True))
+        kernel = find(name, device.type) if all(dtype in _TAKEN for dtype in dtypes) else None
+        yield kernel, tuple(list(column) for column in zip(*rows, strict=True))

@@ -5,8 +5,8 @@ shape of the input. Its dtype is that of the input; with the mixed norms and `ma
 weights. Within `torch.autocast` it is autocast's, unless the input is in fp64. `manual_rms_norm`, `wide_layer_norm` and
 `wide_rms_norm` do not heed `torch.autocast`.
 
-With compiled kernels (`autoamp.kernels`) the backward of large half inputs on a CPU, and of RMS norms there, is one of
-them. It reads the half input, of which no fp32 copy is kept then.
+With compiled kernels (`autoamp.kernels`) the backward of an RMS norm of large half input on a CPU is one of them. It
+reads the half input, of which no fp32 copy is kept then.
 
 ``normalized_shape`` is the shape of the last dimensions, over which is normalised, or an int for the last one alone;
 weights and biases have that shape. ``memory_efficient`` has no effect and exists because Apex has it.
@@ -24,7 +24,7 @@ from torch.autograd import forward_ad
 
 from autoamp import kernels
 from autoamp.errors import UsageError
-from autoamp.torch_private import dispatch_modes, is_transformed, tracing_state
+from autoamp.torch_private import is_transformed, tracing_state
 
 __all__ = [
     "FusedLayerNorm",
@@ -296,15 +296,6 @@ def wide_layer_norm(
         eps: Added to the variance.
         dtype: That of the result.
     """
-    package = None if input.dtype is torch.float32 else _package(_LEAST["layer"], input, weight, bias)
-    if package is not None:
-        return _LayerNorm.apply(input, _dimensions(shape), weight, bias, eps, dtype, package)  # type: ignore[no-any-return, no-untyped-call]
-    return _layer(input, shape, weight, bias, eps, dtype)
-
-
-def _layer(
-    input: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
-) -> Tensor:
     input = _wide(input)
     return F.layer_norm(input, _dimensions(shape), _as(weight, input), _as(bias, input), eps).to(dtype)
 
@@ -319,9 +310,9 @@ def wide_rms_norm(input: Tensor, shape: Shape, weight: Tensor | None, eps: float
         eps: Added to the mean square; None is torch's default.
         dtype: That of the result.
     """
-    package = _package(_LEAST["rms"], input, weight)
-    if package is not None:
-        return _RMSNorm.apply(input, _dimensions(shape), weight, eps, dtype, package)  # type: ignore[no-any-return, no-untyped-call]
+    kernel = _backward_kernel(input, weight)
+    if kernel is not None:
+        return _RMSNorm.apply(input, _dimensions(shape), weight, eps, dtype, kernel)  # type: ignore[no-any-return, no-untyped-call]
     return _rms(input, shape, weight, eps, dtype)
 
 
@@ -362,77 +353,42 @@ def _dimensions(shape: Shape) -> list[int]:
     return [shape] if isinstance(shape, int) else list(shape)
 
 
-# Elements from which a kernel gains more than the longer call takes, as measured; kernels/README.md has the figures.
-# For fp32 input torch's own backward of a layer norm is as fast.
-_LEAST = {"layer": 2**18, "rms": 2**17}
-
-_TAKEN = (torch.float32, torch.float16, torch.bfloat16)
+# Elements from which the kernel gains more than the longer call takes, as measured; kernels/README.md has the figures.
+_LEAST = 2**17
 
 
-def _package(least: int, input: Tensor, *weights: Tensor | None) -> Any:
-    """Return the package of kernels where the backward of a norm is to be one of them, else None."""
+def _backward_kernel(input: Tensor, weight: Tensor | None) -> Any:
+    """Return the kernel where the backward of an RMS norm is to be it, else None."""
     # First, so that torch.compile does not look at the rest.
-    if torch.compiler.is_compiling() or input.numel() < least or not torch.is_grad_enabled():
+    if torch.compiler.is_compiling() or input.numel() < _LEAST or not torch.is_grad_enabled():
         return None
-    given = [input, *(weight for weight in weights if weight is not None)]
-    if not any(tensor.requires_grad for tensor in given) or not all(map(_is_plain, given)):
+    given = [input] if weight is None else [input, weight]
+    if input.dtype not in _HALF or not any(tensor.requires_grad for tensor in given) or not all(map(_is_plain, given)):
         return None
-    if tracing_state() is not None or dispatch_modes():
-        return None
-    return kernels.opened("cpu")
+    return None if tracing_state() is not None else kernels.find("rms_norm_backward", "cpu")
+
+
+_HALF = (torch.float16, torch.bfloat16)
 
 
 def _is_plain(tensor: Tensor) -> bool:
     """Tell whether nothing but the kernel's own kind of backward is asked of a tensor."""
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)
-        and tensor.dtype in _TAKEN
+        and tensor.dtype in (torch.float32, *_HALF)
         and tensor.device.type == "cpu"
         and not is_transformed(tensor)
         and forward_ad.unpack_dual(tensor).tangent is None
     )
 
 
-class _LayerNorm(torch.autograd.Function):
-    """A layer norm of half input whose backward is a kernel."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float,
-        dtype: torch.dtype, package: Any,
-    ) -> Tensor:  # fmt: skip
-        given = input.contiguous()
-        wide_weight, wide_bias = (None if one is None else one.float() for one in (weight, bias))
-        # On a CPU torch's function takes half input beside fp32 weights, and rounds once.
-        source = given if weight is not None and bias is not None and dtype is input.dtype else given.float()
-        # Not by its name in `torch`, which may be patched.
-        output, mean, rstd = torch.ops.aten.native_layer_norm.default(source, shape, wide_weight, wide_bias, eps)
-        ctx.save_for_backward(given, weight, bias, mean, rstd)
-        ctx.rest = shape, eps, dtype, package
-        return output.to(dtype)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        input, weight, bias, mean, rstd = ctx.saved_tensors
-        shape, eps, dtype, package = ctx.rest
-        of_input, _, of_weight, of_bias, *_ = wanted = ctx.needs_input_grad
-        if torch.is_grad_enabled():
-            again = _layer(input, shape, weight, bias, eps, dtype)
-            return _differentiable(again, (input, None, weight, bias, None, None, None), wanted, grads[0])
-        made = package.layer_norm_backward(
-            grads[0].contiguous(), input, mean, rstd, None if weight is None else weight.reshape(-1).float(),
-            wanted=(of_input, of_weight, of_bias),
-        )  # fmt: skip
-        return made[0], None, _like(made[1], weight), _like(made[2], bias), None, None, None
-
-
 class _RMSNorm(torch.autograd.Function):
-    """An RMS norm whose backward is a kernel."""
+    """An RMS norm of half input whose backward is a kernel."""
 
     @staticmethod
     def forward(
         ctx: Any, input: Tensor, shape: list[int], weight: Tensor | None, eps: float | None, dtype: torch.dtype,
-        package: Any,
+        kernel: Any,
     ) -> Tensor:  # fmt: skip
         given = input.contiguous()
         if tuple(shape) != tuple(input.shape[input.dim() - len(shape) :]) or not shape:
@@ -445,18 +401,18 @@ class _RMSNorm(torch.autograd.Function):
         )
         output = wide * rstd
         ctx.save_for_backward(given, weight, rstd)
-        ctx.rest = shape, eps, dtype, package
+        ctx.rest = shape, eps, dtype, kernel
         return (output if weight is None else output.mul_(weight)).to(dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         input, weight, rstd = ctx.saved_tensors
-        shape, eps, dtype, package = ctx.rest
+        shape, eps, dtype, kernel = ctx.rest
         of_input, _, of_weight, *_ = wanted = ctx.needs_input_grad
         if torch.is_grad_enabled():
             again = _rms(input, shape, weight, eps, dtype)
             return _differentiable(again, (input, None, weight, None, None, None), wanted, grads[0])
-        made = package.rms_norm_backward(
+        made = kernel(
             grads[0].contiguous(), input, rstd, None if weight is None else weight.reshape(-1).float(),
             wanted=(of_input, of_weight),
         )  # fmt: skip

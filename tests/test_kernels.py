@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import autoamp
 from autoamp import kernels
@@ -18,35 +19,39 @@ from autoamp import kernels
 
 @pytest.fixture(autouse=True)
 def asked_anew() -> Iterator[None]:
-    kernels.opened.cache_clear()
+    kernels._offered.cache_clear()
     yield
-    kernels.opened.cache_clear()
+    kernels._offered.cache_clear()
 
 
-def package(*doors: tuple[str, bool, str]) -> Any:
-    made = [SimpleNamespace(name=name, open=is_open, reason=reason) for name, is_open, reason in doors]
-    return SimpleNamespace(doors=lambda: tuple(made), ArgumentError=ZeroDivisionError)
+def package(**offered: tuple[str, ...]) -> Any:
+    made = [SimpleNamespace(device_type=kind, kernels=names, reason=", ".join(names) or "no GPU")
+            for kind, names in offered.items()]  # fmt: skip
+    return SimpleNamespace(backends=lambda: tuple(made), ArgumentError=ZeroDivisionError, lamb_=len, sgd_=max)
 
 
-def test_without_the_package_all_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_package", lambda: None)
-    assert kernels.opened("cpu") is None
+@pytest.mark.parametrize(("found", "why"), [(None, "not installed"), (SimpleNamespace(), "too old")])
+def test_without_the_package_there_are_none(monkeypatch: pytest.MonkeyPatch, found: Any, why: str) -> None:
+    monkeypatch.setattr(kernels, "_package", lambda: found)
+    assert kernels.find("lamb_", "cpu") is None
     assert [one.device_type for one in kernels.backends()] == ["cpu", "cuda"]
-    assert "pip install ./kernels" in str(kernels.backend("cpu"))
-    assert [which for which, _ in kernels.by_kind([torch.ones(2)])] == [None]
+    assert f"{why}; `pip install ./kernels`" in str(kernels.backend("cpu"))
+    assert [which for which, _ in kernels.by_kind("lamb_", [torch.ones(2)])] == [None]
 
 
-def test_an_open_door_wins_over_a_closed_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = package(("cpu", True, "avx2"), ("cuda", False, "no nvcc"), ("cuda", True, "nvrtc"))
-    monkeypatch.setattr(kernels, "_package", lambda: made)
-    assert kernels.opened("cpu") is kernels.opened("cuda") is made
-    assert str(kernels.backend("cuda")) == "cuda: kernels (nvrtc)"
-    assert kernels.opened("mps") is None
+def test_a_kernel_is_found_where_the_package_offers_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_package", lambda: package(cpu=("lamb_",), cuda=()))
+    assert kernels.find("lamb_", "cpu") is len
+    assert kernels.find("sgd_", "cpu") is kernels.find("lamb_", "cuda") is kernels.find("lamb_", "mps") is None
+    assert str(kernels.backend("cpu")) == "cpu: kernels (lamb_)"
+    assert str(kernels.backend("cuda")) == "cuda: no kernels (no GPU)"
     assert str(kernels.backend("mps")) == "mps: no kernels (there are kernels for CPUs and CUDA alone)"
+    with FlopCounterMode(display=False):
+        assert kernels.find("lamb_", "cpu") is None
 
 
 def test_what_a_kernel_refuses_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_package", package)
+    monkeypatch.setattr(kernels, "_package", lambda: package())
     assert kernels.attempt(lambda *_, **__: None, 1, two=2)
     assert not kernels.attempt(lambda: 1 // 0)
     with pytest.raises(RuntimeError, match="700"):
@@ -58,12 +63,11 @@ def _failing() -> None:
 
 
 def test_lists_are_sorted_by_what_a_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = package(("cpu", True, "avx2"))
-    monkeypatch.setattr(kernels, "_package", lambda: made)
+    monkeypatch.setattr(kernels, "_package", lambda: package(cpu=("lamb_",)))
     params = [torch.zeros(i + 1) for i in range(3)] + [torch.zeros(4, dtype=torch.float64)]
     grads = [torch.zeros(1), torch.zeros(2, dtype=torch.bfloat16), torch.zeros(3), params[3]]
-    found = list(kernels.by_kind(params, grads))
-    assert [which for which, _ in found] == [made, made, None]
+    found = list(kernels.by_kind("lamb_", params, grads))
+    assert [which for which, _ in found] == [len, len, None]
     assert [[tensor.numel() for tensor in lists[1]] for _, lists in found] == [[1, 3], [2], [4]]
 
 
@@ -75,7 +79,7 @@ def test_a_handle_tells_its_backend() -> None:
 
 def test_the_environment_closes_all() -> None:
     pytest.importorskip("autoamp_kernels")
-    program = "from autoamp import kernels; print(kernels.opened('cpu'), kernels.backend('cpu'))"
+    program = "from autoamp import kernels; print(kernels.find('lamb_', 'cpu'), kernels.backend('cpu'))"
     result = subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, "AUTOAMP_KERNELS": "0"}, capture_output=True, text=True,
         check=True,

@@ -117,16 +117,16 @@ def test_autocast_of_another_device_type_says_nothing(half: torch.dtype) -> None
 @pytest.fixture
 def by_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Let norms of any size use kernels; return the names of those that ran."""
-    package, ran = pytest.importorskip("autoamp_kernels"), []
-    if kernels.opened("cpu") is None:
+    ran, find = [], kernels.find
+    if find("rms_norm_backward", "cpu") is None:
         pytest.skip(str(kernels.backend("cpu")))
-    monkeypatch.setattr(norms, "_LEAST", {"layer": 0, "rms": 0})
+    monkeypatch.setattr(norms, "_LEAST", 0)
 
-    def told(name: str, kernel: Any) -> Any:
-        return lambda *args, **options: ran.append(name) or kernel(*args, **options)
+    def watched(name: str, device_type: str) -> Any:
+        kernel = find(name, device_type)
+        return kernel and (lambda *args, **options: ran.append(name) or kernel(*args, **options))
 
-    for name in ("layer_norm_backward", "rms_norm_backward"):
-        monkeypatch.setattr(package, name, told(name, getattr(package, name)))
+    monkeypatch.setattr(kernels, "find", watched)
     return ran
 
 
@@ -148,49 +148,44 @@ def made(kind: type, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
 
 @pytest.mark.parametrize("weights", TOLERANCE)
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("kind", [*PLAIN, *MIXED])
+@pytest.mark.parametrize("kind", [norms.FusedRMSNorm, norms.MixedFusedRMSNorm])
 def test_kernels_change_nothing_but_rounding(
     by_kernels: list[str], monkeypatch: pytest.MonkeyPatch, kind: type, dtype: torch.dtype, weights: torch.dtype
 ) -> None:
     norm, value = made(kind, weights), (torch.randn(4, *SHAPE) * 3 + 1).to(dtype)
     with_kernels = trained(norm, value)
-    is_rms = issubclass(kind, torch.nn.RMSNorm)
-    expected = ["rms_norm_backward"] if is_rms else [] if dtype is torch.float32 else ["layer_norm_backward"]
-    assert by_kernels == expected
-    monkeypatch.setattr(kernels, "opened", lambda _: None)
+    assert by_kernels == ([] if dtype is torch.float32 else ["rms_norm_backward"])
+    monkeypatch.setattr(kernels, "find", lambda *_: None)
     tolerance = max(TOLERANCE[dtype], TOLERANCE[weights])
     for got, want in zip(with_kernels, trained(norm, value), strict=True):
         assert got.dtype is want.dtype
         torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("kind", PLAIN)
-def test_without_weights_by_kernels(by_kernels: list[str], monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
-    norm, value = kind(SHAPE, elementwise_affine=False), torch.randn(4, *SHAPE).half()
+def test_without_weights_by_kernels(by_kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    norm, value = norms.FusedRMSNorm(SHAPE, elementwise_affine=False), torch.randn(4, *SHAPE).half()
     with_kernels = trained(norm, value)
     assert len(by_kernels) == 1
-    monkeypatch.setattr(kernels, "opened", lambda _: None)
+    monkeypatch.setattr(kernels, "find", lambda *_: None)
     for got, want in zip(with_kernels, trained(norm, value), strict=True):
         torch.testing.assert_close(got, want, rtol=4e-3, atol=4e-3)
 
 
-@pytest.mark.parametrize("kind", PLAIN)
-def test_second_derivatives_are_torchs(by_kernels: list[str], monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
+def test_second_derivatives_are_torchs(by_kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def penalised() -> list[Tensor]:
-        norm, value = made(kind), torch.linspace(-3, 3, 60).view(4, *SHAPE).half().requires_grad_()
+        norm, value = made(norms.FusedRMSNorm), torch.linspace(-3, 3, 60).view(4, *SHAPE).half().requires_grad_()
         (grad,) = torch.autograd.grad(norm(value).float().cos().sum(), value, create_graph=True)
         grad.float().square().sum().backward()
         return [value.grad, *(param.grad for param in norm.parameters() if param.grad is not None)]
 
     with_kernels = penalised()
-    monkeypatch.setattr(kernels, "opened", lambda _: None)
+    monkeypatch.setattr(kernels, "find", lambda *_: None)
     for got, want in zip(with_kernels, penalised(), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("kind", PLAIN)
-def test_transforms_and_graphs_take_torchs_way(by_kernels: list[str], kind: type) -> None:
-    norm, value = made(kind), torch.randn(4, *SHAPE).half()
+def test_transforms_and_graphs_take_torchs_way(by_kernels: list[str]) -> None:
+    norm, value = made(norms.FusedRMSNorm), torch.randn(4, *SHAPE).half()
 
     def loss(given: Tensor) -> Tensor:
         return norm(given).float().cos().sum()
@@ -213,12 +208,11 @@ def test_small_inputs_and_other_dtypes_take_torchs_way(by_kernels: list[str], mo
     monkeypatch.undo()
     trained(made(norms.FusedRMSNorm), torch.randn(4, *SHAPE))
     assert by_kernels == []
-    monkeypatch.setattr(norms, "_LEAST", {"layer": 0, "rms": 0})
+    monkeypatch.setattr(norms, "_LEAST", 0)
     trained(made(norms.FusedRMSNorm, torch.float64), torch.randn(4, *SHAPE).double())
     assert by_kernels == []
 
 
-@pytest.mark.parametrize("kind", PLAIN)
-def test_a_wrong_shape_is_an_error_with_kernels_too(by_kernels: list[str], kind: type) -> None:
+def test_a_wrong_shape_is_an_error_with_kernels_too(by_kernels: list[str]) -> None:
     with pytest.raises(RuntimeError, match="normalized_shape"):
-        made(kind)(torch.randn(4, 5, 3).half().requires_grad_())
+        made(norms.FusedRMSNorm)(torch.randn(4, 5, 3).half().requires_grad_())

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-from torch import Tensor
-
-from autoamp import kernels
 from autoamp.formulas import adagrad_
 from autoamp.optimizers.groups import FusedOptimizer, write_back
 from autoamp.scaling import widened
@@ -43,17 +39,9 @@ class FusedAdagrad(FusedOptimizer):
         super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay}, set_grad_none=set_grad_none)
         self.adagrad_w_mode = bool(adagrad_w_mode)
 
-    def _by_kernel(
-        self, group: dict[str, Any], package: Any, params: list[Tensor], grads: list[Tensor], sums: list[Tensor],
-    ) -> bool:  # fmt: skip
-        return kernels.attempt(
-            package.adagrad_, params, grads, sums, lr=float(group["lr"]), eps=group["eps"],
-            weight_decay=group["weight_decay"], decoupled=self.adagrad_w_mode,
-        )  # fmt: skip
-
     def _step(self) -> None:
         for group in self.param_groups:
-            for params, grads, sums in self._parts(group, "sum", kernel=functools.partial(self._by_kernel, group)):
+            for params, grads, sums in self._parts(group, "sum"):
                 values = widened(params)
                 adagrad_(
                     values, grads, sums, lr=float(group["lr"]), eps=group["eps"], decay=group["weight_decay"],

@@ -45,6 +45,7 @@ class FusedAdam(FusedOptimizer):
         UsageError: ``amsgrad=True``; or ``capturable=True`` and a group has parameters on several devices.
     """
 
+    _kernel = "adam_"
     _options = (*FusedOptimizer._options, "adam_w_mode", "master_weights", "capturable", "_eps_inside_sqrt")
     # Whether eps is added under the root of the second average. A subclass may set it.
     _eps_inside_sqrt = False
@@ -142,12 +143,12 @@ class FusedAdam(FusedOptimizer):
 
     def _step_group(self, group: dict[str, Any]) -> None:
         group["step"] = group.get("step", 0) + 1
-        kernel = functools.partial(self._by_kernel, group, float(group["lr"]), None)
-        for part in self._parts(group, "exp_avg", "exp_avg_sq", kernel=kernel):
+        by_kernel = functools.partial(self._by_kernel, group, float(group["lr"]), None)
+        for part in self._parts(group, "exp_avg", "exp_avg_sq", by_kernel=by_kernel):
             self._step_part(group, *part)
 
     def _by_kernel(
-        self, group: dict[str, Any], lr: float | Tensor, found_inf: Tensor | None, package: Any, params: list[Tensor],
+        self, group: dict[str, Any], lr: float | Tensor, found_inf: Tensor | None, kernel: Any, params: list[Tensor],
         grads: list[Tensor], firsts: list[Tensor], seconds: list[Tensor],
     ) -> bool:  # fmt: skip
         halves = None
@@ -156,7 +157,7 @@ class FusedAdam(FusedOptimizer):
                 return False
             params, halves = self._masters(params), params
         return kernels.attempt(
-            package.adam_, params, grads, firsts, seconds, lr=lr, beta1=group["betas"][0], beta2=group["betas"][1],
+            kernel, params, grads, firsts, seconds, lr=lr, beta1=group["betas"][0], beta2=group["betas"][1],
             eps=group["eps"], weight_decay=group["weight_decay"], step=group["step"], halves=halves,
             found_inf=found_inf, decoupled=self.adam_w_mode, bias_correction=bool(group["bias_correction"]),
             eps_inside_sqrt=self._eps_inside_sqrt,
@@ -194,8 +195,8 @@ class FusedAdam(FusedOptimizer):
         if found_inf is not None:
             skip = found_inf.to(device, non_blocking=True).reshape(()) > 0
         group["step"] += (~skip).to(group["step"].dtype)
-        kernel = functools.partial(self._by_kernel, group, group["lr"], skip.to(torch.float32))
-        for params, grads, firsts, seconds in self._parts(group, "exp_avg", "exp_avg_sq", kernel=kernel):
+        by_kernel = functools.partial(self._by_kernel, group, group["lr"], skip.to(torch.float32))
+        for params, grads, firsts, seconds in self._parts(group, "exp_avg", "exp_avg_sq", by_kernel=by_kernel):
             values = self._values(params)
             adam_on_device_(
                 values, grads, firsts, seconds, lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1],

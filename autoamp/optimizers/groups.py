@@ -32,6 +32,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     computes_in_fp32 = True
 
+    # The name of the kernel that may step in place of torch's functions.
+    _kernel = ""
     # The attributes that copies and pickles have, besides groups, state and defaults.
     _options: tuple[str, ...] = ("set_grad_none",)
 
@@ -83,28 +85,28 @@ class FusedOptimizer(torch.optim.Optimizer):
         return params, grads, *([self.state[param][name] for param in params] for name in names)
 
     def _parts(
-        self, group: dict[str, Any], *names: str, kernel: Callable[..., bool] | None = None
+        self, group: dict[str, Any], *names: str, by_kernel: Callable[..., bool] | None = None
     ) -> Iterator[tuple[list[Tensor], ...]]:
         """Yield what `_tensors` returns, part by part as `in_parts` does, but for what a compiled kernel has stepped.
 
         Args:
             group: The group.
             names: The names of states.
-            kernel: Called with the package of kernels and all lists; tells whether that was the step.
+            by_kernel: Called with the kernel of this optimizer and all lists; tells whether that was the step.
         """
         tensors = self._tensors(group, *names)
-        return self._in_parts(*(tensors if kernel is None else self._left_by(kernel, *tensors)))
+        return self._in_parts(*(tensors if by_kernel is None else self._left_by(by_kernel, *tensors)))
 
     def _in_parts(self, *tensors: list[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
         """Yield parameters, their gradients in fp32 or fp64 and their states as `in_parts` does."""
         for params, grads, *states in in_parts(*tensors):
             yield params, widened(grads), *states
 
-    def _left_by(self, kernel: Callable[..., bool], *tensors: list[Tensor]) -> tuple[list[Tensor], ...]:
+    def _left_by(self, by_kernel: Callable[..., bool], *tensors: list[Tensor]) -> tuple[list[Tensor], ...]:
         """Step what a kernel takes, and return the lists of what it does not."""
         left: list[list[Tensor]] = [[] for _ in tensors]
-        for package, lists in kernels.by_kind(*tensors):
-            if package is None or not kernel(package, *lists):
+        for kernel, lists in kernels.by_kind(self._kernel, *tensors):
+            if kernel is None or not by_kernel(kernel, *lists):
                 for whole, some in zip(left, lists, strict=True):
                     whole += some
         return tuple(left)

@@ -40,6 +40,7 @@ class FusedLAMB(FusedOptimizer):
         UsageError: ``amsgrad=True``.
     """
 
+    _kernel = "lamb_"
     _options = (*FusedOptimizer._options, "adam_w_mode", "use_nvlamb")
 
     def __init__(
@@ -74,8 +75,8 @@ class FusedLAMB(FusedOptimizer):
         total = total_norm(every)
         for group, tensors in zip(self.param_groups, taken, strict=True):
             group["step"] = group.get("step", 0) + 1
-            kernel = functools.partial(self._by_kernel, group, total)
-            for params, grads, firsts, seconds in self._in_parts(*self._left_by(kernel, *tensors)):
+            by_kernel = functools.partial(self._by_kernel, group, total)
+            for params, grads, firsts, seconds in self._in_parts(*self._left_by(by_kernel, *tensors)):
                 limit = group["max_grad_norm"]
                 if limit:
                     # Not `limit / total`, which for gradients that are all 0 is a division by 0.
@@ -84,14 +85,14 @@ class FusedLAMB(FusedOptimizer):
                 self._step_part(group, params, grads, firsts, seconds)
 
     def _by_kernel(
-        self, group: dict[str, Any], total: Tensor, package: Any, params: list[Tensor], grads: list[Tensor],
+        self, group: dict[str, Any], total: Tensor, kernel: Any, params: list[Tensor], grads: list[Tensor],
         firsts: list[Tensor], seconds: list[Tensor],
     ) -> bool:  # fmt: skip
         if type(self) is not FusedLAMB:
             # A class derived from this one may step copies.
             return False
         return kernels.attempt(
-            package.lamb_, params, grads, firsts, seconds, lr=float(group["lr"]), beta1=group["betas"][0],
+            kernel, params, grads, firsts, seconds, lr=float(group["lr"]), beta1=group["betas"][0],
             beta2=group["betas"][1], eps=group["eps"], weight_decay=group["weight_decay"], step=group["step"],
             decoupled=self.adam_w_mode, bias_correction=bool(group["bias_correction"]),
             grad_averaging=bool(group["grad_averaging"]), always_adapt=self.use_nvlamb, global_norm=total,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autoamp import kernels
 from autoamp.formulas import blended_norms, corrections, gradient_norms, novograd_
 from autoamp.optimizers.groups import FusedOptimizer, require, write_back
 from autoamp.scaling import widened
@@ -75,8 +73,7 @@ class FusedNovoGrad(FusedOptimizer):
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             beta1, beta2 = group["betas"]
-            kernel = functools.partial(self._by_kernel, group)
-            for params, grads, firsts in self._parts(group, "exp_avg", kernel=kernel):
+            for params, grads, firsts in self._parts(group, "exp_avg"):
                 values = widened(params)
                 novograd_(
                     values, grads, firsts, self._norms(group, params, grads), lr=float(group["lr"]), beta1=beta1,
@@ -85,19 +82,6 @@ class FusedNovoGrad(FusedOptimizer):
                     decay=group["weight_decay"], inside=self.reg_inside_moment,
                 )  # fmt: skip
                 write_back(params, values)
-
-    def _by_kernel(
-        self, group: dict[str, Any], package: Any, params: list[Tensor], grads: list[Tensor], firsts: list[Tensor],
-    ) -> bool:  # fmt: skip
-        norms = [self.state[param].get("exp_avg_sq") for param in params]
-        if any(norm is None for norm in norms):
-            return False
-        return kernels.attempt(
-            package.novograd_, params, grads, firsts, norms, lr=float(group["lr"]), beta1=group["betas"][0],
-            beta2=group["betas"][1], eps=group["eps"], weight_decay=group["weight_decay"], step=group["step"],
-            inside=self.reg_inside_moment, max_norms=group["norm_type"] == 0,
-            bias_correction=bool(group["bias_correction"]), grad_averaging=bool(group["grad_averaging"]),
-        )  # fmt: skip
 
     def _norms(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
         """Let the gradients' norms enter their averages in the state, of shape ``()``, and return these."""

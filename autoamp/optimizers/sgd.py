@@ -44,6 +44,7 @@ class FusedSGD(FusedOptimizer):
             ``lr``, ``momentum`` or ``weight_decay``.
     """
 
+    _kernel = "sgd_"
     _options = (*FusedOptimizer._options, "wd_after_momentum", "materialize_master_grads")
     # Class attributes are defaults for optimizers that were pickled before the attributes existed. The first two are
     # not in `_options`: a copy has no gradients, so there is nothing to divide.
@@ -101,18 +102,18 @@ class FusedSGD(FusedOptimizer):
 
     def _step(self) -> None:
         for group in self.param_groups:
-            for params, grads in self._parts(group, kernel=functools.partial(self._by_kernel, group)):
+            for params, grads in self._parts(group, by_kernel=functools.partial(self._by_kernel, group)):
                 self._step_part(group, params, grads)
 
     def _by_kernel(
-        self, group: dict[str, Any], package: Any, params: list[Tensor], grads: list[Tensor],
+        self, group: dict[str, Any], kernel: Any, params: list[Tensor], grads: list[Tensor],
     ) -> bool:  # fmt: skip
         buffers = [self.state[param].get("momentum_buffer") for param in params] if group["momentum"] else None
         if buffers is not None and any(buffer is None for buffer in buffers):
             # The first gradients become the velocities.
             return False
         return kernels.attempt(
-            package.sgd_, params, grads, buffers, lr=float(group["lr"]), momentum=group["momentum"],
+            kernel, params, grads, buffers, lr=float(group["lr"]), momentum=group["momentum"],
             dampening=group["dampening"], weight_decay=group["weight_decay"], nesterov=group["nesterov"],
             decay_after_momentum=self.wd_after_momentum,
         )  # fmt: skip

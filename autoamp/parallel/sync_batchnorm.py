@@ -10,7 +10,6 @@ import torch.distributed.nn.functional as dist_nn
 from torch import Tensor
 from torch.nn import Module
 
-from autoamp import kernels
 from autoamp.torch_private import MODULES_OF_BATCH_NORM
 
 __all__ = ["SyncBatchNorm", "convert_syncbn_model", "create_syncbn_process_group"]
@@ -18,14 +17,12 @@ __all__ = ["SyncBatchNorm", "convert_syncbn_model", "create_syncbn_process_group
 # The base class of torch's batch norms, which has no public name.
 _BatchNorm: Any = torch.nn.SyncBatchNorm.__base__
 
-_TAKEN = (torch.float32, torch.float16, torch.bfloat16)
-
 
 class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
     """Batch norm whose statistics are those of the batches of all processes together.
 
     Without a process group, or with one process, it is plain batch norm. On a CPU the statistics are gathered here,
-    since torch's function is for GPUs alone; with compiled kernels one of them takes those of this process.
+    since torch's function is for GPUs alone.
 
     It is no subclass of `torch.nn.SyncBatchNorm`: torch's DistributedDataParallel refuses those on a CPU.
 
@@ -163,27 +160,14 @@ def _of_all(input: Tensor, group: Any) -> tuple[Tensor, Tensor, float]:
     """Return the mean and the biased variance of each channel, over all processes, and the count of values."""
     dims, shape = _around_channels(input)
     own_count = input.numel() // input.shape[1]
-    # What the collective carries is the same on all processes, whether they have kernels or not.
-    package = kernels.opened("cpu") if input.dtype in _TAKEN and type(input) in (Tensor, torch.nn.Parameter) else None
-    own: Any = None if package is None else _by_kernel(package, input)
-    if own is None:
-        wide = input if input.dtype is torch.float64 else input.float()
-        mean = wide.sum(dims) / own_count if own_count else wide.new_zeros(input.shape[1])
-        # The mean of squares minus the square of the mean would need no second pass, but loses digits.
-        own = mean, (wide - mean.view(shape)).square().sum(dims) / max(1, own_count)
+    wide = input if input.dtype is torch.float64 else input.float()
+    mean = wide.sum(dims) / own_count if own_count else wide.new_zeros(input.shape[1])
+    # The mean of squares minus the square of the mean would need no second pass, but loses digits.
+    own = mean, (wide - mean.view(shape)).square().sum(dims) / max(1, own_count)
     packed = torch.cat([*own, own[0].new_tensor([float(own_count)])])
     gathered = [torch.empty_like(packed) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, packed, group=group)
     return _merged(torch.stack(gathered))
-
-
-def _by_kernel(package: Any, input: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return the mean and the biased variance of each channel, None where the kernel does not take the tensor."""
-    try:
-        mean, variance = package.channel_statistics(input)
-    except package.ArgumentError:
-        return None
-    return mean, variance
 
 
 def _merged(parts: Tensor) -> tuple[Tensor, Tensor, float]:

@@ -17,8 +17,6 @@ from autoamp.tensors import iter_tensors
 
 # What a function writes over, it does not read.
 _WRITES_ONLY = {"aten::copy_", "aten::_foreach_copy_", "aten::zero_", "aten::_foreach_zero_", "aten::fill_"}
-# The same for these arguments of the compiled kernels.
-_WRITTEN_ONLY = {"halves", "outs"}
 # Takes gradients that it writes to only if it is given a scale.
 _FUSED = ("aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad")
 
@@ -98,7 +96,7 @@ def _traffic(schema: Any, args: Any, kwargs: Any, result: Any) -> tuple[int, int
         if writes and argument.name == "grads" and schema.name.startswith(_FUSED):
             writes = kwargs.get("grad_scale") is not None
         written += size if writes else 0
-        read += 0 if writes and (schema.name in _WRITES_ONLY or argument.name in _WRITTEN_ONLY) else size
+        read += 0 if writes and (schema.name in _WRITES_ONLY) else size
     fresh = [one for one, how in zip(_listed(result), schema.returns, strict=False) if how.alias_info is None]
     return read, written + _bytes(iter_tensors(fresh))
 

@@ -1,7 +1,6 @@
 """The kernels' tests with a CPU build under AddressSanitizer and UndefinedBehaviorSanitizer.
 
-All variants that this machine runs, all kernels, every combination of dtypes, sizes and offsets by hypothesis, threads.
-Not the CUDA kernels, and not what torch compiles around the calls.
+All that runs on a CPU, in every combination of dtypes, with threads; not the kernels for GPUs.
 """
 
 from __future__ import annotations
@@ -16,22 +15,20 @@ import pytest
 
 from tests.kernels.conftest import COMPILER, KERNELS
 
-FLAGS = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+# Not by functions that are chosen as the library is loaded: the sanitizers are not ready then.
+FLAGS = ("-O1", "-g", "-DAK_CLONES=", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 FOUND = os.path.realpath(shutil.which(COMPILER) or "") if COMPILER else ""
-TESTS = ("test_optimizers.py", "test_layerwise.py", "test_gradients.py", "test_norms.py", "test_dtypes.py")
+TESTS = ("test_optimizers.py", "test_norms.py")
 
-# Reads 100 elements of 4.
+# Reads 2000 elements of 500.
 FAULTY = """
-import ctypes, numpy, torch
-from autoamp_kernels.abi import ABI, Head, NO_DTYPE, ScaleArgs
-from autoamp_kernels.library import library
-values, counts, chunks = numpy.ones(4, numpy.float32), numpy.array([100]), numpy.array([0, 1])
-table, found = numpy.array([values.ctypes.data]), numpy.zeros(1, numpy.float32)
-head = Head(size=ctypes.sizeof(ScaleArgs), version=ABI, threads=1, tensors=1, counts=counts.ctypes.data,
-            first_chunk=chunks.ctypes.data)
-args = ScaleArgs(head=head, ins=table.ctypes.data, found=found.ctypes.data, out_dtype=NO_DTYPE)
-args.grad_scale.number = 1.0
-library().call("scale", args)
+import ctypes
+from autoamp_kernels.library import NormArgs, call
+half, wide = (ctypes.c_uint16 * 500)(), (ctypes.c_float * 2000)()
+args = NormArgs(1, 0, 1, 0, 1, 2000, 1)
+args.grad = args.rstds = args.weight = ctypes.addressof(wide)
+args.input = ctypes.addressof(half)
+call("cpu", "rms_norm_backward", args)
 """
 
 
@@ -42,7 +39,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         pytest.skip(f"wants g++ and its libasan; the compiler here is {FOUND or 'missing'}")
     folder = tmp_path_factory.mktemp("sanitized")
     build = [sys.executable, KERNELS / "setup.py", "library", folder / "sanitized.so", folder / "objects", *FLAGS]
-    subprocess.run(build, check=True)
+    subprocess.run(build, check=True, env={**os.environ, "AUTOAMP_KERNELS_CUDA": "0"})
     preload = [
         subprocess.run([FOUND, f"-print-file-name={name}"], check=True, capture_output=True, text=True).stdout.strip()
         for name in ("libasan.so", "libubsan.so")
@@ -53,7 +50,8 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "LD_PRELOAD": " ".join(preload),
         # Python and torch keep what they allocate.
         "ASAN_OPTIONS": "detect_leaks=0",
-        "PYTHONPATH": str(KERNELS),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(KERNELS), os.environ.get("PYTHONPATH")))),
+        "AUTOAMP_KERNELS_CUDA": "0",
     }
 
 
@@ -73,6 +71,6 @@ def test_a_fault_is_found(environment: dict[str, str]) -> None:
 @pytest.mark.sanitizers
 def test_the_kernels_have_none(environment: dict[str, str]) -> None:
     files = [str(Path(__file__).with_name(name)) for name in TESTS]
-    done = run(environment, "-m", "pytest", "-n", "2", "-q", "-k", "not compile", *files)
+    done = run(environment, "-m", "pytest", "-n", "2", "-q", *files)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "passed" in done.stdout

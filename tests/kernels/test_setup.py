@@ -1,8 +1,7 @@
-"""The build of the distribution: nvcc of any version, and what a wheel weighs."""
+"""What is built and loaded: nvcc of any version, a wheel, and why a kernel cannot run."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -10,9 +9,11 @@ import sys
 import zipfile
 from pathlib import Path
 
+import autoamp_kernels
 import pytest
+from autoamp_kernels import library
 
-from tests.kernels.conftest import KERNELS
+from tests.kernels.conftest import KERNELS, emulated_library
 
 # Answers as nvcc does, and refuses what it does not list.
 NVCC = """#!/bin/sh
@@ -21,75 +22,104 @@ case "$*" in
   *--list-gpu-code*) for one in {codes}; do echo "sm_$one"; done; exit 0 ;;
 esac
 echo "$*" >> "$0.log"
-for word in "$@"; do
-  case "$word" in
-    --compress-mode=*) [ {compresses} = 1 ] || {{ echo "unknown option $word" >&2; exit 1; }} ;;
-    -gencode=*code=sm_*)
-      case " {codes} " in *" ${{word##*sm_}} "*) ;; *) echo "unsupported $word" >&2; exit 1 ;; esac ;;
-  esac
-  last="$word"
-done
-echo image > "$last"
+for word in "$@"; do last="$word"; done
+echo made > "$last"
 """
 
 
-def build(
-    folder: Path, version: str, codes: str, wanted: str | None = None
-) -> tuple[subprocess.CompletedProcess[str], dict[str, list[int]] | None]:
-    """Build the CUDA kernels with an nvcc of a version that knows some architectures; return what the image has."""
+def build(folder: Path, version: str, codes: str, wanted: str = "") -> tuple[subprocess.CompletedProcess[str], str]:
+    """Build the library with an nvcc of a version that knows some architectures; return what nvcc was called with."""
     command = folder / "bin" / "nvcc"
     command.parent.mkdir()
-    compresses = int(tuple(map(int, version.split("."))) >= (12, 8))
-    command.write_text(NVCC.format(version=version, codes=codes, compresses=compresses))
+    command.write_text(NVCC.format(version=version, codes=codes))
     command.chmod(0o755)
-    environment = {**os.environ, "CUDA_HOME": str(folder)}
-    environment.pop("AUTOAMP_KERNELS_CUDA", None)
-    if wanted is not None:
-        environment["AUTOAMP_KERNELS_CUDA"] = wanted
     done = subprocess.run(
-        [sys.executable, str(KERNELS / "setup.py"), "cuda", str(folder / "made")], env=environment,
-        capture_output=True, text=True, check=False,
+        [sys.executable, str(KERNELS / "setup.py"), "library", str(folder / "made.so"), str(folder), "-O0"],
+        env={**os.environ, "CUDA_HOME": str(folder), "AUTOAMP_KERNELS_CUDA": wanted}, capture_output=True, text=True,
+        check=False,
     )  # fmt: skip
-    contents = folder / "made" / "kernels.json"
-    return done, json.loads(contents.read_text()) if contents.is_file() else None
+    log = Path(f"{command}.log")
+    return done, log.read_text() if log.is_file() else ""
 
 
-@pytest.mark.parametrize(("version", "codes", "expected"), [
-    ("13.0", "75 80 86 90 100 103 120 121", [75, 80, 90, 100, 120]),
-    ("12.4", "50 60 70 75 80 86 89 90", [75, 80, 90]),
-    ("14.9", "110 130", [110]),
+@pytest.mark.parametrize(("version", "codes", "wanted", "expected"), [
+    ("13.0", "75 80 86 90 100 103 120 121", "", [75, 80, 90, 100, 120]),
+    ("12.4", "50 60 70 75 80 86 89 90", "", [75, 80, 90]),
+    ("12.4", "50 60 70 75 80 86 89 90", "86", [86]),
+    ("14.9", "110 130", "", [110]),
 ])  # fmt: skip
-def test_nvcc_compiles_for_what_it_knows(tmp_path: Path, version: str, codes: str, expected: list[int]) -> None:
-    done, contents = build(tmp_path, version, codes)
+def test_nvcc_compiles_for_what_it_knows(
+    tmp_path: Path, version: str, codes: str, wanted: str, expected: list[int]
+) -> None:
+    done, called = build(tmp_path, version, codes, wanted)
     assert done.returncode == 0, done.stderr
-    assert contents == {"code": expected, "ptx": expected[:1]}
-    assert (tmp_path / "made" / "kernels.fatbin").is_file()
+    for one in expected:
+        assert f"code=sm_{one}" in called
+    assert called.count("code=sm_") == len(expected)
+    assert f"code=compute_{expected[0]} -DAK_OLDEST_CARD={expected[0]}" in called
 
 
 def test_an_old_nvcc_is_left_out(tmp_path: Path) -> None:
-    done, contents = build(tmp_path, "11.8", "75 80 90")
+    done, called = build(tmp_path, "11.8", "75 80 90")
     assert done.returncode == 0, done.stderr
-    assert contents is None
+    assert called == ""
     assert "nvcc 11.8, older than 12.1" in done.stderr
-    assert (tmp_path / "made" / "kernels.cu").is_file()
 
 
 def test_what_was_asked_for_is_not_left_out(tmp_path: Path) -> None:
-    done, contents = build(tmp_path, "12.4", "75 80 90", wanted="80 120")
+    done, called = build(tmp_path, "12.4", "75 80 90", wanted="80 120")
     assert done.returncode != 0
-    assert contents is None
+    assert called == ""
     assert "AUTOAMP_KERNELS_CUDA='80 120' has 120, which" in done.stderr
     assert "choose of 75 80 90" in done.stderr
 
 
 @pytest.mark.emulated
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
-def test_a_wheel_is_small(tmp_path: Path) -> None:
-    """With CUDA kernels for all architectures it has at most 5 MB."""
-    shutil.copytree(KERNELS, tmp_path / "kernels", ignore=shutil.ignore_patterns("build", "*.so", "*.fatbin"))
+def test_a_wheel_with_kernels_for_all_cards_is_small_and_loads(tmp_path: Path) -> None:
+    shutil.copytree(KERNELS, tmp_path / "kernels", ignore=shutil.ignore_patterns("build", "*.so"))
     environment = {name: value for name, value in os.environ.items() if name != "AUTOAMP_KERNELS_CUDA"}
     command = [sys.executable, "setup.py", "-q", "bdist_wheel", "--dist-dir", str(tmp_path)]
     subprocess.run(command, cwd=tmp_path / "kernels", env=environment, check=True)
     (wheel,) = tmp_path.glob("*.whl")
-    assert "autoamp_kernels/kernels.fatbin" in zipfile.ZipFile(wheel).namelist()
-    assert wheel.stat().st_size <= 5_000_000
+    assert wheel.stat().st_size <= 6_000_000
+    zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
+    program = "import autoamp_kernels as one; print(one.__file__, *one.backends())"
+    environment["PYTHONPATH"] = str(tmp_path / "installed")
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert str(tmp_path) in done.stdout
+    assert "kernels=('lamb_', 'rms_norm_backward')" in done.stdout
+    assert "nvcc" not in done.stdout
+
+
+def reason(monkeypatch: pytest.MonkeyPatch, device_type: str, **environment: str) -> str:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    library._loaded.cache_clear()
+    try:
+        (found,) = (one for one in autoamp_kernels.backends() if one.device_type == device_type)
+    finally:
+        monkeypatch.undo()
+        library._loaded.cache_clear()
+    assert bool(found.kernels) == (found.reason == ", ".join(found.kernels))
+    return found.reason
+
+
+def test_why_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert "unset it" in reason(monkeypatch, "cpu", AUTOAMP_KERNELS="0")
+    empty = tmp_path / "empty.so"
+    assert "is missing; install" in reason(monkeypatch, "cpu", AUTOAMP_KERNELS_LIBRARY=str(empty))
+    empty.write_text("")
+    assert "cannot be loaded" in reason(monkeypatch, "cuda", AUTOAMP_KERNELS_LIBRARY=str(empty))
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize(("environment", "why"), [
+    ({}, "adam_, lamb_, sgd_"),
+    ({"EMULATED_DRIVER": "0"}, "the driver is missing or older than 12.1"),
+    ({"EMULATED_DEVICES": "0"}, "no GPU of compute capability 7.5 or later"),
+    ({"EMULATED_CARD": "70"}, "no GPU of compute capability 7.5 or later"),
+])  # fmt: skip
+def test_what_a_gpu_needs(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], why: str) -> None:
+    environment = {"AUTOAMP_KERNELS_LIBRARY": str(emulated_library()), **environment}
+    assert why in reason(monkeypatch, "cuda", **environment)

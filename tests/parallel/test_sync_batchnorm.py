@@ -1,4 +1,4 @@
-"""Batch norm over processes, with compiled kernels and without."""
+"""Batch norm over processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autoamp import kernels, parallel
+from autoamp import parallel
 from autoamp.parallel import sync_batchnorm
 
 SHAPES = {"images": (8, 3, 5, 6), "rows": (8, 70), "one": (8, 3, 1)}
@@ -54,14 +54,7 @@ def normed(rank: int) -> dict[str, Any]:
 def work(rank: int, store: str, out: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    found = {"kernels": normed(rank)}
-    opened = kernels.opened
-    # One rank without: the collectives fit all the same.
-    kernels.opened = lambda kind: opened(kind) if rank else None  # type: ignore[assignment]
-    found["mixed"] = normed(rank)
-    kernels.opened = lambda kind: None  # type: ignore[assignment]
-    found["torch"] = normed(rank)
-    torch.save(found, f"{out}/{rank}.pt")
+    torch.save(normed(rank), f"{out}/{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -73,17 +66,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return [torch.load(path / f"{rank}.pt") for rank in range(2)]
 
 
-@pytest.mark.parametrize("way", ["kernels", "mixed"])
-def test_kernels_change_nothing_but_rounding(ranks: list[Any], way: str) -> None:
-    for found in ranks:
-        assert found[way].keys() == found["torch"].keys()
-        for name, got in found[way].items():
-            close = 2e-2 if "bfloat16" in name else 4e-3 if "float16" in name else 1e-5
-            for one, other in zip(got, found["torch"][name], strict=True):
-                assert one.dtype is other.dtype
-                torch.testing.assert_close(one, other, rtol=close, atol=close)
-
-
 @pytest.mark.parametrize("name", SHAPES)
 def test_both_ranks_together_are_one_batch(ranks: list[Any], name: str) -> None:
     plain = torch.nn.BatchNorm2d(SHAPES[name][1]) if name == "images" else torch.nn.BatchNorm1d(SHAPES[name][1])
@@ -91,7 +73,7 @@ def test_both_ranks_together_are_one_batch(ranks: list[Any], name: str) -> None:
     given = given_to(name, torch.float32).requires_grad_()
     output = plain(given)
     output.cos().sum().backward()
-    got = [found["kernels"][f"{name} torch.float32 False"] for found in ranks]
+    got = [found[f"{name} torch.float32 False"] for found in ranks]
     torch.testing.assert_close(torch.cat([one[0] for one in got]), output.detach(), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(torch.cat([one[1] for one in got]), given.grad, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(got[0][2] + got[1][2], plain.weight.grad, rtol=1e-4, atol=1e-4)
@@ -107,7 +89,7 @@ def test_second_derivatives_are_those_of_the_whole_batch(ranks: list[Any]) -> No
     given = given_to("images", torch.float64).requires_grad_()
     (grad,) = torch.autograd.grad(plain(given).cos().sum(), given, create_graph=True)
     grad.square().sum().backward()
-    got = torch.cat([found["kernels"]["twice"][0] for found in ranks])
+    got = torch.cat([found["twice"][0] for found in ranks])
     torch.testing.assert_close(got, given.grad, rtol=1e-6, atol=1e-8)
 
 
@@ -115,8 +97,8 @@ def test_a_rank_without_values_takes_part(ranks: list[Any]) -> None:
     plain = torch.nn.BatchNorm2d(3)
     plain.load_state_dict(norm_of(3).state_dict())
     expected = plain(given_to("images", torch.float32)).detach()
-    assert ranks[0]["kernels"]["empty"][0].shape == (0, 3, 5, 6)
-    torch.testing.assert_close(ranks[1]["kernels"]["empty"][0], expected, rtol=1e-4, atol=1e-5)
+    assert ranks[0]["empty"][0].shape == (0, 3, 5, 6)
+    torch.testing.assert_close(ranks[1]["empty"][0], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_parts_are_put_together_without_losing_digits() -> None:

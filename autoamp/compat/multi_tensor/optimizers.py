@@ -8,10 +8,12 @@ write to gradients.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from autoamp.compat.multi_tensor import by_kernels
+from autoamp import kernels
 from autoamp.compat.multi_tensor.tensor_lists import TensorLists, checked, store, wide
 from autoamp.errors import UsageError
 from autoamp.formulas import (
@@ -65,7 +67,7 @@ def multi_tensor_sgd(
     """
     names = ("grads", "params", "momentums", "copies")
     lists = checked("multi_tensor_sgd", tensor_lists, *names[: 4 if len(tensor_lists) == 4 else 3])
-    if lists[0] and by_kernels.stepped(
+    if lists[0] and _stepped_by_kernel(
         noop_flag, lists, "sgd_", lists[1], lists[0], lists[2] if momentum else None, lr=lr, momentum=momentum,
         dampening=dampening, weight_decay=wd, nesterov=bool(nesterov and momentum), first=bool(first_run),
         decay_after_momentum=bool(wd_after_momentum), halves=lists[3] if len(lists) == 4 else None, inv_scale=scale,
@@ -121,7 +123,7 @@ def multi_tensor_adam(
     """
     lists = checked("multi_tensor_adam", tensor_lists, "grads", "params", "exp_avgs", "exp_avg_sqs")
     _check_mode("multi_tensor_adam", mode)
-    if lists[0] and by_kernels.stepped(
+    if lists[0] and _stepped_by_kernel(
         noop_flag, lists, "adam_", lists[1], lists[0], *lists[2:], lr=lr, beta1=beta1, beta2=beta2, eps=epsilon,
         step=step, decoupled=mode == 1, bias_correction=bool(bias_correction), weight_decay=weight_decay,
     ):  # fmt: skip
@@ -236,11 +238,6 @@ def multi_tensor_adagrad(
     """
     lists = checked("multi_tensor_adagrad", tensor_lists, "grads", "params", "sums")
     _check_mode("multi_tensor_adagrad", mode)
-    if lists[0] and by_kernels.stepped(
-        noop_flag, lists, "adagrad_", lists[1], lists[0], lists[2], lr=lr, eps=epsilon, weight_decay=weight_decay,
-        decoupled=mode == 1,
-    ):  # fmt: skip
-        return
     grads, params, sums = (wide(tensors) for tensors in lists)
     if _nothing_to_do(noop_flag, grads):
         return
@@ -280,13 +277,6 @@ def multi_tensor_novograd(
     _check_mode("multi_tensor_novograd", mode)
     if norm_type not in (0, 2):
         raise UsageError(f"multi_tensor_novograd: norm_type={norm_type!r} is unknown; choose 2, or 0 for inf")
-    each_norm = list(grad_norms.unbind())
-    if lists[0] and by_kernels.stepped(
-        noop_flag, [*lists, each_norm], "novograd_", lists[1], lists[0], lists[2], each_norm, lr=lr, beta1=beta1,
-        beta2=beta2, eps=epsilon, step=step, bias_correction=bool(bias_correction), weight_decay=weight_decay,
-        grad_averaging=bool(grad_averaging), inside=mode == 0, max_norms=norm_type == 0,
-    ):  # fmt: skip
-        return
     grads, params, firsts = (wide(tensors) for tensors in lists)
     if _nothing_to_do(noop_flag, grads):
         return
@@ -331,7 +321,7 @@ def multi_tensor_lamb(
     """
     lists = checked("multi_tensor_lamb", tensor_lists, "grads", "params", "exp_avgs", "exp_avg_sqs")
     _check_mode("multi_tensor_lamb", mode)
-    if lists[0] and by_kernels.stepped(
+    if lists[0] and _stepped_by_kernel(
         noop_flag, lists, "lamb_", lists[1], lists[0], *lists[2:], lr=lr, beta1=beta1, beta2=beta2, eps=epsilon,
         step=step, bias_correction=bool(bias_correction), weight_decay=weight_decay, decoupled=mode == 1,
         grad_averaging=bool(grad_averaging), always_adapt=bool(use_nvlamb), max_norm=max(0.0, max_grad_norm),
@@ -468,6 +458,17 @@ def multi_tensor_lamb_stage2(
         trust_(updates, per_tensor_param_norm.unbind(), per_tensor_update_norm.unbind())
     torch._foreach_sub_(params, updates)
     store(lists[0], params)
+
+
+def _stepped_by_kernel(
+    noop_flag: Tensor, lists: list[list[Tensor]], name: str, *args: Any, **options: Any
+) -> bool:  # fmt: skip
+    """Step by a kernel, unless the flag is set, which is read on the device; tell whether a kernel took the lists."""
+    found = [kernel for kernel, _ in kernels.by_kind(name, *lists)]
+    if len(found) != 1 or found[0] is None:
+        return False
+    found_inf = noop_flag.to(lists[0][0].device, torch.float32, non_blocking=True).reshape(-1)
+    return kernels.attempt(found[0], *args, **options, found_inf=found_inf)
 
 
 def _nothing_to_do(noop_flag: Tensor, tensors: list[Tensor]) -> bool:

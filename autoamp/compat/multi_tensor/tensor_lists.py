@@ -2,8 +2,7 @@
 
 The functions take ``(chunk_size, noop_flag, tensor_lists, ...)``. ``chunk_size`` has no effect: torch chooses one.
 ``noop_flag`` is a tensor of one element, which inf or nan sets to 1, without a wait for the device. A list may have
-tensors of several floating dtypes. All is computed in fp32, or in fp64 for fp64 tensors; by compiled kernels where
-there are any and each list has one dtype.
+tensors of several floating dtypes. All is computed in fp32, or in fp64 for fp64 tensors.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoamp.compat.multi_tensor import by_kernels
 from autoamp.errors import UsageError
 from autoamp.torch_private import update_scale_
 
@@ -80,10 +78,6 @@ def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: TensorL
     inputs, outputs = checked("multi_tensor_scale", tensor_lists, "inputs", "outputs")
     if not inputs:
         return
-    found = by_kernels.scaled(inputs, outputs, scale)
-    if found is not None:
-        _raise_flag(noop_flag, found != 0)
-        return
     torch._foreach_copy_(outputs, torch._foreach_mul(wide(inputs), scale))
     _flag(noop_flag, outputs)
 
@@ -109,10 +103,6 @@ def multi_tensor_axpby(
     if arg_to_check not in (-1, 0, 1):
         raise UsageError(f"multi_tensor_axpby: arg_to_check={arg_to_check!r}; choose 0 for x, 1 for y or -1 for both")
     if not outputs:
-        return
-    found = by_kernels.axpby(a, xs, b, ys, outputs, arg_to_check)
-    if found is not None:
-        _raise_flag(noop_flag, found != 0)
         return
     # Looked at first, since outputs may be the same tensors.
     _flag(noop_flag, {-1: [*xs, *ys], 0: xs, 1: ys}[arg_to_check])
@@ -140,9 +130,6 @@ def multi_tensor_l2norm(
         UsageError: There is not exactly one list.
     """
     (tensors,) = checked("multi_tensor_l2norm", tensor_lists, "tensors")
-    found = by_kernels.norms(tensors)
-    if found is not None:
-        return _told(noop_flag, *found, per_tensor)
     return _norms(noop_flag, tensors, per_tensor)
 
 
@@ -169,9 +156,6 @@ def multi_tensor_l2norm_scale(
         UsageError: The lists do not fit. Nothing was written.
     """
     inputs, outputs = checked("multi_tensor_l2norm_scale", tensor_lists, "inputs", "outputs")
-    found = by_kernels.norms(inputs, scale, outputs)
-    if found is not None:
-        return _told(noop_flag, *found, per_tensor)
     products = list(torch._foreach_mul(wide(inputs), scale)) if inputs else []
     if products:
         torch._foreach_copy_(outputs, products)
@@ -199,9 +183,6 @@ def multi_tensor_unscale_l2norm(
         UsageError: There is not exactly one list.
     """
     (tensors,) = checked("multi_tensor_unscale_l2norm", tensor_lists, "tensors")
-    found = by_kernels.norms(tensors, inv_scale)
-    if found is not None:
-        return _told(noop_flag, *found, per_tensor)
     factor = inv_scale.reshape(()).float() if isinstance(inv_scale, Tensor) else inv_scale
     products = list(torch._foreach_mul(wide(tensors), factor)) if tensors else []
     return _norms(noop_flag, products, per_tensor)
@@ -282,10 +263,7 @@ def _norms(noop_flag: Tensor, tensors: list[Tensor], per_tensor: bool | None) ->
         each = torch.stack([norm.double() for norm in torch._foreach_norm(wide(tensors), 2)])
     else:
         each = torch.stack(list(torch._foreach_norm(tensors, 2, dtype=torch.float32)))
-    return _told(noop_flag, torch.linalg.vector_norm(each).reshape(1), each, per_tensor)
-
-
-def _told(noop_flag: Tensor, total: Tensor, each: Tensor, per_tensor: bool | None) -> tuple[Tensor, Tensor]:
+    total = torch.linalg.vector_norm(each).reshape(1)
     _raise_flag(noop_flag, ~torch.isfinite(total))
     return total, each if per_tensor else each.new_empty(0)
 
