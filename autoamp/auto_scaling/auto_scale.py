@@ -12,7 +12,7 @@ import gc
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ from autoamp.stepping import (
     several_processes,
     stepped_params,
 )
+from autoamp.torch_private import TELLS_GRAPH_TASKS
 
 __all__ = ["AutoScale"]
 
@@ -83,8 +84,13 @@ class AutoScale:
         """Put the patches in place, and guard the optimizers that are there.
 
         Raises:
-            UsageError: An optimizer steps master weights.
+            UsageError: An optimizer steps master weights, or this torch does not number its backward passes.
         """
+        if not TELLS_GRAPH_TASKS:
+            raise UsageError(
+                f"auto_scale() needs torch._C._current_graph_task_id, and torch {torch.__version__} has none; use "
+                "scale_loss, or bf16, which needs no loss scale"
+            )
         if self._optimizers.has_masters:
             raise UsageError("auto_scale() is for fp32 models, and an optimizer here has masters; use scale_loss")
         self.active = True
@@ -234,23 +240,20 @@ class AutoScale:
             if running is not None:
                 self._join(running, run, roots, given, inputs)
                 return
-            plain = create_graph or not self._is_ours(roots, given)
-            opened = None if plain else self._open(roots, inputs)
-            if opened is None:
+            running = None if create_graph or not self._is_ours(roots, given) else self._begin(roots, inputs)
+            if running is None:
                 run(tensors, grad_tensors, grad_variables=grad_variables)
                 return
-            running, reached = opened
-            self._optimizers.resumed.warn(self._known, self._scaler)
-            watch = self._optimizers.watch
-            if watch is not None:
-                for root in roots:
-                    watch.loss_scaled(root, running.scale)
-            with self._passes.opened(running), self._run(running, roots, *reached):
-                run(roots, scaled_gradients(roots, given, running.scale))
+            try:
+                with self._passes.claimed(running, roots):
+                    run(roots, scaled_gradients(roots, given, running.scale))
+            finally:
+                running.close()
+                self._passes.end(running)
 
         return backward
 
-    def _open(self, roots: list[Any], inputs: Any) -> tuple[ScaledPass, tuple[list[Tensor], set[Any]]] | None:
+    def _begin(self, roots: list[Any], inputs: Any) -> ScaledPass | None:
         """Make the pass that begins at the roots; None if it reaches nothing that an optimizer steps."""
         owners: dict[int, list[StepGuard]] = {}
         sharded: list[StepGuard] = []
@@ -283,16 +286,12 @@ class AutoScale:
         for guard in sharded:
             # Its shards are not what the pass reaches: gradients are reduced onto them.
             running.concern(guard, map(id, guard.grads.params()))
-        return running, (leaves, nodes)
-
-    @contextlib.contextmanager
-    def _run(
-        self, running: ScaledPass, roots: Iterable[Any], leaves: list[Tensor], nodes: set[Any], within: bool = False
-    ) -> Iterator[None]:
-        """Get ready for a run of autograd's engine, which takes place within the ``with`` statement."""
-        self._passes.arrivals.hook(running.take(leaves, nodes, within=within))
-        with self._passes.claimed(running, roots):
-            yield
+        running.take(leaves, nodes)
+        self._optimizers.resumed.warn(self._known, self._scaler)
+        if self._optimizers.watch is not None:
+            for root in roots:
+                self._optimizers.watch.loss_scaled(root, running.scale)
+        return running
 
     def _join(
         self, running: ScaledPass, run: Callable[[Any, Any], None], roots: list[Any], given: list[Any], inputs: Any
@@ -305,7 +304,8 @@ class AutoScale:
         for root, gradient in zip(roots, given or [None] * len(roots), strict=True):
             implied = gradient is None and can_begin_at(root, None)
             gradients.append(scaled_gradients([root], [], running.scale)[0] if implied else gradient)
-        with self._run(running, roots, *reached_by(roots, inputs), within=True):
+        running.take(*reached_by(roots, inputs), within=True)
+        with self._passes.claimed(running, roots):
             run(roots, gradients)
 
     def _is_ours(self, roots: Sequence[Any], given: Sequence[Any]) -> bool:

@@ -16,56 +16,54 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from autoamp.scaling import LossScaler, true_gradient
+from autoamp.scaling import LossScaler, found_any, true_gradient
 from autoamp.stepping import OverflowCheck, StepGuard
 
 __all__ = [
-    "Flags",
-    "PassCheck",
+    "OurHook",
     "ScaledPass",
     "can_begin_at",
     "drop",
     "largest_scale",
     "listed",
     "reached_by",
+    "register_first",
     "scaled_gradients",
 ]
 
 
 class Flags:
-    """One flag for each tensor that a pass reaches, on its device: 1.0 where its gradient had inf or nan."""
+    """One found_inf flag for each tensor that a pass reaches: 1.0 where its gradient had inf or nan.
 
-    def __init__(self) -> None:
-        self._vectors: list[tuple[list[weakref.ref[Tensor]], Tensor]] = []
+    Args:
+        blank: Returns a new flag on a device, 0.0.
+    """
+
+    def __init__(self, blank: Callable[[torch.device], Tensor]) -> None:
+        self._blank = blank
         self._of: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
 
-    def add(self, tensors: Iterable[Tensor]) -> None:
-        """Make flags for more tensors, all 0."""
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for tensor in tensors:
-            by_device.setdefault(tensor.device, []).append(tensor)
-        for device, group in by_device.items():
-            vector = torch.zeros(len(group), dtype=torch.float32, device=device)
-            references = [weakref.ref(tensor) for tensor in group]
-            self._vectors.append((references, vector))
-            self._of.update(zip(map(id, group), zip(references, vector.unbind(), strict=True), strict=True))
-
     def of(self, tensor: Tensor) -> Tensor:
-        """Return a tensor's flag, a new one where there is none."""
+        """Return the flag of a tensor, a new one where there is none."""
         reference, flag = self._of.get(id(tensor), (None, None))
         if flag is None or reference is None or reference() is not tensor:
-            self.add([tensor])
-            flag = self._of[id(tensor)][1]
+            flag = self._blank(tensor.device)
+            self._of[id(tensor)] = weakref.ref(tensor), flag
         return flag
 
-    def found(self) -> list[Tensor]:
-        """Return one tensor a device: 1.0 if a flag is set there by now. Nothing is waited for."""
-        return [vector.amax().view(1) for _, vector in self._vectors]
+    def all(self) -> list[Tensor]:
+        """Return all flags. Nothing is read."""
+        return [flag for _, flag in self._of.values()]
 
     def flagged(self) -> list[Tensor]:
         """Return the tensors that live and whose flag is set. Waits for the device."""
-        pairs = [pair for references, vector in self._vectors for pair in zip(references, vector.tolist(), strict=True)]
-        return [tensor for reference, flag in pairs if flag and (tensor := reference()) is not None]
+        known = list(self._of.values())
+        found = found_any([flag for _, flag in known])
+        return [
+            tensor
+            for (reference, _), flag in zip(known, found, strict=True)
+            if flag and (tensor := reference()) is not None
+        ]
 
 
 class PassCheck(OverflowCheck):
@@ -91,18 +89,12 @@ class PassCheck(OverflowCheck):
         super().__init__(scaler, scale, (), of_pass)
         self._flags = flags
         self._cleans = cleans
-        self._is_agreed = False
         self.reached: dict[StepGuard, set[int]] = {}
 
     @property
     def found(self) -> Sequence[Tensor]:
-        """The flags that are to be read; none once they were."""
-        return super().found if self._is_agreed or self.overflowed is not None else self._flags.found()
-
-    def agree(self, found: Tensor) -> None:
-        """Go by what all ranks found from now on."""
-        super().agree(found)
-        self._is_agreed = True
+        """The flags to read: those of this rank, or what all ranks agreed on; none once they were read."""
+        return super().found if self._found or self.overflowed is not None else self._flags.all()
 
     @property
     def cleared(self) -> Sequence[Tensor]:
@@ -118,14 +110,14 @@ class PassCheck(OverflowCheck):
         return not left
 
 
-def drop(guard: StepGuard, ids: set[int], but: Sequence[OverflowCheck] = ()) -> None:
+def drop(guard: StepGuard, ids: set[int], but: OverflowCheck | None = None) -> None:
     """Take note that gradients of an optimizer were dropped.
 
-    A pass of which it has no other gradients any more skips none of its steps; not a pass that has just begun, with a
-    check in ``but``.
+    A pass of which it has no other gradients any more skips none of its steps. ``but`` is the check of a pass that has
+    just begun.
     """
     for check in list(guard.checks.pending):
-        if isinstance(check, PassCheck) and check not in but and check.drop(guard, ids):
+        if isinstance(check, PassCheck) and check is not but and check.drop(guard, ids):
             guard.checks.drop(check)
 
 
@@ -136,18 +128,15 @@ class ScaledPass:
         scaler: Gives the scale, and hears of overflows.
         owners: The guards of the optimizers that step a tensor, by its id.
         largest_scale: The scale is no higher.
-        keeps: What is to live as long as the pass, such as the optimizers, to which their guards refer weakly.
-        retained: What ``retain_grad()`` was called for.
+        keeps: Objects that live as long as the pass, such as the optimizers, to which their guards refer weakly.
+        retained: The tensors for which ``retain_grad()`` was called.
         cleans: Whether 0 takes the place of a gradient that overflowed. Otherwise inf and nan stay, for a reduction
             over ranks to carry on.
         now: Returns the pass that calls, None outside of passes.
 
     Attributes:
         scale: The scale of the pass.
-        thread: Who runs it.
-        unclaimed: How many runs of autograd's engine have begun for it that are not known by their number yet.
-        runs: The numbers of those that are.
-        leaves: What gets true gradients as they arrive.
+        thread: The thread that runs it.
     """
 
     def __init__(
@@ -162,9 +151,6 @@ class ScaledPass:
         now: Callable[[], ScaledPass | None],
     ) -> None:
         self.thread = threading.get_ident()
-        self.unclaimed = 0
-        self.runs: list[int] = []
-        self.leaves: dict[int, Tensor] = {}
         self.scale = min(scaler.loss_scale, largest_scale)
         self._factors: dict[torch.device, Tensor] = {}
         self._owners = owners
@@ -172,25 +158,24 @@ class ScaledPass:
         self._retained = retained
         self._cleans = cleans
         self._now = now
-        self._flags = Flags()
-        self._checks = [PassCheck(scaler, self.scale, self._flags, cleans=cleans)]
+        self._flags = Flags(scaler.unread.blank)
+        self._check = PassCheck(scaler, self.scale, self._flags, cleans=cleans)
+        # The hooks at leaves, whose gradients get true values as they arrive, by the leaf's id.
+        self._arrivals: dict[int, Any] = {}
         # Leaves of a pass within, whose gradients go back into this one: they keep its scale.
         self._passed_on: dict[int, weakref.ref[Tensor]] = {}
         self._inner: dict[int, _InnerGradient] = {}
 
-    def take(self, reached: Iterable[Tensor], nodes: set[Any], *, within: bool = False) -> list[Tensor]:
-        """Get ready for what a run is about to reach, and tell the guards.
+    def take(self, reached: Iterable[Tensor], nodes: set[Any], *, within: bool = False) -> None:
+        """Get ready for what a run of autograd's engine is about to reach, and tell the guards.
 
         Args:
             reached: The leaves, and what else ``inputs=`` names.
             nodes: The nodes of the graph.
             within: Whether a function of the pass begins the run, as that of a checkpoint does.
-
-        Returns:
-            The leaves that were not known before.
         """
         reached = list(reached)
-        leaves = [leaf for leaf in reached if leaf.grad_fn is None and id(leaf) not in self.leaves]
+        leaves = [leaf for leaf in reached if leaf.grad_fn is None and not self.knows(leaf)]
         if within:
             leaves = [leaf for leaf in leaves if not self._passes_on(leaf)]
         inner = [tensor for tensor in reached if tensor.grad_fn is not None]
@@ -198,14 +183,13 @@ class ScaledPass:
             tensor.retain_grad()
         inner += [tensor for tensor in list(self._retained) if tensor.grad_fn in nodes]
         new = {id(tensor): tensor for tensor in inner if id(tensor) not in self._inner}
-        self._flags.add([*leaves, *new.values()])
-        # Here, where the streams of all that runs wait for what this one does.
-        for device in {tensor.device for tensor in (*leaves, *new.values())} - self._factors.keys():
-            self._factors[device] = torch.full((), 1.0 / self.scale, dtype=torch.float32, device=device)
-        self.leaves.update({id(leaf): leaf for leaf in leaves})
+        for tensor in (*leaves, *new.values()):
+            # Made here, where the streams of all that runs wait for what this one does.
+            self._flags.of(tensor)
+            self._factor(tensor.device)
+        self._arrivals.update({id(leaf): register_first(leaf, _Arrival(self, leaf)) for leaf in leaves})
         self._inner.update({name: _InnerGradient(self, tensor) for name, tensor in new.items()})
         self._tell_guards(leaves)
-        return leaves
 
     def _passes_on(self, leaf: Tensor) -> bool:
         """Tell a copy that a function made of its input, to read its ``.grad``, from a leaf that the program knows."""
@@ -227,13 +211,13 @@ class ScaledPass:
                 if leaf.grad is None:
                     gone.setdefault(guard, set()).add(id(leaf))
         for guard, ids in gone.items():
-            drop(guard, ids, self._checks)
+            drop(guard, ids, self._check)
         for guard, ids in reached.items():
             self.concern(guard, ids)
 
     def concern(self, guard: StepGuard, ids: Iterable[int]) -> None:
         """Let a guard wait for the check, as far as gradients of these tensors go."""
-        check = self._checks[-1]
+        check = self._check
         known = check.reached.setdefault(guard, set())
         known.update(ids)
         if check not in guard.checks.pending:
@@ -241,26 +225,27 @@ class ScaledPass:
 
     def knows(self, leaf: Tensor) -> bool:
         """Tell whether gradients have true values once they have arrived at a leaf."""
-        return id(leaf) in self.leaves
+        return id(leaf) in self._arrivals
 
     def arrived(self, leaf: Tensor, gradient: Tensor) -> Tensor:
         """Return the true gradient for a scaled one that arrives at a leaf. Whether it overflowed is noted."""
-        first = self._checks[0]
-        if self._checks[-1].overflowed is not None:
-            # Somebody stepped in the middle of the pass: what comes now is for another check.
-            rest = PassCheck(first.scaler, self.scale, self._flags, cleans=self._cleans, of_pass=first)
-            self._checks.append(rest)
-        if len(self._checks) > 1:
-            for guard in self._owners.get(id(leaf), ()):
-                self.concern(guard, [id(leaf)])
+        check = self._check
+        if check.overflowed is not None:
+            # An optimizer stepped in the middle of the pass: what comes now is for another check.
+            self._check = PassCheck(check.scaler, self.scale, self._flags, cleans=self._cleans, of_pass=check)
+        for guard in self._owners.get(id(leaf), ()):
+            self.concern(guard, [id(leaf)])
         return self.true(leaf, gradient)
 
     def true(self, tensor: Tensor, gradient: Tensor) -> Tensor:
         """Return the true gradient of a tensor for a scaled one. Whether it overflowed is noted."""
-        factor = self._factors.get(tensor.device)
-        if factor is None:
-            factor = torch.full((), 1.0 / self.scale, dtype=torch.float32, device=tensor.device)
-        return true_gradient(gradient, 1.0 / self.scale, factor, self._flags.of(tensor), clean=self._cleans)
+        factor, flag = self._factor(tensor.device), self._flags.of(tensor)
+        return true_gradient(gradient, 1.0 / self.scale, factor, flag, clean=self._cleans)
+
+    def _factor(self, device: torch.device) -> Tensor:
+        if device not in self._factors:
+            self._factors[device] = torch.full((), 1.0 / self.scale, dtype=torch.float32, device=device)
+        return self._factors[device]
 
     @torch.no_grad()
     def still_overflowed(self, leaf: Tensor, gradient: Tensor) -> Tensor:
@@ -274,7 +259,7 @@ class ScaledPass:
         return self._now() is self
 
     def close(self) -> None:
-        """Give true gradients to what has them scaled as yet."""
+        """Take the hooks back, and give true gradients to what has them scaled as yet."""
         for inner in self._inner.values():
             inner.close()
         for reference in self._passed_on.values():
@@ -282,7 +267,40 @@ class ScaledPass:
             if leaf is not None and leaf.grad is not None:
                 # Not in place: it may share memory with what went back into the pass.
                 leaf.grad = self.true(leaf, leaf.grad)
-        self.leaves, self._inner, self._passed_on = {}, {}, {}
+        for hook in self._arrivals.values():
+            hook.remove()
+        self._arrivals, self._inner, self._passed_on = {}, {}, {}
+
+
+class OurHook:
+    """The base of hooks that auto_scaling registers for itself."""
+
+
+class _Arrival(OurHook):
+    """Stands before all other hooks of a leaf while a pass runs: they see true gradients."""
+
+    def __init__(self, running: ScaledPass, leaf: Tensor) -> None:
+        self._running = running
+        self._leaf = weakref.ref(leaf)
+
+    def __call__(self, gradient: Tensor | None) -> Tensor | None:
+        leaf = self._leaf()
+        if leaf is None or gradient is None or not self._running.is_now():
+            return None
+        return self._running.arrived(leaf, gradient)
+
+
+def register_first(tensor: Tensor, hook: OurHook) -> Any:
+    """Register a hook that is called before all others of a tensor. Returns its handle."""
+    registered = tensor.register_hook(hook)
+    hooks: Any = tensor._backward_hooks
+    if len(hooks) > 1:
+        # The engine goes by the order of a plain dict, which is not that of move_to_end().
+        others = {name: other for name, other in hooks.items() if name != registered.id}
+        for name in others:
+            del hooks[name]
+        hooks.update(others)
+    return registered
 
 
 class _InnerGradient:

@@ -1,4 +1,4 @@
-"""Hooks while a scaled pass runs: ours at the leaves, where gradients get their true values, and the program's.
+"""Hooks of the program while a scaled pass runs: they get true gradients.
 
 Which pass a hook is called by is asked of autograd, whose engine numbers its runs: several threads may run backward on
 one model at once, a pass may run within another, and what runs on a device is called on autograd's own threads.
@@ -18,12 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoamp.auto_scaling.backward_pass import ScaledPass
-from autoamp.errors import UsageError
+from autoamp.auto_scaling.backward_pass import OurHook, ScaledPass, register_first
 from autoamp.tensors import HALF_DTYPES, iter_tensors
-from autoamp.torch_private import TELLS_GRAPH_TASKS, current_graph_task
+from autoamp.torch_private import current_graph_task
 
-__all__ = ["Arrivals", "GradientHook", "Hook", "PostAccumulateHook", "RunningPasses", "is_ours"]
+__all__ = ["GradientHook", "Hook", "PostAccumulateHook", "RunningPasses", "is_ours"]
 
 
 class _Hooked(threading.local):
@@ -34,68 +33,38 @@ class _Hooked(threading.local):
 
 
 class RunningPasses:
-    """The scaled passes that run now, in all threads."""
+    """The scaled passes that run now in all threads, by the number of each run of autograd's engine."""
 
     def __init__(self) -> None:
-        self._open: list[ScaledPass] = []
         self._by_run: dict[int, ScaledPass] = {}
         self._hooked = _Hooked()
-        self._lock = threading.Lock()
-        self.arrivals = Arrivals(self.now)
-
-    @contextlib.contextmanager
-    def opened(self, running: ScaledPass) -> Iterator[None]:
-        """Let a pass run within the ``with`` statement.
-
-        Raises:
-            UsageError: Another thread's pass runs, and this torch cannot tell their hooks apart.
-        """
-        with self._lock:
-            if not TELLS_GRAPH_TASKS and any(other.thread != running.thread for other in self._open):
-                raise UsageError(
-                    "two threads run backward at once, and this release of torch cannot tell their hooks apart; use "
-                    "bf16, which needs no loss scale, or let one thread do it"
-                )
-            self._open.append(running)
-        try:
-            yield
-        finally:
-            leaves = list(running.leaves.values())
-            try:
-                running.close()
-            finally:
-                self.arrivals.unhook(leaves)
-                with self._lock:
-                    self._open.remove(running)
-                    for number in running.runs:
-                        self._by_run.pop(number, None)
 
     @contextlib.contextmanager
     def claimed(self, running: ScaledPass, roots: Iterable[Any]) -> Iterator[None]:
         """Let hooks at the roots say that the run of the engine within the ``with`` statement belongs to this pass."""
-        running.unclaimed += 1
         registered = [
-            _register_first(root, _Claim(self, running))
+            register_first(root, _Claim(self, running))
             for root in roots
-            if isinstance(root, Tensor) and root.requires_grad and root.grad_fn is not None
+            if isinstance(root, Tensor) and root.requires_grad
         ]
         try:
             yield
         finally:
-            running.unclaimed = 0
             for hook in registered:
                 hook.remove()
 
+    def claim(self, running: ScaledPass) -> None:
+        """Take note that the run of the engine that calls belongs to a pass."""
+        self._by_run.setdefault(current_graph_task(), running)
+
+    def end(self, running: ScaledPass) -> None:
+        """Forget a pass."""
+        for number in [number for number, other in list(self._by_run.items()) if other is running]:
+            self._by_run.pop(number, None)
+
     def now(self) -> ScaledPass | None:
         """Return the pass within which this is called, None where it is none."""
-        if not self._open:
-            return None
-        number = current_graph_task()
-        known = self._by_run.get(number)
-        if known is not None or (number == -1 and TELLS_GRAPH_TASKS):
-            return known
-        # Without numbers one thread's passes alone are open, and what calls is taken for the last.
-        return self._by_thread(number)
+        return self._by_run.get(current_graph_task()) if self._by_run else None
 
     def joinable(self) -> ScaledPass | None:
         """Return the pass of which a run of the engine that begins now is a part, None if it is a pass of its own.
@@ -103,30 +72,8 @@ class RunningPasses:
         Within functions of a pass it is a part of that pass. Within the program's hooks, where gradients have true
         values, it is not.
         """
-        running = self.now()
         runs = self._hooked.runs
-        return None if runs and running is not None and runs[-1] == current_graph_task() else running
-
-    def _by_thread(self, number: int) -> ScaledPass | None:
-        """Find the pass of a run that no root has claimed: one that begins at a leaf, say."""
-        waiting = [running for running in self._open if running.unclaimed or not TELLS_GRAPH_TASKS]
-        if not _is_autograds_thread():
-            waiting = [running for running in waiting if running.thread == threading.get_ident()][-1:]
-        if len(waiting) > 1:
-            raise UsageError(
-                "two threads run backward at once, and whose gradient this is cannot be told; call backward() on a "
-                "loss, not on a leaf, or use bf16, which needs no loss scale"
-            )
-        if waiting:
-            self.claim(waiting[0], number)
-        return waiting[0] if waiting else None
-
-    def claim(self, running: ScaledPass, number: int) -> None:
-        """Take note of the number of a pass's run."""
-        if number != -1 and running.unclaimed and number not in self._by_run:
-            running.unclaimed -= 1
-            running.runs.append(number)
-            self._by_run[number] = running
+        return None if runs and runs[-1] == current_graph_task() else self.now()
 
     @contextlib.contextmanager
     def hooked(self) -> Iterator[None]:
@@ -138,16 +85,7 @@ class RunningPasses:
             self._hooked.runs.pop()
 
 
-def _is_autograds_thread() -> bool:
-    """Tell whether this thread was not started by Python: autograd's own threads run the passes of others."""
-    return isinstance(threading.current_thread(), threading._DummyThread)
-
-
-class _Ours:
-    """The base of hooks that this module registers for itself."""
-
-
-class _Claim(_Ours):
+class _Claim(OurHook):
     """Says at a root whose run this is."""
 
     def __init__(self, passes: RunningPasses, running: ScaledPass) -> None:
@@ -155,68 +93,16 @@ class _Claim(_Ours):
         self._running = running
 
     def __call__(self, gradient: Any) -> None:
-        mine = threading.get_ident() == self._running.thread
-        if mine or _is_autograds_thread():
-            self._passes.claim(self._running, current_graph_task())
-
-
-class Arrivals:
-    """Our hooks at leaves, first of all there, for as long as a pass runs that reaches them.
-
-    Args:
-        now: Returns the pass within which it is called.
-    """
-
-    def __init__(self, now: Callable[[], ScaledPass | None]) -> None:
-        self._now = now
-        self._lock = threading.Lock()
-        # Passes of several threads share one hook.
-        self._hooks: dict[int, tuple[int, Any]] = {}
-
-    def hook(self, leaves: Iterable[Tensor]) -> None:
-        """See to it that gradients that arrive have true values."""
-        with self._lock:
-            for leaf in leaves:
-                count, hook = self._hooks.get(id(leaf), (0, None))
-                self._hooks[id(leaf)] = count + 1, hook or _register_first(leaf, _Arrival(leaf, self._now))
-
-    def unhook(self, leaves: Iterable[Tensor]) -> None:
-        """Take the hooks away again, once this was called as often as `hook`."""
-        with self._lock:
-            for leaf in leaves:
-                count, hook = self._hooks.pop(id(leaf), (0, None))
-                if count > 1:
-                    self._hooks[id(leaf)] = count - 1, hook
-                elif hook is not None:
-                    hook.remove()
-
-
-class _Arrival(_Ours):
-    def __init__(self, leaf: Tensor, now: Callable[[], ScaledPass | None]) -> None:
-        self._leaf = weakref.ref(leaf)
-        self._now = now
-
-    def __call__(self, gradient: Tensor | None) -> Tensor | None:
-        running, leaf = self._now(), self._leaf()
-        return None if running is None or leaf is None or gradient is None else running.arrived(leaf, gradient)
-
-
-def _register_first(tensor: Tensor, hook: _Ours) -> Any:
-    """Register a hook that is called before all others of a tensor."""
-    registered = tensor.register_hook(hook)
-    hooks: Any = tensor._backward_hooks
-    if len(hooks) > 1:
-        # The engine goes by the order of a plain dict, which is not that of move_to_end().
-        others = {name: other for name, other in hooks.items() if name != registered.id}
-        for name in others:
-            del hooks[name]
-        hooks.update(others)
-    return registered
+        # Another thread may run through the same root. Autograd's own threads, which Python did not start, run what is
+        # on a device.
+        thread = threading.current_thread()
+        if thread.ident == self._running.thread or isinstance(thread, threading._DummyThread):
+            self._passes.claim(self._running)
 
 
 def is_ours(hook: Any) -> bool:
-    """Tell whether a hook is one that this module made."""
-    return isinstance(hook, (_Ours, Hook))
+    """Tell whether a hook is one that autoamp made."""
+    return isinstance(hook, (OurHook, Hook))
 
 
 class Hook:

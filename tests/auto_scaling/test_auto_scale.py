@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
-from autoamp.auto_scaling import auto_scale, backward_pass, hooks
+from autoamp.auto_scaling import auto_scale, backward_pass
 from autoamp.auto_scaling.auto_scale import AutoScale
 from autoamp.runtime import runtime_of
 from autoamp.scaling import UnreadFlags
@@ -61,15 +61,15 @@ def scaled(function: Callable[[], Any]) -> Any:
     handle = autoamp.init(**NO_CASTS)
     seen: list[float] = []
     with handle.auto_scale() as scaling:
-        opened = scaling._open
+        opened = scaling._begin
 
         def spied(*args: Any) -> Any:
             found = opened(*args)
             if found is not None:
-                seen.append(found[0].scale)
+                seen.append(found.scale)
             return found
 
-        scaling._open = spied  # type: ignore[method-assign]
+        scaling._begin = spied  # type: ignore[method-assign]
         result = function()
     assert seen
     assert min(seen) > 1
@@ -558,7 +558,24 @@ def runs_backward_in_threads() -> Any:
     return model[2].weight.grad, model[0].weight.grad.isfinite().all()
 
 
+def asks_for_gradients_from_hooks() -> Any:
+    """A run of autograd's engine within a hook, which goes by the same leaf, is not the pass."""
+    model, _optimizer, x = make()
+    seen: list[Tensor] = []
+    weight = model[0].weight
+    weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+
+    def asks(gradient: Tensor) -> None:
+        with torch.enable_grad():
+            seen.append(torch.autograd.grad((weight * 3).sum(), weight)[0])
+
+    model[2].weight.register_hook(asks)
+    model(x).square().mean().backward()
+    return seen, gradients(model)
+
+
 PROGRAMS = [
+    asks_for_gradients_from_hooks,
     looks_at_gradients_from_hooks, reverses_gradients, checkpoints_what_shares_memory, steps_what_is_in_no_optimizer,
     adds_a_group_late, runs_passes_with_gradients_of_hooks, looks_at_retained_gradients_from_hooks,
     runs_backward_in_threads,
@@ -605,6 +622,17 @@ def test_a_program_computes_what_it_computes_without(program: Callable[[], Any])
 
 
 # -- overflows --
+
+
+def test_hooks_of_leaves_from_before_auto_scale_see_true_gradients(handle: autoamp.Handle) -> None:
+    model, _optimizer, x = make()
+    seen: list[Tensor] = []
+    bias = model[2].bias
+    bias.register_hook(seen.append)
+    with handle.auto_scale():
+        model(x).sum().backward()
+    model(x).sum().backward()
+    assert [gradient.tolist() for gradient in seen] == [[5.0, 5.0]] * 2
 
 
 def test_a_step_that_overflowed_is_skipped(handle: autoamp.Handle, scaling: AutoScale) -> None:
@@ -847,7 +875,8 @@ def test_a_step_of_many_passes_waits_for_the_device_once(
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    assert reads == [4, 4, 4]
+    # Each of the three steps reads the flags of its 4 passes at 4 parameters at once.
+    assert reads == [16, 16, 16]
 
 
 def test_an_overflow_after_a_step_in_the_middle_of_a_pass(handle: autoamp.Handle, scaling: AutoScale) -> None:
@@ -948,12 +977,6 @@ def test_hooks_compute_in_the_precision_of_gradients(casting: autoamp.Handle) ->
 # -- what cannot be kept true is refused --
 
 
-def take_numbers_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do as under a torch that does not number the runs of its engine."""
-    monkeypatch.setattr(hooks, "TELLS_GRAPH_TASKS", False)
-    monkeypatch.setattr(hooks, "current_graph_task", lambda: -1)
-
-
 def test_flat_parameters_are_refused(
     handle: autoamp.Handle, scaling: AutoScale, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -966,37 +989,12 @@ def test_flat_parameters_are_refused(
     assert not runtime_of(handle).optimizers.guard(optimizer).checks.pending
 
 
-@pytest.mark.parametrize(
-    "program", [has_hooks_of_every_kind, checkpoints, steps_in_backward, checkpoints_what_shares_memory]
-)
-def test_a_torch_that_does_not_number_its_runs(monkeypatch: pytest.MonkeyPatch, program: Any) -> None:
-    expected = plain(program)
-    take_numbers_away(monkeypatch)
-    assert_equal(scaled(program), expected)
-
-
-def test_threads_under_a_torch_that_does_not_number_its_runs(
-    scaling: AutoScale, monkeypatch: pytest.MonkeyPatch
+def test_a_torch_that_does_not_number_its_passes_is_refused(
+    handle: autoamp.Handle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take_numbers_away(monkeypatch)
-    model, _optimizer, x = make()
-    problems: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            model(x).sum().backward()
-        except autoamp.UsageError as problem:
-            problems.append(problem)
-
-    def hook(gradient: Tensor) -> None:
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-
-    model[2].weight.register_hook(hook)
-    model(x).sum().backward()
-    assert len(problems) == 1
-    assert "two threads run backward at once" in str(problems[0])
+    monkeypatch.setattr(auto_scale, "TELLS_GRAPH_TASKS", False)
+    with pytest.raises(autoamp.UsageError, match="use scale_loss, or bf16"):
+        handle.auto_scale()
 
 
 # -- who is scaled --
@@ -1171,7 +1169,7 @@ def test_nothing_to_check_costs_nothing() -> None:
     handle = autoamp.init(device_type="cpu", dtype=torch.bfloat16)
     model, optimizer, x = make()
     with handle.auto_scale() as scaling:
-        scaling._open = None  # type: ignore[assignment, method-assign]
+        scaling._begin = None  # type: ignore[assignment, method-assign]
         model(x).float().sum().backward()
         optimizer.step()
     assert handle.loss_scale == 1.0
