@@ -15,7 +15,7 @@ from autoamp.cli.output import aligned
 from autoamp.diagnostics import check_lists, explain
 from autoamp.errors import UsageError
 from autoamp.ops import expand, known_ops
-from autoamp.rules import CastRule, CastTable, ModuleRule, check_bare_names, located
+from autoamp.rules import CastRule, CastTable, ModuleRule, check_bare_names, located, package_tables
 
 __all__ = ["lists"]
 
@@ -62,6 +62,9 @@ def _lines(table: CastTable, rules: list[CastRule]) -> list[str]:
     if table.modules:
         lines += [*([""] if lines else []), "[modules]"]
         lines += aligned([(rule.pattern, rule.precision.value, str(rule.origin)) for rule in table.modules])
+    shipped = [(one.owner, str(one.file)) for one, _ in package_tables()]
+    if shipped:
+        lines += ["", "[lists of packages]", *aligned(shipped)]
     return lines
 
 

@@ -7,6 +7,7 @@ from autoamp.rules.loader import (
     check_bare_names,
     load_table,
     located,
+    package_tables,
     shipped_sets,
     shipped_table,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "check_bare_names",
     "load_table",
     "located",
+    "package_tables",
     "shipped_sets",
     "shipped_table",
 ]

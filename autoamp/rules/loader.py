@@ -10,12 +10,21 @@ from dataclasses import dataclass, field, replace
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from autoamp.errors import ListFileError
+from autoamp.errors import ListFileError, warn_user
+from autoamp.rules.packages import GROUP, PackageList, find_package_lists
 from autoamp.rules.parser import ListSet, Source, choices, fail, nearest
 from autoamp.rules.table import CastRule, CastTable, Origin
 from autoamp.rules.toml_lines import TomlError, parse_toml
 
-__all__ = ["ENVIRONMENT_VARIABLE", "check_bare_names", "load_table", "located", "shipped_sets", "shipped_table"]
+__all__ = [
+    "ENVIRONMENT_VARIABLE",
+    "check_bare_names",
+    "load_table",
+    "located",
+    "package_tables",
+    "shipped_sets",
+    "shipped_table",
+]
 
 ENVIRONMENT_VARIABLE = "AUTOAMP_LISTS"
 PROJECT_FILE = "autoamp.toml"
@@ -129,6 +138,7 @@ def located(origin: Origin) -> str:
     """Return where a rule stands as a path to open, with the line: that of a shipped set is where it is installed."""
     if not origin.shipped:
         return str(origin)
+    # The path of a package's list is whole, and stays as it is.
     return str(replace(origin, path=str(_shipped_folder() / origin.path.removeprefix("lists/"))))
 
 
@@ -212,6 +222,7 @@ def load_table(
     pyproject.toml or an `autoamp.toml`, found upwards from `start`; `AUTOAMP_LISTS` in `environ` (names or paths,
     separated by `os.pathsep`); `lists`. Shipped sets that any of them names, and whatever any of them extends, lie
     below, each once; `base` does where there is none of these. A `CastTable` and an `extends = []` keep `base` out.
+    The lists of installed packages lie right over the base, where there is any.
 
     Args:
         lists: A shipped set's name, a path, a mapping with a list file's keys, a `CastTable`, or a list of those.
@@ -233,7 +244,38 @@ def load_table(
     layers.add(() if lists is None else lists, Origin("lists=", None, False), here)
     if not layers.base_chosen:
         layers.add_base(base, Origin("base=", None, False), here, ())
-    return _merged((*layers.bases.values(), *layers.own), device_type)
+    packages = (table for _, table in package_tables()) if layers.bases else ()
+    return _merged((*layers.bases.values(), *packages, *layers.own), device_type)
+
+
+def package_tables() -> list[tuple[PackageList, CastTable]]:
+    """Return the lists that installed packages ship. One that cannot be used is warned of, and left out."""
+    found = []
+    for package in find_package_lists():
+        try:
+            found.append((package, _read_package(package)))
+        except ListFileError as error:
+            warn_user(f"the cast list of {package.owner} is left out: {error}")
+    return found
+
+
+def _read_package(package: PackageList) -> CastTable:
+    """Read what a package ships. ListFileError: it cannot be read, is wrong, or is about ops of others."""
+    try:
+        path = package.file
+        raw = _content(path)
+    except (OSError, ValueError) as error:
+        remedy = f"an entry point of {GROUP!r} names a package with an autoamp.toml in its folder"
+        raise ListFileError(f"{package.package!r} has no list ({error}); {remedy}", GROUP) from error
+    found = _checked_shipped(raw, str(path))
+    if found.extends is not None:
+        fail(found.source.at("extends"), "a package's list cannot choose the base; take `extends` out")
+    own = (f"{package.package.partition('.')[0]}.", "torch.ops.")
+    names = [(rule.target, rule.origin) for rule in found.own.rules]
+    for name, origin in (*names, *((rule.pattern, rule.origin) for rule in found.own.modules)):
+        if not name.startswith(own):
+            fail(origin, f"{name!r} is none of the package's own: such names begin with {choices(own)}")
+    return found.own
 
 
 def shipped_table(name: str, device_type: str | None = None) -> CastTable:

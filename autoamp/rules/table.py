@@ -52,7 +52,7 @@ class Origin:
     Attributes:
         path: The file, the name of a shipped set's file, or a name such as `lists=` for what is no file.
         line: The 1-based line; None where it is not known.
-        shipped: Whether the rule comes with the package.
+        shipped: Whether the rule comes with autoamp or another installed package, and is no mistake of the user.
     """
 
     path: str
