@@ -24,6 +24,7 @@ from autoamp.errors import (
 )
 from autoamp.fp16_utils import FP16_Optimizer
 from autoamp.levels import initialize, load_state_dict, master_params, scale_loss, state_dict
+from autoamp.notebook import load_ipython_extension as load_ipython_extension
 from autoamp.runtime import (
     BaseHandle,
     Handle,

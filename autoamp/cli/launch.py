@@ -110,6 +110,11 @@ def take_path(program: Program) -> None:
 def _script_code(path: str, main: types.ModuleType) -> types.CodeType:
     # Python makes the path of a script absolute, but in sys.argv.
     file = os.path.abspath(path)
+    if file.endswith(".ipynb"):
+        raise UsageError(
+            f"{path!r} is a notebook, not a script; begin it with a cell of `%load_ext autoamp` and `%autoamp on`, "
+            f"or make a script of it: jupyter nbconvert --to script {path}"
+        )
     try:
         with io.open_code(file) as stream:
             source = stream.read()

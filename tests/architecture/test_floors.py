@@ -25,7 +25,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
     6: ("runtime",),
     7: ("checkpoints", "levels", "fp16_utils", "normalization", "optimizers", "parallel", "tuning"),
     8: ("compat",),
-    9: ("cli",),
+    9: ("cli", "notebook"),
     10: ("__init__", "__main__"),
 }
 FLOOR_OF = {package: floor for floor, packages in FLOORS.items() for package in packages}

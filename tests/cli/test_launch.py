@@ -187,3 +187,9 @@ def test_a_program_that_is_not_there_changes_nothing(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no module named"):
         prepared(Program("no_such.module", is_module=True), {})
     assert (list(sys.argv), list(sys.path), sys.modules["__main__"], sys.excepthook, dict(os.environ)) == before
+
+
+def test_a_notebook_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    path = written(tmp_path, {"x.ipynb": '{"cells": []}'}) / "x.ipynb"
+    with pytest.raises(UsageError, match=r"%load_ext autoamp.*jupyter nbconvert --to script"):
+        prepared(Program(str(path)), {})

@@ -1,0 +1,76 @@
+"""The magic `%autoamp` in a real kernel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.client("nbclient", "ipykernel")
+
+MODEL = """\
+import torch
+model = torch.nn.Linear(4, 4)
+seen = []
+hook = model.register_forward_hook(lambda module, args, out: seen.append(torch.mm(out, out).dtype))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def train():
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(4, 4)).square().mean().backward()
+        optimizer.step()
+    return seen[-1]
+"""
+HANDLE = "id(__import__('autoamp').current_handle())"
+
+
+def run_cells(folder: Path, *cells: str) -> list[list[Any]]:
+    import nbclient
+    import nbformat
+
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    nbclient.NotebookClient(
+        notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+    ).execute()
+    return [cell.outputs for cell in notebook.cells]
+
+
+def text(outputs: list[Any]) -> str:
+    return "".join(out.get("text", "") or out.get("data", {}).get("text/plain", "") for out in outputs)
+
+
+def test_cells_turn_casts_on_and_off_and_show_the_report_inline(tmp_path: Path) -> None:
+    on = "%autoamp on --device-type cpu --dtype fp16"
+    cells = ["%load_ext autoamp", MODEL, "train()", on, "train()", HANDLE, on, HANDLE, "%autoamp status",
+             "%autoamp report", "%autoamp on --device-type cpu --dtype bf16", "train()", "%autoamp off", "train()",
+             "torch.mm.__module__ + type(torch.mm).__name__", "%autoamp status"]  # fmt: skip
+    found = run_cells(tmp_path, *cells)
+    shown = [text(outputs).strip() for outputs in found]
+    assert shown[2] == "torch.float32"
+    assert shown[4] == "torch.float16"
+    assert shown[5] == shown[7]
+    assert shown[8] == "autoamp is on: float16 on cpu, loss scale 65536, 0 skipped steps"
+    page = "".join(out.get("data", {}).get("text/html", "") for out in found[9])
+    assert page.startswith("<div><iframe srcdoc=")
+    assert "torch.nn.functional.linear" in page
+    assert shown[11] == "torch.bfloat16"
+    assert shown[13] == "torch.float32"
+    assert "builtin" in shown[14]
+    assert shown[12] == shown[15] == "autoamp is off"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("%autoamp of", "invalid choice: 'of'"),
+        ("%autoamp on --dtype half", "invalid choice: 'half'"),
+        ("%autoamp report", "autoamp is off, and nothing was recorded"),
+    ],
+)
+def test_a_wrong_line_is_an_error_of_its_cell(tmp_path: Path, line: str, message: str) -> None:
+    from nbclient.exceptions import CellExecutionError
+
+    with pytest.raises(CellExecutionError, match="UsageError") as raised:
+        run_cells(tmp_path, "%load_ext autoamp", line)
+    assert message in str(raised.value)
