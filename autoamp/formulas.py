@@ -1,4 +1,7 @@
-"""The formulas of the optimizers, on lists of tensors that are in fp32 or fp64. Names that end in ``_`` write in place.
+"""How each optimizer steps: its rule, and the formulas on lists of fp32 or fp64 tensors.
+
+Names that end in ``_`` write in place. A `Rule` says what computes a step: a compiled kernel, torch's fused operator,
+or the formula by torch's multi-tensor functions. `autoamp.optimizers` and the functions of `amp_C` step by rules.
 
 Each function names its source:
 
@@ -14,28 +17,53 @@ Lists that a function takes are parallel: one entry for each parameter, of its s
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autoamp import torch_private
+from autoamp import kernels, torch_private
 from autoamp.tensors import are_dense_fp32
 
 __all__ = [
-    "adagrad_",
-    "adam_on_device_",
-    "adam_updates",
-    "average_",
-    "blended_norms",
-    "corrections",
-    "fused_adam_",
-    "fused_sgd_",
-    "gradient_norms",
-    "novograd_",
-    "trust_",
-]
+    "ADAGRAD", "ADAM", "LAMB", "SGD", "Rule", "adam_on_device_", "adam_updates", "average_", "blended_norms",
+    "clipped", "corrections", "gradient_norms", "novograd_", "trust_",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How an optimizer steps. All that computes a step takes parameters, gradients, the states and the same keywords.
+
+    Attributes:
+        formula: Computes it for fp32 or fp64 tensors, by torch's multi-tensor functions.
+        states: The names of a parameter's states, as checkpoints have them.
+        kernel: The name of the compiled kernel, for tensors of any floating dtype but fp64; None for none.
+        fused: Steps by torch's fused operator, or returns False where that does not compute the same.
+    """
+
+    formula: Callable[..., None]
+    states: tuple[str, ...]
+    kernel: str | None = None
+    fused: Callable[..., bool] | None = None
+
+    def step_by_kernel(
+        self, lists: Sequence[list[Tensor]], masters: Callable[[list[Tensor]], list[Tensor]] | None = None,
+        **numbers: Any,
+    ) -> tuple[list[Tensor], ...]:  # fmt: skip
+        """Step by the kernel what it takes, and return the lists of what it does not.
+
+        ``masters`` returns what is stepped in place of half parameters, which the kernel sets to the result.
+        """
+        left: list[list[Tensor]] = [[] for _ in lists]
+        for kernel, some in kernels.by_kind(self.kernel, *lists):
+            taken, halves = (some, {}) if masters is None else ((masters(some[0]), *some[1:]), {"halves": some[0]})
+            if kernel is None or not kernels.attempt(kernel, *taken, **halves, **numbers):
+                for whole, part in zip(left, some, strict=True):
+                    whole += part
+        return tuple(left)
 
 
 def corrections(beta1: float, beta2: float, step: int, wanted: Any) -> tuple[float, float]:
@@ -57,8 +85,9 @@ def average_(
 
 
 def adam_updates(
-    firsts: list[Tensor], seconds: list[Tensor], biases: tuple[float, float], eps: float, *, eps_inside_sqrt: bool
-) -> list[Tensor]:
+    firsts: list[Tensor], seconds: list[Tensor], biases: tuple[float, float], eps: float, *,
+    eps_inside_sqrt: bool = False,
+) -> list[Tensor]:  # fmt: skip
     """Return ``(m / biases[0]) / (sqrt(v / biases[1]) + eps)`` (Adam, algorithm 1), as new tensors.
 
     With ``eps_inside_sqrt`` the divisor is ``sqrt(v / biases[1] + eps)``, as in early Apex.
@@ -74,39 +103,103 @@ def adam_updates(
     return updates
 
 
-def fused_adam_(
+def _adam_(
     values: list[Tensor], grads: list[Tensor], firsts: list[Tensor], seconds: list[Tensor], *, lr: float, beta1: float,
-    beta2: float, eps: float, step: int, decay: float, decoupled: bool,
-) -> bool:  # fmt: skip
-    """Step by torch's fused Adam, or with ``decoupled`` AdamW: one pass over memory in place of a dozen.
+    beta2: float, eps: float, step: int, weight_decay: float, decoupled: bool, bias_correction: bool,
+    eps_inside_sqrt: bool = False,
+) -> None:  # fmt: skip
+    """Step by Adam (algorithm 1), or with ``decoupled`` by AdamW (algorithm 2)."""
+    if weight_decay and not decoupled:
+        grads = list(torch._foreach_add(grads, values, alpha=weight_decay))
+    average_(grads, firsts, seconds, beta1, 1.0 - beta1, beta2)
+    biases = corrections(beta1, beta2, step, bias_correction)
+    updates = adam_updates(firsts, seconds, biases, eps, eps_inside_sqrt=eps_inside_sqrt)
+    if weight_decay and decoupled:
+        torch._foreach_add_(updates, values, alpha=weight_decay)
+    torch._foreach_add_(values, updates, alpha=-lr)
 
-    Returns:
-        Whether that was done. Not for tensors that it does not take; then nothing was written.
-    """
+
+def _fused_adam_(
+    values: list[Tensor], grads: list[Tensor], firsts: list[Tensor], seconds: list[Tensor], *, step: int,
+    decoupled: bool, bias_correction: bool, eps_inside_sqrt: bool = False, **numbers: float,
+) -> bool:  # fmt: skip
+    """Step by torch's fused Adam, or with ``decoupled`` AdamW: one pass over memory in place of a dozen."""
     name = torch_private.FUSED_ADAMW if decoupled else torch_private.FUSED_ADAM
-    if name is None or not _are_for_fused(values, grads, firsts, seconds):
+    if name is None or not bias_correction or eps_inside_sqrt or not _are_for_fused(values, grads, firsts, seconds):
         return False
     count = torch.full((), float(step), dtype=torch.float32, device=values[0].device)
     getattr(torch, name)(
-        values, grads, firsts, seconds, [], [count] * len(values), amsgrad=False, lr=lr, beta1=beta1, beta2=beta2,
-        weight_decay=decay, eps=eps, maximize=False,
-    )  # fmt: skip
+        values, grads, firsts, seconds, [], [count] * len(values), amsgrad=False, maximize=False, **numbers
+    )
     return True
 
 
-def fused_sgd_(
-    values: list[Tensor], grads: list[Tensor], velocities: list[Tensor], *, lr: float, momentum: float,
-    dampening: float, decay: float, nesterov: bool,
+def _sgd_(
+    values: list[Tensor], grads: list[Tensor], velocities: list[Tensor] | None = None, *, lr: float, momentum: float,
+    dampening: float, weight_decay: float, nesterov: bool, decay_after_momentum: bool, first: bool = False,
+    inv_scale: float = 1.0,
+) -> None:  # fmt: skip
+    """Step by SGD with momentum (Sutskever et al. 2013, ICML 28, p. 1139), as `torch.optim.SGD` does.
+
+    With ``first`` the gradients become the velocities. Without velocities there is no momentum.
+    """
+    if inv_scale != 1.0:
+        grads = list(torch._foreach_mul(grads, inv_scale))
+    if weight_decay and not decay_after_momentum:
+        grads = list(torch._foreach_add(grads, values, alpha=weight_decay))
+    updates = grads
+    if velocities is not None:
+        if first:
+            for velocity, grad in zip(velocities, grads, strict=True):
+                velocity.copy_(grad)
+        else:
+            torch._foreach_mul_(velocities, momentum)
+            torch._foreach_add_(velocities, grads, alpha=1.0 - dampening)
+        updates = list(torch._foreach_add(grads, velocities, alpha=momentum)) if nesterov else velocities
+    if weight_decay and decay_after_momentum:
+        updates = list(torch._foreach_add(updates, values, alpha=weight_decay))
+    torch._foreach_add_(values, updates, alpha=-lr)
+
+
+def _fused_sgd_(
+    values: list[Tensor], grads: list[Tensor], velocities: list[Tensor] | None = None, *, decay_after_momentum: bool,
+    first: bool = False, **numbers: Any,
 ) -> bool:  # fmt: skip
-    """Step by torch's fused SGD, as `fused_adam_` does by Adam. There are velocities where there is momentum."""
-    lists = (values, grads, velocities) if momentum else (values, grads)
-    if torch_private.FUSED_SGD is None or not _are_for_fused(*lists):
+    """Step by torch's fused SGD, as `_fused_adam_` does by Adam."""
+    after = decay_after_momentum and numbers["weight_decay"]
+    lists = (values, grads) if velocities is None else (values, grads, velocities)
+    if torch_private.FUSED_SGD is None or first or after or not _are_for_fused(*lists):
         return False
-    getattr(torch, torch_private.FUSED_SGD)(
-        values, grads, velocities if momentum else [], weight_decay=decay, momentum=momentum, lr=lr,
-        dampening=dampening, nesterov=nesterov, maximize=False, is_first_step=False,
-    )  # fmt: skip
+    fused = getattr(torch, torch_private.FUSED_SGD)
+    fused(values, grads, velocities or [], maximize=False, is_first_step=False, **numbers)
     return True
+
+
+def clipped(grads: list[Tensor], global_norm: Tensor, max_norm: float) -> list[Tensor]:
+    """Return gradients whose norm together is ``global_norm``, scaled down to ``max_norm`` where that is above 0."""
+    if max_norm <= 0:
+        return grads
+    # Not `max_norm / global_norm`, which for gradients that are all 0 is a division by 0.
+    excess = torch.clamp(global_norm / max_norm, min=1.0)
+    return list(torch._foreach_div(grads, [excess.to(grad) for grad in grads]))
+
+
+def _lamb_(
+    values: list[Tensor], grads: list[Tensor], firsts: list[Tensor], seconds: list[Tensor], *, lr: float, beta1: float,
+    beta2: float, eps: float, step: int, weight_decay: float, decoupled: bool, bias_correction: bool,
+    grad_averaging: bool, always_adapt: bool, global_norm: Tensor, max_norm: float,
+) -> None:  # fmt: skip
+    """Step by LAMB (algorithm 2), after clipping by the global norm of all gradients where ``max_norm`` is above 0."""
+    grads = clipped(grads, global_norm, max_norm)
+    if weight_decay and not decoupled:
+        grads = list(torch._foreach_add(grads, values, alpha=weight_decay))
+    average_(grads, firsts, seconds, beta1, 1.0 - beta1 if grad_averaging else 1.0, beta2)
+    updates = adam_updates(firsts, seconds, corrections(beta1, beta2, step, bias_correction), eps)
+    if weight_decay and decoupled:
+        torch._foreach_add_(updates, values, alpha=weight_decay)
+    if weight_decay or always_adapt:
+        trust_(updates, torch._foreach_norm(values), torch._foreach_norm(updates))
+    torch._foreach_add_(values, updates, alpha=-lr)
 
 
 def _are_for_fused(*lists: list[Tensor]) -> bool:
@@ -119,7 +212,7 @@ def _are_for_fused(*lists: list[Tensor]) -> bool:
 
 def adam_on_device_(
     values: list[Tensor], grads: list[Tensor], firsts: list[Tensor], seconds: list[Tensor], *, lr: Tensor, beta1: float,
-    beta2: float, eps: float, step: Tensor, bias_correction: Any, decay: float, decoupled: bool, skip: Tensor,
+    beta2: float, eps: float, step: Tensor, bias_correction: Any, weight_decay: float, decoupled: bool, skip: Tensor,
     eps_inside_sqrt: bool = False,
 ) -> None:  # fmt: skip
     """Step by Adam (algorithm 1) or AdamW (algorithm 2), whose numbers are tensors on the parameters' device.
@@ -138,7 +231,7 @@ def adam_on_device_(
         eps: Added to the root of the second average.
         step: The number of this step, from 1, an integer.
         bias_correction: Whether the averages are divided by ``1 - beta ** step``.
-        decay: The weight decay.
+        weight_decay: The weight decay.
         decoupled: Whether the decay is AdamW's. If not, it is added to the gradient.
         skip: A bool. Where it is true nothing changes, whatever the gradients are.
         eps_inside_sqrt: Whether ``eps`` is added under the root.
@@ -154,8 +247,8 @@ def adam_on_device_(
         bias = -torch.expm1(step.float() * (math.log(beta) if beta else -math.inf))
         return list(torch._foreach_div(averages, or_else(1.0, bias)))
 
-    if decay and not decoupled:
-        grads = list(torch._foreach_add(grads, values, alpha=decay))
+    if weight_decay and not decoupled:
+        grads = list(torch._foreach_add(grads, values, alpha=weight_decay))
     # A product with 0 would be nan where a gradient is inf or nan.
     grads = [grad.masked_fill(skip, 0.0) for grad in grads]
     torch._foreach_mul_(firsts, or_else(1.0, beta1))
@@ -173,8 +266,8 @@ def adam_on_device_(
         torch._foreach_add_(roots, small)
     updates = corrected(firsts, beta1)
     torch._foreach_div_(updates, roots)
-    if decay and decoupled:
-        torch._foreach_add_(updates, values, alpha=decay)
+    if weight_decay and decoupled:
+        torch._foreach_add_(updates, values, alpha=weight_decay)
     torch._foreach_mul_(updates, or_else(0.0, -lr))
     torch._foreach_add_(values, updates)
 
@@ -191,22 +284,22 @@ def trust_(updates: list[Tensor], value_norms: Sequence[Tensor], update_norms: S
     torch._foreach_mul_(updates, ratios)
 
 
-def adagrad_(
-    values: list[Tensor], grads: list[Tensor], sums: list[Tensor], *, lr: float, eps: float, decay: float,
+def _adagrad_(
+    values: list[Tensor], grads: list[Tensor], sums: list[Tensor], *, lr: float, eps: float, weight_decay: float,
     decoupled: bool,
 ) -> None:  # fmt: skip
     """Set ``s += g * g`` and ``w -= lr * g / (sqrt(s) + eps)`` (Adagrad, figure 1, diagonal matrices).
 
     The decay is no part of the paper: it is decoupled, as AdamW's, or added to the gradient.
     """
-    if decay and not decoupled:
-        grads = list(torch._foreach_add(grads, values, alpha=decay))
+    if weight_decay and not decoupled:
+        grads = list(torch._foreach_add(grads, values, alpha=weight_decay))
     torch._foreach_addcmul_(sums, grads, grads, 1.0)
     roots = torch._foreach_sqrt(sums)
     torch._foreach_add_(roots, eps)
     updates = list(torch._foreach_div(grads, roots))
-    if decay and decoupled:
-        torch._foreach_add_(updates, values, alpha=decay)
+    if weight_decay and decoupled:
+        torch._foreach_add_(updates, values, alpha=weight_decay)
     torch._foreach_add_(values, updates, alpha=-lr)
 
 
@@ -260,3 +353,9 @@ def novograd_(
         torch._foreach_div_(updates, scales)
         torch._foreach_add_(updates, values, alpha=decay)
     torch._foreach_add_(values, updates, alpha=-lr)
+
+
+ADAM = Rule(_adam_, ("exp_avg", "exp_avg_sq"), "adam_", _fused_adam_)
+SGD = Rule(_sgd_, ("momentum_buffer",), "sgd_", _fused_sgd_)
+LAMB = Rule(_lamb_, ("exp_avg", "exp_avg_sq"), "lamb_")
+ADAGRAD = Rule(_adagrad_, ("sum",))

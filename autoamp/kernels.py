@@ -94,7 +94,7 @@ def attempt(kernel: Callable[..., None], *args: Any, **kwargs: Any) -> bool:
 
 
 def by_kind(
-    name: str, *lists: Sequence[Tensor]
+    name: str | None, *lists: Sequence[Tensor]
 ) -> Iterator[tuple[Callable[..., Any] | None, tuple[list[Tensor], ...]]]:
     """Yield parallel lists of tensors, sorted by what a kernel takes at once: of one device, and each of one dtype.
 
@@ -105,5 +105,5 @@ def by_kind(
     for row in zip(*lists, strict=True):
         kinds.setdefault((row[0].device, *[tensor.dtype for tensor in row]), []).append(row)
     for (device, *dtypes), rows in kinds.items():
-        kernel = find(name, device.type) if all(dtype in _TAKEN for dtype in dtypes) else None
+        kernel = find(name, device.type) if name and all(dtype in _TAKEN for dtype in dtypes) else None
         yield kernel, tuple(list(column) for column in zip(*rows, strict=True))

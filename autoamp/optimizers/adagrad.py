@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoamp.formulas import adagrad_
-from autoamp.optimizers.groups import FusedOptimizer, write_back
-from autoamp.scaling import widened
+from autoamp.formulas import ADAGRAD
+from autoamp.optimizers.groups import FusedOptimizer
 
 __all__ = ["FusedAdagrad"]
 
@@ -25,26 +24,18 @@ class FusedAdagrad(FusedOptimizer):
         adagrad_w_mode: Whether the decay is decoupled, as in AdamW. If not, it is added to the gradient.
     """
 
+    _rule = ADAGRAD
     _options = (*FusedOptimizer._options, "adagrad_w_mode")
 
     def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-2,
-        eps: float = 1e-10,
-        weight_decay: float = 0.0,
-        set_grad_none: bool = True,
-        adagrad_w_mode: bool = False,
-    ) -> None:
+        self, params: Any, lr: float = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0,
+        set_grad_none: bool = True, adagrad_w_mode: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay}, set_grad_none=set_grad_none)
         self.adagrad_w_mode = bool(adagrad_w_mode)
 
-    def _step(self) -> None:
-        for group in self.param_groups:
-            for params, grads, sums in self._parts(group, "sum"):
-                values = widened(params)
-                adagrad_(
-                    values, grads, sums, lr=float(group["lr"]), eps=group["eps"], decay=group["weight_decay"],
-                    decoupled=self.adagrad_w_mode,
-                )  # fmt: skip
-                write_back(params, values)
+    def _numbers(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "lr": float(group["lr"]), "eps": group["eps"], "weight_decay": group["weight_decay"],
+            "decoupled": self.adagrad_w_mode,
+        }  # fmt: skip

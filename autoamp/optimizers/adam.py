@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autoamp import kernels
 from autoamp.errors import UsageError
-from autoamp.formulas import adam_on_device_, adam_updates, average_, corrections, fused_adam_
-from autoamp.optimizers.groups import FusedOptimizer, require, scaling_of, wide_copy, write_back
+from autoamp.formulas import ADAM, adam_on_device_
+from autoamp.optimizers.groups import FusedOptimizer, in_parts, require, scaling_of, wide_copy, write_back
 from autoamp.scaling import widened
 
 __all__ = ["FusedAdam"]
@@ -45,7 +44,7 @@ class FusedAdam(FusedOptimizer):
         UsageError: ``amsgrad=True``; or ``capturable=True`` and a group has parameters on several devices.
     """
 
-    _kernel = "adam_"
+    _rule = ADAM
     _options = (*FusedOptimizer._options, "adam_w_mode", "master_weights", "capturable", "_eps_inside_sqrt")
     # Whether eps is added under the root of the second average. A subclass may set it.
     _eps_inside_sqrt = False
@@ -53,19 +52,10 @@ class FusedAdam(FusedOptimizer):
     capturable = False
 
     def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        adam_w_mode: bool = True,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        set_grad_none: bool = True,
-        capturable: bool = False,
-        master_weights: bool = False,
-    ) -> None:
+        self, params: Any, lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8, adam_w_mode: bool = True, weight_decay: float = 0.0, amsgrad: bool = False,
+        set_grad_none: bool = True, capturable: bool = False, master_weights: bool = False,
+    ) -> None:  # fmt: skip
         require(not amsgrad, "FusedAdam: amsgrad=True is not supported; use torch.optim.AdamW(amsgrad=True)")
         self.capturable = capturable
         self.master_weights = master_weights
@@ -135,56 +125,23 @@ class FusedAdam(FusedOptimizer):
         return loss
 
     def _step(self) -> None:
+        if not self.capturable:
+            return super()._step()
         for group in self.param_groups:
-            if self.capturable:
-                self._step_on_device(group)
-            else:
-                self._step_group(group)
+            self._step_on_device(group)
 
-    def _step_group(self, group: dict[str, Any]) -> None:
-        group["step"] = group.get("step", 0) + 1
-        by_kernel = functools.partial(self._by_kernel, group, float(group["lr"]), None)
-        for part in self._parts(group, "exp_avg", "exp_avg_sq", by_kernel=by_kernel):
-            self._step_part(group, *part)
+    def _numbers(self, group: dict[str, Any]) -> dict[str, Any]:
+        if not self.capturable:
+            group["step"] = group.get("step", 0) + 1
+        return {
+            "lr": group["lr"] if self.capturable else float(group["lr"]), "beta1": group["betas"][0],
+            "beta2": group["betas"][1], "eps": group["eps"], "weight_decay": group["weight_decay"],
+            "step": group["step"], "decoupled": self.adam_w_mode, "bias_correction": bool(group["bias_correction"]),
+            "eps_inside_sqrt": self._eps_inside_sqrt,
+        }  # fmt: skip
 
-    def _by_kernel(
-        self, group: dict[str, Any], lr: float | Tensor, found_inf: Tensor | None, kernel: Any, params: list[Tensor],
-        grads: list[Tensor], firsts: list[Tensor], seconds: list[Tensor],
-    ) -> bool:  # fmt: skip
-        halves = None
-        if self.master_weights:
-            if params[0].dtype is torch.float32:
-                return False
-            params, halves = self._masters(params), params
-        return kernels.attempt(
-            kernel, params, grads, firsts, seconds, lr=lr, beta1=group["betas"][0], beta2=group["betas"][1],
-            eps=group["eps"], weight_decay=group["weight_decay"], step=group["step"], halves=halves,
-            found_inf=found_inf, decoupled=self.adam_w_mode, bias_correction=bool(group["bias_correction"]),
-            eps_inside_sqrt=self._eps_inside_sqrt,
-        )  # fmt: skip
-
-    def _step_part(
-        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], firsts: list[Tensor],
-        seconds: list[Tensor],
-    ) -> None:  # fmt: skip
-        (beta1, beta2), decay = group["betas"], group["weight_decay"]
-        values = self._values(params)
-        is_torchs = group["bias_correction"] and not self._eps_inside_sqrt
-        if is_torchs and fused_adam_(
-            values, grads, firsts, seconds, lr=float(group["lr"]), beta1=beta1, beta2=beta2, eps=group["eps"],
-            step=group["step"], decay=decay, decoupled=self.adam_w_mode,
-        ):  # fmt: skip
-            write_back(params, values)
-            return
-        if decay and not self.adam_w_mode:
-            grads = list(torch._foreach_add(grads, values, alpha=decay))
-        average_(grads, firsts, seconds, beta1, 1.0 - beta1, beta2)
-        biases = corrections(beta1, beta2, group["step"], group["bias_correction"])
-        updates = adam_updates(firsts, seconds, biases, group["eps"], eps_inside_sqrt=self._eps_inside_sqrt)
-        if decay and self.adam_w_mode:
-            torch._foreach_add_(updates, values, alpha=decay)
-        torch._foreach_add_(values, updates, alpha=-float(group["lr"]))
-        write_back(params, values)
+    def _left_by_kernel(self, lists: Sequence[list[Tensor]], numbers: dict[str, Any]) -> Sequence[list[Tensor]]:
+        return self._rule.step_by_kernel(lists, self._masters if self.master_weights else None, **numbers)
 
     def _step_on_device(self, group: dict[str, Any]) -> None:
         if not group["params"]:
@@ -195,15 +152,13 @@ class FusedAdam(FusedOptimizer):
         if found_inf is not None:
             skip = found_inf.to(device, non_blocking=True).reshape(()) > 0
         group["step"] += (~skip).to(group["step"].dtype)
-        by_kernel = functools.partial(self._by_kernel, group, group["lr"], skip.to(torch.float32))
-        for params, grads, firsts, seconds in self._parts(group, "exp_avg", "exp_avg_sq", by_kernel=by_kernel):
+        numbers = self._numbers(group)
+        lists = self._tensors(group, *self._rule.states)
+        for params, grads, *states in in_parts(
+            *self._left_by_kernel(lists, {**numbers, "found_inf": skip.to(torch.float32)})
+        ):
             values = self._values(params)
-            adam_on_device_(
-                values, grads, firsts, seconds, lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1],
-                eps=group["eps"], step=group["step"], bias_correction=group["bias_correction"],
-                decay=group["weight_decay"], decoupled=self.adam_w_mode, skip=skip,
-                eps_inside_sqrt=self._eps_inside_sqrt,
-            )  # fmt: skip
+            adam_on_device_(values, widened(grads), *states, skip=skip, **numbers)
             write_back(params, values)
 
     def _prepared(self, group: dict[str, Any], grads: list[Tensor]) -> list[Tensor]:

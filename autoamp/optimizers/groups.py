@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from autoamp import kernels
 from autoamp.errors import UsageError
+from autoamp.formulas import Rule
 from autoamp.scaling import widened
 
 __all__ = ["FusedOptimizer", "in_parts", "require", "scaling_of", "wide_copy", "write_back"]
@@ -32,8 +32,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     computes_in_fp32 = True
 
-    # The name of the kernel that may step in place of torch's functions.
-    _kernel = ""
+    # How it steps.
+    _rule: Rule
     # The attributes that copies and pickles have, besides groups, state and defaults.
     _options: tuple[str, ...] = ("set_grad_none",)
 
@@ -66,7 +66,29 @@ class FusedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step(self) -> None:
+        for group in self.param_groups:
+            self._step_lists(self._tensors(group, *self._rule.states), **self._numbers(group))
+
+    def _numbers(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Return the keywords that the rule takes for a group, and count its step, where steps are counted."""
         raise NotImplementedError
+
+    def _step_lists(self, lists: Sequence[list[Tensor]], **numbers: Any) -> None:
+        """Step parameters, given their gradients and states: by the kernel, torch's fused operator or the formula."""
+        for params, grads, *states in in_parts(*self._left_by_kernel(lists, numbers)):
+            values, wide_grads = self._values(params), widened(grads)
+            fused = self._rule.fused
+            if fused is None or not fused(values, wide_grads, *states, **numbers):
+                self._rule.formula(values, wide_grads, *states, **numbers)
+            write_back(params, values)
+
+    def _left_by_kernel(self, lists: Sequence[list[Tensor]], numbers: dict[str, Any]) -> Sequence[list[Tensor]]:
+        """Step by the kernel what it takes, and return the rest."""
+        return self._rule.step_by_kernel(lists, **numbers)
+
+    def _values(self, params: list[Tensor]) -> list[Tensor]:
+        """Return what is stepped: the parameters, with fp32 copies of half ones."""
+        return widened(params)
 
     def _tensors(self, group: dict[str, Any], *names: str) -> tuple[list[Tensor], ...]:
         """Return the group's parameters with gradients, these gradients, and for each name the states under it.
@@ -83,33 +105,6 @@ class FusedOptimizer(torch.optim.Optimizer):
                     self.state[param][name] = torch.zeros_like(param, dtype=_wide(param))
         grads = self._prepared(group, [grad for _, grad in found])
         return params, grads, *([self.state[param][name] for param in params] for name in names)
-
-    def _parts(
-        self, group: dict[str, Any], *names: str, by_kernel: Callable[..., bool] | None = None
-    ) -> Iterator[tuple[list[Tensor], ...]]:
-        """Yield what `_tensors` returns, part by part as `in_parts` does, but for what a compiled kernel has stepped.
-
-        Args:
-            group: The group.
-            names: The names of states.
-            by_kernel: Called with the kernel of this optimizer and all lists; tells whether that was the step.
-        """
-        tensors = self._tensors(group, *names)
-        return self._in_parts(*(tensors if by_kernel is None else self._left_by(by_kernel, *tensors)))
-
-    def _in_parts(self, *tensors: list[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
-        """Yield parameters, their gradients in fp32 or fp64 and their states as `in_parts` does."""
-        for params, grads, *states in in_parts(*tensors):
-            yield params, widened(grads), *states
-
-    def _left_by(self, by_kernel: Callable[..., bool], *tensors: list[Tensor]) -> tuple[list[Tensor], ...]:
-        """Step what a kernel takes, and return the lists of what it does not."""
-        left: list[list[Tensor]] = [[] for _ in tensors]
-        for kernel, lists in kernels.by_kind(self._kernel, *tensors):
-            if kernel is None or not by_kernel(kernel, *lists):
-                for whole, some in zip(left, lists, strict=True):
-                    whole += some
-        return tuple(left)
 
     def _gradient(self, param: Tensor) -> Tensor | None:
         """Return the gradient of a parameter, None where it has none."""

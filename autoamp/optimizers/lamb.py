@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from autoamp import kernels
-from autoamp.formulas import adam_updates, average_, corrections, trust_
-from autoamp.optimizers.groups import FusedOptimizer, require, write_back
-from autoamp.scaling import total_norm, widened
+from autoamp.formulas import LAMB
+from autoamp.optimizers.groups import FusedOptimizer, require
+from autoamp.scaling import total_norm
 
 __all__ = ["FusedLAMB"]
 
@@ -40,24 +35,14 @@ class FusedLAMB(FusedOptimizer):
         UsageError: ``amsgrad=True``.
     """
 
-    _kernel = "lamb_"
+    _rule = LAMB
     _options = (*FusedOptimizer._options, "adam_w_mode", "use_nvlamb")
 
     def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.01,
-        amsgrad: bool = False,
-        adam_w_mode: bool = True,
-        grad_averaging: bool = True,
-        set_grad_none: bool = True,
-        max_grad_norm: float = 1.0,
-        use_nvlamb: bool = False,
-    ) -> None:
+        self, params: Any, lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6, weight_decay: float = 0.01, amsgrad: bool = False, adam_w_mode: bool = True,
+        grad_averaging: bool = True, set_grad_none: bool = True, max_grad_norm: float = 1.0, use_nvlamb: bool = False,
+    ) -> None:  # fmt: skip
         require(not amsgrad, "FusedLAMB: amsgrad=True is not supported; leave it False")
         defaults = {
             "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay,
@@ -68,55 +53,19 @@ class FusedLAMB(FusedOptimizer):
         self.use_nvlamb = use_nvlamb
 
     def _step(self) -> None:
-        taken = [self._tensors(group, "exp_avg", "exp_avg_sq") for group in self.param_groups]
+        taken = [self._tensors(group, *self._rule.states) for group in self.param_groups]
         every = [grad for _, grads, _, _ in taken for grad in grads]
         if not every:
             return
         total = total_norm(every)
-        for group, tensors in zip(self.param_groups, taken, strict=True):
-            group["step"] = group.get("step", 0) + 1
-            by_kernel = functools.partial(self._by_kernel, group, total)
-            for params, grads, firsts, seconds in self._in_parts(*self._left_by(by_kernel, *tensors)):
-                limit = group["max_grad_norm"]
-                if limit:
-                    # Not `limit / total`, which for gradients that are all 0 is a division by 0.
-                    excess = torch.clamp(total / limit, min=1.0)
-                    grads = list(torch._foreach_div(grads, [excess.to(grad) for grad in grads]))
-                self._step_part(group, params, grads, firsts, seconds)
+        for group, lists in zip(self.param_groups, taken, strict=True):
+            self._step_lists(lists, **self._numbers(group), global_norm=total)
 
-    def _by_kernel(
-        self, group: dict[str, Any], total: Tensor, kernel: Any, params: list[Tensor], grads: list[Tensor],
-        firsts: list[Tensor], seconds: list[Tensor],
-    ) -> bool:  # fmt: skip
-        if type(self) is not FusedLAMB:
-            # A class derived from this one may step copies.
-            return False
-        return kernels.attempt(
-            kernel, params, grads, firsts, seconds, lr=float(group["lr"]), beta1=group["betas"][0],
-            beta2=group["betas"][1], eps=group["eps"], weight_decay=group["weight_decay"], step=group["step"],
-            decoupled=self.adam_w_mode, bias_correction=bool(group["bias_correction"]),
-            grad_averaging=bool(group["grad_averaging"]), always_adapt=self.use_nvlamb, global_norm=total,
-            max_norm=float(group["max_grad_norm"] or 0.0),
-        )  # fmt: skip
-
-    def _values(self, params: list[Tensor]) -> list[Tensor]:
-        """Return what is stepped: the parameters, with fp32 copies of half ones."""
-        return widened(params)
-
-    def _step_part(
-        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], firsts: list[Tensor],
-        seconds: list[Tensor],
-    ) -> None:  # fmt: skip
-        (beta1, beta2), decay = group["betas"], group["weight_decay"]
-        values = self._values(params)
-        if decay and not self.adam_w_mode:
-            grads = list(torch._foreach_add(grads, values, alpha=decay))
-        average_(grads, firsts, seconds, beta1, 1.0 - beta1 if group["grad_averaging"] else 1.0, beta2)
-        biases = corrections(beta1, beta2, group["step"], group["bias_correction"])
-        updates = adam_updates(firsts, seconds, biases, group["eps"], eps_inside_sqrt=False)
-        if decay and self.adam_w_mode:
-            torch._foreach_add_(updates, values, alpha=decay)
-        if decay or self.use_nvlamb:
-            trust_(updates, torch._foreach_norm(values), torch._foreach_norm(updates))
-        torch._foreach_add_(values, updates, alpha=-float(group["lr"]))
-        write_back(params, values)
+    def _numbers(self, group: dict[str, Any]) -> dict[str, Any]:
+        group["step"] = group.get("step", 0) + 1
+        return {
+            "lr": float(group["lr"]), "beta1": group["betas"][0], "beta2": group["betas"][1], "eps": group["eps"],
+            "weight_decay": group["weight_decay"], "step": group["step"], "decoupled": self.adam_w_mode,
+            "bias_correction": bool(group["bias_correction"]), "grad_averaging": bool(group["grad_averaging"]),
+            "always_adapt": bool(self.use_nvlamb), "max_norm": float(group["max_grad_norm"] or 0.0),
+        }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,21 +49,11 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     _inverse_scale: Tensor | None = None
 
     def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        step: int = 0,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.01,
-        amsgrad: bool = False,
-        adam_w_mode: bool = True,
-        grad_averaging: bool = True,
-        max_grad_norm: float = 1.0,
-        use_nvlamb: bool = False,
-        reduced_precision_dtype: torch.dtype | None = None,
-    ) -> None:
+        self, params: Any, lr: float = 1e-3, step: int = 0, bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-6, weight_decay: float = 0.01,
+        amsgrad: bool = False, adam_w_mode: bool = True, grad_averaging: bool = True, max_grad_norm: float = 1.0,
+        use_nvlamb: bool = False, reduced_precision_dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(
             params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode, grad_averaging,
             max_grad_norm=max_grad_norm, use_nvlamb=use_nvlamb,
@@ -101,6 +92,10 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     def _prepared(self, group: dict[str, Any], grads: list[Tensor]) -> list[Tensor]:
         inverse = self._inverse_scale
         return grads if inverse is None else [grad * inverse.to(grad) for grad in widened(grads)]
+
+    def _left_by_kernel(self, lists: Sequence[list[Tensor]], numbers: dict[str, Any]) -> Sequence[list[Tensor]]:
+        # It may step copies, of which a kernel knows nothing.
+        return lists
 
     def _values(self, params: list[Tensor]) -> list[Tensor]:
         reduced = [param for param in params if param.dtype is self.reduced_precision_dtype]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from autoamp.formulas import blended_norms, corrections, gradient_norms, novograd_
-from autoamp.optimizers.groups import FusedOptimizer, require, write_back
+from autoamp.optimizers.groups import FusedOptimizer, in_parts, require, write_back
 from autoamp.scaling import widened
 
 __all__ = ["FusedNovoGrad"]
@@ -46,20 +46,10 @@ class FusedNovoGrad(FusedOptimizer):
     _options = (*FusedOptimizer._options, "reg_inside_moment")
 
     def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        reg_inside_moment: bool = False,
-        grad_averaging: bool = True,
-        norm_type: int = 2,
-        init_zero: bool = False,
-        set_grad_none: bool = True,
-    ) -> None:
+        self, params: Any, lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8, weight_decay: float = 0.0, amsgrad: bool = False, reg_inside_moment: bool = False,
+        grad_averaging: bool = True, norm_type: int = 2, init_zero: bool = False, set_grad_none: bool = True,
+    ) -> None:  # fmt: skip
         require(not amsgrad, "FusedNovoGrad: amsgrad=True is not supported; leave it False")
         require(norm_type in (0, 2), f"FusedNovoGrad: norm_type={norm_type!r} is unknown; choose 2, or 0 for inf")
         defaults = {
@@ -73,8 +63,8 @@ class FusedNovoGrad(FusedOptimizer):
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             beta1, beta2 = group["betas"]
-            for params, grads, firsts in self._parts(group, "exp_avg"):
-                values = widened(params)
+            for params, given, firsts in in_parts(*self._tensors(group, "exp_avg")):
+                values, grads = widened(params), widened(given)
                 novograd_(
                     values, grads, firsts, self._norms(group, params, grads), lr=float(group["lr"]), beta1=beta1,
                     weight=1.0 - beta1 if group["grad_averaging"] else 1.0, eps=group["eps"],

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import required
 
-from autoamp import kernels
-from autoamp.formulas import fused_sgd_
-from autoamp.optimizers.groups import FusedOptimizer, require, write_back
+from autoamp.formulas import SGD
+from autoamp.optimizers.groups import FusedOptimizer, require
 from autoamp.scaling import widened
 
 __all__ = ["FusedSGD"]
@@ -44,7 +42,7 @@ class FusedSGD(FusedOptimizer):
             ``lr``, ``momentum`` or ``weight_decay``.
     """
 
-    _kernel = "sgd_"
+    _rule = SGD
     _options = (*FusedOptimizer._options, "wd_after_momentum", "materialize_master_grads")
     # Class attributes are defaults for optimizers that were pickled before the attributes existed. The first two are
     # not in `_options`: a copy has no gradients, so there is nothing to divide.
@@ -100,54 +98,25 @@ class FusedSGD(FusedOptimizer):
             return grads
         return list(torch._foreach_mul(widened(grads), 1.0 / self.most_recent_scale))
 
+    def _numbers(self, group: dict[str, Any]) -> dict[str, Any]:
+        names = ("momentum", "dampening", "weight_decay", "nesterov")
+        numbers = {name: group[name] for name in names}
+        return {**numbers, "lr": float(group["lr"]), "decay_after_momentum": self.wd_after_momentum}
+
     def _step(self) -> None:
         for group in self.param_groups:
-            for params, grads in self._parts(group, by_kernel=functools.partial(self._by_kernel, group)):
-                self._step_part(group, params, grads)
-
-    def _by_kernel(
-        self, group: dict[str, Any], kernel: Any, params: list[Tensor], grads: list[Tensor],
-    ) -> bool:  # fmt: skip
-        buffers = [self.state[param].get("momentum_buffer") for param in params] if group["momentum"] else None
-        if buffers is not None and any(buffer is None for buffer in buffers):
-            # The first gradients become the velocities.
-            return False
-        return kernels.attempt(
-            kernel, params, grads, buffers, lr=float(group["lr"]), momentum=group["momentum"],
-            dampening=group["dampening"], weight_decay=group["weight_decay"], nesterov=group["nesterov"],
-            decay_after_momentum=self.wd_after_momentum,
-        )  # fmt: skip
-
-    def _step_part(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
-        values, decay = widened(params), group["weight_decay"]
-        buffers = [self.state[param].get("momentum_buffer") for param in params] if group["momentum"] else []
-        is_torchs = not (decay and self.wd_after_momentum) and all(buffer is not None for buffer in buffers)
-        if is_torchs and fused_sgd_(
-            values, grads, buffers, lr=float(group["lr"]), momentum=group["momentum"], dampening=group["dampening"],
-            decay=decay, nesterov=group["nesterov"],
-        ):  # fmt: skip
-            write_back(params, values)
-            return
-        if decay and not self.wd_after_momentum:
-            grads = list(torch._foreach_add(grads, values, alpha=decay))
-        updates = self._with_momentum(group, params, grads) if group["momentum"] else grads
-        if decay and self.wd_after_momentum:
-            updates = list(torch._foreach_add(updates, values, alpha=decay))
-        torch._foreach_add_(values, updates, alpha=-float(group["lr"]))
-        write_back(params, values)
-
-    def _with_momentum(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
-        momentum = group["momentum"]
-        # The first gradient is the first velocity, without dampening.
-        fresh = [(param, grad) for param, grad in zip(params, grads, strict=True)
-                 if self.state[param].get("momentum_buffer") is None]  # fmt: skip
-        new = {id(param) for param, _ in fresh}
-        going = [(param, grad) for param, grad in zip(params, grads, strict=True) if id(param) not in new]
-        for param, grad in fresh:
-            self.state[param]["momentum_buffer"] = grad.clone()
-        if going:
-            velocities = [self.state[param]["momentum_buffer"] for param, _ in going]
-            torch._foreach_mul_(velocities, momentum)
-            torch._foreach_add_(velocities, [grad for _, grad in going], alpha=1.0 - group["dampening"])
-        buffers = [self.state[param]["momentum_buffer"] for param in params]
-        return list(torch._foreach_add(grads, buffers, alpha=momentum)) if group["nesterov"] else buffers
+            numbers, (params, grads) = self._numbers(group), self._tensors(group)
+            if not group["momentum"]:
+                self._step_lists((params, grads), **numbers)
+                continue
+            is_new = [self.state[param].get("momentum_buffer") is None for param in params]
+            # The first gradient is the first velocity, without dampening.
+            for first in (True, False):
+                chosen = [place for place, one in enumerate(is_new) if one is first]
+                lists = [params[place] for place in chosen], [grads[place] for place in chosen]
+                for param, grad in zip(*lists, strict=True):
+                    if first:
+                        dtype = torch.float64 if param.dtype is torch.float64 else torch.float32
+                        self.state[param]["momentum_buffer"] = torch.empty_like(grad, dtype=dtype)
+                buffers = [self.state[param]["momentum_buffer"] for param in lists[0]]
+                self._step_lists((*lists, buffers), **numbers, first=first)

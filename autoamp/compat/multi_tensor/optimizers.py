@@ -13,33 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoamp import kernels
+from autoamp import formulas, kernels
 from autoamp.compat.multi_tensor.tensor_lists import TensorLists, checked, store, wide
 from autoamp.errors import UsageError
-from autoamp.formulas import (
-    adagrad_,
-    adam_on_device_,
-    adam_updates,
-    average_,
-    blended_norms,
-    corrections,
-    gradient_norms,
-    novograd_,
-    trust_,
-)
 
 __all__ = [
-    "multi_tensor_adagrad",
-    "multi_tensor_adam",
-    "multi_tensor_adam_capturable",
-    "multi_tensor_adam_capturable_master",
-    "multi_tensor_lamb",
-    "multi_tensor_lamb_mp",
-    "multi_tensor_lamb_stage1",
-    "multi_tensor_lamb_stage2",
-    "multi_tensor_novograd",
-    "multi_tensor_sgd",
-]
+    "multi_tensor_adagrad", "multi_tensor_adam", "multi_tensor_adam_capturable",
+    "multi_tensor_adam_capturable_master", "multi_tensor_lamb", "multi_tensor_lamb_mp", "multi_tensor_lamb_stage1",
+    "multi_tensor_lamb_stage2", "multi_tensor_novograd", "multi_tensor_sgd",
+]  # fmt: skip
 
 
 @torch.no_grad()
@@ -67,35 +49,12 @@ def multi_tensor_sgd(
     """
     names = ("grads", "params", "momentums", "copies")
     lists = checked("multi_tensor_sgd", tensor_lists, *names[: 4 if len(tensor_lists) == 4 else 3])
-    if lists[0] and _stepped_by_kernel(
-        noop_flag, lists, "sgd_", lists[1], lists[0], lists[2] if momentum else None, lr=lr, momentum=momentum,
-        dampening=dampening, weight_decay=wd, nesterov=bool(nesterov and momentum), first=bool(first_run),
-        decay_after_momentum=bool(wd_after_momentum), halves=lists[3] if len(lists) == 4 else None, inv_scale=scale,
-    ):  # fmt: skip
-        return
-    grads, params, momentums = (wide(tensors) for tensors in lists[:3])
-    if _nothing_to_do(noop_flag, grads):
-        return
-    updates = list(torch._foreach_mul(grads, scale))
-    if wd and not wd_after_momentum:
-        torch._foreach_add_(updates, params, alpha=wd)
-    if momentum:
-        if first_run:
-            torch._foreach_copy_(momentums, updates)
-        else:
-            torch._foreach_mul_(momentums, momentum)
-            torch._foreach_add_(momentums, updates, alpha=1.0 - dampening)
-        if nesterov:
-            torch._foreach_add_(updates, momentums, alpha=momentum)
-        else:
-            torch._foreach_copy_(updates, momentums)
-        store(lists[2], momentums)
-    if wd and wd_after_momentum:
-        torch._foreach_add_(updates, params, alpha=wd)
-    torch._foreach_add_(params, updates, alpha=-lr)
-    store(lists[1], params)
-    if len(lists) == 4:
-        store(lists[3], params)
+    copies, velocities = lists[3] if len(lists) == 4 else None, [lists[2]] if momentum else []
+    _step(
+        formulas.SGD, noop_flag, [lists[1], lists[0], *velocities], copies, lr=lr, momentum=momentum,
+        dampening=dampening, weight_decay=wd, nesterov=bool(nesterov and momentum),
+        first=bool(first_run), decay_after_momentum=bool(wd_after_momentum), inv_scale=scale,
+    )  # fmt: skip
 
 
 @torch.no_grad()
@@ -123,23 +82,10 @@ def multi_tensor_adam(
     """
     lists = checked("multi_tensor_adam", tensor_lists, "grads", "params", "exp_avgs", "exp_avg_sqs")
     _check_mode("multi_tensor_adam", mode)
-    if lists[0] and _stepped_by_kernel(
-        noop_flag, lists, "adam_", lists[1], lists[0], *lists[2:], lr=lr, beta1=beta1, beta2=beta2, eps=epsilon,
+    _step(
+        formulas.ADAM, noop_flag, [lists[1], lists[0], *lists[2:]], lr=lr, beta1=beta1, beta2=beta2, eps=epsilon,
         step=step, decoupled=mode == 1, bias_correction=bool(bias_correction), weight_decay=weight_decay,
-    ):  # fmt: skip
-        return
-    grads, params, firsts, seconds = (wide(tensors) for tensors in lists)
-    if _nothing_to_do(noop_flag, grads):
-        return
-    if weight_decay and mode == 0:
-        grads = list(torch._foreach_add(grads, params, alpha=weight_decay))
-    average_(grads, firsts, seconds, beta1, 1.0 - beta1, beta2)
-    updates = _updates(firsts, seconds, corrections(beta1, beta2, step, bias_correction), epsilon)
-    if weight_decay and mode == 1:
-        torch._foreach_add_(updates, params, alpha=weight_decay)
-    torch._foreach_add_(params, updates, alpha=-lr)
-    for tensors, values in zip(lists[1:], (params, firsts, seconds), strict=True):
-        store(tensors, values)
+    )  # fmt: skip
 
 
 @torch.no_grad()
@@ -206,9 +152,9 @@ def _adam_on_device(
     wide_grads = list(torch._foreach_mul(wide(grads), factor))
     # These are new tensors where the lists have half ones, which `store` copies them to below.
     values, first_values, second_values = wide(masters), wide(firsts), wide(seconds)
-    adam_on_device_(
+    formulas.adam_on_device_(
         values, wide_grads, first_values, second_values, lr=number, beta1=beta1, beta2=beta2, eps=epsilon, step=count,
-        bias_correction=bias_correction, decay=weight_decay, decoupled=mode == 1, skip=skip,
+        bias_correction=bias_correction, weight_decay=weight_decay, decoupled=mode == 1, skip=skip,
     )  # fmt: skip
     for tensors, new in zip((masters, firsts, seconds), (values, first_values, second_values), strict=True):
         store(tensors, new)
@@ -238,12 +184,10 @@ def multi_tensor_adagrad(
     """
     lists = checked("multi_tensor_adagrad", tensor_lists, "grads", "params", "sums")
     _check_mode("multi_tensor_adagrad", mode)
-    grads, params, sums = (wide(tensors) for tensors in lists)
-    if _nothing_to_do(noop_flag, grads):
-        return
-    adagrad_(params, grads, sums, lr=lr, eps=epsilon, decay=weight_decay, decoupled=mode == 1)
-    store(lists[1], params)
-    store(lists[2], sums)
+    _step(
+        formulas.ADAGRAD, noop_flag, [lists[1], lists[0], lists[2]], lr=lr, eps=epsilon, weight_decay=weight_decay,
+        decoupled=mode == 1,
+    )  # fmt: skip
 
 
 @torch.no_grad()
@@ -280,11 +224,11 @@ def multi_tensor_novograd(
     grads, params, firsts = (wide(tensors) for tensors in lists)
     if _nothing_to_do(noop_flag, grads):
         return
-    new = torch.stack([norm.to(grad_norms) for norm in gradient_norms(grads, norm_type)])
-    grad_norms.copy_(blended_norms(grad_norms, new, beta2, norm_type))
-    novograd_(
+    new = torch.stack([norm.to(grad_norms) for norm in formulas.gradient_norms(grads, norm_type)])
+    grad_norms.copy_(formulas.blended_norms(grad_norms, new, beta2, norm_type))
+    formulas.novograd_(
         params, grads, firsts, list(grad_norms.unbind()), lr=lr, beta1=beta1,
-        weight=1.0 - beta1 if grad_averaging else 1.0, biases=corrections(beta1, beta2, step, bias_correction),
+        weight=1.0 - beta1 if grad_averaging else 1.0, biases=formulas.corrections(beta1, beta2, step, bias_correction),
         eps=epsilon, decay=weight_decay, inside=mode == 0,
     )  # fmt: skip
     store(lists[1], params)
@@ -321,28 +265,12 @@ def multi_tensor_lamb(
     """
     lists = checked("multi_tensor_lamb", tensor_lists, "grads", "params", "exp_avgs", "exp_avg_sqs")
     _check_mode("multi_tensor_lamb", mode)
-    if lists[0] and _stepped_by_kernel(
-        noop_flag, lists, "lamb_", lists[1], lists[0], *lists[2:], lr=lr, beta1=beta1, beta2=beta2, eps=epsilon,
+    _step(
+        formulas.LAMB, noop_flag, [lists[1], lists[0], *lists[2:]], lr=lr, beta1=beta1, beta2=beta2, eps=epsilon,
         step=step, bias_correction=bool(bias_correction), weight_decay=weight_decay, decoupled=mode == 1,
         grad_averaging=bool(grad_averaging), always_adapt=bool(use_nvlamb), max_norm=max(0.0, max_grad_norm),
-        global_norm=_norm_for_kernel(global_grad_norm, lists[0][0]),
-    ):  # fmt: skip
-        return
-    grads, params, firsts, seconds = (wide(tensors) for tensors in lists)
-    if _nothing_to_do(noop_flag, grads):
-        return
-    grads = _clipped(grads, global_grad_norm, max_grad_norm)
-    if weight_decay and mode == 0:
-        torch._foreach_add_(grads, params, alpha=weight_decay)
-    average_(grads, firsts, seconds, beta1, 1.0 - beta1 if grad_averaging else 1.0, beta2)
-    updates = _updates(firsts, seconds, corrections(beta1, beta2, step, bias_correction), epsilon)
-    if weight_decay and mode == 1:
-        torch._foreach_add_(updates, params, alpha=weight_decay)
-    if weight_decay or use_nvlamb:
-        trust_(updates, torch._foreach_norm(params, 2), torch._foreach_norm(updates, 2))
-    torch._foreach_add_(params, updates, alpha=-lr)
-    for tensors, values in zip(lists[1:], (params, firsts, seconds), strict=True):
-        store(tensors, values)
+        global_norm=_norm(global_grad_norm, lists[0]),
+    )  # fmt: skip
 
 
 @torch.no_grad()
@@ -419,9 +347,9 @@ def multi_tensor_lamb_stage1(
     grads, params, firsts, seconds, _ = (wide(tensors) for tensors in lists)
     if _nothing_to_do(noop_flag, grads):
         return
-    grads = _clipped(grads, global_grad_norm, max_global_grad_norm)
-    average_(grads, firsts, seconds, beta1, 1.0 - beta1, beta2)
-    updates = _updates(firsts, seconds, corrections(beta1, beta2, step + 1, True), epsilon)
+    grads = formulas.clipped(grads, _norm(global_grad_norm, grads), max_global_grad_norm)
+    formulas.average_(grads, firsts, seconds, beta1, 1.0 - beta1, beta2)
+    updates = formulas.adam_updates(firsts, seconds, formulas.corrections(beta1, beta2, step + 1, True), epsilon)
     decays = [decay.to(param) for decay, param in zip(per_tensor_decay.unbind(), params, strict=True)]
     torch._foreach_add_(updates, torch._foreach_mul(params, decays))
     for tensors, values in zip(lists[2:], (firsts, seconds, updates), strict=True):
@@ -455,20 +383,33 @@ def multi_tensor_lamb_stage2(
         return
     updates = list(torch._foreach_mul(updates, lr))
     if weight_decay is None or weight_decay or use_nvlamb:
-        trust_(updates, per_tensor_param_norm.unbind(), per_tensor_update_norm.unbind())
+        formulas.trust_(updates, per_tensor_param_norm.unbind(), per_tensor_update_norm.unbind())
     torch._foreach_sub_(params, updates)
     store(lists[0], params)
 
 
-def _stepped_by_kernel(
-    noop_flag: Tensor, lists: list[list[Tensor]], name: str, *args: Any, **options: Any
-) -> bool:  # fmt: skip
-    """Step by a kernel, unless the flag is set, which is read on the device; tell whether a kernel took the lists."""
-    found = [kernel for kernel, _ in kernels.by_kind(name, *lists)]
-    if len(found) != 1 or found[0] is None:
-        return False
+def _step(
+    rule: formulas.Rule, noop_flag: Tensor, lists: list[list[Tensor]], copies: list[Tensor] | None = None,
+    **numbers: Any,
+) -> None:  # fmt: skip
+    """Step parameters, given their gradients and states, by a rule, unless the flag is set; set copies to them."""
+    if not lists[0]:
+        return
+    # A kernel reads the flag on the device.
     found_inf = noop_flag.to(lists[0][0].device, torch.float32, non_blocking=True).reshape(-1)
-    return kernels.attempt(found[0], *args, **options, found_inf=found_inf)
+    halves = {} if copies is None else {"halves": copies}
+    found = [kernel for kernel, _ in kernels.by_kind(rule.kernel, *lists, *halves.values())]
+    if len(found) == 1 and found[0] and kernels.attempt(found[0], *lists, **halves, **numbers, found_inf=found_inf):
+        return
+    if _nothing_to_do(noop_flag, lists[0]):
+        return
+    values = [wide(tensors) for tensors in lists]
+    rule.formula(*values, **numbers)
+    for place, (tensors, new) in enumerate(zip(lists, values, strict=True)):
+        if place != 1:
+            store(tensors, new)
+    if copies is not None:
+        store(copies, values[0])
 
 
 def _nothing_to_do(noop_flag: Tensor, tensors: list[Tensor]) -> bool:
@@ -480,21 +421,7 @@ def _check_mode(op: str, mode: int) -> None:
         raise UsageError(f"{op}: mode={mode!r} is unknown; choose 0 or 1")
 
 
-def _updates(firsts: list[Tensor], seconds: list[Tensor], biases: tuple[float, float], epsilon: float) -> list[Tensor]:
-    return adam_updates(firsts, seconds, biases, epsilon, eps_inside_sqrt=False)
-
-
-def _norm_for_kernel(norm: Tensor | float, like: Tensor) -> Tensor:
+def _norm(norm: Tensor | float, grads: list[Tensor]) -> Tensor:
     """Return a norm as one fp32 element; 0 for nan, which leaves the gradients as they are."""
-    one = torch.as_tensor(norm, dtype=torch.float32, device=like.device)
+    one = torch.as_tensor(norm, dtype=torch.float32, device=grads[0].device if grads else None).reshape(())
     return torch.nan_to_num(one, nan=0.0, posinf=float("inf"))
-
-
-def _clipped(grads: list[Tensor], norm: Tensor | float, limit: float) -> list[Tensor]:
-    """Return new tensors: gradients of this total norm, scaled down to a limit; one of 0 or less is no limit."""
-    if limit <= 0:
-        return [grad.clone() for grad in grads]
-    excess = torch.as_tensor(norm, dtype=torch.float32).reshape(()) / limit
-    # Not a clamp: a norm of nan leaves the gradients as they are.
-    factor = torch.where(excess > 1.0, excess, 1.0)
-    return list(torch._foreach_div(grads, [factor.to(grad) for grad in grads]))

@@ -17,19 +17,10 @@ from autoamp.errors import UsageError
 from autoamp.torch_private import update_scale_
 
 __all__ = [
-    "MultiTensorApply",
-    "checked",
-    "multi_tensor_applier",
-    "multi_tensor_axpby",
-    "multi_tensor_l2norm",
-    "multi_tensor_l2norm_mp",
-    "multi_tensor_l2norm_scale",
-    "multi_tensor_scale",
-    "multi_tensor_unscale_l2norm",
-    "store",
-    "update_scale_hysteresis",
-    "wide",
-]
+    "MultiTensorApply", "checked", "multi_tensor_applier", "multi_tensor_axpby", "multi_tensor_l2norm",
+    "multi_tensor_l2norm_mp", "multi_tensor_l2norm_scale", "multi_tensor_scale", "multi_tensor_unscale_l2norm",
+    "store", "update_scale_hysteresis", "wide",
+]  # fmt: skip
 
 TensorLists = Sequence[Sequence[Tensor]]
 
