@@ -1,4 +1,4 @@
-"""Builds autoamp with its list sets inside; all metadata and settings are in setup.cfg.
+"""Builds autoamp with its list sets and `autoamp.pth` inside; all metadata and settings are in setup.cfg.
 
 The lists lie at the top of the tree, where people look for them, and a wheel has them as the package `autoamp.lists`.
 setup.cfg could say so, but then an editable install would go by an import hook of setuptools, which type checkers and
@@ -10,13 +10,19 @@ from setuptools.command.build_py import build_py
 
 
 class BuildWithLists(build_py):
-    """Copies `lists/` too, as `autoamp/lists`."""
+    """Copies `lists/` too, as `autoamp/lists`, and the hook for `AUTOAMP=1`."""
 
     def finalize_options(self) -> None:
         """Add the package to those that are copied; the distribution's own record stays as it is."""
         super().finalize_options()
         self.packages = [*(self.packages or ()), "autoamp.lists"]
         self.package_dir = {**self.package_dir, "autoamp.lists": "lists"}
+
+    def run(self) -> None:
+        """Copy `autoamp.pth` too, which Python reads at its start; an editable install has none."""
+        super().run()
+        if not self.editable_mode:
+            self.copy_file("autoamp.pth", self.build_lib)
 
 
 setup(cmdclass={"build_py": BuildWithLists})
