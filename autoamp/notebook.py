@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import html
-import shlex
 import sys
 from typing import Any, NoReturn
 
@@ -36,6 +34,9 @@ def load_ipython_extension(shell: Any) -> None:
 
 def _autoamp(line: str) -> Any:
     """Mixed precision in a notebook: %autoamp on [--dtype fp16], %autoamp off, %autoamp status, %autoamp report."""
+    # Here, so that `import autoamp` takes no longer.
+    import shlex
+
     parser = _Parser(prog="%autoamp", add_help=False)
     parser.add_argument("action", choices=["on", "off", "status", "report"])
     parser.add_argument("--dtype", choices=_DTYPES)
@@ -74,6 +75,8 @@ def _shown_report() -> Any:
     handle = active_handle()
     if handle is None:
         raise UsageError("%autoamp report: autoamp is off, and nothing was recorded; run `%autoamp on` before training")
+    import html
+
     from IPython.display import HTML
 
     page = html.escape(report_page([handle.report()]), quote=True)

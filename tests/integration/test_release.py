@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 import autoamp
 
 pytest.importorskip("build")
+pytestmark = pytest.mark.processes
 ROOT = Path(autoamp.__file__).parents[1]
 # What a module computes with is seen by a function that autoamp does not cast.
 PROGRAM = """\
@@ -84,6 +86,12 @@ def test_the_environment_turns_on_what_a_program_starts_itself(python: Path, tmp
     assert run(python, tmp_path, *child, **{**on, "AUTOAMP": "0"}).stdout == "torch.float32\n"
     ranks = run(python, tmp_path, "-m", "torch.distributed.run", "--nproc-per-node", "2", "program.py", **on)
     assert ranks.stdout == "torch.float16\n" * 2, ranks.stderr
+    launch = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "program.py")
+    if importlib.util.find_spec("accelerate") is not None:
+        assert run(python, tmp_path, *launch, **on).stdout == "torch.float16\n"
+    # The program prints while pytest collects it.
+    collected = run(python, tmp_path, "-m", "pytest", "-s", "-q", "--co", "-p", "no:cacheprovider", "program.py", **on)
+    assert collected.stdout.startswith("torch.float16\n")
     quiet = run(python, tmp_path, "-c", "import sys; print({'torch', 'autoamp'} & set(sys.modules))", **on)
     assert quiet.stdout == "set()\n"
     wrong = run(python, tmp_path, "program.py", **{**on, "AUTOAMP_OPT_LEVEL": "O7"})
