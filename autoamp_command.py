@@ -99,7 +99,7 @@ def _add_run(commands: Any) -> None:
     run.add_argument(
         "--dtype",
         choices=DTYPES,
-        help="default: bf16 where the device has units for it, else fp16; fp16 for a program of Apex",
+        help="default: bf16 or fp16 where the device has units for it, else fp32; fp16 for a program of Apex",
     )
     run.add_argument("--device-type", help="whose tensors are cast: cuda, cpu, ...; the accelerator's unless given")
     run.add_argument("--lists", action="append", default=[], metavar="LIST",
@@ -170,7 +170,7 @@ def _add_tune(commands: Any) -> None:
     tune.add_argument("--seed", type=int, default=0, help="the first of these seeds; default 0")
     tune.add_argument("--survey-steps", type=int, default=3, metavar="N", help="steps that are surveyed; default 3")
     tune.add_argument("-o", "--output", default="autoamp.toml", metavar="FILE", help="default: autoamp.toml")
-    tune.add_argument("--dtype", choices=DTYPES, help="default: bf16 where the device has units for it, else fp16")
+    tune.add_argument("--dtype", choices=DTYPES, help="default: bf16 or fp16, where the device has units for it")
     tune.add_argument("--device-type", help="whose tensors are cast: cuda, cpu, ...; the accelerator's unless given")
     tune.add_argument("--lists", action="append", default=[], metavar="LIST",
                       help="a list set or file, over the project's own, to begin with; repeatable")  # fmt: skip

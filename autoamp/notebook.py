@@ -10,7 +10,7 @@ import torch
 
 from autoamp.diagnostics import report_page
 from autoamp.errors import UsageError
-from autoamp.runtime import Handle, active_handle, init
+from autoamp.runtime import active_handle, init
 
 __all__ = ["load_ipython_extension"]
 
@@ -48,7 +48,6 @@ def _autoamp(line: str) -> Any:
         handle = init(
             dtype=_DTYPES.get(chosen.dtype), device_type=chosen.device_type, lists=chosen.lists, scope="modules"
         )
-        assert isinstance(handle, Handle)
         handle.auto_scale()
         handle.record()
     elif chosen.action == "off" and (active := active_handle()) is not None:

@@ -19,7 +19,6 @@ __all__ = [
     "are_dense_fp32",
     "default_device_type",
     "default_half_dtype",
-    "half_dtype_with_units",
     "iter_tensors",
     "map_tensors",
     "version_of",
@@ -90,16 +89,6 @@ def default_device_type() -> str:
 def default_half_dtype(device_type: str) -> torch.dtype:
     """Return the half dtype that `torch.autocast` uses on ``device_type``: fp16 on CUDA, bf16 on a CPU."""
     return torch.get_autocast_dtype(device_type)
-
-
-def half_dtype_with_units(device_type: str) -> torch.dtype:
-    """Return bf16 where ``device_type`` has units for it, else `default_half_dtype`, which is fp16 on older GPUs.
-
-    bf16 has the range of fp32, so that losses need no scale. That suits programs that do not know of mixed precision.
-    """
-    if device_type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
-        return torch.bfloat16
-    return default_half_dtype(device_type)
 
 
 def map_tensors(value: Any, convert: Callable[[Tensor], Any], other: Callable[[Any], Any] | None = None) -> Any:

@@ -364,7 +364,8 @@ class _Mkldnn:
         )
         self.reorder_lstm, self.lstm = _both(f"{ops}_reorder_mkldnn_rnn_layer_weight.default", "torch.mkldnn_rnn_layer")
         self.has_bf16: Callable[[], bool] = _find("torch.ops.mkldnn._is_mkldnn_bf16_supported", lambda: False)
+        self.has_fp16: Callable[[], bool] = _find("torch.ops.mkldnn._is_mkldnn_fp16_supported", lambda: False)
 
 
 mkldnn = _Mkldnn()
-"""The operators for weights that are packed for oneDNN."""
+"""The operators for weights that are packed for oneDNN, and the half dtypes that it takes on this CPU."""

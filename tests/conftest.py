@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,9 @@ gc.disable()
 hypothesis.settings.register_profile("suite", derandomize=True, deadline=None, report_multiple_bugs=False)
 hypothesis.settings.register_profile("thousands", max_examples=2000, deadline=None, print_blob=True)
 hypothesis.settings.load_profile("suite")
+
+# Defaults are the same on all machines, here and in child processes: no CPU has all units, and some have none.
+os.environ["AUTOAMP_HALF_UNITS"] = "bf16,fp16"
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 HALVES = [torch.float16, torch.bfloat16]

@@ -67,9 +67,9 @@ class Ended:
 
 
 def environment() -> dict[str, str]:
-    """The tree is on the path, and nothing of this process's settings reaches the programs."""
+    """The tree is on the path, and no setting of this process reaches the programs: all machines have all units."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("AUTOAMP", "PYTHON"))}
-    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "AUTOAMP_HALF_UNITS": "bf16,fp16"}
 
 
 def plainly(folder: Path, *argv: str) -> Ended:

@@ -21,8 +21,8 @@ class Options:
     """What the command line of `autoamp run` says; plain values, since children are told them as JSON.
 
     Attributes:
-        dtype: A key of `DTYPES`. None is bf16 where the device has units for it, else fp16, and fp16 for a program of
-            Apex.
+        dtype: A key of `DTYPES`. None is bf16 or fp16 where the device has units for it, in this order, else fp32; and
+            fp16 for a program of Apex.
         device_type: As for `autoamp.init`.
         lists: List sets and files, on top of the project's own.
         opt_level: ``"O1"`` patches torch and scales losses. The others act where the program calls ``initialize``.

@@ -11,22 +11,22 @@ import os
 import platform
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from autoamp import runtime
 from autoamp.cli.report import versions
 from autoamp.compat import real_apex
 from autoamp.errors import UsageError
+from autoamp.half_units import HALF_NAMES, half_dtype_with_units, has_units, missing_units
 from autoamp.kernels import backends
 from autoamp.ops import expand, owns_its_names
 from autoamp.patching import original_of
 from autoamp.rules import ENVIRONMENT_VARIABLE, CastTable, shipped_sets
-from autoamp.runtime import Settings, device_type_of
-from autoamp.tensors import default_device_type, default_half_dtype, half_dtype_with_units
+from autoamp.runtime import Region, Settings, device_type_of
+from autoamp.tensors import default_device_type, default_half_dtype
 
 __all__ = [
     "Device",
@@ -48,8 +48,8 @@ class Device:
     Attributes:
         kind: Its type, ``"cuda"`` or ``"cpu"`` say.
         name: What its maker calls it.
-        units: Its half-precision units, in words.
-        default: The half dtype that `autoamp.init` takes there.
+        units: The half dtypes that it has units for, in words.
+        default: The dtype that `autoamp.init` takes there: ``"float32"`` where it casts nothing.
         run_default: The one that `autoamp run` takes.
         fp32_matmul: torch's setting: ``"highest"`` is true fp32, others let matmuls of fp32 use TF32 or bf16.
     """
@@ -79,31 +79,32 @@ def device_of(kind: str | None = None) -> Device:
     kind = device_type_of(kind)
     if kind != "cpu" and (not torch.accelerator.is_available() or default_device_type() != kind):
         raise UsageError(f"there is no {kind} here; choose {default_device_type()!r}, or leave it out")
-    name, units = _cpu() if kind == "cpu" else _accelerator(kind)
-    default, in_runs = (
-        str(dtype).removeprefix("torch.") for dtype in (default_half_dtype(kind), half_dtype_with_units(kind))
-    )
-    return Device(kind, name, units, default, in_runs, torch.get_float32_matmul_precision())
+    name = _name_of_cpu() if kind == "cpu" else _name_of_accelerator(kind)
+    default, in_runs = default_half_dtype(kind), half_dtype_with_units(kind) or torch.float32
+    taken = default if has_units(default, kind) else torch.float32
+    taken_name, in_runs_name = (str(dtype).removeprefix("torch.") for dtype in (taken, in_runs))
+    units, matmul = _units(kind, default), torch.get_float32_matmul_precision()
+    return Device(kind, name, units, taken_name, in_runs_name, matmul)
 
 
-def _cpu() -> tuple[str, str]:
-    ask = getattr(torch.cpu, "get_capabilities", None)
-    found: Mapping[str, Any] = ask() if ask is not None else {}
-    units = [name for name in ("amx_fp16", "amx_bf16", "avx512_fp16", "avx512_bf16") if found.get(name)]
-    name = str(found.get("cpu_name") or platform.processor() or platform.machine())
-    return f"{name}, {torch.get_num_threads()} threads", ", ".join(units) or "none that torch names"
+def _units(kind: str, default: torch.dtype) -> str:
+    """Return the half dtypes that a device computes in, and why not the default one."""
+    if kind not in ("cpu", "cuda", "mps") or (kind == "cuda" and torch.version.hip is not None):
+        return "not known; see the measurement"
+    found = ", ".join(name for dtype, name in HALF_NAMES.items() if has_units(dtype, kind))
+    return found if has_units(default, kind) else ", but ".join(filter(None, (found, missing_units(default, kind))))
 
 
-def _accelerator(kind: str) -> tuple[str, str]:
+def _name_of_cpu() -> str:
+    name = torch.cpu.get_capabilities().get("cpu_name") or platform.processor() or platform.machine()
+    return f"{name}, {torch.get_num_threads()} threads"
+
+
+def _name_of_accelerator(kind: str) -> str:
     if kind != "cuda":
-        return kind, "not known; see the measurement"
+        return kind
     major, minor = torch.cuda.get_device_capability()
-    name = f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}"
-    if torch.version.hip is not None:
-        return name, "not known; see the measurement"
-    if major < 7:
-        return name, "no tensor cores"
-    return name, "tensor cores for fp16 and bf16" if major >= 8 else "tensor cores for fp16, none for bf16"
+    return f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}"
 
 
 # -- packages and lists --
@@ -186,7 +187,7 @@ class Names:
 
 def bound_names() -> Names:
     """Find the references that imported modules hold to functions that `autoamp.init` patches."""
-    with runtime.region() as handle:
+    with Region(True, Settings.of()) as handle:
         rebound = [name for name in handle.late_bound if not name.startswith("torch.")]
     originals = {id(target.original): target.original for target in expand(default_table()).targets}
     unreached = []

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from autoamp import runtime
 from autoamp.cli.launch import Program, prepared, take_path
 from autoamp.cli.options import Options
 from autoamp.cli.output import say
 from autoamp.errors import UsageError
+from autoamp.runtime import Handle, Settings, put_handle
 
 __all__ = ["prepared_profile"]
 
@@ -37,7 +37,10 @@ def prepared_profile(chosen: argparse.Namespace, argv: Sequence[str]) -> Callabl
         raise UsageError(f"--json {chosen.json!r} cannot be written: give a file in a directory that exists")
     program = Program(chosen.program, tuple(chosen.args), chosen.is_module)
     take_path(program)
-    handle: Any = runtime.init(dtype=torch.float16, device_type=chosen.device_type, lists=chosen.lists or None)
+    handle: Any = Handle(
+        Settings.of(dtype=torch.float16, device_type=chosen.device_type, lists=chosen.lists or None).on_device()
+    )
+    put_handle(handle)
     ranges = handle.profile_ranges(every=chosen.every)
     run_program = prepared(program, Options(opt_level="O0", device_type=chosen.device_type).as_dict())
     process = os.getpid()

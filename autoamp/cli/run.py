@@ -68,7 +68,7 @@ def prepared_run(chosen: argparse.Namespace, argv: Sequence[str]) -> Callable[[]
     reports = first and path is not None
     # What --fail-on asks for needs no close look.
     run = set_up(options, count=counts, record=judged or reports, sample=reports)
-    run_program = prepared(program, options.as_dict())
+    run_program = prepared(program, run.options.as_dict())
     if run.real_apex is not None and first:
         say(f"a real apex is installed ({run.real_apex}) and takes the imports; --shadow-apex hides it")
     end = _End(run, chosen, path if first else None, parent, counts=counts, quiet=not speaks)

@@ -9,6 +9,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +20,11 @@ from autoamp.cli.report import Report
 from autoamp.compat import install_as_apex, real_apex
 from autoamp.diagnostics import Counts, sum_of
 from autoamp.errors import UsageError
+from autoamp.half_units import half_dtype_with_units, log_fp32
 from autoamp.levels import LEVELS
 from autoamp.modules import AUTOCAST, ModuleCasts
 from autoamp.runtime import Handle, check_device, device_type_of, runtime_of
-from autoamp.tensors import HALF_DTYPES, default_device_type, half_dtype_with_units
+from autoamp.tensors import HALF_DTYPES, default_device_type
 
 __all__ = ["Run", "set_up"]
 
@@ -56,6 +58,9 @@ def set_up(options: Options, *, count: bool = False, record: bool = False, sampl
             "use --opt-level O1, which needs no call"
         )
     handle, (device_type, default) = None, _defaults(options.device_type)
+    if options.opt_level == "O1" and dtype is None and default is torch.float32:
+        log_fp32(device_type or "cpu")
+        options = replace(options, opt_level="O0")
     if options.opt_level == "O1":
         made = runtime.init(
             dtype=dtype or default, device_type=device_type, lists=lists or None, loss_scale=loss_scale,
@@ -79,8 +84,8 @@ def set_up(options: Options, *, count: bool = False, record: bool = False, sampl
 
 
 def _defaults(device_type: str | None) -> tuple[str | None, torch.dtype | None]:
-    """Return the device type that is cast, and the half dtype of a program that names none."""
-    if device_type not in (None, "cuda"):
+    """Return the device type that is cast, and the dtype of a program that names none: fp32 where none has units."""
+    if device_type not in (None, "cuda", "cpu"):
         # What this may be is for `init` to tell.
         return device_type, None
     device_type, name = _asked_apart(lambda: _names_of_defaults(device_type))
@@ -89,7 +94,7 @@ def _defaults(device_type: str | None) -> tuple[str | None, torch.dtype | None]:
 
 def _names_of_defaults(device_type: str | None) -> tuple[str, str]:
     kind = default_device_type() if device_type is None else device_type
-    return kind, str(half_dtype_with_units(kind)).removeprefix("torch.")
+    return kind, str(half_dtype_with_units(kind) or torch.float32).removeprefix("torch.")
 
 
 def _asked_apart(question: Callable[[], tuple[str, str]]) -> tuple[str, str]:

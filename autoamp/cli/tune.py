@@ -20,7 +20,10 @@ from typing import Any
 from autoamp.cli.options import Options
 from autoamp.cli.output import say
 from autoamp.errors import UsageError
+from autoamp.half_units import has_units, missing_units
 from autoamp.rules import ENVIRONMENT_VARIABLE
+from autoamp.runtime import device_type_of
+from autoamp.tensors import default_half_dtype
 from autoamp.tuning import (
     INTERRUPTED,
     METRICS_VARIABLE,
@@ -63,6 +66,10 @@ def tune(chosen: argparse.Namespace) -> int:
     budget = seconds_of(chosen.budget)
     if output.exists():
         raise UsageError(f"--output {chosen.output!r} exists; move it away, as it would be in force while tuning")
+    kind = device_type_of(chosen.device_type)
+    if chosen.dtype is None and not has_units(default_half_dtype(kind), kind):
+        why = missing_units(default_half_dtype(kind), kind)
+        raise UsageError(f"{why}, so that fp32 is the fastest; to tune for half precision all the same, give --dtype")
     if not output.parent.is_dir():
         raise UsageError(f"--output {chosen.output!r} cannot be written: give a file in a directory that exists")
     if chosen.seeds < 1 or chosen.tolerance < 0 or chosen.survey_steps < 1:

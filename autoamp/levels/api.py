@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from autoamp.errors import UsageError
+from autoamp.half_units import falls_back_to_fp32
 from autoamp.levels.checks import (
     checked_flag,
     checked_models,
@@ -21,7 +22,7 @@ from autoamp.levels.checks import (
     refuse_sharded,
     warn_of_settings,
 )
-from autoamp.levels.opt_levels import kind_of_scale, level_with, scalers_for
+from autoamp.levels.opt_levels import LEVELS, OptLevel, kind_of_scale, level_with, scalers_for
 from autoamp.levels.setup import earlier_setups, leave_off, runtime_for, set_up_models
 from autoamp.ops import expand
 from autoamp.rules import CastTable
@@ -139,7 +140,8 @@ def initialize(
         max_loss_scale: The highest dynamic scale.
         scope: ``"global"``, or ``"models"``: casts of O1 act within the calls of these models alone, and their floating
             outputs are cast to fp32.
-        dtype: The half dtype; None is torch's own choice for the device type.
+        dtype: The half dtype. None is torch's own choice for the device type; where the device has no units for that,
+            the level is O0, and the log says so.
         device_type: As for `init`.
         lists: As for `init`.
         trace_overflow: As for `init`.
@@ -171,14 +173,15 @@ def initialize(
         raise UsageError(f"scope={scope!r} is unknown; choose 'global' or 'models'")
     if cast_model_outputs not in (None, torch.float32, torch.float64, *HALF_DTYPES):
         raise UsageError(f"cast_model_outputs={cast_model_outputs!r} is no floating dtype; choose torch.float32")
-    if level.cast_model_type == "half" or level.cast_model_type in HALF_DTYPES:
+    if level.casts_models:
         refuse_sharded(model_list, opt_level)
     asked = None if process_group is None else AskedGroup.of(process_group, None)
     half = level.cast_model_type if level.cast_model_type in HALF_DTYPES else dtype
     settings = Settings.of(level.loss_scale, True, verbosity > 1, True, lists, device_type, half, True).on_device()
+    level = _with_units(level, half, settings.device_type)
     table = settings.table if level.patch_torch_functions else CastTable(modules=settings.table.modules)
     expand(table)
-    settings = replace(settings, table=table, opt_level=opt_level, trace_overflow=trace_overflow)
+    settings = replace(settings, table=table, opt_level=level.name, trace_overflow=trace_overflow)
     scalers = scalers_for(level, settings.dtype, num_losses, min_loss_scale, max_loss_scale)
     earlier = earlier_setups(model_list)
     setup = Setup(
@@ -200,8 +203,7 @@ def initialize(
         for model in model_list:
             runtime.handle.override(model)
         for optimizer in optimizer_list:
-            keep = runtime.keep_masters if level.master_weights else runtime.step_halves
-            keep(optimizer)
+            (runtime.keep_masters if level.master_weights else runtime.step_halves)(optimizer)
     except BaseException:
         runtime.deactivate()
         raise
@@ -214,6 +216,14 @@ def initialize(
     if verbosity:
         log.info("%s, half dtype %s, %s losses, scope %s", level, settings.dtype, num_losses, scope)
     return result
+
+
+def _with_units(level: OptLevel, half: torch.dtype | None, device_type: str) -> OptLevel:
+    """Return the level; O0 where it casts to a half dtype that the call does not name and the device is slow in."""
+    casts = level.casts_models or level.patch_torch_functions
+    if not (casts and falls_back_to_fp32(half, device_type)):
+        return level
+    return replace(LEVELS["O0"], loss_scale=level.loss_scale)
 
 
 def scale_loss(

@@ -36,6 +36,11 @@ class OptLevel:
     master_weights: bool
     loss_scale: Any
 
+    @property
+    def casts_models(self) -> bool:
+        """Whether models are cast to a half dtype."""
+        return self.cast_model_type in ("half", *HALF_DTYPES)
+
 
 LEVELS = {
     "O0": OptLevel("O0", torch.float32, False, False, False, 1.0),

@@ -11,6 +11,7 @@ import numpy
 import torch
 
 from autoamp.errors import UsageError
+from autoamp.half_units import falls_back_to_fp32
 from autoamp.rules import CastPolicy
 from autoamp.runtime.active import handles
 from autoamp.runtime.handle import Handle
@@ -62,7 +63,8 @@ def init(
         allow_banned: Whether a banned function runs in fp32 with a warning, or raises.
         lists: A list set's name, a path, a mapping, or a sequence of these, on top of the project's own lists.
         device_type: Only tensors of this device type are cast. None is the current accelerator's, else ``"cpu"``.
-        dtype: ``torch.float16`` or ``torch.bfloat16``. None is torch's own choice for the device type.
+        dtype: ``torch.float16`` or ``torch.bfloat16``. None is torch's own choice for the device type; where the
+            device has no units for that, nothing is cast, as with ``enabled=False``, and the log says so.
         rebind: Whether names that other modules took before (``from torch import matmul``) are rebound too.
         scope: ``"global"``, or ``"modules"`` for code that knows nothing of mixed precision: casts act within the calls
             of modules, whose outputs are fp32, and where an argument is in the half dtype.
@@ -76,15 +78,15 @@ def init(
     """
     check_enabled(enabled, "init")
     if not enabled:
-        nothing = NoOpHandle()
-        handles.put_base(nothing)
-        return nothing
+        return _put_no_op()
     if verbose:
         _show_log()
     settings = Settings.of(
         loss_scale, enable_caching, verbose, allow_banned, lists, device_type, dtype, rebind, scope, trace_overflow
     )
     check_device(settings.device_type)
+    if falls_back_to_fp32(dtype, settings.device_type):
+        return _put_no_op()
     with handles.lock:
         base = handles.base
         if isinstance(base, Handle) and base.settings == settings:
@@ -92,6 +94,12 @@ def init(
         handle = Handle(settings)
         handles.put_base(handle)
         return handle
+
+
+def _put_no_op() -> NoOpHandle:
+    nothing = NoOpHandle()
+    handles.put_base(nothing)
+    return nothing
 
 
 def check_enabled(enabled: Any, caller: str) -> None:

@@ -6,12 +6,14 @@ import contextlib
 import threading
 from typing import Any
 
+from autoamp.half_units import falls_back_to_fp32
 from autoamp.runtime.active import handles
 from autoamp.runtime.api import check_enabled, disable_casts
 from autoamp.runtime.handle import Handle, runtime_of
 from autoamp.runtime.no_op import NoOpHandle
 from autoamp.runtime.protocol import BaseHandle
 from autoamp.runtime.settings import Settings, check_device
+from autoamp.tensors import default_device_type
 
 __all__ = ["Region", "region"]
 
@@ -35,7 +37,8 @@ class Region:
         self._entered.stacks.pop().__exit__(*exc_info)
 
     def _enter(self, stack: contextlib.ExitStack) -> BaseHandle:
-        if not self._enabled:
+        needs_own = self._settings is None and handles.handle is None
+        if not self._enabled or (needs_own and falls_back_to_fp32(None, default_device_type())):
             stack.enter_context(disable_casts())
             return handles.handle or NoOpHandle()
         handle = handles.enter(self._settings, self._own_handle)
@@ -78,4 +81,5 @@ def region(enabled: bool = True, loss_scale: Any = None, **settings: Any) -> Reg
     chosen = Settings.of(loss_scale=loss_scale, **settings) if given else None
     if enabled and chosen is not None:
         check_device(chosen.device_type)
+        enabled = not falls_back_to_fp32(settings.get("dtype"), chosen.device_type)
     return Region(enabled, chosen)

@@ -132,19 +132,17 @@ def test_the_numbers_of_an_fp16_optimizer_are_those_reported(dtype: str) -> None
         uninstall()
 
 
-@pytest.mark.parametrize(("supported", "dtype"), [(True, torch.bfloat16), (False, torch.float16)])
+@pytest.mark.parametrize(("capability", "dtype"), [((8, 0), torch.bfloat16), ((7, 5), torch.float16), ((6, 1), None)])
 def test_bf16_is_the_default_where_the_gpu_has_units_for_it(
-    supported: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int], dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def is_bf16_supported(including_emulation: bool = True) -> bool:
-        return supported or including_emulation
-
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
+    monkeypatch.delenv("AUTOAMP_HALF_UNITS")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     try:
         run = set_up(Options(device_type="cuda"))
-        assert run.handle is not None
-        assert run.handle.settings.dtype is dtype
+        assert (None if run.handle is None else run.handle.settings.dtype) is dtype
+        assert run.options.opt_level == ("O0" if dtype is None else "O1")
         # Apex knew fp16 alone.
         assert alias_options().dtype is torch.float16
     finally:
@@ -164,11 +162,12 @@ def test_the_default_on_a_cpu_is_bf16() -> None:
 def test_the_device_is_asked_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     asked_here: list[bool] = []
 
-    def is_bf16_supported(including_emulation: bool = True) -> bool:
+    def get_device_capability() -> tuple[int, int]:
         asked_here.append(True)
-        return True
+        return 8, 0
 
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
+    monkeypatch.delenv("AUTOAMP_HALF_UNITS")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", get_device_capability)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     try:

@@ -1,0 +1,146 @@
+"""Which half dtypes a device has arithmetic units for, and what follows: fp32 in place of a slow default, or a warning.
+
+Half precision without units is emulated: on a CPU a product takes up to 40 times as long as in fp32.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import time
+
+import torch
+
+from autoamp.errors import warn_user
+from autoamp.tensors import default_half_dtype
+from autoamp.torch_private import mkldnn
+
+__all__ = [
+    "HALF_NAMES",
+    "falls_back_to_fp32",
+    "half_dtype_with_units",
+    "has_units",
+    "log_fp32",
+    "missing_units",
+    "warn_if_slow",
+]
+
+log = logging.getLogger(__name__)
+
+ENVIRONMENT_VARIABLE = "AUTOAMP_HALF_UNITS"
+HALF_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+# oneDNN takes bf16 up to these limits too, by conversion to fp32.
+_LIMITS_WITHOUT_BF16 = ("AVX512_CORE", "AVX512_CORE_VNNI")
+_WIDTH = 256
+
+
+def has_units(dtype: torch.dtype, device_type: str, *, start_cuda: bool = False) -> bool:
+    """Tell whether a device computes in a half dtype, rather than by conversion to fp32.
+
+    What the environment variable `AUTOAMP_HALF_UNITS` names is there, and nothing else: ``bf16,fp16``, say.
+
+    Args:
+        dtype: The half dtype.
+        device_type: For those that torch says nothing of, the answer is yes.
+        start_cuda: Whether CUDA is asked where this process does not use it yet, which fixes the GPUs that it and its
+            forks see. Unless it is asked the answer is yes.
+    """
+    told = os.environ.get(ENVIRONMENT_VARIABLE)
+    if told is not None:
+        return HALF_NAMES[dtype] in (name.strip() for name in told.split(","))
+    if device_type == "cpu":
+        return dtype in _units_of_cpu()
+    if device_type == "cuda" and torch.version.hip is None and (start_cuda or torch.cuda.is_initialized()):
+        return torch.cuda.get_device_capability() >= ((8, 0) if dtype is torch.bfloat16 else (7, 0))
+    # Of Apple's GPUs those of the M1 have none for bf16, and torch does not tell which it is.
+    return device_type != "mps" or dtype is torch.float16
+
+
+def _units_of_cpu() -> list[torch.dtype]:
+    has = torch.cpu.get_capabilities()
+    if not str(has["architecture"]).startswith("x86"):
+        # On ARM oneDNN has kernels for bf16 alone.
+        found = {torch.bfloat16: has.get("bf16") and mkldnn.has_bf16(), torch.float16: has.get("fp16_arith")}
+    else:
+        limited = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper() in _LIMITS_WITHOUT_BF16
+        found = {
+            torch.bfloat16: (has.get("avx512_bf16") or has.get("amx_bf16")) and mkldnn.has_bf16() and not limited,
+            torch.float16: (has.get("avx512_fp16") or has.get("amx_fp16")) and mkldnn.has_fp16(),
+        }
+    return [dtype for dtype, there in found.items() if there]
+
+
+def half_dtype_with_units(device_type: str) -> torch.dtype | None:
+    """Return bf16 where ``device_type`` has units for it, else `default_half_dtype` where it has some for that.
+
+    bf16 has the range of fp32, so that losses need no scale. That suits programs that do not know of mixed precision.
+    None: half precision would be slower than fp32.
+    """
+    default = default_half_dtype(device_type)
+    found = (dtype for dtype in (torch.bfloat16, default) if has_units(dtype, device_type, start_cuda=True))
+    return next(found, None)
+
+
+def missing_units(dtype: torch.dtype, device_type: str) -> str:
+    """Say that a device has no units for a half dtype, and what limits it."""
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA") if device_type == "cpu" else None
+    device = "this CPU" if device_type == "cpu" else f"this device ({device_type})"
+    return f"{device} has no {HALF_NAMES[dtype]} units" + (f" (ONEDNN_MAX_CPU_ISA={limit})" if limit else "")
+
+
+def falls_back_to_fp32(dtype: torch.dtype | None, device_type: str) -> bool:
+    """Tell whether a call gets fp32, as it names no half dtype and the device's default one has no units.
+
+    That is logged. A half dtype that the call names is taken, with a warning where it is slow.
+    """
+    if dtype is not None:
+        warn_if_slow(dtype, device_type)
+        return False
+    default = default_half_dtype(device_type)
+    if has_units(default, device_type):
+        return False
+    log_fp32(device_type)
+    return True
+
+
+def log_fp32(device_type: str) -> None:
+    """Log why a program runs in fp32 that names no half dtype. Of several ranks the first does."""
+    default = default_half_dtype(device_type)
+    if os.environ.get("RANK", "0") == "0":
+        log.warning(
+            "running in fp32: %s, so that half precision would be slower. To insist, name the dtype: dtype=%s, or "
+            "--dtype %s", missing_units(default, device_type), default, HALF_NAMES[default],
+        )  # fmt: skip
+
+
+@functools.cache
+def warn_if_slow(dtype: torch.dtype, device_type: str) -> None:
+    """Warn, once in a process, of a half dtype without units in which a product takes longer than in fp32."""
+    if dtype not in HALF_NAMES or has_units(dtype, device_type):
+        return
+    factor = _seconds(dtype, device_type) / _seconds(torch.float32, device_type)
+    if factor < 1.1:
+        return
+    other = torch.bfloat16 if dtype is torch.float16 else torch.float16
+    remedy = (
+        f"{HALF_NAMES[other]} (dtype={other}, or --dtype {HALF_NAMES[other]})"
+        if has_units(other, device_type)
+        else "fp32 (enabled=False, or --opt-level O0)"
+    )
+    warn_user(
+        f"{missing_units(dtype, device_type)}: a product of {_WIDTH} x {_WIDTH} takes {factor:.{int(factor < 10)}f} "
+        f"times as long as in fp32; use {remedy}"
+    )
+
+
+def _seconds(dtype: torch.dtype, device_type: str) -> float:
+    """Time a product, past all patches of torch: the shortest of three times."""
+    x = torch.ones(_WIDTH, _WIDTH, dtype=dtype, device=device_type)
+    spent = []
+    for _ in range(3):
+        start = time.perf_counter()
+        # The item waits for the device.
+        torch.ops.aten.mm.default(x, x)[0, 0].item()
+        spent.append(time.perf_counter() - start)
+    return max(min(spent), 1e-9)
