@@ -123,16 +123,7 @@ class Casts:
 
     def remembered(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function so that it runs as this thread casts now, whenever and in whichever thread it is called."""
-        local, switches = self.local, self.switches()
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            token = local.set(*switches)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                local.reset(token)
-
-        return run
+        return self.local.bound(function, *self.switches())
 
     def switches(self) -> Switches:
         """Return how this thread casts now, for `ThreadState.set`."""

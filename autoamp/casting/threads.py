@@ -92,11 +92,11 @@ class ThreadState(threading.local):
         """Tell whether a ``disable_casts`` is around, in this thread."""
         return bool(vars(self).get("forced_off"))
 
-    def with_casts_off(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that calls another with casts off in this thread."""
+    def bound(self, function: Callable[..., Any], on: Any, forced_off: bool | None = None) -> Callable[..., Any]:
+        """Return a function that calls another with these switches, in whichever thread and whenever it is called."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            token = self.set(False)
+            token = self.set(on, forced_off)
             try:
                 return function(*args, **kwargs)
             finally:

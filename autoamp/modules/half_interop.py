@@ -6,6 +6,8 @@ refuses for some half tensors. Here these go as they would in fp32. Calls that t
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,108 +21,73 @@ from autoamp.tensors import iter_tensors, map_tensors
 
 __all__ = ["interop_builders"]
 
-# What gives a new tensor, and refuses numbers that half does not hold, or arguments of several dtypes: redone in fp32.
+_CLAMPS = ("clamp", "clamp_max", "clamp_min", "clip")
+_FILLS = ("index_fill", "masked_fill")
+# What gives a new tensor or array, and refuses numbers that half does not hold, several dtypes, or bf16 itself.
 _REDONE = (
-    *((owner, name) for owner in (torch, Tensor) for name in ("clamp", "clamp_max", "clamp_min", "clip")),
-    *((owner, name) for owner in (torch, Tensor) for name in ("index_fill", "masked_fill")),
+    *((owner, name) for owner in (torch, Tensor) for name in (*_CLAMPS, *_FILLS)),
     (torch, "constant_pad_nd"),
     (torch, "full_like"),
     (torch.nn.functional, "embedding_bag"),
     (torch.nn.functional, "pad"),
     (Tensor, "new_full"),
+    (Tensor, "numpy"),
 )
-# What writes a number to a half tensor: one that it does not hold is written as the largest that it does.
-_WRITING = (*(f"{name}_" for name in ("clamp", "clamp_max", "clamp_min", "clip", "index_fill", "masked_fill")), "fill_")
+# What writes a value to a tensor.
+_WRITING = tuple((Tensor, name) for name in (*(f"{name}_" for name in (*_CLAMPS, *_FILLS)), "fill_", "__setitem__"))
 
 
 def interop_builders(casts: Casts) -> list[tuple[Any, str, Callable[[Any], Any]]]:
     """Return what is to be patched: owner, name, and what builds a replacement of the original."""
-    interop = _HalfInterop(casts)
-    builds: list[tuple[Any, str, Callable[[Any], Callable[..., Any]]]] = [
-        (Tensor, "numpy", interop.build_numpy),
-        (Tensor, "__setitem__", interop.build_setitem),
-        *((owner, name, interop.build_redone) for owner, name in _REDONE),
-        *((Tensor, name, interop.build_writing) for name in _WRITING),
-    ]
-    return [(owner, name, _named(owner, name, build)) for owner, name, build in builds]
+    builds = [(_redone, one) for one in _REDONE] + [(_writing, one) for one in _WRITING]
+    return [(owner, name, functools.partial(_named, build, casts, owner, name)) for build, (owner, name) in builds]
 
 
-def _named(owner: Any, name: str, build: Callable[[Any], Callable[..., Any]]) -> Callable[[Any], Any]:
-    """Return what builds a replacement and gives it the original's names."""
+def _named(build: Callable[[Any, Casts], Any], casts: Casts, owner: Any, name: str, original: Any) -> Any:
+    """Build a replacement and give it the original's names."""
     module, qualname = ("torch", f"Tensor.{name}") if owner is Tensor else (owner.__name__, name)
-    return lambda original: imitate(build(original), original, module, qualname)
+    return imitate(build(original, casts), original, module, qualname)
 
 
-class _HalfInterop:
-    """Builds the replacements for one handle."""
+def _redone(original: Any, casts: Casts) -> Callable[..., Any]:
+    """Build the replacement of a function that gives something new: what torch refuses in half is done in fp32."""
+    half = casts.dtype
 
-    def __init__(self, casts: Casts) -> None:
-        self._casts = casts
-        self._half = casts.dtype
-        self._most = torch.finfo(casts.dtype).max
+    def redone(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return original(*args, **kwargs)
+        try:
+            return original(*args, **kwargs)
+        except (RuntimeError, TypeError):
+            if kwargs.get("out") is not None or all(one.dtype is not half for one in iter_tensors((args, kwargs))):
+                raise
+            new, new_kwargs = map_tensors((args, kwargs), lambda one: one.float() if one.dtype is half else one)
+            return original(*new, **new_kwargs)
 
-    def build_numpy(self, original: Any) -> Callable[..., Any]:
-        """Build the replacement of `Tensor.numpy`: numpy has no bf16, and models compute fp32 to a program."""
-        local, is_half, bf16 = self._casts.local, self._is_half, self._half is torch.bfloat16
+    return redone
 
-        def numpy(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-            # A half tensor outside of modules' calls may be the program's own, for which numpy has a dtype: float16.
-            return original(self.float() if is_half(self) and (bf16 or local.on) else self, *args, **kwargs)
 
-        return numpy
+def _writing(original: Any, casts: Casts) -> Callable[..., Any]:
+    """Build the replacement of a method that writes to a tensor: the value takes the tensor's dtype, and fits it."""
+    half, most = casts.dtype, torch.finfo(casts.dtype).max
+    # An index is no value.
+    first = 1 if original.__name__ == "__setitem__" else 0
 
-    def build_setitem(self, original: Any) -> Callable[..., Any]:
-        """Build the replacement of ``Tensor.__setitem__``, which takes a value of another dtype for slices alone."""
-        is_half, fit, pair = self._is_half, self._fit, {self._half, torch.float32}
-
-        def setitem(self: Tensor, index: Any, value: Any) -> None:
-            if isinstance(value, Tensor):
-                if value.dtype is not self.dtype and {value.dtype, self.dtype} == pair:
-                    value = value.to(self.dtype)
-            elif type(value) is not bool and isinstance(value, (int, float)) and is_half(self):
-                value = fit(value)
-            original(self, index, value)
-
-        return setitem
-
-    def build_redone(self, original: Any) -> Callable[..., Any]:
-        """Build the replacement of a function that gives a new tensor: what torch refuses in half is done in fp32."""
-
-        def redone(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_dynamo_compiling():
-                return original(*args, **kwargs)
-            try:
-                return original(*args, **kwargs)
-            except RuntimeError:
-                if kwargs.get("out") is not None or not any(map(self._is_half, iter_tensors((args, kwargs)))):
-                    raise
-                new, new_kwargs = map_tensors((args, kwargs), self._widen)
-                return original(*new, **new_kwargs)
-
-        return redone
-
-    def build_writing(self, original: Any) -> Callable[..., Any]:
-        """Build the replacement of an in-place form: what is written fits the half tensor that it is written to."""
-
-        def writing(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_dynamo_compiling() or not self._is_half(tensor):
-                return original(tensor, *args, **kwargs)
-            return original(tensor, *map(self._fit, args), **{name: self._fit(value) for name, value in kwargs.items()})
-
-        return writing
-
-    def _is_half(self, tensor: Tensor) -> bool:
-        return tensor.dtype is self._half and tensor.device.type == self._casts.device_type
-
-    def _widen(self, tensor: Tensor) -> Tensor:
-        return tensor.float() if self._is_half(tensor) else tensor
-
-    def _fit(self, value: Any) -> Any:
-        """Return a finite number within the range of the half dtype; all else as it is."""
+    def fit(tensor: Tensor, value: Any) -> Any:
         if isinstance(value, Tensor):
-            if value.dim() or not value.is_floating_point() or value.dtype is self._half:
+            if {value.dtype, tensor.dtype} != {half, torch.float32}:
                 return value
+            if value.dim() or value.requires_grad or tensor.dtype is not half:
+                return value.to(tensor.dtype)
             value = value.item()
-        if type(value) is bool or not isinstance(value, (int, float)) or not abs(value) < float("inf"):
+        if tensor.dtype is not half or type(value) not in (int, float) or not math.isfinite(value):
             return value
-        return max(-self._most, min(self._most, value))
+        return max(-most, min(most, value))
+
+    def writing(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if tensor.device.type != casts.device_type or tensor.dtype not in (half, torch.float32):
+            return original(tensor, *args, **kwargs)
+        values = [fit(tensor, value) for value in args[first:]]
+        return original(tensor, *args[:first], *values, **{name: fit(tensor, one) for name, one in kwargs.items()})
+
+    return writing

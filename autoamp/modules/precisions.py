@@ -14,7 +14,7 @@ from torch.nn import Module
 
 from autoamp.errors import ListFileError, PatchError, UsageError, warn_user
 from autoamp.modules.tags import TAGS, ModuleTags
-from autoamp.patching import resolve, spelled_out
+from autoamp.patching import nearest, resolve, spelled_out
 from autoamp.rules import ModulePrecision, ModuleRule
 
 __all__ = ["ModulePrecisions", "Override", "check_module_rules"]
@@ -213,20 +213,14 @@ def _fault(pattern: str, *, waits: bool = True) -> str | None:
         return f"names no class; did you mean {whole!r}?"
     if parts[0] != "torch" and (parts[0] not in sys.modules or not parts[-1][:1].isupper()):
         return None
-    found: Any = sys.modules[parts[0]]
-    for place, part in enumerate(parts[1:], 1):
-        if not hasattr(found, part):
-            if (parts[0] != "torch" and place < len(parts) - 1) or (waits and _is_running(found)):
-                # A submodule that is not imported yet, or a class that is not defined yet.
-                return None
-            last = place == len(parts) - 1
-            names = [name for name in dir(found) if not last or _is_module_class(getattr(found, name, None))]
-            near = difflib.get_close_matches(part, names, n=3)
-            above, below = ".".join(parts[:place]), "".join(f".{part}" for part in parts[place + 1 :])
-            hint = " or ".join(repr(f"{above}.{name}{below}") for name in near)
-            return f"names no class: {above} has no {part!r}" + (f"; did you mean {hint}?" if hint else "")
-        found = getattr(found, part)
-    return None if _is_module_class(found) else "is no class of modules: write one, such as 'torch.nn.BatchNorm2d'"
+    try:
+        found = resolve(pattern)
+    except PatchError:
+        module = next(filter(None, (sys.modules.get(".".join(parts[:end])) for end in range(len(parts) - 1, 0, -1))))
+        return None if waits and _is_running(module) else f"names no class: {nearest(pattern, _is_module_class)}"
+    # A submodule may not be imported yet.
+    is_class = found is None or _is_module_class(found[2])
+    return None if is_class else "is no class of modules: write one, such as 'torch.nn.BatchNorm2d'"
 
 
 def _is_running(module: Any) -> bool:

@@ -56,11 +56,7 @@ def build_function_backward(original: Any, casts: Casts) -> Any:
         noted, switches = vars(self).get("_autoamp_switches", (None, None))
         if noted is not casts or switches == casts.switches() or not casts.is_open:
             return original(self, *args)
-        token = casts.local.set(*switches)
-        try:
-            return original(self, *args)
-        finally:
-            casts.local.reset(token)
+        return casts.local.bound(original, *switches)(self, *args)
 
     return imitate(apply, original)
 

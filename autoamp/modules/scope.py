@@ -97,16 +97,11 @@ class ModuleCasts(Casts):
 
     def when_off(self, original: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
         """Return what a replacement calls outside of modules' calls: it casts if an argument is in the half dtype."""
-        local = self.local
+        local, cast = self.local, self.local.bound(run, True)
 
         def outside(*args: Any, **kwargs: Any) -> Any:
-            if local.on is not None or not self.wants(args, kwargs):
-                return original(*args, **kwargs)
-            token = local.set(True)
-            try:
-                return run(args, kwargs)
-            finally:
-                local.reset(token)
+            casts_now = local.on is None and self.wants(args, kwargs)
+            return cast(args, kwargs) if casts_now else original(*args, **kwargs)
 
         return outside
 

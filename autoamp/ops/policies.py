@@ -20,7 +20,7 @@ from autoamp.casting import RECURRENT_LAYERS, CastArgs, Casts, SparseArgument, c
 from autoamp.errors import BannedFunctionError, warn_user
 from autoamp.inference import build_packed
 from autoamp.ops.composites import COMPOSITES, build_composite, ops_named
-from autoamp.ops.cudnn import build_recurrent_caster
+from autoamp.ops.recurrent import build_recurrent_caster
 from autoamp.ops.writes import build_inplace, build_mutating, into_out, mutation_of
 from autoamp.patching import imitate
 from autoamp.rules import CastPolicy
@@ -110,7 +110,7 @@ def _replacement(original: Any, run: _Run, casts: Casts, *, off_within: bool) ->
             return run(args, kwargs)
 
         return replacement
-    when_off = casts.when_off(original, local.with_casts_off(run))
+    when_off = casts.when_off(original, local.bound(run, False))
 
     def composite(*args: Any, **kwargs: Any) -> Any:
         if deviations and not local.on:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import sys
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from autoamp.errors import ListFileError, PatchError
-from autoamp.patching import original_of, resolve, spelled_out
+from autoamp.patching import nearest, original_of, resolve, spelled_out
 from autoamp.rules import CastPolicy, CastRule, CastTable, admits_version, check_bare_names
 from autoamp.torch_private import RECURRENT
 
@@ -160,7 +159,7 @@ def locate(rule: CastRule) -> tuple[Target, ...] | None:
     try:
         found = resolve(rule.target)
     except PatchError as error:
-        raise ListFileError(f"{rule.target!r} names nothing; {_nearest(rule.target)}", *_where(rule)) from error
+        raise ListFileError(f"{rule.target!r} names nothing: {nearest(rule.target)}", *_where(rule)) from error
     if found is None:
         whole = spelled_out(rule.target)
         if whole is not None:
@@ -257,24 +256,6 @@ def _names(bare: str) -> tuple[str, str]:
 def _where(rule: CastRule) -> tuple[str, int | None]:
     """Return the file and line of a rule, for an error."""
     return rule.origin.path, rule.origin.line
-
-
-def _nearest(dotted: str) -> str:
-    """Say which names come nearest to the first part of a dotted name that does not exist."""
-    parts = dotted.split(".")
-    for end in range(len(parts) - 1, 0, -1):
-        holder: Any = sys.modules.get(".".join(parts[:end]))
-        if holder is not None:
-            break
-    else:
-        return "no part of it is imported"
-    while end < len(parts) - 1 and hasattr(holder, parts[end]):
-        holder, end = getattr(holder, parts[end]), end + 1
-    path = ".".join(parts[:end])
-    near = difflib.get_close_matches(parts[end], dir(holder), n=3)
-    if not near:
-        return f"{path!r} has nothing like {parts[end]!r}"
-    return f"did you mean {' or '.join(repr(f'{path}.{name}') for name in near)}?"
 
 
 def owns_its_names(module_name: str) -> bool:

@@ -6,7 +6,7 @@ back when a module is imported.
 
 from __future__ import annotations
 
-from autoamp.patching.imports import resolve, spelled_out
+from autoamp.patching.imports import nearest, resolve, spelled_out
 from autoamp.patching.marks import imitate, mark, name_by, original_of
 from autoamp.patching.patches import PatchSet, check_writable
 
@@ -16,6 +16,7 @@ __all__ = [
     "imitate",
     "mark",
     "name_by",
+    "nearest",
     "original_of",
     "resolve",
     "spelled_out",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import sys
 import threading
@@ -15,7 +16,7 @@ import wrapt
 from autoamp.errors import PatchError
 from autoamp.patching.marks import original_of
 
-__all__ = ["resolve", "spelled_out", "watcher", "writing"]
+__all__ = ["nearest", "resolve", "spelled_out", "watcher", "writing"]
 
 writing = threading.RLock()
 """Held by the one thread that writes patches: they are written to objects that the whole process shares."""
@@ -98,6 +99,26 @@ def spelled_out(dotted: str) -> str | None:
         except PatchError:
             pass
     return None
+
+
+def nearest(dotted: str, admits: Callable[[Any], bool] = lambda value: True) -> str:
+    """Say which names come nearest to the first part of a dotted name that does not exist.
+
+    Args:
+        dotted: A name that `resolve` refuses.
+        admits: Tells of a value whether the whole name may mean it.
+    """
+    parts = dotted.split(".")
+    end = next((end for end in range(len(parts) - 1, 0, -1) if ".".join(parts[:end]) in sys.modules), 0)
+    if not end:
+        return "no part of it is imported"
+    holder: Any = sys.modules[".".join(parts[:end])]
+    while end < len(parts) - 1 and hasattr(holder, parts[end]):
+        holder, end = getattr(holder, parts[end]), end + 1
+    path, rest = ".".join(parts[:end]), "".join(f".{part}" for part in parts[end + 1 :])
+    names = [name for name in dir(holder) if rest or admits(getattr(holder, name, None))]
+    near = [repr(f"{path}.{name}{rest}") for name in difflib.get_close_matches(parts[end], names, n=3)]
+    return f"{path} has no {parts[end]!r}" + (f"; did you mean {' or '.join(near)}?" if near else "")
 
 
 def _has_submodule(module: Any, name: str) -> bool:

@@ -766,7 +766,7 @@ class StepGuard:
         try:
             self._begin_masters_step()
             casts = self.owner.casts
-            return (original if casts is None else casts.local.with_casts_off(original))(*args, **kwargs)
+            return (original if casts is None else casts.local.bound(original, False))(*args, **kwargs)
         finally:
             self.stepping = before
 

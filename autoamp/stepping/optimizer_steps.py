@@ -102,7 +102,7 @@ class OptimizerSteps:
             return guard.step(functools.partial(original, optimizer), args, kwargs)
         self._running.add(id(optimizer))
         try:
-            result = self._optimizers.casts.local.with_casts_off(original)(optimizer, *args, **kwargs)
+            result = self._optimizers.casts.local.bound(original, False)(optimizer, *args, **kwargs)
         finally:
             self._running.discard(id(optimizer))
         if guard is None and not _has_other_guard(optimizer):

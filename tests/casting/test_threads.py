@@ -88,7 +88,7 @@ def test_a_function_with_casts_off_puts_back_what_was_there() -> None:
         with casts.switched(*outer):
             before, asked = dict(vars(casts.local)), list(casts.deviations)
             with pytest.raises(KeyError):
-                casts.local.with_casts_off(fail)()
+                casts.local.bound(fail, False)()
             assert vars(casts.local) == before
             assert casts.deviations == asked
 

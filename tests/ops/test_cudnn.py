@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import autoamp
 from autoamp.casting.casts import Casts
 from autoamp.casting.flat_weights import RECURRENT_LAYERS
-from autoamp.ops.cudnn import build_recurrent_caster
+from autoamp.ops.recurrent import build_recurrent_caster
 from tests.casting.recurrent import LAYOUTS, MODELS, in_one_tensor, laid_out
 
 

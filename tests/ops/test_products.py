@@ -1,21 +1,26 @@
-"""Products of matrices under the policy fp16: the results of casts by hand, and torch's autocast as it was."""
+"""Linear layers, convolutions and products: the results of casts by hand, and weights that are cast once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.overrides import TorchFunctionMode
 
 import autoamp
 from tests.ops.by_hand import LISTS, Call, check_by_hand, check_mixtures
 
 CALLS: dict[str, Call] = {
+    "linear": (lambda x, w, b: F.linear(x, w, b), [(3, 4), (5, 4), (5,)]),
+    "linear without bias": (lambda x, w: F.linear(x, w), [(3, 4), (5, 4)]),
+    "conv1d": (lambda x, w, b: F.conv1d(x, w, b, 1, 1), [(2, 3, 8), (4, 3, 3), (4,)]),
+    "conv2d": (lambda x, w, b: F.conv2d(x, w, b, (1, 1), "same"), [(2, 3, 8, 8), (4, 3, 3, 3), (4,)]),
+    "conv2d, bias None": (lambda x, w: F.conv2d(x, w, None, (2, 2)), [(2, 3, 8, 8), (4, 3, 3, 3)]),
+    "conv3d": (lambda x, w: F.conv3d(x, w), [(2, 3, 4, 4, 4), (4, 3, 3, 3, 3)]),
+    "conv_transpose2d": (lambda x, w: F.conv_transpose2d(x, w), [(2, 3, 4, 4), (3, 4, 3, 3)]),
     "matmul": (lambda x, w: torch.matmul(x, w), [(3, 4), (4, 5)]),
     "Tensor.matmul": (lambda x, w: x.matmul(w), [(3, 4), (4, 5)]),
     "__matmul__": (lambda x, w: x @ w, [(3, 4), (4, 5)]),
@@ -45,63 +50,72 @@ def test_some_arguments_in_half_already(half: torch.dtype, name: str) -> None:
 
 def test_what_is_not_fp32_stays_as_it_was() -> None:
     double = torch.ones(2, 2, dtype=torch.float64)
-    assert torch.mm(double, double).dtype is torch.float64
+    assert F.linear(double, Parameter(double)).dtype is torch.float64
+    assert F.linear(torch.ones(2, 2, device="meta"), Parameter(torch.ones(2, 2, device="meta"))).dtype is torch.float32
     whole = torch.ones(2, 2, dtype=torch.int64)
     assert torch.mm(whole, whole).dtype is torch.int64
 
 
-WAYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "product": lambda x, y: torch.mm(x, y),
-    "product with a parameter": lambda x, y: torch.mm(x, Parameter(y)),
-    "sum of a product": lambda x, y: torch.addmm(torch.ones(1), x, y),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_an_error_leaves_autocast_off(half: torch.dtype, way: str) -> None:
+def test_an_error_is_torch_s_own() -> None:
     with pytest.raises(RuntimeError, match="shape"):
-        WAYS[way](torch.ones(2, 3), torch.ones(2, 2))
-    assert not torch.is_autocast_enabled("cpu")
+        F.linear(torch.ones(2, 3), Parameter(torch.ones(2, 2)))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_the_thread_s_own_autocast_settings_are_kept(half: torch.dtype, way: str) -> None:
-    other = torch.bfloat16 if half is torch.float16 else torch.float16
-    before = torch.get_autocast_dtype("cpu")
-    torch.set_autocast_cache_enabled(False)
-    torch.set_autocast_dtype("cpu", other)
-    try:
-        assert WAYS[way](torch.ones(2, 2), torch.ones(2, 2)).dtype is half
-        assert torch.get_autocast_dtype("cpu") is other
-        assert not torch.is_autocast_cache_enabled()
-    finally:
-        torch.set_autocast_cache_enabled(True)
-        torch.set_autocast_dtype("cpu", before)
+def test_a_weight_that_is_written_to_between_two_uses_is_cast_anew(half: torch.dtype) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2, bias=False)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            first = self.layer(x)
+            with torch.no_grad():
+                self.layer.weight.add_(1.0)
+            return first, self.layer(x)
+
+    model, x = Twice(), torch.eye(2)
+    first, second = model(x)
+    assert torch.equal(second, model.layer.weight.detach().to(half).t())
+    assert not torch.equal(first, second)
 
 
-@pytest.mark.parametrize("way", [*WAYS, "layer"])
-def test_a_mode_sees_no_autocast(half: torch.dtype, way: str) -> None:
-    seen = []
+def test_query_key_and_value_share_a_cast_of_their_input(half: torch.dtype) -> None:
+    class Projections(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
 
-    class Mode(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(torch.is_autocast_enabled("cpu"))
-            return func(*args, **kwargs or {})
+        def forward(self, x: Tensor) -> list[Tensor]:
+            return [layer(x) for layer in self.layers]
 
-    call = {**WAYS, "layer": F.linear}[way]
-    with Mode():
-        assert call(torch.ones(2, 2), torch.ones(2, 2)).dtype is half
-    assert seen
-    assert not any(seen)
+    saved: set[int] = set()
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.shape == (3, 4):
+            saved.add(tensor.data_ptr())
+        return tensor
+
+    model, x = Projections(), torch.randn(3, 4, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        outputs = model(x)
+    assert len(saved) == 1
+    (gradient,) = torch.autograd.grad(sum(output.float().sum() for output in outputs), [x])
+    expected = sum(layer.weight.detach().to(half).float().sum(0) for layer in model.layers).expand(3, 4)
+    torch.testing.assert_close(gradient, expected, rtol=2e-2, atol=2e-2)
 
 
-def test_torch_s_own_cache_of_casts_stays_out_of_it(half: torch.dtype) -> None:
-    weight, x = torch.zeros(2, 2, requires_grad=True), torch.eye(2)
-    first = torch.mm(x, weight)
-    with torch.no_grad():
-        weight.add_(1.0)
-    assert torch.equal(torch.mm(x, weight), weight.detach().to(half))
-    assert not first.any()
+@pytest.mark.parametrize("bias", [True, False])
+def test_pinned_weights(half: torch.dtype, bias: bool) -> None:
+    handle = autoamp.current_handle()
+    assert handle is not None
+    layer, x = nn.Linear(4, 4, bias=bias), torch.randn(3, 4)
+    expected = layer(x).detach()
+    with handle.inference(layer):
+        with torch.no_grad():
+            for given in (x, x, x.to(half)):
+                assert torch.equal(layer(given), expected)
+            assert layer(x.double().float()[:, :, None].squeeze(2)).dtype is half
+        assert layer(x).requires_grad
 
 
 @pytest.mark.parametrize("other", [3, None, [1]], ids=str)

@@ -223,14 +223,17 @@ def test_what_is_not_called_is_no_target(parent: Any, name: str, message: str) -
 @pytest.mark.parametrize(
     ("typo", "nearest"),
     [
-        ("torch.nn.functional.sofmax", "did you mean 'torch.nn.functional.softmax'"),
-        ("torch.nn.functionl.softmax", "did you mean 'torch.nn.functional'"),
-        ("torch.nn.Linear.forwrad", "did you mean 'torch.nn.Linear.forward'"),
-        ("torch.nn.xyzzyxyzzy", "'torch.nn' has nothing like 'xyzzyxyzzy'"),
+        (
+            "torch.nn.functional.sofmax",
+            "torch.nn.functional has no 'sofmax'; did you mean 'torch.nn.functional.softmax'",
+        ),
+        ("torch.nn.functionl.softmax", "torch.nn has no 'functionl'; did you mean 'torch.nn.functional.softmax'"),
+        ("torch.nn.Linear.forwrad", "torch.nn.Linear has no 'forwrad'; did you mean 'torch.nn.Linear.forward'"),
+        ("torch.nn.xyzzyxyzzy", "torch.nn has no 'xyzzyxyzzy'"),
     ],
 )
 def test_a_typo_in_a_dotted_name_of_an_imported_module_is_an_error(typo: str, nearest: str) -> None:
-    with pytest.raises(ListFileError, match=rf"my\.toml:7: '{typo}' names nothing; {nearest}"):
+    with pytest.raises(ListFileError, match=rf"my\.toml:7: '{typo}' names nothing: {nearest}"):
         expand(table(rule(typo)))
 
 

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import autoamp
-from autoamp.ops.writes import Mutation, mutation_of
 
 HALF, FP32 = torch.float16, torch.float32
 POLICIES = ["fp16", "fp32", "promote"]
@@ -176,31 +175,3 @@ def test_errors_are_torchs_own(listed: Any) -> None:
         F.batch_norm(torch.ones(2, 3))  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="relu"):
         F.relu()  # type: ignore[call-arg]
-
-
-def test_written_by() -> None:
-    assert mutation_of(torch.softmax) is None
-    assert mutation_of(F.linear) is None
-    assert mutation_of(F.softmax) is None
-    assert mutation_of(Tensor.__add__) is None
-    assert mutation_of(F.relu) == Mutation(("input", "inplace"), inplace=True)
-    found = mutation_of(F.batch_norm)
-    assert found is not None
-    assert found.mutated == {"running_mean", "running_var"}
-    assert found.parameters[:3] == ("input", "running_mean", "running_var")
-    assert found.uncast(to_half=True) == {"weight", "bias", "running_mean", "running_var"}
-    assert found.uncast(to_half=False) == frozenset()
-    assert mutation_of(Tensor.normal_) == Mutation(("self",), itself=True)
-
-    def relu_(x: Tensor, inplace: bool = True) -> Tensor:
-        return x
-
-    assert mutation_of(relu_) is None
-
-
-def test_the_builtins_have_the_parameters_that_torch_says() -> None:
-    for name in ("batch_norm", "instance_norm", "native_batch_norm", "batch_norm_update_stats", "cudnn_batch_norm"):
-        found = mutation_of(getattr(torch, name))
-        assert found is not None
-        schema = getattr(torch.ops.aten, name).default._schema
-        assert tuple(argument.name for argument in schema.arguments)[: len(found.parameters)] == found.parameters

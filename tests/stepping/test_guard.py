@@ -503,9 +503,9 @@ class Switch:
         finally:
             self.on = before
 
-    def with_casts_off(self, function: Any) -> Any:
+    def bound(self, function: Any, on: bool) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
-            with self.to(False):
+            with self.to(on):
                 return function(*args, **kwargs)
 
         return run
