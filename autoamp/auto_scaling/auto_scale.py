@@ -119,8 +119,8 @@ class AutoScale:
             (Module, "register_full_backward_pre_hook", self._around_register(GradientHook)),
             (torch.nn.modules.module, "register_module_full_backward_hook", self._around_register_for_all),
             (torch.nn.modules.module, "register_module_full_backward_pre_hook", self._around_register_for_all),
-            (Optimizer, "__init__", lambda f: self._afterwards(f, self._meet)),
-            (Optimizer, "__setstate__", lambda f: self._afterwards(f, self._meet)),
+            (Optimizer, "__init__", lambda f: self._afterwards(f, self._guard_new)),
+            (Optimizer, "__setstate__", lambda f: self._afterwards(f, self._guard_new)),
             (Optimizer, "zero_grad", lambda f: self._afterwards(f, self._drop_of_optimizer)),
             (Module, "zero_grad", lambda f: self._afterwards(f, self._drop_of_module)),
             (torch.amp.GradScaler, "__init__", lambda f: self._afterwards(f, self._notice_scaler)),
@@ -135,7 +135,7 @@ class AutoScale:
             self._patches.rebind({id(original_of(backward)): (original_of(backward), backward)}, _is_torchs)
 
         # Those that `_look_around` does not find: nobody tells of objects that `gc.freeze()` has frozen.
-        self._optimizers.on_unguarded = self._meet
+        self._optimizers.on_unguarded = self._guard_new
 
     def _look_around(self) -> None:
         if _living(torch.amp.GradScaler):
@@ -144,7 +144,7 @@ class AutoScale:
         for scaler in _living(torch.amp.GradScaler):
             self._notice_scaler(scaler)
         for optimizer in _living(Optimizer):
-            self._meet(optimizer)
+            self._guard_new(optimizer)
 
     def stop(self) -> None:
         """Take the patches back. The optimizers stay guarded, for verdicts that their next step is to read."""
@@ -164,7 +164,7 @@ class AutoScale:
 
     # -- what the program makes --
 
-    def _meet(self, optimizer: Any) -> None:
+    def _guard_new(self, optimizer: Any) -> None:
         # An FP16_Optimizer guards the optimizer within it, and a half-built optimizer has no groups.
         if self.active and not isinstance(optimizer, ScalesItself):
             with contextlib.suppress(AttributeError):
@@ -271,7 +271,7 @@ class AutoScale:
                 "FullyShardedDataParallel keeps shards of flat parameters, so that ranks would skip different steps; "
                 "use bf16, which needs no loss scale (dtype=torch.bfloat16, --dtype bf16), or fully_shard"
             )
-        if not sharded and owners.keys().isdisjoint(map(id, leaves)) and not _may_reach_more(nodes):
+        if not sharded and owners.keys().isdisjoint(map(id, leaves)) and not _has_checkpoint(nodes):
             return None
         running = ScaledPass(
             self._scaler,
@@ -364,7 +364,7 @@ def _living(kind: type[Any]) -> list[Any]:
     return [found for found in gc.get_objects() if issubclass(type(found), kind)]
 
 
-def _may_reach_more(nodes: Iterable[Any]) -> bool:
+def _has_checkpoint(nodes: Iterable[Any]) -> bool:
     """Tell whether a checkpoint runs passes of its own within, whose leaves are known only then."""
     return any("Checkpoint" in node.name() for node in nodes)
 

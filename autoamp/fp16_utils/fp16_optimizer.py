@@ -12,7 +12,7 @@ from torch import Tensor
 from autoamp.casting import Casts
 from autoamp.errors import CheckpointError, UsageError
 from autoamp.runtime import current_runtime
-from autoamp.scaling import AskedGroup, DynamicLossScaler, LossScaler, StaticLossScaler, clip_, scaled_loss
+from autoamp.scaling import DynamicLossScaler, LossScaler, RequestedGroup, StaticLossScaler, clip_, scaled_loss
 from autoamp.stepping import (
     GuardedOptimizers,
     MasterWeights,
@@ -81,7 +81,7 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
         # At O2 the handle may have given the optimizer masters and a guard. The masters are used here, the guard goes.
         theirs = None if runtime is None else runtime.optimizers.hand_over(init_optimizer)
         self._masters = MasterWeights(init_optimizer) if theirs is None else theirs
-        self._asked: AskedGroup | None = None
+        self._asked: RequestedGroup | None = None
         self._guard = StepGuard(init_optimizer, _Owner(self, init_optimizer), masters=self._masters)
         self._guard.install()
         if runtime is not None:
@@ -207,7 +207,7 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
 
     def sync_over(self, group: Any, *, replicas: int | None = None) -> None:
         """Let all ranks of a process group agree on each step; see `autoamp.Handle.sync_over`."""
-        self._asked = AskedGroup.of(group, replicas)
+        self._asked = RequestedGroup.of(group, replicas)
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
         """Return the gradients of the step, a list for each group, or None if they overflowed.
@@ -224,7 +224,7 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
 
         The masters in it are the fp32 tensors themselves, not copies.
         """
-        self._masters.follow()
+        self._masters.refresh()
         return {
             "loss_scaler": self.loss_scaler.state_dict(),
             "dynamic_loss_scale": isinstance(self.loss_scaler, DynamicLossScaler),
@@ -356,7 +356,7 @@ class _Owner:
         """Tell that no other guard unscales these gradients."""
         return False
 
-    def asked_group(self, guard: StepGuard) -> AskedGroup | None:
+    def requested_group(self, guard: StepGuard) -> RequestedGroup | None:
         """Return the group that was asked for, of the optimizer itself or of the active handle."""
         own, optimizers = self._optimizer(), _optimizers()
         if own is not None and own._asked is not None:

@@ -34,7 +34,7 @@ from autoamp.runtime import (
     needed_handle,
     put_handle,
 )
-from autoamp.scaling import AskedGroup, LossScaler
+from autoamp.scaling import LossScaler, RequestedGroup
 from autoamp.tensors import HALF_DTYPES
 
 __all__ = ["initialize", "load_state_dict", "master_params", "scale_loss", "state_dict"]
@@ -175,7 +175,7 @@ def initialize(
         raise UsageError(f"cast_model_outputs={cast_model_outputs!r} is no floating dtype; choose torch.float32")
     if level.casts_models:
         refuse_sharded(model_list, opt_level)
-    asked = None if process_group is None else AskedGroup.of(process_group, None)
+    asked = None if process_group is None else RequestedGroup.of(process_group, None)
     half = level.cast_model_type if level.cast_model_type in HALF_DTYPES else dtype
     settings = Settings.of(level.loss_scale, True, verbosity > 1, True, lists, device_type, half, True).on_device()
     level = _with_units(level, half, settings.device_type)

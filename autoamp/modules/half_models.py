@@ -281,14 +281,14 @@ def cast_structure(value: Any, dtype: torch.dtype, *, doubles: bool = False) -> 
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             return _cast_dataclass(leaf, convert, other)
         if callable(getattr(leaf, "to", None)) and not isinstance(leaf, (type, Module)):
-            with _OthersStay():
+            with _CastFloatsOnly():
                 return leaf.to(dtype)
         return leaf
 
     return map_tensors(value, convert, other)
 
 
-class _OthersStay(TorchFunctionMode):
+class _CastFloatsOnly(TorchFunctionMode):
     """A mode in which `Tensor.to` and `Tensor.type` do not change the dtype of integer, bool and complex tensors.
 
     The ``to`` of an object may pass the dtype on to all tensors in it, and an index of 2049 would become 2048 in fp16.

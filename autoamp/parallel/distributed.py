@@ -15,7 +15,7 @@ from torch.nn import Module
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp.errors import UsageError
-from autoamp.stepping import equalised
+from autoamp.stepping import equalized
 from autoamp.torch_private import current_graph_task, flatten, unflatten
 
 __all__ = ["DistributedDataParallel", "Reducer", "apply_flat_dist_call", "flat_dist_call", "split_by_type"]
@@ -317,7 +317,7 @@ def _kind(param: Tensor) -> int:
 def _broadcast(params: Iterable[Tensor], wrapper: object) -> None:
     """Set parameters, and the fp32 masters of those that have some, to the values of rank 0."""
     params = list(params)
-    with equalised(params, wrapper) as masters:
+    with equalized(params, wrapper) as masters:
         flat_dist_call([param.data for param in params] + masters, dist.broadcast, (0,))
 
 

@@ -15,7 +15,7 @@ from autoamp.runtime.protocol import BaseHandle
 from autoamp.runtime.registry import Registry
 from autoamp.runtime.runtime import Runtime
 from autoamp.runtime.settings import Settings
-from autoamp.stepping import tell_off, tell_on
+from autoamp.stepping import announce_disabled, announce_enabled
 
 __all__ = [
     "ActiveHandles",
@@ -81,9 +81,9 @@ class ActiveHandles:
             self._switch(None if isinstance(handle, NoOpHandle) else handle)
             self._base = handle
             if isinstance(handle, NoOpHandle):
-                tell_off()
+                announce_disabled()
             elif handle is not None:
-                tell_on()
+                announce_enabled()
             if before is not None:
                 self._suspended.discard(before)
                 before.deactivate() if end is None else end(before)

@@ -35,7 +35,7 @@ from autoamp.rules import CastRule
 from autoamp.runtime.protocol import OneToAProcess, Precision
 from autoamp.runtime.runtime import Runtime, kind_of
 from autoamp.runtime.settings import Settings
-from autoamp.scaling import AskedGroup, LossScaler, is_count, make_scaler
+from autoamp.scaling import LossScaler, RequestedGroup, is_count, make_scaler
 from autoamp.stepping import clip_grad_norm_, listed, wrap_optimizer
 
 __all__ = ["Handle", "runtime_of"]
@@ -477,7 +477,7 @@ class Handle(OneToAProcess):
             UsageError: There is no process group, this rank is not in it, or ``replicas`` does not divide its size.
         """
         named = None if optimizers is None else listed(optimizers)
-        self._runtime.optimizers.asked.put(AskedGroup.of(group, replicas), named)
+        self._runtime.optimizers.asked.put(RequestedGroup.of(group, replicas), named)
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
         """Give an optimizer a ``scale_loss(loss)`` of its own, with a scaler for each of ``num_loss`` losses.

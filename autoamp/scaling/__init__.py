@@ -15,17 +15,17 @@ from autoamp.scaling.gradients import (
     widened,
 )
 from autoamp.scaling.loss_scale import DynamicLossScaler, LossScaler, StaticLossScaler, is_count, make_scaler
-from autoamp.scaling.shards import has_shards, is_flat, is_sharded, local_of, settle_partial
-from autoamp.scaling.sync import AskedGroup, FoundInfReduction, SyncGroup, SyncGroups, clip_, powered_norm
+from autoamp.scaling.shards import has_shards, is_flat, is_sharded, local_of, reduce_partial
+from autoamp.scaling.sync import FoundInfReduction, RequestedGroup, SyncGroup, SyncGroups, clip_, powered_norm
 from autoamp.scaling.unread_flags import Scale, UnreadFlags, is_same_scale, scale_ratio, scaled_loss
 
 __all__ = [
-    "AskedGroup",
     "DeviceAndDtype",
     "DynamicLossScaler",
     "FoundInfReduction",
     "GradientMark",
     "LossScaler",
+    "RequestedGroup",
     "Scale",
     "ScaledMark",
     "StaticLossScaler",
@@ -43,10 +43,10 @@ __all__ = [
     "make_scaler",
     "non_finite",
     "powered_norm",
+    "reduce_partial",
     "scale_",
     "scale_ratio",
     "scaled_loss",
-    "settle_partial",
     "total_norm",
     "true_gradient",
     "unscale_",

@@ -1,6 +1,6 @@
 """Tensors of which a rank has a part: torch's DTensors, and the flat parameters of `FullyShardedDataParallel`.
 
-A rank works on its own part of a DTensor, so that nothing here is a collective, but for `settle_partial`.
+A rank works on its own part of a DTensor, so that nothing here is a collective, but for `reduce_partial`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = [
     "local_of",
     "local_parts",
     "meshes_of",
-    "settle_partial",
+    "reduce_partial",
 ]
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
@@ -89,7 +89,7 @@ def copies_in_mesh(tensor: Any) -> int:
 
 
 @torch.no_grad()
-def settle_partial(params: Iterable[Tensor], *, halves_alone: bool) -> None:
+def reduce_partial(params: Iterable[Tensor], *, halves_alone: bool) -> None:
     """Add up gradients of which each rank has an addend: ``param.grad`` has one whole value on all of them.
 
     A collective of their meshes, which the optimizer would run else. Nothing is done where there is none.

@@ -20,15 +20,15 @@ from autoamp.scaling.gradients import DeviceAndDtype, total_norm
 from autoamp.scaling.shards import copies_in_mesh, has_shards, is_sharded, local_of, meshes_of
 from autoamp.torch_private import root_of_mesh
 
-__all__ = ["AskedGroup", "FoundInfReduction", "SyncGroup", "SyncGroups", "clip_", "powered_norm"]
+__all__ = ["FoundInfReduction", "RequestedGroup", "SyncGroup", "SyncGroups", "clip_", "powered_norm"]
 
 # Places in the vector that is reduced: the norm; whether a rank has checks; whether the loss is inf at any scale; what
 # the gradients are like now; and from there on one for each loss scaler.
-_NORM, _HAS_CHECKS, _HOPELESS, _NOW, _FIRST = range(5)
+_NORM, _HAS_CHECKS, _NONFINITE_LOSS, _NOW, _FIRST = range(5)
 
 
 @dataclass(frozen=True)
-class AskedGroup:
+class RequestedGroup:
     """A process group over which the program wants verdicts to be shared.
 
     Attributes:
@@ -40,7 +40,7 @@ class AskedGroup:
     replicas: int
 
     @classmethod
-    def of(cls, group: Any, replicas: int | None) -> AskedGroup:
+    def of(cls, group: Any, replicas: int | None) -> RequestedGroup:
         """Check what a program gave.
 
         Raises:
@@ -92,9 +92,9 @@ class SyncGroups:
     """Finds out who agrees on an optimizer's steps, and remembers it: to ask again costs a look at the parameters."""
 
     def __init__(self) -> None:
-        self._known: tuple[list[Any], AskedGroup | None, SyncGroup | None] | None = None
+        self._known: tuple[list[Any], RequestedGroup | None, SyncGroup | None] | None = None
 
-    def among(self, params: Sequence[Tensor], asked: AskedGroup | None) -> SyncGroup | None:
+    def among(self, params: Sequence[Tensor], asked: RequestedGroup | None) -> SyncGroup | None:
         """Return who agrees on the steps of these parameters; None where nobody has to be asked.
 
         The first time it may be a collective of those who do: a process group is made where none spans them.
@@ -122,7 +122,7 @@ class FoundInfReduction:
         found: For each loss scaler the flags of its checks, not 0 for inf or nan. As many on all ranks.
         now: Flags of the gradients as they are now.
         has_checks: Whether a block or pass of this rank was checked.
-        is_hopeless: Whether the loss is inf or nan at any scale.
+        loss_is_nonfinite: Whether the loss is inf or nan at any scale.
         norm: The p-th power of the norm of this rank's part of the gradients; the norm itself for the largest value.
     """
 
@@ -132,12 +132,12 @@ class FoundInfReduction:
         now: Sequence[Tensor],
         *,
         has_checks: bool,
-        is_hopeless: bool = False,
+        loss_is_nonfinite: bool = False,
         norm: Tensor | None = None,
     ) -> None:
         self._found = found
         self._now = now
-        self._head = (0.0, float(has_checks), float(is_hopeless))
+        self._head = (0.0, float(has_checks), float(loss_is_nonfinite))
         self._norm = norm
         self._all = torch.zeros(0)
 
@@ -178,9 +178,9 @@ class FoundInfReduction:
         """Tell whether a block or pass of any rank was checked. Waits for the device."""
         return bool(self._all[_HAS_CHECKS])
 
-    def is_hopeless(self) -> bool:
+    def loss_is_nonfinite(self) -> bool:
         """Tell whether the loss of any rank is inf or nan at any scale. Waits for the device."""
-        return bool(self._all[_HOPELESS])
+        return bool(self._all[_NONFINITE_LOSS])
 
 
 def _any(flags: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -194,7 +194,7 @@ def _same(one: object, other: object) -> bool:
     return one is other
 
 
-def _group_for(params: Sequence[Tensor], meshes: Sequence[Any], asked: AskedGroup | None) -> SyncGroup | None:
+def _group_for(params: Sequence[Tensor], meshes: Sequence[Any], asked: RequestedGroup | None) -> SyncGroup | None:
     own = dist.get_rank()
     spans = {mesh: frozenset(mesh.mesh.flatten().tolist()) for mesh in meshes}
     spans = {mesh: span for mesh, span in spans.items() if own in span and len(span) > 1}

@@ -5,13 +5,13 @@ from __future__ import annotations
 from autoamp.stepping.attach import ScalesItself, is_optimizer, refuse_own_scaler, stepped_params
 from autoamp.stepping.block import open_blocks, scaled_block, watch_autograd_grad
 from autoamp.stepping.checks import check_half_model, check_half_norms, check_optimizer
-from autoamp.stepping.digest import tell_off, tell_on
 from autoamp.stepping.guard import GuardOwner, OverflowCheck, StepGuard, read_checks
-from autoamp.stepping.links import equalised, load_master, master_of, release_master
+from autoamp.stepping.links import equalized, load_master, master_of, release_master
 from autoamp.stepping.loss_scalers import listed
 from autoamp.stepping.masters import MasterWeights, fit_state
 from autoamp.stepping.optimizer_steps import OptimizerSteps
 from autoamp.stepping.optimizers import GuardedOptimizers, clip_grad_norm_, scaled_params, wrap_optimizer
+from autoamp.stepping.rank_consistency import announce_disabled, announce_enabled
 from autoamp.stepping.replicas import several_processes
 from autoamp.stepping.skips import Rehearsing, Skips, StepWatch
 from autoamp.stepping.usage_checks import ClippingWatch
@@ -28,11 +28,13 @@ __all__ = [
     "Skips",
     "StepGuard",
     "StepWatch",
+    "announce_disabled",
+    "announce_enabled",
     "check_half_model",
     "check_half_norms",
     "check_optimizer",
     "clip_grad_norm_",
-    "equalised",
+    "equalized",
     "fit_state",
     "is_optimizer",
     "listed",
@@ -46,8 +48,6 @@ __all__ = [
     "scaled_params",
     "several_processes",
     "stepped_params",
-    "tell_off",
-    "tell_on",
     "watch_autograd_grad",
     "wrap_optimizer",
 ]

@@ -23,10 +23,10 @@ from torch import Tensor
 from autoamp.casting import Casts
 from autoamp.errors import NonFiniteGradientsError, UsageError
 from autoamp.scaling import (
-    AskedGroup,
     FoundInfReduction,
     GradientMark,
     LossScaler,
+    RequestedGroup,
     Scale,
     ScaledMark,
     SyncGroup,
@@ -37,12 +37,12 @@ from autoamp.scaling import (
     is_sharded,
     non_finite,
     powered_norm,
-    settle_partial,
+    reduce_partial,
     unscale_,
 )
 from autoamp.stepping.attach import AttachedStep, named_params, stepped_params
-from autoamp.stepping.digest import found_on_ranks
 from autoamp.stepping.masters import MasterWeights
+from autoamp.stepping.rank_consistency import found_on_ranks
 from autoamp.stepping.replicas import begin_compression_anew, may_compress, several_processes
 from autoamp.stepping.sharded_modules import refuse_left_behind, warn_of_unscaled_shards
 from autoamp.stepping.skips import Skips, StepWatch
@@ -63,7 +63,7 @@ __all__ = [
 _MAX_EVALUATIONS = 33
 
 # At most so many checks wait for a step. Then they are read, and one that overflowed is left.
-_MANY_CHECKS = 64
+_MAX_PENDING_CHECKS = 64
 
 
 class GuardOwner(Protocol):
@@ -93,12 +93,12 @@ class GuardOwner(Protocol):
     def is_shared(self, guard: StepGuard, tensor: Tensor) -> bool:
         """Tell whether another guard unscales the gradient of a tensor."""
 
-    def asked_group(self, guard: StepGuard) -> AskedGroup | None:
+    def requested_group(self, guard: StepGuard) -> RequestedGroup | None:
         """Return the process group over which the program wants steps to be agreed on, if it asked for one."""
 
 
-class _Told:
-    """What a scaler was told of one block or pass: None for nothing yet, else whether gradients overflowed."""
+class _Reported:
+    """The result of a block or pass that its scaler has heard: None for none yet, else whether gradients overflowed."""
 
     overflowed: bool | None = None
 
@@ -117,7 +117,7 @@ class OverflowCheck:
     Attributes:
         scaler: As given.
         scale: As given.
-        told: What the scaler was told of the block.
+        reported: The result that the scaler has heard.
         overflowed: Whether an inf or nan was there; None as long as nobody has read it.
         is_complete: Whether nothing more is going to be found. Then a step may leave it unread.
     """
@@ -129,7 +129,7 @@ class OverflowCheck:
     ) -> None:
         self.scaler = scaler
         self.scale = scale
-        self.told: _Told = _Told() if of_block is None else of_block.told
+        self.reported: _Reported = _Reported() if of_block is None else of_block.reported
         self.overflowed: bool | None = None
         self._found = found
 
@@ -167,18 +167,18 @@ def _settle(checks: Sequence[OverflowCheck]) -> OverflowCheck | None:
     read_checks(checks)
     clean = list(itertools.takewhile(lambda check: not check.overflowed, checks))
     blamed = checks[len(clean)] if len(clean) < len(checks) else None
-    heard = {id(check.scaler) for check in clean if check.told.overflowed is not None}
+    heard = {id(check.scaler) for check in clean if check.reported.overflowed is not None}
     if blamed is not None:
         heard.add(id(blamed.scaler))
-        if not blamed.told.overflowed:
+        if not blamed.reported.overflowed:
             blamed.scaler.update(True)
     for check in clean:
         if id(check.scaler) not in heard:
             heard.add(id(check.scaler))
             check.scaler.update(False)
-        check.told.overflowed = bool(check.told.overflowed)
+        check.reported.overflowed = bool(check.reported.overflowed)
     for check in checks[len(clean) :]:
-        check.told.overflowed = True
+        check.reported.overflowed = True
     return blamed
 
 
@@ -194,20 +194,20 @@ def _settle_on_device(checks: Sequence[OverflowCheck], tell: Callable[[bool], No
         nothing was done: some are read already, several scalers have a part in it, or the scaler lives on the host.
     """
     first = checks[0]
-    scaler, is_told = first.scaler, first.told.overflowed is not None
+    scaler, is_reported = first.scaler, first.reported.overflowed is not None
     for check in checks:
-        is_like_first = check.scaler is scaler and (check.told.overflowed is not None) is is_told
+        is_like_first = check.scaler is scaler and (check.reported.overflowed is not None) is is_reported
         if check.overflowed is not None or not check.is_complete or not is_like_first:
             return None
     found = [flag for check in checks for flag in check.found]
-    if not found or not all(scaler.serves_device(flag.device) for flag in found):
+    if not found or not all(scaler.supports_device(flag.device) for flag in found):
         return None
     flags = [flag.to(found[0].device, non_blocking=True).view(()) for flag in found]
     flag = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
-    (scaler.unread.add if is_told else scaler.update_later)(flag, tell)
+    (scaler.unread.add if is_reported else scaler.update_later)(flag, tell)
     for check in checks:
         # The device tells the scaler itself: another optimizer of the block has nothing to add.
-        check.told.overflowed = True
+        check.reported.overflowed = True
     return flag
 
 
@@ -311,7 +311,7 @@ class PendingChecks:
         guard = self._guard()
         if guard is None or not several_processes():
             return None
-        return self._groups.among(self._grads.params(), self._owner.asked_group(guard))
+        return self._groups.among(self._grads.params(), self._owner.requested_group(guard))
 
     def note(self, check: OverflowCheck | None) -> None:
         """Take note of a check on the gradients as they are now."""
@@ -359,12 +359,12 @@ class PendingChecks:
     def expect(self, check: OverflowCheck) -> None:
         """Take note of a backward pass from which gradients come with true values, and of the check on them."""
         self.finish_delayed()
-        if len(self.pending) >= _MANY_CHECKS and self.group is None:
+        if len(self.pending) >= _MAX_PENDING_CHECKS and self.group is None:
             # Nobody steps. To read them all in one go now and then is enough.
             blamed = self.settle()
             self.pending = [] if blamed is None else [blamed]
-        elif len(self.pending) >= _MANY_CHECKS:
-            # No scaler is told: the other ranks have not said anything.
+        elif len(self.pending) >= _MAX_PENDING_CHECKS:
+            # The scalers are not updated: the other ranks have not agreed yet.
             read_checks(self.pending)
             self.pending = [next((one for one in self.pending if one.overflowed), self.pending[-1])]
         self.note(check)
@@ -379,7 +379,7 @@ class PendingChecks:
             self.agree(group)
         self.pending.remove(check)
         self._dropped.append(check)
-        if len(self._dropped) >= _MANY_CHECKS:
+        if len(self._dropped) >= _MAX_PENDING_CHECKS:
             self._settle_dropped()
 
     def _settle_dropped(self) -> None:
@@ -413,7 +413,7 @@ class PendingChecks:
         Where ranks agree on a step all of them have to ask.
         """
         if self.group is not None:
-            self.look_again()
+            self.recheck()
         read_checks(self.pending)
         return any(check.overflowed for check in self.pending) if self.pending else None
 
@@ -446,7 +446,7 @@ class PendingChecks:
         """Begin anew: ranks without a block or pass until the next step have to hear of those that have one."""
         self._agreed = False
 
-    def look_again(self) -> None:
+    def recheck(self) -> None:
         """Look at the gradients as they are now where other ranks have a part in them: inf may have come from there.
 
         Where all ranks see the same after the reduction that is all. Else they agree, once for all that was found.
@@ -464,11 +464,11 @@ class PendingChecks:
         return self.last is not None or bool(scalers and scalers[0].checks)
 
     def agree(
-        self, group: SyncGroup, norm: Tensor | None = None, *, largest: bool = False, is_hopeless: bool = False
+        self, group: SyncGroup, norm: Tensor | None = None, *, largest: bool = False, loss_is_nonfinite: bool = False
     ) -> FoundInfReduction:
-        """Let all ranks know what each of them found, by one collective. Scalers are not told yet."""
+        """Let all ranks know what each of them found, by one collective. Scalers are not updated yet."""
         params = self._grads.params()
-        settle_partial(params, halves_alone=True)
+        reduce_partial(params, halves_alone=True)
         scalers, own = self._owner.scalers, self.pending
         found: list[list[Tensor]] = [[] for _ in scalers]
         for check in own:
@@ -477,7 +477,7 @@ class PendingChecks:
             )
         # A reduction by the program itself may have come since the block looked at them.
         now = unscale_(params, 1.0)
-        reduction = FoundInfReduction(found, now, has_checks=bool(own), is_hopeless=is_hopeless, norm=norm)
+        reduction = FoundInfReduction(found, now, has_checks=bool(own), loss_is_nonfinite=loss_is_nonfinite, norm=norm)
         reduction.reduce(group, largest=largest)
         self._agreed = True
         for check in own:
@@ -493,7 +493,7 @@ class PendingChecks:
 
         Where ranks agree on a step they do so by the same collective, and the step needs no other.
         """
-        settle_partial(self._grads.params(), halves_alone=False)
+        reduce_partial(self._grads.params(), halves_alone=False)
         group = self.group
         norm = self._norm(group, norm_type)
         return norm if group is None else self.agree(group, norm, largest=norm_type == math.inf).norm
@@ -531,7 +531,7 @@ class StepGuard:
             know nothing of loss scaling: a closure may draw its batch.
         scaled: Whether a block has had a loss of this optimizer.
         proven: Whether the scaled loss was run backward in one.
-        met_ranks: Whether settings were compared with the ranks that step together with this one.
+        compared_settings: Whether settings were compared with the ranks that step together with this one.
     """
 
     def __init__(self, optimizer: Any, owner: GuardOwner, *, masters: MasterWeights | None = None) -> None:
@@ -545,7 +545,7 @@ class StepGuard:
         self.in_block = self.stepping = False
         self.last_step_ran = self.repeats_closure = True
         self.max_consecutive_skips = 50
-        self.scaled = self.proven = self.met_ranks = False
+        self.scaled = self.proven = self.compared_settings = False
 
     @property
     def name(self) -> str:
@@ -684,7 +684,7 @@ class StepGuard:
         self.checks.finish_delayed()
         self.checks.unscale_added_params()
         if several_processes():
-            self.checks.look_again()
+            self.checks.recheck()
         if first and self.checks.last is None and not self.checks.pending:
             warn_of_unscaled_shards(self.name, self.grads.params())
 
@@ -772,7 +772,7 @@ class StepGuard:
 
     def _begin_masters_step(self) -> None:
         if self.masters is not None:
-            asked = self.owner.asked_group(self)
+            asked = self.owner.requested_group(self)
             self.masters.begin_step(local=asked is not None and asked.replicas == 1)
 
     def skip(self, blamed: OverflowCheck) -> Any:
@@ -850,7 +850,7 @@ def _step_with_closure(
             return loss
         if first:
             raise _GivenUp(loss, blamed)
-        raise _hopeless(guard, blamed)
+        raise _unrecoverable(guard, blamed)
 
     state: Any = getattr(guard.optimizer, "state", None)
     known = set(state) if isinstance(state, Mapping) else None
@@ -876,13 +876,13 @@ def guarded_closure(guard: StepGuard, closure: Callable[[], Any]) -> Callable[[]
         guard.params_changed()
         loss, blamed = _evaluate(guard, closure, _MAX_EVALUATIONS)
         if blamed is not None:
-            raise _hopeless(guard, blamed)
+            raise _unrecoverable(guard, blamed)
         return loss
 
     return evaluate
 
 
-def _hopeless(guard: StepGuard, blamed: OverflowCheck) -> NonFiniteGradientsError:
+def _unrecoverable(guard: StepGuard, blamed: OverflowCheck) -> NonFiniteGradientsError:
     scale = float(blamed.scale)
     return NonFiniteGradientsError(
         f"gradients overflowed at loss scale {scale:g} when {guard.name} called its closure in the middle "
@@ -910,16 +910,16 @@ def _evaluate(guard: StepGuard, closure: Callable[[], Any], attempts: int) -> tu
         loss = _call_closure(guard, closure)
         grads.collect()
         checks.finish_delayed()
-        is_hopeless = not _is_finite(loss)
+        loss_is_nonfinite = not _is_finite(loss)
         if (group := checks.group) is not None:
-            is_hopeless = checks.agree(group, is_hopeless=is_hopeless).is_hopeless()
+            loss_is_nonfinite = checks.agree(group, loss_is_nonfinite=loss_is_nonfinite).loss_is_nonfinite()
         elif several_processes():
-            checks.look_again()
+            checks.recheck()
         # A pass may have had a lower scale than its scaler, which tells whether there is a lower one.
         scales = {id(check.scaler): check.scaler.loss_scale for check in checks.pending}
         blamed = checks.settle()
         # A lower scale helps against large gradients, not against a loss that is inf already.
-        if blamed is None or is_hopeless or blamed.scaler.loss_scale >= scales[id(blamed.scaler)]:
+        if blamed is None or loss_is_nonfinite or blamed.scaler.loss_scale >= scales[id(blamed.scaler)]:
             break
     return loss, blamed
 

@@ -1,4 +1,4 @@
-"""Half parameters and their fp32 masters, pairwise: which belong together, and which takes over the other's value."""
+"""Half parameters and their fp32 masters: which belong together, and which of the two is copied to the other."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from autoamp.tensors import HALF_DTYPES, version_of, without_grad
 
 __all__ = [
     "Link",
-    "agree",
     "check_shapes",
-    "equalised",
-    "follow",
+    "equalized",
     "linked",
     "load_master",
+    "mark_equal",
     "master_of",
+    "refresh_masters",
     "release_master",
 ]
 
@@ -56,17 +56,17 @@ class Link:
         self.share(None)
         self.equal_by: weakref.ref[Any] | None = None
         self.fingerprint = _fingerprint(half)
-        self.agree(half)
+        self.mark_equal(half)
 
-    def agree(self, half: Tensor) -> None:
-        """Take note that the half parameter is the rounded master now."""
+    def mark_equal(self, half: Tensor) -> None:
+        """Note that the half parameter is equal to the rounded master."""
         self._version, self._address = version_of(half), _address(half)
         self._master_version = version_of(self.master)
         if self.fingerprint is not None:
             self.fingerprint = _fingerprint(half)
 
     def share(self, grad: Tensor | None) -> None:
-        """Take note that both have this gradient now. It is referred to weakly."""
+        """Note that both have this gradient now. The link holds a weak reference to it."""
         self.has_shared = grad is not None
         self._shared = None if grad is None else TensorWeakRef(grad)
 
@@ -81,29 +81,29 @@ class Link:
         return self.equal_by is not None and self.equal_by() is wrapper
 
     def is_behind(self, half: Tensor) -> bool:
-        """Tell whether somebody wrote into the half parameter, or, before the first step, may have done so."""
+        """Tell whether the half parameter was written to, or, before the first step, may have been."""
         return self.fingerprint is not None or self.is_written(half)
 
     def is_written(self, half: Tensor) -> bool:
-        """Tell whether torch tells of a write into the half parameter."""
+        """Tell whether torch reports a write into the half parameter."""
         return version_of(half) != self._version or _address(half) != self._address
 
-    def take_over(self, half: Tensor, *, whole: bool) -> None:
-        """Set the master to the half parameter, which was written to; where both were, the master stays."""
+    def copy_from_param(self, half: Tensor, *, whole: bool) -> None:
+        """Copy the half parameter, which was written to, into the master. If both were written to, the master stays."""
         if version_of(self.master) == self._master_version:
             self.read(half, whole=whole)
         else:
-            self.agree(half)
+            self.mark_equal(half)
 
-    def take_over_unseen(self, half: Tensor, *, whole: bool) -> None:
-        """Do as `take_over` does, before the first step, where the fingerprint tells whether there was a write."""
+    def copy_from_param_if_changed(self, half: Tensor, *, whole: bool) -> None:
+        """Do as `copy_from_param` does, before the first step, if the fingerprint of the half values changed."""
         value, differs = self._compared(half)
         now: Any = _fingerprint(half)
         written = (now != self.fingerprint).to(value.device)
         master = self.master
         stays = differs & ~written if whole else ~(differs & written)
         master.copy_(torch.where(stays, master, value))
-        self.agree(half)
+        self.mark_equal(half)
 
     def read(self, half: Tensor, *, whole: bool) -> None:
         """Set the master to the half parameter.
@@ -113,7 +113,7 @@ class Link:
         """
         value, differs = self._compared(half)
         self.master.copy_(value if whole else torch.where(differs, value, self.master))
-        self.agree(half)
+        self.mark_equal(half)
 
     def _compared(self, half: Tensor) -> tuple[Tensor, Tensor]:
         """Return the half parameter in fp32, and where it is not the rounded master."""
@@ -122,8 +122,8 @@ class Link:
         return value, (value != rounded) & ~(value.isnan() & rounded.isnan())
 
 
-# The one master of each half parameter, for as long as the parameter lives: optimizers that share a parameter share it,
-# and it outlives an optimizer that was dropped.
+# The master of each half parameter, as long as the parameter lives. Optimizers that share a parameter share its master,
+# which outlives them.
 _links: Any = WeakIdKeyDictionary()
 
 
@@ -132,7 +132,7 @@ def master_of(parameter: Tensor) -> Tensor | None:
     link: Link | None = _links.get(parameter)
     if link is None or parameter.dtype not in HALF_DTYPES:
         return None
-    follow([(parameter, link)])
+    refresh_masters([(parameter, link)])
     return link.master
 
 
@@ -144,7 +144,7 @@ def load_master(parameter: Tensor, value: Tensor) -> None:
     link: Link | None = _links.get(parameter)
     if link is not None and parameter.dtype in HALF_DTYPES:
         link.master.copy_(value)
-        link.agree(parameter)
+        link.mark_equal(parameter)
 
 
 def release_master(parameter: Tensor) -> Tensor | None:
@@ -155,7 +155,7 @@ def release_master(parameter: Tensor) -> Tensor | None:
 
 
 @contextlib.contextmanager
-def equalised(parameters: Iterable[Tensor], wrapper: object) -> Iterator[list[Tensor]]:
+def equalized(parameters: Iterable[Tensor], wrapper: object) -> Iterator[list[Tensor]]:
     """Yield the masters of parameters, to be broadcast from the process whose parameters all get.
 
     Args:
@@ -163,12 +163,12 @@ def equalised(parameters: Iterable[Tensor], wrapper: object) -> Iterator[list[Te
         wrapper: What keeps them equal over processes from now on. It is referred to weakly.
     """
     pairs = [(half, link) for half in parameters if (link := _links.get(half)) is not None]
-    follow(pairs, local=True)
+    refresh_masters(pairs, local=True)
     yield [link.master.detach() for _, link in pairs]
     for half, link in pairs:
         link.equal_by = weakref.ref(wrapper)
         # Half parameters are not written to here: a graph may have saved them.
-        link.agree(half)
+        link.mark_equal(half)
 
 
 def linked(half: Tensor, original: Tensor | None) -> Link:
@@ -190,50 +190,50 @@ def check_shapes(half: Tensor, master: Tensor) -> None:
 
 
 @without_grad
-def follow(pairs: Collection[tuple[Tensor, Link]], *, first_step: bool = False, local: bool = False) -> int:
-    """Let masters follow half parameters that were written to. Returns how many of these torch tells of.
+def refresh_masters(pairs: Collection[tuple[Tensor, Link]], *, first_step: bool = False, local: bool = False) -> int:
+    """Copy half parameters that the program wrote to into their masters. Returns how many writes torch reported.
 
     Args:
         pairs: Half parameters, with their links.
-        first_step: Whether a step begins, from which on masters win.
+        first_step: Whether this is the first step, after which the master weights are authoritative.
         local: Whether the masters of other processes may differ.
     """
     behind = _behind(pairs)
     if not behind:
         return 0
-    several, told = not local and several_processes(), 0
+    several, reported = not local and several_processes(), 0
     for half, link in behind:
         check_shapes(half, link.master)
         # A rank's shard is its own: what replicas of it there are were loaded alike.
         whole = several and link.equal_by is None and not is_sharded(half)
         if link.is_written(half):
-            link.take_over(half, whole=whole)
-            told += 1
+            link.copy_from_param(half, whole=whole)
+            reported += 1
         elif link.fingerprint is not None:
-            link.take_over_unseen(half, whole=whole and first_step)
+            link.copy_from_param_if_changed(half, whole=whole and first_step)
         if first_step:
             link.fingerprint = None
-    return told
+    return reported
 
 
-def agree(pairs: Collection[tuple[Tensor, Link]]) -> None:
-    """Take note that half parameters are their rounded masters now, as `Link.agree` does for one."""
+def mark_equal(pairs: Collection[tuple[Tensor, Link]]) -> None:
+    """Note that half parameters are equal to their rounded masters; see `Link.mark_equal`."""
     try:
         for half, link in pairs:
-            # Written out for what nearly all are: each step comes by here for every parameter.
+            # Inlined for plain parameters: this runs for every parameter in each step.
             if type(half) is Parameter and link.fingerprint is None:
                 master = link.master
                 link._version, link._address, link._master_version = half._version, half.data_ptr(), master._version
             else:
-                link.agree(half)
+                link.mark_equal(half)
     except RuntimeError:
         # Inference tensors have no version.
         for half, link in pairs:
-            link.agree(half)
+            link.mark_equal(half)
 
 
 def _behind(pairs: Collection[tuple[Tensor, Link]]) -> list[tuple[Tensor, Link]]:
-    """Return those of which `Link.is_behind` is true; written out for what nearly all are, as in `agree`."""
+    """Return the pairs for which `Link.is_behind` is true. Inlined for plain parameters, as in `mark_equal`."""
     found = []
     try:
         for half, link in pairs:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from autoamp.scaling import has_shards, is_sharded, local_of, widened
 from autoamp.stepping.attach import AttachedMethod
-from autoamp.stepping.links import Link, agree, check_shapes, equalised, follow, linked, release_master
+from autoamp.stepping.links import Link, check_shapes, equalized, linked, mark_equal, refresh_masters, release_master
 from autoamp.stepping.replicas import WRAPPERS, Replica, Sync, several_processes
 from autoamp.tensors import HALF_DTYPES, without_grad
 
@@ -180,7 +180,7 @@ class MasterWeights:
             pairs = [left.pop(id(param)) for param in replica.parameters() if id(param) in left]
             stale = [(half, link) for half, link in pairs if not link.is_equal_by(replica.wrapper)]
             if stale:
-                with equalised([half for half, _ in stale], replica.wrapper) as masters:
+                with equalized([half for half, _ in stale], replica.wrapper) as masters:
                     replica.broadcast(masters)
             self._replicated.append(_Replicated(replica, pairs))
 
@@ -212,7 +212,7 @@ class MasterWeights:
         Args:
             local: Whether no other process has the same parameters.
         """
-        written = follow(self._pairs.values(), first_step=True, local=local)
+        written = refresh_masters(self._pairs.values(), first_step=True, local=local)
         if written:
             self.writes_seen += 1
             # A program that clips its weights does so at each step; powers of two keep the log short.
@@ -224,13 +224,13 @@ class MasterWeights:
                 )
 
     @torch.no_grad()
-    def follow(self) -> None:
+    def refresh(self) -> None:
         """Copy to the masters what was written into the half parameters, as far as torch shows it."""
-        follow(self._pairs.values())
+        refresh_masters(self._pairs.values())
 
     @torch.no_grad()
     def read_model(self) -> None:
-        """Set each master to its half parameter, however that was written to. Elements that agree keep their low bits.
+        """Set each master to its half parameter, however that was written to. Equal elements keep their low bits.
 
         Not in a group of several processes: there all of a master is read, so that all processes have the same.
         """
@@ -251,7 +251,7 @@ class MasterWeights:
                 for half, link in pairs:
                     check_shapes(half, link.master)
                 raise
-            agree(pairs)
+            mark_equal(pairs)
 
     @torch.no_grad()
     def dissolve(self, only: Iterable[Tensor] | None = None) -> None:
@@ -263,7 +263,7 @@ class MasterWeights:
         chosen = self._pairs.keys() if only is None else self._pairs.keys() & set(map(id, only))
         self.share_gradients()
         pairs = [self._pairs[key] for key in self._pairs if key in chosen]
-        follow([(half, link) for half, link in pairs if half.shape == link.master.shape], local=True)
+        refresh_masters([(half, link) for half, link in pairs if half.shape == link.master.shape], local=True)
         for half, link in pairs:
             grad, half.grad = half.grad, None
             half.data = link.master.data if half.shape == link.master.shape else half.data.float()

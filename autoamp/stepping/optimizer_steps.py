@@ -123,7 +123,7 @@ class OptimizerSteps:
         if guard is None and callable(closure):
             guard = optimizers.guard(optimizer)
         if guard is None:
-            optimizers.look_for_vanishing(optimizer)
+            optimizers.check_underflow(optimizer)
             if optimizer not in self._unscaled:
                 self._unscaled.add(optimizer)
                 warn_of_unscaled_shards(type(optimizer).__name__, stepped_params(optimizer))

@@ -12,17 +12,17 @@ from torch import Tensor
 
 from autoamp.casting import Casts
 from autoamp.errors import UsageError, warn_user
-from autoamp.scaling import AskedGroup, DynamicLossScaler, LossScaler, is_same_scale
+from autoamp.scaling import DynamicLossScaler, LossScaler, RequestedGroup, is_same_scale
 from autoamp.stepping.attach import is_optimizer, refuse_own_scaler, stepped_params
 from autoamp.stepping.block import ScaledLoss, open_blocks, scaled_block
 from autoamp.stepping.checks import check_half_params, check_optimizer
-from autoamp.stepping.digest import compare_ranks, rank_sets
 from autoamp.stepping.guard import StepGuard
 from autoamp.stepping.loss_scalers import LossScalers, listed
 from autoamp.stepping.masters import MasterWeights
+from autoamp.stepping.rank_consistency import compare_ranks, rank_sets
 from autoamp.stepping.replicas import several_processes
 from autoamp.stepping.skips import OwnSteps, Rehearsing, Skips, StepCounts, StepWatch
-from autoamp.stepping.usage_checks import VanishingGradients
+from autoamp.stepping.usage_checks import UnderflowWatch
 
 __all__ = ["GuardedOptimizers", "clip_grad_norm_", "scaled_params", "wrap_optimizer"]
 
@@ -37,7 +37,7 @@ class RankSettings(Protocol):
         """Return the policy of each target."""
 
 
-class Serving(Protocol):
+class ActiveRuntime(Protocol):
     """What drives the handle that the optimizers belong to."""
 
     @property
@@ -77,9 +77,9 @@ class GuardedOptimizers:
         self.casts = casts
         self.loss_scalers = LossScalers(scalers)
         self.counts = StepCounts(lambda: self.loss_scalers.all)
-        self.asked = AskedGroups()
+        self.asked = RequestedGroups()
         self.resumed = ResumedOptimizers()
-        self.runtime: Serving | None = None
+        self.runtime: ActiveRuntime | None = None
         self.masters_for: Callable[[Any], bool] | None = None
         self.by_level = False
         self.max_consecutive_skips = 50
@@ -88,7 +88,7 @@ class GuardedOptimizers:
         self.on_stepped: Callable[[Skips | None], None] | None = None
         self.on_unguarded: Callable[[Any], None] | None = None
         self._guards: weakref.WeakKeyDictionary[Any, StepGuard] = weakref.WeakKeyDictionary()
-        self._vanishing = VanishingGradients()
+        self._vanishing = UnderflowWatch()
 
     @property
     def scalers(self) -> list[LossScaler]:
@@ -107,17 +107,17 @@ class GuardedOptimizers:
         # From here on the scale is that of this run, and no first value.
         self.resumed.scales_are_known()
         if guard.masters is not None and not guard.scaled:
-            self.look_for_vanishing(guard.optimizer)
+            self.check_underflow(guard.optimizer)
         if self.watch is not None:
             self.watch.step_begins()
-        self.meet_ranks(guard)
+        self.compare_settings(guard)
 
-    def meet_ranks(self, guard: StepGuard) -> None:
+    def compare_settings(self, guard: StepGuard) -> None:
         """Compare settings with the ranks that step together with this one, once; see `compare_ranks`."""
-        if guard.met_ranks or not several_processes():
+        if guard.compared_settings or not several_processes():
             return
-        guard.met_ranks = True
-        asked = self.asked_group(guard)
+        guard.compared_settings = True
+        asked = self.requested_group(guard)
         sets = rank_sets(stepped_params(guard.optimizer), () if asked is None else (asked.group,))
         if sets and self.runtime is not None:
             settings = self.runtime.settings
@@ -125,7 +125,7 @@ class GuardedOptimizers:
             masters = {"masters": str(guard.masters is not None)}
             compare_ranks(sets, {**settings.facts(), **masters, **scalers}, settings.rules())
 
-    def look_for_vanishing(self, optimizer: Any) -> None:
+    def check_underflow(self, optimizer: Any) -> None:
         """Warn if the gradients of a loss that nobody scales underflow in fp16."""
         if self.casts.dtype is torch.float16:
             self._vanishing.look(optimizer, stepped_params(optimizer))
@@ -152,7 +152,7 @@ class GuardedOptimizers:
         others = [other for _, other in guarded if other is not guard]
         return any(tensor is param for other in others for param in other.grads.params())
 
-    def asked_group(self, guard: StepGuard) -> AskedGroup | None:
+    def requested_group(self, guard: StepGuard) -> RequestedGroup | None:
         """Return the process group over which the program wants steps to be agreed on, if it asked for one."""
         return self.asked.of(guard.optimizer)
 
@@ -334,21 +334,21 @@ class GuardedOptimizers:
                 guard.masters.dissolve()
 
 
-class AskedGroups:
+class RequestedGroups:
     """The process groups over which a program wants the steps of its optimizers to be agreed on."""
 
     def __init__(self) -> None:
-        self._for_all: AskedGroup | None = None
-        self._of: weakref.WeakKeyDictionary[Any, AskedGroup] = weakref.WeakKeyDictionary()
+        self._for_all: RequestedGroup | None = None
+        self._of: weakref.WeakKeyDictionary[Any, RequestedGroup] = weakref.WeakKeyDictionary()
 
-    def put(self, asked: AskedGroup, optimizers: Iterable[Any] | None) -> None:
+    def put(self, asked: RequestedGroup, optimizers: Iterable[Any] | None) -> None:
         """Let the ranks of a process group agree on each step of these optimizers from now on; None for all."""
         if optimizers is None:
             self._for_all = asked
         else:
             self._of.update((optimizer, asked) for optimizer in optimizers)
 
-    def of(self, optimizer: Any) -> AskedGroup | None:
+    def of(self, optimizer: Any) -> RequestedGroup | None:
         """Return the group that was asked for, for an optimizer."""
         return self._of.get(optimizer, self._for_all)
 
@@ -417,7 +417,7 @@ def clip_grad_norm_(registry: GuardedOptimizers, optimizers: Any, max_norm: floa
             )
     for guard in guards:
         # Before anything is agreed on.
-        registry.meet_ranks(guard)
+        registry.compare_settings(guard)
     norms = [guard.norm(norm_type) for guard in guards]
     if not norms:
         return torch.zeros(())
@@ -440,4 +440,7 @@ def scaled_params(optimizers: GuardedOptimizers) -> dict[str, list[Tensor]]:
 
 def _not_an_optimizer(value: Any) -> str:
     name = "None" if value is None else f"a {type(value).__name__}"
-    return f"{name} is no optimizer: it has no param_groups and step(); pass an optimizer, or a list or tuple of them"
+    return (
+        f"Expected an optimizer, got {name}, which has no param_groups and step(). Pass the optimizer that steps this "
+        "loss, or a list or tuple of optimizers"
+    )

@@ -133,7 +133,7 @@ class Wrappers:
     def __iter__(self) -> Iterator[Replica]:
         yield from list(self._replicas.values())
 
-    def standing(self) -> list[DistributedDataParallel]:
+    def active_wrappers(self) -> list[DistributedDataParallel]:
         """Return every DistributedDataParallel that there is. Where nobody watches this takes tens of milliseconds."""
         if self._hook is None:
             return _wrappers_there()

@@ -19,7 +19,7 @@ from autoamp.errors import UsageError, warn_user
 from autoamp.patching import imitate
 from autoamp.scaling import GradientMark
 
-__all__ = ["BackwardWatch", "ClippingWatch", "RepeatedStep", "VanishingGradients"]
+__all__ = ["BackwardWatch", "ClippingWatch", "RepeatedStep", "UnderflowWatch"]
 
 # Of an optimizer whose losses nobody scales these steps are looked at, each of which waits for the device.
 _STEPS = frozenset({1, 10, 100, 1000})
@@ -123,7 +123,7 @@ class RepeatedStep:
             )
 
 
-class VanishingGradients:
+class UnderflowWatch:
     """Warns once of fp16 gradients that vanish, as nobody scales the loss. For optimizers without a loss scale."""
 
     def __init__(self) -> None:
@@ -142,10 +142,9 @@ class VanishingGradients:
             self._said = True
             name = type(optimizer).__name__
             warn_user(
-                f"{found:.0%} of the gradients that {name} steps by are 0 or below "
-                f"{torch.finfo(torch.float16).tiny:.2g}, where fp16 loses bits and then everything, and nobody scales "
-                "the loss. Run it backward in `with handle.scale_loss(loss, optimizer) as scaled_loss`, or call "
-                "handle.auto_scale(), or use bf16"
+                f"{found:.0%} of {name}'s gradients underflow in fp16 (0, or below "
+                f"{torch.finfo(torch.float16).tiny:.2g}), and the loss is not scaled. Scale it with "
+                "`with handle.scale_loss(loss, optimizer) as scaled_loss`, call handle.auto_scale(), or use bf16"
             )
 
 

@@ -181,11 +181,11 @@ def steps_without_scale(times: int, handle: Any = None, at_o2: bool = False) -> 
 WARNINGS: dict[str, tuple[Callable[[], Any], tuple[str, str, str]]] = {
     "fp16 without scale_loss": (
         lambda: steps_without_scale(12),
-        ("of the gradients that SGD steps by", "nobody scales the loss", "with handle.scale_loss(loss, optimizer)"),
+        ("of SGD's gradients underflow in fp16", "the loss is not scaled", "with handle.scale_loss(loss, optimizer)"),
     ),
     "fp16 without scale_loss at O2": (
         lambda: steps_without_scale(2, at_o2=True),
-        ("of the gradients that SGD steps by", "nobody scales the loss", "with handle.scale_loss(loss, optimizer)"),
+        ("of SGD's gradients underflow in fp16", "the loss is not scaled", "with handle.scale_loss(loss, optimizer)"),
     ),
     "a half model at init": (
         half_at_init, ("SGD.param_groups[0] has parameters in torch.float16 already", "small steps are rounded away",

@@ -20,7 +20,7 @@ from autoamp.scaling.shards import (
     is_sharded,
     local_of,
     meshes_of,
-    settle_partial,
+    reduce_partial,
 )
 
 
@@ -59,9 +59,9 @@ def test_a_distributed_tensor_is_worked_on_by_its_part() -> None:
 def test_addends_become_a_sum(dtype: torch.dtype) -> None:
     parameter = nn.Parameter(shard(Replicate(), torch.ones(2, dtype=dtype)))
     parameter.grad = shard(Partial(), torch.ones(2, dtype=dtype))
-    settle_partial([parameter, nn.Parameter(torch.ones(1))], halves_alone=True)
+    reduce_partial([parameter, nn.Parameter(torch.ones(1))], halves_alone=True)
     gradient: Any = parameter.grad
     assert gradient.placements[0].is_partial() is (dtype is torch.float32)
-    settle_partial([parameter], halves_alone=False)
+    reduce_partial([parameter], halves_alone=False)
     gradient = parameter.grad
     assert gradient.placements == (Replicate(),)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autoamp.errors import UsageError
-from autoamp.scaling import AskedGroup, FoundInfReduction, SyncGroup, SyncGroups, clip_, powered_norm
+from autoamp.scaling import FoundInfReduction, RequestedGroup, SyncGroup, SyncGroups, clip_, powered_norm
 
 
 @pytest.fixture
@@ -25,15 +25,15 @@ def one_process(tmp_path: Path) -> Iterator[None]:
 def test_plain_parameters_ask_nobody() -> None:
     assert SyncGroups().among([nn.Parameter(torch.ones(1))], None) is None
     with pytest.raises(UsageError, match="no process group yet"):
-        AskedGroup.of(None, None)
+        RequestedGroup.of(None, None)
 
 
 @pytest.mark.usefixtures("one_process")
 def test_what_was_asked_for_is_found_and_remembered() -> None:
-    asked = AskedGroup.of(dist.group.WORLD, None)
+    asked = RequestedGroup.of(dist.group.WORLD, None)
     assert asked.replicas == 1
     with pytest.raises(UsageError, match="does not divide the 1 ranks"):
-        AskedGroup.of(dist.group.WORLD, 2)
+        RequestedGroup.of(dist.group.WORLD, 2)
     groups, params = SyncGroups(), [nn.Parameter(torch.ones(1))]
     group = groups.among(params, asked)
     assert group is not None
@@ -52,9 +52,9 @@ def test_each_scaler_hears_of_its_own_checks(count: int, norm: float) -> None:
     assert [bool(told.of_scaler(place)) for place in range(count)] == [False] * (count - 1) + [True]
     # A norm of inf or nan says nothing of the rest.
     assert float(told.norm) == pytest.approx(norm, nan_ok=True)
-    assert (bool(told.now), told.has_checks(), told.is_hopeless()) == (True, True, False)
-    silent = FoundInfReduction([[]] * count, [torch.zeros(1)], has_checks=False, is_hopeless=True).reduce(group)
-    assert (bool(silent.now), silent.has_checks(), silent.is_hopeless()) == (False, False, True)
+    assert (bool(told.now), told.has_checks(), told.loss_is_nonfinite()) == (True, True, False)
+    silent = FoundInfReduction([[]] * count, [torch.zeros(1)], has_checks=False, loss_is_nonfinite=True).reduce(group)
+    assert (bool(silent.now), silent.has_checks(), silent.loss_is_nonfinite()) == (False, False, True)
     assert not any(bool(silent.of_scaler(place)) for place in range(count))
 
 

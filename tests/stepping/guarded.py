@@ -35,7 +35,7 @@ class Owner:
     def is_shared(self, guard: StepGuard, tensor: Tensor) -> bool:
         return False
 
-    def asked_group(self, guard: StepGuard) -> None:
+    def requested_group(self, guard: StepGuard) -> None:
         return None
 
 

@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import autoamp
 from autoamp.errors import UsageError
-from autoamp.stepping.usage_checks import BackwardWatch, VanishingGradients
+from autoamp.stepping.usage_checks import BackwardWatch, UnderflowWatch
 
 
 def losses() -> tuple[Tensor, Tensor]:
@@ -59,7 +59,7 @@ def test_a_loss_without_gradients_is_not_watched() -> None:
 def test_gradients_below_what_fp16_holds_are_told_once(grads: list[float], told: str | None) -> None:
     param = torch.ones(len(grads), requires_grad=True)
     param.grad = torch.tensor(grads)
-    optimizer, vanishing = torch.optim.SGD([param], lr=0.1), VanishingGradients()
+    optimizer, vanishing = torch.optim.SGD([param], lr=0.1), UnderflowWatch()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(20):
@@ -69,7 +69,7 @@ def test_gradients_below_what_fp16_holds_are_told_once(grads: list[float], told:
 
 def test_steps_are_looked_at_now_and_then() -> None:
     param = torch.ones(1, requires_grad=True)
-    optimizer, vanishing = torch.optim.SGD([param], lr=0.1), VanishingGradients()
+    optimizer, vanishing = torch.optim.SGD([param], lr=0.1), UnderflowWatch()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(1, 11):

@@ -120,7 +120,7 @@ class ScalerView:
         For programs that check gradients themselves, between `scale_loss` and ``optimizer.step()``: an overflow that
         they put into ``_overflow_buf`` counts too. Elsewhere the scale moves at the step, and need not be asked to.
         """
-        pending = [check for check in self._pending() if check.told.overflowed is None]
+        pending = [check for check in self._pending() if check.reported.overflowed is None]
         noted = self._buffer is not None and bool(self._buffer.any())
         if not pending and not noted:
             return self._has_overflow
@@ -128,7 +128,7 @@ class ScalerView:
         self._scaler.update(overflow)
         for check in pending:
             # The step does not tell the scaler again.
-            check.told.overflowed = True
+            check.reported.overflowed = True
         return overflow
 
     def _pending(self) -> list[OverflowCheck]:

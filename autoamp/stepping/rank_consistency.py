@@ -1,4 +1,4 @@
-"""Whether all ranks that train together have the same settings: told once, at the first step, by the group's store.
+"""Compares the settings of ranks that train together, once, at the first step, through the process group's store.
 
 A rank with autoamp off would leave a collective waiting for ever. So each rank writes what it has into the key-value
 store by which the process group was made, and the lowest rank reads and compares. No collective is made, and whoever
@@ -25,7 +25,7 @@ from autoamp.scaling import is_sharded
 from autoamp.stepping.links import master_of
 from autoamp.stepping.replicas import WRAPPERS, several_processes
 
-__all__ = ["compare_ranks", "found_on_ranks", "rank_sets", "tell_off", "tell_on"]
+__all__ = ["announce_disabled", "announce_enabled", "compare_ranks", "found_on_ranks", "rank_sets"]
 
 # Ranks come to their first step at most so many seconds apart, unless the store gives up earlier.
 _PATIENCE = 300.0
@@ -48,7 +48,7 @@ def rank_sets(params: Sequence[Tensor], groups: Iterable[Any]) -> list[tuple[int
             mesh: Any = param
             found[tuple(sorted(mesh.device_mesh.mesh.flatten().tolist()))] = None
     wanted = set(map(id, params))
-    for wrapper in WRAPPERS.standing():
+    for wrapper in WRAPPERS.active_wrappers():
         if not wanted.isdisjoint(map(id, map(_stepped, wrapper.parameters()))):
             found[tuple(sorted(dist.get_process_group_ranks(wrapper.process_group)))] = None
     for group in groups:
@@ -62,15 +62,15 @@ def _stepped(param: Tensor) -> Tensor:
     return param if master is None else master
 
 
-def tell_off() -> None:
-    """Let other ranks know that autoamp is off on this one, if there are others by now."""
+def announce_disabled() -> None:
+    """Tell the other ranks, if there are any, that autoamp is off on this one."""
     store = _store()
     if store is not None:
         store.set(_off(dist.get_rank()), _OFF)
 
 
-def tell_on() -> None:
-    """Take back what `tell_off` told, if it did."""
+def announce_enabled() -> None:
+    """Withdraw the announcement of `announce_disabled`, if there is one."""
     store = _store()
     # The rank that has the store may have stopped.
     with contextlib.suppress(RuntimeError):
@@ -126,10 +126,10 @@ def compare_ranks(sets: Sequence[Sequence[int]], facts: Mapping[str, str], rules
     store = _store()
     if store is None:
         return
-    tell_on()
+    announce_enabled()
     own = dist.get_rank()
     places = {_place(ranks): ranks for ranks in sets}
-    # What an earlier handle has asked is known.
+    # An earlier handle has compared the others.
     places = {place: ranks for place, ranks in places.items() if not store.check([f"{place}/{own}"])}
     if not places:
         return
@@ -137,14 +137,14 @@ def compare_ranks(sets: Sequence[Sequence[int]], facts: Mapping[str, str], rules
     digest = hashlib.sha256(table).hexdigest()
     # Equal tables are one entry.
     store.set(f"{_PREFIX}/rules/{digest}", zlib.compress(table))
-    # Other ranks may have these sets in another order, so this one waits for nobody before all have heard of it.
+    # Publish all keys before waiting: ranks may have their sets in different orders, and would wait for each other.
     for place in places:
         store.set(f"{place}/{own}", json.dumps({**facts, _RULES: digest}))
     verdicts = {place: _verdict(store, place, ranks) for place, ranks in places.items() if own == min(ranks)}
     for place, verdict in verdicts.items():
         store.set(f"{place}/verdict", verdict)
     for place, ranks in places.items():
-        verdict = verdicts[place] if place in verdicts else _told(store, place, min(ranks))
+        verdict = verdicts[place] if place in verdicts else _verdict_of_root(store, place, min(ranks))
         if verdict:
             raise UsageError(verdict)
 
@@ -153,12 +153,12 @@ def _place(ranks: Sequence[int]) -> str:
     return f"{_PREFIX}/{_attempt()}/{hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]}"
 
 
-def _told(store: Any, place: str, root: int) -> str:
+def _verdict_of_root(store: Any, place: str, root: int) -> str:
     """Return the verdict of the first rank, which says within its own patience who is missing."""
     if not _awaited(store, [f"{place}/verdict"], [root], factor=1.25):
-        return _silence([root], dist.get_rank())
-    told: str = store.get(f"{place}/verdict").decode()
-    return told
+        return _no_answer([root], dist.get_rank())
+    known: str = store.get(f"{place}/verdict").decode()
+    return known
 
 
 def _attempt() -> str:
@@ -202,11 +202,11 @@ def _verdict(store: Any, place: str, ranks: Sequence[int]) -> str:
                 f"autoamp is off on {_named(off)} (enabled=False) and on elsewhere; all ranks that train together "
                 "need the same call of initialize() or init()"
             )
-        return _silence([rank for rank in ranks if not store.check([keys[rank]])], dist.get_rank())
-    told = {rank: json.loads(store.get(key)) for rank, key in keys.items()}
-    for name in told[ranks[0]]:
+        return _no_answer([rank for rank in ranks if not store.check([keys[rank]])], dist.get_rank())
+    known = {rank: json.loads(store.get(key)) for rank, key in keys.items()}
+    for name in known[ranks[0]]:
         by_value: dict[str, list[int]] = {}
-        for rank, facts in told.items():
+        for rank, facts in known.items():
             by_value.setdefault(facts.get(name, "unknown"), []).append(rank)
         if len(by_value) > 1:
             if name == _RULES:
@@ -228,7 +228,7 @@ def _rules_differ(store: Any, by_digest: Mapping[str, Sequence[int]]) -> str:
     return f"the cast lists differ between ranks that train together, in {len(targets)} targets: {first}"
 
 
-def _silence(missing: Sequence[int], own: int) -> str:
+def _no_answer(missing: Sequence[int], own: int) -> str:
     return (
         f"{_named(missing)} gave no sign at the first step, on which rank {own} waits: autoamp is not active there, or "
         "the rank hangs or takes no step. All ranks that train together need the same calls of initialize() or init(), "
