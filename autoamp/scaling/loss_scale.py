@@ -98,7 +98,7 @@ class LossScaler(ABC):
         """Return the factor for the next loss, without waiting for a device."""
         return self.loss_scale
 
-    def supports_device(self, device: torch.device) -> bool:
+    def serves_device(self, device: torch.device) -> bool:
         """Tell whether `update_later` may be called with flags on this device."""
         return False
 
@@ -189,8 +189,8 @@ class StaticLossScaler(LossScaler):
         """Return the scale. See `LossScaler.scale_at_hand`."""
         return self._loss_scale
 
-    def supports_device(self, device: torch.device) -> bool:
-        """Tell whether flags on this device are worth it. See `LossScaler.supports_device`."""
+    def serves_device(self, device: torch.device) -> bool:
+        """Tell whether flags on this device are worth it. See `LossScaler.serves_device`."""
         return type(self).update is StaticLossScaler.update and self.unread.serves(device)
 
     def update_later(self, found_inf: Tensor, tell: Callable[[bool], None]) -> None:
@@ -278,8 +278,8 @@ class DynamicLossScaler(LossScaler):
         """Return the scale, from the device where only that knows it. See `LossScaler.scale_at_hand`."""
         return self._on_device.scale if self._on_device is not None and len(self.unread) else self.loss_scale
 
-    def supports_device(self, device: torch.device) -> bool:
-        """Tell whether flags on this device are left there. See `LossScaler.supports_device`.
+    def serves_device(self, device: torch.device) -> bool:
+        """Tell whether flags on this device are left there. See `LossScaler.serves_device`.
 
         Not where the scale may be below 1 by then, which takes gradients two passes, nor where the device would follow
         another rule.

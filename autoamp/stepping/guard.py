@@ -200,7 +200,7 @@ def _settle_on_device(checks: Sequence[OverflowCheck], tell: Callable[[bool], No
         if check.overflowed is not None or not check.is_complete or not is_like_first:
             return None
     found = [flag for check in checks for flag in check.found]
-    if not found or not all(scaler.supports_device(flag.device) for flag in found):
+    if not found or not all(scaler.serves_device(flag.device) for flag in found):
         return None
     flags = [flag.to(found[0].device, non_blocking=True).view(()) for flag in found]
     flag = flags[0] if len(flags) == 1 else torch.stack(flags).amax()

@@ -184,7 +184,7 @@ Tell = Callable[[bool], None]
 
 def update(scaler: LossScaler, found_inf: bool, tell: Tell = lambda found: None) -> None:
     """Move on by one step as a step does: on the device where the scaler serves it, else on the host."""
-    if scaler.supports_device(CPU):
+    if scaler.serves_device(CPU):
         scaler.update_later(torch.tensor(float(found_inf)), tell)
     else:
         scaler.update(found_inf)
@@ -295,9 +295,9 @@ class Own(DynamicLossScaler):
     ],
 )  # fmt: skip
 def test_which_rules_run_on_a_device(scaler: LossScaler, serves: bool) -> None:
-    assert scaler.supports_device(torch.device("cuda")) is serves
-    assert not scaler.supports_device(CPU)
-    assert on_device(scaler).supports_device(CPU) is serves
+    assert scaler.serves_device(torch.device("cuda")) is serves
+    assert not scaler.serves_device(CPU)
+    assert on_device(scaler).serves_device(CPU) is serves
 
 
 @pytest.mark.parametrize(("scale", "most"), [(2.0**24, 16), (2.0**10, 5), (8.0, 1)])
