@@ -151,12 +151,44 @@ def into_out(
     *,
     to_half: bool,
 ) -> Any:
-    """Make a call with ``out=``: arguments are cast to fp32 for an ``out`` in fp32 or fp64, and left for any other.
+    """Make a call with ``out=``: computed as the list says, then written into ``out`` in its own dtype.
 
-    torch refuses products of half factors for an fp32 ``out``, and sums of fp32 tensors for a half one.
+    A product is computed in the dtype of ``out``, as in place: half factors are widened for an fp32 one.
     """
-    inputs = {key: value for key, value in kwargs.items() if key != "out"}
-    new, inputs = cast_call(casts.args_to_fp32 if to_half else cast_args, args, inputs)
-    if any(one.dtype in (torch.float32, torch.float64) for one in iter_tensors(kwargs["out"])):
-        return original(*new, **inputs, out=kwargs["out"])
-    return original(*args, **kwargs)
+    out, inputs = kwargs["out"], {key: value for key, value in kwargs.items() if key != "out"}
+    if to_half:
+        if isinstance(out, Tensor) and out.dtype is torch.float32 and casts.eligible(out):
+            new, inputs = cast_call(casts.args_to_fp32, args, inputs)
+            return original(*new, **inputs, out=out)
+        return original(*args, **kwargs)
+    tensors, outs = list(iter_tensors((args, kwargs))), list(iter_tensors(out))
+    # torch refuses out= where a gradient is required, or where it is no tensor; the error is left to it.
+    if not outs or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
+        return original(*args, **kwargs)
+    new, new_inputs = cast_call(cast_args, args, inputs)
+    pairs = zip(iter_tensors((new, new_inputs)), iter_tensors((args, inputs)), strict=True)
+    if (
+        all(cast is given for cast, given in pairs)
+        and len({tensor.dtype for tensor in tensors if casts.eligible(tensor)}) < 2
+    ):
+        return original(*args, **kwargs)
+    result = original(*new, **new_inputs)
+    values = list(iter_tensors(result))
+    if len(outs) != len(values) or not all(map(_can_hold, outs, values)):
+        return original(*args, **kwargs)
+    for one, value in zip(outs, values, strict=True):
+        if one.shape != value.shape:
+            one.resize_(value.shape)
+        one.copy_(value)
+    # Of the result's own kind, as torch returns it: a named tuple where there are several.
+    written = iter(outs)
+    return map_tensors(result, lambda _: next(written))
+
+
+def _can_hold(out: Tensor, value: Tensor) -> bool:
+    return out.device == value.device and _kind(value.dtype) <= _kind(out.dtype)
+
+
+def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
+    # Orders bool, integer, float, complex as torch.can_cast does, which a compiler does not trace.
+    return dtype.is_complex, dtype.is_floating_point, dtype is not torch.bool

@@ -75,12 +75,16 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _step_lists(self, lists: Sequence[list[Tensor]], **numbers: Any) -> None:
         """Step parameters, given their gradients and states: by the kernel, torch's fused operator or the formula."""
-        for params, grads, *states in in_parts(*self._left_by_kernel(lists, numbers)):
-            values, wide_grads = self._values(params), widened(grads)
-            fused = self._rule.fused
-            if fused is None or not fused(values, wide_grads, *states, **numbers):
-                self._rule.formula(values, wide_grads, *states, **numbers)
-            write_back(params, values)
+        for part in in_parts(*self._left_by_kernel(lists, numbers)):
+            self._step_part(*part, **numbers)
+
+    def _step_part(self, params: list[Tensor], grads: list[Tensor], *states: list[Tensor], **numbers: Any) -> None:
+        """Step some parameters without the kernel. The fp32 copies of half ones are freed when it returns."""
+        values, wide_grads = self._values(params), widened(grads)
+        fused = self._rule.fused
+        if fused is None or not fused(values, wide_grads, *states, **numbers):
+            self._rule.formula(values, wide_grads, *states, **numbers)
+        write_back(params, values)
 
     def _left_by_kernel(self, lists: Sequence[list[Tensor]], numbers: dict[str, Any]) -> Sequence[list[Tensor]]:
         """Step by the kernel what it takes, and return the rest."""

@@ -62,16 +62,22 @@ class FusedNovoGrad(FusedOptimizer):
     def _step(self) -> None:
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
-            beta1, beta2 = group["betas"]
-            for params, given, firsts in in_parts(*self._tensors(group, "exp_avg")):
-                values, grads = widened(params), widened(given)
-                novograd_(
-                    values, grads, firsts, self._norms(group, params, grads), lr=float(group["lr"]), beta1=beta1,
-                    weight=1.0 - beta1 if group["grad_averaging"] else 1.0, eps=group["eps"],
-                    biases=corrections(beta1, beta2, group["step"], group["bias_correction"]),
-                    decay=group["weight_decay"], inside=self.reg_inside_moment,
-                )  # fmt: skip
-                write_back(params, values)
+            for part in in_parts(*self._tensors(group, "exp_avg")):
+                self._step_some(group, *part)
+
+    def _step_some(
+        self, group: dict[str, Any], params: list[Tensor], given: list[Tensor], firsts: list[Tensor]
+    ) -> None:
+        """Step some parameters. The fp32 copies of half ones are freed when it returns."""
+        beta1, beta2 = group["betas"]
+        values, grads = widened(params), widened(given)
+        novograd_(
+            values, grads, firsts, self._norms(group, params, grads), lr=float(group["lr"]), beta1=beta1,
+            weight=1.0 - beta1 if group["grad_averaging"] else 1.0, eps=group["eps"],
+            biases=corrections(beta1, beta2, group["step"], group["bias_correction"]),
+            decay=group["weight_decay"], inside=self.reg_inside_moment,
+        )  # fmt: skip
+        write_back(params, values)
 
     def _norms(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
         """Let the gradients' norms enter their averages in the state, of shape ``()``, and return these."""

@@ -505,7 +505,7 @@ def test_products_of_half_factors_go_into_fp32(half: torch.dtype) -> None:
 
 def test_out_of_several_tensors(handle: autoamp.Handle) -> None:
     matrix = torch.eye(2, dtype=HALF) * 2
-    sign, logarithm = torch.empty(()), torch.empty(())
+    sign, logarithm = torch.empty((), dtype=HALF), torch.empty(())
     result = torch.linalg.slogdet(matrix, out=(sign, logarithm))
     assert result.sign is sign
     assert result.logabsdet is logarithm
