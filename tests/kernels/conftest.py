@@ -54,12 +54,13 @@ def emulated_library() -> Path:
     if is_older(target, header):
         target.parent.mkdir(exist_ok=True)
         fresh = target.with_suffix(f".{os.getpid()}")
+        objects = fresh.with_name(f"{fresh.name}.o")
         flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread"]
         source = ["-include", str(header), "-x", "c++", str(KERNELS / "src" / "cuda.cu"), "-x", "none"]
-        cpu = ["-U__CUDACC__", "-c", str(KERNELS / "src" / "cpu.cpp"), "-o", str(fresh.with_suffix(".o"))]
+        cpu = ["-U__CUDACC__", "-c", str(KERNELS / "src" / "cpu.cpp"), "-o", str(objects)]
         subprocess.run([str(COMPILER), *flags[:2], *flags[3:], *cpu], check=True)
-        subprocess.run([str(COMPILER), *flags, *source, str(fresh.with_suffix(".o")), "-o", str(fresh)], check=True)
-        fresh.with_suffix(".o").unlink()
+        subprocess.run([str(COMPILER), *flags, *source, str(objects), "-o", str(fresh)], check=True)
+        objects.unlink()
         os.replace(fresh, target)
     return target
 
