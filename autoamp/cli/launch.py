@@ -207,6 +207,10 @@ def names_of_main(set_up: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]
     Args:
         set_up: Called with the options before anything of the program is imported.
     """
+    main = sys.modules["__main__"]
+    if main.__name__ == "__mp_main__":
+        # A fork of a server that has imported the program: from Python 3.14 on multiprocessing's forkserver does so.
+        return dict(vars(main))
     told = json.loads(os.environ[CHILD_VARIABLE])
     set_up(told["options"])
     program = Program(told["name"], is_module=told["is_module"])
