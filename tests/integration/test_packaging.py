@@ -23,6 +23,8 @@ from autoamp.rules import shipped_table
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED_SETS = {path.name for path in (ROOT / "lists").glob("*.toml")}
+# Beside the package: the command, and what Python reads at its start.
+TOP_LEVEL = ("autoamp_command.py", "autoamp_startup.py", "autoamp.pth")
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
 
 needs_build_tools = pytest.mark.skipif(
@@ -44,7 +46,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("sources")
     for name in ("autoamp", "lists", "tests"):
         shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.cfg", "setup.py", "pyproject.toml", "README.md", "LICENSE", "autoamp_command.py"):
+    for name in ("setup.cfg", "setup.py", "pyproject.toml", "README.md", "LICENSE", *TOP_LEVEL):
         shutil.copy(ROOT / name, target)
     return target
 
@@ -65,7 +67,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> Non
     lists = {f"autoamp/lists/{name}" for name in {"__init__.py", *SHIPPED_SETS}}
     templates = {str(path.relative_to(ROOT)) for path in (ROOT / "autoamp").rglob("templates/*")}
     assert len(templates) == 3
-    assert shipped == {*modules, *templates, "autoamp/py.typed", "autoamp_command.py", *lists}
+    assert shipped == {*modules, *templates, "autoamp/py.typed", *TOP_LEVEL, *lists}
 
 
 @needs_build_tools
