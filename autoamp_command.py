@@ -123,6 +123,12 @@ def _add_run(commands: Any) -> None:
         "looks closely at some steps, which take longer",
     )
     run.add_argument("--fail-on", choices=["overflow", "skip"], help=_FAIL_HELP)
+    run.add_argument(
+        "--keep-memory",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="on a CPU with glibc, keep freed memory for the next step; see autoamp.keep_freed_memory",
+    )
     run.add_argument("--quiet", action="store_true", help="no summary at the end")
     run.add_argument("-m", dest="is_module", action="store_true", help="run a module, as python -m does")
     run.add_argument("program", help="the script, or the module")

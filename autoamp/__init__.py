@@ -24,6 +24,7 @@ from autoamp.errors import (
 )
 from autoamp.fp16_utils import FP16_Optimizer
 from autoamp.levels import initialize, load_state_dict, master_params, scale_loss, state_dict
+from autoamp.memory import keep_freed_memory
 from autoamp.notebook import load_ipython_extension as load_ipython_extension
 from autoamp.runtime import (
     BaseHandle,
@@ -71,6 +72,7 @@ __all__ = [
     "half_function",
     "init",
     "initialize",
+    "keep_freed_memory",
     "load_state_dict",
     "master_params",
     "promote_function",

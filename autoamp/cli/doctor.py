@@ -16,6 +16,7 @@ from autoamp.cli import probes
 from autoamp.cli.measurements import REPEATS, Measured, Spread, measure
 from autoamp.cli.output import COLUMNS, aligned, show
 from autoamp.errors import ListFileError, UsageError
+from autoamp.memory import why_not_kept
 
 __all__ = ["doctor"]
 
@@ -33,6 +34,7 @@ def doctor(chosen: argparse.Namespace) -> int:
         "packages": probes.packages(),
         "kernels": probes.kernels(),
         "device": dataclasses.asdict(device),
+        "freed_memory": _freed_memory(device.kind),
         **_lists_and_names(device.kind),
     }
     measured = [] if chosen.quick else measure(device.kind)
@@ -45,6 +47,12 @@ def doctor(chosen: argparse.Namespace) -> int:
         show(heading)
         sys.stdout.write("".join(f"  {line}\n" for line in lines) + "\n")
     return code
+
+
+def _freed_memory(kind: str) -> str:
+    """Return what `autoamp run` does about freed memory, in words."""
+    why = why_not_kept() if kind == "cpu" else "only where a run computes on a CPU"
+    return "kept by `autoamp run`" if why is None else f"not kept: {why}"
 
 
 def _lists_and_names(kind: str) -> dict[str, Any]:
@@ -70,6 +78,7 @@ def _sections(found: Mapping[str, Any], measured: Sequence[Measured]) -> list[tu
             (device["kind"], device["name"]), ("half units", device["units"]),
             ("default dtype", f"{device['default']}; {device['run_default']} for `autoamp run`"),
             ("fp32 matmul", f"precision {device['fp32_matmul']!r}"),
+            ("freed memory", found["freed_memory"]),
         ])),
     ]  # fmt: skip
     if measured:

@@ -44,6 +44,8 @@ class Report:
         parameters: How many elements the parameters have that ``initialize`` was given, by their dtype; else None.
         masters: Whether optimizers step fp32 masters of those in half precision.
         children: How many processes that the program started have a part in these numbers.
+        memory: What `keep_freed_memory` answered; None where it was not called.
+        peak_rss: The most bytes of physical memory that the process held; None where that is not Linux.
         rank, ranks: Which of how many processes under torchrun these numbers are of; None elsewhere.
     """
 
@@ -69,6 +71,8 @@ class Report:
     children: int = 0
     rank: int | None = None
     ranks: int | None = None
+    memory: str | None = None
+    peak_rss: int | None = None
     versions: dict[str, str] = field(default_factory=versions)
 
     @property
@@ -119,6 +123,7 @@ class Report:
             *self._counts(),
             *self._parameters(),
             *self._scaling(),
+            *self._memory(),
             f"{self.seconds:.1f} s",
         ]
         lines = [packed("autoamp: ", parts, "; ", width)]
@@ -147,7 +152,7 @@ class Report:
         why = ""
         if self.opt_level in ("O2", "O3") and self.exit_code == 0:
             why = ": that level casts what a program gives to amp.initialize(), which was not called; use O1"
-        return [f"no casts ({self.opt_level}){why}", f"{self.seconds:.1f} s"]
+        return [f"no casts ({self.opt_level}){why}", *self._memory(), f"{self.seconds:.1f} s"]
 
     def _casts(self) -> list[str]:
         """Return who casts, and to what."""
@@ -181,6 +186,10 @@ class Report:
         if left:
             return [*left, f"{self.steps} steps"]
         return ["losses are not scaled, as no optimizer was seen"]
+
+    def _memory(self) -> list[str]:
+        freed = "" if self.memory is None else f", freed memory {self.memory}"
+        return [] if self.peak_rss is None else [f"peak RSS {self.peak_rss / 2**20:,.0f} MiB{freed}"]
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain JSON values by the attributes' names."""

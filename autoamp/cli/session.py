@@ -22,6 +22,7 @@ from autoamp.diagnostics import Counts, sum_of
 from autoamp.errors import UsageError
 from autoamp.half_units import half_dtype_with_units, log_fp32
 from autoamp.levels import LEVELS
+from autoamp.memory import keep_freed_memory, peak_rss
 from autoamp.modules import AUTOCAST, ModuleCasts
 from autoamp.runtime import Handle, check_device, device_type_of, runtime_of
 from autoamp.tensors import HALF_DTYPES, default_device_type
@@ -80,7 +81,9 @@ def set_up(options: Options, *, count: bool = False, record: bool = False, sampl
         if handle is not None:
             handle.deactivate()
         raise
-    return Run(options, handle, real, count=count, record=record, sample=sample)
+    # Also after the import of torch, which frees little of what it allocates.
+    memory = keep_freed_memory() if options.keep_memory and device_type == "cpu" else None
+    return Run(options, handle, real, count=count, record=record, sample=sample, memory=memory)
 
 
 def _defaults(device_type: str | None) -> tuple[str | None, torch.dtype | None]:
@@ -132,11 +135,12 @@ class Run:
 
     def __init__(
         self, options: Options, handle: Handle | None, real: str | None, *, count: bool, record: bool = False,
-        sample: bool = True,
+        sample: bool = True, memory: str | None = None,
     ) -> None:  # fmt: skip
         self.options = options
         self.handle = handle
         self.real_apex = real
+        self._memory = memory
         self._began = time.perf_counter()
         self._counts: list[Counts] = []
         self._forget: Callable[[], None] = lambda: None
@@ -221,6 +225,8 @@ class Run:
             masters=now is not None and any(setup.masters for setup in runtime_of(now).setups),
             rank=self._ranks[0],
             ranks=self._ranks[1],
+            memory=self._memory,
+            peak_rss=peak_rss(),
         )
 
     def _dtype(self, now: Handle | None, own: Mapping[str, int]) -> str | None:

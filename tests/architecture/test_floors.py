@@ -17,7 +17,7 @@ MAX_FUNCTION_LINES = 60
 
 # A package imports only from floors below its own, and only what an `__init__` there exports.
 FLOORS: dict[int, tuple[str, ...]] = {
-    1: ("errors", "tensors", "torch_private"),
+    1: ("errors", "memory", "tensors", "torch_private"),
     2: ("rules", "patching", "casting", "scaling", "kernels", "half_units"),
     3: ("inference", "stepping", "formulas"),
     4: ("ops", "modules", "auto_scaling"),

@@ -1,0 +1,129 @@
+"""Freed memory that the C library keeps: page faults, counted in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autoamp.memory import why_not_kept
+from tests.launches import Ended, environment, launched, written
+
+pytestmark = pytest.mark.skipif(why_not_kept() is not None, reason=f"needs glibc's own malloc: {why_not_kept()}")
+
+# Each block is larger than all before, so that glibc has it from the system unless told otherwise: 78,000 page faults.
+# In a heap that keeps what is freed only the first one and what each adds are new: 8,000.
+STEPS = """
+import resource, sys
+import {imported}
+def steps():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for mebibytes in range(20, 32):
+        block = {block}
+        del block
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    print("kept" if faults < 20000 else f"given back: {{faults}} page faults", flush=True)
+if __name__ == "__main__":
+    {main}
+"""
+WITH_TORCH = {"imported": "autoamp, torch", "block": "torch.ones(mebibytes << 18)"}
+SPAWNED = """
+    import multiprocessing
+    child = multiprocessing.get_context("spawn").Process(target=steps)
+    child.start()
+    child.join()
+    steps()
+"""
+# The module by itself: what is tested is the C library's, and torch takes seconds to import.
+ALONE = STEPS.format(
+    imported="runpy",
+    block="bytearray(mebibytes << 20)",
+    main='print(runpy.run_path(sys.argv[1])["keep_freed_memory"]()); steps()',
+)
+MODULE = str(Path(__file__).parents[1] / "autoamp" / "memory.py")
+FORWARDS = """
+#include <stddef.h>
+void *__libc_malloc(size_t size);
+void *malloc(size_t size) { return __libc_malloc(size); }
+"""
+
+
+def alone(folder: Path, **variables: str) -> list[str]:
+    """Return the lines of a process that keeps its memory, in an environment with these variables."""
+    written(folder, {"alone.py": ALONE})
+    return subprocess.run(
+        [sys.executable, "alone.py", MODULE], cwd=folder, env={**environment(), **variables}, capture_output=True,
+        text=True, check=True, timeout=60,
+    ).stdout.splitlines()  # fmt: skip
+
+
+def test_it_is_kept(tmp_path: Path) -> None:
+    assert alone(tmp_path) == ["kept", "kept"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("MALLOC_TRIM_THRESHOLD_", "131072", "the environment has MALLOC_TRIM_THRESHOLD_"),
+        ("MALLOC_MMAP_THRESHOLD_", "131072", "the environment has MALLOC_MMAP_THRESHOLD_"),
+        ("GLIBC_TUNABLES", "glibc.malloc.mmap_max=9", "GLIBC_TUNABLES has glibc.malloc.mmap_max"),
+    ],
+)
+def test_what_the_environment_says_stays(tmp_path: Path, name: str, value: str, why: str) -> None:
+    said, done = alone(tmp_path, **{name: value})
+    assert said == f"not kept: {why}"
+    assert done.startswith("given back")
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_another_allocator_is_left_alone(tmp_path: Path) -> None:
+    written(tmp_path, {"other.c": FORWARDS})
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", "other.so", "other.c"], cwd=tmp_path, check=True, timeout=60)
+    said, done = alone(tmp_path, LD_PRELOAD=str(tmp_path / "other.so"))
+    assert said == "not kept: malloc is that of other.so, not of glibc"
+    assert done.startswith("given back")
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    """Programs under `autoamp run`, by what they are to show."""
+    scripts = {
+        "spawns.py": STEPS.format(main=SPAWNED.strip(), **WITH_TORCH),
+        "inits.py": STEPS.format(main="autoamp.init(device_type='cpu'); steps()", **WITH_TORCH),
+    }
+    run = ["run", "--device-type", "cpu"]
+    runs = {
+        "kept": [*run, "spawns.py"],
+        "O0": [*run, "--opt-level", "O0", "inits.py"],
+        "not kept": [*run, "--no-keep-memory", "spawns.py"],
+    }
+    return launched(written(tmp_path_factory.mktemp("steps"), scripts), runs)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="these programs run in forks")
+@pytest.mark.parametrize(("name", "done"), [("kept", ["kept"] * 2), ("O0", ["kept"])])
+def test_runs_keep_it_and_say_so_and_so_do_their_children(name: str, done: list[str], ended: dict[str, Ended]) -> None:
+    assert ended[name].out.splitlines() == done, ended[name].err
+    assert " MiB, freed memory kept; " in ended[name].err
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="these programs run in forks")
+def test_it_is_not_kept_unless_wanted(ended: dict[str, Ended]) -> None:
+    lines = ended["not kept"].out.splitlines()
+    assert len(lines) == 2, ended["not kept"].err
+    assert all(line.startswith("given back") for line in lines)
+    assert "; peak RSS " in ended["not kept"].err
+    assert "freed memory" not in ended["not kept"].err
+
+
+def test_init_does_not_keep_it(tmp_path: Path) -> None:
+    script = STEPS.format(main="autoamp.init(device_type='cpu'); steps()", **WITH_TORCH)
+    written(tmp_path, {"inits.py": script})
+    done = subprocess.run(
+        [sys.executable, "inits.py"], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.startswith("given back"), done.stderr
