@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from autoamp.cli.report import versions
-from autoamp.compat import real_apex
+from autoamp.compat import added_to_real_apex, real_apex
 from autoamp.errors import UsageError
 from autoamp.half_units import HALF_NAMES, half_dtype_with_units, has_units, missing_units
 from autoamp.kernels import backends
@@ -112,7 +112,9 @@ def _name_of_accelerator(kind: str) -> str:
 
 def packages() -> dict[str, str | None]:
     """Tell which of the packages that matter are there: a version or a path, None where one is absent."""
-    return {**versions(), "apex": real_apex() or _distribution("apex")}
+    real, added = real_apex(), added_to_real_apex()
+    adds = "; autoamp adds the modules that it lacks, such as apex.amp" if "amp" in added else ""
+    return {**versions(), "apex": f"{real}{adds}" if real else _distribution("apex")}
 
 
 def kernels() -> list[str]:

@@ -19,6 +19,7 @@ from autoamp.cli.output import is_read, say
 from autoamp.cli.report import Report
 from autoamp.cli.reports import FAILED
 from autoamp.cli.session import Run, set_up
+from autoamp.compat import added_to_real_apex
 from autoamp.diagnostics import check_report_tools, failures, is_page, write_report
 from autoamp.errors import UsageError
 
@@ -70,7 +71,9 @@ def prepared_run(chosen: argparse.Namespace, argv: Sequence[str]) -> Callable[[]
     run = set_up(options, count=counts, record=judged or reports, sample=reports)
     run_program = prepared(program, run.options.as_dict())
     if run.real_apex is not None and first:
-        say(f"a real apex is installed ({run.real_apex}) and takes the imports; --shadow-apex hides it")
+        added = added_to_real_apex()
+        what = f"autoamp adds what it lacks: {', '.join(added)}" if "amp" in added else "it takes the imports"
+        say(f"a real apex is installed ({run.real_apex}); {what}; --shadow-apex hides it")
     end = _End(run, chosen, path if first else None, parent, counts=counts, quiet=not speaks)
     # Python runs this after the traceback and after the program's own exit functions.
     atexit.register(end.tell)

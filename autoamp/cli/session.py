@@ -17,7 +17,7 @@ import torch
 from autoamp import runtime
 from autoamp.cli.options import DTYPES, Options, loss_scale_of
 from autoamp.cli.report import Report
-from autoamp.compat import install_as_apex, real_apex
+from autoamp.compat import added_to_real_apex, install_as_apex, real_apex
 from autoamp.diagnostics import Counts, sum_of
 from autoamp.errors import UsageError
 from autoamp.half_units import half_dtype_with_units, log_fp32
@@ -51,9 +51,9 @@ def set_up(options: Options, *, count: bool = False, record: bool = False, sampl
         check_device(device_type_of(options.device_type))
     lists = list(options.lists)
     real = real_apex() if options.apex and not options.shadow_apex else None
-    alias = options.apex and real is None
+    alias = options.apex and (real is None or "amp" in added_to_real_apex())
     if options.opt_level in ("O2", "O3") and not alias:
-        why = f"a real apex ({real}) takes the imports; --shadow-apex hides it" if real else "--no-apex is given"
+        why = f"a real apex with amp is installed ({real}); --shadow-apex hides it" if real else "--no-apex is given"
         raise UsageError(
             f"--opt-level {options.opt_level} acts where the program calls apex's amp.initialize(), and {why}; "
             "use --opt-level O1, which needs no call"

@@ -1,15 +1,19 @@
-"""The import finder that serves `apex`, `amp_C` and `apex_C` from this package.
+"""The import finders that serve `apex` from this package: the whole of it, or what an installed `apex` lacks.
 
-The three names are looked up in our own files; everything below `apex` is then found by Python's own machinery, since
-`apex` is an ordinary package with a directory. So each module has its own entry in ``sys.modules`` and a true spec.
+`_ApexFinder` comes before all other finders and finds `apex`, `amp_C` and `apex_C` in our files. Python itself then
+finds what lies below `apex`, an ordinary package with a directory. `_GraftFinder` comes after all other finders: it
+finds our modules below `apex` where the installed `apex` has none of that name, such as `apex.amp`.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.abc
 import importlib.machinery
 import importlib.metadata
 import importlib.util
 import os
+import pkgutil
 import sys
 import types
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,9 +26,13 @@ import torch
 from autoamp.compat.missing import remedy_for
 from autoamp.errors import UsageError
 from autoamp.levels import check_level
+from autoamp.patching import PatchSet
 from autoamp.runtime import Settings
 
-__all__ = ["APEX_VERSION", "Options", "install_as_apex", "is_installed", "options", "uninstall"]
+__all__ = [
+    "APEX_VERSION", "Options", "added_to_real_apex", "install_as_apex", "is_installed", "options", "real_apex",
+    "uninstall",
+]  # fmt: skip
 
 # Of the last Apex that had `apex.amp`.
 APEX_VERSION = "0.1"
@@ -54,12 +62,33 @@ class Options:
     trace_overflow: bool = False
 
 
-class _ApexFinder:
-    """Answers for the three top-level names, and says of a missing module below them what to use instead."""
+class _Finder(importlib.abc.MetaPathFinder):
+    """What both finders share."""
 
     def __init__(self, chosen: Options) -> None:
         self.options = chosen
-        self.shadowed: dict[str, types.ModuleType] = {}
+        self.hidden: dict[str, types.ModuleType] = {}
+        self.waiting = PatchSet()
+
+    def install(self) -> None:
+        """Take part in imports."""
+        raise NotImplementedError
+
+    def uninstall(self) -> None:
+        """Undo `install`. Our modules have left ``sys.modules``."""
+        sys.meta_path.remove(self)
+        self.waiting.restore()
+        sys.modules.update(self.hidden)
+
+
+class _ApexFinder(_Finder):
+    """Finds the three top-level names, and says of a missing module below them what to use instead."""
+
+    def install(self) -> None:
+        # None forbids the import; it was put there by somebody who meant it.
+        names = [name for name in _names_of_apex(sys.modules) if sys.modules[name] is not None]
+        self.hidden = {name: sys.modules.pop(name) for name in names}
+        sys.meta_path.insert(0, self)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
@@ -71,13 +100,9 @@ class _ApexFinder:
         """
         file = _FILES.get(fullname)
         if file is not None:
-            where = [str(file.parent)] if file.name == "__init__.py" else None
-            return importlib.util.spec_from_file_location(fullname, file, submodule_search_locations=where)
-        if not fullname.startswith("apex.") or importlib.machinery.PathFinder.find_spec(fullname, path) is not None:
-            return None
-        if _is_import(sys._getframe(1)):
-            message = f"No module named {fullname!r}: autoamp's apex does not provide it: {remedy_for(fullname)}"
-            raise ModuleNotFoundError(message, name=fullname)
+            return _spec_of(fullname, file)
+        if fullname.startswith("apex.") and importlib.machinery.PathFinder.find_spec(fullname, path) is None:
+            _check_is_probe(fullname, sys._getframe(1))
         return None
 
     def find_distributions(
@@ -87,8 +112,51 @@ class _ApexFinder:
         if context is None or context.name is None or context.name.lower() == "apex":
             yield _ApexDistribution()
 
-    def invalidate_caches(self) -> None:
-        """Nothing is cached."""
+
+class _GraftFinder(_Finder):
+    """Finds our modules below `apex` that the installed `apex` lacks: no finder before this one has found them."""
+
+    def install(self) -> None:
+        sys.meta_path.append(self)
+        if "apex" in sys.modules:
+            _import_added(sys.modules["apex"])
+        else:
+            self.waiting.when_imported("apex", _import_added)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Return a spec on our file; see `importlib.abc.MetaPathFinder`.
+
+        Raises:
+            ModuleNotFoundError: A module that neither has is imported. One that is only looked for is None.
+        """
+        if not fullname.startswith("apex."):
+            return None
+        below = _HERE.joinpath(*fullname.split("."))
+        for file in (below / "__init__.py", below.with_suffix(".py")):
+            if file.is_file():
+                return _spec_of(fullname, file)
+        _check_is_probe(fullname, sys._getframe(1))
+        return None
+
+
+def _spec_of(name: str, file: Path) -> importlib.machinery.ModuleSpec | None:
+    where = [str(file.parent)] if file.name == "__init__.py" else None
+    return importlib.util.spec_from_file_location(name, file, submodule_search_locations=where)
+
+
+def _check_is_probe(name: str, caller: types.FrameType) -> None:
+    """Raise for a module that is imported, and not only looked for."""
+    if _is_import(caller):
+        message = f"No module named {name!r}: autoamp's apex does not provide it: {remedy_for(name)}"
+        raise ModuleNotFoundError(message, name=name)
+
+
+def _import_added(_: types.ModuleType) -> None:
+    """Import what is added to the installed `apex`, since `apex.amp` was there after ``import apex``."""
+    for name in added_to_real_apex():
+        importlib.import_module(f"apex.{name}")
 
 
 class _ApexDistribution(importlib.metadata.Distribution):
@@ -118,6 +186,9 @@ def install_as_apex(
 ) -> None:
     """Let ``import apex`` find autoamp, so that programs written for Apex run unmodified.
 
+    If an `apex` without `amp` is installed, as NVIDIA's is since May 2025, it keeps all that it has. Modules that it
+    lacks, such as `apex.amp` and `apex.fp16_utils`, are added to it.
+
     Args:
         dtype: The half dtype. None is fp16, the only one that Apex knew, on a CPU too.
         device_type: Which device's tensors are cast; None is the current accelerator's, else ``"cpu"``.
@@ -128,8 +199,8 @@ def install_as_apex(
         trace_overflow: Whether skipped steps are explained; see `autoamp.init`.
 
     Raises:
-        UsageError: A real `apex` is installed or imported and ``shadow`` is False, or an argument is wrong. Nothing was
-            changed.
+        UsageError: A real `apex` that has `amp` is installed or imported and ``shadow`` is False, or an argument is
+            wrong. Nothing was changed.
         ListFileError: A list cannot be used. Nothing was changed.
         LossScaleError: The loss scale is no scale. Nothing was changed.
     """
@@ -142,32 +213,36 @@ def install_as_apex(
         lists=list(chosen.lists), device_type=chosen.device_type, dtype=chosen.dtype, loss_scale=chosen.loss_scale
     )
     finder = _installed()
-    if finder is not None:
+    if finder is not None and not (shadow and isinstance(finder, _GraftFinder)):
         finder.options = chosen
         return
     real = real_apex()
-    if real is not None and not shadow:
+    if real is None or shadow:
+        uninstall()
+        _ApexFinder(chosen).install()
+    elif "amp" in added_to_real_apex():
+        _GraftFinder(chosen).install()
+    else:
         raise UsageError(
-            f"a real apex is installed ({real}) and is not hidden unasked; uninstall it, or use shadow=True"
+            f"Expected no apex, or one without apex.amp, got a real apex with it ({real}). Uninstall it, or pass "
+            "shadow=True to hide it"
         )
-    finder = _ApexFinder(chosen)
-    for name in _names_of_apex(sys.modules):
-        # None forbids the import; it was put there by somebody who meant it.
-        if sys.modules[name] is not None:
-            finder.shadowed[name] = sys.modules.pop(name)
-    sys.meta_path.insert(0, finder)
 
 
 def uninstall() -> None:
-    """Take the alias back: its modules leave ``sys.modules``, and those that it hid come back."""
+    """Undo `install_as_apex`: its modules leave ``sys.modules``, and those that it hid come back."""
     finder = _installed()
     if finder is None:
         return
-    sys.meta_path.remove(finder)
     for name in _names_of_apex(sys.modules):
-        if _is_ours(sys.modules[name]):
-            del sys.modules[name]
-    sys.modules.update(finder.shadowed)
+        module = sys.modules[name]
+        if not _is_ours(module):
+            continue
+        del sys.modules[name]
+        parent, _, child = name.rpartition(".")
+        if vars(sys.modules.get(parent, types)).get(child) is module:
+            delattr(sys.modules[parent], child)
+    finder.uninstall()
 
 
 def is_installed() -> bool:
@@ -186,18 +261,33 @@ def real_apex() -> str | None:
     module = sys.modules.get("apex")
     if module is not None and not _is_ours(module):
         return str(getattr(module, "__file__", None) or "already imported")
+    spec = _real_spec()
+    return None if spec is None else spec.origin
+
+
+def added_to_real_apex() -> tuple[str, ...]:
+    """Return the names of our modules that the real `apex` lacks, such as ``"amp"``, without importing it."""
+    module = sys.modules.get("apex")
+    spec = None if module is not None and not _is_ours(module) else _real_spec()
+    path = getattr(module, "__path__", None) if spec is None else spec.submodule_search_locations
+    ours = [found.name for found in pkgutil.iter_modules([str(_HERE / "apex")])]
+    find = importlib.machinery.PathFinder.find_spec
+    return tuple(name for name in ours if path is not None and find(f"apex.{name}", list(path)) is None)
+
+
+def _real_spec() -> importlib.machinery.ModuleSpec | None:
     for finder in sys.meta_path:
         find = getattr(finder, "find_spec", None)
-        if find is not None and not isinstance(finder, _ApexFinder):
-            spec = find("apex", None)
+        if find is not None and not isinstance(finder, _Finder):
+            spec: importlib.machinery.ModuleSpec | None = find("apex", None)
             # The spec of a namespace package, a directory without __init__.py, has no origin.
             if spec is not None and spec.origin is not None:
-                return str(spec.origin)
+                return spec
     return None
 
 
-def _installed() -> _ApexFinder | None:
-    return next((finder for finder in sys.meta_path if isinstance(finder, _ApexFinder)), None)
+def _installed() -> _Finder | None:
+    return next((finder for finder in sys.meta_path if isinstance(finder, _Finder)), None)
 
 
 def _names_of_apex(names: Iterable[str]) -> list[str]:

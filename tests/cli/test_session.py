@@ -194,7 +194,8 @@ def test_fastai_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_real_apex_is_found_and_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "apex").mkdir()
-    (tmp_path / "apex" / "__init__.py").write_text("", encoding="utf-8")
+    for name in ("__init__", "amp"):
+        (tmp_path / "apex" / f"{name}.py").write_text("", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     run = set_up(Options(opt_level="O0"))
     assert run.real_apex is not None

@@ -89,8 +89,9 @@ def test_none_in_sys_modules_is_respected(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.fixture
 def real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A real package of the name `apex`."""
+    """A real package of the name `apex`, from the time when it had `amp`."""
     (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "amp.py").touch()
     file = tmp_path / "apex" / "__init__.py"
     file.write_text("real = True\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -128,7 +129,8 @@ def test_imported_real_apex_comes_back(real: Path) -> None:
 
 
 def test_a_mere_directory_is_no_apex(real: Path) -> None:
-    real.unlink()
+    for file in real.parent.iterdir():
+        file.unlink()
     install_as_apex()
     try:
         assert importlib.import_module("apex").amp

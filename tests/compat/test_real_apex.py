@@ -1,0 +1,121 @@
+"""Beside an installed apex: what it lacks is added, what it has is left alone, and all of it is undone."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from autoamp.compat import added_to_real_apex, install_as_apex, uninstall
+from autoamp.errors import UsageError
+
+# The packages of NVIDIA's apex since amp was removed, as far as a program sees them without a GPU.
+REAL = {
+    "__init__.py": "from . import optimizers, normalization\n__all__ = ['optimizers', 'normalization']\n",
+    "optimizers/__init__.py": "from .fused_adam import FusedAdam\n",
+    "optimizers/fused_adam.py": "import torch\nclass FusedAdam(torch.optim.Adam):\n    is_real = True\n",
+    "normalization/__init__.py": "import torch\nclass FusedLayerNorm(torch.nn.LayerNorm):\n    is_real = True\n",
+    "multi_tensor_apply/__init__.py": "",
+    "parallel/__init__.py": "is_real = True\n",
+    "contrib/__init__.py": "",
+    "contrib/clip_grad/__init__.py": "is_real = True\n",
+}
+PROGRAM = """\
+import torch
+import apex
+from apex import amp
+from apex.fp16_utils import FP16_Optimizer
+from apex.optimizers import FusedAdam
+import apex.contrib.clip_grad, apex.contrib.xentropy, apex.parallel
+
+assert FusedAdam.is_real and apex.normalization.FusedLayerNorm.is_real
+assert apex.parallel.is_real and apex.contrib.clip_grad.is_real
+assert apex.amp is amp and hasattr(apex.contrib.xentropy, "SoftmaxCrossEntropyLoss")
+model = torch.nn.Linear(8, 4)
+model, optimizer = amp.initialize(model, FusedAdam(model.parameters(), lr=0.1), opt_level="O2", loss_scale=128.0)
+before = model.weight.clone()
+with amp.scale_loss(model(torch.ones(2, 8)).sum(), optimizer) as scaled_loss:
+    scaled_loss.backward()
+optimizer.step()
+assert model.weight.dtype is torch.float16 and not torch.equal(model.weight, before)
+try:
+    import apex.transformer
+except ImportError as error:
+    print(error)
+"""
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    for name, text in REAL.items():
+        file = tmp_path / "site" / "apex" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    return tmp_path / "site"
+
+
+@pytest.fixture
+def importable(site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.syspath_prepend(str(site))
+    yield site / "apex"
+    uninstall()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "apex"]:
+        del sys.modules[name]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("start", ["run", "code"])
+def test_what_a_real_apex_lacks_is_added(start: str, site: Path) -> None:
+    program = site.parent / "program.py"
+    head = "" if start == "run" else "import autoamp.compat\nautoamp.compat.install_as_apex(device_type='cpu')\n"
+    program.write_text(f"import sys\nsys.path.insert(0, {str(site)!r})\n{head}{PROGRAM}", encoding="utf-8")
+    command = [sys.executable, *(("-m", "autoamp", "run", "--device-type", "cpu") if start == "run" else ()), program]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), str(Path(__file__).parents[2])])}
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "Megatron" in ended.stdout
+    if start == "run":
+        assert "autoamp adds what it lacks: RNN, amp, fp16_utils" in ended.stderr.replace("\n  ", " ")
+
+
+@pytest.mark.parametrize("is_imported", [False, True])
+def test_modules_are_added_and_taken_back(importable: Path, is_imported: bool) -> None:
+    real = importlib.import_module("apex") if is_imported else None
+    modules, finders = {name for name in sys.modules if name.startswith("apex")}, [*sys.meta_path]
+    install_as_apex(device_type="cpu")
+    apex = importlib.import_module("apex")
+    assert real is None or apex is real
+    assert apex.__file__ == str(importable / "__init__.py")
+    assert callable(apex.amp.initialize)
+    assert apex.fp16_utils.FP16_Optimizer
+    assert importlib.util.find_spec("apex.transformer") is None
+    uninstall()
+    assert sys.meta_path == finders
+    assert not hasattr(apex, "amp")
+    assert is_imported <= ({name for name in sys.modules if name.startswith("apex")} == modules)
+    with pytest.raises(ImportError):
+        importlib.import_module("apex.amp")
+
+
+def test_shadow_hides_it_after_the_addition_too(importable: Path) -> None:
+    real = importlib.import_module("apex")
+    install_as_apex(device_type="cpu")
+    install_as_apex(device_type="cpu", shadow=True)
+    assert not hasattr(importlib.import_module("apex.optimizers").FusedAdam, "is_real")
+    uninstall()
+    assert importlib.import_module("apex") is real
+    assert not hasattr(real, "amp")
+
+
+def test_an_apex_that_has_amp_is_not_hidden_unasked(importable: Path) -> None:
+    (importable / "amp.py").write_text("", encoding="utf-8")
+    assert "amp" not in added_to_real_apex()
+    finders = [*sys.meta_path]
+    with pytest.raises(UsageError, match="shadow=True"):
+        install_as_apex()
+    assert sys.meta_path == finders
