@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from autoamp import torch_private
 
@@ -163,6 +162,25 @@ def smoke():
     flat = fp16_utils.prep_param_lists(torch.nn.Linear(2, 2).half(), flat_master=True)[1]
     synced = parallel.convert_syncbn_model(torch.nn.BatchNorm1d(3))
     found["flat"] = [float(flat[0].numel()), synced(torch.ones(2, 3)).sum().item()]
+    found["moves"] = []
+    for growth, backoff in ((2.0, 0.5), (1.7, 0.3)):
+        scale, tracker = torch.tensor(1000.0), torch.tensor(0, dtype=torch.int32)
+        for found_inf in (0.0, 1.0, 0.0, 0.0, 0.0, 2.0, 0.0, 0.0, 0.0, 0.0):
+            torch_private.update_scale_(scale, tracker, torch.tensor(found_inf), growth, backoff, 2)
+            found["moves"] += [scale.item(), tracker.item()]
+    for bad in (1.0, float("inf"), float("nan")):
+        values, any_bad = [torch.tensor([2.0, bad]), torch.tensor([4.0]).half()], torch.zeros(1)
+        torch_private.unscale_and_check_(values, any_bad, torch.tensor(0.5))
+        found[f"unscaled {bad}"] = [any_bad.item(), values[0][0].item(), values[1].item()]
+    v = torch.arange(24.0).view(3, 4, 2) - 7
+    for dim, g in ((-1, torch.tensor(0.5)), (0, torch.ones(3, 1, 1)), (1, torch.full((1, 4, 1), 2.0))):
+        found[f"normed {dim}"] = torch_private.normed_weight(v, g, dim).flatten().tolist()
+    tensors = [torch.arange(6.0).view(2, 3), torch.tensor(7.0)]
+    parts = torch_private.unflatten(torch_private.flatten(tensors), tensors)
+    found["parts"] = [x for part in parts for x in [*part.flatten().tolist(), *map(float, part.shape)]]
+    mixed = [torch.ones(2), torch.ones(3, dtype=torch.float16), torch.zeros(1)]
+    groups = torch_private.group_by_device_and_dtype([mixed], False)
+    found["groups"] = sorted(float(len(lists[0])) for lists, _ in groups.values())
     found["restored"] = [float(torch.nn.functional.linear is linear)]
     return found
 
@@ -247,56 +265,3 @@ def test_works_without(path: str, outcomes: dict[str | None, object]) -> None:
     assert found.keys() == expected.keys()
     for name, values in expected.items():
         assert found[name] == pytest.approx(values, rel=0.03), name
-
-
-# -- the ways without, beside torch's own --
-
-
-def test_groups_are_torchs() -> None:
-    values = [torch.ones(2), torch.ones(3, dtype=torch.float16), torch.zeros(1)]
-    with_torch = torch_private.group_by_device_and_dtype([values], False)
-    without = torch_private._grouped([values], False)
-    assert without.keys() == with_torch.keys()
-    for kind, (lists, _) in with_torch.items():
-        assert [id(value) for value in without[kind][0][0]] == [id(value) for value in lists[0]]
-
-
-@pytest.mark.parametrize("bad", [1.0, float("inf"), float("nan")])
-def test_unscaling_is_torchs(bad: float) -> None:
-    results = []
-    for unscale in (torch_private.unscale_and_check_, torch_private._unscale_and_check):
-        values = [torch.tensor([2.0, bad]), torch.tensor([4.0]).half()]
-        found = torch.zeros(1)
-        unscale(values, found, torch.tensor(0.5))
-        results.append((found.item(), [value.tolist() for value in values]))
-    assert results[0][0] == results[1][0]
-    assert str(results[0][1]) == str(results[1][1])
-
-
-@pytest.mark.parametrize(("growth", "backoff"), [(2.0, 0.5), (1.7, 0.3)])
-def test_the_moves_of_a_scale_are_torchs(growth: float, backoff: float) -> None:
-    moves = []
-    for update in (torch_private.update_scale_, torch_private._update_scale):
-        scale, tracker = torch.tensor(1000.0), torch.tensor(0, dtype=torch.int32)
-        moves.append([])
-        for found_inf in (0.0, 1.0, 0.0, 0.0, 0.0, 2.0, 0.0, 0.0, 0.0, 0.0):
-            update(scale, tracker, torch.tensor(found_inf), growth, backoff, 2)
-            moves[-1].append((scale.item(), tracker.item()))
-    assert moves[0] == moves[1]
-
-
-def test_flat_tensors_are_torchs() -> None:
-    tensors = [torch.arange(6.0).view(2, 3), torch.tensor(7.0)]
-    flat = torch_private._flatten(tensors)
-    assert flat.equal(torch_private.flatten(tensors))
-    for ours, theirs in zip(
-        torch_private._unflatten(flat, tensors), torch_private.unflatten(flat, tensors), strict=True
-    ):
-        assert ours.equal(theirs)
-
-
-@pytest.mark.parametrize("dim", [-1, 0, 1])
-def test_normed_weights_are_torchs(dim: int) -> None:
-    v = torch.randn(3, 4, 2)
-    g = torch.rand(()) if dim == -1 else torch.rand([size if axis == dim else 1 for axis, size in enumerate(v.shape)])
-    torch.testing.assert_close(torch_private._normed_weight(v, g, dim), torch_private.normed_weight(v, g, dim))

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
-import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +18,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import autoamp
 from autoamp.fp16_utils import FP16_Optimizer
 from tests.integration.collectives import counted
+from tests.integration.spawned import on_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -295,10 +293,7 @@ def refusals(layouts: Layouts) -> list[str]:
     return messages
 
 
-def rank(index: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    logging.getLogger("autoamp").setLevel(logging.ERROR)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=index, world_size=RANKS)
+def found_by_rank() -> dict[Any, Any]:
     layouts = Layouts()
     found: dict[Any, Any] = {}
     for layout, first, way in itertools.product(LAYOUTS, KINDS, WAYS):
@@ -311,18 +306,13 @@ def rank(index: int, folder: str) -> None:
     found["clipped and dropped"] = {kind: clipped_and_dropped(layouts, kind) for kind in ("sharded", "asked")}
     found["adam"] = sharded_adam(layouts)
     found["refusals"] = refusals(layouts)
-    torch.save(found, f"{folder}/{index}.pt")
-    dist.barrier()
-    # Nobody ends a process group that another rank may still use.
-    os._exit(0)
+    return found
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What each of four processes found."""
-    folder: Path = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(rank, (str(folder),), nprocs=RANKS)
-    return [torch.load(folder / f"{index}.pt", weights_only=False) for index in range(RANKS)]
+    return on_ranks(tmp_path_factory, RANKS, found_by_rank)
 
 
 @pytest.mark.parametrize("way", WAYS)

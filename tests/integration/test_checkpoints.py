@@ -23,9 +23,9 @@ LISTS = {"extends": [], "fp16": ["linear", "conv2d"], "fp32": ["cross_entropy"]}
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
     "adam": lambda params: torch.optim.Adam(params, lr=0.01, eps=1e-4),
-    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, eps=1e-4),
 }
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+KINDS = [("adam", "fp16"), ("sgd", "bf16")]
 SETUPS = ["O0", "O1", "O2", "O3", "FP16_Optimizer"]
 # Of those whose gradients overflow: the step before the interruption is one of them, and one comes after it.
 OVERFLOWS = (1, 3, 5)
@@ -149,7 +149,7 @@ def resume_all(folder: Path, threads: int) -> None:
 
 def test_resumed_in_a_new_process_is_bitwise_the_same(tmp_path: Path) -> None:
     expected = {}
-    for setup, optimizer, half in itertools.product(SETUPS, OPTIMIZERS, HALVES):
+    for setup, (optimizer, half) in itertools.product(SETUPS, KINDS):
         name = f"{setup}-{optimizer}-{half}"
         run = Run(setup, optimizer, half)
         run.train(INTERRUPTED)
@@ -169,8 +169,9 @@ def test_resumed_in_a_new_process_is_bitwise_the_same(tmp_path: Path) -> None:
 ORDERS = ["".join(order) for order in itertools.permutations("imoa") if order.index("a") > order.index("i")]
 
 
-@pytest.mark.parametrize("setup", SETUPS)
-@pytest.mark.parametrize(("optimizer", "half"), [("adam", "fp16"), ("sgd", "bf16")])
+# Where nothing is cast, or all of it for good, the order is that of torch.
+@pytest.mark.parametrize(("setup", "optimizer", "half"), [("O1", "sgd", "bf16"), ("O2", "adam", "fp16"),
+                                                          ("FP16_Optimizer", "adam", "fp16")])  # fmt: skip
 def test_restored_in_any_order(setup: str, optimizer: str, half: str) -> None:
     run = Run(setup, optimizer, half)
     run.train(INTERRUPTED)
@@ -184,21 +185,6 @@ def test_restored_in_any_order(setup: str, optimizer: str, half: str) -> None:
         other = Run(setup, optimizer, half, copy.deepcopy(saved), order)
         other.train(STEPS)
         assert differences(expected, other.state()) == [], order
-
-
-@pytest.mark.parametrize("setup", ["O0", "O1", "O2", "O3"])
-def test_every_step_can_be_the_last(setup: str) -> None:
-    run = Run(setup, "adam", "fp16")
-    checkpoints = []
-    for step in range(1, STEPS):
-        run.train(step)
-        checkpoints.append(copy.deepcopy(run.state()))
-    run.train(STEPS)
-    expected = copy.deepcopy(run.state())
-    for saved in checkpoints:
-        other = Run(setup, "adam", "fp16", saved)
-        other.train(STEPS)
-        assert differences(expected, other.state()) == []
 
 
 def test_a_checkpoint_of_one_level_loads_at_another() -> None:

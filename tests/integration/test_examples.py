@@ -12,7 +12,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 DIGITS = ROOT / "examples" / "digits.py"
@@ -48,27 +47,6 @@ def digits() -> ModuleType:
 
 
 QUICK = ("--width", "16", "--device", "cpu")
-
-
-@needs_example_packages
-def test_digits_prints_json_and_mixed_precision_is_as_accurate() -> None:
-    asked = ("--seeds", "1", "--epochs", "8", "--dtype", "fp16", "bf16", "--json")
-    done = run(str(DIGITS), *QUICK, *asked)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout)
-    assert (found["device"], found["width"], found["seeds"], found["threads"]) == ("cpu", 16, 1, 1)
-    assert list(found["modes"]) == ["fp32", "fp16", "bf16"]
-    runs = {name: mode["runs"][0] for name, mode in found["modes"].items()}
-    assert all(run["accuracy"] > 90 and run["epoch_seconds"] > 0 for run in runs.values())
-    full = runs["fp32"]["saved_bytes"]
-    assert all(0.4 * full < runs[name]["saved_bytes"] < 0.8 * full for name in ("fp16", "bf16"))
-    assert [run["skipped_steps"] for run in runs.values()] == [0, 0, 0]
-    assert [run["loss_scale"] for run in runs.values()] == [1, 65536, 1]
-    for name in ("fp16", "bf16"):
-        mode = found["modes"][name]
-        assert mode["memory"] == runs[name]["saved_bytes"] / full
-        assert mode["speed"] == [runs["fp32"]["epoch_seconds"] / runs[name]["epoch_seconds"]]
-        assert mode["verdict"].startswith(f"{name}: one seed cannot tell")
 
 
 @needs_example_packages
@@ -113,51 +91,6 @@ def test_digits_says_whether_it_pays(digits: ModuleType, times: tuple[float, ...
     assert one.verdict.startswith(said)
     assert one.verdict.endswith("accuracy +0.50 points.")
     assert one.pays is pays
-
-
-@needs_example_packages
-def test_digits_compares_all_levels(digits: ModuleType) -> None:
-    options = digits.parse(["--all-levels", "--device", "cpu"])
-    assert (options.width, options.seeds, options.dtype) == (16, 2, ["bf16"])
-    modes = digits.make_modes(options.dtype, torch.device("cpu"), all_levels=True)
-    assert [mode.name for mode in modes] == ["fp32", "bf16", "O1 bf16", "O2 bf16", "FP16_Optimizer"]
-
-
-@needs_example_packages
-@pytest.mark.parametrize("wrong", [["--seeds", "0"], ["--dtype", "fp8"]])
-def test_digits_refuses_wrong_arguments(
-    digits: ModuleType, wrong: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        digits.parse(wrong)
-    assert wrong[1] in capsys.readouterr().err
-
-
-@needs_example_packages
-def test_digits_tells_which_mode_is_off(digits: ModuleType) -> None:
-    def runs(*accuracies: float) -> list[object]:
-        return [digits.Run(accuracy, 1, 0, 1.0, 1.0) for accuracy in accuracies]
-
-    results = {"fp32": runs(98.0, 99.0), "near": runs(98.5, 99.5), "low": runs(97.0, 98.8), "high": runs(99.0, 99.2)}
-    assert digits.deviations(results) == pytest.approx({"low": -0.6, "high": 0.6})
-
-
-@needs_example_packages
-def test_digits_exits_with_1_where_a_mode_is_off(digits: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    accuracies = iter([98.0, 90.0])
-    monkeypatch.setattr(digits, "train", lambda *_: digits.Run(next(accuracies), 1, 0, 1.0, 1.0))
-    assert digits.main(["--seeds", "1", "--dtype", "bf16", "--device", "cpu"]) == 1
-
-
-@needs_example_packages
-def test_digits_counts_each_saved_storage_once(digits: ModuleType) -> None:
-    model = torch.nn.Linear(4, 8)
-    counter = digits.SavedBytes(model)
-    x = torch.rand(2, 4, requires_grad=True)
-    with counter.watching():
-        y = torch.nn.functional.linear(x, model.weight)  # saves x and the weight
-        (y * y).sum()  # saves y, twice
-    assert counter.total == (2 * 4 + 2 * 8) * 4
 
 
 @needs_example_packages
@@ -209,17 +142,3 @@ def test_the_planted_fault_is_found_and_its_entry_avoids_it(tmp_path: Path) -> N
     assert "; no forward overflow" in found["verdict"]["sentence"]
     assert {group["kind"] for group in found["skips"]["groups"]} <= {"scale_search"}
     assert found["remedies"] == []
-
-
-def blocks(path: Path, language: str) -> list[str]:
-    """Return the fenced blocks of a page in one language."""
-    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-
-
-def test_code_of_the_readme_runs(tmp_path: Path) -> None:
-    (block,) = blocks(ROOT / "README.md", "python")
-    script = tmp_path / "readme.py"
-    script.write_text(block, encoding="utf-8")
-    done = run(str(script))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["65536.0", "0"]

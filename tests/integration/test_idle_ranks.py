@@ -6,12 +6,8 @@ On two processes over gloo, whose collectives give up after some seconds.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import itertools
-import logging
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import autoamp
 from tests.integration.collectives import counted
+from tests.integration.spawned import on_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -181,24 +178,14 @@ def empty_shards(way: str) -> list[Any]:
         return [*told, handle.skipped_steps]
 
 
-def rank(index: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    logging.getLogger("autoamp").setLevel(logging.ERROR)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=index, world_size=RANKS,
-        timeout=datetime.timedelta(seconds=20),
-    )  # fmt: skip
+def found_by_rank() -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     for way, kind, (when, steps), clips in itertools.product(WAYS, KINDS, WHEN.items(), (False, True)):
         found[way, kind, when, clips] = train(way, kind, steps, clips)
-        torch.save(found, f"{folder}/{index}.pt")
     for way in WAYS:
         found["unused", way] = unused(way)
         found["empty", way] = empty_shards(way)
-    torch.save(found, f"{folder}/{index}.pt")
-    dist.barrier()
-    # Nobody ends a process group that another rank may still use.
-    os._exit(0)
+    return found
 
 
 KINDS = ("experts", "stage", "mesh")
@@ -206,9 +193,8 @@ KINDS = ("experts", "stage", "mesh")
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    folder: Path = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(rank, (str(folder),), nprocs=RANKS)
-    return [torch.load(folder / f"{index}.pt", weights_only=False) for index in range(RANKS)]
+    # A rank that waits for another one that does not come ends with an error.
+    return on_ranks(tmp_path_factory, RANKS, found_by_rank, timeout=20.0)
 
 
 @pytest.mark.parametrize("clips", [False, True], ids=["", "clipped"])

@@ -4,14 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
-import io
-import os
-import pickle
-import pydoc
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +15,6 @@ import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 import wrapt
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vjp, vmap
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -140,13 +131,6 @@ def test_parametrizations(
         torch.testing.assert_close(cached.float(), layer(x), rtol=0.1, atol=0.05)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.nn.utils.weight_norm. is deprecated")
-def test_the_weight_norm_of_old(handle: autoamp.Handle, x: Tensor) -> None:
-    layer: Any = nn.utils.weight_norm(nn.Linear(6, 8))
-    layer(x).float().sum().backward()
-    assert layer.weight_g.grad.dtype is torch.float32
-
-
 # -- hooks --
 
 
@@ -179,46 +163,7 @@ def test_module_and_tensor_hooks(handle: autoamp.Handle, model: nn.Sequential, x
     assert seen == [torch.float32, HALF, HALF, HALF]
 
 
-class Cube(torch.autograd.Function):
-    """A function that notes the dtypes it is given."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * x * x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return 3 * gradient * x * x
-
-
-def test_a_policy_for_a_custom_function(handle: autoamp.Handle, model: nn.Module, x: Tensor) -> None:
-    hidden = model(x)
-    assert Cube.apply(hidden).dtype is HALF
-    in_fp32 = autoamp.float_function(Cube.apply)(hidden)
-    assert in_fp32.dtype is torch.float32
-    (gradient,) = torch.autograd.grad(in_fp32.sum(), hidden)
-    assert gradient.dtype is HALF
-    torch.testing.assert_close(gradient, (3 * hidden.float() ** 2).to(HALF))
-    assert autoamp.half_function(Cube.apply)(x).dtype is HALF
-    torch.autograd.gradcheck(
-        autoamp.promote_function(Cube.apply), torch.randn(3, dtype=torch.float64, requires_grad=True)
-    )
-
-
 # -- modes and tensors of other kinds --
-
-
-class Kind(Tensor):
-    """A subclass that leaves everything to torch."""
-
-
-def test_subclasses_keep_their_kind(handle: autoamp.Handle, model: nn.Sequential, x: Tensor) -> None:
-    output = F.linear(x.as_subclass(Kind), model[0].weight)
-    assert type(output) is Kind
-    assert output.dtype is HALF
-    assert type(F.softmax(output, -1)) is Kind
 
 
 class Ops(TorchDispatchMode):
@@ -240,21 +185,6 @@ def test_dispatch_modes_see_the_casts(handle: autoamp.Handle, model: nn.Sequenti
     assert "aten.mm.default" in ops.names
 
 
-def test_fake_and_meta_tensors(handle: autoamp.Handle) -> None:
-    with FakeTensorMode():
-        layer = nn.Linear(6, 4)
-        output = layer(torch.randn(3, 6))
-        output.float().sum().backward()
-        assert output.dtype is HALF
-        assert layer.weight.grad is not None
-        assert layer.weight.grad.dtype is torch.float32
-    on_meta = nn.Linear(6, 4, device="meta")
-    assert on_meta(torch.empty(3, 6, device="meta")).dtype is torch.float32
-    handle.deactivate()
-    with autoamp.region(device_type="meta", dtype=HALF):
-        assert on_meta(torch.empty(3, 6, device="meta")).dtype is HALF
-
-
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
 def test_nested_tensors(handle: autoamp.Handle, model: nn.Sequential, layout: torch.layout) -> None:
@@ -263,14 +193,6 @@ def test_nested_tensors(handle: autoamp.Handle, model: nn.Sequential, layout: to
     assert output.dtype is HALF
     for got, part in zip(output.unbind(), parts, strict=True):
         torch.testing.assert_close(got, F.linear(part, model[0].weight))
-
-
-@pytest.mark.filterwarnings("ignore:Sparse")
-def test_sparse_tensors(handle: autoamp.Handle, x: Tensor) -> None:
-    for sparse in (torch.eye(6).to_sparse(), torch.eye(6).to_sparse_csr()):
-        # In half precision or in fp32, as the layout has kernels for it.
-        torch.testing.assert_close(torch.mm(sparse, x.T).float(), x.T, atol=0.02, rtol=0.01)
-        torch.testing.assert_close((sparse @ x.T).float(), x.T, atol=0.02, rtol=0.01)
 
 
 def test_distributed_tensors(handle: autoamp.Handle, model: nn.Sequential, x: Tensor, tmp_path: Path) -> None:
@@ -306,90 +228,6 @@ def test_quantized_modules_and_tensors_are_left_alone(model: nn.Module, x: Tenso
 
 
 # -- pickle, copies, inspection --
-
-
-class Holder(nn.Module):
-    """A model that holds patched functions in several ways."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.activation = torch.sigmoid
-        self.normalise = functools.partial(F.softmax, dim=-1)
-        self.table = {"sum": torch.sum, "method": Tensor.softmax}
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.normalise(self.activation(self.linear(x)))
-        return self.table["method"](hidden, -1) + self.table["sum"](hidden)
-
-
-LOADS = """
-    import sys, torch
-    holder = type(sys)(sys.argv[3])
-    exec(open(sys.argv[2]).read(), vars(holder))
-    sys.modules[holder.__name__] = holder
-    package = holder.__name__.rpartition(".")[0]
-    while package:
-        sys.modules[package] = type(sys)(package)
-        package = package.rpartition(".")[0]
-    model, x, expected = torch.load(sys.argv[1], weights_only=False)
-    assert torch.equal(model(x), expected)
-    assert model.activation is torch.sigmoid and model.table["method"] is torch.Tensor.softmax
-    assert not any(name.partition(".")[0] == "autoamp" for name in sys.modules)
-    print("loaded")
-"""
-
-
-def test_a_model_that_holds_patched_functions_is_copied_saved_and_loaded_elsewhere(tmp_path: Path) -> None:
-    x = torch.randn(2, 3)
-    handle = autoamp.init(device_type="cpu", dtype=HALF)
-    # Made while the patches are in place, so what it holds are replacements.
-    model = Holder()
-    assert torch.equal(copy.deepcopy(model)(x), model(x))
-    assert torch.equal(pickle.loads(pickle.dumps(model))(x), model(x))
-    with handle.disable_casts():
-        expected = model(x).detach()
-    torch.save((model, x, expected), tmp_path / "model.pt")
-    buffer = io.BytesIO()
-    torch.save(model.state_dict(), buffer)
-    buffer.seek(0)
-    assert torch.load(buffer).keys() == model.state_dict().keys()
-    handle.deactivate()
-    assert torch.equal(model(x), expected)
-    (tmp_path / "loads.py").write_text(textwrap.dedent(LOADS), encoding="utf-8")
-    (tmp_path / "holder.py").write_text(
-        "import functools, torch\nimport torch.nn.functional as F\nfrom torch import Tensor, nn\n"
-        + inspect.getsource(Holder),
-        encoding="utf-8",
-    )
-    command = [sys.executable, "loads.py", "model.pt", "holder.py", Holder.__module__]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300)
-    assert done.stdout == "loaded\n", done.stderr
-
-
-def test_every_replacement_is_inspected_as_its_original(handle: autoamp.Handle) -> None:
-    count = 0
-    for owner in (torch, F, Tensor, torch.linalg, torch.special, torch.fft):
-        for name, replacement in list(vars(owner).items()):
-            original = original_of(replacement)
-            if original is replacement:
-                continue
-            count += 1
-            assert replacement.__name__ == original.__name__
-            assert replacement.__doc__ == original.__doc__
-            assert callable(replacement)
-            assert not isinstance(replacement, type)
-            try:
-                signature = inspect.signature(original)
-            except ValueError:
-                signature = None
-            if signature is not None:
-                assert inspect.signature(replacement) == signature
-            assert original.__name__ in pydoc.render_doc(replacement)
-            assert pickle.loads(pickle.dumps(replacement)) is replacement, (owner, name)
-    assert count > 100
-    assert F.interpolate is torch.nn.functional.interpolate
 
 
 # -- other patchers --

@@ -284,6 +284,9 @@ COMMANDS: dict[str, tuple[list[str], int, tuple[str, ...]]] = {
     "typo of an op": (["lists", "sofmax"], 2, ("'sofmax' is no op of torch", "'softmax'")),
     "no script": (["run", "trian.py"], 2, ("can't open file 'trian.py'", "give the path of a script")),
     "bad scale": (["run", "--loss-scale", "much", "train.py"], 2, ("--loss-scale 'much'", "above 0")),
+    "bad lists": (["run", "--lists", "no_such_set", "train.py"], 2, ("no_such_set",)),
+    "bad device": (["run", "--device-type", "toaster", "train.py"], 2, ("toaster",)),
+    "bad report": (["run", "--report", "no/such/dir/report.json", "train.py"], 2, ("--report",)),
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import autoamp
 from autoamp import parallel
 from autoamp.fp16_utils import FP16_Optimizer
+from tests.integration.spawned import on_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -219,9 +219,8 @@ def lopsided(rank: int) -> list[float]:
     return found
 
 
-def work(rank: int, store: str, out: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+def found_by_rank() -> dict[str, Any]:
+    rank = dist.get_rank()
     found: dict[str, Any] = {"accumulated": accumulated(rank), "passes": two_passes(rank), "lopsided": lopsided(rank)}
     for name in WRAPPERS:
         for half, dtype in HALVES.items():
@@ -230,18 +229,13 @@ def work(rank: int, store: str, out: str) -> None:
     for first in ("wrapper", "optimizer"):
         found[f"fp16_optimizer {first}"] = fp16_optimizer(rank, first)
     found["written"] = written(rank)
-    torch.save(found, f"{out}/{rank}.pt")
-    dist.barrier()
-    # torch 2.13 aborts now and then as a process with a DDP reducer ends, with or without autoamp.
-    os._exit(0)
+    return found
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What each of two processes found."""
-    path = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(work, (str(path / "store"), str(path)), nprocs=WORLD)
-    return [torch.load(path / f"{rank}.pt") for rank in range(WORLD)]
+    return on_ranks(tmp_path_factory, WORLD, found_by_rank)
 
 
 def same(one: list[Tensor], other: list[Tensor]) -> bool:

@@ -1,16 +1,14 @@
-"""Ranks of a process group agree on what overflowed, whoever's it was. On two spawned processes, over gloo."""
+"""Ranks of a process group agree on what overflowed, whoever it came from. On two spawned processes, over gloo."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -18,10 +16,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import autoamp
+from tests.integration.spawned import on_ranks
 
 pytestmark = pytest.mark.processes
 
-RANKS = 2
+RANKS, STEPS, BAD_STEP = 2, 6, 3
 # No op is cast, so that gradients are those of plain torch.
 NO_CASTS: dict[str, Any] = {"device_type": "cpu", "dtype": torch.float16, "lists": {"extends": []}}
 INF = float("inf")
@@ -93,10 +92,6 @@ def ddp(on: bool, hide: bool = False, **settings: Any) -> list[Any]:
         return train(model, backward, told)
 
 
-def ddp_with_views(on: bool) -> list[Any]:
-    return ddp(on, gradient_as_bucket_view=True)
-
-
 def ddp_that_hides(on: bool) -> list[Any]:
     return ddp(on, hide=True)
 
@@ -110,25 +105,6 @@ def reduced_by_hand(on: bool) -> list[Any]:
             average(model)
 
         return train(model, backward, told)
-
-
-def reduced_after_a_block(on: bool) -> list[Any]:
-    model, x = make()
-    if not on:
-        return reduced_by_hand(False)
-    handle = autoamp.init(**NO_CASTS)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    left = [values(model)]
-    for factor in (1.0, INF if dist.get_rank() == 0 else 1.0, 1.0):
-        optimizer.zero_grad()
-        with handle.scale_loss(model(x).square().mean() * factor, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        average(model)
-        optimizer.step()
-        left.append(values(model))
-    told = handle.skipped_steps, handle.loss_scale
-    handle.deactivate()
-    return [left, told]
 
 
 def shards(on: bool, parts: Callable[[nn.Sequential], list[nn.Module]]) -> list[Any]:
@@ -189,21 +165,89 @@ def flat_shards() -> list[str]:
     return messages
 
 
+# -- gradients that are reduced after their block --
+
+
+def nothing(model: nn.Module) -> None:
+    """Leave gradients as they are."""
+
+
+def reduced(model: nn.Module) -> None:
+    for param in model.parameters():
+        dist.all_reduce(param.grad)
+
+
+def reduced_by_messages(model: nn.Module) -> None:
+    for param in model.parameters():
+        assert param.grad is not None
+        other = torch.empty_like(param.grad)
+        works = [dist.isend(param.grad, 1 - dist.get_rank()), dist.irecv(other, 1 - dist.get_rank())]
+        for work in works:
+            work.wait()  # type: ignore[union-attr]
+        # Past the count of writes.
+        param.grad.data.add_(other)
+
+
+def clipped(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+
+
+# The wrapper, and what the program does between the block and the step.
+WAYS: dict[str, tuple[Any, Callable[[nn.Module], None]]] = {
+    "DistributedDataParallel": (DistributedDataParallel, nothing),
+    "and messages": (DistributedDataParallel, reduced_by_messages),
+    "and a write": (DistributedDataParallel, clipped),
+    "by hand": (nn.Sequential, reduced),
+    "by hand, by messages": (nn.Sequential, reduced_by_messages),
+    "fully_shard": (fully_shard, nothing),
+    "O2": (DistributedDataParallel, nothing),
+    "O2, by hand": (nn.Sequential, reduced),
+}
+
+
+def train_in_blocks(name: str) -> list[Any]:
+    """Return for each step whether it was skipped and the scale; and the weights at the end."""
+    rank = dist.get_rank()
+    wrapper, between = WAYS[name]
+    torch.manual_seed(0)
+    scaler = autoamp.DynamicLossScaler(2.0**10)
+    net: Any = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    if name.startswith("O2"):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.001)
+        net, optimizer = autoamp.initialize(
+            net, optimizer, opt_level="O2", loss_scale=scaler, dtype=torch.float16, device_type="cpu", verbosity=0
+        )
+        handle = autoamp.current_handle()
+        model = wrapper(net)
+    else:
+        handle = autoamp.init(dtype=torch.float16, device_type="cpu", loss_scale=scaler)
+        model = wrapper(net)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    steps: list[Any] = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(torch.full((2, 4), 1.0 + rank)).float().square().sum()
+        loss = loss * (INF if step == BAD_STEP and rank == 0 else 1.0)
+        with handle.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        between(model)
+        optimizer.step()
+        steps.append((handle.last_step_skipped, handle.loss_scale))
+    handle.deactivate()
+    return [steps, [getattr(param, "full_tensor", lambda p=param: p)().tolist() for param in model.parameters()]]
+
+
 PROGRAMS = [
     ddp,
-    ddp_with_views,
     ddp_that_hides,
     reduced_by_hand,
-    reduced_after_a_block,
     shards_of_a_part,
     shards_of_all,
     parallel_tensors,
 ]
 
 
-def rank(index: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=index, world_size=RANKS)
+def found_by_rank() -> dict[Any, Any]:
     results: dict[Any, Any] = {}
     for program in PROGRAMS:
         for on in (False, True):
@@ -212,15 +256,13 @@ def rank(index: int, folder: str) -> None:
             except Exception as error:
                 results[program.__name__, on] = repr(error)
     results["flat"] = flat_shards()
-    torch.save(results, f"{folder}/{index}.pt")
-    dist.destroy_process_group()
+    results["blocks"] = {name: train_in_blocks(name) for name in WAYS}
+    return results
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, bool], Any]]:
-    folder: Path = tmp_path_factory.mktemp("ranks")
-    mp.spawn(rank, (str(folder),), nprocs=RANKS)
-    return [torch.load(folder / f"{index}.pt") for index in range(RANKS)]
+    return on_ranks(tmp_path_factory, RANKS, found_by_rank)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
@@ -246,3 +288,12 @@ def test_flat_parameters_are_refused_with_the_remedy(results: Any) -> None:
     for result in results:
         assert len(result["flat"]) == 4
         assert all("use bf16, which needs no loss scale" in message for message in result["flat"])
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_inf_that_a_reduction_brings_after_the_block_is_seen_before_the_step(results: Any, name: str) -> None:
+    (one, weights), (other, others) = (found["blocks"][name] for found in results)
+    assert one == other
+    assert weights == others
+    assert [skipped for skipped, _ in one] == [step == BAD_STEP for step in range(STEPS)]
+    assert [scale for _, scale in one] == [2.0**10] * BAD_STEP + [2.0**9] * (STEPS - BAD_STEP)

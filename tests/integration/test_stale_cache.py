@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -17,7 +16,6 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
-from autoamp.runtime import runtime_of
 
 HALF = torch.float16
 LISTS = {
@@ -196,30 +194,6 @@ def test_flat_buffer_that_parameters_are_views_of(handle: autoamp.Handle, mode: 
         flat.normal_()
 
 
-def test_requires_grad_switched(handle: autoamp.Handle) -> None:
-    layer = nn.Linear(4, 4)
-    x = torch.randn(3, 4)
-    layer.requires_grad_(False)
-    assert not layer(x).requires_grad
-    layer.requires_grad_(True)
-    layer(x).float().sum().backward()
-    assert layer.weight.grad is not None
-    layer.requires_grad_(False)
-    assert not layer(x).requires_grad
-
-
-@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
-def test_evaluation_then_training(handle: autoamp.Handle, mode: str) -> None:
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    x = torch.randn(3, 4)
-    with MODES[mode]():
-        evaluated = model(x)
-    trained = model(x)
-    trained.float().sum().backward()
-    assert torch.equal(evaluated, trained.detach())
-    assert all(parameter.grad is not None for parameter in model.parameters())
-
-
 class Switching(nn.Module):
     """Uses one weight in several grad modes within one call."""
 
@@ -278,16 +252,6 @@ def test_frozen_weights_first_used_in_inference_mode(handle: autoamp.Handle, pin
     assert x.grad is not None
 
 
-def test_deepcopy_is_independent(handle: autoamp.Handle) -> None:
-    layer = nn.Linear(4, 4, bias=False)
-    x = torch.randn(3, 4)
-    layer(x)
-    clone = copy.deepcopy(layer)
-    clone.weight.data.normal_()
-    assert torch.equal(clone(x).float(), expected(x, clone.weight))
-    assert torch.equal(layer(x).float(), expected(x, layer.weight))
-
-
 class WithinOneCall(nn.Module):
     """Uses a weight, lets somebody write to it, and uses it again."""
 
@@ -311,68 +275,6 @@ def test_writes_within_one_call(handle: autoamp.Handle, write: Any, mode: str) -
         with MODES[mode]():
             _, second = model(x)
         assert torch.equal(second.detach().float(), expected(x, model.layer.weight))
-
-
-class LegacyOptimizer(torch.optim.Optimizer):
-    """Writes through `.data`, as optimizers written before torch 0.4 do."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.data.add_(parameter.grad.data, alpha=-0.1)
-
-
-class TrainsItself(nn.Module):
-    """Its forward runs a whole training step, backward pass and optimizer included."""
-
-    def __init__(self, optimizer: Any) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4, bias=False)
-        self.optimizer = optimizer(self.layer.parameters())
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            self.layer(x).float().square().sum().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return self.layer(x)
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    [lambda p: torch.optim.SGD(p, lr=0.1), LegacyOptimizer, torch.optim.Adam],
-    ids=["sgd", "legacy", "adam"],
-)
-def test_forward_that_runs_an_optimizer_step(handle: autoamp.Handle, optimizer: Any) -> None:
-    model = TrainsItself(optimizer)
-    x = torch.randn(3, 4)
-    for _ in range(3):
-        before = model.layer.weight.detach().clone()
-        output = model(x)
-        assert not torch.equal(before, model.layer.weight)
-        assert torch.equal(output.detach().float(), expected(x, model.layer.weight))
-
-
-def test_scale_loss_within_a_forward_drops_the_casts(handle: autoamp.Handle) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> int:
-            loss = (self.layer(x) + self.layer(x)).float().sum()
-            assert len(handle.cache) == 2
-            with handle.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-            return len(handle.cache)
-
-    model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert model(torch.randn(3, 4)) == 0
 
 
 # -- that the cache does work --
@@ -425,24 +327,6 @@ def test_gradients_add_up_over_a_shared_cast() -> None:
         torch.testing.assert_close(cached, uncached, rtol=2e-3, atol=2e-3)
 
 
-def test_weights_in_a_list_are_cached_too(handle: autoamp.Handle) -> None:
-    class Steps(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm = nn.LSTM(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            state = None
-            for step in x:
-                out, state = self.lstm(step[None], state)
-            return out
-
-    model = Steps()
-    counter = Counter()
-    model(torch.randn(5, 2, 4))
-    assert [counter[parameter] for parameter in model.parameters()] == [2, 2, 2, 2]
-
-
 def test_nothing_is_kept_after_a_call(handle: autoamp.Handle) -> None:
     model = Repeats(2)
     inside = []
@@ -464,30 +348,6 @@ def test_nothing_is_kept_after_an_exception(handle: autoamp.Handle) -> None:
         with pytest.raises(KeyError, match="gone wrong"):
             model(torch.randn(3, 4))
         assert len(handle.cache) == 0
-
-
-def test_bare_calls_keep_nothing(handle: autoamp.Handle) -> None:
-    F.linear(torch.randn(3, 4), Parameter(torch.randn(4, 4)))
-    assert len(handle.cache) == 0
-
-
-def test_casts_and_weights_are_freed(handle: autoamp.Handle, collected: Any) -> None:
-    model = Repeats(2)
-    casts: list[weakref.ref[Tensor]] = []
-
-    def look(*_: Any) -> None:
-        casts.extend(weakref.ref(entry[1]) for entry in runtime_of(handle).casts.local.entries.values() if entry)
-
-    model.layer.register_forward_hook(look)
-    with torch.no_grad():
-        model(torch.randn(3, 4))
-    collected()
-    assert casts
-    assert all(reference() is None for reference in casts)
-    weight = weakref.ref(model.layer.weight)
-    del model
-    collected()
-    assert weight() is None
 
 
 def test_threads_do_not_share_casts(handle: autoamp.Handle) -> None:
@@ -523,25 +383,6 @@ def test_tied_weights_share_a_cast_from_the_second_use_on(handle: autoamp.Handle
     assert counter[layers[0].weight] == 2
 
 
-def test_autocast_region_within_a_call_gets_the_weight_itself(handle: autoamp.Handle) -> None:
-    seen = []
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.layer(x)
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                seen.append(runtime_of(handle).casts.to_half(self.layer.weight))
-                return self.layer(x)
-
-    model = Model()
-    assert model(torch.randn(3, 4)).dtype == torch.bfloat16
-    assert seen[0] is model.layer.weight
-
-
 def test_functional_transforms_within_a_call() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -564,32 +405,6 @@ def test_functional_transforms_within_a_call() -> None:
         results.append((output, model.layer.weight.grad, model.layer.bias.grad))
     for cached, uncached in zip(*results, strict=True):
         torch.testing.assert_close(cached, uncached, rtol=1e-2, atol=1e-2)
-
-
-def test_checkpointed_module(handle: autoamp.Handle) -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor, use_reentrant: bool) -> Tensor:
-            x = self.layer(x)
-            return checkpoint(self.layer, x, use_reentrant=use_reentrant)
-
-    model = Model()
-    x = torch.randn(3, 4)
-    gradients = []
-    reference = model.layer(model.layer(x))
-    reference.float().sum().backward()
-    gradients.append(model.layer.weight.grad)
-    for use_reentrant in (False, True):
-        model.zero_grad()
-        model(x, use_reentrant).float().sum().backward()
-        gradients.append(model.layer.weight.grad)
-    for gradient in gradients[1:]:
-        torch.testing.assert_close(gradient, gradients[0], rtol=2e-3, atol=2e-3)
 
 
 # -- inference(model): the explicit promise --
@@ -673,52 +488,6 @@ def test_blocks_that_end_in_another_order(handle: autoamp.Handle) -> None:
         assert len(handle.cache) == 0
         model(x)
     assert counter[model.weight] == 2
-
-
-def test_model_deep_copied_within_inference(handle: autoamp.Handle) -> None:
-    layer = nn.Linear(4, 4, bias=False)
-    x = torch.randn(3, 4)
-    with handle.inference(layer), torch.no_grad():
-        layer(x)
-        clone = copy.deepcopy(layer)
-        clone.weight.data.normal_()
-        assert torch.equal(clone(x).float(), expected(x, clone.weight))
-        clone.weight.data.normal_()
-        assert torch.equal(clone(x).float(), expected(x, clone.weight))
-
-
-def test_inference_ends_with_an_exception(handle: autoamp.Handle) -> None:
-    model = nn.Linear(4, 4)
-
-    def fail() -> None:
-        with torch.no_grad(), handle.inference(model):
-            model(torch.randn(3, 4))
-            assert len(handle.cache) == 2
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    assert len(handle.cache) == 0
-
-
-def test_inference_frees_its_casts(handle: autoamp.Handle, collected: Any) -> None:
-    model = nn.Linear(4, 4)
-    with handle.inference(model), torch.no_grad():
-        model(torch.randn(3, 4))
-        kept = [weakref.ref(runtime_of(handle).casts.to_half(parameter)) for parameter in model.parameters()]
-        collected()
-        assert all(reference() is not None for reference in kept)
-    collected()
-    assert all(reference() is None for reference in kept)
-
-
-def test_inference_within_an_autocast_region_keeps_no_uncast_weight(handle: autoamp.Handle) -> None:
-    layer = nn.Linear(4, 4)
-    x = torch.randn(3, 4)
-    with handle.inference(layer), torch.no_grad():
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert layer(x).dtype == torch.bfloat16
-        assert layer(x).dtype == HALF
 
 
 def test_inference_from_many_threads(handle: autoamp.Handle) -> None:

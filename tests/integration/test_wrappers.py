@@ -5,12 +5,9 @@ The third of five steps overflows on one rank alone.
 
 # No `annotations` from __future__: DistributedDataParallel wants types themselves in a hook's signature.
 import contextlib
-import logging
-import os
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import autoamp
+from tests.integration.spawned import on_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -304,11 +302,8 @@ def attempt(program: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return "unexpected: " + traceback.format_exc()
 
 
-def rank(index: int, folder: str) -> None:
-    torch.set_num_threads(1)
+def found_by_rank() -> dict[Any, Any]:
     warnings.simplefilter("ignore")
-    logging.getLogger("autoamp").setLevel(logging.ERROR)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=index, world_size=RANKS)
     found: dict[Any, Any] = {}
     for name, program in WRAPPERS.items():
         for level in ("torch", "fp32", "O1", "O2"):
@@ -321,18 +316,13 @@ def rank(index: int, folder: str) -> None:
             found["policy " + name, level] = attempt(fsdp, level, **policy)
     for level in ("O1", "O2"):
         found["pipeline", level] = attempt(pipeline, level)
-    torch.save(found, f"{folder}/{index}.pt")
-    dist.barrier()
-    # Nobody ends a process group that another rank may still use.
-    os._exit(0)
+    return found
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What each of four processes found."""
-    folder: Path = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(rank, (str(folder),), nprocs=RANKS)
-    return [torch.load(folder / f"{index}.pt", weights_only=False) for index in range(RANKS)]
+    return on_ranks(tmp_path_factory, RANKS, found_by_rank)
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,7 @@ TESTS = {
     "patching": ["tests/patching"],
     "casting": ["tests/casting", "tests/property/test_casts.py"],
     "scaling": ["tests/scaling", "tests/stepping"],
-    "stepping": ["tests/stepping", "tests/property/test_training.py", "tests/integration/test_true_gradients.py"],
+    "stepping": ["tests/stepping", "tests/property/test_training.py"],
 }
 # What runs on CUDA alone, where `python -m tests.null_cuda` looks at it.
 ON_CUDA_ALONE = ["autoamp/casting/flat_weights.py"]

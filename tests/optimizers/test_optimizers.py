@@ -22,7 +22,6 @@ from autoamp.optimizers import (
     FusedMixedPrecisionLamb,
     FusedNovoGrad,
     FusedSGD,
-    groups,
 )
 
 STEPS = 5
@@ -373,28 +372,18 @@ EVERY: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_steps_in_parts_are_those_of_all_at_once(
-    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes, found = [3, 40, 7, 8, 1, 20], []
-    given: list[list[int]] = []
-    for at_once in (16, 2**24):
-        monkeypatch.setattr(groups, "_AT_ONCE", at_once)
+def test_parameters_larger_than_a_part_are_stepped_as_each_alone() -> None:
+    sizes, ends = (5, 2**20, 3, 2**20 + 1, 7), []
+    for alone in (False, True):
         torch.manual_seed(0)
-        params = [torch.nn.Parameter(torch.randn(size, dtype=dtype)) for size in sizes]
-        optimizer = EVERY[name]([{"params": params[:5]}, {"params": params[5:]}])
-        for _ in range(3):
-            for param in params:
-                param.grad = torch.randn_like(param)
-            given.append(list(map(len, (part[0] for part in groups.in_parts(params, params)))))
-            before = [param.grad.clone() for param in params]
+        params = [torch.nn.Parameter(torch.randn(size)) for size in sizes]
+        optimizers = [EVERY["Adam"]([param]) for param in params] if alone else [EVERY["Adam"](params)]
+        for param in params:
+            param.grad = torch.randn_like(param)
+        for optimizer in optimizers:
             optimizer.step()
-            assert all(torch.equal(param.grad, grad) for param, grad in zip(params, before, strict=True))
-        found.append(params)
-    assert (given[0], given[-1]) == ([1, 1, 3, 1], [6])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+        ends.append(params)
+    assert all(map(torch.equal, *ends))
 
 
 @pytest.mark.parametrize("name", [name for name in EVERY if "masters" not in name])

@@ -9,8 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from autoamp.rules import loader
-from autoamp.rules.loader import load_table
+from autoamp.rules.loader import load_table, located
 from autoamp.rules.table import CastTable
 
 POLICY_KEYS = ("fp16", "fp32", "promote", "none")
@@ -30,8 +29,13 @@ def write(path: Path, text: str, *, schema: bool = True) -> Path:
     return path
 
 
+def shipped_file(name: str) -> Path:
+    rule = load_table("default", environ={}).rules[0]
+    return Path(located(rule.origin).rpartition(":")[0]).with_name(name)
+
+
 def shipped_data(name: str) -> dict[str, Any]:
-    return tomllib.loads((loader._shipped_folder() / f"{name}.toml").read_text(encoding="utf-8"))
+    return tomllib.loads(shipped_file(f"{name}.toml").read_text(encoding="utf-8"))
 
 
 identifiers = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,6}", fullmatch=True)

@@ -15,10 +15,9 @@ import torch
 import torch.nn.functional as F
 
 import autoamp
-from autoamp.rules import loader
 from autoamp.rules.loader import shipped_sets, shipped_table
 from autoamp.rules.table import CastPolicy, admits_version
-from tests.rules._shared import POLICY_KEYS, load, policies, shipped_data
+from tests.rules._shared import POLICY_KEYS, load, policies, shipped_data, shipped_file
 
 SPACES = (torch, torch.Tensor, F, torch.linalg, torch.special, torch.fft, torch._VF)
 
@@ -265,7 +264,7 @@ json.dump(found, sys.stdout)
 
 @pytest.mark.parametrize("name", shipped_sets())
 def test_every_entry_of_a_shipped_set_has_its_reason(name: str) -> None:
-    text = (loader._shipped_folder() / f"{name}.toml").read_text(encoding="utf-8")
+    text = shipped_file(f"{name}.toml").read_text(encoding="utf-8")
     # Under a table the reason is the key, or a limit needs none.
     text = re.split(r"^\[", text, flags=re.MULTILINE)[0]
     entries = re.findall(r'^    "([\w.]+)",(?:  # (.+))?$', text, re.MULTILINE)
@@ -278,7 +277,7 @@ def test_every_entry_of_a_shipped_set_has_its_reason(name: str) -> None:
 
 
 def test_functions_said_to_hide_listed_ops_do() -> None:
-    text = (loader._shipped_folder() / "default.toml").read_text(encoding="utf-8")
+    text = shipped_file("default.toml").read_text(encoding="utf-8")
     said = dict(re.findall(r'^ +"(\w+)",  # (?:differs: )?hides (.*)$', text, re.MULTILINE))
     # A process of its own: the spies replace the kernels of the dispatcher.
     run = subprocess.run([sys.executable, "-c", HIDES], capture_output=True, text=True, check=True)
@@ -336,6 +335,6 @@ def test_origins_of_shipped_rules_point_at_their_lines() -> None:
         assert rule.origin.shipped
         folder, name = rule.origin.path.split("/")
         assert folder == "lists"
-        lines = (loader._shipped_folder() / name).read_text(encoding="utf-8").split("\n")
+        lines = shipped_file(name).read_text(encoding="utf-8").split("\n")
         assert rule.origin.line is not None
         assert re.search(rf'(^|[\s"]){re.escape(rule.target)}("?,|"? =)', lines[rule.origin.line - 1]), rule

@@ -1,0 +1,35 @@
+"""Runs a function on several processes that form a process group over gloo."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+
+def _rank(index: int, world: int, folder: str, found_by: Callable[[], Any], timeout: float) -> None:
+    torch.set_num_threads(1)
+    logging.getLogger("autoamp").setLevel(logging.ERROR)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=index, world_size=world,
+        timeout=datetime.timedelta(seconds=timeout),
+    )  # fmt: skip
+    torch.save(found_by(), f"{folder}/{index}.pt")
+    dist.barrier()
+    # torch 2.13 now and then aborts as a process with a DDP reducer ends, with or without autoamp.
+    os._exit(0)
+
+
+def on_ranks(
+    folders: pytest.TempPathFactory, world: int, found_by: Callable[[], Any], timeout: float = 300.0
+) -> list[Any]:
+    """Return what ``found_by``, a function of a module, returns on each of ``world`` ranks."""
+    folder = folders.mktemp("ranks")
+    torch.multiprocessing.spawn(_rank, (world, str(folder), found_by, timeout), nprocs=world)
+    return [torch.load(folder / f"{index}.pt", weights_only=False) for index in range(world)]
