@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,15 +11,14 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from autoamp.errors import UsageError
 from autoamp.levels.opt_levels import OptLevel
 from autoamp.modules import ForwardDtypes
-from autoamp.runtime import Handle, NoOpHandle, Runtime, Setup, current_runtime, put_handle, runtime_of
+from autoamp.runtime import Handle, NoOpHandle, Runtime, Settings, Setup, current_runtime, put_handle, runtime_of
 from autoamp.stepping import check_half_model
 from autoamp.tensors import HALF_DTYPES
 
 __all__ = ["earlier_setups", "leave_off", "runtime_for", "set_up_models"]
-
-log = logging.getLogger(__name__)
 
 
 def earlier_setups(models: Sequence[Module]) -> list[Setup]:
@@ -41,23 +39,30 @@ def earlier_setups(models: Sequence[Module]) -> list[Setup]:
 
 
 def runtime_for(setup: Setup, earlier: Sequence[Setup], models: Sequence[Module], optimizers: Sequence[Any]) -> Runtime:
-    """Return that of a new handle, not active yet, that has taken over what earlier calls set up for other models."""
-    patched = [one for one in earlier if one.patches]
-    if setup.patches and any(one.settings.table != setup.settings.table for one in patched):
-        log.warning(
-            "torch can be patched in one way at a time: the models of earlier calls of initialize() run by the lists "
-            "and the half dtype %s of this one from now on",
-            setup.settings.dtype,
-        )
-    # Where this level does not patch torch, the last earlier one that does decides how it is patched.
-    ruling = setup.settings if setup.patches or not patched else patched[-1].settings
-    on = setup.on or any(one.on for one in earlier)
-    runtime = runtime_of(Handle(replace(ruling, opt_level=setup.settings.opt_level), on=on, scalers=setup.scalers))
+    """Return what drives the handle for a call: that of earlier calls, where something is left of them, or a new one.
 
-    def inherit(before: Handle) -> None:
-        runtime.inherit(runtime_of(before), earlier, models, optimizers)
+    It is not active yet.
 
-    put_handle(None, inherit)
+    Raises:
+        UsageError: Torch is patched for the models of an earlier call, in another way. Nothing was changed.
+    """
+    patched = [one.settings for one in earlier if one.patches]
+    if setup.patches:
+        for settings in patched:
+            _refuse_other_patches(settings, setup.settings)
+    # Where this level does not patch torch, an earlier one that does decides how it is patched.
+    settings = replace(
+        setup.settings if setup.patches or not patched else patched[-1],
+        opt_level=setup.settings.opt_level,
+        trace_overflow=any(one.settings.trace_overflow for one in (*earlier, setup)),
+    )
+    on = any(one.on for one in (*earlier, setup))
+    runtime = current_runtime()
+    if runtime is None or not earlier:
+        put_handle(None)
+        runtime = runtime_of(Handle(settings, on=on, scalers=setup.scalers))
+    else:
+        runtime.grow(settings, earlier, models, optimizers, on=on)
     shared = next((one.scalers for one in earlier if one.key == setup.key), None)
     if shared is not None:
         # The scalers that earlier calls share begin anew too, as with Apex: a later training does not go on at the
@@ -68,6 +73,21 @@ def runtime_for(setup: Setup, earlier: Sequence[Setup], models: Sequence[Module]
     runtime.setups.append(setup)
     runtime.optimizers.by_level = True
     return runtime
+
+
+def _refuse_other_patches(earlier: Settings, now: Settings) -> None:
+    for name, before, wanted in (
+        ("dtype", earlier.dtype, now.dtype),
+        ("device_type", earlier.device_type, now.device_type),
+        ("lists", earlier.table, now.table),
+    ):
+        if before != wanted:
+            difference = f"{name}={wanted!r} differs from {before!r}" if name != "lists" else "lists differs from those"
+            raise UsageError(
+                f"{difference} of an earlier call of initialize(), whose model is in use, and torch can be patched in "
+                f"one way at a time; give both calls the same {name}, or end the other one by initialize(model, "
+                "optimizer, enabled=False)"
+            )
 
 
 def leave_off(models: Sequence[Module], optimizers: Sequence[Any]) -> None:

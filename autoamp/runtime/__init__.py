@@ -14,9 +14,7 @@ from autoamp.runtime.api import (
     register_promote_function,
 )
 from autoamp.runtime.events import activated, suspended
-from autoamp.runtime.handle import Handle, runtime_of
-from autoamp.runtime.no_op import NoOpHandle
-from autoamp.runtime.protocol import BaseHandle
+from autoamp.runtime.handle import BaseHandle, Handle, NoOpHandle, runtime_of
 from autoamp.runtime.regions import Region, region
 from autoamp.runtime.runtime import Runtime
 from autoamp.runtime.settings import Settings, Setup, check_device, checked_scale, device_type_of

@@ -9,9 +9,7 @@ from typing import Any
 from autoamp.casting import Casts
 from autoamp.errors import UsageError
 from autoamp.rules import CastPolicy
-from autoamp.runtime.handle import Handle, runtime_of
-from autoamp.runtime.no_op import NoOpHandle
-from autoamp.runtime.protocol import BaseHandle
+from autoamp.runtime.handle import BaseHandle, Handle, runtime_of
 from autoamp.runtime.registry import Registry
 from autoamp.runtime.runtime import Runtime
 from autoamp.runtime.settings import Settings
@@ -43,7 +41,7 @@ class ActiveHandles:
         self.lock = threading.RLock()
         self.registry = Registry(self.casts)
         self._handle: Handle | None = None
-        self._base: Handle | NoOpHandle | None = None
+        self._base: BaseHandle | None = None
         self._open: list[tuple[Handle, int]] = []
         self._suspended: set[Handle] = set()
 
@@ -54,22 +52,21 @@ class ActiveHandles:
         return handle if handle is not None and handle.is_active() else None
 
     @property
-    def base(self) -> Handle | NoOpHandle | None:
-        """The handle outside of regions: an active one, or the `NoOpHandle` of ``enabled=False``; else None."""
+    def base(self) -> BaseHandle | None:
+        """The handle outside of regions: an active one, or the disabled one of ``enabled=False``; else None."""
         handle = self._base
-        return handle if isinstance(handle, NoOpHandle) or (handle is not None and handle.is_active()) else None
+        return handle if handle is not None and (handle.is_active() or not handle.settings.enabled) else None
 
     def casts(self) -> Casts | None:
         """Return the casts of the active handle, None where they are off."""
         casts = None if self.handle is None else runtime_of(self.handle).casts
         return casts if casts is not None and casts.state() is not False else None
 
-    def put_base(self, handle: Handle | NoOpHandle | None, end: Callable[[Handle], object] | None = None) -> None:
-        """Make ``handle`` the one outside of regions, and end the one before. On an error nothing changes.
+    def put_base(self, handle: BaseHandle | None) -> None:
+        """Make ``handle`` the one outside of regions, and deactivate the one before. On an error nothing changes.
 
         Args:
             handle: None for no handle.
-            end: Called with the one before, which is suspended, in the place of its ``deactivate()``.
 
         Raises:
             UsageError: A region with a handle of its own is open.
@@ -78,15 +75,13 @@ class ActiveHandles:
             if any(serving is not self._base for serving, _ in self._open):
                 raise UsageError("torch cannot be patched anew while a region is open; leave the region's block first")
             before = self.handle
-            self._switch(None if isinstance(handle, NoOpHandle) else handle)
+            self._switch(handle if isinstance(handle, Handle) else None)
             self._base = handle
-            if isinstance(handle, NoOpHandle):
-                announce_disabled()
-            elif handle is not None:
-                announce_enabled()
+            if handle is not None:
+                (announce_enabled if isinstance(handle, Handle) else announce_disabled)()
             if before is not None:
                 self._suspended.discard(before)
-                before.deactivate() if end is None else end(before)
+                before.deactivate()
 
     def enter(self, settings: Settings | None, own: Callable[[], Handle]) -> Handle:
         """Open a region and return the handle that serves it: the active one where its settings fit, else ``own()``.
@@ -156,17 +151,13 @@ class ActiveHandles:
 handles = ActiveHandles()
 
 
-def put_handle(handle: Handle | NoOpHandle | None, end: Callable[[Handle], object] | None = None) -> None:
-    """Make ``handle`` the active one in place of the one before; None only takes that one back.
-
-    Args:
-        handle: None for none.
-        end: Called with the one before in the place of its ``deactivate()``.
+def put_handle(handle: BaseHandle | None) -> None:
+    """Make ``handle`` the active one and deactivate the one before; None only deactivates that one.
 
     Raises:
         UsageError: A region with a handle of its own is open.
     """
-    handles.put_base(handle, end)
+    handles.put_base(handle)
 
 
 def current_handle() -> BaseHandle | None:
@@ -185,8 +176,8 @@ def current_runtime() -> Runtime | None:
     return None if handle is None else runtime_of(handle)
 
 
-def needed_handle(caller: str) -> Handle | NoOpHandle:
-    """Return what scales losses now: the active handle, or the one that does nothing after ``enabled=False``.
+def needed_handle(caller: str) -> BaseHandle:
+    """Return what scales losses now: the active handle, or the disabled one after ``enabled=False``.
 
     Raises:
         UsageError: Neither `initialize` nor `init` was called. The message begins with the name of the caller.

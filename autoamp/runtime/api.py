@@ -14,10 +14,8 @@ from autoamp.errors import UsageError
 from autoamp.half_units import falls_back_to_fp32
 from autoamp.rules import CastPolicy
 from autoamp.runtime.active import handles
-from autoamp.runtime.handle import Handle
-from autoamp.runtime.no_op import NoOpHandle
-from autoamp.runtime.protocol import BaseHandle, Scope
-from autoamp.runtime.settings import Settings, check_device
+from autoamp.runtime.handle import BaseHandle, Handle, NoOpHandle
+from autoamp.runtime.settings import Scope, Settings, check_device
 from autoamp.scaling import LossScaler
 
 __all__ = [
@@ -89,7 +87,7 @@ def init(
         return _put_no_op()
     with handles.lock:
         base = handles.base
-        if isinstance(base, Handle) and base.settings == settings:
+        if base is not None and base.settings == settings:
             return base
         handle = Handle(settings)
         handles.put_base(handle)

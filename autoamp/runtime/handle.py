@@ -1,4 +1,4 @@
-"""The handle: what users hold of patched torch, its loss scaling and its diagnostics."""
+"""The handle: what users hold of patched torch, its loss scaling and its diagnostics. Its settings may disable it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, Self
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -32,29 +33,37 @@ from autoamp.errors import UsageError
 from autoamp.kernels import Backend, backend
 from autoamp.modules import ModuleCasts, Override
 from autoamp.rules import CastRule
-from autoamp.runtime.protocol import OneToAProcess, Precision
 from autoamp.runtime.runtime import Runtime, kind_of
 from autoamp.runtime.settings import Settings
 from autoamp.scaling import LossScaler, RequestedGroup, is_count, make_scaler
-from autoamp.stepping import clip_grad_norm_, listed, wrap_optimizer
+from autoamp.stepping import clip_grad_norm_, listed, stepped_params, wrap_optimizer
 
-__all__ = ["Handle", "runtime_of"]
+__all__ = ["BaseHandle", "Handle", "NoOpHandle", "Precision", "runtime_of"]
+
+Precision = Literal["fp32", "fp16", "none"]
+"""What `override` runs a module in."""
 
 
-class Handle(OneToAProcess):
-    """Patched torch, and the loss scaling that goes with it. Made by `autoamp.init()`; there is one at a time.
+class BaseHandle:
+    """Patched torch, and the loss scaling that goes with it. There is one active handle at a time.
 
-    Attributes:
-        settings: What it was made with: ``dtype``, ``device_type``, ``table`` of rules and the rest.
+    `init`, `current_handle` and ``with autoamp.region(...)`` are annotated to return it. It is a `Handle`, or a
+    `NoOpHandle` where autoamp is disabled: code runs unchanged with ``enabled=False``.
     """
 
     def __init__(self, settings: Settings, *, on: bool = True, scalers: Sequence[LossScaler] | None = None) -> None:
-        self.settings = settings
         self._runtime = Runtime(settings, self, on=on, scalers=scalers)
+
+    @property
+    def settings(self) -> Settings:
+        """What it was made with: ``dtype``, ``device_type``, ``table`` of rules and the rest."""
+        return self._runtime.settings
 
     def __repr__(self) -> str:
         """Tell what it casts, where, by which lists, and how training goes."""
         settings, scalers = self.settings, self._runtime.optimizers.scalers
+        if not settings.enabled:
+            return "<autoamp.NoOpHandle not active: nothing is cast or scaled>"
         # The scale may be known to the device alone: repr() waits for it, as `loss_scale` does.
         scales = ", ".join(f"{scaler.loss_scale:g}" for scaler in scalers)
         lists = sorted({rule.origin.path for rule in settings.table.rules})
@@ -62,6 +71,20 @@ class Handle(OneToAProcess):
         return (
             f"<autoamp.Handle {'active' if self.is_active() else 'not active'}: {level}{settings.dtype} on "
             f"{settings.device_type}, lists={lists}, loss_scale={scales}, skipped_steps={self.skipped_steps}>"
+        )
+
+    # A handle belongs to the process: a copy of what refers to it refers to the same one.
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            "a handle cannot be pickled: it belongs to the process that patched torch; save its state_dict(), and call "
+            "init() or initialize() in the other process"
         )
 
     # -- lifecycle --
@@ -185,7 +208,8 @@ class Handle(OneToAProcess):
         run = self._runtime
         run.check_active()
         if run.recording is None or not run.recording.active:
-            run.recording = Recording(run, sample=sample, times=times).start()
+            run.recording = Recording(run, sample=sample, times=times)
+            (run.recording.start if self.settings.enabled else run.recording.stop)()
         return run.recording
 
     def report(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
@@ -193,10 +217,13 @@ class Handle(OneToAProcess):
 
         Args:
             path: ``.html`` or ``.htm`` for a page that holds all it needs; anything else gets JSON. None: no file.
+                A disabled handle returns ``{}``, and writes no file.
 
         Raises:
             UsageError: The page needs ``pip install 'autoamp[report]'``, or the file cannot be written.
         """
+        if not self.settings.enabled:
+            return {}
         found = report_of(self._runtime)
         if path is not None:
             write_report(path, [found])
@@ -275,7 +302,8 @@ class Handle(OneToAProcess):
     @property
     def backend(self) -> Backend:
         """What does the work of a step on this handle's type of device: compiled kernels, or torch's own functions."""
-        return backend(self.settings.device_type)
+        settings = self.settings
+        return backend(settings.device_type) if settings.enabled else Backend("cpu", False, "autoamp is not enabled")
 
     @property
     def loss_scale(self) -> float:
@@ -323,6 +351,8 @@ class Handle(OneToAProcess):
         Raises:
             UsageError: The writer is neither, or ``every`` is no number of steps.
         """
+        if not self.settings.enabled:
+            return lambda: None
         if not is_count(every, 1):
             raise UsageError(f"every={every!r} is no number of steps; choose 1 or more")
         if not any(callable(getattr(writer, name, None)) for name in ("add_scalar", "log")):
@@ -380,6 +410,8 @@ class Handle(OneToAProcess):
         """
         run = self._runtime
         run.check_active()
+        if not self.settings.enabled:
+            return None
         if run.optimizers.rehearsal is not None:
             raise UsageError("explain_overflow() was called within a step that is being explained; call it outside")
         trace, auto_scale = run.overflows, run.auto_scaling
@@ -433,7 +465,7 @@ class Handle(OneToAProcess):
         """
         self._runtime.check_active()
         scalers = self._runtime.optimizers.loss_scalers
-        if scalers.is_off(optimizers):
+        if not self.settings.enabled or scalers.is_off(optimizers):
             return contextlib.nullcontext(loss)
         if scalers.has_own:
             raise UsageError("after wrap_optimizer() use `with optimizer.scale_loss(loss)`, not handle.scale_loss")
@@ -459,6 +491,9 @@ class Handle(OneToAProcess):
             UsageError: The handle is not active, a block is open, or ``norm_type`` is not above 0.
         """
         self._runtime.check_active()
+        if not self.settings.enabled:
+            params = [param for optimizer in listed(optimizers) for param in stepped_params(optimizer)]
+            return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
         return clip_grad_norm_(self._runtime.optimizers, optimizers, max_norm, norm_type)
 
     def sync_over(self, group: Any, *, replicas: int | None = None, optimizers: Any = None) -> None:
@@ -476,6 +511,8 @@ class Handle(OneToAProcess):
         Raises:
             UsageError: There is no process group, this rank is not in it, or ``replicas`` does not divide its size.
         """
+        if not self.settings.enabled:
+            return
         named = None if optimizers is None else listed(optimizers)
         self._runtime.optimizers.asked.put(RequestedGroup.of(group, replicas), named)
 
@@ -491,6 +528,9 @@ class Handle(OneToAProcess):
             UsageError: The handle is not active, ``num_loss`` is no number of losses, or this is no optimizer.
         """
         self._runtime.check_active()
+        if not self.settings.enabled:
+            optimizer.scale_loss = _unscaled
+            return optimizer
         if not is_count(num_loss, 1):
             raise UsageError(f"num_loss={num_loss!r} is no number of losses; choose 1 or more")
         scalers = [make_scaler(self.settings.loss_scale, self.settings.dtype) for _ in range(num_loss)]
@@ -503,7 +543,8 @@ class Handle(OneToAProcess):
         every `torch.optim.Optimizer` of the process, those that are there and those to come.
 
         Returns:
-            What ends it: ``stop()``, or the end of a ``with`` statement. `deactivate` does too.
+            What ends it: ``stop()``, or the end of a ``with`` statement. `deactivate` does too. That of a disabled
+            handle was not started.
 
         Raises:
             UsageError: The handle is not active, or its optimizers step master weights.
@@ -513,7 +554,10 @@ class Handle(OneToAProcess):
         if run.auto_scaling is None or not run.auto_scaling.active:
             scaler = run.optimizers.loss_scalers.choose(0)
             # Who scales its losses by torch's own means casts by them too.
-            run.auto_scaling = AutoScale(run.optimizers, scaler, on_aside=run.leave_to).start()
+            auto_scaling = AutoScale(run.optimizers, scaler, on_aside=run.leave_to)
+            if not self.settings.enabled:
+                return auto_scaling
+            run.auto_scaling = auto_scaling.start()
             if isinstance(run.casts, ModuleCasts) and run.casts.left_to is not None:
                 run.auto_scaling.stand_aside(run.casts.left_to)
         return run.auto_scaling
@@ -521,19 +565,39 @@ class Handle(OneToAProcess):
     # -- checkpoints --
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scalers' state: ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``, and skips."""
+        """Return the scalers' state: ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``, and skips.
+
+        ``{}`` where the handle is disabled.
+        """
         optimizers = self._runtime.optimizers
-        return optimizers.loss_scalers.state_dict(optimizers.counts.skipped)
+        return {} if not self.settings.enabled else optimizers.loss_scalers.state_dict(optimizers.counts.skipped)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what ``state_dict`` returned; all of it, or nothing.
+        """Load what ``state_dict`` returned; all of it, or nothing. A disabled handle ignores it.
 
         Raises:
             CheckpointError: A key is missing, unknown or of the wrong kind. The message names it.
         """
-        self._runtime.optimizers.load_state_dict(state)
+        if self.settings.enabled:
+            self._runtime.optimizers.load_state_dict(state)
 
 
-def runtime_of(handle: Handle) -> Runtime:
+class Handle(BaseHandle):
+    """A handle that casts and scales: ``isinstance(handle, autoamp.Handle)`` tells whether anything is cast."""
+
+
+class NoOpHandle(BaseHandle):
+    """What ``init(enabled=False)`` returns: a handle whose settings say that it is disabled."""
+
+    def __init__(self) -> None:
+        super().__init__(Settings.disabled())
+
+
+@contextlib.contextmanager
+def _unscaled(loss: Any, *, delay_unscale: bool = False) -> Iterator[Any]:
+    yield loss
+
+
+def runtime_of(handle: BaseHandle) -> Runtime:
     """Return what a handle drives, for the parts of the package that set it up."""
     return handle._runtime

@@ -9,9 +9,7 @@ from typing import Any
 from autoamp.half_units import falls_back_to_fp32
 from autoamp.runtime.active import handles
 from autoamp.runtime.api import check_enabled, disable_casts
-from autoamp.runtime.handle import Handle, runtime_of
-from autoamp.runtime.no_op import NoOpHandle
-from autoamp.runtime.protocol import BaseHandle
+from autoamp.runtime.handle import BaseHandle, Handle, NoOpHandle, runtime_of
 from autoamp.runtime.settings import Settings, check_device
 from autoamp.tensors import default_device_type
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch.nn import Module
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autoamp.auto_scaling import AutoScale
 from autoamp.casting import Casts
@@ -62,8 +62,26 @@ class Runtime:
     """
 
     def __init__(self, settings: Settings, handle: Any, *, on: bool, scalers: Sequence[LossScaler] | None) -> None:
-        self.settings = settings
         self.handle = handle
+        self.models = CastModels()
+        self._cast_by(settings, on)
+        self.optimizers = GuardedOptimizers(self.casts, scalers or [make_scaler(settings.loss_scale, settings.dtype)])
+        self.optimizers.runtime, self.optimizers.watch = self, self.overflows
+        self.followers = Followers()
+        self.skipped_rules: tuple[CastRule, ...] = ()
+        self._installation: Installation | None = None
+        self._steps = OptimizerSteps(self.optimizers)
+        self._step_hooks: list[Any] = []
+        self._classes_checked = False
+        self._registered: list[Target] = []
+        self.auto_scaling: AutoScale | None = None
+        self.counts: Counts | None = None
+        self.recording: Recording | None = None
+        self.ended = False
+        self.setups: list[Setup] = []
+
+    def _cast_by(self, settings: Settings, on: bool) -> None:
+        self.settings = settings
         what, caching = (settings.dtype, settings.device_type), settings.enable_caching
         if settings.scope == "modules":
             by_module = ModuleCasts(*what, enable_caching=caching)
@@ -72,32 +90,16 @@ class Runtime:
         else:
             self.casts = Casts(*what, enable_caching=caching, on=on)
         self.precisions = ModulePrecisions(settings.table.modules)
-        self.models = CastModels()
-        self.optimizers = GuardedOptimizers(self.casts, scalers or [make_scaler(settings.loss_scale, settings.dtype)])
-        self.followers = Followers()
-        self.optimizers.runtime = self
-        self.skipped_rules: tuple[CastRule, ...] = ()
-        self._installation: Installation | None = None
-        self._steps = OptimizerSteps(self.optimizers)
-        self._step_hooks: list[Any] = []
-        self._classes_checked = False
-        self._registered: list[Target] = []
-        self.auto_scaling: AutoScale | None = None
         self.observation = Observation(self.casts)
         self.overflows = OverflowTrace(self.casts, self.observation.unobserved) if settings.trace_overflow else None
-        self.optimizers.watch = self.overflows
-        self.counts: Counts | None = None
-        self.recording: Recording | None = None
-        self.ended = False
-        self.setups: list[Setup] = []
 
     def is_active(self) -> bool:
         """Tell whether the patches are in place."""
         return self._installation is not None
 
     def check_active(self) -> None:
-        """Raise `UsageError` where the patches are not in place."""
-        if not self.is_active():
+        """Raise `UsageError` where the patches are not in place, though the settings ask for them."""
+        if self.settings.enabled and not self.is_active():
             raise UsageError("this handle is not active; call autoamp.init() and use the handle that it returns")
 
     def activate(self, registered: tuple[Target, ...] = ()) -> None:
@@ -186,10 +188,13 @@ class Runtime:
         if self.auto_scaling is not None:
             self.auto_scaling.pause()
         self.casts.shut()
-        while self._step_hooks:
-            self._step_hooks.pop().remove()
+        self._remove_step_hooks()
         self._steps.stop()
         return installation.remove()
+
+    def _remove_step_hooks(self) -> None:
+        while self._step_hooks:
+            self._step_hooks.pop().remove()
 
     def deactivate(self) -> tuple[str, ...]:
         """Restore torch, the optimizers and the modules. Every patched attribute is again the object it was.
@@ -197,46 +202,43 @@ class Runtime:
         Returns:
             The names that somebody else patched on top, which are left as they are.
         """
-        if self.auto_scaling is not None:
-            self.auto_scaling.stop()
-        if self.recording is not None:
-            self.recording.stop()
-        foreign = self.suspend()
-        self.observation.end()
+        foreign = self._end_diagnostics()
         self.ended = True
+        self._remove_step_hooks()
         self.precisions.undo_all()
         self.optimizers.release()
         self.models.restore()
         return foreign
 
-    def inherit(self, before: Runtime, setups: Sequence[Setup], models: Sequence[Module], optimizers: Any) -> None:
-        """Take over what earlier calls of `initialize` set up, but for what is named again, which is let go.
+    def _end_diagnostics(self) -> tuple[str, ...]:
+        """End what looks on, and auto scaling; restore torch."""
+        for begun in (self.auto_scaling, self.recording):
+            if begun is not None:
+                begun.stop()
+        foreign = self.suspend()
+        self.observation.end()
+        return foreign
+
+    def grow(
+        self, settings: Settings, setups: Sequence[Setup], models: Sequence[Module], optimizers: Any, *, on: bool
+    ) -> None:
+        """Make room for another call of `initialize`. Torch is restored until the handle is activated again.
 
         Args:
-            before: What served them, suspended.
-            setups: The calls of which something is left. Where there are none the one before is deactivated.
-            models: Those that are named again, or were never set up.
-            optimizers: So are these.
+            settings: What all calls agree on, from now on.
+            setups: The earlier calls of which something is left.
+            models: The models of the new call. What is named again is let go.
+            optimizers: Its optimizers.
+            on: Whether casts act everywhere.
         """
-        if not setups:
-            before.deactivate()
-            return
-        if before.auto_scaling is not None:
-            before.auto_scaling.stop()
-        if before.recording is not None:
-            before.recording.stop()
-        before.observation.end()
-        before.let_go(models, optimizers)
-        before.ended = True
-        self.precisions.join(before.precisions)
-        self.models, self.optimizers, self.setups = before.models, before.optimizers, list(setups)
-        self.optimizers.casts, self._steps = self.casts, OptimizerSteps(self.optimizers)
-        self.optimizers.watch, self.followers = self.overflows, before.followers
-        self.optimizers.runtime = self
+        self._end_diagnostics()
+        self.let_go(models, optimizers)
+        precisions, self.setups = self.precisions, list(setups)
+        self._cast_by(settings, on)
+        self.precisions.join(precisions)
+        self.optimizers.casts, self.optimizers.watch = self.casts, self.overflows
         self.optimizers.masters_for = None
         self.optimizers.loss_scalers.forget_but(scaler for setup in setups for scaler in setup.scalers)
-        before.models = CastModels()
-        before.optimizers = GuardedOptimizers(before.casts, before.optimizers.scalers)
 
     def let_go(self, models: Sequence[Module], optimizers: Sequence[Any]) -> None:
         """Give these models, and the optimizers that step their parameters, back what they had."""
@@ -284,6 +286,8 @@ class Runtime:
         self.check_active()
         if not isinstance(observer, Observer):
             raise UsageError(f"observe() takes an autoamp.diagnostics.Observer, not {kind_of(observer)}")
+        if not self.settings.enabled:
+            return Watch(observer.ended)
         first = not self.observation.observers
         self.observation.add(observer)
         if first:
@@ -315,7 +319,10 @@ class Runtime:
         return lambda: self.followers.after_all.remove(told)
 
     def tell_followers(self) -> None:
-        """Tell the followers of each step of a guarded optimizer from now on."""
+        """Tell the followers of each step of a guarded optimizer from now on; of any optimizer where it is disabled."""
+        if not self.settings.enabled and not self._step_hooks:
+            hook = register_optimizer_step_post_hook(lambda *_: self.followers.stepped(lambda: False))
+            self._step_hooks.append(hook)
         self.optimizers.on_stepped = lambda skips: self.followers.stepped(lambda: skips is not None and skips.last)
 
     @property
@@ -334,7 +341,7 @@ class Runtime:
         skipped = counts.skipped + (0 if own is None else own.skipped)
         # Scalers of a handle that guards no optimizer say nothing.
         scalers = [
-            *(self.optimizers.scalers if own is None or counts.steps else []),
+            *(self.optimizers.scalers if self.settings.enabled and (own is None or counts.steps) else []),
             *(() if own is None else own.losses),
         ]
         return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn import Module
@@ -16,7 +16,11 @@ from autoamp.rules import CastTable, load_table
 from autoamp.scaling import LossScaler, make_scaler
 from autoamp.tensors import HALF_DTYPES, default_device_type, default_half_dtype
 
-__all__ = ["Settings", "Setup", "check_device", "checked_scale", "device_type_of"]
+__all__ = ["Scope", "Settings", "Setup", "check_device", "checked_scale", "device_type_of"]
+
+
+Scope = Literal["global", "modules"]
+"""Where `init` casts."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,12 @@ class Settings:
     opt_level: str | None = None
     scope: str = "global"
     trace_overflow: bool = False
+    enabled: bool = True
+
+    @classmethod
+    def disabled(cls) -> Settings:
+        """Return those of a handle that casts and scales nothing."""
+        return cls(1.0, False, False, True, "cpu", torch.float16, False, CastTable(), enabled=False)
 
     @classmethod
     def of(

@@ -101,6 +101,44 @@ def test_each_network_trains_as_if_it_were_alone(first: str, second: str, half: 
     assert same(trained[1], alone(2, second, half))
 
 
+def test_the_handle_of_the_first_call_serves_all() -> None:
+    d, opt_d = pair(1)
+    g, opt_g = pair(2)
+    initialize(d, opt_d, opt_level="O2")
+    first = handle()
+    initialize(g, opt_g, opt_level="O1", trace_overflow=True)
+    assert handle() is first
+    assert "O1" in repr(first)
+    step(d, opt_d, 0, torch.inf)
+    step(g, opt_g, 0)
+    assert (first.skipped_steps, first.stats["steps"], len(first.overflows)) == (1, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"dtype": torch.bfloat16},
+            r"dtype=torch\.bfloat16 differs from torch\.float16.*give both calls the same dtype",
+        ),
+        ({"lists": {"extends": [], "fp16": ["matmul"]}}, "lists differs.*give both calls the same lists"),
+    ],
+)
+def test_what_two_calls_cannot_both_have_is_refused_and_the_first_goes_on(given: Any, message: str) -> None:
+    d, opt_d = pair(1)
+    g, opt_g = pair(2)
+    initialize(d, opt_d, opt_level="O1")
+    first = handle()
+    with pytest.raises(autoamp.UsageError, match=message):
+        initialize(g, opt_g, opt_level="O1", **given)
+    assert handle() is first
+    step(d, opt_d, 0)
+    assert d(torch.ones(2, 6)).dtype is torch.float16
+    # As the message says, after the first has ended.
+    initialize(d, opt_d, enabled=False)
+    initialize(g, opt_g, opt_level="O1", **given)
+
+
 def test_calls_of_one_kind_share_their_scalers() -> None:
     d, opt_d = pair(1)
     g, opt_g = pair(2)

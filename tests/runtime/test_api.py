@@ -16,8 +16,7 @@ from torch import nn
 
 import autoamp
 from autoamp.errors import ListFileError, UsageError
-from autoamp.runtime.handle import Handle
-from autoamp.runtime.no_op import NoOpHandle
+from autoamp.runtime.handle import Handle, NoOpHandle
 from tests.runtime.shared import BF16, FULL, HALF, LISTS, in_thread, init, ones, patched, region, runs_in
 
 # -- init --

@@ -64,16 +64,13 @@ def test_a_handle_that_is_replaced_lets_go_of_its_optimizers(training: Training,
     assert [runtime_of(one).optimizers.scalers[0].unskipped for one in (handle, second)] == [1, 1]
 
 
-def test_a_handle_shows_users_what_is_for_them() -> None:
-    """Every public name is one of the protocol's, or describes what it was made with."""
-    handle = init()
-    shown = {name for name in dir(handle) if not name.startswith("_")}
-    promised = {name for name in dir(autoamp.BaseHandle) if not name.startswith("_")}
-    # dir() does not list a protocol's bare attributes.
-    assert shown - promised == {"settings", "max_consecutive_skips"}
-    assert promised <= shown
-    nothing = autoamp.init(enabled=False)
-    assert {name for name in dir(nothing) if not name.startswith("_")} >= promised
+def test_a_handle_shows_users_what_is_for_them_whether_it_is_enabled_or_not(handle: Handle) -> None:
+    """Every public name is documented at the base class."""
+    for one in (handle, autoamp.init(enabled=False)):
+        assert isinstance(one, autoamp.BaseHandle)
+        assert {name for name in dir(one) if not name.startswith("_")} == {
+            name for name in vars(autoamp.BaseHandle) if not name.startswith("_")
+        }
 
 
 @pytest.mark.parametrize("call", ["scale_loss", "wrap_optimizer"])
@@ -504,3 +501,117 @@ def test_a_scaler_of_ones_own(training: Training) -> None:
     handle = init(loss_scale=Custom(4.0))
     steps(handle, training, 1.0, 1.0)
     assert handle.loss_scale == 6.0
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_copies_are_the_handle_itself_and_pickles_are_refused(enabled: bool) -> None:
+    handle = autoamp.init(enabled, dtype=torch.float16, device_type="cpu")
+    training = {"model": nn.Linear(2, 2), "handle": handle}
+    assert copy.deepcopy(training)["handle"] is handle
+    assert copy.copy(handle) is handle
+    assert handle.is_active() is enabled
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        with pytest.raises(autoamp.UsageError, match=r"a handle cannot be pickled.*state_dict\(\)"):
+            pickle.dumps(training, protocol)
+
+
+def test_repr_tells_dtype_device_lists_scale_skips_and_whether_it_is_active() -> None:
+    handle = autoamp.init(dtype=torch.float16, device_type="cpu", lists="apex", loss_scale=128.0)
+    assert repr(handle) == (
+        "<autoamp.Handle active: torch.float16 on cpu, lists=['lists/apex.toml', 'lists/default.toml'], "
+        "loss_scale=128, skipped_steps=0>"
+    )
+    handle.deactivate()
+    assert repr(handle).startswith("<autoamp.Handle not active: ")
+    assert "not active" in repr(autoamp.init(False))
+
+
+def test_repr_tells_the_level_each_scale_and_the_skips() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    autoamp.initialize(model, optimizer, opt_level="O2", dtype=torch.float16, device_type="cpu", num_losses=2)
+    with autoamp.scale_loss(model(torch.ones(1, 2)).sum() * 1e6, optimizer, loss_id=1) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    found = repr(autoamp.current_handle())
+    assert "active: opt_level='O2', torch.float16 on cpu" in found
+    assert "loss_scale=65536, 32768, skipped_steps=1>" in found
+
+
+# -- disabled --
+
+
+def test_disabled_nothing_happens(training: Training) -> None:
+    model, optimizer = training.model, training.optimizer
+    handle = autoamp.init(enabled=False)
+    assert isinstance(handle, autoamp.NoOpHandle)
+    assert not isinstance(handle, autoamp.Handle)
+    assert autoamp.current_handle() is None
+    loss = training.loss()
+    assert loss.dtype is torch.float32
+    before = dict(vars(optimizer))
+    with handle.scale_loss(loss, optimizer, 3, delay_unscale=True) as scaled:
+        assert scaled is loss
+        scaled.backward()
+    assert vars(optimizer) == before
+    optimizer.step()
+    with (
+        handle.disable_casts(),
+        handle.inference(model) as same,
+        handle.override(model),
+        handle.override(model, "fp32"),
+    ):
+        assert same is model
+        assert model(training.inputs).dtype is torch.float32
+    handle.cache.clear()
+    assert len(handle.cache) == 0
+    assert (handle.loss_scale, handle.skipped_steps, handle.last_step_skipped) == (1.0, 0, False)
+    assert (handle.late_bound, handle.skipped_rules, handle.deactivate()) == ((), (), ())
+    assert not handle.is_active()
+    assert not handle.backend.kernels
+    assert not handle.auto_scale().active
+    handle.sync_over(None)
+    handle.masters_from_model()
+    handle.max_consecutive_skips = 3
+    assert autoamp.NoOpHandle().max_consecutive_skips == init().max_consecutive_skips
+    handle.load_state_dict({"loss_scaler0": {"loss_scale": 4.0, "unskipped": 0}})
+    assert handle.state_dict() == {}
+
+
+def test_disabled_a_wrapped_optimizer_scales_nothing(training: Training) -> None:
+    handle = autoamp.init(enabled=False)
+    optimizer = handle.wrap_optimizer(training.optimizer, num_loss=2)
+    assert optimizer is training.optimizer
+    loss = training.loss()
+    with optimizer.scale_loss(loss) as first, optimizer.scale_loss(loss, delay_unscale=True) as second:
+        assert first is second is loss
+    loss.backward()
+    assert handle.clip_grad_norm_(optimizer, 1e-3) > 1e-3
+    assert torch.nn.utils.get_total_norm([p.grad for p in training.model.parameters()]) < 1.1e-3  # type: ignore[misc]
+    assert optimizer.step() is None
+
+
+def test_disabled_diagnostics_find_nothing_and_followers_step(training: Training) -> None:
+    handle = autoamp.init(enabled=False)
+    with handle.record(), handle.trace() as trace, handle.profile_ranges() as ranges, handle.count() as counts:
+        loss = training.loss()
+        loss.backward()
+    assert (trace.rows, counts.ops) == ((), {})
+    assert any(row["op"] == "aten::addmm" for row in ranges.to_dict()["ops"])
+    assert handle.explain("softmax").rules == ()
+    assert handle.explain_overflow(training.loss) is None
+    assert handle.report("unused.html") == {}
+    assert handle.stats == {**init().stats, "loss_scale": 1.0, "loss_scales": [], "found_inf": []}
+    handle = autoamp.init(enabled=False)
+    assert (handle.overflows, handle.postfix()) == ((), {"scale": "1", "skipped": "0"})
+    handle.log_to(None)()
+    stepped: list[int] = []
+    end = handle.follow(lambda: stepped.append(1))
+    training.optimizer.step()
+    end()
+    training.optimizer.step()
+    assert stepped == [1]
+    handle.follow(lambda: stepped.append(2))
+    handle.deactivate()
+    training.optimizer.step()
+    assert stepped == [1]
