@@ -1,1 +1,1 @@
-"""What a patched call costs against torch.autocast. Reported, never asserted: `python -m tests.benchmarks`."""
+"""What whole steps of real models cost beside torch.autocast: `python -m tests.benchmarks`."""

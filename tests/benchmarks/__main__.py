@@ -1,233 +1,170 @@
-"""Prints what each call costs, plain, under torch.autocast and under autoamp: ``python -m tests.benchmarks``.
+"""Measures steps of real models in each way and prints a table in Markdown: ``python -m tests.benchmarks``.
 
-Each way has a process of its own, and these take turns in each round, so that a slow moment of the machine hits all of
-them. Now and then fresh ones take their place, since the layout of memory makes a difference too. A ratio is that of
-the medians over all rounds; its spread is the middle half of the ratios of single rounds.
+Each way is a program in a process of its own (`tests.benchmarks.program`), because what the C library keeps of freed
+memory belongs to a process. The ways of a case take turns, so that a slow moment of the machine hits all of them; fresh
+processes take their place after some turns. A ratio is the median of the ratios to torch.autocast in the same turn.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import platform
+import re
 import statistics
+import subprocess
+import sys
 import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
-import autoamp
-from tests.benchmarks import diagnostics, framework, memory, o2, ranks
-from tests.benchmarks.workers import NAMES, WAYS, asked, cycling, started, timing
+from tests.benchmarks.models import CASES
 
-DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-Timings = dict[str, dict[str, list[float]]]
+RUN = ("-m", "autoamp", "run", "--quiet", "--device-type", "cpu", "--dtype", "bf16")
+BASE = "autocast"
+COMMON = {
+    "fp32": ((), ()),
+    BASE: ((), ("--autocast",)),
+    "autocast, memory kept": ((), ("--autocast", "--keep-memory")),
+    "autocast, compiled": ((), ("--autocast", "--compile")),
+    "autoamp run": (RUN, ()),
+    "autoamp run, compiled": (RUN, ("--compile",)),
+}
+# By kind of a run and by way: the command before the program, and the program's options.
+WAYS = {
+    "training": {**COMMON, "autoamp run, O2": ((*RUN, "--opt-level", "O2"), ("--apex",))},
+    "evaluation": {**COMMON, "autoamp run, inference()": (RUN, ("--inference",))},
+}
+COLUMNS = ("ms", "of autocast", "middle half", "peak MiB", "saved MiB", "page faults", "loss")
+
+
+class Worker:
+    """The program in one way, and what it has answered.
+
+    Attributes:
+        loss: That of the last of its first steps.
+    """
+
+    def __init__(self, command: Sequence[str], errors: Path) -> None:
+        # One process compiles, so that the peak is the program's own.
+        variables = {**os.environ, "OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        self._errors = errors
+        with errors.open("w") as stream:
+            self._process = subprocess.Popen(
+                [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stream, text=True,
+                env=variables,
+            )  # fmt: skip
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def read(self) -> dict[str, float]:
+        """Wait for an answer. Raises RuntimeError where the program has ended."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("".join(self._errors.read_text().strip().splitlines()[-1:]) or "it ended")
+        found: dict[str, float] = json.loads(line)
+        return found
+
+    def asked(self, question: object) -> dict[str, float]:
+        """Send a line and wait for the answer."""
+        assert self._process.stdin is not None
+        print(question, file=self._process.stdin, flush=True)
+        return self.read()
+
+    def peak(self) -> float:
+        """Return the most MiB of physical memory that the process has held."""
+        status = Path(f"/proc/{self._process.pid}/status").read_text()
+        return int(re.findall(r"VmHWM:\s*(\d+)", status)[0]) / 1024
+
+
+def measured(case: str, kind: str, ways: Sequence[str], rounds: int, seconds: float) -> dict[str, dict[str, Any]]:
+    """Return by way what each of some rounds gave in fresh processes, or the error of a program that failed."""
+    found: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        workers = {}
+        for number, way in enumerate(ways):
+            before, options = WAYS[kind][way]
+            command = (*before, "-m", "tests.benchmarks.program", case, kind, *options)
+            workers[way] = stack.enter_context(Worker(command, Path(folder, str(number))))
+        for way, worker in list(workers.items()):
+            try:
+                found[way] = {"seconds": [], "faults": [], **worker.read()}
+            except RuntimeError as error:
+                found[way] = {"error": str(error)}
+                del workers[way]
+        for _ in range(rounds):
+            for way, worker in workers.items():
+                for name, value in worker.asked(seconds).items():
+                    found[way][name].append(value)
+        for way, worker in workers.items():
+            found[way]["peak"] = worker.peak()
+            if kind == "training" and "compiled" not in way:
+                found[way] |= worker.asked("saved")
+    return found
+
+
+def row(case: str, kind: str, way: str, runs: Sequence[dict[str, dict[str, Any]]]) -> str:
+    """Return a way's line of the table: medians over all rounds of all processes."""
+    failed = [run[way]["error"] for run in runs if "error" in run[way]]
+    if failed:
+        return f"| {case} | {kind} | {way} | failed: {failed[0]} |" + " |" * (len(COLUMNS) - 1)
+    times, bases = ([second for run in runs for second in run[one].get("seconds", ())] for one in (way, BASE))
+    ratios = [time / base for time, base in zip(times, bases, strict=False)]
+    low, middle, high = statistics.quantiles(ratios, method="inclusive") if len(ratios) > 1 else [float("nan")] * 3
+    last = runs[-1][way]
+    cells = (
+        f"{statistics.median(times) * 1e3:.3g}",
+        f"{middle:.2f}",
+        f"{low:.2f}-{high:.2f}",
+        f"{max(run[way]['peak'] for run in runs):.0f}",
+        f"{last['bytes'] / 2**20:.1f}" if "bytes" in last else "",
+        f"{statistics.median(fault for run in runs for fault in run[way]['faults']):,.0f}",
+        f"{last['loss']:.4f}",
+    )
+    return " | ".join(("", case, kind, way, *cells, "")).strip()
 
 
 def main() -> None:
-    """Measure, print and, if asked for, write the results."""
+    """Measure and print, each row as soon as it is there."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=8, help="rounds with the same processes, 2 or more")
-    parser.add_argument("--processes", type=int, default=4, help="how many times fresh processes are started")
-    parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="float16")
-    parser.add_argument("--json", type=Path, help="write the results, with versions, to this file")
     parser.add_argument(
-        "--only", choices=["calls", "runs", "o2", "memory", "growth", "diagnostics", "ranks"], help="one part of it all"
+        "--quick", action="store_true", help="about 10 minutes: one process, few rounds, little compiled"
     )
-    parser.add_argument("--big", action="store_true", help="real work too, some minutes")
-    parser.add_argument("--svg", type=Path, help="draw how the cost of a step grows; takes matplotlib")
+    parser.add_argument(
+        "--processes", type=int, default=3, help="how many times fresh processes are started; default 3"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each of them, 2 or more; default 5")
+    parser.add_argument("--seconds", type=float, default=1.0, help="how long a turn takes; default 1")
+    parser.add_argument("--only", default="", metavar="TEXT", help="the cases, kinds and ways that have it: 'ResNet'")
     chosen = parser.parse_args()
-    console = Console()
-    found: dict[str, Any] = environment(chosen.dtype)
-    if chosen.only in (None, "calls"):
-        timings, once = measure(chosen.dtype, chosen.rounds, chosen.processes, console)
-        console.print(table(timings, f"One call, {chosen.dtype}"), table_of_what_is_done_once(once))
-        found |= report(timings, once)
-    if chosen.only in (None, "runs"):
-        for device in DEVICES:
-            runs_ = measure_runs(chosen.dtype, device, chosen.rounds, chosen.processes, chosen.big, console)
-            console.print(table(runs_, f"One run, {chosen.dtype} on {device}"))
-            found[f"runs on {device}"] = {name: {**ways, "ratio": ratio(ways)} for name, ways in runs_.items()}
-        starts = list(zip(*(framework.start_up() for _ in range(5)), strict=True))
-        found["start"] = dict(zip(("import autoamp, on top of torch", "the first init()"), starts, strict=True))
-        console.print(table_of_what_is_done_once(found["start"]))
-    if chosen.only in (None, "o2"):
-        steps, moved = measure_steps(chosen.rounds, chosen.processes, console)
-        console.print(table_of_steps(steps, moved))
-        found["O2"] = {name: {"seconds": ways, "bytes": moved[name]} for name, ways in steps.items()}
-    if chosen.only in (None, "memory"):
-        found["saved bytes"] = memory.compare()
-        for name, values in found["saved bytes"].items():
-            console.print(f"saved for backward, {name}: {values}")
-    if chosen.only in (None, "growth"):
-        found["growth"] = framework.growth()
-        console.print(found["growth"])
-        if chosen.svg is not None:
-            framework.draw(found["growth"], chosen.svg)
-    if chosen.only in (None, "diagnostics"):
-        found["diagnostics"] = diagnostics.measure(chosen.dtype, chosen.rounds)
-        console.print(table_of_tools(found["diagnostics"]))
-    if chosen.only in (None, "ranks"):
-        with tempfile.TemporaryDirectory() as folder:
-            found["ranks"] = ranks.measure(chosen.rounds, chosen.processes, Path(folder))
-        console.print(table_of_ranks(found["ranks"]))
-    if chosen.json is not None:
-        chosen.json.write_text(json.dumps(found, indent=2) + "\n")
-
-
-def measure(dtype: str, rounds: int, processes: int, console: Console) -> tuple[Timings, dict[str, list[float]]]:
-    """Return the seconds of a call by case and way, and those of ``init()`` and ``deactivate()``; a value a round."""
-    timings: Timings = {name: {way: [] for way in WAYS} for name in NAMES}
-    once: dict[str, list[float]] = {"init(), the first": [], "init()": [], "deactivate()": []}
-    for number in track(range(rounds * processes), description="Measuring", console=console):
-        if number % rounds == 0:
-            connections = {way: started(timing, way, dtype) for way in WAYS}
-            cycles = started(cycling, dtype)
-        for name in NAMES:
-            for way in WAYS:
-                timings[name][way].append(asked(connections[way], name))
-        init, deactivate = asked(cycles, "cycle")
-        once["init(), the first" if number % rounds == 0 else "init()"].append(init)
-        once["deactivate()"].append(deactivate)
-    return timings, once
-
-
-def measure_runs(dtype: str, device: str, rounds: int, processes: int, big: bool, console: Console) -> Timings:
-    """Return the seconds of each run by name and way, a value a round."""
-    names = [*framework.runs(big, device, getattr(torch, dtype)), framework.CHECK]
-    timings: Timings = {name: {way: [] for way in WAYS} for name in names}
-    for number in track(range(rounds * processes), description=f"Runs on {device}", console=console):
-        if number % rounds == 0:
-            connections = {way: started(framework.running, way, dtype, device, big) for way in WAYS}
-        for name in names:
-            for way in WAYS:
-                timings[name][way].append(asked(connections[way], name))
-    return timings
-
-
-def measure_steps(rounds: int, processes: int, console: Console) -> tuple[Timings, dict[str, dict[str, float]]]:
-    """Return the seconds of each step of O2 by name and way, a value a round, and its bytes for each parameter."""
-    timings: Timings = {step.name: {way: [] for way in o2.ways()} for step in o2.STEPS}
-    for number in track(range(rounds * processes), description="O2", console=console):
-        if number % rounds == 0:
-            connections = {way: o2.start(way) for way in o2.ways()}
-        for name, ways in timings.items():
-            for way in ways:
-                ways[way].append(asked(connections[way], name))
-    moved = {name: {way: asked(connections[way], o2.BYTES + name) for way in ways} for name, ways in timings.items()}
-    return timings, moved
-
-
-def table_of_steps(timings: Timings, moved: dict[str, dict[str, float]]) -> Table:
-    """Return a table of training steps at O2: medians in milliseconds, ratios, and bytes for each parameter."""
-    shown = Table(title="A training step at O2, bfloat16 on a CPU, one thread, milliseconds; bytes a parameter")
-    shown.add_column("")
-    ways = list(next(iter(timings.values())))
-    headings = [f"{way}, {what}" for way in ways[1:] for what in ("ms", "ratio", "middle half", "bytes")]
-    for heading in (f"{ways[0]}, ms", "bytes", *headings):
-        shown.add_column(heading, justify="right")
-    for name, seconds in timings.items():
-        row = [f"{statistics.median(seconds[ways[0]]) * 1e3:.2f}", f"{moved[name][ways[0]]:.1f}"]
-        for way in ways[1:]:
-            over, low, high = ratio(seconds, way)
-            median = statistics.median(seconds[way]) * 1e3
-            row += [f"{median:.2f}", f"{over:.2f}", f"{low:.2f}-{high:.2f}", f"{moved[name][way]:.1f}"]
-        shown.add_row(name, *row)
-    return shown
-
-
-def ratio(ways: dict[str, list[float]], way: str = "autoamp") -> tuple[float, float, float]:
-    """Return the ratio of a way's median over autocast's, and the quartiles of the ratios by round."""
-    low, _, high = statistics.quantiles([one / other for one, other in zip(ways[way], ways["autocast"], strict=True)])
-    return statistics.median(ways[way]) / statistics.median(ways["autocast"]), low, high
-
-
-def table(timings: Timings, title: str) -> Table:
-    """Return a table of the medians, in microseconds."""
-    shown = Table(title=f"{title}, one thread, microseconds")
-    shown.add_column("")
-    for heading in (*WAYS, "ratio", "middle half"):
-        shown.add_column(heading, justify="right", no_wrap=True)
-    for name, ways in timings.items():
-        medians = [f"{statistics.median(ways[way]) * 1e6:.2f}" for way in WAYS]
-        over, low, high = ratio(ways)
-        shown.add_row(name, *medians, f"{over:.2f}", f"{low:.2f}-{high:.2f}")
-    return shown
-
-
-def table_of_what_is_done_once(once: dict[str, list[float]]) -> Table:
-    """Return a table of ``init()`` and ``deactivate()``, in milliseconds."""
-    table = Table("", "median", "lowest", title="Once, milliseconds")
-    for name, seconds in once.items():
-        table.add_row(name, f"{statistics.median(seconds) * 1e3:.1f}", f"{min(seconds) * 1e3:.1f}")
-    return table
-
-
-def table_of_tools(found: dict[str, dict[int, list[float]]]) -> Table:
-    """Return a table of what each tool costs: medians over the step without it, and the middle half of rounds."""
-    widths = list(next(iter(found.values())))
-    shown = Table("", *(f"width {width}" for width in widths), title="A training step with it, over one without")
-    for name, ratios in found.items():
-        cells = []
-        for width in widths:
-            low, middle, high = statistics.quantiles(ratios[width], n=4)
-            cells.append(f"{middle:.2f} ({low:.2f}-{high:.2f})")
-        shown.add_row(name, *cells)
-    return shown
-
-
-def table_of_ranks(found: dict[str, dict[str, Any]]) -> Table:
-    """Return a table of steps on several ranks: medians in milliseconds, ratios by round, collectives and calls."""
-    shown = Table(
-        title="A training step on several ranks, float16 on a CPU over gloo: torch.amp / autoamp, milliseconds"
-    )
-    shown.add_column("ranks", no_wrap=True)
-    for part in ("step", "after backward", "of which scaling"):
-        shown.add_column(part, justify="right")
-        shown.add_column("ratio (middle half)", justify="right")
-    for heading in (ranks.COLLECTIVES, ranks.CALLS):
-        shown.add_column(heading, justify="right")
-    for name, ways in found.items():
-        row = []
-        for part in ranks.PARTS:
-            theirs, own = (ways[way][part] for way in ranks.WAYS)
-            low, middle, high = statistics.quantiles([one / other for one, other in zip(own, theirs, strict=True)])
-            row.append(f"{statistics.median(theirs) * 1e3:.3g} / {statistics.median(own) * 1e3:.3g}")
-            row.append(f"{middle:.2f} ({low:.2f}-{high:.2f})")
-        counted = (" / ".join(str(ways[way][what]) for way in ranks.WAYS) for what in (ranks.COLLECTIVES, ranks.CALLS))
-        shown.add_row(name, *row, *counted)
-    return shown
-
-
-def environment(dtype: str) -> dict[str, Any]:
-    """Return what the results were measured on: versions and the kind of machine, not its name."""
-    return {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "autoamp": autoamp.__version__,
-        "processor": torch.backends.cpu.get_cpu_capability(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, 1 thread used",
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "dtype": dtype,
-    }
-
-
-def report(timings: Timings, once: dict[str, list[float]]) -> dict[str, Any]:
-    """Return all timings of calls, in seconds."""
-    return {
-        "calls": timings,
-        "ratios": {
-            name: dict(zip(("ratio", "low", "high"), ratio(ways), strict=True)) for name, ways in timings.items()
-        },
-        "once": once,
-    }
+    if chosen.quick:
+        chosen.processes, chosen.rounds, chosen.seconds = 1, 3, 0.25
+    machine = f"{platform.machine()} ({torch.backends.cpu.get_cpu_capability()}), {os.cpu_count()} cores"
+    print(f"{machine}; Python {platform.python_version()}, torch {torch.__version__}, bf16\n")
+    print("| case | run | way |", *(f"{column} |" for column in COLUMNS))
+    print("|---|---|---|" + "---:|" * len(COLUMNS), flush=True)
+    for name, case in CASES.items():
+        for kind, ways in WAYS.items():
+            compiled = case.compiled or not chosen.quick
+            wanted = [
+                way for way in ways if chosen.only in f"{name}, {kind}, {way}" and (compiled or "compiled" not in way)
+            ]
+            if not wanted:
+                continue
+            needed = dict.fromkeys((BASE, *wanted))
+            runs = [measured(name, kind, list(needed), chosen.rounds, chosen.seconds) for _ in range(chosen.processes)]
+            print("\n".join(row(name, kind, way, runs) for way in wanted), flush=True)
 
 
 if __name__ == "__main__":

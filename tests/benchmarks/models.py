@@ -1,6 +1,9 @@
-"""Models that are measured: the shapes of a transformer, ResNet-18 and a recurrent net, at any width."""
+"""Models that are measured, and the cases: a transformer, ResNet-18, an LSTM and a U-Net, each with its batch."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -93,22 +96,78 @@ class Recurrent(nn.Module):
         return self.head(self.lstm(x)[0][:, -1])
 
 
-def transformer(width: int = 16, batch: int = 2, length: int = 4, **settings: int) -> tuple[nn.Module, Tensor, Tensor]:
-    """Return a transformer, its input and its targets."""
-    model = Transformer(width, **settings)
-    words = torch.randint(0, model.head.out_features, (batch, length + 1))
-    return model, words[:, :-1], words[:, 1:]
+class UNet(nn.Module):
+    """Three levels of convolutions down and up again, joined level by level: a class for each pixel, classes last."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        wide, wider = 2 * width, 4 * width
+        self.down = nn.ModuleList([_convolutions(3, width), _convolutions(width, wide)])
+        self.bottom = _convolutions(wide, wider)
+        self.grow = nn.ModuleList([nn.ConvTranspose2d(wider, wide, 2, 2), nn.ConvTranspose2d(wide, width, 2, 2)])
+        self.up = nn.ModuleList([_convolutions(wider, wide), _convolutions(wide, width)])
+        self.head = nn.Conv2d(width, CLASSES, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        levels = []
+        for layer in self.down:
+            x = layer(x)
+            levels.append(x)
+            x = F.max_pool2d(x, 2)
+        x = self.bottom(x)
+        for grow, layer in zip(self.grow, self.up, strict=True):
+            x = layer(torch.cat([levels.pop(), grow(x)], 1))
+        return self.head(x).movedim(1, -1)
 
 
-def resnet(width: int = 4, batch: int = 2, size: int = 32) -> tuple[nn.Module, Tensor, Tensor]:
-    """Return a ResNet-18, its input and its targets."""
-    return ResNet18(width), torch.randn(batch, 3, size, size), torch.randint(0, CLASSES, (batch,))
+def _convolutions(before: int, after: int) -> nn.Sequential:
+    """Return two convolutions, each with its norm and ReLU."""
+    return nn.Sequential(
+        nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU(),
+        nn.Conv2d(after, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU(),
+    )  # fmt: skip
 
 
-def lstm(width: int = 16, batch: int = 2, length: int = 4) -> tuple[nn.Module, Tensor, Tensor]:
-    """Return a recurrent net, its input and its targets."""
-    return Recurrent(width), torch.randn(batch, length, width), torch.randint(0, CLASSES, (batch,))
+Batch = tuple[nn.Module, Tensor, Tensor]
 
 
-MAKERS = {"transformer": transformer, "ResNet-18": resnet, "LSTM": lstm}
-"""By name, what makes a model with its input and its targets; each takes ``width`` and ``batch``."""
+def _transformer(width: int, batch: int, length: int) -> Batch:
+    words = torch.randint(0, 1000, (batch, length + 1))
+    return Transformer(width, heads=8, words=1000), words[:, :-1], words[:, 1:]
+
+
+def _image(model: nn.Module, batch: int, *pixels: int) -> Batch:
+    return model, torch.randn(batch, 3, 128, 128), torch.randint(0, CLASSES, (batch, *pixels))
+
+
+def _lstm(batch: int, length: int) -> Batch:
+    return Recurrent(512), torch.randn(batch, length, 512), torch.randint(0, CLASSES, (batch,))
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured.
+
+    Attributes:
+        make: Makes the model, its inputs and its targets.
+        threads: How many threads torch gets.
+        compiled: Whether the compiled ways are measured with ``--quick`` too: compiling takes most of the time.
+    """
+
+    make: Callable[[], Batch]
+    threads: int = 1
+    compiled: bool = False
+
+
+CASES = {
+    "transformer 512, 8 x 64": Case(lambda: _transformer(512, 8, 64), compiled=True),
+    "transformer 512, 8 x 64, 2 threads": Case(lambda: _transformer(512, 8, 64), threads=2),
+    "transformer 512, 2 x 16": Case(lambda: _transformer(512, 2, 16)),
+    "transformer 512, 32 x 128, 2 threads": Case(lambda: _transformer(512, 32, 128), threads=2),
+    "ResNet-18, 8 x 128 x 128": Case(lambda: _image(ResNet18(64), 8)),
+    "ResNet-18, 8 x 128 x 128, 2 threads": Case(lambda: _image(ResNet18(64), 8), threads=2),
+    "LSTM 512, 8 x 32": Case(lambda: _lstm(8, 32)),
+    "U-Net 32, 2 x 128 x 128": Case(lambda: _image(UNet(32), 2, 128, 128)),
+    "host overhead: transformer 16, 2 x 4": Case(lambda: _transformer(16, 2, 4)),
+}
+"""By the name that the table shows."""
