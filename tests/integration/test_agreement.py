@@ -28,6 +28,12 @@ NO_CASTS: dict[str, Any] = {"device_type": "cpu", "dtype": torch.float16, "lists
 KINDS = ("replicated", "sharded", "plain")
 LAYOUTS = ("1-D", "2-D", "two meshes")
 WAYS = ("scale_loss", "auto_scale", "O1", "O2", "FP16_Optimizer")
+# All of them for one way. For each other way every layout once and every kind once.
+CASES = [
+    (layout, first, way)
+    for (row, layout), (column, first), (turn, way) in itertools.product(*map(enumerate, (LAYOUTS, KINDS, WAYS)))
+    if turn == 0 or (row + column + turn) % 3 == 0
+]
 
 
 class Layouts:
@@ -296,7 +302,7 @@ def refusals(layouts: Layouts) -> list[str]:
 def found_by_rank() -> dict[Any, Any]:
     layouts = Layouts()
     found: dict[Any, Any] = {}
-    for layout, first, way in itertools.product(LAYOUTS, KINDS, WAYS):
+    for layout, first, way in CASES:
         found[layout, first, way] = one_case(layouts, layout, first, way)
     found["clipped"] = clipped(layouts)
     found["partial"] = {str(dtype): partial(layouts, dtype) for dtype in (torch.float16, torch.float32)}
@@ -315,9 +321,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return on_ranks(tmp_path_factory, RANKS, found_by_rank)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("first", KINDS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "first", "way"), CASES)
 def test_a_step_is_skipped_on_all_ranks_or_on_none(ranks: list[Any], layout: str, first: str, way: str) -> None:
     for told in zip(*(found[layout, first, way] for found in ranks), strict=True):
         for same, before, after, collectives, moved in told:
