@@ -2,7 +2,8 @@
 
 `_ApexFinder` comes before all other finders and finds `apex`, `amp_C` and `apex_C` in our files. Python itself then
 finds what lies below `apex`, an ordinary package with a directory. `_GraftFinder` comes after all other finders: it
-finds our modules below `apex` where the installed `apex` has none of that name, such as `apex.amp`.
+finds our modules below `apex` where the installed `apex` has none of that name, such as `apex.amp`. `_RealFinder`
+then comes first: what the others find of `apex` is imported by it, so that a failure tells the remedy.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ import torch
 from autoamp.compat.missing import remedy_for
 from autoamp.errors import UsageError
 from autoamp.levels import check_level
-from autoamp.patching import PatchSet
 from autoamp.runtime import Settings
 
 __all__ = [
@@ -39,6 +39,10 @@ APEX_VERSION = "0.1"
 
 _HERE = Path(__file__).parent
 _FILES = {"apex": _HERE / "apex" / "__init__.py", "amp_C": _HERE / "amp_C.py", "apex_C": _HERE / "apex_C.py"}
+_REMEDY = (
+    "autoamp: a module of the installed apex cannot be imported here. Build apex for this torch, or hide it: "
+    "autoamp run --shadow-apex, or install_as_apex(shadow=True)"
+)
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,6 @@ class _Finder(importlib.abc.MetaPathFinder):
     def __init__(self, chosen: Options) -> None:
         self.options = chosen
         self.hidden: dict[str, types.ModuleType] = {}
-        self.waiting = PatchSet()
 
     def install(self) -> None:
         """Take part in imports."""
@@ -77,7 +80,6 @@ class _Finder(importlib.abc.MetaPathFinder):
     def uninstall(self) -> None:
         """Undo `install`. Our modules have left ``sys.modules``."""
         sys.meta_path.remove(self)
-        self.waiting.restore()
         sys.modules.update(self.hidden)
 
 
@@ -117,11 +119,15 @@ class _GraftFinder(_Finder):
     """Finds our modules below `apex` that the installed `apex` lacks: no finder before this one has found them."""
 
     def install(self) -> None:
+        self.first = _RealFinder()
+        sys.meta_path.insert(0, self.first)
         sys.meta_path.append(self)
         if "apex" in sys.modules:
-            _import_added(sys.modules["apex"])
-        else:
-            self.waiting.when_imported("apex", _import_added)
+            _import_added()
+
+    def uninstall(self) -> None:
+        sys.meta_path.remove(self.first)
+        super().uninstall()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
@@ -141,6 +147,47 @@ class _GraftFinder(_Finder):
         return None
 
 
+class _RealFinder(importlib.abc.MetaPathFinder):
+    """Lets `_RealLoader` import the installed `apex` and what lies below it."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Return the spec of the other finders; see `importlib.abc.MetaPathFinder`."""
+        spec = _real_spec(fullname, path) if fullname.partition(".")[0] == "apex" else None
+        if spec is not None and spec.loader is not None:
+            spec.loader = _RealLoader(spec.loader)
+        return spec
+
+
+class _RealLoader(importlib.abc.Loader):
+    """Imports a module of the installed `apex`; after `apex` itself, our modules that it lacks."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
+        """Leave it to the module's own loader."""
+        module: types.ModuleType | None = self.loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Import the module, and tell the remedy where it fails."""
+        # Resources and sources of the module are asked of its own loader.
+        module.__loader__ = self.loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self.loader
+        try:
+            self.loader.exec_module(module)
+        except Exception as error:
+            if _REMEDY not in getattr(error, "__notes__", ()):
+                error.add_note(_REMEDY)
+            raise
+        if module.__name__ == "apex":
+            # `apex.amp` was there after `import apex`.
+            _import_added()
+
+
 def _spec_of(name: str, file: Path) -> importlib.machinery.ModuleSpec | None:
     where = [str(file.parent)] if file.name == "__init__.py" else None
     return importlib.util.spec_from_file_location(name, file, submodule_search_locations=where)
@@ -153,8 +200,7 @@ def _check_is_probe(name: str, caller: types.FrameType) -> None:
         raise ModuleNotFoundError(message, name=name)
 
 
-def _import_added(_: types.ModuleType) -> None:
-    """Import what is added to the installed `apex`, since `apex.amp` was there after ``import apex``."""
+def _import_added() -> None:
     for name in added_to_real_apex():
         importlib.import_module(f"apex.{name}")
 
@@ -275,11 +321,11 @@ def added_to_real_apex() -> tuple[str, ...]:
     return tuple(name for name in ours if path is not None and find(f"apex.{name}", list(path)) is None)
 
 
-def _real_spec() -> importlib.machinery.ModuleSpec | None:
+def _real_spec(name: str = "apex", path: Sequence[str] | None = None) -> importlib.machinery.ModuleSpec | None:
     for finder in sys.meta_path:
         find = getattr(finder, "find_spec", None)
-        if find is not None and not isinstance(finder, _Finder):
-            spec: importlib.machinery.ModuleSpec | None = find("apex", None)
+        if find is not None and not isinstance(finder, (_Finder, _RealFinder)):
+            spec: importlib.machinery.ModuleSpec | None = find(name, path)
             # The spec of a namespace package, a directory without __init__.py, has no origin.
             if spec is not None and spec.origin is not None:
                 return spec

@@ -93,6 +93,7 @@ def test_modules_are_added_and_taken_back(importable: Path, is_imported: bool) -
     assert apex.__file__ == str(importable / "__init__.py")
     assert callable(apex.amp.initialize)
     assert apex.fp16_utils.FP16_Optimizer
+    assert type(apex.__loader__) is type(apex.__spec__.loader) is importlib.machinery.SourceFileLoader
     assert importlib.util.find_spec("apex.transformer") is None
     uninstall()
     assert sys.meta_path == finders
@@ -100,6 +101,17 @@ def test_modules_are_added_and_taken_back(importable: Path, is_imported: bool) -
     assert is_imported <= ({name for name in sys.modules if name.startswith("apex")} == modules)
     with pytest.raises(ImportError):
         importlib.import_module("apex.amp")
+
+
+@pytest.mark.parametrize("broken", ["__init__.py", "optimizers/fused_adam.py"])
+def test_an_apex_that_cannot_be_imported_tells_the_remedy(importable: Path, broken: str) -> None:
+    (importable / broken).write_text("raise ImportError('undefined symbol')\n", encoding="utf-8")
+    install_as_apex(device_type="cpu")
+    with pytest.raises(ImportError, match="undefined symbol") as caught:
+        importlib.import_module("apex.optimizers")
+    assert [note for note in caught.value.__notes__ if "--shadow-apex" in note] == caught.value.__notes__[:1]
+    install_as_apex(device_type="cpu", shadow=True)
+    assert importlib.import_module("apex.amp").initialize
 
 
 def test_shadow_hides_it_after_the_addition_too(importable: Path) -> None:
