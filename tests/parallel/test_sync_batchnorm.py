@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 
 from autoamp import parallel
-from autoamp.parallel import sync_batchnorm
+from tests.integration.spawned import on_ranks
 
 SHAPES = {"images": (8, 3, 5, 6), "rows": (8, 70), "one": (8, 3, 1)}
+# Squares of such values have no room for the digits of their variance.
+FAR = 1e6
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -27,9 +29,9 @@ def norm_of(channels: int) -> Any:
     return norm
 
 
-def normed(rank: int) -> dict[str, Any]:
+def normed() -> dict[str, Any]:
     """Train and differentiate twice, in uneven parts."""
-    found: dict[str, Any] = {}
+    rank, found = dist.get_rank(), dict[str, Any]()
     for name in SHAPES:
         for dtype in DTYPES:
             for last in (False, True) if name == "images" else (False,):
@@ -45,25 +47,18 @@ def normed(rank: int) -> dict[str, Any]:
     (grad,) = torch.autograd.grad(norm(part).cos().sum(), part, create_graph=True)
     grad.square().sum().backward()
     found["twice"] = [part.grad]
+    far = (given_to("rows", torch.float64) + FAR).split([3, 5])[rank]
+    found["far"] = [parallel.SyncBatchNorm(70).double()(far).detach()]
     # All values are on one rank.
     whole = given_to("images", torch.float32)
     found["empty"] = [norm_of(3)(whole[: 8 * rank]).detach()]
     return found
 
 
-def work(rank: int, store: str, out: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    torch.save(normed(rank), f"{out}/{rank}.pt")
-    dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What each of two processes found."""
-    path = tmp_path_factory.mktemp("norms")
-    torch.multiprocessing.spawn(work, (str(path / "store"), str(path)), nprocs=2)
-    return [torch.load(path / f"{rank}.pt") for rank in range(2)]
+    return on_ranks(tmp_path_factory, 2, normed)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -101,12 +96,6 @@ def test_a_rank_without_values_takes_part(ranks: list[Any]) -> None:
     torch.testing.assert_close(ranks[1]["empty"][0], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_parts_are_put_together_without_losing_digits() -> None:
-    batches = [torch.randn(size, 4, dtype=torch.float64) + 1e4 for size in (2, 30)]
-    rows = [torch.cat([one.mean(0), one.var(0, correction=0), torch.tensor([float(len(one))])]) for one in batches]
-    empty = torch.tensor([float("nan")] * 8 + [0.0], dtype=torch.float64)
-    mean, variance, count = sync_batchnorm._merged(torch.stack([*rows, empty]))
-    whole = torch.cat(batches)
-    assert count == 32
-    torch.testing.assert_close(mean, whole.mean(0))
-    torch.testing.assert_close(variance, whole.var(0, correction=0))
+def test_parts_far_from_zero_are_put_together_without_losing_digits(ranks: list[Any]) -> None:
+    expected = torch.nn.BatchNorm1d(70).double()(given_to("rows", torch.float64) + FAR)
+    torch.testing.assert_close(torch.cat([found["far"][0] for found in ranks]), expected.detach(), rtol=1e-7, atol=1e-7)
