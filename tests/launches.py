@@ -21,7 +21,7 @@ DRIVER = """
 import gc, json, os, sys, tempfile
 gc.disable()
 import torch
-from autoamp.cli import main
+from autoamp_command import main
 
 # The first optimizer of a process imports torch's compiler, which takes as long as torch.
 torch.optim.SGD([torch.ones(1)], lr=1.0)

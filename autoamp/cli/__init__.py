@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from autoamp.cli.command import main, run_command
+from autoamp.cli.command import run_command
 
-__all__ = ["main", "run_command"]
+__all__ = ["run_command"]

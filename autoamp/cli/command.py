@@ -9,9 +9,8 @@ from typing import Any
 
 from autoamp.cli.output import say
 from autoamp.errors import AutoampError
-from autoamp_command import main, parser
 
-__all__ = ["main", "parser", "run_command"]
+__all__ = ["run_command"]
 
 # Where the function of each command is that ends by itself.
 _ACTS = {

@@ -6,8 +6,8 @@ import argparse
 import re
 from collections.abc import Iterator
 
-from autoamp.cli.command import parser
 from autoamp.rules import CastPolicy, CastRule, CastTable, shipped_sets, shipped_table
+from autoamp_command import parser
 
 __all__ = ["command_line", "ops", "reason_of"]
 

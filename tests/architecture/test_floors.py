@@ -168,6 +168,14 @@ def test_no_circles_inside(package: str) -> None:
     assert len(list(graphlib.TopologicalSorter(needs).static_order())) >= len(needs)
 
 
+def test_only_main_imports_the_options_of_the_command() -> None:
+    """`autoamp_command` imports `autoamp.cli`: an import in the other direction would be a circle."""
+    importers = {
+        path.name for path in FILES for _, name, _ in imports(ast.parse(TEXTS[path])) if name == "autoamp_command"
+    }
+    assert importers == {"__main__.py"}
+
+
 def test_each_package_is_on_one_floor() -> None:
     assert len(FLOOR_OF) == sum(len(packages) for packages in FLOORS.values())
     assert set(FLOOR_OF) == {package_of(path) for path in FILES}

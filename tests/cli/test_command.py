@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from autoamp.cli import command, doctor, lists
+from autoamp.cli import doctor, lists
 from autoamp.cli.measurements import Measured, Spread
+from autoamp_command import main
 from tests.launches import Ended, environment, launched, written
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="these programs run in forks")
@@ -609,7 +610,7 @@ def test_lists_are_checked_against_torch(ended: dict[str, Ended]) -> None:
 def test_differences_of_the_lists_are_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     found = dataclasses.replace(lists.check_lists(), added=("brand_new",))
     monkeypatch.setattr(lists, "check_lists", lambda: found)
-    assert command.main(["lists", "--check"]) == 1
+    assert main(["lists", "--check"]) == 1
     assert capsys.readouterr().out.startswith("brand_new: new in torch ")
 
 
@@ -714,7 +715,7 @@ def test_doctor_prints_what_it_measured(monkeypatch: pytest.MonkeyPatch, capsys:
         return [Measured(name, flops, rate, one, one, 256, 1000000) for name in ("fp32", "fp16")]
 
     monkeypatch.setattr(doctor, "measure", measured)
-    assert command.main(["doctor", "--device-type", "cpu"]) == 0
+    assert main(["doctor", "--device-type", "cpu"]) == 0
     out = capsys.readouterr().out
     rows = [line.split() for line in out.splitlines() if line.startswith(("  fp32  5", "  fp16  5"))]
     cells = ["5.0", "(4.5", "to", "5.5)", "1.00", "2.0", "(1.8", "to", "2.2)", "1.00"]
@@ -724,10 +725,10 @@ def test_doctor_prints_what_it_measured(monkeypatch: pytest.MonkeyPatch, capsys:
 
 def test_lists_are_shown_for_a_device(capsys: pytest.CaptureFixture[str]) -> None:
     for device_type, policy in (("cpu", "none"), ("cuda", "fp32")):
-        assert command.main(["lists", "--set", "bf16", "--device-type", device_type]) == 0
+        assert main(["lists", "--set", "bf16", "--device-type", device_type]) == 0
         rows = dict(line.split()[:2] for line in capsys.readouterr().out.splitlines())
         assert rows["layer_norm"] == policy
-    assert command.main(["lists", "--device-type", "toaster"]) == 2
+    assert main(["lists", "--device-type", "toaster"]) == 2
     assert "device_type='toaster' is unknown to torch" in capsys.readouterr().err
 
 

@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 
 from autoamp import UsageError
-from autoamp.cli import main, tune
+from autoamp.cli import tune
 from autoamp.cli.tune import seconds_of
 from autoamp.rules import CastPolicy, load_table
 from autoamp.tuning import Outcome, OutOfBudget, Proposal, Survey
+from autoamp_command import main
 from tests.tuning.planted import Program, survey, use
 
 # Its loss is nan in fp16, as 300 * 400 overflows, and tells by which lists it runs.

@@ -19,7 +19,7 @@ import tempfile
 import traceback
 from pathlib import Path
 
-from autoamp.cli import main as autoamp
+from autoamp_command import main as autoamp
 
 LIBRARIES = ("numpy", "torch", "torch.utils.data", "sklearn.datasets", "sklearn.cluster", "pandas", "matplotlib.pyplot")
 

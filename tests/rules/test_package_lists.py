@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import autoamp
-from autoamp.cli import main
+from autoamp_command import main
 
 LIST = """\
 schema = 1
