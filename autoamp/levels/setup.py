@@ -102,7 +102,7 @@ def leave_off(models: Sequence[Module], optimizers: Sequence[Any]) -> None:
     runtime.optimizers.masters_for = runtime.wants_masters if any(setup.masters for setup in earlier) else None
     runtime.optimizers.loss_scalers.switch_off(optimizers)
     for model in models:
-        runtime.set_up_model(model, ForwardDtypes(casts=False))
+        runtime.models.set_forward_dtypes(model, ForwardDtypes(casts=False))
     runtime.install_anew()
 
 
@@ -121,9 +121,10 @@ def set_up_models(
     for model in models:
         if kind is not None:
             inward = ForwardDtypes(kind, outputs or torch.float32, casts, doubles=not _has_doubles(model))
-            runtime.set_up_model(model, inward, dtype=kind, keep_norms=level.keep_batchnorm_fp32)
+            runtime.models.cast(model, kind, keep_norms=level.keep_batchnorm_fp32)
+            runtime.models.set_forward_dtypes(model, inward)
         elif forward != ForwardDtypes():
-            runtime.set_up_model(model, forward)
+            runtime.models.set_forward_dtypes(model, forward)
 
 
 def _has_doubles(model: Module) -> bool:

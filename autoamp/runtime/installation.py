@@ -58,6 +58,10 @@ class Installation:
         loaded: Called with each optimizer whose state was loaded; None where nobody asks.
         clipping: Looks on at torch's functions that clip gradients; None where nobody asks.
         recorder: Who takes note of outermost module calls; None where nobody does.
+
+    Attributes:
+        patches: All patches, restored together; others may be added while they are in place.
+        waiting: The rules that patched nothing so far, as their module was not imported or has no such name.
     """
 
     def __init__(
@@ -84,76 +88,55 @@ class Installation:
         self._loaded = loaded
         self._clipping = clipping
         self._recorder = recorder
-        self._patches = PatchSet()
+        self.patches = PatchSet()
         # One replacement for each original, policy and in-place form, so that aliases stay the same object.
         self._built: dict[tuple[int, CastPolicy, int], tuple[Target, Any]] = {}
         self._scripted: list[int] = []
-        self._waiting: list[CastRule] = []
-
-    @property
-    def late_bound(self) -> tuple[str, ...]:
-        """The names in other modules that were taken before the patches came, and were rebound."""
-        return self._patches.late_bound
-
-    @property
-    def patches(self) -> PatchSet:
-        """The patches, restored together; others may be added while they are in place."""
-        return self._patches
-
-    @property
-    def waiting(self) -> tuple[CastRule, ...]:
-        """The rules that patched nothing so far, as their module was not imported or has no such name."""
-        return tuple(self._waiting)
+        self.waiting: list[CastRule] = []
 
     def install(self, expansion: Expansion, registered: tuple[Target, ...]) -> None:
         """Patch everything. Where one patch fails all are taken back, and the error goes on."""
         with _one_at_a_time:
-            self._install(expansion, registered)
-
-    def _install(self, expansion: Expansion, registered: tuple[Target, ...]) -> None:
-        try:
-            with self._patches.all_or_nothing():
-                self._patch_modules()
-                beside = {**self._patch_grad(), **self._patch_clipping()}
-                self._patch(_by_place(*expansion.targets, *registered), beside)
-                for rule in expansion.deferred:
-                    self._defer(rule)
-                self._teach_dynamo()
-        except BaseException:
-            self.remove()
-            raise
+            try:
+                with self.patches.all_or_nothing():
+                    self._patch_modules()
+                    beside = {**self._patch_grad(), **self._patch_clipping()}
+                    self._patch(_by_place(*expansion.targets, *registered), beside)
+                    for rule in expansion.deferred:
+                        self._defer(rule)
+                    self._teach_dynamo()
+            except BaseException:
+                self.remove()
+                raise
 
     def add(self, target: Target) -> None:
         """Patch one more target."""
-        with self._patches.all_or_nothing():
+        with self.patches.all_or_nothing():
             self._patch([target])
 
     def remove(self) -> tuple[str, ...]:
         """Restore everything and return the names that others patched on top."""
         with _one_at_a_time:
-            return self._remove()
-
-    def _remove(self) -> tuple[str, ...]:
-        foreign = self._patches.restore()
-        _, table_of_builtins = torch_private.names_of_builtins
-        table = table_of_builtins()
-        for key in self._scripted:
-            table.pop(key, None)
-        self._scripted.clear()
-        self._built.clear()
-        _forget_tables_of_torch()
-        return foreign
+            foreign = self.patches.restore()
+            _, table_of_builtins = torch_private.names_of_builtins
+            table = table_of_builtins()
+            for key in self._scripted:
+                table.pop(key, None)
+            self._scripted.clear()
+            self._built.clear()
+            _forget_tables_of_torch()
+            return foreign
 
     def _patch(self, targets: Iterable[Target], beside: Mapping[int, tuple[Any, Any]] = _NOTHING) -> None:
         pairs = []
         for target in targets:
             if target.rule.policy is not CastPolicy.NONE:
                 replacement = self._replacement(target)
-                self._patches.replace(target.parent, target.attribute, replacement)
+                self.patches.replace(target.parent, target.attribute, replacement)
                 pairs.append((target, replacement))
         if self._rebind:
             wanted = {id(target.original): (target.original, replacement) for target, replacement in pairs}
-            self._patches.rebind({**wanted, **beside}, owns_its_names)
+            self.patches.rebind({**wanted, **beside}, owns_its_names)
         for target, replacement in pairs:
             name_by(replacement, target.module, target.qualname)
 
@@ -179,7 +162,7 @@ class Installation:
         original = original_of(torch.autograd.grad)
         replacement = watch_autograd_grad(original)
         self._let_torchscript_know(original, replacement)
-        self._patches.replace(torch.autograd, "grad", replacement)
+        self.patches.replace(torch.autograd, "grad", replacement)
         return {id(original): (original, replacement)}
 
     def _patch_clipping(self) -> dict[int, tuple[Any, Any]]:
@@ -189,7 +172,7 @@ class Installation:
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             original = original_of(getattr(torch.nn.utils, name))
             replacement = self._clipping.around(original)
-            self._patches.replace(torch.nn.utils, name, replacement)
+            self.patches.replace(torch.nn.utils, name, replacement)
             replaced[id(original)] = (original, replacement)
         return replaced
 
@@ -217,14 +200,14 @@ class Installation:
                 continue
             original = original_of(inspect.getattr_static(owner, name))
             replacement = builder(original)
-            self._patches.replace(owner, name, replacement)
+            self.patches.replace(owner, name, replacement)
             if isinstance(owner, types.ModuleType):
                 self._let_torchscript_know(original, replacement)
         # A function that lies in three modules of torch, two of which it hides by its name.
         original = original_of(torch.nn.parallel.parallel_apply)
         replacement = build_parallel_apply(original, casts)
         for module_name in ("torch.nn.parallel", "torch.nn.parallel.data_parallel", "torch.nn.parallel.parallel_apply"):
-            self._patches.replace(sys.modules[module_name], "parallel_apply", replacement)
+            self.patches.replace(sys.modules[module_name], "parallel_apply", replacement)
 
     def _module_call(self, original: Any) -> Any:
         call = build_module_call(original, self._casts, self._precisions, self._models.forward_dtypes, self._recorder)
@@ -265,21 +248,21 @@ class Installation:
     def _teach_dynamo(self) -> None:
         """Let what Dynamo takes from torch's namespace be the originals, whenever it is imported."""
         for module_name in _TAKES_FROM_TORCH:
-            self._patches.when_imported(module_name, _put_originals)
+            self.patches.when_imported(module_name, _put_originals)
         trace_rules = sys.modules.get("torch._dynamo.trace_rules")
         if trace_rules is None:
-            self._patches.when_imported("torch._dynamo.trace_rules", self._load_originals)
+            self.patches.when_imported("torch._dynamo.trace_rules", self._load_originals)
         else:
             self._load_originals(trace_rules)
 
     def _load_originals(self, trace_rules: Any) -> None:
         load_object = trace_rules.load_object
-        self._patches.replace(trace_rules, "load_object", lambda name: original_of(load_object(name)))
+        self.patches.replace(trace_rules, "load_object", lambda name: original_of(load_object(name)))
 
     def _defer(self, rule: CastRule) -> None:
         """Patch a target once its module is imported: any of the packages on the way may be the one."""
         waiting = [rule]
-        self._waiting.append(rule)
+        self.waiting.append(rule)
 
         def imported(_: types.ModuleType) -> None:
             if not waiting:
@@ -291,7 +274,7 @@ class Installation:
                 waiting.clear()
                 for target in found:
                     self.add(target)
-                self._waiting.remove(rule)
+                self.waiting.remove(rule)
             except (ListFileError, PatchError) as error:
                 # The import of somebody's package must not fail for a typo in a list.
                 waiting.clear()
@@ -299,7 +282,7 @@ class Installation:
 
         parts = rule.target.split(".")
         for end in range(1, len(parts)):
-            self._patches.when_imported(".".join(parts[:end]), imported)
+            self.patches.when_imported(".".join(parts[:end]), imported)
 
 
 def _by_place(*targets: Target) -> list[Target]:

@@ -25,7 +25,7 @@ from autoamp.diagnostics import (
     Watch,
 )
 from autoamp.errors import UsageError, warn_user
-from autoamp.modules import CastModels, ForwardDtypes, ModuleCasts, ModulePrecisions
+from autoamp.modules import CastModels, ModuleCasts, ModulePrecisions
 from autoamp.ops import Target, expand
 from autoamp.rules import CastRule
 from autoamp.runtime.events import activated, suspended
@@ -277,7 +277,7 @@ class Runtime:
     @property
     def late_bound(self) -> tuple[str, ...]:
         """Names that other modules had taken from torch before ``init()``, and that were rebound."""
-        return self._installation.late_bound if self._installation is not None else ()
+        return self._installation.patches.late_bound if self._installation is not None else ()
 
     # -- diagnostics --
 
@@ -356,17 +356,6 @@ class Runtime:
         }
 
     # -- models, optimizers and scaling --
-
-    def set_up_model(
-        self, model: Module, forward: ForwardDtypes, *, dtype: torch.dtype | None = None, keep_norms: bool = False
-    ) -> None:
-        """Cast a model in place, and what goes into it and comes out of it at each call.
-
-        `initialize` calls this before the handle is activated, which puts the patches for it in place.
-        """
-        if dtype is not None:
-            self.models.cast(model, dtype, keep_norms=keep_norms)
-        self.models.set_forward_dtypes(model, forward)
 
     def keep_masters(self, optimizer: Any) -> None:
         """Let an optimizer step fp32 masters of its half parameters. `initialize` calls this."""

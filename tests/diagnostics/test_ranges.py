@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.cli import main
+from autoamp_command import main
 from tests.diagnostics.profiles import op
 
 ROOT = Path(__file__).parents[2]

@@ -87,7 +87,7 @@ def package(folder: Path, name: str, **files: str) -> None:
 def test_every_patched_attribute_is_the_identical_object_again() -> None:
     own = dict(vars(Tensor))
     handle = autoamp.init(device_type="cpu", dtype=HALF)
-    places = [(patch.parent, patch.attribute, patch.replacement) for patch in runtime_of(handle)._installation._patches]
+    places = [(patch.parent, patch.attribute, patch.replacement) for patch in runtime_of(handle)._installation.patches]
     assert len(places) > 300
     assert all(vars(parent)[name] is replacement for parent, name, replacement in places)
     assert {name for parent, name, _ in places if parent is Tensor} - own.keys()

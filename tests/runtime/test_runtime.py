@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import autoamp
-from autoamp.modules.half_models import ForwardDtypes
 from autoamp.runtime import current_runtime, runtime_of
 from autoamp.runtime.handle import Handle
 from autoamp.runtime.installation import Installation
@@ -52,14 +51,6 @@ def test_a_failing_activation_leaves_a_handle_that_casts_nothing(monkeypatch: py
         runtime_of(handle).activate()
     assert not handle.is_active()
     assert not runtime_of(handle).casts.local.on
-
-
-def test_deactivate_gives_a_model_that_it_holds_its_dtype_back(handle: Handle, training: Training) -> None:
-    runtime_of(handle).set_up_model(training.model, ForwardDtypes(inputs=torch.float16), dtype=torch.float16)
-    assert training.model.weight.dtype is torch.float16
-    handle.deactivate()
-    assert training.model.weight.dtype is torch.float32
-    assert training.model(training.inputs).dtype is torch.float32
 
 
 def test_optimizers_and_models_can_be_dropped_while_the_handle_stays(
