@@ -97,20 +97,28 @@ def measured(case: str, kind: str, ways: Sequence[str], rounds: int, seconds: fl
             before, options = WAYS[kind][way]
             command = (*before, "-m", "tests.benchmarks.program", case, kind, *options)
             workers[way] = stack.enter_context(Worker(command, Path(folder, str(number))))
-        for way, worker in list(workers.items()):
+
+        def asked(way: str, question: object = None) -> dict[str, float]:
             try:
-                found[way] = {"seconds": [], "faults": [], **worker.read()}
-            except RuntimeError as error:
+                return workers[way].read() if question is None else workers[way].asked(question)
+            except (RuntimeError, BrokenPipeError) as error:
                 found[way] = {"error": str(error)}
                 del workers[way]
+                return {}
+
+        for way in ways:
+            found[way] = {"seconds": [], "faults": []}
+            answer = asked(way)
+            found[way] |= answer
         for _ in range(rounds):
-            for way, worker in workers.items():
-                for name, value in worker.asked(seconds).items():
+            for way in list(workers):
+                for name, value in asked(way, seconds).items():
                     found[way][name].append(value)
-        for way, worker in workers.items():
-            found[way]["peak"] = worker.peak()
+        for way in list(workers):
+            found[way]["peak"] = workers[way].peak()
             if kind == "training" and "compiled" not in way:
-                found[way] |= worker.asked("saved")
+                answer = asked(way, "saved")
+                found[way] |= answer
     return found
 
 
