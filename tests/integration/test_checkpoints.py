@@ -145,6 +145,14 @@ def resume_all(folder: Path, threads: int) -> None:
         run = Run(setup, optimizer, half, torch.load(path, weights_only=True))
         run.train(STEPS)
         torch.save(run.state(), path.with_suffix(".resumed"))
+        end_handle()
+
+
+def end_handle() -> None:
+    """End the handle, if there is one: the next run may have another half dtype."""
+    handle = autoamp.current_handle()
+    if handle is not None:
+        handle.deactivate()
 
 
 def test_resumed_in_a_new_process_is_bitwise_the_same(tmp_path: Path) -> None:
@@ -156,6 +164,7 @@ def test_resumed_in_a_new_process_is_bitwise_the_same(tmp_path: Path) -> None:
         torch.save(run.state(), tmp_path / f"{name}.saved")
         run.train(STEPS)
         expected[name] = copy.deepcopy(run.state())
+        end_handle()
     code = f"import sys; sys.path[:0] = {sys.path!r}; from tests.integration.test_checkpoints import *; "
     code += f"resume_all(Path(sys.argv[1]), {torch.get_num_threads()})"
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, cwd=Path(__file__).parents[2])
