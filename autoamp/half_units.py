@@ -119,7 +119,7 @@ def warn_if_slow(dtype: torch.dtype, device_type: str) -> None:
     """Warn, once in a process, of a half dtype without units in which a product takes longer than in fp32."""
     if dtype not in HALF_NAMES or has_units(dtype, device_type):
         return
-    factor = _seconds(dtype, device_type) / _seconds(torch.float32, device_type)
+    factor = _seconds(dtype, device_type, 3) / _seconds(torch.float32, device_type, 20)
     if factor < 1.1:
         return
     other = torch.bfloat16 if dtype is torch.float16 else torch.float16
@@ -134,11 +134,14 @@ def warn_if_slow(dtype: torch.dtype, device_type: str) -> None:
     )
 
 
-def _seconds(dtype: torch.dtype, device_type: str) -> float:
-    """Time a product, past all patches of torch: the shortest of three times."""
+def _seconds(dtype: torch.dtype, device_type: str, repeats: int) -> float:
+    """Time a product, past all patches of torch: the shortest of some times.
+
+    A busy machine makes a short product longer by far more than a long one, so that it takes more repeats.
+    """
     x = torch.ones(_WIDTH, _WIDTH, dtype=dtype, device=device_type)
     spent = []
-    for _ in range(3):
+    for _ in range(repeats):
         start = time.perf_counter()
         # The item waits for the device.
         torch.ops.aten.mm.default(x, x)[0, 0].item()

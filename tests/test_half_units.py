@@ -46,7 +46,9 @@ def ended(folder: Path, *argv: str, **variables: str) -> subprocess.CompletedPro
     """Run Python as a user does, on the units that the machine has."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("AUTOAMP")}
     done = subprocess.run(
-        [sys.executable, *argv], cwd=folder, env={**kept, "PYTHONPATH": str(ROOT), **variables},
+        [sys.executable, *argv], cwd=folder,
+        # Two threads wait for each other on a busy machine, which makes a short product as slow as a long one.
+        env={**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables},
         capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

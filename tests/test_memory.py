@@ -16,7 +16,8 @@ from tests.launches import Ended, environment, launched, written
 pytestmark = pytest.mark.skipif(why_not_kept() is not None, reason=f"needs glibc's own malloc: {why_not_kept()}")
 
 # Each block is larger than all before, so that glibc has it from the system unless told otherwise: 78,000 page faults.
-# In a heap that keeps what is freed only the first one and what each adds are new: 8,000.
+# In a heap that keeps what is freed only the first one and what each adds are new: 8,000, and 6,000 more for each time
+# that something small lies behind the block that was freed.
 STEPS = """
 import resource, sys
 import {imported}
@@ -26,7 +27,7 @@ def steps():
         block = {block}
         del block
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-    print("kept" if faults < 20000 else f"given back: {{faults}} page faults", flush=True)
+    print("kept" if faults < 40000 else f"given back: {{faults}} page faults", flush=True)
 if __name__ == "__main__":
     {main}
 """
