@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from autoamp.casting import RECURRENT_LAYERS, CastArgs, Casts, SparseArgument, cast_call
 from autoamp.errors import BannedFunctionError, warn_user
 from autoamp.inference import build_packed
+from autoamp.ops.attention import build_attention
 from autoamp.ops.composites import COMPOSITES, build_composite, ops_named
 from autoamp.ops.recurrent import build_recurrent_caster
 from autoamp.ops.writes import build_inplace, build_mutating, into_out, mutation_of
@@ -147,7 +148,9 @@ def _run_of(original: Any, policy: CastPolicy, cast_args: CastArgs, casts: Casts
             own = _keeping_caster(casts)
         elif original in RECURRENT_LAYERS and casts.device_type == "cuda" and flatten_recurrent_weights is not None:
             own = build_recurrent_caster(original, casts)
-        return _general(original, cast_args, casts, to_half=True, cast_positional=own, packed=packed)
+        run = _general(original, cast_args, casts, to_half=True, cast_positional=own, packed=packed)
+        is_attention = original is torch.nn.functional.scaled_dot_product_attention and casts.device_type == "cpu"
+        return build_attention(original, run, casts) if is_attention else run
     in_fp32 = _dtype_giver(original, casts) if original in _TAKE_DTYPE and policy is CastPolicy.FP32 else None
     run = _general(original, cast_args, casts, to_half=False, in_fp32=in_fp32)
     if original in COMPOSITES and policy is not CastPolicy.BANNED and casts.device_type == "cuda":

@@ -1,0 +1,47 @@
+"""Attention on a CPU: computed in fp32 where torch's half kernel is slower, with a half result all the same.
+
+Measured on an x86 CPU without AMX, one thread, heads of 32 and 64, casts included: with its backward pass attention in
+fp32 takes of bf16's time 0.32 at 32 tokens, 0.46 at 64, 0.63 at 128, 0.96 at 192 and 1.0 at 256; of fp16's 0.2 or less
+at any length, without the backward pass 0.5. Of a transformer's training step (width 512, 8 x 64 tokens) that is 10 %.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoamp.casting import Casts, cast_call
+
+__all__ = ["build_attention"]
+
+_LONGEST_IN_BF16 = 128
+
+
+def build_attention(original: Any, run: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
+    """Build the cast call of `torch.nn.functional.scaled_dot_product_attention` on a CPU.
+
+    Args:
+        original: That function.
+        run: Makes the calls that are to be computed in half precision, with ``args`` and ``kwargs``.
+        casts: The casts of the handle.
+    """
+    in_fp16 = casts.dtype is torch.float16
+    has = torch.cpu.get_capabilities()
+    units = ("avx512_fp16", "amx_fp16") if in_fp16 else ("amx_bf16",)
+    if not str(has["architecture"]).startswith("x86") or any(has.get(unit) for unit in units):
+        return run
+
+    def run_attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
+        short = all(tensor.dim() > 1 and tensor.size(-2) <= _LONGEST_IN_BF16 for tensor in given)
+        is_cast = all(casts.eligible(tensor) for tensor in given if tensor.is_floating_point())
+        if not is_cast or not (in_fp16 or (trained and short)):
+            return run(args, kwargs)
+        new, kwargs = cast_call(casts.args_to_fp32, args, kwargs)
+        return original(*new, **kwargs).to(casts.dtype)
+
+    return run_attention

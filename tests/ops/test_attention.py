@@ -1,0 +1,65 @@
+"""The precision in which a CPU computes attention: what torch's kernel gets, by torch's dispatcher."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autoamp
+
+
+class Attentions(TorchDispatchMode):
+    """Notes the dtype of each call of an attention kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "attention" in func.name():
+            self.dtypes.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@pytest.mark.parametrize(
+    ("half", "tokens", "trained", "units", "computed"),
+    [
+        ("bf16", 16, True, None, "fp32"),
+        ("bf16", 16, False, None, "bf16"),
+        ("bf16", 160, True, None, "bf16"),
+        ("bf16", 16, True, "amx_bf16", "bf16"),
+        ("fp16", 160, True, None, "fp32"),
+        ("fp16", 160, False, None, "fp32"),
+        ("fp16", 16, True, "avx512_fp16", "fp16"),
+    ],
+)
+def test_fp32_where_it_is_faster_and_a_half_result(
+    half: str, tokens: int, trained: bool, units: str | None, computed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has = {"architecture": "x86_64"} if units is None else {"architecture": "x86_64", units: True}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 2, tokens, 8, requires_grad=trained) for _ in range(3))
+    mask = torch.ones(tokens, tokens).tril().log()
+    expected = F.scaled_dot_product_attention(query, key, value, mask)
+    autoamp.init(dtype=HALVES[half], device_type="cpu")
+    with Attentions() as seen:
+        result = F.scaled_dot_product_attention(query, key, value=value, attn_mask=mask)
+        # Half products come in half, as do those of a layer.
+        F.scaled_dot_product_attention(*(one.to(HALVES[half]) for one in (query, key, value)), is_causal=True)
+    assert seen.dtypes == [HALVES.get(computed, torch.float32)] * 2
+    assert result.dtype is HALVES[half]
+    torch.testing.assert_close(result.float(), expected, atol=2e-2, rtol=2e-2)
+    if trained:
+        result.float().square().sum().backward()
+        found = query.grad
+        query.grad = None
+        expected.square().sum().backward()
+        torch.testing.assert_close(found, query.grad, atol=6e-2, rtol=6e-2)
