@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -56,6 +57,7 @@ __all__ = [
     "root_of_mesh",
     "sequence_number",
     "sharded_compute_dtype",
+    "start_no_graph",
     "tracing_state",
     "two_in_one",
     "unflatten",
@@ -130,6 +132,26 @@ def compiled_graphs() -> int:
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
     return int(counters.get("stats", {}).get("unique_graphs", 0))
 
+
+def _start_no_graph() -> Callable[[types.FunctionType], None]:
+    eval_frame = "torch._C._dynamo.eval_frame."
+    names = ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")
+    set_strategy, strategy, action = (_find(eval_frame + name, None) for name in names)
+    if None in (set_strategy, strategy, action):
+        return lambda function: None
+
+    def start_no_graph(function: types.FunctionType) -> None:
+        # Closures of one function share their code, to which the strategy belongs.
+        function.__code__ = function.__code__.replace()
+        set_strategy(function.__code__, strategy(action.SKIP, action.SKIP))
+
+    return start_no_graph
+
+
+start_no_graph: Callable[[types.FunctionType], None] = _start_no_graph()
+"""Keeps torch.compile from a graph that begins in a call of this function. Within a graph it is traced as others are.
+
+Where a name is missing it does nothing."""
 
 current_graph_task: Callable[[], int] = _find("torch._C._current_graph_task_id", lambda: -1)
 """The number of the backward pass that runs in this thread, -1 for none. Where it is missing, always -1."""

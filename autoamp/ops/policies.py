@@ -26,7 +26,7 @@ from autoamp.ops.writes import build_inplace, build_mutating, into_out, mutation
 from autoamp.patching import imitate
 from autoamp.rules import CastPolicy
 from autoamp.tensors import HALF_DTYPES, iter_tensors
-from autoamp.torch_private import flatten_recurrent_weights
+from autoamp.torch_private import flatten_recurrent_weights, start_no_graph
 
 __all__ = ["build_replacement"]
 
@@ -89,6 +89,10 @@ def build_replacement(
         # fp32 is a promise on the whole of a composite function, whatever its body calls.
         within = not isinstance(original, _BUILTINS)
     replacement = imitate(_replacement(original, run, casts, off_within=within), original, module, qualname)
+    if isinstance(original, _BUILTINS):
+        # In Python that Dynamo skips, such as recurrent layers, torch compiles no op by itself. Inductor cannot: it
+        # fails where it trains `torch.lstm` on a CPU.
+        start_no_graph(replacement)
     return replacement if wrap is None else wrap(replacement)
 
 

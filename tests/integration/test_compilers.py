@@ -152,6 +152,24 @@ def test_the_graph_holds_the_casts(cls: Any, half: torch.dtype) -> None:
     assert graphs.dtypes(lambda node: "softmax" in str(node.target)) <= {torch.float32}
 
 
+@pytest.mark.parametrize("cls", [nn.LSTM, nn.GRU, nn.RNN])
+def test_ops_that_torch_does_not_compile_are_not_compiled_by_themselves(cls: Any) -> None:
+    """Dynamo skips recurrent layers by default. Inductor cannot train `torch.lstm`, if it gets that op alone."""
+    layer, x, graphs = cls(6, 8, 2), torch.randn(4, 2, 6), Graphs()
+
+    def function(x: Tensor) -> Tensor:
+        return layer(torch.sin(x))[0].square()
+
+    with dynamo.config.patch(allow_rnn=False):  # type: ignore[attr-defined]
+        torch.compile(function, backend=graphs)(x)
+        before = len(graphs.graphs)
+        handle = autoamp.init(device_type="cpu", dtype=torch.bfloat16)
+        dynamo.reset()
+        compiled = trained(handle, layer, torch.compile(function, backend=graphs), x)
+    assert len(graphs.graphs) == 2 * before
+    assert_same(compiled, trained(handle, layer, function, x))
+
+
 def test_a_new_loss_scale_compiles_nothing_anew() -> None:
     model, x = ConvNet(), torch.randn(ConvNet.shape)
     handle = autoamp.init(
