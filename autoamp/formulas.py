@@ -125,7 +125,12 @@ def _fused_adam_(
 ) -> bool:  # fmt: skip
     """Step by torch's fused Adam, or with ``decoupled`` AdamW: one pass over memory in place of a dozen."""
     name = torch_private.FUSED_ADAMW if decoupled else torch_private.FUSED_ADAM
-    if name is None or not bias_correction or eps_inside_sqrt or not _are_for_fused(values, grads, firsts, seconds):
+    if (
+        name is None
+        or not bias_correction
+        or eps_inside_sqrt
+        or not _fused_kernel_takes(values, grads, firsts, seconds)
+    ):
         return False
     count = torch.full((), float(step), dtype=torch.float32, device=values[0].device)
     getattr(torch, name)(
@@ -168,7 +173,7 @@ def _fused_sgd_(
     """Step by torch's fused SGD, as `_fused_adam_` does by Adam."""
     after = decay_after_momentum and numbers["weight_decay"]
     lists = (values, grads) if velocities is None else (values, grads, velocities)
-    if torch_private.FUSED_SGD is None or first or after or not _are_for_fused(*lists):
+    if torch_private.FUSED_SGD is None or first or after or not _fused_kernel_takes(*lists):
         return False
     fused = getattr(torch, torch_private.FUSED_SGD)
     fused(values, grads, velocities or [], maximize=False, is_first_step=False, **numbers)
@@ -202,7 +207,7 @@ def _lamb_(
     torch._foreach_add_(values, updates, alpha=-lr)
 
 
-def _are_for_fused(*lists: list[Tensor]) -> bool:
+def _fused_kernel_takes(*lists: list[Tensor]) -> bool:
     """Tell whether torch's fused operators take these: they go through memory, so that all must lie in one order."""
     tensors = [tensor for some in lists for tensor in some]
     if not tensors or tensors[0].device.type not in ("cpu", "cuda"):
@@ -237,7 +242,7 @@ def adam_on_device_(
         eps_inside_sqrt: Whether ``eps`` is added under the root.
     """
 
-    def or_else(neutral: float, value: Tensor | float) -> Tensor:
+    def unless_skipped(neutral: float, value: Tensor | float) -> Tensor:
         return torch.where(skip, neutral, value)
 
     def corrected(averages: list[Tensor], beta: float) -> list[Tensor]:
@@ -245,19 +250,19 @@ def adam_on_device_(
             return [average.clone() for average in averages]
         # 1 - beta ** step. That difference itself would lose digits in fp32.
         bias = -torch.expm1(step.float() * (math.log(beta) if beta else -math.inf))
-        return list(torch._foreach_div(averages, or_else(1.0, bias)))
+        return list(torch._foreach_div(averages, unless_skipped(1.0, bias)))
 
     if weight_decay and not decoupled:
         grads = list(torch._foreach_add(grads, values, alpha=weight_decay))
     # A product with 0 would be nan where a gradient is inf or nan.
     grads = [grad.masked_fill(skip, 0.0) for grad in grads]
-    torch._foreach_mul_(firsts, or_else(1.0, beta1))
-    torch._foreach_add_(firsts, torch._foreach_mul(grads, or_else(0.0, 1.0 - beta1)))
-    torch._foreach_mul_(seconds, or_else(1.0, beta2))
-    torch._foreach_add_(seconds, torch._foreach_mul(torch._foreach_mul(grads, grads), or_else(0.0, 1.0 - beta2)))
+    torch._foreach_mul_(firsts, unless_skipped(1.0, beta1))
+    torch._foreach_add_(firsts, torch._foreach_mul(grads, unless_skipped(0.0, 1.0 - beta1)))
+    torch._foreach_mul_(seconds, unless_skipped(1.0, beta2))
+    torch._foreach_add_(seconds, torch._foreach_mul(torch._foreach_mul(grads, grads), unless_skipped(0.0, 1.0 - beta2)))
     # A skipped step must not divide 0 by 0. An eps above 0 prevents that, and can stay a Python number: adding a tensor
     # to a list of tensors waits for the device.
-    small = eps if isinstance(eps, float) and eps > 0.0 else or_else(1.0, eps)
+    small = eps if isinstance(eps, float) and eps > 0.0 else unless_skipped(1.0, eps)
     roots = corrected(seconds, beta2)
     if eps_inside_sqrt:
         torch._foreach_add_(roots, small)
@@ -268,7 +273,7 @@ def adam_on_device_(
     torch._foreach_div_(updates, roots)
     if weight_decay and decoupled:
         torch._foreach_add_(updates, values, alpha=weight_decay)
-    torch._foreach_mul_(updates, or_else(0.0, -lr))
+    torch._foreach_mul_(updates, unless_skipped(0.0, -lr))
     torch._foreach_add_(values, updates)
 
 

@@ -46,9 +46,9 @@ def has_units(dtype: torch.dtype, device_type: str, *, start_cuda: bool = False)
         start_cuda: Whether CUDA is asked where this process does not use it yet, which fixes the GPUs that it and its
             forks see. Unless it is asked the answer is yes.
     """
-    told = os.environ.get(ENVIRONMENT_VARIABLE)
-    if told is not None:
-        return HALF_NAMES[dtype] in (name.strip() for name in told.split(","))
+    configured = os.environ.get(ENVIRONMENT_VARIABLE)
+    if configured is not None:
+        return HALF_NAMES[dtype] in (name.strip() for name in configured.split(","))
     if device_type == "cpu":
         return dtype in _units_of_cpu()
     if device_type == "cuda" and torch.version.hip is None and (start_cuda or torch.cuda.is_initialized()):

@@ -27,7 +27,7 @@ from autoamp.errors import UsageError
 
 __all__ = ["CHILD_VARIABLE", "Program", "names_of_main", "prepared", "take_path"]
 
-# Holds, for children, what the parent was told: JSON of the options and of how their ``__main__`` is found.
+# Holds, for children, what the parent was parent: JSON of the options and of how their ``__main__`` is found.
 CHILD_VARIABLE = "AUTOAMP_RUN"
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -211,11 +211,11 @@ def names_of_main(set_up: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]
     if main.__name__ == "__mp_main__":
         # A fork of a server that has imported the program: from Python 3.14 on multiprocessing's forkserver does so.
         return dict(vars(main))
-    told = json.loads(os.environ[CHILD_VARIABLE])
-    set_up(told["options"])
-    program = Program(told["name"], is_module=told["is_module"])
+    parent = json.loads(os.environ[CHILD_VARIABLE])
+    set_up(parent["options"])
+    program = Program(parent["name"], is_module=parent["is_module"])
     # Grandchildren want the same.
-    _tell_children(program, told["options"])
+    _tell_children(program, parent["options"])
     if program.is_script:
         return runpy.run_path(program.name, run_name="__mp_main__")
     spec = _spec_of(program.name) if program.is_module else None

@@ -88,10 +88,10 @@ class Report:
         working = [child for child in children if not child.is_idle]
         if not working:
             return self
-        told, everyone = working[0] if self.is_idle else self, [self, *working]
-        scales = [one.loss_scale for one in (told, *working) if one.loss_scale is not None]
+        main, everyone = working[0] if self.is_idle else self, [self, *working]
+        scales = [one.loss_scale for one in (main, *working) if one.loss_scale is not None]
         return replace(
-            told,
+            main,
             program=self.program,
             seconds=self.seconds,
             exit_code=self.exit_code,
@@ -104,7 +104,7 @@ class Report:
             steps=sum(one.steps for one in everyone),
             skipped=sum(one.skipped for one in everyone),
             unmatched={
-                name: why for name, why in told.unmatched.items() if all(name in one.unmatched for one in working)
+                name: why for name, why in main.unmatched.items() if all(name in one.unmatched for one in working)
             },
             own_dtypes=_sum(one.own_dtypes for one in everyone) or {},
             children=self.children + sum(1 + child.children for child in working),

@@ -100,7 +100,7 @@ class Reducer:
             UsageError: A group of several processes was made after this reducer.
         """
         if not self._grouped:
-            _check_still_alone("Reducer")
+            _check_no_later_group("Reducer")
         elif self.module is None:
             flat_dist_call(self.grads, dist.all_reduce)
         else:
@@ -166,7 +166,7 @@ class DistributedDataParallel(Module):
         self.gradient_average = gradient_average
         self.gradient_predivide_factor = gradient_average_split_factor or gradient_predivide_factor
         self._enabled = True
-        self._watch_anew()
+        self._forget_hooks()
         if self._grouped:
             _broadcast(module.parameters(), self)
             flat_dist_call([buffer.data for buffer in module.buffers()], dist.broadcast, (0,))
@@ -179,10 +179,10 @@ class DistributedDataParallel(Module):
             UsageError: A group of several processes was made after this wrapper.
         """
         if not self._grouped:
-            _check_still_alone("DistributedDataParallel")
+            _check_no_later_group("DistributedDataParallel")
         elif current_graph_task() == -1:
             # No backward pass is running, so what is noted comes from one that raised.
-            self._earlier.clear()
+            self._summed_copies.clear()
         self._hook_parameters()
         return self.module(*inputs, **kwargs)
 
@@ -196,42 +196,42 @@ class DistributedDataParallel(Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy's parameters have no hooks, so it must not have the notes of which are watched.
-        own = ("_queued_for", "_hooked", "_reduced", "_earlier")
+        own = ("_queued_for", "_hooked", "_summed", "_summed_copies")
         return {name: value for name, value in vars(self).items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._watch_anew()
+        self._forget_hooks()
 
-    def _watch_anew(self) -> None:
+    def _forget_hooks(self) -> None:
         # The number of the backward pass that the reduction is queued for. A pass that raised leaves its number here;
         # the next pass has another one.
         self._queued_for: int | None = None
         self._hooked: Any = WeakIdKeyDictionary()
         # For sums: the parameters whose gradients were summed over the ranks, and copies of these sums. Copies are made
         # before more is added to a gradient, since that part must not be summed again.
-        self._reduced: Any = WeakIdKeyDictionary()
-        self._earlier: Any = WeakIdKeyDictionary()
+        self._summed: Any = WeakIdKeyDictionary()
+        self._summed_copies: Any = WeakIdKeyDictionary()
 
     def _hook_parameters(self) -> None:
         """Watch the parameters that are not watched yet: at each call, as some may have been frozen or missing."""
         for param in self.module.parameters() if self._grouped else ():
             if param.requires_grad and param not in self._hooked:
                 self._hooked[param] = True
-                param.register_post_accumulate_grad_hook(self._arrived)
+                param.register_post_accumulate_grad_hook(self._queue_reduction)
                 if not self.gradient_average:
-                    param.register_hook(_noting(self, param))
+                    param.register_hook(_summed_grad_hook(self, param))
 
-    def _note_earlier(self, param: Tensor) -> None:
+    def _copy_summed_grad(self, param: Tensor) -> None:
         """Copy what was summed over the ranks already, before a new gradient is added to it."""
-        if param not in self._reduced or param in self._earlier:
+        if param not in self._summed or param in self._summed_copies:
             return
         if self._enabled and param.grad is not None:
-            self._earlier[param] = param.grad.clone()
+            self._summed_copies[param] = param.grad.clone()
         else:
-            del self._reduced[param]
+            del self._summed[param]
 
-    def _arrived(self, _: Tensor) -> None:
+    def _queue_reduction(self, _: Tensor) -> None:
         """Queue the reduction for the end of the backward pass, once for each pass."""
         running = current_graph_task()
         if self._enabled and self._queued_for != running:
@@ -242,7 +242,7 @@ class DistributedDataParallel(Module):
     def _reduce(self) -> None:
         """Reduce the gradients of all parameters for which some rank has one."""
         self._queued_for = None
-        present = self._present_anywhere([param for param in self.module.parameters() if param.requires_grad])
+        present = self._params_with_grads([param for param in self.module.parameters() if param.requires_grad])
         wanted = [param for param, _ in present]
         for param, dtype in present:
             if param.grad is None:
@@ -250,19 +250,19 @@ class DistributedDataParallel(Module):
                 param.grad = torch.zeros_like(param, dtype=dtype)
             elif param.grad.dtype is not dtype:
                 param.grad = param.grad.to(dtype)
-        earlier = [] if self.gradient_average else self._taken_out(wanted)
+        earlier = [] if self.gradient_average else self._subtract_summed(wanted)
         for bucket in split_by_type([param.grad for param in wanted if param.grad is not None]).values():
             self._reduce_bucket(bucket)
         for grad, part in earlier:
             grad.add_(part)
 
-    def _present_anywhere(self, params: list[Tensor]) -> list[tuple[Tensor, torch.dtype]]:
+    def _params_with_grads(self, params: list[Tensor]) -> list[tuple[Tensor, torch.dtype]]:
         """Return the parameters that have a gradient on some rank, each with the dtype in which all ranks reduce it.
 
         A half parameter with an fp32 master may have a half gradient on one rank, and on another an fp32 one, where it
         was added to an earlier gradient: fp32 is the dtype then. UsageError: a gradient is sparse on some rank.
         """
-        anywhere = torch.tensor([_kind(param) for param in params], dtype=torch.int32).to(params[0].device)
+        anywhere = torch.tensor([_grad_kind(param) for param in params], dtype=torch.int32).to(params[0].device)
         dist.all_reduce(anywhere, dist.ReduceOp.MAX)
         found = anywhere.tolist()
         # Each rank has the same result and raises, so none waits for another.
@@ -278,18 +278,18 @@ class DistributedDataParallel(Module):
             if kind != _NONE
         ]
 
-    def _taken_out(self, params: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    def _subtract_summed(self, params: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Subtract from the gradients what was summed before. Return those gradients, each with what was subtracted."""
         parts = []
         for param in params:
             grad = param.grad
-            if grad is not None and param in self._reduced:
+            if grad is not None and param in self._summed:
                 # Without a copy nothing was added since: the whole gradient was summed before.
-                part = self._earlier.get(param, grad).clone()
+                part = self._summed_copies.get(param, grad).clone()
                 grad.sub_(part)
                 parts.append((grad, part))
-            self._reduced[param] = True
-        self._earlier.clear()
+            self._summed[param] = True
+        self._summed_copies.clear()
         return parts
 
     def _reduce_bucket(self, bucket: list[Tensor]) -> None:
@@ -305,7 +305,7 @@ class DistributedDataParallel(Module):
             grad.copy_(value)
 
 
-def _kind(param: Tensor) -> int:
+def _grad_kind(param: Tensor) -> int:
     grad = param.grad
     if grad is None:
         return _NONE
@@ -321,7 +321,7 @@ def _broadcast(params: Iterable[Tensor], wrapper: object) -> None:
         flat_dist_call([param.data for param in params] + masters, dist.broadcast, (0,))
 
 
-def _noting(ddp: DistributedDataParallel, param: Tensor) -> Callable[[Tensor], None]:
+def _summed_grad_hook(ddp: DistributedDataParallel, param: Tensor) -> Callable[[Tensor], None]:
     """Return the hook that notes what a parameter's gradient is before more is added."""
     # A weak reference, since the parameter refers to the hook.
     reference = weakref.ref(param)
@@ -329,7 +329,7 @@ def _noting(ddp: DistributedDataParallel, param: Tensor) -> Callable[[Tensor], N
     def note(_: Tensor) -> None:
         found = reference()
         if found is not None:
-            ddp._note_earlier(found)
+            ddp._copy_summed_grad(found)
 
     return note
 
@@ -347,7 +347,7 @@ def _has_group(name: str) -> bool:
     return False
 
 
-def _check_still_alone(name: str) -> None:
+def _check_no_later_group(name: str) -> None:
     """Raise UsageError where a group of several processes was made after what was built without a group."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise UsageError(
