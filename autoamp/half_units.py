@@ -109,7 +109,7 @@ def log_fp32(device_type: str) -> None:
     default = default_half_dtype(device_type)
     if os.environ.get("RANK", "0") == "0":
         log.warning(
-            "running in fp32: %s, so that half precision would be slower. To insist, name the dtype: dtype=%s, or "
+            "running in fp32: %s, and half precision would be slower. To use it anyway, pass dtype=%s, or "
             "--dtype %s", missing_units(default, device_type), default, HALF_NAMES[default],
         )  # fmt: skip
 

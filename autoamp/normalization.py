@@ -279,7 +279,8 @@ def manual_rms_norm(input: Tensor, normalized_shape: Shape, weight: Tensor | Non
 def _check_affine(name: str, affine: bool) -> None:
     if not affine:
         raise UsageError(
-            f"{name} got elementwise_affine=False, but its output has its weights' dtype; use the plain norm"
+            f"{name} got elementwise_affine=False, but its output takes the dtype of its weights; "
+            "use the norm without 'Mixed'"
         )
 
 

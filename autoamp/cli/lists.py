@@ -102,5 +102,5 @@ def _checked(name: str) -> str:
     plain = name.rpartition(".")[2]
     no_ops = {rule.target for rule in probes.default_table("default").rules if _is_no_op(rule)}
     if plain in no_ops and (plain.startswith("__") or plain[:1].isupper()):
-        raise UsageError(f"{name!r} is no op of torch, though torch has the name; give a name such as 'softmax'")
+        raise UsageError(f"{name!r} is a name of torch, but not an op; give a name such as 'softmax'")
     return name

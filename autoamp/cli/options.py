@@ -71,4 +71,4 @@ def loss_scale_of(text: str | None) -> Literal["dynamic"] | float | None:
         make_scaler(scale, torch.float16)
         return scale
     except ValueError:
-        raise UsageError(f"--loss-scale {text!r} is no loss scale; give 'dynamic' or a number above 0") from None
+        raise UsageError(f"--loss-scale {text!r}: expected 'dynamic' or a number above 0") from None

@@ -78,7 +78,9 @@ def device_of(kind: str | None = None) -> Device:
     """Describe the device that casts would act on; None is the current accelerator, else the CPU."""
     kind = device_type_of(kind)
     if kind != "cpu" and (not torch.accelerator.is_available() or default_device_type() != kind):
-        raise UsageError(f"there is no {kind} here; choose {default_device_type()!r}, or leave it out")
+        raise UsageError(
+            f"--device-type {kind}: there is no such device here; choose {default_device_type()!r}, or leave it out"
+        )
     name = _name_of_cpu() if kind == "cpu" else _name_of_accelerator(kind)
     default, in_runs = default_half_dtype(kind), half_dtype_with_units(kind) or torch.float32
     taken = default if has_units(default, kind) else torch.float32

@@ -20,7 +20,7 @@ def report(chosen: argparse.Namespace) -> int:
     if len(chosen.runs) > 2:
         raise UsageError(f"autoamp report takes one run or two, and got {len(chosen.runs)}; give two files at most")
     if not is_page(chosen.output):
-        raise UsageError(f"--output {chosen.output!r} is no page; give a name that ends in .html")
+        raise UsageError(f"--output {chosen.output!r} must end in .html")
     runs = [load_report(path) for path in chosen.runs]
     names = [Path(path).name for path in chosen.runs] if len(runs) > 1 else []
     write_report(chosen.output, runs, names)

@@ -55,7 +55,7 @@ def set_up(options: Options, *, count: bool = False, record: bool = False, sampl
     if options.opt_level in ("O2", "O3") and not alias:
         why = f"a real apex with amp is installed ({real}); --shadow-apex hides it" if real else "--no-apex is given"
         raise UsageError(
-            f"--opt-level {options.opt_level} acts where the program calls apex's amp.initialize(), and {why}; "
+            f"--opt-level {options.opt_level} only applies if the program calls apex's amp.initialize(), and {why}; "
             "use --opt-level O1, which needs no call"
         )
     handle, (device_type, default) = None, _defaults(options.device_type)

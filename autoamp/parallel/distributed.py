@@ -159,7 +159,7 @@ class DistributedDataParallel(Module):
     ) -> None:
         super().__init__()
         if shared_param is not None:
-            raise ValueError("shared_param is not supported: shared parameters need no mention; leave it out")
+            raise ValueError("shared_param is not supported; leave it out: shared parameters work without it")
         self._grouped = _has_group("DistributedDataParallel")
         self.module = module
         self.allreduce_always_fp32 = allreduce_always_fp32
@@ -270,7 +270,8 @@ class DistributedDataParallel(Module):
             index = found.index(_SPARSE)
             raise UsageError(
                 f"DistributedDataParallel: the gradient of parameter {index}, of shape {tuple(params[index].shape)}, "
-                "is sparse on some rank; dense ones alone are reduced: use torch.nn.Embedding(..., sparse=False)"
+                "is sparse on some rank, and only dense gradients are reduced; use "
+                "torch.nn.Embedding(..., sparse=False)"
             )
         return [
             (param, torch.float32 if kind == _WIDE else param.dtype)

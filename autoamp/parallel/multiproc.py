@@ -45,7 +45,7 @@ def _world_size(arguments: Sequence[str]) -> int:
     words = [word for argument in arguments for word in argument.split("=", 1)]
     text = next(iter(words[words.index("--world-size") + 1 :]), "nothing")
     if not text.isdecimal() or int(text) < 1:
-        raise UsageError(f"--world-size takes a number of processes from 1 on, not {text!r}")
+        raise UsageError(f"--world-size must be a whole number of 1 or more, not {text!r}")
     return int(text)
 
 

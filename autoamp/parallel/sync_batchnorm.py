@@ -118,7 +118,7 @@ class _Synced(torch.autograd.Function):
         mean, variance, count = _of_all(input, norm.process_group)
         if count <= 1:
             raise ValueError(
-                f"{int(count)} values per channel over all processes; training needs 2; use a larger batch"
+                f"Expected 2 or more values per channel over all processes, got {int(count)}. Use a larger batch"
             )
         scale = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
         shift = torch.zeros_like(mean) if bias is None else bias.to(mean.dtype)

@@ -37,11 +37,11 @@ def _content(path: Path | Traversable) -> bytes:
     """Return what a file holds. OSError: there is none, it is no regular file, or it is too large."""
     if os.path.exists(str(path)) and not path.is_file():
         # To open a FIFO waits for a writer.
-        raise OSError("it is no regular file")
+        raise OSError("not a regular file")
     with path.open("rb") as file:
         raw = file.read(_MOST_BYTES + 1)
     if len(raw) > _MOST_BYTES:
-        raise OSError(f"it has more than {_MOST_BYTES} bytes")
+        raise OSError(f"larger than {_MOST_BYTES} bytes")
     return raw
 
 
@@ -95,7 +95,7 @@ def _read_pyproject(path: Path) -> ListSet | None:
         return None
     except OSError as error:
         raise ListFileError(
-            f"it cannot be read ({error}); run in another folder, or make it smaller", str(path)
+            f"cannot be read ({error}); run in another folder, or repair the file", str(path)
         ) from error
     tool = data.get("tool")
     if not isinstance(tool, dict) or (table := tool.get("autoamp")) is None:
@@ -114,7 +114,7 @@ def _discover(start: Path) -> ListSet | None:
         if os.path.isfile(project):
             origin = Origin(str(project), None, False)
             if found is not None:
-                fail(origin, f"{PROJECT_FILE} and [tool.autoamp] of {pyproject} lie in one folder; keep one of them")
+                fail(origin, f"the same folder has [tool.autoamp] in {pyproject}; keep one of the two")
             found = _read(project, str(project), origin)
         if found is not None:
             return found
@@ -178,7 +178,7 @@ class _Layers:
                     self.add(item, asked_by, folder)
             case _:
                 remedy = "give a shipped set's name, a path, a mapping, a CastTable, or a list of those"
-                fail(asked_by, f"{lists!r} ({type(lists).__name__}) is no list; {remedy}")
+                fail(asked_by, f"{lists!r} ({type(lists).__name__}) is not a list set; {remedy}")
 
     def add_own(self, found: ListSet) -> None:
         """Add what a file or mapping names and extends, then its own rules."""
@@ -194,9 +194,9 @@ class _Layers:
         name = found.source.name
         if name in chain:
             cycle = " -> ".join((*chain[chain.index(name) :], name))
-            fail(asked_by, f"extends in a circle: {cycle}; take one of these out")
+            fail(asked_by, f"`extends` is circular: {cycle}; remove one of these entries")
         if len(chain) > _LONGEST_CHAIN:
-            fail(asked_by, f"{ref!r} is beyond {_LONGEST_CHAIN} `extends` in a row; merge some of these lists")
+            fail(asked_by, f"{ref!r}: more than {_LONGEST_CHAIN} `extends` in a chain; merge some of these lists")
         if name not in self.bases:
             self._extend(found, (*chain, name))
             self.bases[name] = found.own
@@ -255,7 +255,7 @@ def package_tables() -> list[tuple[PackageList, CastTable]]:
         try:
             found.append((package, _read_package(package)))
         except ListFileError as error:
-            warn_user(f"the cast list of {package.owner} is left out: {error}")
+            warn_user(f"the cast list of {package.owner} is ignored: {error}")
     return found
 
 
@@ -265,16 +265,16 @@ def _read_package(package: PackageList) -> CastTable:
         path = package.file
         raw = _content(path)
     except (OSError, ValueError) as error:
-        remedy = f"an entry point of {GROUP!r} names a package with an autoamp.toml in its folder"
-        raise ListFileError(f"{package.package!r} has no list ({error}); {remedy}", GROUP) from error
+        remedy = f"put an autoamp.toml into the folder of the package that the entry point of {GROUP!r} names"
+        raise ListFileError(f"{package.package!r} has no list file ({error}); {remedy}", GROUP) from error
     found = _checked_shipped(raw, str(path))
     if found.extends is not None:
-        fail(found.source.at("extends"), "a package's list cannot choose the base; take `extends` out")
+        fail(found.source.at("extends"), "a package's list cannot have `extends`; remove it")
     own = (f"{package.package.partition('.')[0]}.", "torch.ops.")
     names = [(rule.target, rule.origin) for rule in found.own.rules]
     for name, origin in (*names, *((rule.pattern, rule.origin) for rule in found.own.modules)):
         if not name.startswith(own):
-            fail(origin, f"{name!r} is none of the package's own: such names begin with {choices(own)}")
+            fail(origin, f"{name!r} is not a name of this package; its names begin with {choices(own)}")
     return found.own
 
 
@@ -314,6 +314,6 @@ def check_bare_names(table: CastTable, known: Collection[str]) -> tuple[CastRule
     lacking = tuple(rule for rule in table.rules if rule.bare and rule.target not in known)
     for rule in lacking:
         if not rule.origin.shipped:
-            remedy = f"{nearest(rule.target, known)} Any other function takes its dotted name"
+            remedy = f"{nearest(rule.target, known)} Name any other function by its dotted name"
             fail(rule.origin, f"unknown op {rule.target!r} under {rule.policy.value}; {remedy}")
     return lacking

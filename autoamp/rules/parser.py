@@ -112,7 +112,11 @@ class ListSet:
     def _check_schema(self, data: Mapping[str, object], needed: bool) -> None:
         schema = data.get("schema", None if needed else SCHEMA)
         if type(schema) is not int or schema != SCHEMA:
-            found = f"schema={schema!r} ({type(schema).__name__}) is unknown" if "schema" in data else "no schema"
+            found = (
+                f"schema={schema!r} ({type(schema).__name__}) is unknown"
+                if "schema" in data
+                else "the key 'schema' is missing"
+            )
             fail(self.source.at("schema"), f"{found}; this version reads 'schema = {SCHEMA}'")
 
     def _strings(
@@ -134,7 +138,7 @@ class ListSet:
             self._fail_type(key, "a table", table, self.source.at(key))
         for name, value in table.items():
             if not isinstance(name, str) or not isinstance(value, str):
-                remark = "a string, under a name that stands in quotes if it has a dot"
+                remark = "a string; a name with a dot must be in quotes"
                 wrong = value if isinstance(name, str) else name
                 self._fail_type(f"{key} {name!r}", remark, wrong, self.source.at(key, str(name)))
             yield name, value
@@ -144,7 +148,7 @@ class ListSet:
         if isinstance(none, Mapping):
             for reason in none:
                 if not isinstance(reason, str) or not isinstance(none[reason], list | tuple):
-                    remark = "an array of names, under the reason why they are left alone"
+                    remark = "an array of names, with the reason as its key"
                     self._fail_type(f"none {reason!r}", remark, none[reason], self.source.at("none", str(reason)))
                 for item, target in enumerate(self._strings(none, reason, above=("none",))):
                     origin = self.source.at("none", reason, item=item)
@@ -177,10 +181,10 @@ class ListSet:
         target, policy, origin = rule.target, rule.policy, rule.origin
         if not all(part.isidentifier() for part in target.split(".")):
             remark = "write a bare op name such as 'softmax', or a dotted name such as 'mypkg.losses.focal_loss'"
-            fail(origin, f"{target!r} under {policy.value} is no target; {remark}")
+            fail(origin, f"{target!r} under {policy.value} is not an op name; {remark}")
         if (first := self._seen.get(target)) is not None:
             both = f"{first.policy.value} ({first.origin}) and again under {policy.value} ({origin})"
-            fail(origin, f"{target!r} is under {both}; an op has one policy: remove one of the two")
+            fail(origin, f"{target!r} is under {both}; an op has one policy: remove one of these entries")
         self._seen[target] = rule
 
     def _module_rules(self, data: Mapping[str, object]) -> Iterator[ModuleRule]:
@@ -189,7 +193,7 @@ class ListSet:
             origin = self.source.at("modules", pattern)
             if pattern.split() != [pattern]:
                 remark = "write a path such as 'encoder.layers.0.*', or a class such as 'torch.nn.BatchNorm2d'"
-                fail(origin, f"{pattern!r} under modules is no pattern; {remark}")
+                fail(origin, f"{pattern!r} under modules is not a path or class; {remark}")
             if value not in _PRECISIONS:
                 fail(origin, f"{pattern!r} under modules has {value!r}; choose {choices(_PRECISIONS)}")
             yield ModuleRule(pattern, _PRECISIONS[value], origin, self.source.remark(origin))

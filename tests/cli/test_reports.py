@@ -123,7 +123,7 @@ def test_two_runs(folder: Path, ended: dict[str, Ended]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("no page", "ends in .html"), ("three", "two files at most"), ("missing", "cannot be read as a report")],
+    [("no page", "must end in .html"), ("three", "two files at most"), ("missing", "cannot be read as a report")],
 )
 def test_what_cannot_be_is_told(name: str, message: str, ended: dict[str, Ended]) -> None:
     assert ended[name].code == 2

@@ -630,5 +630,5 @@ def test_multiproc_takes_the_number_of_processes_in_both_spellings(given: list[s
 
 @pytest.mark.parametrize("given", [["--world-size"], ["--world-size", "many"], ["--world-size=0"], ["--world-size=-1"]])
 def test_multiproc_says_what_is_no_number_of_processes(given: list[str]) -> None:
-    with pytest.raises(UsageError, match=r"--world-size takes a number of processes from 1 on, not"):
+    with pytest.raises(UsageError, match=r"--world-size must be a whole number of 1 or more, not"):
         multiproc.main(["script.py", *given])

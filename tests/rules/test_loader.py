@@ -323,7 +323,7 @@ def test_a_list_file_is_a_regular_file(place: Path, tmp_path: Path, kind: str, n
         return
     where, message = run.stdout.split("|")
     assert where == (str(asking) if named_by == "extends" else named_by)
-    assert f"'{path}' cannot be read (it is no regular file); give the path of a list file" in message
+    assert f"'{path}' cannot be read (not a regular file); give the path of a list file" in message
 
 
 @pytest.mark.parametrize("name", ["mine.toml", "autoamp.toml", "pyproject.toml"])
@@ -334,7 +334,7 @@ def test_a_list_file_has_a_megabyte_at_most(place: Path, name: str) -> None:
     given = path if name == "mine.toml" else None
     assert policies(load(given))["linear"] == "fp32"
     write(path, text + "x" * (10**6 - len(text) + 1), schema=False)
-    with pytest.raises(ListFileError, match=r"has more than 1000000 bytes") as caught:
+    with pytest.raises(ListFileError, match=r"larger than 1000000 bytes") as caught:
         load(given)
     assert str(path) in str(caught.value)
 
@@ -360,7 +360,7 @@ def test_a_cycle_of_extends_shows_the_chain(place: Path) -> None:
     write(a, "extends = ['b.toml']")
     write(b, "extends = ['default', 'sub/c.toml']")
     write(c, "\nextends = '../sub/../b.toml'")
-    with pytest.raises(ListFileError, match="circle") as caught:
+    with pytest.raises(ListFileError, match="circular") as caught:
         load(a)
     assert f"{b} -> {c} -> {b}" in str(caught.value)
     assert (caught.value.path, caught.value.line) == (str(c), 3)
