@@ -91,13 +91,8 @@ class Casts:
         """Tell whether a call with these arguments is to be cast, in this thread and now."""
         return bool(self.local.on)
 
-    def when_off(self, original: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what a replacement calls where `ThreadState.on` is false: here the original.
-
-        Args:
-            original: What is replaced.
-            run: Makes a call that is cast, with ``args`` and ``kwargs``.
-        """
+    def when_off(self, original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what a replacement calls where `ThreadState.on` is false: here the original."""
         return original
 
     def begin_call(self, module: Module) -> bool:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from autoamp.inference.packed import build_packed
+from autoamp.inference.packed import PACKED, build_packed
 
-__all__ = ["build_packed"]
+__all__ = ["PACKED", "build_packed"]

@@ -69,8 +69,8 @@ class PackedLSTM(Packed):
                 return False
         return True
 
-    def run(self, args: tuple[Any, ...], narrow: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return what `torch.lstm` returns; None where shapes do not fit.
+    def run(self, args: tuple[Any, ...], narrow: Callable[[Tensor], Tensor]) -> Any:
+        """Return what `torch.lstm` returns; NotImplemented where shapes do not fit.
 
         The input is ``(length, batch, columns)``, or with ``batch_first`` ``(batch, length, columns)``; both states
         are ``(layers * directions, batch, width)``.
@@ -79,7 +79,7 @@ class PackedLSTM(Packed):
         directions = 1 + bidirectional
         expected = len(self._layers), x.shape[0 if batch_first else 1], self._width
         if x.shape[2] != self._columns or x.numel() == 0 or h.shape != expected or c.shape != expected:
-            return None
+            return NotImplemented
         y = narrow(x.transpose(0, 1) if batch_first else x).contiguous()
         hs, cs = narrow(h).contiguous().unbind(), narrow(c).contiguous().unbind()
         last_h, last_c = [], []

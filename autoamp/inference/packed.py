@@ -21,7 +21,7 @@ from autoamp.inference.lstm import PackedLSTM
 from autoamp.inference.packing import Packed, can_pack, may_call_onednn
 from autoamp.torch_private import mkldnn
 
-__all__ = ["PackedLinear", "build_packed"]
+__all__ = ["PACKED", "build_packed"]
 
 # Torch hands a smaller product of matrices to no library, so packing it would take another kernel. Products somewhat
 # larger gain less by a packed weight than the way to the kernel costs.
@@ -44,25 +44,24 @@ class PackedLinear(Packed):
         has_its_bias = len(weights) < 2 or weights[1].shape == weights[0].shape[:1]
         return mkldnn.linear is not None and is_large and has_its_bias
 
-    def run(self, args: tuple[Any, ...], narrow: Callable[[Tensor], Tensor]) -> Tensor | None:
+    def run(self, args: tuple[Any, ...], narrow: Callable[[Tensor], Tensor]) -> Any:
         """Return ``linear`` of the first argument, of shape ``(..., in_features)``."""
         x = args[0]
         if x.shape[-1:] != (self._width,):
-            return None
-        result: Tensor = mkldnn.linear(narrow(x), self._packed, self._bias, "none", [], "")
-        return result
+            return NotImplemented
+        return mkldnn.linear(narrow(x), self._packed, self._bias, "none", [], "")
 
 
-_KINDS: dict[Any, type[Packed]] = {F.linear: PackedLinear, torch.lstm: PackedLSTM}
+PACKED: dict[Any, type[Packed]] = {F.linear: PackedLinear, torch.lstm: PackedLSTM}
 """By op."""
 
 
-def build_packed(op: Any, casts: Casts) -> Callable[[tuple[Any, ...]], Any] | None:
+def build_packed(op: Any, casts: Casts) -> Callable[[tuple[Any, ...], dict[str, Any]], Any] | None:
     """Return what calls an op with packed weights while these are pinned; None for an op that none are packed for.
 
-    It takes the arguments of a call, by position, and returns None where the call is to be made without packed weights.
+    It takes the arguments of a call, and returns NotImplemented where the call is to be made without packed weights.
     """
-    kind, cache = _KINDS.get(op), casts.cache
+    kind, cache = PACKED.get(op), casts.cache
     if kind is None or casts.device_type != "cpu" or casts.dtype is not torch.bfloat16:
         return None
     pins = cache.pins
@@ -70,18 +69,18 @@ def build_packed(op: Any, casts: Casts) -> Callable[[tuple[Any, ...]], Any] | No
     def narrow(x: Tensor) -> Tensor:
         return x if x.dtype is torch.bfloat16 else x.bfloat16()
 
-    def call(args: tuple[Any, ...]) -> Any:
-        if torch.compiler.is_dynamo_compiling() or torch.is_grad_enabled() or len(args) < 2:
-            return None
+    def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kwargs or torch.compiler.is_dynamo_compiling() or torch.is_grad_enabled() or len(args) < 2:
+            return NotImplemented
         weights = kind.weights_of(args)
         pin = pins.get(id(weights[0])) if weights else None
         if pin is None or type(args[0]) is not Tensor or not may_call_onednn(args[0]):
-            return None
+            return NotImplemented
         layer = _packed(cache, kind, weights, args, casts.narrow) if pin.layer is None else pin.layer
         # A weight may serve several ops, or one with several biases: the first that it was packed for is served.
         if type(layer) is not kind or len(weights) != len(layer.parameters):
-            return None
-        return layer.run(args, narrow) if all(map(operator.is_, weights, layer.parameters)) else None
+            return NotImplemented
+        return layer.run(args, narrow) if all(map(operator.is_, weights, layer.parameters)) else NotImplemented
 
     return call
 

@@ -55,8 +55,8 @@ class Packed:
         return False
 
     def run(self, args: tuple[Any, ...], narrow: Callable[[Tensor], Tensor]) -> Any:
-        """Return what the op returns; None where the packed weights cannot serve, or do not pay."""
-        return None
+        """Return what the op returns; NotImplemented where the packed weights cannot serve."""
+        return NotImplemented
 
 
 def can_pack(weight: Tensor) -> bool:

@@ -95,13 +95,12 @@ class ModuleCasts(Casts):
         on = self.state()
         return any(tensor.dtype is self.dtype for tensor in iter_tensors((args, kwargs))) if on is None else on
 
-    def when_off(self, original: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+    def when_off(self, original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
         """Return what a replacement calls outside of modules' calls: it casts if an argument is in the half dtype."""
-        local, cast = self.local, self.local.bound(run, True)
+        local, cast = self.local, self.local.bound(replacement, True)
 
         def outside(*args: Any, **kwargs: Any) -> Any:
-            casts_now = local.on is None and self.wants(args, kwargs)
-            return cast(args, kwargs) if casts_now else original(*args, **kwargs)
+            return (cast if local.on is None and self.wants(args, kwargs) else original)(*args, **kwargs)
 
         return outside
 

@@ -20,19 +20,19 @@ __all__ = ["build_attention"]
 _LONGEST_IN_BF16 = 128
 
 
-def build_attention(original: Any, run: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
-    """Build the cast call of `torch.nn.functional.scaled_dot_product_attention` on a CPU.
+def build_attention(original: Any, casts: Casts) -> Callable[..., Any] | None:
+    """Build the way of `torch.nn.functional.scaled_dot_product_attention` on a CPU; None where half is as fast.
 
     Args:
         original: That function.
-        run: Makes the calls that are to be computed in half precision, with ``args`` and ``kwargs``.
         casts: The casts of the handle.
     """
     in_fp16 = casts.dtype is torch.float16
     has = torch.cpu.get_capabilities()
     units = ("avx512_fp16", "amx_fp16") if in_fp16 else ("amx_bf16",)
-    if not str(has["architecture"]).startswith("x86") or any(has.get(unit) for unit in units):
-        return run
+    on_x86 = casts.device_type == "cpu" and str(has["architecture"]).startswith("x86")
+    if not on_x86 or any(has.get(unit) for unit in units):
+        return None
 
     def run_attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
@@ -40,7 +40,7 @@ def build_attention(original: Any, run: Callable[..., Any], casts: Casts) -> Cal
         short = all(tensor.dim() > 1 and tensor.size(-2) <= _LONGEST_IN_BF16 for tensor in given)
         is_cast = all(casts.eligible(tensor) for tensor in given if tensor.is_floating_point())
         if not is_cast or not (in_fp16 or (trained and short)):
-            return run(args, kwargs)
+            return NotImplemented
         new, kwargs = cast_call(casts.args_to_fp32, args, kwargs)
         return original(*new, **kwargs).to(casts.dtype)
 

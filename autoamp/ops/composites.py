@@ -32,12 +32,11 @@ COMPOSITES = ops_named(
 )
 
 
-def build_composite(original: Any, run: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
-    """Build the cast call of one of `COMPOSITES`: torch's autocast is on, with its cache off, and as before afterwards.
+def build_composite(original: Any, casts: Casts) -> Callable[..., Any]:
+    """Build the way of one of `COMPOSITES`: torch's autocast is on, with its cache off, and as before afterwards.
 
     Args:
         original: One of `COMPOSITES`.
-        run: Makes the calls that are out of the ordinary, with ``args`` and ``kwargs``.
         casts: The casts of the handle.
     """
     device_type = casts.device_type
@@ -54,7 +53,7 @@ def build_composite(original: Any, run: Callable[..., Any], casts: Casts) -> Cal
             or not any(arg.dtype in HALF_DTYPES for arg in given)
             or not all(casts.eligible(arg) for arg in given if arg.dtype in HALF_DTYPES)
         ):
-            return run(args, kwargs)
+            return NotImplemented
         cached, before = torch.is_autocast_cache_enabled(), torch.get_autocast_dtype(device_type)
         try:
             # What promotes within refuses a half dtype that is not autocast's own.

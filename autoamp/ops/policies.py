@@ -18,10 +18,10 @@ from torch.nn import Parameter
 
 from autoamp.casting import RECURRENT_LAYERS, CastArgs, Casts, SparseArgument, cast_call
 from autoamp.errors import BannedFunctionError, warn_user
-from autoamp.inference import build_packed
+from autoamp.inference import PACKED, build_packed
 from autoamp.ops.attention import build_attention
 from autoamp.ops.composites import COMPOSITES, build_composite, ops_named
-from autoamp.ops.recurrent import build_recurrent_caster
+from autoamp.ops.recurrent import build_recurrent
 from autoamp.ops.writes import build_inplace, build_mutating, into_out, mutation_of
 from autoamp.patching import imitate
 from autoamp.rules import CastPolicy
@@ -43,8 +43,8 @@ _MATRIX_ORDERS = frozenset({None, "fro", 1, -1, math.inf, -math.inf})
 _ORDER_TYPES = frozenset({int, float, str, type(None)})
 _OF_MATRICES = torch.linalg.matrix_norm, torch.linalg.norm
 
-_Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
-"""Makes a call that is cast, with ``args`` and ``kwargs``."""
+OwnWay = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+"""Makes a call in an op's own way, with ``args`` and ``kwargs``; NotImplemented where it is made as any op's."""
 
 
 def build_replacement(
@@ -84,49 +84,72 @@ def build_replacement(
         CastPolicy.PROMOTE: casts.promote_args,
         CastPolicy.BANNED: _banned_caster(casts, f"{module}.{qualname}", remedy, allow_banned),
     }[policy]
-    run, within = _run_of(original, policy, cast_args, casts, functional), False
-    if policy in (CastPolicy.FP32, CastPolicy.BANNED) and functional is None:
+    called, is_builtin = original, isinstance(original, _BUILTINS)
+    if policy in (CastPolicy.FP32, CastPolicy.BANNED) and functional is None and not is_builtin:
         # fp32 is a promise on the whole of a composite function, whatever its body calls.
-        within = not isinstance(original, _BUILTINS)
-    replacement = imitate(_replacement(original, run, casts, off_within=within), original, module, qualname)
-    if isinstance(original, _BUILTINS):
+        called = _without_casts(original, casts)
+    own = _own_way(original, called, policy, cast_args, casts, functional)
+    replacement = imitate(_replacement(original, called, policy, cast_args, casts, own), original, module, qualname)
+    if is_builtin:
         # In Python that Dynamo skips, such as recurrent layers, torch compiles no op by itself. Inductor cannot: it
         # fails where it trains `torch.lstm` on a CPU.
         start_no_graph(replacement)
     return replacement if wrap is None else wrap(replacement)
 
 
-def _replacement(original: Any, run: _Run, casts: Casts, *, off_within: bool) -> Callable[..., Any]:
-    """Return what stands in for the original: it asks whether this thread casts.
+def _replacement(
+    original: Any, called: Any, policy: CastPolicy, cast_args: CastArgs, casts: Casts, own: OwnWay | None
+) -> Callable[..., Any]:
+    """Return what stands in for an original, whatever the policy: it casts every argument and calls.
 
     Args:
-        original: What is called where it does not.
-        run: Makes a call that is cast.
+        original: What is called where this thread does not cast.
+        called: What is called where it does.
+        policy: Its policy.
+        cast_args: Casts arguments as the policy says.
         casts: The state that is asked.
-        off_within: Whether casts are off while the original runs.
+        own: The op's own way.
     """
-    local, deviations = casts.local, casts.deviations
-    if not off_within:
-        when_off = casts.when_off(original, run)
+    local, deviations, to_half = casts.local, casts.deviations, policy is CastPolicy.FP16
+    # On a CPU the way of these is packed weights, and there are none while no weights are pinned.
+    asks: Any = casts.cache.pins if own and casts.device_type == "cpu" and original in PACKED else (own,) if own else ()
 
-        def replacement(*args: Any, **kwargs: Any) -> Any:
-            if deviations and not local.on:
-                return when_off(*args, **kwargs)
-            return run(args, kwargs)
-
-        return replacement
-    when_off = casts.when_off(original, local.bound(run, False))
-
-    def composite(*args: Any, **kwargs: Any) -> Any:
+    def replacement(*args: Any, **kwargs: Any) -> Any:
         if deviations and not local.on:
             return when_off(*args, **kwargs)
+        if asks and own is not None:
+            result = own(args, kwargs)
+            if result is not NotImplemented:
+                return result
+        new: Sequence[Any] = args
+        try:
+            if not kwargs:
+                new = cast_args(args)
+            elif kwargs.get("out") is not None:
+                return into_out(called, cast_args, casts, args, kwargs, to_half=to_half)
+            elif kwargs.get("dtype") not in HALF_DTYPES:
+                new, kwargs = cast_call(cast_args, args, kwargs)
+            # The caller chose a half dtype: autocast heeds it too, and norms refuse to narrow what was cast to fp32.
+        except SparseArgument:
+            new, kwargs = casts.cast_with_sparse(args, kwargs, to_half=to_half)
+        return called(*new, **kwargs)
+
+    when_off = casts.when_off(original, replacement)
+    return replacement
+
+
+def _without_casts(original: Any, casts: Casts) -> Callable[..., Any]:
+    """Return what calls a function with casts off in this thread."""
+    local, deviations = casts.local, casts.deviations
+
+    def uncast(*args: Any, **kwargs: Any) -> Any:
         # `ThreadState.set` written out: most losses and norms come here, and each call of Python's counts.
         own = vars(local)
         before = own.get("on")
         own["on"] = False
         deviations.append(None)
         try:
-            return run(args, kwargs)
+            return original(*args, **kwargs)
         finally:
             deviations.pop()
             if before is None:
@@ -134,80 +157,32 @@ def _replacement(original: Any, run: _Run, casts: Casts, *, off_within: bool) ->
             else:
                 own["on"] = before
 
-    return composite
+    return uncast
 
 
-def _run_of(original: Any, policy: CastPolicy, cast_args: CastArgs, casts: Casts, functional: Any) -> _Run:
-    to_half, mutation = policy is CastPolicy.FP16, mutation_of(original)
+def _own_way(
+    original: Any, called: Any, policy: CastPolicy, cast_args: CastArgs, casts: Casts, functional: Any
+) -> OwnWay | None:
+    """Return the way of an op that needs more than its policy says; None for any other."""
+    to_half, mutation, on_cuda = policy is CastPolicy.FP16, mutation_of(original), casts.device_type == "cuda"
     if functional is not None:
         return build_inplace(original, functional, cast_args, casts)
     if mutation is not None:
-        return build_mutating(original, cast_args, casts, mutation, to_half=to_half)
+        return build_mutating(called, cast_args, casts, mutation, to_half=to_half)
     if not isinstance(original, (*_BUILTINS, types.FunctionType)):
         # No op of torch, and maybe an object that has no hash.
-        return _general(original, cast_args, casts, to_half=to_half)
+        return None
     if to_half:
-        packed, own = build_packed(original, casts), None
         if original in _CELLS:
-            own = _keeping_caster(casts)
-        elif original in RECURRENT_LAYERS and casts.device_type == "cuda" and flatten_recurrent_weights is not None:
-            own = build_recurrent_caster(original, casts)
-        run = _general(original, cast_args, casts, to_half=True, cast_positional=own, packed=packed)
-        is_attention = original is torch.nn.functional.scaled_dot_product_attention and casts.device_type == "cpu"
-        return build_attention(original, run, casts) if is_attention else run
-    in_fp32 = _dtype_giver(original, casts) if original in _TAKE_DTYPE and policy is CastPolicy.FP32 else None
-    run = _general(original, cast_args, casts, to_half=False, in_fp32=in_fp32)
-    if original in COMPOSITES and policy is not CastPolicy.BANNED and casts.device_type == "cuda":
-        return build_composite(original, run, casts)
-    return run
-
-
-def _general(
-    original: Any,
-    cast_args: CastArgs,
-    casts: Casts,
-    *,
-    to_half: bool,
-    cast_positional: CastArgs | None = None,
-    packed: Callable[[tuple[Any, ...]], Any] | None = None,
-    in_fp32: Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any] | None] | None = None,
-) -> _Run:
-    """Cast every argument and call the original: the way of most calls, whatever the policy.
-
-    Args:
-        original: What is called.
-        cast_args: Casts arguments as the policy says.
-        casts: The casts of the handle.
-        to_half: Whether the policy is fp16.
-        cast_positional: Casts the arguments of a call without keywords, in the place of ``cast_args``.
-        packed: Calls the op with packed weights while weights are pinned; returns None where there are none.
-        in_fp32: Returns the keywords by which the op computes in fp32 from half arguments; None where it cannot.
-    """
-    pins = casts.cache.pins
-    if cast_positional is None:
-        cast_positional = cast_args
-
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if pins and packed is not None and not kwargs:
-            result = packed(args)
-            if result is not None:
-                return result
-        new: Sequence[Any] = args
-        try:
-            if in_fp32 is not None and (keywords := in_fp32(args, kwargs)) is not None:
-                kwargs = keywords
-            elif not kwargs:
-                new = cast_positional(args)
-            elif kwargs.get("out") is not None:
-                return into_out(original, cast_args, casts, args, kwargs, to_half=to_half)
-            elif kwargs.get("dtype") not in HALF_DTYPES:
-                new, kwargs = cast_call(cast_args, args, kwargs)
-            # The caller chose a half dtype: autocast heeds it too, and norms refuse to narrow what was cast to fp32.
-        except SparseArgument:
-            new, kwargs = casts.cast_with_sparse(args, kwargs, to_half=to_half)
-        return original(*new, **kwargs)
-
-    return run
+            return _keeper(casts)
+        if original is torch.nn.functional.scaled_dot_product_attention:
+            return build_attention(original, casts)
+        if original in RECURRENT_LAYERS and on_cuda and flatten_recurrent_weights is not None:
+            return build_recurrent(original, casts)
+        return build_packed(original, casts)
+    if original in COMPOSITES and policy is not CastPolicy.BANNED and on_cuda:
+        return build_composite(called, casts)
+    return _dtype_giver(original, called, casts) if original in _TAKE_DTYPE and policy is CastPolicy.FP32 else None
 
 
 def _banned_caster(casts: Casts, name: str, remedy: str, allow_banned: bool) -> CastArgs:
@@ -228,25 +203,26 @@ def _banned_caster(casts: Casts, name: str, remedy: str, allow_banned: bool) -> 
     return cast_args
 
 
-def _keeping_caster(casts: Casts) -> CastArgs:
-    """Return what casts for a cell of a recurrent layer: a module calls it in a loop, so its casts are kept at once."""
+def _keeper(casts: Casts) -> OwnWay:
+    """Return the way of a cell of a recurrent layer: a module calls it in a loop, so its casts are kept at once."""
     local, compiling = casts.local, torch.compiler.is_dynamo_compiling
 
-    def cast_args(args: Sequence[Any], shares: bool = True) -> Sequence[Any]:
+    def keep(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         entries = None if compiling() else local.entries
         if entries is not None:
             # As if they had been cast before.
             entries.update({id(arg): None for arg in args if type(arg) is Parameter and id(arg) not in entries})
-        return casts.args_to_half(args, shares)
+        return NotImplemented
 
-    return cast_args
+    return keep
 
 
-def _dtype_giver(op: Any, casts: Casts) -> Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any] | None]:
-    """Return what tells an op that takes ``dtype`` to compute in fp32: it keeps a half argument for backward, uncast.
+def _dtype_giver(op: Any, called: Any, casts: Casts) -> OwnWay:
+    """Return the way of an op that takes ``dtype``: it computes in fp32 and keeps a half argument for backward, uncast.
 
     Args:
         op: One of `_TAKE_DTYPE`.
+        called: What is called for it.
         casts: The casts of the handle.
     """
     is_norm = op.__name__.endswith("norm")
@@ -255,7 +231,7 @@ def _dtype_giver(op: Any, casts: Casts) -> Callable[[tuple[Any, ...], dict[str, 
     if isinstance(op, types.FunctionType):
         most = op.__code__.co_varnames.index("dtype")
 
-    def keywords(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (
             not args
             or type(args[0]) is not Tensor
@@ -266,12 +242,12 @@ def _dtype_giver(op: Any, casts: Casts) -> Callable[[tuple[Any, ...], dict[str, 
             or (len(args) > most and args[most] is None)
             or (is_norm and not _keeps_half(op, args, kwargs))
         ):
-            return None
+            return NotImplemented
         # A dtype that the caller gives is heeded, as under autocast.
         given = len(args) > most or kwargs.get("dtype") is not None
-        return kwargs if given else {**kwargs, "dtype": torch.float32}
+        return called(*args, **(kwargs if given else {**kwargs, "dtype": torch.float32}))
 
-    return keywords
+    return run
 
 
 def _keeps_half(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -17,7 +17,6 @@ from torch.nn import Parameter
 
 from autoamp.casting import (
     RECURRENT_LAYERS,
-    CastArgs,
     Casts,
     FlatLayout,
     RecurrentLayer,
@@ -33,7 +32,7 @@ from autoamp.torch_private import (
     tracing_state,
 )
 
-__all__ = ["build_check_input", "build_recurrent_caster"]
+__all__ = ["build_check_input", "build_recurrent"]
 
 # How many arguments each of these ops takes, in both of its forms.
 _ARGUMENTS = 9
@@ -68,13 +67,13 @@ def _flat_copy() -> Any:
     return FlatCopy.apply
 
 
-def build_recurrent_caster(
+def build_recurrent(
     original: Any,
     casts: Casts,
     find_layout: Callable[[RecurrentLayer, Sequence[Tensor]], FlatLayout] = cudnn_layout_of,
     takes: Callable[[Tensor], bool] = torch.cudnn_is_acceptable,
-) -> CastArgs:
-    """Build what casts the arguments of one of `RECURRENT_LAYERS` under the policy fp16, on CUDA.
+) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+    """Build the way of one of `RECURRENT_LAYERS` under the policy fp16, on CUDA.
 
     Args:
         original: One of `RECURRENT_LAYERS`.
@@ -85,9 +84,10 @@ def build_recurrent_caster(
     layouts: dict[RecurrentLayer, FlatLayout] = {}
     kind, gates = RECURRENT_LAYERS[original]
 
-    def cast_args(args: Sequence[Any], shares: bool = True) -> Sequence[Any]:
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (
-            torch.compiler.is_dynamo_compiling()
+            kwargs
+            or torch.compiler.is_dynamo_compiling()
             or len(args) != _ARGUMENTS
             or is_any_autocast_enabled()
             or in_function_mode()
@@ -95,21 +95,21 @@ def build_recurrent_caster(
             or in_dual_level()
             or tracing_state() is not None
         ):
-            return casts.args_to_half(args)
+            return NotImplemented
         # The op's other form takes a packed sequence, whose sizes come second.
         place = 3 if isinstance(args[3], (list, tuple)) else 2
         weights = args[place]
         layer = _layer(kind, gates, weights, args, place == 3, casts.dtype)
         if layer is None or not all(map(casts.eligible, weights)) or any(map(is_transformed, weights)):
-            return casts.args_to_half(args)
+            return NotImplemented
         given = casts.args_to_half(args[:place])
         if given[0].dtype is not casts.dtype or not takes(given[0]):
-            return casts.args_to_half(args)
+            return NotImplemented
         if layer not in layouts:
             layouts[layer] = find_layout(layer, weights)
-        return *given, _narrowed(casts, weights, layouts[layer]), *args[place + 1 :]
+        return original(*given, _narrowed(casts, weights, layouts[layer]), *args[place + 1 :])
 
-    return cast_args
+    return run
 
 
 def _layer(

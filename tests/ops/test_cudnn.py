@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import autoamp
 from autoamp.casting.casts import Casts
 from autoamp.casting.flat_weights import RECURRENT_LAYERS
-from autoamp.ops.recurrent import build_recurrent_caster
+from autoamp.ops.recurrent import build_recurrent
 from tests.casting.recurrent import LAYOUTS, MODELS, in_one_tensor, laid_out
 
 
@@ -40,10 +40,12 @@ class Spy:
             (self.weights if in_one_tensor(weights) else self.general).append(weights)
             return op(*args)
 
-        cast_args = build_recurrent_caster(op, casts, laid_out, lambda _: takes)
+        monkeypatch.setitem(RECURRENT_LAYERS, original, RECURRENT_LAYERS[op])
+        run = build_recurrent(original, casts, laid_out, lambda _: takes)
 
         def replacement(*args: Any) -> Any:
-            return original(*cast_args(args))
+            result = run(args, {})
+            return original(*casts.args_to_half(args)) if result is NotImplemented else result
 
         monkeypatch.setattr(torch.nn.modules.rnn._VF, op.__name__, replacement, raising=False)
         monkeypatch.setattr(nn.RNNBase, "check_input", lambda *_: None)
