@@ -115,7 +115,10 @@ class CastCache:
             # An inference tensor has no version, so no cast of it is kept. As parameters they are rare, so that the
             # exception costs less than a test for each parameter.
             with contextlib.suppress(RuntimeError):
-                entries[id(parameter)] = _kept(parameter, cast, parameter.untyped_storage())
+                entries[id(parameter)] = (
+                    parameter, cast, parameter._version, cast._version, parameter.data_ptr(),
+                    parameter.untyped_storage(),
+                )  # fmt: skip
         return cast
 
     def share(self, tensor: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
@@ -125,32 +128,28 @@ class CastCache:
         """
         if not tensor.requires_grad:
             return convert(tensor)
-        local = self.local
-        last = local.last
+        last = self.local.last
         # After a `detach_()` it is a leaf, and the cast belongs to the graph before that. On another stream the cast
         # may not be computed yet.
+        state = tensor.is_leaf, None if tensor.is_cpu else torch.accelerator.current_stream(tensor.device)
         if (
             last is not None
             and last[0] is tensor
-            and _is_valid(last)
+            and last[5] == state
             and last[1].requires_grad
             and torch.is_grad_enabled()
-            and last[5] == (tensor.is_leaf, _stream_of(tensor))
+            and _is_valid(last)
         ):
             return last[1]
         cast = convert(tensor)
         if cast.requires_grad:
-            # A wrapper of torch.func has no address, and is dead outside its transform.
             try:
+                # A wrapper of torch.func has no address, and is dead outside its transform.
                 cast.data_ptr()
-                local.last = _kept(tensor, cast, (tensor.is_leaf, _stream_of(tensor)))
+                self.local.last = tensor, cast, tensor._version, cast._version, tensor.data_ptr(), state
             except RuntimeError:
-                local.last = None
+                self.local.last = None
         return cast
-
-
-def _kept(source: Tensor, cast: Tensor, more: Any) -> KeptCast:
-    return source, cast, source._version, cast._version, source.data_ptr(), more
 
 
 def _is_valid(kept: KeptCast) -> bool:
@@ -188,8 +187,3 @@ def cast_for_any_mode(parameter: Tensor, convert: Callable[[Tensor], Tensor]) ->
     """Cast without gradients, outside inference mode, so that the cast has a version and can be used in any mode."""
     with torch.inference_mode(False), torch.no_grad():
         return convert(parameter)
-
-
-def _stream_of(tensor: Tensor) -> Any:
-    """Return the accelerator's current stream, to be compared with that of another time; None on a CPU."""
-    return None if tensor.is_cpu else torch.accelerator.current_stream(tensor.device)

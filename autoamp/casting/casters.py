@@ -46,9 +46,8 @@ def build_caster(
     sources, strided, plain = CASTABLE_DTYPES - {target}, torch.strided, PLAIN_TYPES
     # Reading these attributes takes a third of the time of ``tensor.device.type``.
     on_cpu, on_cuda = device_type == "cpu", device_type == "cuda"
-    compiling, any_autocast, autocast_rules, in_inference_mode = (
-        torch.compiler.is_dynamo_compiling, is_any_autocast_enabled, torch.is_autocast_enabled,
-        torch.is_inference_mode_enabled,
+    compiling, any_autocast, autocast_rules = (
+        torch.compiler.is_dynamo_compiling, is_any_autocast_enabled, torch.is_autocast_enabled
     )  # fmt: skip
     local: Any = None if cache is None else cache.local
     cached: Any = None if cache is None else cache.cast
@@ -73,7 +72,7 @@ def build_caster(
                     raise SparseArgument
                 if kind is Parameter and ((entries is not None and id(arg) in entries) or (pins and id(arg) in pins)):
                     cast = cached(arg, convert)
-                elif kind is Tensor and entries is not None and shares and not in_inference_mode():
+                elif kind is Tensor and entries is not None and shares:
                     cast = share(arg, convert)
                 else:
                     if kind is Parameter and entries is not None:
