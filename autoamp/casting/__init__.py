@@ -5,7 +5,7 @@ from __future__ import annotations
 from autoamp.casting.cache import CastCache, cast_for_any_mode, serves_others
 from autoamp.casting.casters import CastArgs, SparseArgument, cast_call
 from autoamp.casting.casts import Casts
-from autoamp.casting.flat_weights import RECURRENT_LAYERS, FlatLayout, RecurrentLayer, cudnn_layout_of, flatten_weights
+from autoamp.casting.flat_weights import RECURRENT_LAYERS, LayOut, flat_layout, flatten_weights, lay_out_for_cudnn
 from autoamp.casting.threads import Switches, Token
 
 __all__ = [
@@ -13,14 +13,14 @@ __all__ = [
     "CastArgs",
     "CastCache",
     "Casts",
-    "FlatLayout",
-    "RecurrentLayer",
+    "LayOut",
     "SparseArgument",
     "Switches",
     "Token",
     "cast_call",
     "cast_for_any_mode",
-    "cudnn_layout_of",
+    "flat_layout",
     "flatten_weights",
+    "lay_out_for_cudnn",
     "serves_others",
 ]

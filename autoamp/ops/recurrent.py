@@ -15,13 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
-from autoamp.casting import (
-    RECURRENT_LAYERS,
-    Casts,
-    FlatLayout,
-    RecurrentLayer,
-    cudnn_layout_of,
-)
+from autoamp.casting import RECURRENT_LAYERS, Casts, LayOut, flat_layout, lay_out_for_cudnn
 from autoamp.patching import imitate
 from autoamp.torch_private import (
     dispatch_modes,
@@ -43,15 +37,18 @@ def _flat_copy() -> Any:
     """Return the function that copies weights, made at its first use: most programs have no recurrent layer."""
 
     class FlatCopy(torch.autograd.Function):
-        """Weights in another dtype, all in one tensor: one kernel forward and one backward."""
+        """Weights in another dtype, all in one tensor: one kernel casts them, and one their gradients."""
 
         @staticmethod
-        def forward(ctx: Any, layout: FlatLayout, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
+        def forward(ctx: Any, layout: Any, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
             ctx.set_materialize_grads(False)
             ctx.dtype = weights[0].dtype
-            views = layout.views(weights, dtype)
-            torch._foreach_copy_(views, weights)
-            return tuple(views)
+            # Elements between weights are never read, but a nan there would show in a check of the whole tensor.
+            flat = torch.zeros(layout[0], dtype=dtype, device=weights[0].device)
+            places = zip(layout[1], weights, strict=True)
+            copies = tuple(flat.narrow(0, start, weight.numel()).view(weight.shape) for start, weight in places)
+            torch._foreach_copy_(copies, weights)
+            return copies
 
         @staticmethod
         @once_differentiable
@@ -70,7 +67,7 @@ def _flat_copy() -> Any:
 def build_recurrent(
     original: Any,
     casts: Casts,
-    find_layout: Callable[[RecurrentLayer, Sequence[Tensor]], FlatLayout] = cudnn_layout_of,
+    lay_out: LayOut = lay_out_for_cudnn,
     takes: Callable[[Tensor], bool] = torch.cudnn_is_acceptable,
 ) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
     """Build the way of one of `RECURRENT_LAYERS` under the policy fp16, on CUDA.
@@ -78,11 +75,10 @@ def build_recurrent(
     Args:
         original: One of `RECURRENT_LAYERS`.
         casts: The casts of the handle.
-        find_layout: Finds the layout of a layer's weights.
+        lay_out: Moves weights to one flat tensor.
         takes: Tells whether cuDNN takes an input.
     """
-    layouts: dict[RecurrentLayer, FlatLayout] = {}
-    kind, gates = RECURRENT_LAYERS[original]
+    kind = RECURRENT_LAYERS[original]
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (
@@ -97,40 +93,36 @@ def build_recurrent(
         ):
             return NotImplemented
         # The op's other form takes a packed sequence, whose sizes come second.
-        place = 3 if isinstance(args[3], (list, tuple)) else 2
-        weights = args[place]
-        layer = _layer(kind, gates, weights, args, place == 3, casts.dtype)
-        if layer is None or not all(map(casts.eligible, weights)) or any(map(is_transformed, weights)):
+        packed = isinstance(args[3], (list, tuple))
+        place = 3 if packed else 2
+        weights, count, bidirectional = args[place], args[place + 2], bool(args[place + 5])
+        if not _can_lie_in_one(casts, weights, count * (2 if bidirectional else 1)):
             return NotImplemented
         given = casts.args_to_half(args[:place])
         if given[0].dtype is not casts.dtype or not takes(given[0]):
             return NotImplemented
-        if layer not in layouts:
-            layouts[layer] = find_layout(layer, weights)
-        return original(*given, _narrowed(casts, weights, layouts[layer]), *args[place + 1 :])
+
+        shapes = tuple(weight.shape for weight in weights)
+        layer = kind, count, bidirectional, not packed and bool(args[8])
+        layout = flat_layout(lay_out, casts.dtype, weights[0].device, shapes, *layer)
+        return original(*given, _narrowed(casts, weights, layout), *args[place + 1 :])
 
     return run
 
 
-def _layer(
-    kind: str, gates: int, weights: Any, args: Sequence[Any], packed: bool, dtype: torch.dtype
-) -> RecurrentLayer | None:
-    """Describe the layer of a call; None where it is no ordinary one with weights in fp32."""
-    if not isinstance(weights, (list, tuple)) or not isinstance(args[0], Tensor):
-        return None
-    for weight in weights:
-        if type(weight) not in (Parameter, Tensor) or weight.dtype is not torch.float32 or not weight.is_contiguous():
-            return None
-    count, bidirectional = args[5 if packed else 4], bool(args[8 if packed else 7])
-    shapes = tuple(weight.shape for weight in weights)
-    layer = RecurrentLayer(kind, gates, shapes, dtype, count, bidirectional, not packed and bool(args[8]))
-    groups = count * (2 if bidirectional else 1)
-    if not groups or len(weights) % groups or layer.each not in (2, 3, 4, 5) or len(shapes[0]) != 2:
-        return None
-    return layer
+def _can_lie_in_one(casts: Casts, weights: Any, layers: int) -> bool:
+    """Tell whether these are the weights of an ordinary recurrent layer, all in fp32 and to be cast."""
+    return (
+        isinstance(weights, (list, tuple))
+        and all(type(weight) in (Parameter, Tensor) and weight.dtype is torch.float32 for weight in weights)
+        and all(weight.is_contiguous() and casts.eligible(weight) and not is_transformed(weight) for weight in weights)
+        and layers > 0
+        and len(weights) in (2 * layers, 3 * layers, 4 * layers, 5 * layers)
+        and weights[0].dim() == 2
+    )
 
 
-def _narrowed(casts: Casts, weights: Sequence[Tensor], layout: FlatLayout) -> list[Tensor]:
+def _narrowed(casts: Casts, weights: Sequence[Tensor], layout: Any) -> list[Tensor]:
     """Return the weights in half, from one flat tensor: an earlier one where that still holds."""
     made: dict[int, Tensor] = {}
 

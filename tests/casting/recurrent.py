@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-
-from autoamp.casting.flat_weights import FlatLayout, RecurrentLayer
 
 SIZES = {"input_size": 5, "hidden_size": 6, "num_layers": 2}
 
-LAYOUTS: list[RecurrentLayer] = []
+LAYOUTS: list[tuple[Any, ...]] = []
 
 MODELS: dict[str, Any] = {
     "LSTM": lambda: nn.LSTM(**SIZES),
@@ -24,14 +23,13 @@ MODELS: dict[str, Any] = {
 }
 
 
-def laid_out(layer: RecurrentLayer, weights: Sequence[Tensor]) -> FlatLayout:
+def lay_out(weights: Sequence[Tensor], *layer: Any) -> None:
     """Biases first, and two elements between the weights."""
     LAYOUTS.append(layer)
-    offsets, size = {}, 0
-    for index in sorted(range(len(weights)), key=lambda index: weights[index].dim()):
-        offsets[index] = size
-        size += weights[index].numel() + 2
-    return FlatLayout(size, tuple(offsets[index] for index in range(len(weights))))
+    flat, start = torch.zeros(sum(weight.numel() + 2 for weight in weights), dtype=weights[0].dtype), 0
+    for weight in sorted(weights, key=Tensor.dim):
+        weight.data = flat[start : start + weight.numel()].view(weight.shape).copy_(weight.detach())
+        start += weight.numel() + 2
 
 
 def in_one_tensor(weights: Sequence[Tensor]) -> bool:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from autoamp.casting.flat_weights import RECURRENT_LAYERS, RecurrentLayer, flatten_weights
-from tests.casting.recurrent import LAYOUTS, MODELS, in_one_tensor, laid_out
+from autoamp.casting.flat_weights import flatten_weights
+from tests.casting.recurrent import LAYOUTS, MODELS, in_one_tensor, lay_out
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -18,15 +16,8 @@ def test_weights_in_bf16_move_to_one_tensor(name: str) -> None:
     model: nn.RNNBase = MODELS[name]().bfloat16()
     before = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
 
-    def move(layer: RecurrentLayer, weights: Sequence[Tensor]) -> None:
-        flat = laid_out(layer, weights).views(weights, layer.dtype)
-        for weight, place in zip(weights, flat, strict=True):
-            weight.data = place.copy_(weight.detach())
-
-    flatten_weights(model, move, takes=lambda _: True)
-    (layer,) = LAYOUTS
-    assert layer.gates == dict(RECURRENT_LAYERS.values())[layer.kind]
-    assert layer.each * layer.count * (1 + layer.bidirectional) == len(before)
+    flatten_weights(model, lay_out, takes=lambda _: True)
+    assert [(model.mode, model.num_layers, model.bidirectional, model.batch_first)] == LAYOUTS
     assert in_one_tensor(list(model.parameters()))
     for parameter, (same, values) in zip(model.parameters(), before, strict=True):
         assert parameter is same
@@ -34,14 +25,13 @@ def test_weights_in_bf16_move_to_one_tensor(name: str) -> None:
 
 
 def test_weights_that_cannot_move_stay() -> None:
-    def move(layer: RecurrentLayer, weights: Sequence[Tensor]) -> None:
-        raise AssertionError
-
+    LAYOUTS.clear()
     shared = MODELS["LSTM"]().bfloat16()
     shared.bias_hh_l0 = shared.bias_ih_l0
     mixed = MODELS["LSTM"]().bfloat16()
     mixed.bias_hh_l0.data = mixed.bias_hh_l0.data.float()
     # Torch's own method sees to the others.
     for model in (shared, mixed, MODELS["LSTM"](), MODELS["LSTM"]().half()):
-        flatten_weights(model, move, takes=lambda _: True)
-    flatten_weights(MODELS["LSTM"]().bfloat16(), move)
+        flatten_weights(model, lay_out, takes=lambda _: True)
+    flatten_weights(MODELS["LSTM"]().bfloat16(), lay_out)
+    assert not LAYOUTS

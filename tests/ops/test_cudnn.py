@@ -10,18 +10,18 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp.casting.casts import Casts
-from autoamp.casting.flat_weights import RECURRENT_LAYERS
+from autoamp.casting.flat_weights import RECURRENT_LAYERS, flat_layout
 from autoamp.ops.recurrent import build_recurrent
-from tests.casting.recurrent import LAYOUTS, MODELS, in_one_tensor, laid_out
+from tests.casting.recurrent import LAYOUTS, MODELS, in_one_tensor, lay_out
 
 
 def op_of(model: nn.RNNBase) -> Any:
-    kind = model.mode
-    return {kind_of: op for op, (kind_of, _) in RECURRENT_LAYERS.items()}[kind]
+    return {kind: op for op, kind in RECURRENT_LAYERS.items()}[model.mode]
 
 
 def started(half: torch.dtype) -> Casts:
     LAYOUTS.clear()
+    flat_layout.cache_clear()
     casts = Casts(half, "cpu")
     casts.open()
     return casts
@@ -41,7 +41,7 @@ class Spy:
             return op(*args)
 
         monkeypatch.setitem(RECURRENT_LAYERS, original, RECURRENT_LAYERS[op])
-        run = build_recurrent(original, casts, laid_out, lambda _: takes)
+        run = build_recurrent(original, casts, lay_out, lambda _: takes)
 
         def replacement(*args: Any) -> Any:
             result = run(args, {})
@@ -72,19 +72,13 @@ def test_values_and_gradients_are_those_of_casts_one_by_one(
         assert bool(spy.weights) is takes
         assert bool(spy.general) is not takes
         assert all(map(in_one_tensor, spy.weights))
+        layer = model.mode, model.num_layers, model.bidirectional, model.batch_first and not packed
+        assert ([layer] if takes else []) == LAYOUTS[:1]
         outputs.float().square().sum().backward()
         found.append([outputs, *(parameter.grad for parameter in model.parameters())])
         model.zero_grad()
     assert {value.dtype for value in found[0][1:]} == {torch.float32}
     torch.testing.assert_close(found[0], found[1])
-
-
-def test_the_layout_of_a_layer_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = MODELS["LSTM"](), torch.randn(4, 3, 5)
-    Spy(model, started(torch.float16), monkeypatch)
-    for _ in range(3):
-        model(x, (torch.zeros(2, 3, 6), torch.zeros(2, 3, 6).half()))
-    assert [(layer.kind, layer.gates, layer.each, layer.count) for layer in LAYOUTS] == [("LSTM", 4, 4, 2)]
 
 
 def test_casts_are_kept_from_the_second_use_on(half: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
