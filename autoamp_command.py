@@ -20,15 +20,15 @@ DTYPES = ("fp16", "float16", "bf16", "bfloat16")
 LEVELS = ("O0", "O1", "O2", "O3")
 
 _RUN_HELP = """\
-Runs a program unmodified, in mixed precision. Torch is patched by the cast lists before the program's first import.
-What its modules compute is cast; tables, statistics and preprocessing stay as they are. In fp16 its losses are scaled,
-its gradients unscaled before its own code sees them, and steps that overflow skipped. A program that does this by
-itself (apex, torch.amp, half-precision models) is left to do so: `import apex` finds autoamp.
+Runs an unmodified program in mixed precision. autoamp patches torch before the program's first import. Ops inside
+module calls are cast by the cast lists; code outside of modules is not. In fp16 losses are scaled, gradients are
+unscaled before the program reads them, and steps that overflow are skipped. A program with its own mixed precision
+(torch.amp, FP16_Optimizer, half-precision models) keeps control of it. `import apex` finds autoamp.
 """
 
 _LEVEL_HELP = """\
-O1 (default): patch torch. O0: fp32, for comparison. O2, O3: half-precision models; as they need the model, they act
-where the program gives it to apex's amp.initialize() without naming a level, and nothing is cast until then
+O1 (default): patch torch. O0: fp32, for comparison. O2, O3: half-precision models; they only apply if the program
+calls apex's amp.initialize() without a level, and nothing is cast before that call
 """
 
 _FAIL_HELP = """\
@@ -99,35 +99,37 @@ def _add_run(commands: Any) -> None:
     run.add_argument(
         "--dtype",
         choices=DTYPES,
-        help="default: bf16 or fp16 where the device has units for it, else fp32; fp16 for a program of Apex",
+        help="default: bf16 or fp16 if the device has units for it, else fp32; fp16 for a script that imports apex",
     )
-    run.add_argument("--device-type", help="whose tensors are cast: cuda, cpu, ...; the accelerator's unless given")
+    run.add_argument(
+        "--device-type", help="the device whose tensors are cast: cuda, cpu, ...; default: the accelerator"
+    )
     run.add_argument("--lists", action="append", default=[], metavar="LIST",
                      help="a list set or file, over the project's own; repeatable")  # fmt: skip
     run.add_argument("--opt-level", default="O1", choices=LEVELS, help=_LEVEL_HELP)
     run.add_argument(
         "--loss-scale",
         metavar="SCALE",
-        help="'dynamic' or a number, for an amp.initialize() that names none too; default: dynamic, and 1 for bf16",
+        help="'dynamic' or a number; default: dynamic, and 1 for bf16. Also applies to an amp.initialize() without one",
     )
     run.add_argument("--no-apex", dest="apex", action="store_false", help="do not let `import apex` find autoamp")
-    run.add_argument("--shadow-apex", action="store_true", help="hide a real apex that is installed")
-    run.add_argument("--fastai1", action="store_true", help="let fastai 1.0.61 run on today's torch")
+    run.add_argument("--shadow-apex", action="store_true", help="hide an installed apex of NVIDIA")
+    run.add_argument("--fastai1", action="store_true", help="let fastai 1.0.61 run on the installed torch")
     run.add_argument(
-        "--trace-overflow", action="store_true", help="tell for each skipped step what overflowed, on standard error"
+        "--trace-overflow", action="store_true", help="log for each skipped step what overflowed, on standard error"
     )
     run.add_argument(
         "--report",
         metavar="FILE",
-        help="write how it went to this file: a page where it ends in .html, else JSON; implies --trace-overflow, and "
-        "looks closely at some steps, which take longer",
+        help="write a report: a page if the name ends in .html, else JSON; implies --trace-overflow, and samples some "
+        "steps, which take longer",
     )
     run.add_argument("--fail-on", choices=["overflow", "skip"], help=_FAIL_HELP)
     run.add_argument(
         "--keep-memory",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="on a CPU with glibc, keep freed memory for the next step; see autoamp.keep_freed_memory",
+        help="on a CPU with glibc, keep freed memory for the next step (default); see autoamp.keep_freed_memory",
     )
     run.add_argument("--quiet", action="store_true", help="no summary at the end")
     run.add_argument("-m", dest="is_module", action="store_true", help="run a module, as python -m does")
@@ -140,7 +142,7 @@ def _add_profile(commands: Any) -> None:
     """Add the command ``profile`` to a parser's commands."""
     profile = commands.add_parser(
         "profile",
-        help="run a program in fp32, and tell what fp16 and bf16 would make of its values",
+        help="run a program in fp32, and show which of its values fp16 and bf16 cannot hold",
         description=_PROFILE_HELP,
         usage="autoamp profile [options] script.py args...\n       autoamp profile [options] -m module args...",
     )
@@ -187,37 +189,37 @@ def _add_tune(commands: Any) -> None:
 
 def _add_doctor(commands: Any) -> None:
     """Add the command ``doctor`` to a parser's commands."""
-    doctor = commands.add_parser("doctor", help="look at the device, the lists and the names taken before init")
-    doctor.add_argument("--quick", action="store_true", help="measure nothing")
+    doctor = commands.add_parser("doctor", help="check the device, the lists, and the names bound before init")
+    doctor.add_argument("--quick", action="store_true", help="skip the measurements")
     doctor.add_argument("--json", action="store_true", help="print a JSON object")
-    doctor.add_argument("--device-type", help="cuda, cpu, ...; the accelerator's unless given")
+    doctor.add_argument("--device-type", help="cuda, cpu, ...; default: the accelerator")
     doctor.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE",
-                        help="import this first, to see the names that it takes; repeatable")  # fmt: skip
+                        help="import this module first, to see the names that it binds; repeatable")  # fmt: skip
 
 
 def _add_lists(commands: Any) -> None:
     """Add the command ``lists`` to a parser's commands."""
-    lists = commands.add_parser("lists", help="show each rule, why it is there, and in which file and line")
-    lists.add_argument("ops", nargs="*", metavar="OP", help="only what applies to these, such as softmax")
+    lists = commands.add_parser("lists", help="show each rule with its reason, file and line")
+    lists.add_argument("ops", nargs="*", metavar="OP", help="show the rules for these ops only, such as softmax")
     lists.add_argument("--set", default=None, help="a list set or file; default: what this project uses")
-    lists.add_argument("--dtype", choices=DTYPES, help="for which half dtype; the device's unless given")
-    lists.add_argument("--device-type", help="for which device: cuda, cpu, ...; the accelerator's unless given")
+    lists.add_argument("--dtype", choices=DTYPES, help="the half dtype; default: that of the device")
+    lists.add_argument("--device-type", help="the device: cuda, cpu, ...; default: the accelerator")
     lists.add_argument("--json", action="store_true", help="print a JSON object")
     lists.add_argument("--check", action="store_true",
-                       help="compare the shipped sets with the installed torch; exit 1 where they differ")  # fmt: skip
+                       help="compare the shipped sets with the installed torch; exit 1 if they differ")  # fmt: skip
 
 
 def _add_report(commands: Any) -> None:
     """Add the command ``report`` to a parser's commands."""
     report = commands.add_parser(
         "report",
-        help="make a page of a run's report, or of two runs side by side",
-        description="Makes a page of HTML of what autoamp run --report FILE.json wrote, of one run or two.",
+        help="make an HTML page of one run, or of two runs side by side",
+        description="Makes an HTML page of one or two files that autoamp run --report FILE.json wrote.",
     )
     report.add_argument("runs", nargs="+", metavar="RUN.json", help="one file, or two")
     report.add_argument("-o", "--output", default="report.html", metavar="FILE.html", help="default: report.html")
     report.add_argument(
         "--fail-on",
         choices=["overflow", "skip"],
-        help="end with exit code 3 where a run has such skips; see autoamp run",
+        help="end with exit code 3 if a run has such skips; see autoamp run",
     )
