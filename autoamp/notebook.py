@@ -10,7 +10,7 @@ import torch
 
 from autoamp.diagnostics import report_page
 from autoamp.errors import UsageError
-from autoamp.runtime import active_handle, init
+from autoamp.runtime import current_handle, init
 
 __all__ = ["load_ipython_extension"]
 
@@ -50,7 +50,7 @@ def _autoamp(line: str) -> Any:
         )
         handle.auto_scale()
         handle.record()
-    elif chosen.action == "off" and (active := active_handle()) is not None:
+    elif chosen.action == "off" and (active := current_handle()) is not None:
         active.deactivate()
     elif chosen.action == "report":
         return _shown_report()
@@ -59,7 +59,7 @@ def _autoamp(line: str) -> Any:
 
 
 def _status() -> str:
-    handle = active_handle()
+    handle = current_handle()
     if handle is None:
         return "autoamp is off"
     settings = handle.settings
@@ -71,7 +71,7 @@ def _status() -> str:
 
 
 def _shown_report() -> Any:
-    handle = active_handle()
+    handle = current_handle()
     if handle is None:
         raise UsageError("%autoamp report: autoamp is off, and nothing was recorded; run `%autoamp on` before training")
     import html

@@ -9,7 +9,7 @@ from torch.nn import Module
 
 from autoamp.checkpoints.optimizer_state import load_optimizers, optimizers_state
 from autoamp.errors import UsageError, warn_user
-from autoamp.runtime import active_handle, runtime_of
+from autoamp.runtime import current_handle, runtime_of
 from autoamp.stepping import is_optimizer
 
 __all__ = ["DistributedState"]
@@ -90,7 +90,7 @@ class DistributedState:
         set_model_state_dict(self._model, dict(state["model"]))
         if self._optimizers:
             load_optimizers(self._model, self._optimizers, state["optimizer"])
-        handle = active_handle()
+        handle = current_handle()
         scales = state.get("amp", {})
         if handle is None:
             return
@@ -106,7 +106,7 @@ class DistributedState:
             )
 
     def _scales(self) -> dict[str, Any]:
-        handle = active_handle()
+        handle = current_handle()
         return handle.state_dict() if self._amp and handle is not None else {}
 
 

@@ -15,7 +15,7 @@ from autoamp.cli.launch import Program, prepared, take_path
 from autoamp.cli.options import Options
 from autoamp.cli.output import say
 from autoamp.errors import UsageError
-from autoamp.runtime import Handle, Settings, put_handle
+from autoamp.runtime import Handle, Settings, check_device, put_handle
 
 __all__ = ["prepared_profile"]
 
@@ -37,9 +37,9 @@ def prepared_profile(chosen: argparse.Namespace, argv: Sequence[str]) -> Callabl
         raise UsageError(f"--json {chosen.json!r} cannot be written: give a file in a directory that exists")
     program = Program(chosen.program, tuple(chosen.args), chosen.is_module)
     take_path(program)
-    handle: Any = Handle(
-        Settings.of(dtype=torch.float16, device_type=chosen.device_type, lists=chosen.lists or None).on_device()
-    )
+    settings = Settings.of(chosen.lists or None, chosen.device_type, torch.float16)
+    check_device(settings.device_type)
+    handle: Any = Handle(settings)
     put_handle(handle)
     ranges = handle.profile_ranges(every=chosen.every)
     run_program = prepared(program, Options(opt_level="O0", device_type=chosen.device_type).as_dict())

@@ -162,7 +162,7 @@ class Run:
 
     def end_recording(self) -> dict[str, Any] | None:
         """Record no more, and return the values of what was recorded; None where there is no handle."""
-        now = runtime.active_handle() or self.handle
+        now = runtime.current_handle() or self.handle
         self._forget_recording()
         if now is None:
             return None
@@ -199,7 +199,7 @@ class Run:
 
     def report(self, program: list[str], exit_code: int) -> Report:
         """Return how it went up to now."""
-        now = runtime.active_handle() or self.handle
+        now = runtime.current_handle() or self.handle
         self._forget()
         self._forget = lambda: None
         counts = sum_of(self._counts) if self._counts else None
@@ -229,7 +229,7 @@ class Run:
             peak_rss=peak_rss(),
         )
 
-    def _dtype(self, now: Handle | None, own: Mapping[str, int]) -> str | None:
+    def _dtype(self, now: runtime.BaseHandle | None, own: Mapping[str, int]) -> str | None:
         """Return the dtype that the program ran in: its own, where it has its own mixed precision."""
         if now is None:
             return None
@@ -245,13 +245,13 @@ class Run:
         return _name(now.settings.dtype)
 
     def _done(self) -> _Done | None:
-        now = runtime.active_handle() or self.handle
+        now = runtime.current_handle() or self.handle
         if now is None:
             return None
         done, own = runtime_of(now).optimizers.counts, runtime_of(now).optimizers.counts.own
         return _Done(done.steps, now.skipped_steps) if own is None else _Done(own.steps, own.skipped)
 
-    def _steps(self, now: Handle | None) -> dict[str, Any]:
+    def _steps(self, now: runtime.BaseHandle | None) -> dict[str, Any]:
         """Return what a report says of steps and the loss scale."""
         if now is None:
             return {"loss_scale": None, "steps": 0, "skipped": 0}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from autoamp.rules import CastTable
 from autoamp.runtime import (
     Settings,
     Setup,
+    check_device,
     checked_scale,
     current_runtime,
     needed_handle,
@@ -44,56 +45,27 @@ log = logging.getLogger(__name__)
 # One module, or several; and what is given comes back as it is.
 Models = TypeVar("Models", bound="Module | Sequence[Module]")
 Optimizers = TypeVar("Optimizers")
+Others = ParamSpec("Others")
 
 
-@overload
-def initialize(
-    models: Models,
-    optimizers: None = None,
-    enabled: bool | None = True,
-    opt_level: Literal["O0", "O1", "O2", "O3"] = "O1",
-    cast_model_type: torch.dtype | Literal[False] | None = None,
-    patch_torch_functions: bool | None = None,
-    keep_batchnorm_fp32: bool | None = None,
-    master_weights: bool | None = None,
-    loss_scale: float | Literal["dynamic"] | LossScaler | None = None,
-    cast_model_outputs: torch.dtype | None = None,
-    num_losses: int = 1,
-    verbosity: int = 1,
-    min_loss_scale: float | None = None,
-    max_loss_scale: float = 2.0**24,
-    *,
-    scope: Literal["global", "models"] = "global",
-    dtype: torch.dtype | None = None,
-    device_type: str | None = None,
-    lists: Any = None,
-    trace_overflow: bool = False,
-    process_group: Any = None,
-) -> Models: ...
-@overload
-def initialize(
-    models: Models,
-    optimizers: Optimizers,
-    enabled: bool | None = True,
-    opt_level: Literal["O0", "O1", "O2", "O3"] = "O1",
-    cast_model_type: torch.dtype | Literal[False] | None = None,
-    patch_torch_functions: bool | None = None,
-    keep_batchnorm_fp32: bool | None = None,
-    master_weights: bool | None = None,
-    loss_scale: float | Literal["dynamic"] | LossScaler | None = None,
-    cast_model_outputs: torch.dtype | None = None,
-    num_losses: int = 1,
-    verbosity: int = 1,
-    min_loss_scale: float | None = None,
-    max_loss_scale: float = 2.0**24,
-    *,
-    scope: Literal["global", "models"] = "global",
-    dtype: torch.dtype | None = None,
-    device_type: str | None = None,
-    lists: Any = None,
-    trace_overflow: bool = False,
-    process_group: Any = None,
-) -> tuple[Models, Optimizers]: ...
+class _Initialize(Protocol[Others]):
+    """What a type checker knows of `initialize`: it returns what it was given."""
+
+    @overload
+    def __call__(
+        self, models: Models, optimizers: None = None, *others: Others.args, **named: Others.kwargs
+    ) -> Models: ...
+    @overload
+    def __call__(
+        self, models: Models, optimizers: Optimizers, *others: Others.args, **named: Others.kwargs
+    ) -> tuple[Models, Optimizers]: ...
+
+
+def _returns_its_arguments(function: Callable[Concatenate[Any, Any, Others], Any]) -> _Initialize[Others]:
+    return cast("_Initialize[Others]", function)
+
+
+@_returns_its_arguments
 def initialize(
     models: Any,
     optimizers: Any = None,
@@ -177,13 +149,12 @@ def initialize(
         refuse_sharded(model_list, opt_level)
     asked = None if process_group is None else RequestedGroup.of(process_group, None)
     half = level.cast_model_type if level.cast_model_type in HALF_DTYPES else dtype
-    settings = Settings.of(level.loss_scale, True, verbosity > 1, True, lists, device_type, half, True).on_device()
-    level = _with_units(level, half, settings.device_type)
+    settings = Settings.of(lists, device_type, half, loss_scale=level.loss_scale, trace_overflow=trace_overflow)
+    level = _on_device(level, half, settings.device_type)
     table = settings.table if level.patch_torch_functions else CastTable(modules=settings.table.modules)
     expand(table)
-    settings = replace(settings, table=table, opt_level=level.name, trace_overflow=trace_overflow)
+    settings = replace(settings, table=table, opt_level=level.name, verbose=verbosity > 1)
     scalers = scalers_for(level, settings.dtype, num_losses, min_loss_scale, max_loss_scale)
-    earlier = earlier_setups(model_list)
     setup = Setup(
         settings,
         patches=level.patch_torch_functions,
@@ -194,7 +165,7 @@ def initialize(
         models=weakref.WeakSet(model_list),
     )
     # Every argument was checked: from here on what was set up before for these models is undone.
-    runtime = runtime_for(setup, earlier, model_list, optimizer_list)
+    runtime = runtime_for(setup, earlier_setups(model_list), model_list, optimizer_list)
     setup = runtime.setups[-1]
     try:
         set_up_models(runtime, setup, level, model_list, cast_model_outputs)
@@ -218,8 +189,13 @@ def initialize(
     return result
 
 
-def _with_units(level: OptLevel, half: torch.dtype | None, device_type: str) -> OptLevel:
-    """Return the level; O0 where it casts to a half dtype that the call does not name and the device is slow in."""
+def _on_device(level: OptLevel, half: torch.dtype | None, device_type: str) -> OptLevel:
+    """Return the level; O0 where it casts to a half dtype that the call does not name and the device is slow in.
+
+    Raises:
+        UsageError: There is no such device.
+    """
+    check_device(device_type)
     casts = level.casts_models or level.patch_torch_functions
     if not (casts and falls_back_to_fp32(half, device_type)):
         return level

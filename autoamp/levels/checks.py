@@ -44,16 +44,16 @@ def refuse_sharded(models: Sequence[Module], opt_level: str) -> None:
     for model in models:
         for name, module in model.named_modules():
             if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
-                raise UsageError(_distributed_already(opt_level, f"fully_shard has sharded {name or 'it'!r}"))
-            if is_parallelized(module):
-                raise UsageError(_distributed_already(opt_level, f"parallelize_module has sharded {name or 'it'!r}"))
-
-
-def _distributed_already(opt_level: str, what: str) -> str:
-    return (
-        f"opt_level={opt_level!r} casts the model, and {what} already, in the dtype it had; call initialize(model) "
-        "first, then fully_shard or parallelize_module, then make the optimizer"
-    )
+                sharded_by = "fully_shard"
+            elif is_parallelized(module):
+                sharded_by = "parallelize_module"
+            else:
+                continue
+            raise UsageError(
+                f"opt_level={opt_level!r} casts the model, and {sharded_by} has sharded {name or 'it'!r} already, in "
+                "the dtype it had; call initialize(model) first, then fully_shard or parallelize_module, then make the "
+                "optimizer"
+            )
 
 
 def checked_optimizers(optimizers: Any) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoamp.runtime.active import active_handle, current_handle, current_runtime, needed_handle, put_handle
+from autoamp.runtime.active import current_handle, current_runtime, needed_handle, put_handle
 from autoamp.runtime.api import (
     disable_casts,
     float_function,
@@ -28,7 +28,6 @@ __all__ = [
     "Settings",
     "Setup",
     "activated",
-    "active_handle",
     "check_device",
     "checked_scale",
     "current_handle",

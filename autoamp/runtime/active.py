@@ -17,7 +17,6 @@ from autoamp.stepping import announce_disabled, announce_enabled
 
 __all__ = [
     "ActiveHandles",
-    "active_handle",
     "current_handle",
     "current_runtime",
     "handles",
@@ -151,22 +150,11 @@ class ActiveHandles:
 handles = ActiveHandles()
 
 
-def put_handle(handle: BaseHandle | None) -> None:
-    """Make ``handle`` the active one and deactivate the one before; None only deactivates that one.
-
-    Raises:
-        UsageError: A region with a handle of its own is open.
-    """
-    handles.put_base(handle)
+put_handle = handles.put_base
 
 
 def current_handle() -> BaseHandle | None:
     """Return the active handle, None where torch is not patched."""
-    return handles.handle
-
-
-def active_handle() -> Handle | None:
-    """Return what `current_handle` does, typed as what it is."""
     return handles.handle
 
 

@@ -80,8 +80,9 @@ def init(
     if verbose:
         _show_log()
     settings = Settings.of(
-        loss_scale, enable_caching, verbose, allow_banned, lists, device_type, dtype, rebind, scope, trace_overflow
-    )
+        lists, device_type, dtype, loss_scale=loss_scale, enable_caching=enable_caching, verbose=verbose,
+        allow_banned=allow_banned, rebind=rebind, scope=scope, trace_overflow=trace_overflow,
+    )  # fmt: skip
     check_device(settings.device_type)
     if falls_back_to_fp32(dtype, settings.device_type):
         return _put_no_op()

@@ -32,7 +32,7 @@ from autoamp.diagnostics import (
 from autoamp.errors import UsageError
 from autoamp.kernels import Backend, backend
 from autoamp.modules import ModuleCasts, Override
-from autoamp.rules import CastRule
+from autoamp.rules import CastRule, CastTable
 from autoamp.runtime.runtime import Runtime, kind_of
 from autoamp.runtime.settings import Settings
 from autoamp.scaling import LossScaler, RequestedGroup, is_count, make_scaler
@@ -590,7 +590,7 @@ class NoOpHandle(BaseHandle):
     """What ``init(enabled=False)`` returns: a handle whose settings say that it is disabled."""
 
     def __init__(self) -> None:
-        super().__init__(Settings.disabled())
+        super().__init__(Settings("cpu", torch.float16, CastTable(), loss_scale=1.0, enabled=False))
 
 
 @contextlib.contextmanager

@@ -53,10 +53,10 @@ class Installation:
         models: The models that were cast, or whose inputs and outputs are.
         allow_banned: Whether a banned function runs in fp32 with a warning, or raises.
         rebind: Whether names that other modules took before are rebound.
+        clipping: Looks on at torch's functions that clip gradients.
         observation: Who is told of calls; None where nobody looks on.
         met: Called with each optimizer that is made; None where nobody asks.
         loaded: Called with each optimizer whose state was loaded; None where nobody asks.
-        clipping: Looks on at torch's functions that clip gradients; None where nobody asks.
         recorder: Who takes note of outermost module calls; None where nobody does.
 
     Attributes:
@@ -72,10 +72,10 @@ class Installation:
         *,
         allow_banned: bool,
         rebind: bool,
+        clipping: ClippingWatch,
         observation: Observation | None = None,
         met: Callable[[Any], None] | None = None,
         loaded: Callable[[Any], None] | None = None,
-        clipping: ClippingWatch | None = None,
         recorder: CallRecorder | None = None,
     ) -> None:
         self._casts = casts
@@ -100,7 +100,7 @@ class Installation:
             try:
                 with self.patches.all_or_nothing():
                     self._patch_modules()
-                    beside = {**self._patch_grad(), **self._patch_clipping()}
+                    beside = self._patch_beside_lists()
                     self._patch(_by_place(*expansion.targets, *registered), beside)
                     for rule in expansion.deferred:
                         self._defer(rule)
@@ -157,22 +157,19 @@ class Installation:
             self._let_torchscript_know(target.original, replacement)
         return self._built[key][1]
 
-    def _patch_grad(self) -> dict[int, tuple[Any, Any]]:
-        """Patch `torch.autograd.grad`, for which programs have names of their own, as for what is in the lists."""
-        original = original_of(torch.autograd.grad)
-        replacement = watch_autograd_grad(original)
-        self._let_torchscript_know(original, replacement)
-        self.patches.replace(torch.autograd, "grad", replacement)
-        return {id(original): (original, replacement)}
-
-    def _patch_clipping(self) -> dict[int, tuple[Any, Any]]:
+    def _patch_beside_lists(self) -> dict[int, tuple[Any, Any]]:
+        """Patch functions for which programs have names of their own, as for what is in the lists."""
         replaced: dict[int, tuple[Any, Any]] = {}
-        if self._clipping is None:
-            return replaced
-        for name in ("clip_grad_norm_", "clip_grad_value_"):
-            original = original_of(getattr(torch.nn.utils, name))
-            replacement = self._clipping.around(original)
-            self.patches.replace(torch.nn.utils, name, replacement)
+        around = self._clipping.around
+        for owner, name, build in (
+            (torch.autograd, "grad", watch_autograd_grad),
+            (torch.nn.utils, "clip_grad_norm_", around),
+            (torch.nn.utils, "clip_grad_value_", around),
+        ):
+            original = original_of(getattr(owner, name))
+            replacement = build(original)
+            self._let_torchscript_know(original, replacement)
+            self.patches.replace(owner, name, replacement)
             replaced[id(original)] = (original, replacement)
         return replaced
 
@@ -190,8 +187,11 @@ class Installation:
             (context, "apply", lambda original: build_function_backward(original, casts)),
             (torch.nn.Module, "__call__", self._module_call),
             *((torch.nn.Module, name, builder) for name, builder in self._models.builders()),
-            (torch.optim.Optimizer, None if self._met is None else "__init__", self._optimizer_init),
-            (torch.optim.Optimizer, None if self._loaded is None else "load_state_dict", self._optimizer_load),
+            *(
+                (torch.optim.Optimizer, name, functools.partial(_followed_by, after))
+                for name, after in (("__init__", self._met), ("load_state_dict", self._loaded))
+                if after is not None
+            ),
             *casts.builders(),
         ]
         for owner, name, builder in builders:
@@ -212,25 +212,6 @@ class Installation:
     def _module_call(self, original: Any) -> Any:
         call = build_module_call(original, self._casts, self._precisions, self._models.forward_dtypes, self._recorder)
         return call if self._observation is None else self._observation.watched_modules(call)
-
-    def _optimizer_init(self, original: Any) -> Any:
-        met: Any = self._met
-
-        def init(self: Any, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **kwargs)
-            met(self)
-
-        return imitate(init, original)
-
-    def _optimizer_load(self, original: Any) -> Any:
-        loaded: Any = self._loaded
-
-        def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(self, *args, **kwargs)
-            loaded(self)
-            return result
-
-        return imitate(load_state_dict, original)
 
     def _let_torchscript_know(self, original: Any, replacement: Any) -> None:
         # The compiler of torch.jit.script cannot compile a variadic closure. It knows builtins, and functions that are
@@ -283,6 +264,17 @@ class Installation:
         parts = rule.target.split(".")
         for end in range(1, len(parts)):
             self.patches.when_imported(".".join(parts[:end]), imported)
+
+
+def _followed_by(after: Callable[[Any], None], original: Any) -> Any:
+    """Return a replacement of a method that calls ``after`` with the object once the method has returned."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        after(self)
+        return result
+
+    return imitate(method, original)
 
 
 def _by_place(*targets: Target) -> list[Target]:

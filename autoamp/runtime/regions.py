@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 from typing import Any
 
 from autoamp.half_units import falls_back_to_fp32
 from autoamp.runtime.active import handles
-from autoamp.runtime.api import check_enabled, disable_casts
+from autoamp.runtime.api import check_enabled, disable_casts, init
 from autoamp.runtime.handle import BaseHandle, Handle, NoOpHandle, runtime_of
 from autoamp.runtime.settings import Settings, check_device
 from autoamp.tensors import default_device_type
@@ -75,6 +76,7 @@ def region(enabled: bool = True, loss_scale: Any = None, **settings: Any) -> Reg
         LossScaleError: The loss scale is no scale.
     """
     check_enabled(enabled, "region")
+    inspect.signature(init).bind(enabled, loss_scale, **settings)
     given = bool(settings) or loss_scale is not None
     chosen = Settings.of(loss_scale=loss_scale, **settings) if given else None
     if enabled and chosen is not None:

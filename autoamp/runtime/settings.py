@@ -27,31 +27,24 @@ Scope = Literal["global", "modules"]
 class Settings:
     """The arguments of ``init`` after defaults are filled in. Equal settings mean the same handle."""
 
-    loss_scale: Any
-    enable_caching: bool
-    verbose: bool
-    allow_banned: bool
     device_type: str
     dtype: torch.dtype
-    rebind: bool
     table: CastTable
-    opt_level: str | None = None
+    loss_scale: Any = None
+    enable_caching: bool = True
+    verbose: bool = False
+    allow_banned: bool = True
+    rebind: bool = True
     scope: str = "global"
     trace_overflow: bool = False
+    opt_level: str | None = None
     enabled: bool = True
 
     @classmethod
-    def disabled(cls) -> Settings:
-        """Return those of a handle that casts and scales nothing."""
-        return cls(1.0, False, False, True, "cpu", torch.float16, False, CastTable(), enabled=False)
-
-    @classmethod
     def of(
-        cls, loss_scale: Any = None, enable_caching: bool = True, verbose: bool = False, allow_banned: bool = True,
-        lists: Any = None, device_type: str | None = None, dtype: torch.dtype | None = None, rebind: bool = True,
-        scope: str = "global", trace_overflow: bool = False,
-    ) -> Settings:  # fmt: skip
-        """Fill in the defaults and read the lists. The arguments are those of `init`, and nothing is patched.
+        cls, lists: Any = None, device_type: str | None = None, dtype: torch.dtype | None = None, **others: Any
+    ) -> Settings:
+        """Fill in the defaults, read the lists and check the arguments, which are those of `init`. Nothing is patched.
 
         Raises:
             ListFileError: A list cannot be used.
@@ -62,29 +55,14 @@ class Settings:
         dtype = _half_dtype_of(device_type) if dtype is None else dtype
         if dtype not in HALF_DTYPES:
             raise UsageError(f"dtype={dtype} is no half precision; choose torch.float16 or torch.bfloat16")
-        if scope not in ("global", "modules"):
-            raise UsageError(f"scope={scope!r} is unknown; choose 'global' or 'modules'")
         table = load_table(lists, base="bf16" if dtype is torch.bfloat16 else "default", device_type=device_type)
         check_module_rules(table.modules)
-        make_scaler(loss_scale, dtype)
-        checked_scale(loss_scale)
-        return cls(
-            loss_scale,
-            enable_caching,
-            verbose,
-            allow_banned,
-            device_type,
-            dtype,
-            rebind,
-            table,
-            scope=scope,
-            trace_overflow=trace_overflow,
-        )
-
-    def on_device(self) -> Settings:
-        """Return these settings. UsageError: there is no such device here, so that nothing would ever be cast."""
-        check_device(self.device_type)
-        return self
+        settings = cls(device_type, dtype, table, **others)
+        if settings.scope not in ("global", "modules"):
+            raise UsageError(f"scope={settings.scope!r} is unknown; choose 'global' or 'modules'")
+        make_scaler(settings.loss_scale, dtype)
+        checked_scale(settings.loss_scale)
+        return settings
 
     def facts(self) -> dict[str, str]:
         """Return what ranks that train together have to have alike, by name."""

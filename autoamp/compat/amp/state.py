@@ -16,7 +16,7 @@ from autoamp import runtime
 from autoamp.casting import CastCache
 from autoamp.compat.amp.properties import Properties
 from autoamp.errors import UsageError
-from autoamp.runtime import Handle, active_handle, current_runtime
+from autoamp.runtime import BaseHandle, current_handle, current_runtime
 from autoamp.scaling import DynamicLossScaler, LossScaler
 from autoamp.stepping import MasterWeights, OverflowCheck, StepGuard, read_checks, scaled_block
 
@@ -93,7 +93,7 @@ class ScalerView:
     @property
     def _overflow_buf(self) -> Tensor:
         if self._buffer is None:
-            handle = active_handle()
+            handle = current_handle()
             device = "cpu" if handle is None else handle.settings.device_type
             self._buffer = torch.zeros(1, dtype=torch.int, device=device)
         return self._buffer
@@ -104,7 +104,7 @@ class ScalerView:
 
     @property
     def _has_overflow(self) -> bool:
-        handle, pending = active_handle(), self._pending()
+        handle, pending = current_handle(), self._pending()
         if pending:
             return any(check.overflowed for check in pending)
         return handle is not None and handle.last_step_skipped
@@ -165,18 +165,18 @@ class AmpState:
         self.min_loss_scale: float | None = None
         self.max_loss_scale = 2.0**24
         self._views: list[ScalerView] = []
-        self._handle: weakref.ref[Handle] | None = None
+        self._handle: weakref.ref[BaseHandle] | None = None
         self._properties, self._num_losses = Properties(), 1
 
     def put(self, properties: Properties, num_losses: int) -> None:
         """Take the properties of the handle that ``initialize`` has just set up, and the number of its losses."""
-        handle = active_handle()
+        handle = current_handle()
         self._handle = None if handle is None else weakref.ref(handle)
         self._properties, self._num_losses = properties, num_losses
 
     def _is_current(self) -> bool:
         """Tell whether the active handle is that of the last `put`."""
-        handle = active_handle()
+        handle = current_handle()
         return handle is not None and self._handle is not None and self._handle() is handle
 
     @property
@@ -396,5 +396,5 @@ class NoOpHandle(AmpHandle):
 
 def amp_handle() -> AmpHandle | None:
     """Return the active handle by the names of Apex, None before ``amp.init``, `autoamp.init` and the like."""
-    handle = active_handle()
+    handle = current_handle()
     return AmpHandle(handle, handle.settings.verbose) if handle is not None else None

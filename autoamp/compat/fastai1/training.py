@@ -25,7 +25,7 @@ from autoamp.compat.fastai1 import shims
 from autoamp.errors import UsageError
 from autoamp.fp16_utils import FP16_Optimizer
 from autoamp.patching import PatchSet, imitate, original_of
-from autoamp.runtime import Handle, activated, active_handle, current_runtime, runtime_of, suspended
+from autoamp.runtime import BaseHandle, activated, current_handle, current_runtime, runtime_of, suspended
 from autoamp.scaling import DynamicLossScaler, LossScaler, StaticLossScaler
 from autoamp.stepping import master_of, open_blocks, stepped_params
 
@@ -89,7 +89,7 @@ class _Training:
             self._waiting.when_imported(name, lambda _: self._patch_if_active())
 
     def _patch_if_active(self) -> None:
-        if active_handle() is not None:
+        if current_handle() is not None:
             self._patch()
 
     def _restore(self) -> None:
@@ -144,7 +144,7 @@ class _Batch:
         optimizer: The optimizer that steps after the batch.
     """
 
-    def __init__(self, handle: Handle, optimizer: Optimizer) -> None:
+    def __init__(self, handle: BaseHandle, optimizer: Optimizer) -> None:
         self._handle = handle
         self._optimizer = optimizer
         self._loss: Tensor | None = None
@@ -202,7 +202,7 @@ def _around_loss_batch(wrapper: Any, original: Any) -> Any:
         opt = args[4] if len(args) > 4 else kwargs.get("opt")
         # An OptimWrapper answers every name, so what it wraps is asked for by its type.
         optimizer = opt.opt if isinstance(opt, wrapper) else opt
-        handle = active_handle()
+        handle = current_handle()
         if handle is None or optimizer is None or not _is_guardable(optimizer):
             return original(*args, **kwargs)
         _refuse_own_scaling(args[5] if len(args) > 5 else kwargs.get("cb_handler"))
@@ -242,7 +242,7 @@ def _around_to_fp16(module: Any, original: Any) -> Any:
     """Return what leaves the model in fp32, which autoamp casts, and takes the loss scale that is asked for."""
 
     def to_fp16(learn: Any, *args: Any, **kwargs: Any) -> Any:
-        handle = active_handle()
+        handle = current_handle()
         if handle is None:
             return original(learn, *args, **kwargs)
         asked = inspect.signature(original).bind(learn, *args, **kwargs)
