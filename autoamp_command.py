@@ -48,6 +48,12 @@ Then runs the program with changed lists, and keeps what keeps the metric within
 when the budget is spent is written, each entry with its reason. Ctrl-C and SIGTERM keep the best so far.
 """
 
+_BISECT_HELP = """\
+Runs a program in fp32 with two seeds, and in half precision. If the metric in half precision differs by more than the
+tolerance and by more than the two seeds do, a binary search finds the modules and ops that must be fp32 to restore it.
+Prints the lines for autoamp.toml. k culprits among n candidates take at most k (log2(n) + 1) + 5 runs.
+"""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code; what a program raises goes on."""
@@ -66,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(prog="autoamp", description="Mixed precision for PyTorch programs.")
     found.add_argument("--version", action="version", version=_version(), help="show the versions and exit")
     commands = found.add_subparsers(dest="command", required=True, metavar="command")
-    for add in (_add_run, _add_profile, _add_tune, _add_doctor, _add_lists, _add_report):
+    for add in (_add_run, _add_profile, _add_tune, _add_bisect, _add_doctor, _add_lists, _add_report):
         add(commands)
     return found
 
@@ -132,10 +138,7 @@ def _add_run(commands: Any) -> None:
         help="on a CPU with glibc, keep freed memory for the next step (default); see autoamp.keep_freed_memory",
     )
     run.add_argument("--quiet", action="store_true", help="no summary at the end")
-    run.add_argument("-m", dest="is_module", action="store_true", help="run a module, as python -m does")
-    run.add_argument("program", help="the script, or the module")
-    # Whatever follows is the program's own.
-    run.add_argument("args", nargs=argparse.REMAINDER)
+    _add_program(run)
 
 
 def _add_profile(commands: Any) -> None:
@@ -151,40 +154,56 @@ def _add_profile(commands: Any) -> None:
                          help="a list set or file, over the project's own; repeatable")  # fmt: skip
     profile.add_argument("--every", type=int, default=1, metavar="N", help="look at every N-th step; default 1")
     profile.add_argument("--device-type", help="whose tensors: cuda, cpu, ...; the accelerator's unless given")
-    profile.add_argument("-m", dest="is_module", action="store_true", help="run a module, as python -m does")
-    profile.add_argument("program", help="the script, or the module")
-    profile.add_argument("args", nargs=argparse.REMAINDER)
+    _add_program(profile)
 
 
 def _add_tune(commands: Any) -> None:
     """Add the command ``tune`` to a parser's commands."""
-    tune = commands.add_parser(
-        "tune",
-        help="find the list for a program on this device",
-        description=_TUNE_HELP,
-        usage="autoamp tune --metric NAME [options] script.py args...\n"
-        "       autoamp tune --metric NAME [options] -m module args...",
-    )
-    tune.add_argument("--metric", required=True, metavar="NAME",
-                      help="printed as 'NAME: 0.12' or 'NAME=0.12', given to autoamp.report_metric(NAME, value), or a "
-                      "variable of the script; the last value counts")  # fmt: skip
+    tune = _searching(commands, "tune", "find the list for a program on this device", _TUNE_HELP, budget="10m")
     tune.add_argument("--higher-is-better", action="store_true", help="the metric is to be large, not small")
-    tune.add_argument("--tolerance", type=float, default=0.02, metavar="PART",
-                      help="how much worse than in fp32 it may be, as a part of it; default 0.02")  # fmt: skip
     tune.add_argument("--max-error", type=float, default=0.05, metavar="PART",
                       help="ops with a larger relative error in half are unsafe; default 0.05")  # fmt: skip
-    tune.add_argument("--budget", default="10m", metavar="TIME", help="such as 60s, 10m, 2h; default 10m")
     tune.add_argument("--seeds", type=int, default=2, metavar="N", help="runs of each candidate; default 2")
-    tune.add_argument("--seed", type=int, default=0, help="the first of these seeds; default 0")
-    tune.add_argument("--survey-steps", type=int, default=3, metavar="N", help="steps that are surveyed; default 3")
     tune.add_argument("-o", "--output", default="autoamp.toml", metavar="FILE", help="default: autoamp.toml")
-    tune.add_argument("--dtype", choices=DTYPES, help="default: bf16 or fp16, where the device has units for it")
-    tune.add_argument("--device-type", help="whose tensors are cast: cuda, cpu, ...; the accelerator's unless given")
-    tune.add_argument("--lists", action="append", default=[], metavar="LIST",
-                      help="a list set or file, over the project's own, to begin with; repeatable")  # fmt: skip
-    tune.add_argument("-m", dest="is_module", action="store_true", help="run a module, as python -m does")
-    tune.add_argument("program", help="the script, or the module")
-    tune.add_argument("args", nargs=argparse.REMAINDER)
+    _add_program(tune)
+
+
+def _add_bisect(commands: Any) -> None:
+    """Add the command ``bisect`` to a parser's commands."""
+    which = "find which modules and ops must be fp32 for a program's metric"
+    _add_program(_searching(commands, "bisect", which, _BISECT_HELP, budget="1h"))
+
+
+def _searching(commands: Any, name: str, which: str, description: str, *, budget: str) -> argparse.ArgumentParser:
+    """Add a command that runs a program by several lists, with the options of all of these."""
+    found: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=which,
+        description=description,
+        usage=f"autoamp {name} --metric NAME [options] script.py args...\n"
+        f"       autoamp {name} --metric NAME [options] -m module args...",
+    )
+    found.add_argument("--metric", required=True, metavar="NAME",
+                       help="printed as 'NAME: 0.12' or 'NAME=0.12', given to autoamp.report_metric(NAME, value), or a "
+                       "variable of the script; the last value counts")  # fmt: skip
+    found.add_argument("--tolerance", type=float, default=0.02, metavar="PART",
+                       help="how much worse than in fp32 it may be, as a part of it; default 0.02")  # fmt: skip
+    found.add_argument("--budget", default=budget, metavar="TIME", help=f"such as 60s, 10m, 2h; default {budget}")
+    found.add_argument("--seed", type=int, default=0, help="the first of the runs' seeds; default 0")
+    found.add_argument("--survey-steps", type=int, default=3, metavar="N", help="steps that are surveyed; default 3")
+    found.add_argument("--dtype", choices=DTYPES, help="default: bf16 or fp16, where the device has units for it")
+    found.add_argument("--device-type", help="whose tensors are cast: cuda, cpu, ...; the accelerator's unless given")
+    found.add_argument("--lists", action="append", default=[], metavar="LIST",
+                       help="a list set or file, over the project's own, to begin with; repeatable")  # fmt: skip
+    return found
+
+
+def _add_program(command: argparse.ArgumentParser) -> None:
+    """Add the program that a command runs, which ends its options."""
+    command.add_argument("-m", dest="is_module", action="store_true", help="run a module, as python -m does")
+    command.add_argument("program", help="the script, or the module")
+    # Whatever follows is the program's own.
+    command.add_argument("args", nargs=argparse.REMAINDER)
 
 
 def _add_doctor(commands: Any) -> None:

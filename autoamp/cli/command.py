@@ -14,6 +14,7 @@ __all__ = ["run_command"]
 
 # Where the function of each command is that ends by itself.
 _ACTS = {
+    "bisect": ("autoamp.cli.bisect", "bisect"),
     "doctor": ("autoamp.cli.doctor", "doctor"),
     "lists": ("autoamp.cli.lists", "lists"),
     "report": ("autoamp.cli.reports", "report"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autoamp.tuning.bisection import Bisection, Unit, units_of
 from autoamp.tuning.costs import VARIANTS, Cost, Survey, Use
 from autoamp.tuning.metrics import (
     METRICS_VARIABLE,
@@ -20,6 +21,7 @@ __all__ = [
     "INTERRUPTED",
     "METRICS_VARIABLE",
     "VARIANTS",
+    "Bisection",
     "Cost",
     "OutOfBudget",
     "Outcome",
@@ -30,6 +32,7 @@ __all__ = [
     "SurveyEnded",
     "Surveyor",
     "Trial",
+    "Unit",
     "Use",
     "list_text",
     "number_in",
@@ -41,5 +44,6 @@ __all__ = [
     "summary_of",
     "time_of",
     "totals_of",
+    "units_of",
     "write_list",
 ]

@@ -43,6 +43,8 @@ class Use:
         overflow: How many of its arguments and results overflow in the half dtype.
         largest: The largest binary exponent of these, None where all are 0.
         error: The largest relative error of its operators in the half dtype; None where that is unknown.
+        module: The path of the innermost module in the outermost one; None where it has modules within, and outside
+            of modules.
     """
 
     op: str
@@ -57,6 +59,7 @@ class Use:
     overflow: int = 0
     largest: int | None = None
     error: float | None = None
+    module: str | None = None
 
     def total(self, variant: str) -> Cost | None:
         """Return the cost of all its calls; None where this variant was not timed."""

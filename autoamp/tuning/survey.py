@@ -83,6 +83,8 @@ class Surveyor(Observer):
         self._samples: dict[_Key, _Sample] = {}
         # Dotted names of the classes of modules, by their names; None stands for one with modules within.
         self._classes: dict[str, set[str | None]] = {}
+        # The paths of modules without modules within.
+        self._leaves: set[str] = set()
         self._roots: weakref.WeakSet[Module] = weakref.WeakSet()
         # Inner calls, by name and place, are part of the outermost.
         self._outer: dict[tuple[str, CallSite], str] = {}
@@ -119,8 +121,9 @@ class Surveyor(Observer):
             return
         if call.modules and call.modules[0] not in self._roots:
             self._roots.add(call.modules[0])
-            for module in call.modules[0].modules():
+            for path, module in call.modules[0].named_modules():
                 name = None if next(module.children(), None) else _class_of(module)
+                self._leaves.update([] if name is None else [path])
                 self._classes.setdefault(type(module).__name__, set()).add(name)
         outer = call.outer
         if outer is not None:
@@ -210,7 +213,11 @@ class Surveyor(Observer):
             overflow=over + arguments.in_format(dtype)["overflow"],
             largest=max((top for top in found if top is not None), default=None),
             error=_worst([row.errors[dtype] for row in rows if dtype in row.errors]),
+            module=self._leaf(sample.site),
         )  # fmt: skip
+
+    def _leaf(self, site: CallSite) -> str | None:
+        return site.module if site.module in self._leaves else None
 
     def _unlisted(self, row: OpRange) -> Use | None:
         target = row.op.removeprefix("aten::").rstrip("_").lstrip("_")
@@ -223,7 +230,8 @@ class Surveyor(Observer):
         # What is finite in half is none of ours: errors of sums near 0 are everywhere.
         return Use(
             row.op, target, "unlisted", row.calls, module_class=next(iter(classes)) if len(classes) == 1 else None,
-            location=row.site.location, overflow=over, largest=largest,
+            location=row.site.location, overflow=over, largest=largest, error=row.errors.get(dtype),
+            module=self._leaf(row.site),
         )  # fmt: skip
 
     def _costs(self, sample: _Sample, timer: Callable[[Callable[[], Any]], float]) -> dict[str, Cost] | None:

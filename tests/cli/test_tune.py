@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from autoamp import UsageError
-from autoamp.cli import tune
-from autoamp.cli.tune import seconds_of
+from autoamp.cli import program_runs
+from autoamp.cli.program_runs import ProgramRuns, seconds_of
 from autoamp.rules import CastPolicy, load_table
 from autoamp.tuning import Outcome, OutOfBudget, Proposal, Survey
 from autoamp_command import main
@@ -87,7 +87,7 @@ def runs_of(folder: Path, seconds: float, program: Path, **options: Any) -> Any:
         }
     )  # fmt: skip
     folder.mkdir()
-    return tune._Runs(chosen, folder, time.monotonic() + seconds)
+    return ProgramRuns(chosen, folder, time.monotonic() + seconds)
 
 
 def test_a_run_has_its_lists_its_seed_and_its_metric(script: Path, tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_run_that_fails_says_why_and_one_without_time_is_not_made(script: Path
 
 
 class _Planted:
-    """Stands for `_Runs`: a program that behaves by its table, interrupted at a run."""
+    """Stands for `ProgramRuns`: a program that behaves by its table, interrupted at a run."""
 
     interrupted_at = 99
 
@@ -161,7 +161,7 @@ class _Planted:
 def test_the_list_is_written_with_figures_and_ctrl_c_keeps_the_best(
     script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tune, "_Runs", _Planted)
+    monkeypatch.setattr(program_runs, "ProgramRuns", _Planted)
     assert main(["tune", "--metric", "loss", "-o", "one.toml", "script.py"]) == 0
     table = load_table("one.toml", environ={})
     policies = {name: rule.policy for name in ("hypot", "conv2d", "softmax") if (rule := table.policy_of(name))}
@@ -184,7 +184,7 @@ def test_two_unsafe_ops_of_one_class_are_one_entry(script: Path, monkeypatch: py
         for op in ("bmm", "conv1d") for name in ("net.Head", "net.Body")
     ]  # fmt: skip
     monkeypatch.setattr(_Planted, "survey", lambda self, seconds: survey(*ops))
-    monkeypatch.setattr(tune, "_Runs", _Planted)
+    monkeypatch.setattr(program_runs, "ProgramRuns", _Planted)
     assert main(["tune", "--metric", "loss", "script.py"]) == 0
     text = Path("autoamp.toml").read_text()
     assert tomllib.loads(text)["modules"] == {"net.Head": "fp32"}
@@ -196,7 +196,7 @@ def test_two_unsafe_ops_of_one_class_are_one_entry(script: Path, monkeypatch: py
     ("outcome", "message"),
     [
         (Outcome(None, 1.0), "expected the metric 'accuracy' from the program, and found none in fp32"),
-        (Outcome(math.nan, 1.0), "is nan in fp32"),
+        (Outcome(math.nan, 1.0), "is nan or inf in fp32"),
         (Outcome(failed="exit code 1: no data"), "fails in fp32, so that no list can be tried: exit code 1: no data"),
     ],
 )
@@ -204,7 +204,7 @@ def test_where_nothing_is_known_in_fp32_nothing_is_written(
     outcome: Outcome, message: str, script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(_Planted, "run", lambda self, candidate, seed: outcome)
-    monkeypatch.setattr(tune, "_Runs", _Planted)
+    monkeypatch.setattr(program_runs, "ProgramRuns", _Planted)
     assert main(["tune", "--metric", "accuracy", "script.py"]) == 1
     errors = capsys.readouterr().err
     assert message in errors

@@ -21,6 +21,7 @@ def use(
     kept: tuple[int, int] = (0, 0),
     overflow: int = 0,
     module_class: str | None = None,
+    module: str | None = None,
 ) -> Use:
     """Return a use whose variants take so many microseconds; ``kept`` are the bytes in fp32 and in half."""
     costs = {
@@ -32,6 +33,7 @@ def use(
     return Use(
         f"torch.{target}", target, policy, calls, "lists/default.toml:1", module_class, "net.py:7", "", costs,
         overflow=overflow, largest=17 if overflow else 0, error=error,
+        module=module,
     )  # fmt: skip
 
 

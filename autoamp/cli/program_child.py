@@ -1,7 +1,7 @@
-"""One run of a program for `autoamp tune`: ``python -m autoamp.cli.tune_child SPEC program args...``.
+"""One run of a program for `autoamp tune` or `bisect`: ``python -m autoamp.cli.program_child SPEC program args...``.
 
 SPEC is a JSON file with the options of `autoamp run`, the mode (``"survey"``, ``"fp32"`` or ``"lists"``), the seed,
-the name of the metric and the file for the outcome.
+the name of the metric, the file for the outcome, and the paths and classes of modules that a list under test names.
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import Module
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autoamp import runtime
@@ -53,7 +57,8 @@ def main(spec_file: str, program_args: list[str]) -> None:
         if spec["mode"] == "survey":
             outcome["survey"] = _surveyed(program_runs, run.handle, spec)
         else:
-            outcome |= _timed(program_runs, run, in_fp32=spec["mode"] == "fp32")
+            with _paths_applied(frozenset(spec["modules"])):
+                outcome |= _timed(program_runs, run, in_fp32=spec["mode"] == "fp32")
     finally:
         # A fork of the program that ends here has nothing to tell.
         if os.getpid() == process:
@@ -77,7 +82,29 @@ def _surveyed(program_runs: Callable[[], None], handle: Handle | None, spec: dic
         stack.callback(runtime.activated.listen(begin))
         with contextlib.suppress(SurveyEnded, SystemExit):
             program_runs()
-    return max(surveyors, key=lambda one: one.seen).survey(spec["seconds"]).to_json()
+    return max(surveyors, key=lambda one: one.seen).survey(spec["timing"]).to_json()
+
+
+@contextlib.contextmanager
+def _paths_applied(patterns: frozenset[str]) -> Iterator[None]:
+    """Do what ``handle.override(model)`` would, for each outermost module that has one of these paths within."""
+    known: weakref.WeakSet[Module] = weakref.WeakSet()
+
+    def before_call(module: Module, args: object) -> None:
+        # Of what is called within another module the outermost one came first.
+        if module in known:
+            return
+        known.update(module.modules())
+        handle = runtime.current_handle()
+        if handle is not None and not patterns.isdisjoint(name for name, _ in module.named_modules()):
+            with warnings.catch_warnings(action="ignore"):
+                handle.override(module)
+
+    if not patterns:
+        yield
+        return
+    with register_module_forward_pre_hook(before_call):
+        yield
 
 
 def _timed(program_runs: Callable[[], None], run: Run, *, in_fp32: bool) -> dict[str, Any]:

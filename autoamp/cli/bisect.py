@@ -1,0 +1,69 @@
+"""`autoamp bisect`: find the rules that must be fp32 to restore a program's metric."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from autoamp.cli.output import say
+from autoamp.cli.program_runs import exit_code_of, program_runs, seconds_of, why_unknown
+from autoamp.tuning import INTERRUPTED, Bisection, Outcome, list_text, units_of
+
+__all__ = ["bisect"]
+
+_NOT_RESTORED = (
+    "the metric differs even with every surveyed module and op in fp32. The cause may be an op that runs after the "
+    "surveyed steps (raise --survey-steps), a skipped step, or a model whose weights are in half precision"
+)
+_PATHS = "entries of module paths take effect only if the program calls handle.override(model)"
+
+
+def bisect(chosen: argparse.Namespace) -> int:
+    """Search, and print the lines for autoamp.toml on stdout, everything else on stderr. Returns the exit code."""
+    with program_runs(chosen) as runs:
+        say(f"surveying {chosen.survey_steps} steps of {chosen.program} in fp32")
+        try:
+            units = units_of(runs.survey(seconds_of(chosen.budget) / 2, timed=False))
+        except KeyboardInterrupt as error:
+            say("interrupted during the survey")
+            return exit_code_of(str(error) or INTERRUPTED)
+        say(f"{len(units)} modules and ops are candidates")
+        search = Bisection(runs.run, units, chosen.seed, chosen.tolerance)
+        search.search()
+    if (unknown := why_unknown(search.fp32, runs, chosen.metric)) is not None:
+        say(unknown, wrong=True)
+        return 1
+    lines = _summary(search, chosen.metric, runs.made)
+    for line in lines:
+        say(line)
+    if search.culprits:
+        entries = {one.name: one for unit in search.culprits for one in unit}
+        sys.stdout.write(list_text(list(entries.values()), comments=lines))
+    elif search.stopped is None and search.half is not None and not search.is_restored(search.half):
+        return 1
+    return exit_code_of(search.stopped)
+
+
+def _summary(search: Bisection, metric: str, runs: int) -> list[str]:
+    """Return the result as lines of text."""
+    named = [("in fp32", search.fp32[0] if search.fp32 else None), ("in half precision", search.half)]
+    named.append(("with these entries", search.restored))
+    lines = [f"{metric} {where}: {_shown(outcome)}" for where, outcome in named if outcome is not None]
+    if search.half is not None:
+        lines.append(f"allowed difference from fp32: {search.allowed:.3g}")
+        if search.is_restored(search.half):
+            lines.append("half precision is within the allowed difference: no rule has to change")
+    lines.append(f"{runs} runs")
+    if search.stopped is not None:
+        lines.append(f"stopped early: {search.stopped}" + ("; fewer entries may be enough" if search.culprits else ""))
+    elif search.half is not None and not search.culprits and not search.is_restored(search.half):
+        lines.append(_NOT_RESTORED)
+    if any(one.of_module for unit in search.culprits for one in unit):
+        lines.append(_PATHS)
+    return lines
+
+
+def _shown(outcome: Outcome) -> str:
+    if outcome.failed is not None:
+        return f"the program failed: {outcome.failed}"
+    return "none" if outcome.metric is None else f"{outcome.metric:.6g}"

@@ -1,0 +1,142 @@
+"""Group testing: find the rules that must be fp32 to restore a program's metric."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from autoamp.diagnostics import spellings
+from autoamp.tuning.costs import Survey, Use
+from autoamp.tuning.model import Proposal
+from autoamp.tuning.search import INTERRUPTED, Outcome, OutOfBudget
+
+__all__ = ["Bisection", "Unit", "units_of"]
+
+Unit: TypeAlias = tuple[Proposal, ...]
+"""The list entries that put one module, or one op under all of its names, into fp32."""
+
+
+def units_of(survey: Survey) -> tuple[Unit, ...]:
+    """Return the candidates for fp32: the innermost modules that a program called, and ops called outside of these.
+
+    A module is named by its class if it is the only one of that class, else by its path. Ops that the lists already
+    run in fp32 are left out, and unlisted ops that are exact in half precision, such as views.
+    """
+    paths: dict[str, set[str]] = {}
+    for use in survey.uses:
+        if use.module is not None and use.module_class is not None:
+            paths.setdefault(use.module_class, set()).add(use.module)
+    units: dict[str, tuple[tuple[str, ...], bool, list[str]]] = {}
+    for use in survey.uses:
+        exact = use.policy == "unlisted" and not use.overflow and use.error == 0.0
+        if use.policy not in ("fp32", "banned") and not exact:
+            names, of_module = _entries(use, paths)
+            calls = units.setdefault(names[0], (names, of_module, []))[2]
+            calls.append(f"{use.op} at {use.location}" if use.location else use.op)
+    return tuple(
+        tuple(Proposal(name, "fp32", "culprit", _some(calls), of_module=of_module) for name in names)
+        for names, of_module, calls in units.values()
+    )
+
+
+def _entries(use: Use, paths: dict[str, set[str]]) -> tuple[tuple[str, ...], bool]:
+    """Return the entries that put a use into fp32, and whether they name a module."""
+    if use.module is not None and use.module_class is not None and len(paths[use.module_class]) == 1:
+        return (use.module_class,), True
+    if use.module:
+        return (use.module,), True
+    # The survey does not know by which of its names an unlisted op was called.
+    return (use.policy == "unlisted" and spellings(use.target)) or (use.target,), False
+
+
+def _some(calls: Sequence[str]) -> str:
+    different = list(dict.fromkeys(calls))
+    return ", ".join(different[:3]) + (", ..." if len(different) > 3 else "")
+
+
+@dataclass
+class Bisection:
+    """Searches for the units that must be fp32 by runs of the program. Stopped early, it has the best result so far.
+
+    A binary search finds each culprit: the last unit of the shortest prefix of ``units`` that restores the metric
+    together with the culprits found before. Each culprit takes at most ``ceil(log2(n)) + 1`` runs; four runs come on
+    top. The result was confirmed by a run, even if culprits depend on each other.
+
+    Attributes:
+        run: Runs the program with entries and a seed, in fp32 for None. `OutOfBudget` and KeyboardInterrupt stop it.
+        units: From `units_of`.
+        seed: The seed of all runs; the second run in fp32 has the next one.
+        tolerance: The allowed relative difference from the metric in fp32. The difference between the two runs in fp32
+            is always allowed.
+        fp32, half: The runs in fp32, and that with the lists as they are.
+        restored: The run with the culprits in fp32; before the search ends, the run with the fewest units that restores
+            the metric. None if there is no such run.
+        culprits: The units of that run.
+        stopped: Why the search stopped early, None if it did not.
+    """
+
+    run: Callable[[tuple[Proposal, ...] | None, int], Outcome]
+    units: Sequence[Unit]
+    seed: int = 0
+    tolerance: float = 0.02
+    fp32: tuple[Outcome, ...] = ()
+    half: Outcome | None = None
+    restored: Outcome | None = None
+    culprits: tuple[Unit, ...] = ()
+    stopped: str | None = None
+
+    def search(self) -> None:
+        """Search until the end, or until the budget is spent."""
+        try:
+            self._search()
+        except OutOfBudget:
+            self.stopped = "the budget was spent"
+        except KeyboardInterrupt as error:
+            self.stopped = str(error) or INTERRUPTED
+
+    @property
+    def allowed(self) -> float:
+        """The allowed difference from the metric of the first run in fp32."""
+        values = [math.nan if outcome.metric is None else outcome.metric for outcome in self.fp32]
+        return max(self.tolerance * abs(values[0]), *(abs(value - values[0]) for value in values))
+
+    def is_restored(self, outcome: Outcome) -> bool:
+        """Return whether a run did not fail and has the metric of fp32."""
+        fp32 = self.fp32[0].metric
+        if outcome.failed is not None or outcome.metric is None or fp32 is None:
+            return False
+        return abs(outcome.metric - fp32) <= self.allowed
+
+    def _search(self) -> None:
+        for seed in (self.seed, self.seed + 1):
+            outcome = self.run(None, seed)
+            self.fp32 = (*self.fp32, outcome)
+            if outcome.failed is not None or outcome.metric is None or not math.isfinite(outcome.metric):
+                return
+        self.half = self.run((), self.seed)
+        if self.is_restored(self.half) or not self.units or not self._restores(self.units):
+            return
+        found: tuple[Unit, ...] = ()
+        # A run has shown that these and the first `high` units restore the metric.
+        high = len(self.units)
+        while high and not (found and self._restores(found)):
+            low = 0
+            while high - low > 1:
+                middle = (low + high) // 2
+                if self._restores((*found, *self.units[:middle])):
+                    high = middle
+                else:
+                    low = middle
+            high -= 1
+            found = (*found, self.units[high])
+
+    def _restores(self, units: Sequence[Unit]) -> bool:
+        """Run the program with these units in fp32, and return whether that restores the metric."""
+        entries = {one.name: one for unit in units for one in unit}
+        outcome = self.run(tuple(entries.values()), self.seed)
+        if self.is_restored(outcome):
+            self.restored, self.culprits = outcome, tuple(units)
+            return True
+        return False
