@@ -24,14 +24,14 @@ def reason_of(rule: CastRule) -> str:
 
 
 def ops() -> str:
-    """Return the rules of the shipped sets as Markdown: a table for each policy, and the ops that are left alone."""
+    """Return the rules of the shipped sets as Markdown: a table for each policy, and the ops that are not cast."""
     default = shipped_table("default")
     others = {name: _own(shipped_table(name), name) for name in shipped_sets() if name != "default"}
     parts = []
     for policy in CastPolicy:
         if policy is not CastPolicy.NONE:
             parts += [f"## {policy.value}", "", *_rows(default, others, policy), ""]
-    return "\n".join([*parts, "## Left alone", "", *_left_alone(default)])
+    return "\n".join([*parts, "## Not cast", "", *_left_alone(default)])
 
 
 def _own(table: CastTable, name: str) -> dict[str, CastRule]:
