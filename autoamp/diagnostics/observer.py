@@ -220,39 +220,36 @@ class Observation:
         """
         if isinstance(replacement, (staticmethod, classmethod)):
             return type(replacement)(self.watched(replacement.__func__, op))
-        compiling, thread, observe = torch.compiler.is_compiling, self._thread, self._observe
+        compiling, thread = torch.compiler.is_compiling, self._thread
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if compiling() or thread.telling or not self.observers:
                 return replacement(*args, **kwargs)
-            return observe(replacement, op, args, kwargs)
+            observers = self.observers
+            outer = thread.call
+            casting = self._casts.wants(args, kwargs)
+            call = Call(self, op, args, kwargs, casting=casting, outer=outer, modules=thread.modules)
+            call.frame = sys._getframe(1)
+            states: list[tuple[Observer, Any]] = []
+            self.quietly(lambda: states.extend([(observer, observer.before(call)) for observer in observers]))
+            thread.call = call
+            try:
+                result = replacement(*args, **kwargs)
+            except BaseException as error:
+                # Else the name of the exception would be a circle of frames.
+                failure = error
+                self.quietly(lambda: [observer.failed(call, state, failure) for observer, state in reversed(states)])
+                call.frame = None
+                raise
+            finally:
+                thread.call = outer
+            self.quietly(lambda: [observer.after(call, state, result) for observer, state in reversed(states)])
+            call.frame = None
+            return result
 
         watching: Any = functools.update_wrapper(run, replacement, updated=())
         watching.__wrapped__ = getattr(replacement, "__wrapped__", replacement)
         return watching
-
-    def _observe(self, replacement: Any, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        thread, observers = self._thread, self.observers
-        outer = thread.call
-        casting = self._casts.wants(args, kwargs)
-        call = Call(self, op, args, kwargs, casting=casting, outer=outer, modules=thread.modules)
-        call.frame = sys._getframe(2)
-        states: list[tuple[Observer, Any]] = []
-        self.quietly(lambda: states.extend([(observer, observer.before(call)) for observer in observers]))
-        thread.call = call
-        try:
-            result = replacement(*args, **kwargs)
-        except BaseException as error:
-            # Else the name of the exception would be a circle of frames.
-            failure = error
-            self.quietly(lambda: [observer.failed(call, state, failure) for observer, state in reversed(states)])
-            call.frame = None
-            raise
-        finally:
-            thread.call = outer
-        self.quietly(lambda: [observer.after(call, state, result) for observer, state in reversed(states)])
-        call.frame = None
-        return result
 
     def quietly(self, tell: Callable[[], Any]) -> None:
         """Call what looks at tensors, with casts off and unobserved."""

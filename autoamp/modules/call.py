@@ -67,14 +67,6 @@ def build_module_call(
                 return original(self, *args, **kwargs)
         elif local.entries is not None and TAGS not in self.__dict__ and not has_class_rules:
             return original(self, *args, **kwargs)
-        if recorder is None or compiling() or recorder.inside.call:
-            return call_with_state(self, args, kwargs)
-        return recorder.record(unrecorded, self, args, kwargs)
-
-    def unrecorded(self: Module, *args: Any, **kwargs: Any) -> Any:
-        return call_with_state(self, args, kwargs)
-
-    def call_with_state(self: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tag, tokens, keeps_casts, widens = forward_dtypes.find(self), [], False, False
         dtypes = None if tag is None else forward_dtypes.values[tag]
         try:
@@ -85,7 +77,9 @@ def build_module_call(
             if precision is not None:
                 # Code around that casts nothing, such as an fp32 module's, could not use a half result.
                 widens = precision is ModulePrecision.FP16 and casts.state() is not True
-                args, kwargs = _cast_inputs(precision, casts, (args, kwargs))
+                if precision is not ModulePrecision.NONE:
+                    cast = casts.to_fp32 if precision is ModulePrecision.FP32 else casts.to_half
+                    args, kwargs = _cast_nested((args, kwargs), cast)
                 tokens.append(local.set(precision is ModulePrecision.FP16))
             elif in_modules and casts.begin_call(self):
                 tokens.append(local.set(True))
@@ -103,13 +97,12 @@ def build_module_call(
             outputs = _cast_nested(outputs, casts.to_fp32)
         return outputs if dtypes is None else dtypes.cast_outputs(outputs)
 
-    return imitate(call, original)
+    def recorded(self: Module, *args: Any, **kwargs: Any) -> Any:
+        if compiling() or recorder is None or recorder.inside.call:
+            return call(self, *args, **kwargs)
+        return recorder.record(call, self, args, kwargs)
 
-
-def _cast_inputs(precision: ModulePrecision, casts: Casts, inputs: Any) -> Any:
-    if precision is ModulePrecision.NONE:
-        return inputs
-    return _cast_nested(inputs, casts.to_fp32 if precision is ModulePrecision.FP32 else casts.to_half)
+    return imitate(call if recorder is None else recorded, original)
 
 
 def _cast_nested(value: Any, cast: Callable[[Any], Any]) -> Any:

@@ -1,8 +1,7 @@
 """``init(scope="modules")``: casts for programs written without mixed precision.
 
-Casts are on within calls of modules, whose outputs are fp32, and in any call that has an argument in the half dtype.
-What else a program computes (a table, a covariance, a metric, an update written by hand) is not cast. A program that
-computes in half precision itself is left alone.
+Ops inside a module call are cast, the outputs of the outermost call are fp32, and elsewhere an op is cast only if an
+argument is in the half dtype. A program that computes in half precision itself is left alone.
 """
 
 from __future__ import annotations

@@ -84,12 +84,12 @@ def build_replacement(
         CastPolicy.PROMOTE: casts.promote_args,
         CastPolicy.BANNED: _banned_caster(casts, f"{module}.{qualname}", remedy, allow_banned),
     }[policy]
-    called, is_builtin = original, isinstance(original, _BUILTINS)
-    if policy in (CastPolicy.FP32, CastPolicy.BANNED) and functional is None and not is_builtin:
-        # fp32 is a promise on the whole of a composite function, whatever its body calls.
-        called = _without_casts(original, casts)
-    own = _own_way(original, called, policy, cast_args, casts, functional)
-    replacement = imitate(_replacement(original, called, policy, cast_args, casts, own), original, module, qualname)
+    own = _own_way(original, policy, cast_args, casts, functional)
+    # fp32 is a promise on the whole of a composite function, whatever its body calls.
+    is_builtin, wide = isinstance(original, _BUILTINS), policy in (CastPolicy.FP32, CastPolicy.BANNED)
+    off_within = wide and functional is None and not is_builtin
+    replacement = _replacement(original, cast_args, casts, own, policy is CastPolicy.FP16, off_within)
+    replacement = imitate(replacement, original, module, qualname)
     if is_builtin:
         # In Python that Dynamo skips, such as recurrent layers, torch compiles no op by itself. Inductor cannot: it
         # fails where it trains `torch.lstm` on a CPU.
@@ -98,77 +98,67 @@ def build_replacement(
 
 
 def _replacement(
-    original: Any, called: Any, policy: CastPolicy, cast_args: CastArgs, casts: Casts, own: OwnWay | None
+    original: Any, cast_args: CastArgs, casts: Casts, own: OwnWay | None, to_half: bool, off_within: bool
 ) -> Callable[..., Any]:
     """Return what stands in for an original, whatever the policy: it casts every argument and calls.
 
     Args:
-        original: What is called where this thread does not cast.
-        called: What is called where it does.
-        policy: Its policy.
+        original: What it calls once.
         cast_args: Casts arguments as the policy says.
         casts: The state that is asked.
         own: The op's own way.
+        to_half: Whether the policy is fp16.
+        off_within: Whether casts are off while the original runs.
     """
-    local, deviations, to_half = casts.local, casts.deviations, policy is CastPolicy.FP16
+    local, deviations = casts.local, casts.deviations
     # On a CPU the way of these is packed weights, and there are none while no weights are pinned.
     asks: Any = casts.cache.pins if own and casts.device_type == "cpu" and original in PACKED else (own,) if own else ()
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
         if deviations and not local.on:
             return when_off(*args, **kwargs)
-        if asks and own is not None:
-            result = own(args, kwargs)
-            if result is not NotImplemented:
-                return result
-        new: Sequence[Any] = args
+        if off_within:
+            # `ThreadState.set` written out: most losses and norms come here, and each call of Python's counts.
+            switches = vars(local)
+            before = switches.get("on")
+            switches["on"] = False
+            deviations.append(None)
         try:
-            if not kwargs:
-                new = cast_args(args)
-            elif kwargs.get("out") is not None:
-                return into_out(called, cast_args, casts, args, kwargs, to_half=to_half)
-            elif kwargs.get("dtype") not in HALF_DTYPES:
-                new, kwargs = cast_call(cast_args, args, kwargs)
-            # The caller chose a half dtype: autocast heeds it too, and norms refuse to narrow what was cast to fp32.
-        except SparseArgument:
-            new, kwargs = casts.cast_with_sparse(args, kwargs, to_half=to_half)
-        return called(*new, **kwargs)
+            if asks and own is not None:
+                result = own(args, kwargs)
+                if result is not NotImplemented:
+                    return result
+            new: Sequence[Any] = args
+            try:
+                if not kwargs:
+                    new = cast_args(args)
+                elif kwargs.get("out") is not None:
+                    return into_out(original, cast_args, casts, args, kwargs, to_half=to_half)
+                elif kwargs.get("dtype") not in HALF_DTYPES:
+                    new, kwargs = cast_call(cast_args, args, kwargs)
+                # Else the caller chose a half dtype, which autocast heeds too, and norms refuse to narrow.
+            except SparseArgument:
+                new, kwargs = casts.cast_with_sparse(args, kwargs, to_half=to_half)
+            return original(*new, **kwargs)
+        finally:
+            if off_within:
+                deviations.pop()
+                if before is None:
+                    del switches["on"]
+                else:
+                    switches["on"] = before
 
     when_off = casts.when_off(original, replacement)
     return replacement
 
 
-def _without_casts(original: Any, casts: Casts) -> Callable[..., Any]:
-    """Return what calls a function with casts off in this thread."""
-    local, deviations = casts.local, casts.deviations
-
-    def uncast(*args: Any, **kwargs: Any) -> Any:
-        # `ThreadState.set` written out: most losses and norms come here, and each call of Python's counts.
-        own = vars(local)
-        before = own.get("on")
-        own["on"] = False
-        deviations.append(None)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            deviations.pop()
-            if before is None:
-                del own["on"]
-            else:
-                own["on"] = before
-
-    return uncast
-
-
-def _own_way(
-    original: Any, called: Any, policy: CastPolicy, cast_args: CastArgs, casts: Casts, functional: Any
-) -> OwnWay | None:
+def _own_way(original: Any, policy: CastPolicy, cast_args: CastArgs, casts: Casts, functional: Any) -> OwnWay | None:
     """Return the way of an op that needs more than its policy says; None for any other."""
     to_half, mutation, on_cuda = policy is CastPolicy.FP16, mutation_of(original), casts.device_type == "cuda"
     if functional is not None:
         return build_inplace(original, functional, cast_args, casts)
     if mutation is not None:
-        return build_mutating(called, cast_args, casts, mutation, to_half=to_half)
+        return build_mutating(original, cast_args, casts, mutation, to_half=to_half)
     if not isinstance(original, (*_BUILTINS, types.FunctionType)):
         # No op of torch, and maybe an object that has no hash.
         return None
@@ -181,8 +171,8 @@ def _own_way(
             return build_recurrent(original, casts)
         return build_packed(original, casts)
     if original in COMPOSITES and policy is not CastPolicy.BANNED and on_cuda:
-        return build_composite(called, casts)
-    return _dtype_giver(original, called, casts) if original in _TAKE_DTYPE and policy is CastPolicy.FP32 else None
+        return build_composite(original, casts)
+    return _dtype_giver(original, casts) if original in _TAKE_DTYPE and policy is CastPolicy.FP32 else None
 
 
 def _banned_caster(casts: Casts, name: str, remedy: str, allow_banned: bool) -> CastArgs:
@@ -217,12 +207,11 @@ def _keeper(casts: Casts) -> OwnWay:
     return keep
 
 
-def _dtype_giver(op: Any, called: Any, casts: Casts) -> OwnWay:
+def _dtype_giver(op: Any, casts: Casts) -> OwnWay:
     """Return the way of an op that takes ``dtype``: it computes in fp32 and keeps a half argument for backward, uncast.
 
     Args:
         op: One of `_TAKE_DTYPE`.
-        called: What is called for it.
         casts: The casts of the handle.
     """
     is_norm = op.__name__.endswith("norm")
@@ -245,7 +234,7 @@ def _dtype_giver(op: Any, called: Any, casts: Casts) -> OwnWay:
             return NotImplemented
         # A dtype that the caller gives is heeded, as under autocast.
         given = len(args) > most or kwargs.get("dtype") is not None
-        return called(*args, **(kwargs if given else {**kwargs, "dtype": torch.float32}))
+        return op(*args, **(kwargs if given else {**kwargs, "dtype": torch.float32}))
 
     return run
 

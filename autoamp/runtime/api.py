@@ -64,8 +64,9 @@ def init(
         dtype: ``torch.float16`` or ``torch.bfloat16``. None is torch's own choice for the device type; where the
             device has no units for that, nothing is cast, as with ``enabled=False``, and the log says so.
         rebind: Whether names that other modules took before (``from torch import matmul``) are rebound too.
-        scope: ``"global"``, or ``"modules"`` for code that knows nothing of mixed precision: casts act within the calls
-            of modules, whose outputs are fp32, and where an argument is in the half dtype.
+        scope: ``"global"``, or ``"modules"`` for code that knows nothing of mixed precision. Ops inside a module call
+            are cast, the outputs of the outermost call are fp32, and elsewhere an op is cast only if an argument is in
+            the half dtype.
         trace_overflow: Explain each skipped step, in `Handle.last_overflow`; see docs/diagnostics.md. It changes no
             result. A skipped step is run again, forward and backward, some times.
 

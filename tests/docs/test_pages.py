@@ -140,6 +140,15 @@ def messages() -> list[str]:
     return found
 
 
+@pytest.mark.parametrize(("place", "times"), [("README.md", 2), ("docs/migration.md", 1), ("docs/design.md", 1)])
+def test_the_rule_of_module_scope_is_one_sentence(place: str, times: int) -> None:
+    rule = (
+        "Ops inside a module call are cast, the outputs of the outermost call are fp32, and elsewhere an op is cast "
+        "only if an argument is in the half dtype."
+    )
+    assert " ".join((ROOT / place).read_text(encoding="utf-8").split()).count(rule) == times
+
+
 def test_quoted_messages_are_those_of_the_code() -> None:
     page = text_of("docs/troubleshooting.md")
     by_message = page[page.index("## By message\n") : page.index("## By symptom\n")]

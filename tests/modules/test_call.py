@@ -288,7 +288,7 @@ def frames_of(model: nn.Module) -> list[tuple[bool, str]]:
     pytest.fail("nothing was raised")
 
 
-@pytest.mark.parametrize("scope", ["global", "modules", "override", "O2"])
+@pytest.mark.parametrize("scope", ["global", "modules", "override", "O2", "counted"])
 @pytest.mark.parametrize("name", FAILURES)
 def test_stack_traces_have_torchs_frames_and_two_of_ours_a_patched_call(name: str, scope: str) -> None:
     model = nn.Sequential(nn.Sequential(Fails(FAILURES[name])))
@@ -299,6 +299,9 @@ def test_stack_traces_have_torchs_frames_and_two_of_ours_a_patched_call(name: st
         handle = autoamp.init(device_type="cpu", dtype=HALF, scope="modules" if scope == "modules" else "global")
         if scope == "override":
             handle.override(model[0][0], "fp16")
+        if scope == "counted":
+            # As under `autoamp run`, which counts casts.
+            handle.count().__enter__()
     try:
         found = frames_of(model)
     finally:
