@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from tests.levels.shared import ALL_LEVELS, LISTS, batch, initialize, network, same, sgd, values
+from tests.levels.shared import ALL_LEVELS, batch, initialize, network, same, sgd, values
 
 # -- what is returned --
 
@@ -89,13 +89,6 @@ def test_before_initialize_an_error_says_what_to_call(call: str) -> None:
     arguments = {"scale_loss": (torch.ones(()), []), "state_dict": (), "load_state_dict": ({},)}[call]
     with pytest.raises(RuntimeError, match=rf"{call}\(\) needs a handle; call autoamp.initialize\(model, optimizer\)"):
         getattr(autoamp, call)(*arguments)
-
-
-def test_the_functions_serve_init_too() -> None:
-    handle = autoamp.init(loss_scale=4.0, dtype=torch.float16, device_type="cpu", lists=LISTS)
-    with autoamp.scale_loss(torch.ones((), requires_grad=True), []) as scaled:
-        assert scaled.item() == 4.0
-    assert autoamp.state_dict() == handle.state_dict()
 
 
 # -- inference --

@@ -10,23 +10,8 @@ from torch import nn
 
 import autoamp
 from autoamp.errors import UsageError
-from autoamp.levels.opt_levels import LEVELS
-from autoamp.runtime import runtime_of
 from autoamp.scaling.loss_scale import DynamicLossScaler, StaticLossScaler
 from tests.levels.shared import ALL_LEVELS, batch, initialize, network, scalers, sgd, train
-
-
-def test_levels_are_those_of_the_table() -> None:
-    rows = {
-        name: (o.cast_model_type, o.patch_torch_functions, o.keep_batchnorm_fp32, o.master_weights, o.loss_scale)
-        for name, o in LEVELS.items()
-    }
-    assert rows == {
-        "O0": (torch.float32, False, False, False, 1.0),
-        "O1": (None, True, False, False, None),
-        "O2": ("half", False, True, True, None),
-        "O3": ("half", False, False, False, 1.0),
-    }
 
 
 @pytest.mark.parametrize("level", ALL_LEVELS)
@@ -80,22 +65,24 @@ def test_patch_torch_functions_overrides() -> None:
 
 
 @pytest.mark.parametrize(
-    ("level", "given", "scale"),
-    [("O0", None, 1.0), ("O3", None, 1.0), ("O1", None, 2.0**16), ("O2", 128, 128.0), ("O3", 64.0, 64.0)],
+    ("level", "dtype", "given", "scale"),
+    [
+        ("O0", torch.float16, None, 1.0),
+        ("O3", torch.float16, None, 1.0),
+        ("O1", torch.float16, None, 2.0**16),
+        ("O2", torch.float16, None, 2.0**16),
+        ("O2", torch.bfloat16, None, 1.0),
+        ("O2", torch.float16, 128, 128.0),
+        ("O3", torch.float16, 64.0, 64.0),
+    ],
 )
-def test_loss_scale_overrides(level: str, given: Any, scale: float) -> None:
+def test_loss_scale_overrides(level: str, dtype: torch.dtype, given: Any, scale: float) -> None:
     model = network()
-    initialize(model, sgd(model), opt_level=level, loss_scale=given)
+    initialize(model, sgd(model), opt_level=level, loss_scale=given, dtype=dtype)
     with autoamp.scale_loss(torch.ones((), dtype=torch.float16, requires_grad=True), []) as scaled:
         assert scaled.item() == scale
         assert scaled.dtype is torch.float32
-    scaler = runtime_of(autoamp.current_handle()).optimizers.scalers[0]  # type: ignore[union-attr]
-    assert type(scaler) is (DynamicLossScaler if given is None and level in ("O1", "O2") else StaticLossScaler)
-
-
-def test_bf16_is_not_scaled_by_default() -> None:
-    initialize(network(), opt_level="O2", dtype=torch.bfloat16)
-    assert autoamp.current_handle().loss_scale == 1.0  # type: ignore[union-attr]
+    assert type(scalers()[0]) is (DynamicLossScaler if scale == 2.0**16 else StaticLossScaler)
 
 
 def test_bounds_of_the_loss_scale() -> None:

@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import autoamp
 from autoamp.errors import UsageError
-from autoamp.runtime.active import needed_handle
 from tests.runtime.shared import BF16, FULL, HALF, in_thread, init, ones, patched, region, runs_in
 
 
@@ -54,11 +52,13 @@ def test_a_skip_that_is_due_survives_a_region_with_other_settings() -> None:
     assert not torch.equal(model.weight, before)
 
 
-def test_a_handle_that_was_deactivated_does_not_come_back_with_a_region() -> None:
+@pytest.mark.parametrize("when", ["before", "within"])
+def test_a_handle_that_was_deactivated_does_not_come_back_with_a_region(when: str) -> None:
     handle = init()
-    handle.deactivate()
+    if when == "before":
+        handle.deactivate()
     with region(dtype=BF16):
-        pass
+        handle.deactivate()
     assert not handle.is_active()
     assert not patched()
 
@@ -187,26 +187,16 @@ def test_regions_in_threads_while_others_call() -> None:
     assert not patched()
 
 
-def test_a_handle_that_is_deactivated_within_a_region_stays_so() -> None:
-    outer = autoamp.init(device_type="cpu", dtype=torch.float16)
-    with autoamp.region(device_type="cpu", dtype=torch.bfloat16):
-        outer.deactivate()
-    assert not outer.is_active()
-    assert autoamp.current_handle() is None
-    assert F.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
-
-
-def test_the_needed_handle_is_the_active_one_or_the_one_that_does_nothing() -> None:
-    with pytest.raises(UsageError, match=r"anything\(\) needs a handle; call autoamp.initialize\(model, optimizer\)"):
-        needed_handle("anything")
-    nothing = autoamp.init(enabled=False)
-    assert needed_handle("anything") is nothing
-    assert autoamp.current_handle() is None
-    with autoamp.region(device_type="cpu", dtype=torch.bfloat16) as inner:
-        assert needed_handle("anything") is inner
-    assert needed_handle("anything") is nothing
-    handle = autoamp.init(device_type="cpu", dtype=torch.float16)
-    assert needed_handle("anything") is handle
+def test_what_needs_a_handle_takes_the_active_one_or_the_one_that_does_nothing() -> None:
+    autoamp.init(enabled=False)
+    assert autoamp.state_dict() == {}
+    with region(loss_scale=8.0):
+        assert autoamp.state_dict()["loss_scaler0"]["loss_scale"] == 8.0
+    assert autoamp.state_dict() == {}
+    handle = init(loss_scale=4.0)
+    assert autoamp.state_dict() == handle.state_dict()
+    with autoamp.scale_loss(torch.ones((), requires_grad=True), []) as scaled:
+        assert scaled.item() == 4.0
     handle.deactivate()
     with pytest.raises(UsageError, match="needs a handle"):
-        needed_handle("anything")
+        autoamp.state_dict()

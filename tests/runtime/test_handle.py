@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
 import logging
 import pickle
 from collections.abc import Callable, Iterator
@@ -20,9 +19,6 @@ from autoamp.runtime import runtime_of
 from autoamp.runtime.handle import Handle
 from autoamp.scaling.loss_scale import DynamicLossScaler, LossScaler
 from tests.runtime.shared import Training, init, steps
-
-# `torch.optim.optimizer` is not to be had as an attribute.
-optimizer_module = importlib.import_module("torch.optim.optimizer")
 
 
 def test_verbose_is_heard(caplog: pytest.LogCaptureFixture) -> None:
@@ -53,15 +49,6 @@ def test_deactivate_gives_everything_back(training: Training) -> None:
         one.optimizer.step()
     assert "_autoamp_tags" not in vars(training.model)
     assert handle.deactivate() == ()
-
-
-def test_a_handle_that_is_replaced_lets_go_of_its_optimizers(training: Training, handle: Handle) -> None:
-    steps(handle, training, 1.0)
-    second = init(loss_scale=2.0)
-    assert not handle.is_active()
-    assert "step" not in vars(training.optimizer)
-    steps(second, training, 1.0)
-    assert [runtime_of(one).optimizers.scalers[0].unskipped for one in (handle, second)] == [1, 1]
 
 
 def test_a_handle_shows_users_what_is_for_them_whether_it_is_enabled_or_not(handle: Handle) -> None:

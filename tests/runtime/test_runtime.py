@@ -7,28 +7,13 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 
-import autoamp
-from autoamp.runtime import current_runtime, runtime_of
 from autoamp.runtime.handle import Handle
-from autoamp.runtime.installation import Installation
 from tests.runtime.shared import Training, init, steps
 
 # `torch.optim.optimizer` is not to be had as an attribute.
 optimizer_module = importlib.import_module("torch.optim.optimizer")
-
-
-def test_each_handle_has_its_own() -> None:
-    assert current_runtime() is None
-    first = init()
-    assert current_runtime() is runtime_of(first)
-    assert runtime_of(first).handle is first
-    with autoamp.region(dtype=torch.float16, device_type="cpu") as inner:
-        assert isinstance(inner, Handle)
-        assert current_runtime() is runtime_of(inner) is not runtime_of(first)
-    assert current_runtime() is runtime_of(first)
 
 
 def test_no_hook_of_an_optimizer_stays() -> None:
@@ -39,18 +24,6 @@ def test_no_hook_of_an_optimizer_stays() -> None:
         assert [list(held) for held in hooks] != before
         handle.deactivate()
         assert [list(held) for held in hooks] == before
-
-
-def test_a_failing_activation_leaves_a_handle_that_casts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: Any) -> None:
-        raise ZeroDivisionError
-
-    handle = Handle(init().settings)
-    monkeypatch.setattr(Installation, "install", fail)
-    with pytest.raises(ZeroDivisionError):
-        runtime_of(handle).activate()
-    assert not handle.is_active()
-    assert not runtime_of(handle).casts.local.on
 
 
 def test_optimizers_and_models_can_be_dropped_while_the_handle_stays(
