@@ -191,7 +191,7 @@ class AutoScale:
         """
         if self._aside is None:
             self._aside = whom
-            log.info("the program uses %s: scaling its losses is left to it", whom)
+            log.info("the program uses %s: autoamp does not scale its losses", whom)
             self._on_aside(whom)
 
     def _drop_of_optimizer(self, optimizer: Any) -> None:

@@ -40,7 +40,7 @@ class DistributedState:
 
     def __init__(self, model: Module, optimizers: Any = (), *, amp: bool = True) -> None:
         if not isinstance(model, Module):
-            raise UsageError(f"model={type(model).__name__} is no torch.nn.Module; pass the model, wrapped or not")
+            raise UsageError(f"model={type(model).__name__} is not a torch.nn.Module; pass the model, wrapped or not")
         listed = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
         for optimizer in listed:
             if not is_optimizer(optimizer):
@@ -100,7 +100,7 @@ class DistributedState:
         elif runtime_of(handle).optimizers.loss_scalers.has_dynamic:
             runtime_of(handle).optimizers.resumed.scales_are_known()
             warn_user(
-                "this checkpoint was loaded without the state of the loss scalers: the loss scale goes on from "
+                "this checkpoint has no state of the loss scalers: the loss scale continues at "
                 f"{ours['loss_scaler0']['loss_scale']:g}, and the first steps may be skipped. Save "
                 "autoamp.DistributedState, or autoamp.state_dict() beside the model, and load that too"
             )

@@ -81,8 +81,8 @@ def _entries(model: Module, optimizer: Any) -> list[_Entry]:
             if id(stepped) not in names:
                 raise UsageError(
                     f"parameter {place} of group {number} of {type(optimizer).__name__}, of shape "
-                    f"{tuple(stepped.shape)}, is none of the model's; give the model whose parameters the optimizer "
-                    "steps, made after fully_shard() or parallelize_module()"
+                    f"{tuple(stepped.shape)}, is not a parameter of the model; pass the model whose parameters the "
+                    "optimizer steps, and make the optimizer after fully_shard() or parallelize_module()"
                 )
             found.append(_Entry(names[id(stepped)], stepped, group, len(found)))
     return found

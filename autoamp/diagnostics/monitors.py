@@ -97,4 +97,6 @@ def write_scalars(writer: Any, values: Mapping[str, float], step: int) -> None:
     elif callable(getattr(writer, "log", None)):
         writer.log({f"autoamp/{name}": value for name, value in values.items()})
     else:
-        raise UsageError(f"log_to() cannot write to a {type(writer).__name__}; give what has add_scalar() or log()")
+        raise UsageError(
+            f"log_to() cannot write to a {type(writer).__name__}; give an object with add_scalar() or log()"
+        )

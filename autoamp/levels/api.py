@@ -144,7 +144,7 @@ def initialize(
     if scope not in ("global", "models"):
         raise UsageError(f"scope={scope!r} is unknown; choose 'global' or 'models'")
     if cast_model_outputs not in (None, torch.float32, torch.float64, *HALF_DTYPES):
-        raise UsageError(f"cast_model_outputs={cast_model_outputs!r} is no floating dtype; choose torch.float32")
+        raise UsageError(f"cast_model_outputs={cast_model_outputs!r} is not a floating dtype; choose torch.float32")
     if level.casts_models:
         refuse_sharded(model_list, opt_level)
     asked = None if process_group is None else RequestedGroup.of(process_group, None)

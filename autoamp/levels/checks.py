@@ -76,7 +76,7 @@ def checked_flag(name: str, value: Any) -> bool | None:
     if value is None or isinstance(value, bool):
         return value
     remedy = f"pass opt_level={value!r} by its name" if name == "enabled" and value in tuple(LEVELS) else ""
-    raise UsageError(f"{name}={value!r} is no bool; {remedy or 'choose True, False or None'}")
+    raise UsageError(f"{name}={value!r} is not a bool; {remedy or 'choose True, False or None'}")
 
 
 def warn_of_settings(
@@ -87,13 +87,12 @@ def warn_of_settings(
         check_half_model(models, level.name)
     if level.cast_model_type in (None, torch.float32) and keep_norms is not None:
         warn_user(
-            f"keep_batchnorm_fp32={keep_norms!r} says nothing at opt_level={level.name!r}, which leaves models in "
-            "fp32; it is ignored"
+            f"keep_batchnorm_fp32={keep_norms!r} has no effect at opt_level={level.name!r}, which leaves models in fp32"
         )
     if table.modules and level.cast_model_type in ("half", *HALF_DTYPES):
         warn_user(
-            f"{table.modules[0].origin}: [modules] says nothing at opt_level={level.name!r}, which casts whole models; "
-            "use opt_level='O1' for precision by module"
+            f"{table.modules[0].origin}: [modules] has no effect at opt_level={level.name!r}, which casts "
+            "whole models; use opt_level='O1' for precision by module"
         )
     check_half_norms(models)
     for optimizer in optimizers:

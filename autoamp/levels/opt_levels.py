@@ -92,7 +92,7 @@ def scalers_for(
         LossScaleError: The scale or its bounds are none.
     """
     if not is_count(num_losses, 1):
-        raise UsageError(f"num_losses={num_losses!r} is no number of losses; choose 1 or more")
+        raise UsageError(f"num_losses={num_losses!r} must be a whole number of 1 or more")
     first = make_scaler(level.loss_scale, dtype, min_loss_scale=lowest, max_loss_scale=highest)
     # Copies: an overflow of one loss leaves the scale of the others.
     return [first, *(copy.copy(first) for _ in range(num_losses - 1))]

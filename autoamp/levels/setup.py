@@ -82,11 +82,10 @@ def _refuse_other_patches(earlier: Settings, now: Settings) -> None:
         ("lists", earlier.table, now.table),
     ):
         if before != wanted:
-            difference = f"{name}={wanted!r} differs from {before!r}" if name != "lists" else "lists differs from those"
+            difference = f"{name}={wanted!r} differs from {before!r}" if name != "lists" else "lists= differs from that"
             raise UsageError(
-                f"{difference} of an earlier call of initialize(), whose model is in use, and torch can be patched in "
-                f"one way at a time; give both calls the same {name}, or end the other one by initialize(model, "
-                "optimizer, enabled=False)"
+                f"{difference} of an earlier call of initialize(), whose model is in use; pass the same {name} to both "
+                "calls, or end the earlier one by initialize(model, optimizer, enabled=False)"
             )
 
 

@@ -72,7 +72,7 @@ class ModuleCasts(Casts):
             if self.is_open:
                 # Only the default: a thread that is within a module's call has its own switches until the call ends.
                 self.local.set_default(False, forced_off=True)
-            log.info("the program has %s: casts are left to it", whom)
+            log.info("the program has %s: autoamp does not cast", whom)
             self.on_left(whom)
 
     def begin_call(self, module: Module) -> bool:

@@ -193,7 +193,7 @@ def _method_of(cls: type, rule: CastRule) -> tuple[type, str, Any]:
         if issubclass(cls, base):
             return cls, method, original_of(inspect.getattr_static(cls, method))
     raise ListFileError(
-        f"{rule.target!r} is a class; only an nn.Module or an autograd.Function can stand in a list", *_where(rule)
+        f"{rule.target!r} is a class; of classes only an nn.Module or an autograd.Function can be listed", *_where(rule)
     )
 
 

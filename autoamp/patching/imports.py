@@ -80,7 +80,7 @@ def resolve(dotted: str) -> tuple[Any, str, Any] | None:
     try:
         parent, attribute, original = wrapt.resolve_path(module, ".".join(parts[end:]))
     except AttributeError as error:
-        raise PatchError(f"{dotted!r} is not there: {error}") from error
+        raise PatchError(f"{dotted!r} does not exist: {error}") from error
     return parent, attribute, original_of(original)
 
 

@@ -172,7 +172,7 @@ class PatchSet:
                 setattr(module, attribute, original_of(value))
             self.late_bound = ()
         if foreign:
-            log.warning("patched by others on top of autoamp, left as they are: %s", ", ".join(foreign))
+            log.warning("not restored, because another library patched them after autoamp: %s", ", ".join(foreign))
         return foreign
 
     def _take_back(self, count: int) -> tuple[str, ...]:

@@ -72,7 +72,7 @@ class ActiveHandles:
         """
         with self.lock:
             if any(serving is not self._base for serving, _ in self._open):
-                raise UsageError("torch cannot be patched anew while a region is open; leave the region's block first")
+                raise UsageError("torch cannot be patched again while a region is open; leave the region's block first")
             before = self.handle
             self._switch(handle if isinstance(handle, Handle) else None)
             self._base = handle

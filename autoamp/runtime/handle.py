@@ -354,9 +354,9 @@ class BaseHandle:
         if not self.settings.enabled:
             return lambda: None
         if not is_count(every, 1):
-            raise UsageError(f"every={every!r} is no number of steps; choose 1 or more")
+            raise UsageError(f"every={every!r} must be a whole number of 1 or more")
         if not any(callable(getattr(writer, name, None)) for name in ("add_scalar", "log")):
-            raise UsageError(f"log_to() cannot write to {kind_of(writer)}; give what has add_scalar() or log()")
+            raise UsageError(f"log_to() cannot write to {kind_of(writer)}; give an object with add_scalar() or log()")
 
         def write() -> None:
             if self._runtime.optimizers.counts.all % every == 0:
@@ -438,7 +438,7 @@ class BaseHandle:
     @max_consecutive_skips.setter
     def max_consecutive_skips(self, count: int) -> None:
         if not is_count(count, 1):
-            raise UsageError(f"max_consecutive_skips={count!r} is no number of steps; choose 1 or more")
+            raise UsageError(f"max_consecutive_skips={count!r} must be a whole number of 1 or more")
         self._runtime.optimizers.max_consecutive_skips = count
 
     def scale_loss(
@@ -532,7 +532,7 @@ class BaseHandle:
             optimizer.scale_loss = _unscaled
             return optimizer
         if not is_count(num_loss, 1):
-            raise UsageError(f"num_loss={num_loss!r} is no number of losses; choose 1 or more")
+            raise UsageError(f"num_loss={num_loss!r} must be a whole number of 1 or more")
         scalers = [make_scaler(self.settings.loss_scale, self.settings.dtype) for _ in range(num_loss)]
         return wrap_optimizer(self._runtime.optimizers, optimizer, scalers)
 

@@ -54,7 +54,7 @@ class Settings:
         device_type = device_type_of(device_type)
         dtype = _half_dtype_of(device_type) if dtype is None else dtype
         if dtype not in HALF_DTYPES:
-            raise UsageError(f"dtype={dtype} is no half precision; choose torch.float16 or torch.bfloat16")
+            raise UsageError(f"dtype={dtype} is not a half-precision dtype; choose torch.float16 or torch.bfloat16")
         table = load_table(lists, base="bf16" if dtype is torch.bfloat16 else "default", device_type=device_type)
         check_module_rules(table.modules)
         settings = cls(device_type, dtype, table, **others)
@@ -94,7 +94,7 @@ def device_type_of(device: Any = None) -> str:
         return default_device_type() if device is None else str(torch.device(device).type)
     except (RuntimeError, TypeError):
         raise UsageError(
-            f"device_type={device!r} is unknown to torch; choose 'cuda', 'cpu', 'xpu' or 'mps', say"
+            f"device_type={device!r} is unknown to torch; choose 'cuda', 'cpu', 'xpu' or 'mps', for example"
         ) from None
 
 
@@ -127,7 +127,7 @@ def _half_dtype_of(device_type: str) -> torch.dtype:
         return default_half_dtype(device_type)
     except RuntimeError:
         raise UsageError(
-            f"torch has no half precision of its own for device_type={device_type!r}; give dtype=torch.float16 or "
+            f"torch has no default half dtype for device_type={device_type!r}; give dtype=torch.float16 or "
             "torch.bfloat16"
         ) from None
 

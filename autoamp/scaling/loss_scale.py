@@ -254,7 +254,7 @@ class DynamicLossScaler(LossScaler):
         if not 1.0 < self.growth_factor < math.inf:
             raise LossScaleError(f"growth_factor={growth_factor!r} must be above 1 and finite; 2.0 is usual")
         if not 0.0 < self.backoff_factor < 1.0:
-            raise LossScaleError(f"backoff_factor={backoff_factor!r} must lie between 0 and 1; 0.5 is usual")
+            raise LossScaleError(f"backoff_factor={backoff_factor!r} must be between 0 and 1; 0.5 is usual")
         if not is_count(growth_interval, 1):
             raise LossScaleError(f"growth_interval={growth_interval!r} must be a whole number of steps, at least 1")
         if self.min_loss_scale > self.max_loss_scale:
@@ -432,20 +432,21 @@ def _scale_argument(name: str, value: Any) -> float:
     scale = _number(name, value, "a number above 0, such as 128.0")
     # Written so that nan fails too.
     if not _SMALLEST <= scale <= _LARGEST:
-        raise LossScaleError(
-            f"{name}={value!r} is no usable scale: it must be above 0, from 2**-126 to 2**126; 128.0 is usual"
-        )
+        raise LossScaleError(f"{name}={value!r} must be from 2**-126 to 2**126; 128.0 is usual")
     return scale
 
 
 def _read_state(state_dict: Any, key: str) -> tuple[float, int]:
     if not isinstance(state_dict, Mapping):
         raise CheckpointError(
-            f"{key!r} is a {type(state_dict).__name__}, no dict with 'loss_scale' and 'unskipped'; nothing was loaded"
+            f"{key!r} is a {type(state_dict).__name__}, not a dict with 'loss_scale' and 'unskipped'; "
+            "nothing was loaded"
         )
     for name in ("loss_scale", "unskipped"):
         if name not in state_dict:
-            raise CheckpointError(f"{key!r} has no entry {name!r}, so it is torn or foreign; nothing was loaded")
+            raise CheckpointError(
+                f"{key!r} has no entry {name!r}, so it is incomplete or of another program; nothing was loaded"
+            )
     unknown = sorted(str(name) for name in state_dict if name not in ("loss_scale", "unskipped"))
     if unknown:
         raise CheckpointError(f"{key!r} has the unknown entry {unknown[0]!r}; nothing was loaded")
@@ -456,5 +457,7 @@ def _read_state(state_dict: Any, key: str) -> tuple[float, int]:
             f"{key!r}: 'loss_scale' is {scale!r}, not a finite number from 2**-126 to 2**126; nothing was loaded"
         )
     if not is_count(unskipped):
-        raise CheckpointError(f"{key!r}: 'unskipped' is {unskipped!r}, no whole number from 0 on; nothing was loaded")
+        raise CheckpointError(
+            f"{key!r}: 'unskipped' is {unskipped!r}, not a whole number of 0 or more; nothing was loaded"
+        )
     return float(scale), int(unskipped)

@@ -50,8 +50,8 @@ class RequestedGroup:
             raise UsageError("there is no process group yet; call torch.distributed.init_process_group() first")
         if not isinstance(group, dist.ProcessGroup):
             raise UsageError(
-                f"group={group!r} is no process group that this rank is in; give torch.distributed.group.WORLD, what "
-                "new_group() returned, or mesh.get_group()"
+                f"group={group!r} is not a process group of this rank; pass torch.distributed.group.WORLD, the "
+                "result of new_group(), or mesh.get_group()"
             )
         size = dist.get_world_size(group)
         if replicas is None:
@@ -210,8 +210,8 @@ def _group_for(params: Sequence[Tensor], meshes: Sequence[Any], asked: Requested
     if wanted < ranks:
         return SyncGroup(_group_of(ranks, spans), device, len(ranks) * asked.replicas // len(wanted), asked=True)
     raise UsageError(
-        f"steps are to be agreed on over the ranks {sorted(wanted)}, and parameters lie on meshes of the ranks "
-        f"{sorted(ranks)}: neither has all of the other; give sync_over() a group of all of these ranks"
+        f"sync_over() got the ranks {sorted(wanted)}, and parameters are on meshes of the ranks {sorted(ranks)}; pass "
+        "a group of all of these ranks"
     )
 
 

@@ -71,7 +71,7 @@ def _check_group(group: Any, where: str, halves: list[Tensor], dtype: torch.dtyp
         )
     if _moves_nothing(group.get("lr"), halves, dtype):
         warn_user(
-            f"{where}: lr={float(group['lr']):g} is less than half the distance between neighbouring {dtype} "
+            f"{where}: lr={float(group['lr']):g} is less than half the distance between neighboring {dtype} "
             "numbers at the size of most weights, so steps of that size are rounded away. Raise the learning rate, "
             "or step fp32 master weights (opt_level='O2')"
         )

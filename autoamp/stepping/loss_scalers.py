@@ -187,7 +187,9 @@ class LossScalers:
             )
         skipped = state.get("skipped_steps", 0)
         if not is_count(skipped):
-            raise CheckpointError(f"key 'skipped_steps': {skipped!r} is no count of steps; nothing was loaded")
+            raise CheckpointError(
+                f"key 'skipped_steps': {skipped!r} is not a whole number of 0 or more; nothing was loaded"
+            )
         for name, scaler in zip(names, scalers, strict=True):
             scaler.check_state_dict(state[name], name)
         for name, scaler in zip(names, scalers, strict=True):

@@ -56,9 +56,8 @@ class BackwardWatch:
         """Raise UsageError where the loss was run backward and not the scaled one; ``name`` is the optimizer's."""
         if "loss" in self._passed and not self.proven:
             raise UsageError(
-                f"in the scale_loss block of {name} the loss itself was run backward, and not the scaled loss: "
-                "its gradients would be divided by a loss scale that they were never multiplied by. Call "
-                "scaled_loss.backward() on what the with statement yields, in place of loss.backward()"
+                f"loss.backward() was called inside the scale_loss block of {name}, and its gradients are not scaled. "
+                "Call scaled_loss.backward(), where scaled_loss is the value that the with statement yields"
             )
 
 

@@ -130,7 +130,7 @@ def test_a_checkpoint_without_scales_is_warned_of(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException, match=r"Missing key in checkpoint state_dict: training\.amp\."):
         dcp.load(resumed.state(), checkpoint_id=tmp_path / "at")
     partial = dcp.DefaultLoadPlanner(allow_partial_load=True)
-    warning = r"without the state of the loss scalers: the loss scale goes on from 4\.1943e\+06"
+    warning = r"has no state of the loss scalers: the loss scale continues at 4\.1943e\+06"
     with pytest.warns(UserWarning, match=warning):
         dcp.load(resumed.state(), checkpoint_id=tmp_path / "at", planner=partial)
     with pytest.warns(UserWarning, match=warning):
@@ -157,10 +157,12 @@ def test_where_no_scale_moves_nothing_is_warned_of(tmp_path: Path) -> None:
 
 def test_what_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(autoamp.UsageError, match=r"model=str is no torch\.nn\.Module"):
+    with pytest.raises(autoamp.UsageError, match=r"model=str is not a torch\.nn\.Module"):
         DistributedState("model")  # type: ignore[arg-type]
     with pytest.raises(autoamp.UsageError, match="not int"):
         DistributedState(model, [3])
     foreign = torch.optim.SGD([*model.parameters(), torch.ones(3)], 0.1)
-    with pytest.raises(autoamp.UsageError, match=r"parameter 2 of group 0 of SGD, of shape \(3,\), is none of the"):
+    with pytest.raises(
+        autoamp.UsageError, match=r"parameter 2 of group 0 of SGD, of shape \(3,\), is not a parameter of the"
+    ):
         DistributedState(model, foreign).state_dict()

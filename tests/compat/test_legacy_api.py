@@ -268,7 +268,7 @@ def test_o2_and_o3_cast_inputs_outputs_and_state(apex: Any, level: str, outputs:
 
 @pytest.mark.parametrize("keep", [True, False, "True", "False"])
 def test_keep_batchnorm_fp32_under_o1_is_ignored_with_a_warning(apex: Any, keep: Any) -> None:
-    with pytest.warns(UserWarning, match="says nothing at opt_level='O1'") as caught:
+    with pytest.warns(UserWarning, match="has no effect at opt_level='O1'") as caught:
         apex.amp.initialize(net(), opt_level="O1", keep_batchnorm_fp32=keep)
     assert caught[0].filename == __file__
 

@@ -74,7 +74,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, str, str]
     ),
     "init(loss_scale=-1)": (
         lambda: autoamp.init(loss_scale=-1.0, **CPU),
-        LossScaleError, ("loss_scale=-1.0", "is no usable scale", "above 0"),
+        LossScaleError, ("loss_scale=-1.0", "must be from 2**-126", "128.0 is usual"),
     ),
     "register_half_function(torch, 'sofmax')": (
         lambda: autoamp.register_half_function(torch, "sofmax"),
@@ -82,12 +82,12 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, str, str]
     ),
     "loss.backward() in the block": (
         unscaled_backward,
-        UsageError, ("scale_loss block of SGD", "loss scale that they were never multiplied by",
+        UsageError, ("scale_loss block of SGD", "its gradients are not scaled",
                      "Call scaled_loss.backward()"),
     ),
     "loss.backward() in the block at O2": (
         unscaled_backward_at_o2,
-        UsageError, ("scale_loss block of SGD", "loss scale that they were never multiplied by",
+        UsageError, ("scale_loss block of SGD", "its gradients are not scaled",
                      "Call scaled_loss.backward()"),
     ),
     "init on CUDA": (

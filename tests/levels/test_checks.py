@@ -16,7 +16,7 @@ from tests.levels.shared import ALL_LEVELS, LISTS, initialize, network, same, sg
 
 @pytest.mark.parametrize("level", ALL_LEVELS)
 def test_a_level_in_the_place_of_enabled_is_told_where_it_belongs(level: str) -> None:
-    with pytest.raises(UsageError, match=f"enabled='{level}' is no bool; pass opt_level='{level}' by its name"):
+    with pytest.raises(UsageError, match=f"enabled='{level}' is not a bool; pass opt_level='{level}' by its name"):
         initialize(network(), enabled=level)
 
 
@@ -27,14 +27,14 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "model": ("model", {}, "models takes a torch.nn.Module or a list of them, not str"),
     "scope": (None, {"scope": "model"}, "scope='model' is unknown; choose 'global' or 'models'"),
     "cast_model_type": (None, {"cast_model_type": torch.int8}, "cast_model_type=torch.int8"),
-    "dtype": (None, {"dtype": torch.float64}, "dtype=torch.float64 is no half precision"),
-    "losses": (None, {"num_losses": 0}, "num_losses=0 is no number of losses; choose 1 or more"),
-    "scale": (None, {"loss_scale": -1.0}, r"loss_scale=-1.0 is no usable scale"),
+    "dtype": (None, {"dtype": torch.float64}, "dtype=torch.float64 is not a half-precision dtype"),
+    "losses": (None, {"num_losses": 0}, "num_losses=0 must be a whole number of 1 or more"),
+    "scale": (None, {"loss_scale": -1.0}, r"loss_scale=-1.0 must be from 2"),
     "scale as a string": (None, {"loss_scale": "128.0"}, "loss_scale='128.0' is a string; choose 'dynamic' or a num"),
-    "flag as a string": (None, {"keep_batchnorm_fp32": "True"}, "keep_batchnorm_fp32='True' is no bool"),
+    "flag as a string": (None, {"keep_batchnorm_fp32": "True"}, "keep_batchnorm_fp32='True' is not a bool"),
     "bounds": (None, {"min_loss_scale": 8.0, "max_loss_scale": 4.0}, "min_loss_scale=8.0 is above max_loss_scale"),
-    "flag": (None, {"master_weights": "maybe"}, "master_weights='maybe' is no bool; choose True, False or None"),
-    "outputs": (None, {"cast_model_outputs": "fp32"}, "cast_model_outputs='fp32' is no floating dtype"),
+    "flag": (None, {"master_weights": "maybe"}, "master_weights='maybe' is not a bool; choose True, False or None"),
+    "outputs": (None, {"cast_model_outputs": "fp32"}, "cast_model_outputs='fp32' is not a floating dtype"),
     "optimizer": (None, {"optimizers": 3}, "optimizers takes an optimizer or a list of them, not int"),
     "optimizers": (None, {"optimizers": [None]}, "optimizers takes an optimizer or a list of them, not NoneType"),
     "own scaler": (
@@ -43,7 +43,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
         r"this FP16_Optimizer scales its loss itself: call optimizer.backward\(loss\)",
     ),
     "list": (None, {"lists": {"fp16": ["torch.nosuch"]}}, "'torch.nosuch' names nothing"),
-    "enabled": (None, {"enabled": "maybe"}, "enabled='maybe' is no bool"),
+    "enabled": (None, {"enabled": "maybe"}, "enabled='maybe' is not a bool"),
 }
 
 
@@ -75,12 +75,12 @@ def test_wrapped_models_are_refused(kind: type) -> None:
 
 
 def test_warnings_point_at_the_line_of_the_caller() -> None:
-    with pytest.warns(UserWarning, match="says nothing at opt_level='O1'") as caught:
+    with pytest.warns(UserWarning, match="has no effect at opt_level='O1'") as caught:
         autoamp.initialize(network(), keep_batchnorm_fp32=True, device_type="cpu", lists=LISTS, verbosity=0)
     with pytest.warns(UserWarning, match="its fp32 values are lost") as more:
         autoamp.initialize(network().half(), device_type="cpu", lists=LISTS, verbosity=0)
     modules = {"modules": {"0": "fp32"}}
-    with pytest.warns(UserWarning, match=r"\[modules\] says nothing at opt_level='O2'") as most:
+    with pytest.warns(UserWarning, match=r"\[modules\] has no effect at opt_level='O2'") as most:
         autoamp.initialize(network(), opt_level="O2", lists=modules, device_type="cpu", verbosity=0)
     assert {warning.filename for warning in [*caught, *more, *most]} == {__file__}
 

@@ -99,7 +99,7 @@ def test_resolve_finds_functions_methods_and_modules(shelf: types.ModuleType) ->
     assert resolve("shelf.Base.method") == (Base, "method", vars(Base)["method"])
     assert resolve("shelf.Base.static") == (Base, "static", vars(Base)["static"])
     assert resolve("not_imported_at_all.work") is None
-    with pytest.raises(PatchError, match=r"'shelf\.wrok' is not there"):
+    with pytest.raises(PatchError, match=r"'shelf\.wrok' does not exist"):
         resolve("shelf.wrok")
 
 
@@ -118,7 +118,7 @@ def test_resolve_tells_that_a_package_lacks_a_name(folder: Path) -> None:
     package.mkdir()
     (package / "__init__.py").write_text("def work(): pass\n")
     importlib.import_module("small_pkg")
-    with pytest.raises(PatchError, match=r"'small_pkg\.wrok' is not there"):
+    with pytest.raises(PatchError, match=r"'small_pkg\.wrok' does not exist"):
         resolve("small_pkg.wrok")
 
 

@@ -241,7 +241,7 @@ def test_delayed_gradients_keep_the_scale_until_a_later_block(training: Training
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, True, None])
 def test_a_wrong_number_of_skips(handle: Handle, count: Any) -> None:
-    with pytest.raises(UsageError, match=r"max_consecutive_skips=.* is no number of steps; choose 1 or more"):
+    with pytest.raises(UsageError, match=r"max_consecutive_skips=.* must be a whole number of 1 or more"):
         handle.max_consecutive_skips = count
     assert handle.max_consecutive_skips == 50
 
@@ -315,7 +315,7 @@ def test_a_wrapped_optimizer_can_delay_and_accumulate(training: Training) -> Non
 
 @pytest.mark.parametrize("number", [0, -1, "2", 1.0, True])
 def test_a_wrong_number_of_losses(handle: Handle, training: Training, number: Any) -> None:
-    with pytest.raises(UsageError, match=r"num_loss=.* is no number of losses; choose 1 or more"):
+    with pytest.raises(UsageError, match=r"num_loss=.* must be a whole number of 1 or more"):
         handle.wrap_optimizer(training.optimizer, num_loss=number)
     assert not hasattr(training.optimizer, "scale_loss")
 

@@ -50,13 +50,16 @@ def test_a_scaler_may_be_given(training: Training) -> None:
     ("settings", "message"),
     [
         ({"loss_scale": "dynamc"}, "loss_scale='dynamc' is unknown; choose 'dynamic'"),
-        ({"loss_scale": 0}, r"loss_scale=0 is no usable scale: it must be above 0"),
-        ({"loss_scale": -2.0}, r"loss_scale=-2.0 is no usable scale"),
-        ({"loss_scale": float("nan")}, "loss_scale=nan is no usable scale"),
+        ({"loss_scale": 0}, r"loss_scale=0 must be from 2"),
+        ({"loss_scale": -2.0}, r"loss_scale=-2.0 must be from 2"),
+        ({"loss_scale": float("nan")}, "loss_scale=nan must be from 2"),
         ({"loss_scale": True}, "loss_scale=True is not a number"),
         ({"loss_scale": [1]}, r"loss_scale=\[1\] is not a number"),
         ({"lists": "no_such_set"}, "'no_such_set' is unknown"),
-        ({"dtype": torch.float32}, r"dtype=torch.float32 is no half precision; choose torch.float16 or torch.bfloat16"),
+        (
+            {"dtype": torch.float32},
+            r"dtype=torch.float32 is not a half-precision dtype; choose torch.float16 or torch.bfloat16",
+        ),
     ],
 )
 def test_a_wrong_argument_is_told_and_changes_nothing(settings: dict[str, Any], message: str) -> None:
@@ -75,5 +78,5 @@ def test_an_unknown_device_type_says_so(device_type: Any) -> None:
 
 
 def test_a_device_type_without_half_precision_says_so() -> None:
-    with pytest.raises(UsageError, match=r"no half precision of its own for device_type='meta'; give dtype="):
+    with pytest.raises(UsageError, match=r"no default half dtype for device_type='meta'; give dtype="):
         autoamp.init(device_type="meta")

@@ -30,7 +30,10 @@ def test_the_scaled_loss_is_proven_and_the_loss_alone_is_an_error() -> None:
     loss, scaled = losses()
     watch = BackwardWatch(loss, scaled)
     loss.backward(retain_graph=True)
-    with pytest.raises(UsageError, match=r"block of SGD the loss itself .* Call scaled_loss.backward\(\)"):
+    with pytest.raises(
+        UsageError,
+        match=r"loss.backward\(\) was called inside the scale_loss block of SGD.* Call scaled_loss.backward\(\)",
+    ):
         watch.check("SGD")
     watch.end()
     # No hook is left.

@@ -28,7 +28,7 @@ def as_flag(name: str, value: Any) -> bool | None:
     """
     if isinstance(value, Hashable) and value in _FLAGS:
         return _FLAGS[value]
-    raise UsageError(f"{name}={value!r} is no bool; choose True, False or None")
+    raise UsageError(f"{name}={value!r} is not a bool; choose True, False or None")
 
 
 def as_number(name: str, value: Any) -> Any:
