@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autoamp.casting.cache import CastCache, cast_for_any_mode, serves_others
-from autoamp.casting.casters import CastArgs, SparseArgument, cast_call
+from autoamp.casting.casters import CastArgs, cast_call, dtype_with_sparse
 from autoamp.casting.casts import Casts
 from autoamp.casting.flat_weights import RECURRENT_LAYERS, LayOut, flat_layout, flatten_weights, lay_out_for_cudnn
 from autoamp.casting.threads import Switches, Token
@@ -14,11 +14,11 @@ __all__ = [
     "CastCache",
     "Casts",
     "LayOut",
-    "SparseArgument",
     "Switches",
     "Token",
     "cast_call",
     "cast_for_any_mode",
+    "dtype_with_sparse",
     "flat_layout",
     "flatten_weights",
     "lay_out_for_cudnn",

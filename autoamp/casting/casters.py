@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from autoamp.casting.cache import CastCache
-from autoamp.tensors import CASTABLE_LAYOUTS, HALF_DTYPES, PLAIN_TYPES, map_tensors
+from autoamp.tensors import CASTABLE_LAYOUTS, HALF_DTYPES, PLAIN_TYPES, iter_tensors, map_tensors
 from autoamp.torch_private import is_any_autocast_enabled
 
-__all__ = ["CASTABLE_DTYPES", "CastArgs", "SparseArgument", "build_caster", "cast_call"]
+__all__ = ["CASTABLE_DTYPES", "CastArgs", "build_caster", "cast_call", "dtype_with_sparse"]
 
 CASTABLE_DTYPES = frozenset({*HALF_DTYPES, torch.float32})
 """The dtypes of the tensors that are cast."""
@@ -21,14 +21,10 @@ CASTABLE_DTYPES = frozenset({*HALF_DTYPES, torch.float32})
 _TENSORS = frozenset({Tensor, Parameter})
 
 
-class SparseArgument(Exception):
-    """Raised while arguments are cast, where a tensor to be cast is sparse: the call is to be made with none cast."""
-
-
 CastArgs = Callable[..., Sequence[Any]]
 """Casts a sequence of arguments, however nested, into a new one; returns the same object where nothing is cast.
 
-With ``shares=False``, as second argument, an activation is cast anew and its cast is not kept. Raises `SparseArgument`.
+With ``shares=False``, as second argument, an activation is cast anew and its cast is not kept.
 """
 
 
@@ -69,7 +65,7 @@ def build_caster(
                 if not (arg.is_cpu if on_cpu else arg.is_cuda if on_cuda else arg.device.type == device_type):
                     continue
                 if arg.layout is not strided and arg.layout not in CASTABLE_LAYOUTS:
-                    raise SparseArgument
+                    return _cast_with_sparse(args, dtype_with_sparse(iter_tensors(args), target), device_type)
                 if kind is Parameter and ((entries is not None and id(arg) in entries) or (pins and id(arg) in pins)):
                     cast = cached(arg, convert)
                 elif kind is Tensor and entries is not None and shares:
@@ -95,8 +91,28 @@ def build_caster(
     return cast_args
 
 
+def _cast_with_sparse(args: Sequence[Any], target: torch.dtype, device_type: str) -> Sequence[Any]:
+    """Cast the arguments of a call one of which is sparse, that one too."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(target) if tensor.dtype in CASTABLE_DTYPES and tensor.device.type == device_type else tensor
+
+    return [map_tensors(arg, cast) for arg in args]
+
+
+def dtype_with_sparse(tensors: Iterable[Tensor], target: torch.dtype) -> torch.dtype:
+    """Return what the arguments of a call become, one of which is sparse: fp32, but for one sparse COO matrix.
+
+    torch has no half kernels for two sparse factors and for batches, nor on CPUs for the compressed layouts. The
+    cast of a sparse matrix cannot pass a dense gradient back, which `torch.mm` gives it.
+    """
+    sparse = [tensor for tensor in tensors if tensor.layout not in CASTABLE_LAYOUTS]
+    is_matrix = len(sparse) == 1 and sparse[0].layout is torch.sparse_coo and sparse[0].dim() == 2
+    return target if is_matrix and not sparse[0].requires_grad else torch.float32
+
+
 def cast_call(cast_args: CastArgs, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Cast the arguments of a call, by position and by name. SparseArgument where one to be cast is sparse."""
+    """Cast the arguments of a call, by position and by name."""
     if not kwargs:
         return cast_args(args), kwargs
     new = cast_args((*args, *kwargs.values()))

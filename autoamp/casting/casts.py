@@ -7,7 +7,7 @@ fp64 and tensors of other devices are left as they are, and so are sparse ones, 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.nn import Module, Parameter
 from autoamp.casting.cache import CastCache
 from autoamp.casting.casters import CASTABLE_DTYPES, build_caster
 from autoamp.casting.threads import Switches, ThreadState
-from autoamp.tensors import CASTABLE_LAYOUTS, PLAIN_TYPES, iter_tensors, map_tensors
+from autoamp.tensors import CASTABLE_LAYOUTS, PLAIN_TYPES, iter_tensors
 from autoamp.torch_private import is_any_autocast_enabled
 
 __all__ = ["Casts"]
@@ -140,36 +140,12 @@ class Casts:
     def note_autocast(self, device_type: str, *, enabled: bool) -> None:
         """Note that the program enters a torch.autocast region: nothing but `autocast_rules` follows from it."""
 
-    def cast_with_sparse(self, args: Any, kwargs: dict[str, Any], *, to_half: bool) -> tuple[Any, dict[str, Any]]:
-        """Cast the arguments of a call one of which is sparse, that one too; ``out`` is left as it is."""
-        target = self.dtype_with_sparse(iter_tensors((args, kwargs)), to_half=to_half)
-
-        def cast(tensor: Tensor) -> Tensor:
-            castable = tensor.dtype in CASTABLE_DTYPES and tensor.device.type == self.device_type
-            return tensor.to(target) if castable else tensor
-
-        kept = {"out": kwargs["out"]} if "out" in kwargs else {}
-        new, new_kwargs = map_tensors((args, kwargs), cast)
-        return new, {**new_kwargs, **kept}
-
-    def dtype_with_sparse(self, tensors: Iterable[Tensor], *, to_half: bool) -> torch.dtype:
-        """Return what the arguments of a call become, one of which is sparse: fp32, but for one sparse COO matrix.
-
-        torch has no half kernels for two sparse factors and for batches, nor on CPUs for the compressed layouts. The
-        cast of a sparse matrix cannot pass a dense gradient back, which `torch.mm` gives it.
-        """
-        sparse = [tensor for tensor in tensors if tensor.layout not in CASTABLE_LAYOUTS]
-        if not to_half or len(sparse) != 1:
-            return torch.float32
-        is_matrix = sparse[0].layout is torch.sparse_coo and sparse[0].dim() == 2
-        return self.dtype if is_matrix and not sparse[0].requires_grad else torch.float32
-
     def to_half(self, value: Any) -> Any:
-        """Cast one value, however nested, to the half dtype. SparseArgument where a tensor in it is sparse."""
+        """Cast one value, however nested, to the half dtype."""
         return self.args_to_half((value,), False)[0]
 
     def to_fp32(self, value: Any) -> Any:
-        """Cast one value, however nested, to fp32. SparseArgument where a tensor in it is sparse and not fp32."""
+        """Cast one value, however nested, to fp32."""
         return self.args_to_fp32((value,), False)[0]
 
     def promote_args(self, args: Sequence[Any], shares: bool = False) -> Sequence[Any]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoamp.casting import Casts
+from autoamp.casting import Casts, dtype_with_sparse
 from autoamp.diagnostics.observer import Call, Observer
 from autoamp.rules import CastPolicy
 from autoamp.tensors import CASTABLE_LAYOUTS, iter_tensors
@@ -164,7 +164,7 @@ def floating_tensors(call: Call) -> list[Tensor]:
 def target_of(tensors: list[Tensor], policy: CastPolicy, casts: Casts) -> torch.dtype | None:
     """Return what a policy casts these arguments to, None where it leaves them."""
     if policy is not CastPolicy.PROMOTE and any(tensor.layout not in CASTABLE_LAYOUTS for tensor in tensors):
-        return casts.dtype_with_sparse(tensors, to_half=policy is CastPolicy.FP16)
+        return dtype_with_sparse(tensors, casts.dtype if policy is CastPolicy.FP16 else torch.float32)
     if policy is CastPolicy.FP16:
         return casts.dtype
     if policy is CastPolicy.PROMOTE and len({t.dtype for t in tensors if casts.eligible(t)}) < 2:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from autoamp.casting import RECURRENT_LAYERS, CastArgs, Casts, SparseArgument, cast_call
+from autoamp.casting import RECURRENT_LAYERS, CastArgs, Casts, cast_call
 from autoamp.errors import BannedFunctionError, warn_user
 from autoamp.inference import PACKED, build_packed
 from autoamp.ops.attention import build_attention
@@ -128,18 +128,13 @@ def _replacement(
                 result = own(args, kwargs)
                 if result is not NotImplemented:
                     return result
-            new: Sequence[Any] = args
-            try:
-                if not kwargs:
-                    new = cast_args(args)
-                elif kwargs.get("out") is not None:
-                    return into_out(original, cast_args, casts, args, kwargs, to_half=to_half)
-                elif kwargs.get("dtype") not in HALF_DTYPES:
-                    new, kwargs = cast_call(cast_args, args, kwargs)
-                # Else the caller chose a half dtype, which autocast heeds too, and norms refuse to narrow.
-            except SparseArgument:
-                new, kwargs = casts.cast_with_sparse(args, kwargs, to_half=to_half)
-            return original(*new, **kwargs)
+            if not kwargs:
+                return original(*cast_args(args))
+            if kwargs.get("out") is not None:
+                return into_out(original, cast_args, casts, args, kwargs, to_half=to_half)
+            # A half dtype is the caller's choice: autocast heeds it too, and norms refuse to narrow.
+            new = (args, kwargs) if kwargs.get("dtype") in HALF_DTYPES else cast_call(cast_args, args, kwargs)
+            return original(*new[0], **new[1])
         finally:
             if off_within:
                 deviations.pop()
@@ -156,7 +151,7 @@ def _own_way(original: Any, policy: CastPolicy, cast_args: CastArgs, casts: Cast
     """Return the way of an op that needs more than its policy says; None for any other."""
     to_half, mutation, on_cuda = policy is CastPolicy.FP16, mutation_of(original), casts.device_type == "cuda"
     if functional is not None:
-        return build_inplace(original, functional, cast_args, casts)
+        return build_inplace(original, functional, cast_args)
     if mutation is not None:
         return build_mutating(original, cast_args, casts, mutation, to_half=to_half)
     if not isinstance(original, (*_BUILTINS, types.FunctionType)):

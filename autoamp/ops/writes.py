@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoamp.casting import CastArgs, Casts, SparseArgument, cast_call
+from autoamp.casting import CastArgs, Casts, cast_call
 from autoamp.tensors import iter_tensors, map_tensors
 
 __all__ = ["Mutation", "build_inplace", "build_mutating", "into_out", "mutation_of"]
@@ -74,14 +74,13 @@ def mutation_of(original: Any) -> Mutation | None:
     return Mutation(parameters, frozenset(_IN_PYTHON[name])) if name in _IN_PYTHON else None
 
 
-def build_inplace(original: Any, functional: Any, cast_args: CastArgs, casts: Casts) -> Callable[..., Any]:
+def build_inplace(original: Any, functional: Any, cast_args: CastArgs) -> Callable[..., Any]:
     """Build the cast call of an in-place form: self keeps its dtype, and the value is computed as the list says.
 
     Args:
         original: The in-place form.
         functional: The function that computes the same out of place.
         cast_args: Casts arguments as the list says.
-        casts: The casts of the handle.
     """
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -89,10 +88,7 @@ def build_inplace(original: Any, functional: Any, cast_args: CastArgs, casts: Ca
             args = (kwargs.pop("input"),)
         if not args:
             return original(*args, **kwargs)
-        try:
-            new, new_kwargs = cast_call(cast_args, args, kwargs)
-        except SparseArgument:
-            new, new_kwargs = casts.cast_with_sparse(args, kwargs, to_half=False)
+        new, new_kwargs = cast_call(cast_args, args, kwargs)
         if new[0] is args[0]:
             return original(*new, **new_kwargs)
         value = functional(*new, **new_kwargs)
@@ -118,10 +114,7 @@ def build_mutating(
     uncast, parameters = mutation.uncast(to_half), mutation.parameters
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        try:
-            new, new_kwargs = cast_call(cast_args, args, kwargs)
-        except SparseArgument:
-            return original(*args, **kwargs)
+        new, new_kwargs = cast_call(cast_args, args, kwargs)
         # Both by the names of the parameters; arguments beyond these stay by position.
         given, call = dict(zip(parameters, args, strict=False)) | kwargs, dict(zip(parameters, new, strict=False))
         call |= new_kwargs

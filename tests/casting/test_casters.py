@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import Parameter
 
 import autoamp
-from autoamp.casting.casters import SparseArgument
+from autoamp.casting.casters import dtype_with_sparse
 from autoamp.tensors import iter_tensors
 from tests.casting._shared import CAST_DTYPES, HALVES, OTHER_DTYPES, full_like, make, nested, snapshot
 
@@ -65,14 +65,14 @@ def test_tensors_of_other_devices_are_left_as_they_are() -> None:
 
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr])
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
-def test_a_sparse_tensor_stops_the_cast(layout: torch.layout) -> None:
+def test_a_sparse_matrix_is_cast_in_one_layout_only(layout: torch.layout) -> None:
     casts = make()
     sparse = torch.eye(2).to_sparse(layout=layout, blocksize=(1, 1) if layout == torch.sparse_bsr else None)
     assert not casts.eligible(sparse)
-    with pytest.raises(SparseArgument):
-        casts.to_half(sparse)
-    with pytest.raises(SparseArgument):
-        casts.to_half([torch.ones(1), (sparse,)])
+    is_matrix = layout is torch.sparse_coo
+    assert (casts.to_half(sparse).dtype, casts.to_half([torch.ones(1), sparse])[0].dtype) == (
+        (torch.float16, torch.float16) if is_matrix else (torch.float32, torch.float32)
+    )
     assert casts.to_fp32(sparse) is sparse
 
 
@@ -157,11 +157,11 @@ def test_a_function_gets_lists_as_lists_and_tuples_as_tuples(kind: Any) -> None:
 
 
 def test_of_several_sparse_arguments_and_of_odd_ones_nothing_is_cast_to_half() -> None:
-    casts, matrix = make(), torch.eye(2).to_sparse()
+    matrix = torch.eye(2).to_sparse()
     batch, compressed = torch.ones(2, 2, 2).to_sparse(), torch.eye(2).to_sparse_csr()
 
     def dtype_of(*tensors: Tensor, to_half: bool = True) -> torch.dtype:
-        return casts.dtype_with_sparse([*tensors, torch.ones(2, 2)], to_half=to_half)
+        return dtype_with_sparse([*tensors, torch.ones(2, 2)], torch.float16 if to_half else torch.float32)
 
     assert dtype_of(matrix) is torch.float16
     assert dtype_of(matrix, to_half=False) is torch.float32
