@@ -47,6 +47,7 @@ __all__ = [
     "in_dual_level",
     "in_function_mode",
     "is_any_autocast_enabled",
+    "is_intercepted",
     "is_parallelized",
     "is_transformed",
     "mkldnn",
@@ -187,6 +188,20 @@ def _dual_level() -> Callable[[], bool]:
 
 in_dual_level: Callable[[], bool] = _dual_level()
 """Whether forward-mode derivatives are being computed."""
+
+
+def is_intercepted() -> bool:
+    """Tell whether torch's own op has to be called in this thread, for somebody intercepts it.
+
+    That is a region of torch.autocast, a mode, `torch.jit.trace` or forward-mode derivatives.
+    """
+    return bool(
+        is_any_autocast_enabled()
+        or in_function_mode()
+        or dispatch_modes()
+        or in_dual_level()
+        or tracing_state() is not None
+    )
 
 
 # -- gradients --

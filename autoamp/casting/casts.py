@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from autoamp.casting.cache import CastCache
 from autoamp.casting.casters import CASTABLE_DTYPES, build_caster
 from autoamp.casting.threads import Switches, ThreadState
-from autoamp.tensors import CASTABLE_LAYOUTS, PLAIN_TYPES, iter_tensors
+from autoamp.tensors import CASTABLE_LAYOUTS, iter_tensors
 from autoamp.torch_private import is_any_autocast_enabled
 
 __all__ = ["Casts"]
@@ -150,16 +150,5 @@ class Casts:
 
     def promote_args(self, args: Sequence[Any], shares: bool = False) -> Sequence[Any]:
         """Cast a sequence of arguments to fp32, where the tensors that `eligible` admits have several dtypes."""
-        found = None
-        for arg in args:
-            # Most calls have tensors of one dtype. Anything out of the ordinary is looked at below.
-            for item in arg if type(arg) in (list, tuple) else (arg,):
-                kind = type(item)
-                if kind in PLAIN_TYPES:
-                    continue
-                dtype = item.dtype if kind is Tensor or kind is Parameter else None
-                if dtype is None or (found is not None and dtype is not found):
-                    dtypes = {tensor.dtype for tensor in iter_tensors(args) if self.eligible(tensor)}
-                    return self.args_to_fp32(args) if len(dtypes) > 1 else args
-                found = dtype
-        return args
+        dtypes = {tensor.dtype for tensor in iter_tensors(args) if self.eligible(tensor)}
+        return self.args_to_fp32(args) if len(dtypes) > 1 else args

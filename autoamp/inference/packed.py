@@ -33,7 +33,7 @@ class PackedLinear(Packed):
 
     def __init__(self, parameters: tuple[Parameter, ...], narrowed: list[Tensor], args: tuple[Any, ...]) -> None:
         super().__init__(parameters, narrowed, args)
-        self._width = narrowed[0].shape[1]
+        self._width, self._bias = narrowed[0].shape[1], narrowed[1] if len(narrowed) > 1 else None
         self._packed = mkldnn.reorder_linear(narrowed[0])
 
     @staticmethod
@@ -52,7 +52,7 @@ class PackedLinear(Packed):
         return mkldnn.linear(narrow(x), self._packed, self._bias, "none", [], "")
 
 
-PACKED: dict[Any, type[Packed]] = {F.linear: PackedLinear, torch.lstm: PackedLSTM}
+PACKED: dict[Any, type[PackedLinear | PackedLSTM]] = {F.linear: PackedLinear, torch.lstm: PackedLSTM}
 """By op."""
 
 
@@ -86,7 +86,11 @@ def build_packed(op: Any, casts: Casts) -> Callable[[tuple[Any, ...], dict[str, 
 
 
 def _packed(
-    cache: CastCache, kind: type[Packed], weights: tuple[Any, ...], args: tuple[Any, ...], convert: Any
+    cache: CastCache,
+    kind: type[PackedLinear | PackedLSTM],
+    weights: tuple[Any, ...],
+    args: tuple[Any, ...],
+    convert: Any,
 ) -> Packed | None:
     """Cast and pack the weights of a layer, and keep that with the first one's pin; None where that cannot be."""
     pins: list[Any] = [cache.pins.get(id(weight)) for weight in weights]

@@ -5,23 +5,13 @@ Packed is what lies in a layout of oneDNN's own, which only its kernels read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from autoamp.torch_private import (
-    dispatch_modes,
-    in_dual_level,
-    in_function_mode,
-    is_any_autocast_enabled,
-    is_transformed,
-    mkldnn,
-    mkldnn_enabled,
-    tracing_state,
-)
+from autoamp.torch_private import is_intercepted, is_transformed, mkldnn, mkldnn_enabled
 
 __all__ = ["Packed", "can_pack", "may_call_onednn"]
 
@@ -42,21 +32,11 @@ class Packed:
 
     def __init__(self, parameters: tuple[Parameter, ...], narrowed: list[Tensor], args: tuple[Any, ...]) -> None:
         self.parameters = parameters
-        self._bias = narrowed[1] if len(narrowed) > 1 else None
 
     @staticmethod
     def weights_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the weights and biases among two or more arguments of the op; none where these cannot be packed."""
         return (args[1], args[2]) if len(args) > 2 and args[2] is not None else (args[1],)
-
-    @staticmethod
-    def fits(weights: Sequence[Any], args: tuple[Any, ...]) -> bool:
-        """Tell whether packed weights can serve the op, and pay."""
-        return False
-
-    def run(self, args: tuple[Any, ...], narrow: Callable[[Tensor], Tensor]) -> Any:
-        """Return what the op returns; NotImplemented where the packed weights cannot serve."""
-        return NotImplemented
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -81,10 +61,6 @@ def may_call_onednn(x: Tensor) -> bool:
         and (x.dtype is torch.bfloat16 or (x.dtype is torch.float32 and x.layout is torch.strided))
         and not x.is_nested
         and mkldnn_enabled()
-        and not is_any_autocast_enabled()
-        and not in_function_mode()
-        and not dispatch_modes()
-        and not in_dual_level()
         and not is_transformed(x)
-        and tracing_state() is None
+        and not is_intercepted()
     )

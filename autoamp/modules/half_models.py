@@ -306,18 +306,13 @@ class _CastFloatsOnly(TorchFunctionMode):
 
 def _cast_dataclass(value: Any, convert: Callable[[Tensor], Any], other: Callable[[Any], Any]) -> Any:
     """Return a dataclass's instance with converted fields; the instance itself where none changes."""
-    changed = {}
-    for field in dataclasses.fields(value):
-        old = getattr(value, field.name)
-        new = map_tensors(old, convert, other)
-        if new is not old:
-            changed[field.name] = new
-    if not changed:
+    new = {field.name: map_tensors(getattr(value, field.name), convert, other) for field in dataclasses.fields(value)}
+    if all(item is getattr(value, name) for name, item in new.items()):
         return value
     # Not `dataclasses.replace`, which calls __init__: that may do more than set fields.
     rebuilt = copy.copy(value)
-    for name, new in changed.items():
-        object.__setattr__(rebuilt, name, new)
+    for name, item in new.items():
+        object.__setattr__(rebuilt, name, item)
     return rebuilt
 
 

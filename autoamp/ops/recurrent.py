@@ -6,7 +6,6 @@ make that layout at each call, with a copy of each and a warning.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,14 +16,7 @@ from torch.nn import Parameter
 
 from autoamp.casting import RECURRENT_LAYERS, Casts, LayOut, flat_layout, lay_out_for_cudnn
 from autoamp.patching import imitate
-from autoamp.torch_private import (
-    dispatch_modes,
-    in_dual_level,
-    in_function_mode,
-    is_any_autocast_enabled,
-    is_transformed,
-    tracing_state,
-)
+from autoamp.torch_private import is_intercepted, is_transformed
 
 __all__ = ["build_check_input", "build_recurrent"]
 
@@ -32,36 +24,25 @@ __all__ = ["build_check_input", "build_recurrent"]
 _ARGUMENTS = 9
 
 
-@functools.cache
-def _flat_copy() -> Any:
-    """Return the function that copies weights, made at its first use: most programs have no recurrent layer."""
+class _FlatCopy(torch.autograd.Function):
+    """Weights in another dtype, all in one tensor: one kernel casts them, and one their gradients."""
 
-    class FlatCopy(torch.autograd.Function):
-        """Weights in another dtype, all in one tensor: one kernel casts them, and one their gradients."""
+    @staticmethod
+    def forward(ctx: Any, layout: Any, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.dtype = weights[0].dtype
+        # Elements between weights are never read, but a nan there would show in a check of the whole tensor.
+        flat = torch.zeros(layout[0], dtype=dtype, device=weights[0].device)
+        places = zip(layout[1], weights, strict=True)
+        copies = tuple(flat.narrow(0, start, weight.numel()).view(weight.shape) for start, weight in places)
+        torch._foreach_copy_(copies, weights)
+        return copies
 
-        @staticmethod
-        def forward(ctx: Any, layout: Any, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
-            ctx.set_materialize_grads(False)
-            ctx.dtype = weights[0].dtype
-            # Elements between weights are never read, but a nan there would show in a check of the whole tensor.
-            flat = torch.zeros(layout[0], dtype=dtype, device=weights[0].device)
-            places = zip(layout[1], weights, strict=True)
-            copies = tuple(flat.narrow(0, start, weight.numel()).view(weight.shape) for start, weight in places)
-            torch._foreach_copy_(copies, weights)
-            return copies
-
-        @staticmethod
-        @once_differentiable
-        def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-            wanted = [grad if needs else None for grad, needs in zip(grads, ctx.needs_input_grad[2:], strict=True)]
-            given = [grad for grad in wanted if grad is not None]
-            wide = [torch.empty_like(grad, dtype=ctx.dtype) for grad in given]
-            if given:
-                torch._foreach_copy_(wide, given)
-            found = iter(wide)
-            return None, None, *(None if grad is None else next(found) for grad in wanted)
-
-    return FlatCopy.apply
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        wide = [torch.empty_like(grad, dtype=ctx.dtype) for grad in grads]
+        torch._foreach_copy_(wide, grads)
+        return None, None, *wide
 
 
 def build_recurrent(
@@ -81,16 +62,7 @@ def build_recurrent(
     kind = RECURRENT_LAYERS[original]
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if (
-            kwargs
-            or torch.compiler.is_dynamo_compiling()
-            or len(args) != _ARGUMENTS
-            or is_any_autocast_enabled()
-            or in_function_mode()
-            or dispatch_modes()
-            or in_dual_level()
-            or tracing_state() is not None
-        ):
+        if kwargs or torch.compiler.is_dynamo_compiling() or len(args) != _ARGUMENTS or is_intercepted():
             return NotImplemented
         # The op's other form takes a packed sequence, whose sizes come second.
         packed = isinstance(args[3], (list, tuple))
@@ -101,7 +73,6 @@ def build_recurrent(
         given = casts.args_to_half(args[:place])
         if given[0].dtype is not casts.dtype or not takes(given[0]):
             return NotImplemented
-
         shapes = tuple(weight.shape for weight in weights)
         layer = kind, count, bidirectional, not packed and bool(args[8])
         layout = flat_layout(lay_out, casts.dtype, weights[0].device, shapes, *layer)
@@ -128,7 +99,8 @@ def _narrowed(casts: Casts, weights: Sequence[Tensor], layout: Any) -> list[Tens
 
     def convert(weight: Tensor) -> Tensor:
         if not made:
-            made.update(zip(map(id, weights), _flat_copy()(layout, casts.dtype, *weights), strict=True))
+            copies = _FlatCopy.apply(layout, casts.dtype, *weights)  # type: ignore[no-untyped-call]
+            made.update(zip(map(id, weights), copies, strict=True))
         return made[id(weight)]
 
     cache, entries = casts.cache, casts.local.entries
