@@ -37,15 +37,15 @@ search ('overflow'), or at all ('skip'), or an op overflowed in a step that was 
 """
 
 _PROFILE_HELP = """\
-Runs a program in fp32 and tells what of its values fp16 and bf16 could not hold: at each place where an operator is
-called and for each parameter's gradient, with the error of the operator in each half dtype, and the loss scales that
-lose least. Costs several times the time of a plain run: give it few steps.
+Runs a program in fp32 and counts the values that fp16 and bf16 cannot hold: for each line that calls an operator, and
+for each parameter's gradient. Also shows the error of each operator in both dtypes, and the loss scales that lose the
+fewest gradients. Takes several times as long as a plain run: give it few steps.
 """
 
 _TUNE_HELP = """\
-Measures what each op of a program costs in half precision and in fp32 on this device, and which ops half cannot hold.
-Then runs the program with changed lists, and keeps what keeps the metric within tolerance of that in fp32. What it has
-when the budget is spent is written, each entry with its reason. Ctrl-C and SIGTERM keep the best so far.
+Measures the time of each op of a program in half precision and in fp32 on this device, and finds ops that overflow in
+half precision. Then runs the program with changed lists, and keeps a change if the metric stays within the tolerance of
+that in fp32. Writes the best list when the budget is spent, or after Ctrl-C or SIGTERM, each entry with its reason.
 """
 
 _BISECT_HELP = """\
@@ -149,20 +149,22 @@ def _add_profile(commands: Any) -> None:
         description=_PROFILE_HELP,
         usage="autoamp profile [options] script.py args...\n       autoamp profile [options] -m module args...",
     )
-    profile.add_argument("--json", metavar="FILE", help="write all of it to this file, as JSON")
+    profile.add_argument("--json", metavar="FILE", help="write all results to this file, as JSON")
     profile.add_argument("--lists", action="append", default=[], metavar="LIST",
                          help="a list set or file, over the project's own; repeatable")  # fmt: skip
-    profile.add_argument("--every", type=int, default=1, metavar="N", help="look at every N-th step; default 1")
-    profile.add_argument("--device-type", help="whose tensors: cuda, cpu, ...; the accelerator's unless given")
+    profile.add_argument("--every", type=int, default=1, metavar="N", help="profile every N-th step; default 1")
+    profile.add_argument("--device-type", help="whose tensors: cuda, cpu, ...; default: the accelerator")
     _add_program(profile)
 
 
 def _add_tune(commands: Any) -> None:
     """Add the command ``tune`` to a parser's commands."""
     tune = _searching(commands, "tune", "find the list for a program on this device", _TUNE_HELP, budget="10m")
-    tune.add_argument("--higher-is-better", action="store_true", help="the metric is to be large, not small")
+    tune.add_argument(
+        "--higher-is-better", action="store_true", help="a larger metric is better; default: a smaller one"
+    )
     tune.add_argument("--max-error", type=float, default=0.05, metavar="PART",
-                      help="ops with a larger relative error in half are unsafe; default 0.05")  # fmt: skip
+                      help="an op with a larger relative error in half precision is unsafe; default 0.05")  # fmt: skip
     tune.add_argument("--seeds", type=int, default=2, metavar="N", help="runs of each candidate; default 2")
     tune.add_argument("-o", "--output", default="autoamp.toml", metavar="FILE", help="default: autoamp.toml")
     _add_program(tune)
@@ -187,12 +189,12 @@ def _searching(commands: Any, name: str, which: str, description: str, *, budget
                        help="printed as 'NAME: 0.12' or 'NAME=0.12', given to autoamp.report_metric(NAME, value), or a "
                        "variable of the script; the last value counts")  # fmt: skip
     found.add_argument("--tolerance", type=float, default=0.02, metavar="PART",
-                       help="how much worse than in fp32 it may be, as a part of it; default 0.02")  # fmt: skip
+                       help="how much worse than in fp32 the metric may be, relative; default 0.02")  # fmt: skip
     found.add_argument("--budget", default=budget, metavar="TIME", help=f"such as 60s, 10m, 2h; default {budget}")
     found.add_argument("--seed", type=int, default=0, help="the first of the runs' seeds; default 0")
     found.add_argument("--survey-steps", type=int, default=3, metavar="N", help="steps that are surveyed; default 3")
-    found.add_argument("--dtype", choices=DTYPES, help="default: bf16 or fp16, where the device has units for it")
-    found.add_argument("--device-type", help="whose tensors are cast: cuda, cpu, ...; the accelerator's unless given")
+    found.add_argument("--dtype", choices=DTYPES, help="default: bf16 or fp16 if the device has units for it")
+    found.add_argument("--device-type", help="whose tensors are cast: cuda, cpu, ...; default: the accelerator")
     found.add_argument("--lists", action="append", default=[], metavar="LIST",
                        help="a list set or file, over the project's own, to begin with; repeatable")  # fmt: skip
     return found

@@ -48,7 +48,7 @@ def seconds_of(text: str) -> float:
     """Return the seconds of a time such as ``60s``, ``1.5m``, ``2h`` or ``90``. UsageError for all else."""
     found = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([smh]?)", text.strip())
     if found is None or not float(found[1]):
-        raise UsageError(f"--budget {text!r} is no time; give seconds, minutes or hours, such as 60s, 10m or 2h")
+        raise UsageError(f"--budget {text!r} is not a time; give seconds, minutes or hours, such as 60s, 10m or 2h")
     return float(found[1]) * _UNITS[found[2]]
 
 
@@ -86,9 +86,9 @@ def program_runs(chosen: argparse.Namespace) -> Iterator[ProgramRuns]:
     kind = device_type_of(chosen.device_type)
     if chosen.dtype is None and not has_units(default_half_dtype(kind), kind):
         why = missing_units(default_half_dtype(kind), kind)
-        raise UsageError(f"{why}, so that programs run in fp32 there; to try half precision all the same, give --dtype")
+        raise UsageError(f"{why}, and programs run in fp32 there; to use half precision anyway, give --dtype")
     if chosen.tolerance < 0 or chosen.survey_steps < 1:
-        raise UsageError("--survey-steps takes 1 or more, and --tolerance 0 or more")
+        raise UsageError("--survey-steps must be 1 or more, and --tolerance 0 or more")
     if not chosen.is_module and not os.path.exists(chosen.program):
         raise UsageError(f"can't open file {chosen.program!r}; give the path of a script, or -m a module")
     with handled(signal.SIGTERM, _terminated), tempfile.TemporaryDirectory(prefix="autoamp-") as folder:
@@ -99,15 +99,15 @@ def why_unknown(outcomes: Sequence[Outcome], runs: ProgramRuns, name: str) -> st
     """Return why no list can be compared with these runs in fp32; None where each of them told a metric."""
     failed = next((outcome.failed for outcome in outcomes if outcome.failed is not None), None)
     if failed is not None:
-        return f"the program fails in fp32, so that no list can be tried: {failed}"
+        return f"the program fails in fp32: {failed}; repair that first"
     if any(outcome.metric is None for outcome in outcomes):
         printed = f"; it prints {', '.join(runs.printed[:8])}" if runs.printed else ""
         return (
-            f"expected the metric {name!r} from the program, and found none in fp32: name what it prints, print a line "
+            f"the program reported no metric {name!r} in fp32; name a value that it prints, print a line "
             f"such as '{name}: 0.5', or call autoamp.report_metric({name!r}, value){printed}"
         )
     if any(not math.isfinite(outcome.metric or 0.0) for outcome in outcomes):
-        return f"the metric {name!r} is nan or inf in fp32 already, so that no list can be compared with that"
+        return f"the metric {name!r} is nan or inf in fp32; no list can be compared with that"
     return None
 
 
@@ -141,7 +141,7 @@ class ProgramRuns:
         try:
             outcome, failed, _ = self._child("survey", self._chosen.seed, (), seconds=seconds, timing=timing)
         except OutOfBudget:
-            raise UsageError("the budget was spent before the survey had ended; give a larger --budget") from None
+            raise UsageError("the budget was spent before the end of the survey; give a larger --budget") from None
         if "survey" not in outcome:
             raise UsageError(f"the program cannot be surveyed: {failed or 'it ended its process'}")
         return Survey.from_json(outcome["survey"])

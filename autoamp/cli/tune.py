@@ -23,11 +23,13 @@ def tune(chosen: argparse.Namespace) -> int:
     """Tune, write the list and print what was found. Returns the exit code."""
     output = Path(chosen.output).absolute()
     if output.exists():
-        raise UsageError(f"--output {chosen.output!r} exists; move it away, as it would be in force while tuning")
+        raise UsageError(
+            f"--output {chosen.output!r} exists; move it away, because the runs would use it as the project's list"
+        )
     if not output.parent.is_dir():
         raise UsageError(f"--output {chosen.output!r} cannot be written: give a file in a directory that exists")
     if chosen.seeds < 1:
-        raise UsageError("--seeds takes 1 or more")
+        raise UsageError("--seeds must be 1 or more")
     seeds = [chosen.seed + number for number in range(chosen.seeds)]
     with program_runs(chosen) as runs:
         seconds = _SURVEY * seconds_of(chosen.budget)
@@ -35,7 +37,7 @@ def tune(chosen: argparse.Namespace) -> int:
         try:
             survey = runs.survey(seconds / 2)
         except KeyboardInterrupt as error:
-            say("interrupted before anything was known; nothing was written")
+            say("interrupted during the survey; nothing was written")
             return exit_code_of(str(error) or INTERRUPTED)
         proposals = proposals_of(survey, max_error=chosen.max_error)
         say(f"{len(survey.uses)} uses of ops, {len(proposals)} changes to try")

@@ -168,7 +168,7 @@ def _unprofitable(
     if half.seconds >= full.seconds * (1 - NOISE):
         reason = f"does not pay on {survey.device_type}: {figures}"
     elif with_casts.seconds >= full.seconds * (1 + NOISE):
-        reason = f"pays only where its arguments are in half already: {figures}"
+        reason = f"pays only if its arguments are in half precision: {figures}"
     else:
         return None
     gain = (with_casts.seconds - full.seconds) / survey.steps
@@ -187,8 +187,8 @@ def _profitable(
     spared = widened.bytes - half.bytes
     worth = spared > max(SMALL * all_bytes, FEW_BYTES * survey.steps)
     if worth and half.bytes < MEMORY * widened.bytes and half.seconds < SLOWER * widened.seconds:
-        kept = f"keeps {_kib(half.bytes / survey.steps)} a step in place of {_kib(widened.bytes / survey.steps)}"
-        return Proposal(target, "fp16", "memory", f"{kept} where arguments are in half; {safe}; {figures}", gain)
+        kept = f"keeps {_kib(half.bytes / survey.steps)} a step instead of {_kib(widened.bytes / survey.steps)}"
+        return Proposal(target, "fp16", "memory", f"{kept} if arguments are in half precision; {safe}; {figures}", gain)
     if half.seconds >= widened.seconds * (1 - NOISE):
         return None
     firm = with_casts.seconds < full.seconds * (1 - NOISE)

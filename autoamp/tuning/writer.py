@@ -94,10 +94,10 @@ def summary_of(survey: Survey, result: SearchResult, seeds: Sequence[int], metri
     if result.chosen and not result.confirmed:
         lines.append("these entries come from the cost model: no run has confirmed them")
     if survey.untimed:
-        lines.append(f"there was no time to measure {survey.untimed} uses of ops, which are left as they are")
+        lines.append(f"there was no time to measure {survey.untimed} uses of ops; their rules are unchanged")
     if result.stopped is not None:
-        lines.append(f"stopped early, as {result.stopped}")
-    lines += [f"tried and not taken: {one.name} = {one.value}: {why}" for one, why in result.rejected]
+        lines.append(f"stopped early: {result.stopped}")
+    lines += [f"tried and rejected: {one.name} = {one.value}: {why}" for one, why in result.rejected]
     lines += [
         f"not tried: {one.name} = {one.value}: {one.kind}: {one.reason}"
         for one in result.untried

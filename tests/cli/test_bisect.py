@@ -81,8 +81,8 @@ class _Planted:
     [
         (Outcome(1.0), Outcome(1.01), 0, "no rule has to change"),
         (Outcome(1.0), Outcome(math.nan), 1, "differs even with every surveyed"),
-        (Outcome(None), Outcome(1.0), 1, "found none in fp32: name what it prints"),
-        (Outcome(math.inf), Outcome(1.0), 1, "is nan or inf in fp32 already"),
+        (Outcome(None), Outcome(1.0), 1, "in fp32; name a value that it prints"),
+        (Outcome(math.inf), Outcome(1.0), 1, "is nan or inf in fp32;"),
         (Outcome(failed="exit code 1: no data"), Outcome(1.0), 1, "fails in fp32"),
     ],
 )
@@ -103,7 +103,7 @@ def test_where_there_is_nothing_to_find_it_prints_no_list(
     ("arguments", "text", "message"),
     [
         (["missing.py"], "", "can't open file"),
-        (["--budget", "soon", "script.py"], "", "no time"),
+        (["--budget", "soon", "script.py"], "", "not a time"),
         (["--tolerance", "-1", "script.py"], "", "--tolerance"),
         (["script.py"], "raise ValueError('no data')", "cannot be surveyed: exit code 1: ValueError: no data"),
     ],

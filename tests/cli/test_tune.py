@@ -52,7 +52,7 @@ def test_budgets(text: str, seconds: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "0s", "soon", "-3s", "5d"])
 def test_what_is_no_budget(text: str) -> None:
-    with pytest.raises(UsageError, match="no time"):
+    with pytest.raises(UsageError, match="not a time"):
         seconds_of(text)
 
 
@@ -72,7 +72,7 @@ def test_it_refuses_what_it_cannot_do(script: Path, capsys: pytest.CaptureFixtur
         return capsys.readouterr().err
 
     assert "can't open file" in refusal("missing.py")
-    assert "no time" in refusal("--budget", "soon", "script.py")
+    assert "not a time" in refusal("--budget", "soon", "script.py")
     assert "directory that exists" in refusal("-o", "none/list.toml", "script.py")
     assert "--seeds" in refusal("--seeds", "0", "script.py")
     Path("autoamp.toml").write_text("schema = 1\n")
@@ -171,7 +171,7 @@ def test_the_list_is_written_with_figures_and_ctrl_c_keeps_the_best(
     monkeypatch.setattr(_Planted, "interrupted_at", 3)
     assert main(["tune", "--metric", "loss", "-o", "two.toml", "--lists", "bf16", "script.py"]) == 130
     text = Path("two.toml").read_text()
-    assert "stopped early, as it was interrupted" in text
+    assert "stopped early: it was interrupted" in text
     assert "not tried: conv2d" in text
     assert 'extends = ["bf16"]' in text
     assert '"hypot",  # unsafe' in text
@@ -195,9 +195,9 @@ def test_two_unsafe_ops_of_one_class_are_one_entry(script: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("outcome", "message"),
     [
-        (Outcome(None, 1.0), "expected the metric 'accuracy' from the program, and found none in fp32"),
+        (Outcome(None, 1.0), "the program reported no metric 'accuracy' in fp32"),
         (Outcome(math.nan, 1.0), "is nan or inf in fp32"),
-        (Outcome(failed="exit code 1: no data"), "fails in fp32, so that no list can be tried: exit code 1: no data"),
+        (Outcome(failed="exit code 1: no data"), "the program fails in fp32: exit code 1: no data"),
     ],
 )
 def test_where_nothing_is_known_in_fp32_nothing_is_written(
@@ -264,4 +264,4 @@ def test_sigterm_writes_the_best_so_far_and_leaves_nothing_behind(script: Path, 
     rule = load_table("autoamp.toml", environ={}).policy_of("__mul__")
     assert rule is not None
     assert rule.policy is CastPolicy.FP32
-    assert "stopped early, as it was terminated" in Path("autoamp.toml").read_text()
+    assert "stopped early: it was terminated" in Path("autoamp.toml").read_text()

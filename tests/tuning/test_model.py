@@ -68,7 +68,7 @@ def test_an_fp32_norm_that_doubles_memory_goes_to_half() -> None:
     norm = use("layer_norm", "fp32", 100, 101, kept=(8 * MIB, 2 * MIB))
     (found,) = proposals_of(survey(norm))
     assert (found.name, found.value, found.kind) == ("layer_norm", "fp16", "memory")
-    assert "keeps 2,048 KiB a step in place of 8,192 KiB" in found.reason
+    assert "keeps 2,048 KiB a step instead of 8,192 KiB" in found.reason
     # It is not worth half as much time again, nor a few bytes.
     assert changes(use("layer_norm", "fp32", 100, 150, kept=(8 * MIB, 2 * MIB))) == {}
     assert changes(use("layer_norm", "fp32", 100, 101, kept=(800, 200))) == {}
