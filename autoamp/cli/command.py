@@ -34,10 +34,16 @@ def run_command(chosen: argparse.Namespace, argv: Sequence[str]) -> int:
         chosen: What it was parsed to.
         argv: The command line, without the name of the command ``autoamp``.
     """
+    if "args" in chosen:
+        options = len(argv) - len(chosen.args) - 1
+        if argv[options] == "--":
+            # argparse drops a "--" that follows the program and is meant for it.
+            chosen.args, options = ["--", *chosen.args], options - 1
+        chosen.options = argv[1:options]
     try:
         if chosen.command in _ACTS:
             return int(_function(*_ACTS[chosen.command])(chosen))
-        program = _function(*_PREPARED[chosen.command])(chosen, argv)
+        program = _function(*_PREPARED[chosen.command])(chosen)
     except AutoampError as error:
         say(str(error), wrong=True)
         return 2

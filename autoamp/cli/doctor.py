@@ -33,11 +33,11 @@ def doctor(chosen: argparse.Namespace) -> int:
     found: dict[str, Any] = {
         "packages": probes.packages(),
         "kernels": probes.kernels(),
-        "device": dataclasses.asdict(device),
-        "freed_memory": _freed_memory(device.kind),
-        **_lists_and_names(device.kind),
+        "device": device,
+        "freed_memory": _freed_memory(device["kind"]),
+        **_lists_and_names(device["kind"]),
     }
-    measured = [] if chosen.quick else measure(device.kind)
+    measured = [] if chosen.quick else measure(device["kind"])
     found["measured"] = [{**dataclasses.asdict(one), "verdict": one.verdict} for one in measured if one.dtype != "fp32"]
     code = int("error" in found["lists"])
     if chosen.json:
@@ -58,10 +58,7 @@ def _freed_memory(kind: str) -> str:
 def _lists_and_names(kind: str) -> dict[str, Any]:
     """Return what is found of the lists, and of the names that they are about; an error where they cannot be used."""
     try:
-        return {
-            "lists": dataclasses.asdict(probes.lists_of(kind)),
-            "names": dataclasses.asdict(probes.bound_names()),
-        }
+        return {"lists": probes.lists_of(kind), "names": probes.bound_names()}
     except ListFileError as error:
         return {"lists": {"error": str(error)}, "names": None}
 

@@ -6,9 +6,12 @@ import os
 import sys
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-__all__ = ["COLUMNS", "aligned", "is_read", "packed", "say", "show"]
+from autoamp.errors import UsageError
+
+__all__ = ["COLUMNS", "aligned", "is_read", "packed", "say", "show", "writable"]
 
 COLUMNS = 80
 """How wide a summary is at most, so that it stays whole in any terminal."""
@@ -43,6 +46,14 @@ def packed(head: str, parts: Sequence[str], between: str, width: int | None = CO
             lines[-1:] = textwrap.wrap(lines[-1] + gap + text, width, subsequent_indent=indent,
                                        break_long_words=False, break_on_hyphens=False)  # fmt: skip
     return "\n".join(lines)
+
+
+def writable(option: str, name: str) -> Path:
+    """Return the absolute path of a file that an option names. UsageError: it cannot be written."""
+    path = Path(name).absolute()
+    if path.is_dir() or not path.parent.is_dir():
+        raise UsageError(f"{option} {name!r} cannot be written: give a file in a directory that exists")
+    return path
 
 
 def say(line: str, *, wrong: bool = False) -> None:

@@ -11,8 +11,8 @@ import os
 import platform
 import sys
 import types
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,9 +29,6 @@ from autoamp.runtime import Region, Settings, device_type_of
 from autoamp.tensors import default_device_type, default_half_dtype
 
 __all__ = [
-    "Device",
-    "Lists",
-    "Names",
     "bound_names",
     "default_table",
     "device_of",
@@ -39,27 +36,6 @@ __all__ = [
     "lists_of",
     "packages",
 ]
-
-
-@dataclass(frozen=True)
-class Device:
-    """A device and what it has for half precision.
-
-    Attributes:
-        kind: Its type, ``"cuda"`` or ``"cpu"`` say.
-        name: What its maker calls it.
-        units: The half dtypes that it has units for, in words.
-        default: The dtype that `autoamp.init` takes there: ``"float32"`` where it casts nothing.
-        run_default: The one that `autoamp run` takes.
-        fp32_matmul: torch's setting: ``"highest"`` is true fp32, others let matmuls of fp32 use TF32 or bf16.
-    """
-
-    kind: str
-    name: str
-    units: str
-    default: str
-    run_default: str
-    fp32_matmul: str
 
 
 def default_table(lists: Any = None, kind: str | None = None, dtype: torch.dtype | None = None) -> CastTable:
@@ -74,8 +50,14 @@ def default_table(lists: Any = None, kind: str | None = None, dtype: torch.dtype
     return Settings.of(lists=lists, device_type=kind, dtype=dtype).table
 
 
-def device_of(kind: str | None = None) -> Device:
-    """Describe the device that casts would act on; None is the current accelerator, else the CPU."""
+def device_of(kind: str | None = None) -> dict[str, str]:
+    """Describe the device that casts would act on; None is the current accelerator, else the CPU.
+
+    Returns:
+        ``kind``, its type; its ``name``; ``units``, the half dtypes that it has units for, in words; ``default`` and
+        ``run_default``, the dtypes that `autoamp.init` and `autoamp run` take there, ``"float32"`` where nothing is
+        cast; and ``fp32_matmul``, torch's setting: ``"highest"`` is true fp32, others allow TF32 or bf16.
+    """
     kind = device_type_of(kind)
     if kind != "cpu" and (not torch.accelerator.is_available() or default_device_type() != kind):
         raise UsageError(
@@ -85,8 +67,10 @@ def device_of(kind: str | None = None) -> Device:
     default, in_runs = default_half_dtype(kind), half_dtype_with_units(kind) or torch.float32
     taken = default if has_units(default, kind) else torch.float32
     taken_name, in_runs_name = (str(dtype).removeprefix("torch.") for dtype in (taken, in_runs))
-    units, matmul = _units(kind, default), torch.get_float32_matmul_precision()
-    return Device(kind, name, units, taken_name, in_runs_name, matmul)
+    return {
+        "kind": kind, "name": name, "units": _units(kind, default), "default": taken_name, "run_default": in_runs_name,
+        "fp32_matmul": torch.get_float32_matmul_precision(),
+    }  # fmt: skip
 
 
 def _units(kind: str, default: torch.dtype) -> str:
@@ -131,66 +115,39 @@ def _distribution(name: str) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class Lists:
-    """The list sets of this place.
-
-    Attributes:
-        shipped: Those that come with autoamp.
-        environment: What `AUTOAMP_LISTS` names.
-        used: How many rules of the merged table come from each file.
-        lacking: Rules of shipped sets on ops that this torch lacks.
-        waiting: Rules on modules that are not imported yet.
-        modules: Rules on modules, as lines: pattern, precision, and where each is written.
-    """
-
-    shipped: tuple[str, ...]
-    environment: str
-    used: dict[str, int]
-    lacking: tuple[str, ...]
-    waiting: tuple[str, ...]
-    modules: tuple[str, ...]
-
-
-def lists_of(kind: str) -> Lists:
+def lists_of(kind: str) -> dict[str, Any]:
     """Tell what lists `autoamp.init` would take here for a device type.
+
+    Returns:
+        The ``shipped`` sets; ``environment``, what `AUTOAMP_LISTS` names; ``used``, how many rules of the merged table
+        come from each file; ``lacking``, rules of shipped sets on ops that this torch lacks; ``waiting``, rules on
+        modules that are not imported yet; and ``modules``, rules on modules, as lines.
 
     Raises:
         ListFileError: A list cannot be used.
     """
     table = default_table(kind=kind)
     expansion = expand(table)
-    used: dict[str, int] = {}
-    for rule in table.rules:
-        used[rule.origin.path] = used.get(rule.origin.path, 0) + 1
-    return Lists(
-        shipped_sets(),
-        os.environ.get(ENVIRONMENT_VARIABLE, ""),
-        dict(sorted(used.items())),
-        tuple(rule.target for rule in expansion.skipped),
-        tuple(rule.target for rule in expansion.deferred),
-        tuple(f"{rule.pattern}: {rule.precision.value} ({rule.origin})" for rule in table.modules),
-    )
+    return {
+        "shipped": shipped_sets(),
+        "environment": os.environ.get(ENVIRONMENT_VARIABLE, ""),
+        "used": dict(sorted(Counter(rule.origin.path for rule in table.rules).items())),
+        "lacking": [rule.target for rule in expansion.skipped],
+        "waiting": [rule.target for rule in expansion.deferred],
+        "modules": [f"{rule.pattern}: {rule.precision.value} ({rule.origin})" for rule in table.modules],
+    }
 
 
 # -- names bound before init --
 
 
-@dataclass(frozen=True)
-class Names:
-    """References to patched functions in the modules that are imported.
+def bound_names() -> dict[str, list[str]]:
+    """Find the references that imported modules hold to functions that `autoamp.init` patches.
 
-    Attributes:
-        rebound: Module globals (``from torch import relu``), but torch's own; `autoamp.init` rebinds them.
-        unreached: What it does not reach: items of containers, attributes of classes, default arguments, partials.
+    Returns:
+        ``rebound``: module globals (``from torch import relu``), but torch's own; `autoamp.init` rebinds them.
+        ``unreached``: items of containers, attributes of classes, default arguments, partials: it does not reach them.
     """
-
-    rebound: tuple[str, ...]
-    unreached: tuple[str, ...]
-
-
-def bound_names() -> Names:
-    """Find the references that imported modules hold to functions that `autoamp.init` patches."""
     with Region(True, Settings.of()) as handle:
         rebound = [name for name in handle.late_bound if not name.startswith("torch.")]
     originals = {id(target.original): target.original for target in expand(default_table()).targets}
@@ -202,7 +159,7 @@ def bound_names() -> Names:
                 unreached += [
                     f"{name}.{attribute}{place}" for place, held in places if id(original_of(held)) in originals
                 ]
-    return Names(tuple(sorted(rebound)), tuple(dict.fromkeys(unreached)))
+    return {"rebound": sorted(rebound), "unreached": list(dict.fromkeys(unreached))}
 
 
 def _places(value: Any, module: str) -> Iterator[tuple[str, Any]]:

@@ -5,36 +5,29 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from autoamp.cli.launch import Program, prepared, take_path
 from autoamp.cli.options import Options
-from autoamp.cli.output import say
-from autoamp.errors import UsageError
+from autoamp.cli.output import say, writable
 from autoamp.runtime import Handle, Settings, check_device, put_handle
 
 __all__ = ["prepared_profile"]
 
 
-def prepared_profile(chosen: argparse.Namespace, argv: Sequence[str]) -> Callable[[], None]:
+def prepared_profile(chosen: argparse.Namespace) -> Callable[[], None]:
     """Set this process up, and return a function that runs the program and prints the profile when it has ended.
 
     Args:
         chosen: What the command line was parsed to.
-        argv: The command line, without the name of the command ``autoamp``.
 
     Raises:
         UsageError: An option is wrong, or there is no such program.
     """
-    if argv[len(argv) - len(chosen.args) - 1] == "--":
-        chosen.args = ["--", *chosen.args]
-    path = None if chosen.json is None else Path(chosen.json).absolute()
-    if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        raise UsageError(f"--json {chosen.json!r} cannot be written: give a file in a directory that exists")
+    path = None if chosen.json is None else writable("--json", chosen.json)
     program = Program(chosen.program, tuple(chosen.args), chosen.is_module)
     take_path(program)
     settings = Settings.of(chosen.lists or None, chosen.device_type, torch.float16)

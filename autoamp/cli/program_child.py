@@ -7,7 +7,6 @@ the name of the metric, the file for the outcome, and the paths and classes of m
 from __future__ import annotations
 
 import contextlib
-import importlib
 import itertools
 import json
 import os
@@ -31,6 +30,7 @@ from autoamp import runtime
 from autoamp.cli.launch import Program, prepared, take_path
 from autoamp.cli.options import Options
 from autoamp.cli.session import Run, set_up
+from autoamp.memory import peak_rss
 from autoamp.runtime import Handle
 from autoamp.tuning import SurveyEnded, Surveyor, number_in
 
@@ -127,24 +127,13 @@ def _timed(program_runs: Callable[[], None], run: Run, *, in_fp32: bool) -> dict
     handle = runtime.current_handle() or run.handle
     has_optimizer = bool(times) or (handle is not None and handle.skipped_steps > 0)
     seconds = statistics.median(steps) if steps else None if has_optimizer else spent
-    return {"seconds": seconds, "peak_bytes": _peak_bytes()}
+    peak = int(torch.cuda.max_memory_allocated()) if torch.cuda.is_initialized() else peak_rss()
+    return {"seconds": seconds, "peak_bytes": peak}
 
 
 def _wait() -> None:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
-
-
-def _peak_bytes() -> int | None:
-    """Return the most that was held: of a GPU's memory, else by this process. None where the system cannot tell."""
-    if torch.cuda.is_initialized():
-        return int(torch.cuda.max_memory_allocated())
-    try:
-        resource = importlib.import_module("resource")
-    except ImportError:
-        return None
-    # In KiB, but on macOS in bytes.
-    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * (1 if sys.platform == "darwin" else 1024)
 
 
 if __name__ == "__main__":

@@ -202,20 +202,10 @@ def _listed(counts: Mapping[str, int], before: str = "") -> str:
 
 def _sum(several: Iterable[Mapping[str, int] | None]) -> dict[str, int] | None:
     """Add up numbers by name; None where there are none at all."""
-    total: dict[str, int] | None = None
-    for counts in several:
-        if counts is not None:
-            total = total or {}
-            for name, count in counts.items():
-                total[name] = total.get(name, 0) + count
-    return total
+    known = [counts for counts in several if counts is not None]
+    return {name: sum(one.get(name, 0) for one in known) for counts in known for name in counts} if known else None
 
 
 def _sums(several: Iterable[Mapping[str, Mapping[str, int]] | None]) -> dict[str, dict[str, int]] | None:
-    total: dict[str, dict[str, int]] | None = None
-    for functions in several:
-        if functions is not None:
-            total = total or {}
-            for name, counts in functions.items():
-                total[name] = _sum([total.get(name), counts]) or {}
-    return total
+    known = [functions for functions in several if functions is not None]
+    return {name: _sum(one.get(name) for one in known) or {} for one in known for name in one} if known else None

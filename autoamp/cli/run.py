@@ -15,7 +15,7 @@ from typing import Any
 from autoamp.cli.children import Children, Teller, parents_folder
 from autoamp.cli.launch import Program, prepared, take_path
 from autoamp.cli.options import Options
-from autoamp.cli.output import is_read, say
+from autoamp.cli.output import is_read, say, writable
 from autoamp.cli.report import Report
 from autoamp.cli.reports import FAILED
 from autoamp.cli.session import Run, set_up
@@ -31,32 +31,26 @@ TORCHRUN = "torch.distributed.run"
 _LAST_WORDS = 10.0
 
 
-def prepared_run(chosen: argparse.Namespace, argv: Sequence[str]) -> Callable[[], None]:
+def prepared_run(chosen: argparse.Namespace) -> Callable[[], None]:
     """Set this process up, and return a function that runs the program and notes its exit code.
 
     Args:
         chosen: What the command line was parsed to.
-        argv: The command line, without the name of the command ``autoamp``.
 
     Raises:
         UsageError: An option is wrong, or there is no such program.
         ListFileError: A list cannot be used.
     """
-    # argparse keeps a "--" that follows the program for itself.
-    if argv[len(argv) - len(chosen.args) - 1] == "--":
-        chosen.args = ["--", *chosen.args]
     options = Options.of(vars(chosen))
     if chosen.is_module and chosen.program == TORCHRUN:
-        chosen.args = _for_ranks(chosen.args, argv[1 : len(argv) - len(chosen.args) - 1])
+        chosen.args = _for_ranks(chosen.args, chosen.options)
         # Each rank casts, writes the report and judges; this process starts them.
         chosen.report = chosen.fail_on = None
         options = dataclasses.replace(options, opt_level="O0")
     if chosen.report is not None or chosen.fail_on is not None:
         # Of several ranks all trace, or none.
         options = dataclasses.replace(options, trace_overflow=True)
-    path = None if chosen.report is None else Path(chosen.report).absolute()
-    if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        raise UsageError(f"--report {chosen.report!r} cannot be written: give a file in a directory that exists")
+    path = None if chosen.report is None else writable("--report", chosen.report)
     if path is not None and is_page(path):
         check_report_tools()
     program = Program(chosen.program, tuple(chosen.args), chosen.is_module)

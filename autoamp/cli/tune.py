@@ -8,7 +8,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from autoamp.cli.output import say
+from autoamp.cli.output import say, writable
 from autoamp.cli.program_runs import exit_code_of, handled, program_runs, seconds_of, why_unknown
 from autoamp.errors import UsageError
 from autoamp.tuning import INTERRUPTED, Search, Survey, list_text, proposals_of, summary_of, write_list
@@ -21,13 +21,11 @@ _SURVEY = 0.4
 
 def tune(chosen: argparse.Namespace) -> int:
     """Tune, write the list and print what was found. Returns the exit code."""
-    output = Path(chosen.output).absolute()
+    output = writable("--output", chosen.output)
     if output.exists():
         raise UsageError(
             f"--output {chosen.output!r} exists; move it away, because the runs would use it as the project's list"
         )
-    if not output.parent.is_dir():
-        raise UsageError(f"--output {chosen.output!r} cannot be written: give a file in a directory that exists")
     if chosen.seeds < 1:
         raise UsageError("--seeds must be 1 or more")
     seeds = [chosen.seed + number for number in range(chosen.seeds)]

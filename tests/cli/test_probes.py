@@ -16,9 +16,9 @@ from autoamp.cli import probes
 
 def test_device_is_described() -> None:
     device = probes.device_of("cpu")
-    assert (device.kind, device.default) == ("cpu", "bfloat16")
-    assert "threads" in device.name
-    assert device.units
+    assert (device["kind"], device["default"]) == ("cpu", "bfloat16")
+    assert "threads" in device["name"]
+    assert device["units"]
 
 
 def test_lists_are_those_of_this_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,10 +26,10 @@ def test_lists_are_those_of_this_place(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("AUTOAMP_LISTS", "apex")
     lists = probes.lists_of("cuda")
-    assert lists.environment == "apex"
-    assert lists.used[str(tmp_path / "autoamp.toml")] == 1
-    assert "lists/apex.toml" in lists.used
-    assert lists.waiting == ("no_such_package.loss",)
+    assert lists["environment"] == "apex"
+    assert lists["used"][str(tmp_path / "autoamp.toml")] == 1
+    assert "lists/apex.toml" in lists["used"]
+    assert lists["waiting"] == ["no_such_package.loss"]
 
 
 def test_packages_tell_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,8 +81,8 @@ def test_names_are_those_that_init_rebinds_and_those_that_it_does_not_reach(monk
     monkeypatch.setitem(sys.modules, "takes_names", module)
     names = probes.bound_names()
     # The test modules of this process take names too.
-    assert [name for name in names.rebound if name.startswith("takes_names.")] == ["takes_names.matmul"]
-    assert {name for name in names.unreached if name.startswith("takes_names.")} == {
+    assert [name for name in names["rebound"] if name.startswith("takes_names.")] == ["takes_names.matmul"]
+    assert {name for name in names["unreached"] if name.startswith("takes_names.")} == {
         "takes_names.f(op=)", "takes_names.f(other=)", "takes_names.Net.act", "takes_names.Net.g(op=)",
         "takes_names.OPS['m']", "takes_names.CHAIN[1]", "takes_names.PART.func",
     }  # fmt: skip

@@ -41,6 +41,7 @@ for _ in range(6):
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
+assert "own" not in sys.argv or sys.argv[1] == "--"
 print("loss:", loss.item())
 """
 
@@ -221,7 +222,8 @@ def test_a_metric_that_is_not_there_is_told_with_those_that_are(script: Path, tm
 
 def test_from_end_to_end(script: Path) -> None:
     arguments = ["--dtype", "fp16", "--device-type", "cpu", "--budget", "60s", "--seeds", "1", "--survey-steps", "2"]
-    assert main(["tune", "--metric", "loss", *arguments, "script.py"]) == 0
+    # A program gets the "--" among its arguments.
+    assert main(["tune", "--metric", "loss", *arguments, "script.py", "--", "own"]) == 0
     rule = load_table(None, environ={}).policy_of("__mul__")
     assert rule is not None
     assert (rule.policy, Path(rule.origin.path).name) == (CastPolicy.FP32, "autoamp.toml")
