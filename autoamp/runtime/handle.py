@@ -47,8 +47,8 @@ Precision = Literal["fp32", "fp16", "none"]
 class BaseHandle:
     """Patched torch, and the loss scaling that goes with it. There is one active handle at a time.
 
-    `init`, `current_handle` and ``with autoamp.region(...)`` are annotated to return it. It is a `Handle`, or a
-    `NoOpHandle` where autoamp is disabled: code runs unchanged with ``enabled=False``.
+    `init`, `current_handle` and ``with autoamp.region(...)`` return it: a `Handle`, or a `NoOpHandle` if autoamp is
+    disabled. Code runs unchanged with ``enabled=False``.
     """
 
     def __init__(self, settings: Settings, *, on: bool = True, scalers: Sequence[LossScaler] | None = None) -> None:
@@ -56,7 +56,7 @@ class BaseHandle:
 
     @property
     def settings(self) -> Settings:
-        """What it was made with: ``dtype``, ``device_type``, ``table`` of rules and the rest."""
+        """The settings of the handle: ``dtype``, ``device_type``, the ``table`` of rules and others."""
         return self._runtime.settings
 
     def __repr__(self) -> str:
@@ -94,16 +94,16 @@ class BaseHandle:
         return self._runtime.is_active()
 
     def deactivate(self) -> tuple[str, ...]:
-        """Restore torch, the optimizers and the modules. Every patched attribute is again the object it was.
+        """Restore torch, the optimizers and the modules. Every patched attribute is again the original object.
 
         Returns:
-            The names that somebody else patched on top, which are left as they are.
+            The names that another library patched after autoamp. They are not restored.
         """
         return self._runtime.deactivate()
 
     @property
     def skipped_rules(self) -> tuple[CastRule, ...]:
-        """Rules of shipped list sets on ops that this torch lacks."""
+        """The rules of shipped list sets for ops that the installed torch lacks."""
         return self._runtime.skipped_rules
 
     @property
@@ -114,30 +114,33 @@ class BaseHandle:
 
     @property
     def late_bound(self) -> tuple[str, ...]:
-        """Names that other modules had taken from torch before ``init()``, and that were rebound."""
+        """The names that other modules imported from torch before ``init()``, and that ``init()`` rebound."""
         return self._runtime.late_bound
 
     # -- diagnostics --
 
     def observe(self, observer: Observer) -> Watch:
-        """Tell an observer of each call of a patched function, from now on. Several may look on at once.
+        """Report each call of a patched function to an observer. Several observers can be active at once.
 
-        The replacements are installed anew with the first, and again when the last goes, which takes tens of
-        milliseconds; what goes on in between costs a few microseconds a call. What torch.compile compiles is not seen.
+        Starting the first observer and stopping the last one installs the replacements again, which takes tens of
+        milliseconds. In between each call costs a few microseconds more. Compiled code is not observed.
+
+        Args:
+            observer: An `autoamp.diagnostics.Observer`.
 
         Returns:
-            What ends it: ``stop()``, or the end of a ``with`` statement. `deactivate` does too.
+            An object whose ``stop()`` ends the observation; also a context manager. `deactivate` ends it too.
 
         Raises:
-            UsageError: The handle is not active, or this is no observer.
+            UsageError: The handle is not active, or ``observer`` is not an observer.
         """
         return self._runtime.observe(observer)
 
     def count(self) -> Counts:
-        """Count the calls of listed functions and what is cast for them, from now on. Costs microseconds a call.
+        """Count the calls of listed functions and the casts of their arguments. Costs some microseconds per call.
 
         Returns:
-            The numbers, which ends the counting: ``stop()``, or the end of a ``with`` statement. `deactivate` does too.
+            The counts. Their ``stop()`` ends the counting; also a context manager. `deactivate` ends it too.
 
         Raises:
             UsageError: The handle is not active.
@@ -150,13 +153,13 @@ class BaseHandle:
         return run.counts
 
     def trace(self, *, profile: bool = False) -> CastTrace:
-        """Trace casts within a ``with`` statement: by op and place what was cast, what was spared, in which dtypes.
+        """Trace the casts inside a ``with`` statement: for each op and line the casts, the spared casts and the dtypes.
 
-        Results are those without, bit for bit. ``print(trace)`` is a table with hints; there are ``to_dict``,
-        ``to_json`` and ``to_csv``.
+        Results are bitwise the same as without a trace. ``print(trace)`` shows a table with hints. The trace also has
+        ``to_dict``, ``to_json`` and ``to_csv``.
 
         Args:
-            profile: Whether torch.profiler takes times as well.
+            profile: Whether torch.profiler measures times too.
 
         Raises:
             UsageError: The handle is not active.
@@ -164,14 +167,14 @@ class BaseHandle:
         return self._runtime.trace(profile=profile)
 
     def profile_ranges(self, *, every: int = 1, compare: int = 2) -> RangeProfile:
-        """Profile the ranges of values within a ``with`` statement, in fp32: this thread casts nothing meanwhile.
+        """Profile the ranges of values inside a ``with`` statement. Casts are off in this thread meanwhile.
 
-        Results are those of fp32, bit for bit. ``print(ranges)`` is a table and a verdict on fp16 and bf16; there are
-        ``to_dict`` and ``to_json``.
+        Results are bitwise those of fp32. ``print(ranges)`` shows a table and a verdict on fp16 and bf16. The profile
+        also has ``to_dict`` and ``to_json``.
 
         Args:
-            every: Look at the first of so many steps of optimizers; the others run at nearly full speed.
-            compare: How many calls of each operator at each place are run again in both half dtypes, for their errors.
+            every: Profile one of so many optimizer steps; the others run at nearly full speed.
+            compare: How many calls of each operator at each line are repeated in both half dtypes to get their errors.
 
         Raises:
             UsageError: The handle is not active, or an argument is out of range.
@@ -189,18 +192,18 @@ class BaseHandle:
         )  # fmt: skip
 
     def record(self, *, sample: bool = True, times: bool = True) -> Recording:
-        """Record for `report` from now on: the loss scale and the skips always, casts and values of some steps.
+        """Record for `report`: the loss scale and the skips of all steps, casts and values of sampled steps.
 
-        Steps 0 to 2, 10 to 12, 100 to 102, and three of each 1000 are looked at closely, from the first call of a
-        model in which gradients are recorded. Such a look ends after 5,000 calls or 2 GiB of arguments, and all of them
-        together take 2 s and a tenth of the time at most. No result changes.
+        Steps 0 to 2, 10 to 12, 100 to 102, and three of each 1000 are sampled. A sample starts at the first model call
+        that records gradients, and ends after 5,000 calls or 2 GiB of arguments. All samples together take at most 2 s
+        plus a tenth of the run's time. No result changes.
 
         Args:
-            sample: Whether any step is.
-            times: Whether calls are timed in some of these.
+            sample: Whether to sample steps.
+            times: Whether to time calls in some of the samples.
 
         Returns:
-            The recording, which ends it: ``stop()``, or the end of a ``with`` statement. `deactivate` does too.
+            The recording. Its ``stop()`` ends it; also a context manager. `deactivate` ends it too.
 
         Raises:
             UsageError: The handle is not active.
@@ -213,11 +216,11 @@ class BaseHandle:
         return run.recording
 
     def report(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
-        """Return what was recorded since `record`, as plain JSON values, and write it to a file.
+        """Return the recording since `record` as plain JSON values, and write it to a file.
 
         Args:
-            path: ``.html`` or ``.htm`` for a page that holds all it needs; anything else gets JSON. None: no file.
-                A disabled handle returns ``{}``, and writes no file.
+            path: ``.html`` or ``.htm`` for a self-contained page, any other name for JSON, None for no file. A disabled
+                handle returns ``{}`` and writes no file.
 
         Raises:
             UsageError: The page needs ``pip install 'autoamp[report]'``, or the file cannot be written.
@@ -230,13 +233,13 @@ class BaseHandle:
         return found
 
     def explain(self, name: str) -> Explanation:
-        """Tell which rules of this handle's lists apply to an op, and in which file and line they stand.
+        """Return the rules of this handle's lists that apply to an op, with their files and lines.
 
         Args:
             name: Such as ``"softmax"``, ``"exp_"`` or ``"torch.nn.functional.softmax"``.
 
         Raises:
-            UsageError: Torch has no op of this name, and no rule is on it.
+            UsageError: torch has no op of this name, and no rule names it.
         """
         return explain(self.settings.table, name)
 
@@ -253,14 +256,17 @@ class BaseHandle:
 
     @contextlib.contextmanager
     def inference(self, model: Module) -> Iterator[Module]:
-        """Promise that the weights of ``model`` stay as they are, and keep their casts for a ``with`` statement.
+        """Keep the casts of a model's weights inside a ``with`` statement. Do not change the weights meanwhile.
 
-        Where gradients are not recorded each parameter is cast once, at its first use, and on a CPU with bf16 units
-        kept in the layout that oneDNN wants. A weight that is written to meanwhile, against the promise, goes unseen.
-        Costs about half of the fp32 weights in memory.
+        If gradients are not recorded, each parameter is cast once, at its first use. On a CPU with bf16 units the cast
+        is kept in oneDNN's own layout. A write to a weight inside the block has no effect on its cast. The casts take
+        about half the memory of the fp32 weights.
+
+        Args:
+            model: The model.
 
         Raises:
-            UsageError: This is no module.
+            UsageError: ``model`` is not a module.
         """
         if not isinstance(model, Module):
             raise UsageError(f"inference() takes a torch.nn.Module, not {kind_of(model)}")
@@ -268,18 +274,19 @@ class BaseHandle:
             yield model
 
     def override(self, module: Module, precision: Precision | None = None) -> Override:
-        """Run a module in a precision of its own, forward and backward, with all it calls.
+        """Run a module, and everything that it calls, in its own precision, in forward and backward.
 
         Args:
-            module: The module. Without ``precision`` the model under which the list's path patterns are looked up.
-            precision: ``"fp32"``: floating inputs go to fp32 and nothing is cast within. ``"fp16"``: inputs go to the
-                half dtype and the lists hold within, also inside of an ``"fp32"`` module. ``"none"``: nothing is cast.
+            module: The module. Without ``precision``: the model to which the path patterns of the lists apply.
+            precision: ``"fp32"``: floating inputs are cast to fp32, and no op inside is cast. ``"fp16"``: inputs are
+                cast to the half dtype in use and the lists apply inside, even within an ``"fp32"`` module. ``"none"``:
+                inputs keep their dtypes, and no op inside is cast.
 
         Returns:
             An object with ``undo()``, which is also a context manager.
 
         Raises:
-            UsageError: This is no module, or the precision is unknown.
+            UsageError: ``module`` is not a module, or the precision is unknown.
         """
         if not isinstance(module, Module):
             raise UsageError(f"override() takes a torch.nn.Module, not {kind_of(module)}")
@@ -290,10 +297,10 @@ class BaseHandle:
     # -- master weights and loss scaling --
 
     def masters_from_model(self) -> None:
-        """Set every fp32 master to its half parameter: for weights that were written through ``.data`` in mid-training.
+        """Set every fp32 master to its half parameter. Call it after writing to weights through ``.data``.
 
-        In a process group of several processes all of a master is read, so that masters are equal where weights are;
-        elsewhere elements that agree with their rounded master keep its low bits.
+        With one process, elements whose rounded master equals the parameter keep the low bits of the master. With
+        several processes all elements are copied, so that masters are equal on ranks with equal weights.
         """
         for guard in self._runtime.optimizers.guards:
             if guard.masters is not None:
@@ -301,7 +308,7 @@ class BaseHandle:
 
     @property
     def backend(self) -> Backend:
-        """What does the work of a step on this handle's type of device: compiled kernels, or torch's own functions."""
+        """What computes optimizer steps on this handle's device type: compiled kernels, or torch's own functions."""
         settings = self.settings
         return backend(settings.device_type) if settings.enabled else Backend("cpu", False, "autoamp is not enabled")
 
@@ -336,20 +343,20 @@ class BaseHandle:
         return self._runtime.stats
 
     def postfix(self) -> dict[str, str]:
-        """Return what ``tqdm.set_postfix`` takes: the loss scale and the skips."""
+        """Return a dict for ``tqdm.set_postfix``: the loss scale and the skipped steps."""
         now = self.stats
         return {"scale": f"{now['loss_scale']:g}", "skipped": str(now["skipped"])}
 
     def log_to(self, writer: Any, every: int = 10) -> Callable[[], None]:
-        """Write the loss scale, steps and skips after each ``every``-th step; return what ends that.
+        """Write the loss scale, steps and skips after each ``every``-th step. Returns a function that stops it.
 
         Args:
-            writer: A `torch.utils.tensorboard.SummaryWriter`, a run of Weights & Biases, or what has their
-                ``add_scalar`` or ``log``.
-            every: Reading the scale may wait for the device, so not at each step by default.
+            writer: A `torch.utils.tensorboard.SummaryWriter`, a run of Weights & Biases, or an object with
+                ``add_scalar`` or ``log`` like theirs.
+            every: A number of steps. Reading the scale may wait for the device, so the default is not 1.
 
         Raises:
-            UsageError: The writer is neither, or ``every`` is no number of steps.
+            UsageError: The writer has neither method, or ``every`` is not a whole number of 1 or more.
         """
         if not self.settings.enabled:
             return lambda: None
@@ -369,44 +376,43 @@ class BaseHandle:
         return functools.partial(self._runtime.followers.forget, write)
 
     def follow(self, *followers: Any) -> Callable[[], None]:
-        """Step schedulers, averages and the like after steps that landed, and not after skips.
+        """Step schedulers or averages of weights after each optimizer step that was not skipped.
 
-        Also those of an optimizer within `FP16_Optimizer`. Whether a step was a skip is asked at each step, right after
-        it. Where the step was decided on the host, as for most optimizers, that is known and costs nothing. A fused or
-        capturable optimizer on a GPU decides by a flag there: then each step waits for the device, which it would not
-        do otherwise. Without a loss scale to check (bf16 with scale 1) nothing is skipped, and nobody waits.
+        This includes steps of an optimizer inside `FP16_Optimizer`. For most optimizers the host decides about a skip,
+        and following costs nothing. A fused or capturable optimizer on a GPU decides on the device. Then each step
+        waits for the device, which it would not do otherwise. Without a loss scale (bf16 with scale 1) no step is
+        skipped, and nothing waits.
 
         Args:
-            followers: Objects with ``step()`` or ``update()``, or functions; called without arguments, in their order,
-                once parameters are as the step left them.
+            followers: Objects with ``step()`` or ``update()``, or functions. They are called without arguments, in
+                this order, after the parameters were updated.
 
         Returns:
-            What ends it.
+            A function that stops it.
 
         Raises:
-            UsageError: One of them cannot be stepped.
+            UsageError: One of them cannot be called like this.
         """
         end = self._runtime.followers.follow(followers)
         self._runtime.tell_followers()
         return end
 
     def explain_overflow(self, step_fn: Callable[[], Any]) -> Overflow | None:
-        """Run a step of the program several times, and tell what overflows in it: at the present loss scale, at lower
-        ones, and in fp32.
+        """Run a step of the program several times and return what overflows in it.
 
-        Random generators, buffers and gradients are as before afterwards, and no optimizer steps. Needs no
-        ``trace_overflow``.
+        The step runs at the current loss scale, at lower ones and in fp32. Random generators, buffers and gradients are
+        restored afterwards, and no optimizer steps. ``trace_overflow`` is not needed.
 
         Args:
             step_fn: Computes the loss, and returns it or runs its backward pass as the program does: in ``scale_loss``,
-                by ``FP16_Optimizer.backward``, or plainly. What follows an ``optimizer.step()`` in it is not run. Each
-                call must do the same: it may draw random numbers, and must not fetch another batch.
+                by ``FP16_Optimizer.backward``, or directly. Code after an ``optimizer.step()`` in it does not run. Each
+                call must compute the same: it may draw random numbers, but must not fetch another batch.
 
         Returns:
-            What overflows first; None where nothing does.
+            The first overflow; None if there is none.
 
         Raises:
-            UsageError: The handle is not active, or this is called within ``step_fn``.
+            UsageError: The handle is not active, or this is called inside ``step_fn``.
         """
         run = self._runtime
         run.check_active()
@@ -432,7 +438,7 @@ class BaseHandle:
 
     @property
     def max_consecutive_skips(self) -> int:
-        """After so many skipped steps of one optimizer in a row `NonFiniteGradientsError` is raised; 50 by default."""
+        """So many skipped steps of one optimizer in a row raise `NonFiniteGradientsError`; 50 by default."""
         return self._runtime.optimizers.max_consecutive_skips
 
     @max_consecutive_skips.setter
@@ -444,21 +450,21 @@ class BaseHandle:
     def scale_loss(
         self, loss: Tensor, optimizers: Any, loss_id: int = 0, *, delay_unscale: bool = False
     ) -> contextlib.AbstractContextManager[Tensor]:
-        """Scale a loss for its backward pass; at the end of the block unscale the gradients and check them.
+        """Scale a loss for its backward pass. At the end of the block unscale the gradients and check them.
 
-        Gradients of earlier blocks may be there: they are added to. Whether the gradients overflowed is known to
-        ``optimizer.step()``, which then skips.
+        The block may add to gradients of earlier blocks. If gradients overflowed, the next ``optimizer.step()`` is
+        skipped.
 
         Args:
-            loss: A floating tensor, as a rule a scalar.
-            optimizers: The optimizer whose gradients the loss contributes to, several of them, or ``[]``. An
-                overflow in this block skips the next step of all of them; one of an earlier block that of its own.
+            loss: A floating tensor, usually a scalar.
+            optimizers: The optimizer or optimizers whose gradients the loss contributes to, or ``[]``. An overflow in
+                this block skips the next step of each of them.
             loss_id: Which scaler to use.
             delay_unscale: Leave the gradients scaled until a later call without it, or until the step.
 
         Returns:
-            A context manager over ``loss.float() * scale``; over the loss as it is for optimizers that `initialize`
-            was given with ``enabled=False``.
+            A context manager that yields ``loss.float() * scale``, or the unchanged loss for optimizers that were
+            passed to `initialize` with ``enabled=False``.
 
         Raises:
             UsageError: The handle is not active, or ``wrap_optimizer`` was used.
@@ -472,19 +478,19 @@ class BaseHandle:
         return self._runtime.optimizers.scaled(loss, optimizers, scalers.choose(loss_id, optimizers), delay_unscale)
 
     def clip_grad_norm_(self, optimizers: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale gradients down in place so that their norm, taken together, is at most ``max_norm``.
+        """Scale gradients down in place so that their total norm is at most ``max_norm``.
 
-        Between the end of the block, or the backward pass, and the step. The norm is that of the whole gradients where
-        ranks have shards or stages; ranks that agree on the step tell one another of it by the same collective, so all
-        of them must call this. Nothing is read from the device.
+        Call it after the ``scale_loss`` block, or after the backward pass, and before the step. If ranks hold shards or
+        pipeline stages, the norm is that over all ranks. It uses the collective of the step, so every rank that takes
+        part in that must call this. Nothing is read from the device.
 
         Args:
-            optimizers: The optimizer whose gradients are meant, or several.
-            max_norm: The highest norm. Gradients are multiplied by ``max_norm / (norm + 1e-6)`` where that is below 1.
+            optimizers: The optimizer or optimizers whose gradients are clipped.
+            max_norm: The highest norm. Gradients are multiplied by ``max_norm / (norm + 1e-6)`` if that is below 1.
             norm_type: The p of the p-norm, above 0; ``inf`` is the largest absolute value.
 
         Returns:
-            The norm before clipping, a tensor without dimensions. Where it is inf or nan nothing was multiplied, and
+            The norm before clipping, a tensor without dimensions. If it is inf or nan, gradients are unchanged, and
             the step will be skipped.
 
         Raises:
@@ -497,16 +503,17 @@ class BaseHandle:
         return clip_grad_norm_(self._runtime.optimizers, optimizers, max_norm, norm_type)
 
     def sync_over(self, group: Any, *, replicas: int | None = None, optimizers: Any = None) -> None:
-        """Let all ranks of a process group agree on each step: they skip alike, and their loss scales stay equal.
+        """Let all ranks of a process group skip the same steps and keep equal loss scales.
 
-        For what nothing tells of by itself: stages of a pipeline, experts, parameters that some ranks alone step.
-        DTensors need no call. Each step is one small collective then, which every rank of the group must come to.
+        Use it where the parameters do not show the group: stages of a pipeline, experts, parameters that only some
+        ranks step. DTensors need no call. Each step then runs one small collective, and every rank of the group must
+        take part in it.
 
         Args:
             group: The process group, such as ``torch.distributed.group.WORLD`` or ``mesh.get_group()``.
-            replicas: How many of its ranks have the same parameters, by which `clip_grad_norm_` counts each once; None
-                for all of them, 1 for stages of a pipeline.
-            optimizers: Those that are meant, or one; None for all.
+            replicas: How many of its ranks have the same parameters. `clip_grad_norm_` counts each parameter once. None
+                for all ranks, 1 for stages of a pipeline.
+            optimizers: The optimizer or optimizers; None for all.
 
         Raises:
             UsageError: There is no process group, this rank is not in it, or ``replicas`` does not divide its size.
@@ -517,15 +524,19 @@ class BaseHandle:
         self._runtime.optimizers.asked.put(RequestedGroup.of(group, replicas), named)
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
-        """Give an optimizer a ``scale_loss(loss)`` of its own, with a scaler for each of ``num_loss`` losses.
+        """Give an optimizer its own ``scale_loss(loss)``, with a scaler for each of ``num_loss`` losses.
 
         Between two steps the first call scales the first loss, the second call the second, and so on.
+
+        Args:
+            optimizer: The optimizer.
+            num_loss: The number of losses between two steps.
 
         Returns:
             The optimizer itself.
 
         Raises:
-            UsageError: The handle is not active, ``num_loss`` is no number of losses, or this is no optimizer.
+            UsageError: The handle is not active, ``num_loss`` is below 1, or ``optimizer`` is not an optimizer.
         """
         self._runtime.check_active()
         if not self.settings.enabled:
@@ -537,14 +548,14 @@ class BaseHandle:
         return wrap_optimizer(self._runtime.optimizers, optimizer, scalers)
 
     def auto_scale(self) -> AutoScale:
-        """Scale every ``loss.backward()`` of the program from now on, and skip the steps that overflow.
+        """Scale every ``loss.backward()`` of the program, and skip the steps that overflow.
 
-        For code that knows nothing of loss scaling: gradients have true values wherever it can see them. It serves
-        every `torch.optim.Optimizer` of the process, those that are there and those to come.
+        It is for code without loss scaling: wherever that code can read gradients, they are unscaled. It applies to
+        every `torch.optim.Optimizer` of the process, existing or new.
 
         Returns:
-            What ends it: ``stop()``, or the end of a ``with`` statement. `deactivate` does too. That of a disabled
-            handle was not started.
+            An object whose ``stop()`` ends it; also a context manager. `deactivate` ends it too. A disabled handle
+            returns one that was not started.
 
         Raises:
             UsageError: The handle is not active, or its optimizers step master weights.
@@ -565,29 +576,33 @@ class BaseHandle:
     # -- checkpoints --
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scalers' state: ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``, and skips.
+        """Return the state of all loss scalers and the number of skipped steps.
 
-        ``{}`` where the handle is disabled.
+        ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ..., "skipped_steps": int}``; ``{}`` if the handle
+        is disabled.
         """
         optimizers = self._runtime.optimizers
         return {} if not self.settings.enabled else optimizers.loss_scalers.state_dict(optimizers.counts.skipped)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what ``state_dict`` returned; all of it, or nothing. A disabled handle ignores it.
+        """Load the result of ``state_dict``: all of it, or nothing after an error. A disabled handle ignores it.
+
+        Args:
+            state: That result.
 
         Raises:
-            CheckpointError: A key is missing, unknown or of the wrong kind. The message names it.
+            CheckpointError: A key is missing, unknown or of the wrong type. The message names it.
         """
         if self.settings.enabled:
             self._runtime.optimizers.load_state_dict(state)
 
 
 class Handle(BaseHandle):
-    """A handle that casts and scales: ``isinstance(handle, autoamp.Handle)`` tells whether anything is cast."""
+    """An enabled handle: ``isinstance(handle, autoamp.Handle)`` is true if autoamp casts."""
 
 
 class NoOpHandle(BaseHandle):
-    """What ``init(enabled=False)`` returns: a handle whose settings say that it is disabled."""
+    """The handle that ``init(enabled=False)`` returns. It casts nothing and scales nothing."""
 
     def __init__(self) -> None:
         super().__init__(Settings("cpu", torch.float16, CastTable(), loss_scale=1.0, enabled=False))
