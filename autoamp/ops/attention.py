@@ -35,11 +35,14 @@ def build_attention(original: Any, casts: Casts) -> Callable[..., Any] | None:
         return None
 
     def run_attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
-        short = all(tensor.dim() > 1 and tensor.size(-2) <= _LONGEST_IN_BF16 for tensor in given)
-        is_cast = all(casts.eligible(tensor) for tensor in given if tensor.is_floating_point())
-        if not is_cast or not (in_fp16 or (trained and short)):
+        trained = False
+        for tensor in (*args, *kwargs.values()):
+            if isinstance(tensor, Tensor):
+                trained = trained or (tensor.requires_grad and torch.is_grad_enabled())
+                is_short = tensor.dim() > 1 and tensor.size(-2) <= _LONGEST_IN_BF16
+                if not (in_fp16 or is_short) or (tensor.is_floating_point() and not casts.eligible(tensor)):
+                    return NotImplemented
+        if not (in_fp16 or trained):
             return NotImplemented
         new, kwargs = cast_call(casts.args_to_fp32, args, kwargs)
         return original(*new, **kwargs).to(casts.dtype)
