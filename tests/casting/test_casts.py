@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
-from torch.nn import Parameter
 
 from autoamp.tensors import iter_tensors
-from tests.casting._shared import CAST_DTYPES, full_like, in_thread, make, nested, snapshot
+from tests.casting._shared import CAST_DTYPES, in_thread, make, nested, snapshot
 
 
 def test_shut_and_open_reach_every_thread() -> None:
@@ -69,21 +68,6 @@ def test_autocast_of_another_device_type_leaves_tensors_to_us() -> None:
         torch.set_autocast_enabled("cuda", False)
 
 
-def test_autocast_regions_cast_themselves() -> None:
-    casts = make()
-    tensor, parameter = torch.ones(2), Parameter(torch.ones(2))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert casts.autocast_rules()
-        assert casts.to_half(tensor) is tensor
-        assert casts.to_half(parameter) is parameter
-        assert casts.promote_args([tensor, tensor.half()])[1].dtype == torch.float16
-        assert not casts.eligible(tensor)
-        with torch.autocast("cpu", enabled=False):
-            assert casts.to_half(tensor).dtype == torch.float16
-    assert not casts.autocast_rules()
-    assert casts.to_half(tensor).dtype == torch.float16
-
-
 @settings(deadline=None, max_examples=150)
 @given(nested)
 def test_promotion_goes_to_fp32_where_dtypes_differ_and_nowhere_else(value: Any) -> None:
@@ -97,8 +81,3 @@ def test_promotion_goes_to_fp32_where_dtypes_differ_and_nowhere_else(value: Any)
     for old, new in zip(iter_tensors(value), iter_tensors(after), strict=True):
         widened = len(dtypes) > 1 and old.dtype in CAST_DTYPES
         assert new.dtype == (torch.float32 if widened else old.dtype)
-
-
-def test_the_two_half_dtypes_promote_to_fp32() -> None:
-    a, b = make().promote_args((full_like(torch.float16), full_like(torch.bfloat16)))
-    assert a.dtype == b.dtype == torch.float32

@@ -262,14 +262,3 @@ def test_script_of_cells_while_active(cell: Any) -> None:
     autoamp.current_handle().deactivate()  # type: ignore[union-attr]
     for found, wanted in zip(tensors(scripted(x)), tensors(model(x)), strict=True):
         assert torch.equal(found, wanted)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-def test_script_of_linear_and_trace_while_active() -> None:
-    start(torch.float16)
-    model, x = nn.Linear(4, 5), torch.randn(3, 4)
-    scripted = torch.jit.script(model)
-    traced = torch.jit.trace(model, x)
-    assert traced(x).dtype == torch.float16
-    autoamp.current_handle().deactivate()  # type: ignore[union-attr]
-    assert torch.equal(scripted(x), model(x))
