@@ -425,7 +425,7 @@ def _matched(ours: list[list[Tensor]], theirs: Any) -> list[tuple[Tensor, Tensor
     except TypeError:
         values = [[None]]
     if not all(isinstance(tensor, Tensor) and not tensor.is_meta for group in values for tensor in group):
-        raise CheckpointError("key 'fp32_from_fp16' is no list of lists of tensors with data; nothing was loaded")
+        raise CheckpointError("key 'fp32_from_fp16' is not a list of lists of tensors with data; nothing was loaded")
     found = [[tuple(tensor.shape) for tensor in group] for group in values]
     if shapes != found:
         raise CheckpointError(

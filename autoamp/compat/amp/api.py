@@ -169,7 +169,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     ours = {name for name in here if name.startswith("loss_scaler")}
     if scalers != ours:
         if not scalers:
-            raise CheckpointError("there is no key 'loss_scaler0'; pass what amp.state_dict() returned")
+            raise CheckpointError("key 'loss_scaler0' is missing; pass the result of amp.state_dict()")
         warn_user(
             f"the state has {len(scalers)} loss scalers and this run {len(ours)}; those that both have are loaded"
         )

@@ -44,7 +44,7 @@ def as_number(name: str, value: Any) -> Any:
     try:
         number = float(value)
     except ValueError:
-        raise UsageError(f"{name}={value!r} is no number; give one such as 128.0") from None
+        raise UsageError(f"{name}={value!r} is not a number; pass one such as 128.0") from None
     return int(number) if number.is_integer() and "." not in value else number
 
 

@@ -63,7 +63,7 @@ def flat_of(name: str, tensors: Sequence[Tensor]) -> Tensor:
     """
     kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
     if len(kinds) > 1:
-        raise UsageError(f"{name}: a group is of {sorted(map(str, kinds))}; one buffer takes one dtype and device")
+        raise UsageError(f"{name}: a group is of {sorted(map(str, kinds))}; a buffer needs one dtype and device")
     if not tensors:
         return torch.empty(0)
     sizes, first = [tensor.numel() for tensor in tensors], tensors[0]

@@ -102,7 +102,7 @@ class _Training:
         if module is None or len(self._patches):
             return
         if not all(hasattr(module, name) for name in _PATCHED):
-            log.warning("%s has not all of %s: its losses are not scaled", _TRAINING, ", ".join(_PATCHED))
+            log.warning("%s lacks some of %s: its losses are not scaled", _TRAINING, ", ".join(_PATCHED))
             return
         with self._patches.all_or_nothing():
             around_loss_batch = functools.partial(_around_loss_batch, module.OptimWrapper)

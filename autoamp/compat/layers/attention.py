@@ -23,7 +23,7 @@ class _MultiheadAttn(nn.Module):
     ) -> None:
         super().__init__()
         if embed_dim % num_heads:
-            raise UsageError(f"embed_dim={embed_dim} is no multiple of num_heads={num_heads}; choose one that is")
+            raise UsageError(f"embed_dim={embed_dim} must be a multiple of num_heads={num_heads}")
         if impl not in ("fast", "default"):
             raise UsageError(f"impl={impl!r} is unknown; choose 'fast' or 'default', which compute the same here")
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
@@ -81,7 +81,7 @@ class _MultiheadAttn(nn.Module):
     def _mask(self, padding: Tensor | None, future: Tensor | None) -> Tensor | None:
         """Return the mask for torch's attention: bool, True where a key counts, or numbers to add to the scores."""
         if padding is not None and future is not None:
-            raise UsageError("key_padding_mask and attn_mask cannot both be given; make one mask of them")
+            raise UsageError("key_padding_mask and attn_mask cannot both be given; combine them into one mask")
         if future is not None:
             if self.mask_additive:
                 raise UsageError("attn_mask cannot be given with mask_additive=True, which is for key_padding_mask")

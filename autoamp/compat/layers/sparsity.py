@@ -104,7 +104,7 @@ def create_mask(tensor: Tensor, pattern: str = "m4n2_1d", density: float = 0.5) 
             f"pattern={pattern!r} is unknown; choose {', '.join(map(repr, _PATTERNS))}, or pass a function"
         )
     if density != 0.5:
-        raise UsageError(f"density={density} cannot be had by two in four; leave it 0.5")
+        raise UsageError(f"density={density} is not supported; two in four are 0.5")
     if tensor.dim() < 2:
         return _PATTERNS[pattern](tensor.view(1, -1), density).view(tensor.shape).to(tensor.dtype)
     # One matrix for each place in the kernel: its rows are the outputs, its columns the inputs.
@@ -157,7 +157,7 @@ class _Pruned:
         """Add the pruned values to the weight again. UsageError: they were not kept."""
         if not self._keeps:
             raise UsageError(
-                f"what was pruned from {self.name} was not kept; use "
+                f"the pruned values of {self.name} were not kept; use "
                 "ASP.init_model_for_pruning(..., allow_recompute_mask=True)"
             )
         taken = self._module.get_buffer(self._taken)
@@ -266,7 +266,7 @@ class ASP:
         if pruning.hooks:
             raise UsageError("ASP has an optimizer already; call ASP.reset() before the next")
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise UsageError(f"a {type(optimizer).__name__} is no torch.optim.Optimizer, whose step ASP can follow")
+            raise UsageError(f"Expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
         pruning.hooks = [
             optimizer.register_step_pre_hook(pruning.before_step), optimizer.register_step_post_hook(pruning.after_step)
         ]  # fmt: skip

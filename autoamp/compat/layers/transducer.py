@@ -60,7 +60,7 @@ class TransducerJoint(torch.nn.Module):
         sums = f[:, :, None] + g[:, None]
         if self.pack_output:
             if batch_offset is None or not int(packed_batch):
-                raise UsageError("pack_output=True wants batch_offset and packed_batch; see TransducerJoint.forward")
+                raise UsageError("pack_output=True needs batch_offset and packed_batch; see TransducerJoint.forward")
             sums = sums[inside]
             if sums.shape[0] != int(packed_batch):
                 raise UsageError(
@@ -119,7 +119,7 @@ class TransducerLoss(torch.nn.Module):
         following = torch.nn.functional.pad(label.long(), (0, 1), value=blank_idx)
         if self.packed_input:
             if batch_offset is None or max_f_len is None:
-                raise UsageError("packed_input=True wants batch_offset and max_f_len; see TransducerLoss.forward")
+                raise UsageError("packed_input=True needs batch_offset and max_f_len; see TransducerLoss.forward")
             rows = _packed_rows(batch_offset, y_len, int(max_f_len), following.shape[1])
             # Places beyond the lengths have no row. Any row may stand there: its scores have no effect.
             rows = rows.clamp(max=x.shape[0] - 1)

@@ -90,7 +90,7 @@ class Reparameterization:
         holder, own = Reparameterization.get_module_and_name(module, name)
         if own not in holder._parameters:
             raise UsageError(
-                f"{name!r} of {type(module).__name__} is no parameter; if it was one, remove what is on it"
+                f"{name!r} of {type(module).__name__} is not a parameter; remove its reparameterization first"
             )
         weight = holder._parameters[own]
         if weight is None or weight.dim() < 2 or isinstance(holder, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
@@ -187,7 +187,7 @@ def apply_reparameterization(
         UsageError: No ``reparameterization`` was given, there is no such parameter, or it has one already.
     """
     if reparameterization is None:
-        raise UsageError("apply_reparameterization() needs a kind; pass reparameterization=WeightNorm, say")
+        raise UsageError("apply_reparameterization() needs a kind; pass reparameterization=WeightNorm, for example")
     taken = {
         f"{path}.{'.'.join([*hook.name.split('.')[:-1], own])}".removeprefix(".")
         for path, holder in module.named_modules()

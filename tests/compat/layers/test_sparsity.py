@@ -207,7 +207,7 @@ def test_wrong_order() -> None:
     ASP.init_model_for_pruning(net())
     with pytest.raises(UsageError, match=r"ASP\.reset"):
         ASP.init_model_for_pruning(net())
-    with pytest.raises(UsageError, match=r"no torch\.optim\.Optimizer"):
+    with pytest.raises(UsageError, match=r"Expected a torch\.optim\.Optimizer"):
         ASP.init_optimizer_for_pruning(object())  # type: ignore[arg-type]
     ASP.init_optimizer_for_pruning(torch.optim.SGD(net().parameters(), lr=0.1))
     with pytest.raises(UsageError, match=r"ASP\.reset"):

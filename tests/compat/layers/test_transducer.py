@@ -163,7 +163,7 @@ def test_joint_without_dropout_where_it_does_not_train() -> None:
 
 def test_joint_arguments() -> None:
     f, g = torch.randn(3, 4, 6), torch.randn(3, 5, 6)
-    with pytest.raises(UsageError, match="wants batch_offset"):
+    with pytest.raises(UsageError, match="needs batch_offset"):
         TransducerJoint(pack_output=True)(f, g, *LENGTHS)
     with pytest.raises(UsageError, match="packed_batch=3"):
         TransducerJoint(pack_output=True)(f, g, *LENGTHS, torch.tensor([4, 14, 23]), 3)
