@@ -91,29 +91,29 @@ def initialize(
 ) -> Any:
     """Set models and optimizers up for mixed precision at an opt level.
 
-    A call replaces what was set up before for the models and optimizers that it names: they are as they were, and set
-    up anew. Models and optimizers of earlier calls that it does not name stay as they are, in working order.
+    If an earlier call set up one of these models or optimizers, that setup is undone first. Models and optimizers of
+    earlier calls that are not passed again keep their setup.
 
     Args:
         models: A module or a list of modules, in fp32, not yet wrapped in DataParallel or DistributedDataParallel.
         optimizers: An optimizer, a list of them, or None for inference.
-        enabled: False returns the arguments as they are; ``scale_loss`` yields the loss as it is.
+        enabled: False returns the arguments unchanged; ``scale_loss`` yields the unchanged loss.
         opt_level: ``"O0"``: fp32. ``"O1"``: torch is patched by the cast lists. ``"O2"``: models in half precision,
             norms and master weights in fp32. ``"O3"``: models in half precision.
-        cast_model_type: Overrides the level's, as does False, which leaves models, their inputs and outputs alone.
-        patch_torch_functions: Overrides the level's.
-        keep_batchnorm_fp32: Overrides the level's; it says nothing where the model is not cast.
-        master_weights: Overrides the level's.
-        loss_scale: Overrides the level's: a number or ``"dynamic"``.
-        cast_model_outputs: What floating outputs of the models are cast to. None is fp32 where inputs are cast.
-        num_losses: How many scalers there are, chosen by ``scale_loss(..., loss_id=)``.
+        cast_model_type: Overrides that of the level. False casts neither models nor their inputs and outputs.
+        patch_torch_functions: Overrides that of the level.
+        keep_batchnorm_fp32: Overrides that of the level. It has no effect if the model is not cast.
+        master_weights: Overrides that of the level.
+        loss_scale: Overrides that of the level: a number or ``"dynamic"``.
+        cast_model_outputs: The dtype of the models' floating outputs. None is fp32 if their inputs are cast.
+        num_losses: The number of loss scalers. ``scale_loss(..., loss_id=)`` selects one.
         verbosity: 0 logs nothing, 1 logs the level and its properties to the logger ``autoamp``.
-        min_loss_scale: The lowest dynamic scale; None for no other bound than fp32's.
+        min_loss_scale: The lowest dynamic scale; None for the limit of fp32.
         max_loss_scale: The highest dynamic scale.
-        scope: ``"global"``, or ``"models"``: casts of O1 act within the calls of these models alone, and their floating
-            outputs are cast to fp32.
-        dtype: The half dtype. None is torch's own choice for the device type; where the device has no units for that,
-            the level is O0, and the log says so.
+        scope: ``"global"``, or ``"models"``: O1 casts only inside calls of these models, and their floating outputs are
+            cast to fp32.
+        dtype: The half dtype. None is torch's default for the device type. If the device has no units for that, the
+            level is O0, and the log says so.
         device_type: As for `init`.
         lists: As for `init`.
         trace_overflow: As for `init`.
@@ -121,12 +121,12 @@ def initialize(
             the parameters' own meshes alone. Where no optimizer is given it is for all that come.
 
     Returns:
-        ``models``, or ``(models, optimizers)`` if optimizers were given, as they were given: the same objects.
+        ``models``, or ``(models, optimizers)`` if optimizers were given: the same objects in the same structure.
 
     Raises:
-        UsageError: An argument is wrong. Nothing was changed, and what was set up before is still active.
+        UsageError: An argument is invalid. Nothing was changed; earlier setups are still active.
         ListFileError: A list cannot be used. Nothing was changed.
-        LossScaleError: The loss scale is no scale. Nothing was changed.
+        LossScaleError: The loss scale is invalid. Nothing was changed.
     """
     model_list, optimizer_list = checked_models(models), checked_optimizers(optimizers)
     result = models if optimizers is None else (models, optimizers)

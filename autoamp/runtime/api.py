@@ -50,20 +50,21 @@ def init(
 ) -> BaseHandle:
     """Patch torch by the cast lists and return the handle that scales losses.
 
-    A second call with the same arguments returns the same handle; with others the new handle replaces the old one. A
-    call that fails leaves torch, and the handle before, as they were.
+    A second call with the same arguments returns the same handle. With other arguments the new handle replaces the old
+    one. A call that raises an error changes nothing.
 
     Args:
-        enabled: False takes an earlier call's patches away and returns a handle that does nothing.
-        loss_scale: None is dynamic for fp16 and 1.0 for bf16. A number is static; ``"dynamic"`` or a `LossScaler`.
-        enable_caching: Whether a parameter's cast is kept while the outermost module call runs.
-        verbose: Log what is patched.
-        allow_banned: Whether a banned function runs in fp32 with a warning, or raises.
-        lists: A list set's name, a path, a mapping, or a sequence of these, on top of the project's own lists.
-        device_type: Only tensors of this device type are cast. None is the current accelerator's, else ``"cpu"``.
-        dtype: ``torch.float16`` or ``torch.bfloat16``. None is torch's own choice for the device type; where the
+        enabled: False removes the patches of an earlier call and returns a handle that does nothing.
+        loss_scale: A number is static; ``"dynamic"`` or a `LossScaler`. None is dynamic for fp16 and 1.0 for bf16.
+        enable_caching: Whether a parameter's cast is cached while the outermost module call runs.
+        verbose: Whether to log the number of patches.
+        allow_banned: True: a banned function runs in fp32 with a warning. False: it raises.
+        lists: A list set's name, a path, a mapping, or a sequence of these. They take precedence over the project's
+            lists.
+        device_type: Only tensors of this device type are cast. None is that of the current accelerator, else ``"cpu"``.
+        dtype: ``torch.float16`` or ``torch.bfloat16``. None is torch's default half dtype for the device type. If the
             device has no units for that, nothing is cast, as with ``enabled=False``, and the log says so.
-        rebind: Whether names that other modules took before (``from torch import matmul``) are rebound too.
+        rebind: Whether to rebind names that other modules imported earlier (``from torch import matmul``).
         scope: ``"global"``, or ``"modules"`` for code that knows nothing of mixed precision. Ops inside a module call
             are cast, the outputs of the outermost call are fp32, and elsewhere an op is cast only if an argument is in
             the half dtype.
@@ -72,8 +73,8 @@ def init(
 
     Raises:
         ListFileError: A list cannot be used.
-        UsageError: An argument is wrong, or a region with a handle of its own is open.
-        LossScaleError: The loss scale is no scale.
+        UsageError: An argument is invalid, or a region with its own handle is open.
+        LossScaleError: The loss scale is invalid.
     """
     check_enabled(enabled, "init")
     if not enabled:
@@ -135,23 +136,29 @@ class _Unheard(logging.StreamHandler[Any]):
 
 
 def disable_casts() -> contextlib.AbstractContextManager[None]:
-    """Turn casts off within a ``with`` statement, on this thread. Without an active handle it does nothing."""
+    """Turn casts off inside a ``with`` statement, in this thread. Without an active handle it does nothing."""
     handle = handles.handle
     return handle.disable_casts() if handle is not None else contextlib.nullcontext()
 
 
 def half_function(function: _Function) -> _Function:
-    """Decorate a function: its floating arguments are cast to the half dtype, and what it calls follows the lists.
+    """Decorate a function: its floating arguments are cast to the half dtype. Ops inside it follow the lists.
+
+    Args:
+        function: The function or method.
 
     Raises:
-        TypeError: This is no function, such as a class, or one that runs later, such as a generator function.
+        TypeError: ``function`` is not a function, for example a class, or it runs later, as a generator does.
     """
     decorated: _Function = handles.registry.decorate(function, CastPolicy.FP16)
     return decorated
 
 
 def float_function(function: _Function) -> _Function:
-    """Decorate a function: its floating arguments are cast to fp32, and nothing is cast within.
+    """Decorate a function: its floating arguments are cast to fp32. No op inside it is cast.
+
+    Args:
+        function: The function or method.
 
     Raises:
         TypeError: As for `half_function`.
@@ -163,6 +170,9 @@ def float_function(function: _Function) -> _Function:
 def promote_function(function: _Function) -> _Function:
     """Decorate a function: its floating arguments are cast to the widest dtype among them.
 
+    Args:
+        function: The function or method.
+
     Raises:
         TypeError: As for `half_function`.
     """
@@ -173,8 +183,12 @@ def promote_function(function: _Function) -> _Function:
 def register_half_function(module: Any, name: str) -> None:
     """Put ``module.name`` under the `fp16` policy, now and at each later `init`.
 
+    Args:
+        module: A module or class.
+        name: The name of a function or method in it.
+
     Raises:
-        TargetError: There is no such name, or it is nothing that can be patched.
+        TargetError: ``module`` has no such name, or it cannot be patched.
     """
     handles.register(module, name, CastPolicy.FP16)
 
@@ -182,8 +196,12 @@ def register_half_function(module: Any, name: str) -> None:
 def register_float_function(module: Any, name: str) -> None:
     """Put ``module.name`` under the `fp32` policy, now and at each later `init`.
 
+    Args:
+        module: A module or class.
+        name: The name of a function or method in it.
+
     Raises:
-        TargetError: There is no such name, or it is nothing that can be patched.
+        TargetError: ``module`` has no such name, or it cannot be patched.
     """
     handles.register(module, name, CastPolicy.FP32)
 
@@ -191,7 +209,11 @@ def register_float_function(module: Any, name: str) -> None:
 def register_promote_function(module: Any, name: str) -> None:
     """Put ``module.name`` under the `promote` policy, now and at each later `init`.
 
+    Args:
+        module: A module or class.
+        name: The name of a function or method in it.
+
     Raises:
-        TargetError: There is no such name, or it is nothing that can be patched.
+        TargetError: ``module`` has no such name, or it cannot be patched.
     """
     handles.register(module, name, CastPolicy.PROMOTE)

@@ -60,20 +60,20 @@ class _Entered(threading.local):
 
 
 def region(enabled: bool = True, loss_scale: Any = None, **settings: Any) -> Region:
-    """Patch torch for a ``with`` statement alone: ``with autoamp.region(dtype=torch.bfloat16) as handle``.
+    """Patch torch inside a ``with`` statement only: ``with autoamp.region(dtype=torch.bfloat16) as handle``.
+
+    Only the thread that enters the region casts. Entering and leaving patch and restore torch, which takes about ten
+    milliseconds each. Use a region around a whole training loop; around each step prefer `init`.
 
     Args:
-        enabled: False turns the active handle's casts off within.
+        enabled: False turns the casts of the active handle off inside the region.
         loss_scale: As for `init`.
-        **settings: The other arguments of `init`. Without any, a handle that is active already serves.
-
-    Only the thread that enters the region casts. The patches come and go with it, which takes some ten milliseconds
-    each time: that is little around a whole training loop; around each of its steps prefer `init`.
+        **settings: The other arguments of `init`. Without any, the region uses the active handle if there is one.
 
     Raises:
         ListFileError: A list cannot be used.
         UsageError: An argument is wrong. On entry: a region with other settings is open in another thread.
-        LossScaleError: The loss scale is no scale.
+        LossScaleError: The loss scale is invalid.
     """
     check_enabled(enabled, "region")
     inspect.signature(init).bind(enabled, loss_scale, **settings)
