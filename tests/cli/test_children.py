@@ -2,36 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from autoamp.cli.children import FOLDER_VARIABLE, Children, Teller, parents_folder
 from tests.cli.test_report import REPORT
-
-
-def test_a_child_tells_once_and_the_folder_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
-    assert parents_folder() is None
-    children = Children()
-    assert parents_folder() == children.folder
-    teller = Teller(children.folder, lambda: REPORT)
-    teller.tell()
-    teller.tell()
-    assert children.reports() == [REPORT]
-    assert not children.folder.exists()
-    assert parents_folder() is None
-
-
-def test_who_did_nothing_tells_nothing_but_of_its_own_children(tmp_path: Path) -> None:
-    idle = replace(REPORT, ops={}, steps=0)
-    Teller(tmp_path, lambda: idle).tell()
-    assert not list(tmp_path.iterdir())
-    Teller(tmp_path, lambda: replace(idle, children=2)).tell()
-    assert [json.loads(file.read_text(encoding="utf-8"))["children"] for file in tmp_path.iterdir()] == [2]
 
 
 def test_folders_of_parents_within_parents_are_put_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -329,7 +329,7 @@ RUN = ["run", "--device-type", "cpu"]
 RUNS = {
     "plain": [*RUN, "plain.py"],
     "fp16": [*RUN, "--dtype", "fp16", "--loss-scale", "1024", "plain.py"],
-    "report": [*RUN, "--dtype", "fp16", "--report", "report.json", "plain.py"],
+    "report": [*RUN, "--dtype", "fp16", "--loss-scale", "dynamic", "--report", "report.json", "plain.py"],
     "traced": [*RUN, "--dtype", "fp16", "--trace-overflow", "overflows.py"],
     "fails": [*RUN, "--report", "fails.json", "fails.py"],
     "exits": [*RUN, "--report", "exits.json", "exits.py"],

@@ -19,25 +19,6 @@ from autoamp.compat.alias import options as alias_options
 from autoamp.errors import UsageError
 
 
-def test_set_up_patches_scales_and_installs_the_alias() -> None:
-    try:
-        run = set_up(Options(dtype="fp16", device_type="cpu", lists=("default",), loss_scale="8"))
-        handle = autoamp.current_handle()
-        assert handle is not None
-        assert run.handle is handle
-        assert (handle.settings.dtype, handle.settings.device_type) == (torch.float16, "cpu")
-        assert handle.loss_scale == 8
-        assert alias_options().lists == ("apex", "default")
-        model = torch.nn.Linear(2, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        report = run.report(["x.py"], 3)
-        assert (report.steps, report.skipped, report.exit_code, report.loss_scale) == (1, 0, 3, 8.0)
-    finally:
-        uninstall()
-
-
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_the_numbers_of_an_fp16_optimizer_are_those_reported(dtype: str) -> None:
     try:
