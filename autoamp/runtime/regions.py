@@ -24,16 +24,17 @@ class Region:
         self._enabled = enabled
         self._settings = settings
         self._handle: Handle | None = None
-        self._entered = _Entered()
+        # How to leave it, by thread: once for each time that the thread has entered it.
+        self._entered: dict[int, list[contextlib.ExitStack]] = {}
 
     def __enter__(self) -> BaseHandle:
         with contextlib.ExitStack() as stack:
             handle = self._enter(stack)
-            self._entered.stacks.append(stack.pop_all())
+            self._entered.setdefault(threading.get_ident(), []).append(stack.pop_all())
         return handle
 
     def __exit__(self, *exc_info: Any) -> None:
-        self._entered.stacks.pop().__exit__(*exc_info)
+        self._entered[threading.get_ident()].pop().__exit__(*exc_info)
 
     def _enter(self, stack: contextlib.ExitStack) -> BaseHandle:
         needs_own = self._settings is None and handles.handle is None
@@ -50,13 +51,6 @@ class Region:
         if self._handle is None:
             self._handle = Handle(self._settings or Settings.of(), on=False)
         return self._handle
-
-
-class _Entered(threading.local):
-    """How to leave a region, once for each time that a thread has entered it: one region may serve several threads."""
-
-    def __init__(self) -> None:
-        self.stacks: list[contextlib.ExitStack] = []
 
 
 def region(enabled: bool = True, loss_scale: Any = None, **settings: Any) -> Region:

@@ -253,19 +253,20 @@ class Runtime:
 
     def wants_masters(self, optimizer: Any) -> bool:
         """Tell whether an optimizer gets masters: not if all its half parameters are of models that have none."""
-        models = [model for setup in self.setups if not setup.masters for model in setup.models]
-        without = {id(param) for model in models for param in model.parameters()}
-        stepped = [param for param in stepped_params(optimizer) if param.dtype in HALF_DTYPES]
-        return not stepped or any(id(param) not in without for param in stepped)
+        without = self._halves_among(optimizer, masters=False)
+        return not without or not all(without)
+
+    def _halves_among(self, optimizer: Any, *, masters: bool) -> list[bool]:
+        """Tell of each half parameter of an optimizer whether it is of a model that has masters, or has none."""
+        models = [model for setup in self.setups if setup.masters is masters for model in setup.models]
+        params = {id(param) for model in models for param in model.parameters()}
+        return [id(param) in params for param in stepped_params(optimizer) if param.dtype in HALF_DTYPES]
 
     def _meet(self, optimizer: Any) -> None:
         """Give an optimizer that was made after `initialize` masters, before anything is loaded into it."""
-        models = [model for setup in self.setups if setup.masters for model in setup.models]
-        theirs = {id(param) for model in models for param in model.parameters()}
         with contextlib.suppress(AttributeError):
             # A half-built optimizer has no groups.
-            stepped = [param for param in stepped_params(optimizer) if param.dtype in HALF_DTYPES]
-            if any(id(param) in theirs for param in stepped):
+            if any(self._halves_among(optimizer, masters=True)):
                 self.optimizers.keep_masters(optimizer)
 
     def patch(self, target: Target) -> None:
