@@ -119,9 +119,9 @@ def test_the_handle_of_the_first_call_serves_all() -> None:
     [
         (
             {"dtype": torch.bfloat16},
-            r"dtype=torch\.bfloat16 differs from torch\.float16.*give both calls the same dtype",
+            r"dtype=torch\.bfloat16 differs from torch\.float16.*pass the same dtype to both calls",
         ),
-        ({"lists": {"extends": [], "fp16": ["matmul"]}}, "lists differs.*give both calls the same lists"),
+        ({"lists": {"extends": [], "fp16": ["matmul"]}}, "lists= differs.*pass the same lists to both calls"),
     ],
 )
 def test_what_two_calls_cannot_both_have_is_refused_and_the_first_goes_on(given: Any, message: str) -> None:
