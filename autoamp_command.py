@@ -36,6 +36,11 @@ end with exit code 3 where the program ends well, but a step was skipped by an o
 search ('overflow'), or at all ('skip'), or an op overflowed in a step that was taken; implies --trace-overflow
 """
 
+_CAPSULE_HELP = """\
+write the first skipped step of each cause to a file in this folder, for autoamp replay: it holds the weights and inputs
+of the step; implies --trace-overflow
+"""
+
 _PROFILE_HELP = """\
 Runs a program in fp32 and counts the values that fp16 and bf16 cannot hold: for each line that calls an operator, and
 for each parameter's gradient. Also shows the error of each operator in both dtypes, and the loss scales that lose the
@@ -52,6 +57,12 @@ _BISECT_HELP = """\
 Runs a program in fp32 with two seeds, and in half precision. If the metric in half precision differs by more than the
 tolerance and by more than the two seeds do, a binary search finds the modules and ops that must be fp32 to restore it.
 Prints the lines for autoamp.toml. k culprits among n candidates take at most k (log2(n) + 1) + 5 runs.
+"""
+
+_REPLAY_HELP = """\
+Runs the step in a file of `autoamp run --capsule DIR` again, and names the op that made inf or nan. The exit code is 0
+if it is the op that the run named, else 1. The file holds a pickle, and loading it runs its code: replay only files
+that you trust.
 """
 
 
@@ -72,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(prog="autoamp", description="Mixed precision for PyTorch programs.")
     found.add_argument("--version", action="version", version=_version(), help="show the versions and exit")
     commands = found.add_subparsers(dest="command", required=True, metavar="command")
-    for add in (_add_run, _add_profile, _add_tune, _add_bisect, _add_doctor, _add_lists, _add_report):
+    for add in (_add_run, _add_profile, _add_tune, _add_bisect, _add_replay, _add_doctor, _add_lists, _add_report):
         add(commands)
     return found
 
@@ -124,6 +135,7 @@ def _add_run(commands: Any) -> None:
     run.add_argument(
         "--trace-overflow", action="store_true", help="log for each skipped step what overflowed, on standard error"
     )
+    run.add_argument("--capsule", metavar="DIR", help=_CAPSULE_HELP)
     run.add_argument(
         "--report",
         metavar="FILE",
@@ -206,6 +218,16 @@ def _add_program(command: argparse.ArgumentParser) -> None:
     command.add_argument("program", help="the script, or the module")
     # Whatever follows is the program's own.
     command.add_argument("args", nargs=argparse.REMAINDER)
+
+
+def _add_replay(commands: Any) -> None:
+    """Add the command ``replay`` to a parser's commands."""
+    replay = commands.add_parser(
+        "replay",
+        help="run the step of a capsule again, and name the op that overflowed",
+        description=_REPLAY_HELP,
+    )
+    replay.add_argument("capsule", metavar="FILE", help="written by autoamp run --capsule")
 
 
 def _add_doctor(commands: Any) -> None:

@@ -17,6 +17,7 @@ _ACTS = {
     "bisect": ("autoamp.cli.bisect", "bisect"),
     "doctor": ("autoamp.cli.doctor", "doctor"),
     "lists": ("autoamp.cli.lists", "lists"),
+    "replay": ("autoamp.cli.replay", "replay"),
     "report": ("autoamp.cli.reports", "report"),
     "tune": ("autoamp.cli.tune", "tune"),
 }

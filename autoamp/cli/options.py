@@ -31,6 +31,7 @@ class Options:
         shadow_apex: Whether a real `apex` is hidden.
         fastai1: Whether fastai v1 is made to run on today's torch.
         trace_overflow: Whether skipped steps are explained, in the log.
+        capsule: As for `autoamp.init`.
         keep_memory: Whether freed memory is kept where the run computes on a CPU.
     """
 
@@ -43,6 +44,7 @@ class Options:
     shadow_apex: bool = False
     fastai1: bool = False
     trace_overflow: bool = False
+    capsule: str | None = None
     keep_memory: bool = True
 
     @classmethod

@@ -58,6 +58,8 @@ def set_up(options: Options, *, count: bool = False, record: bool = False, sampl
             f"--opt-level {options.opt_level} only applies if the program calls apex's amp.initialize(), and {why}; "
             "use --opt-level O1, which needs no call"
         )
+    if options.capsule is not None and options.opt_level != "O1":
+        raise UsageError(f"--capsule: expected --opt-level O1, got {options.opt_level}; capsules are of O1 alone")
     handle, (device_type, default) = None, _defaults(options.device_type)
     if options.opt_level == "O1" and dtype is None and default is torch.float32:
         log_fp32(device_type or "cpu")
@@ -65,7 +67,7 @@ def set_up(options: Options, *, count: bool = False, record: bool = False, sampl
     if options.opt_level == "O1":
         made = runtime.init(
             dtype=dtype or default, device_type=device_type, lists=lists or None, loss_scale=loss_scale,
-            scope="modules", trace_overflow=options.trace_overflow,
+            scope="modules", trace_overflow=options.trace_overflow, capsule=options.capsule,
         )  # fmt: skip
         handle = made if isinstance(made, Handle) else None
     try:

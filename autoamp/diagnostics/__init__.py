@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autoamp.diagnostics.call_sites import CallSite
+from autoamp.diagnostics.capsule import Capsule, CapsuleWriter, capsule_versions, load_capsule
 from autoamp.diagnostics.counts import Counts, sum_of
 from autoamp.diagnostics.drift import check_lists
 from autoamp.diagnostics.explain import Explanation, explain
@@ -40,6 +41,8 @@ __all__ = [
     "FORMATS",
     "Call",
     "CallSite",
+    "Capsule",
+    "CapsuleWriter",
     "CastTrace",
     "Communication",
     "Counts",
@@ -65,12 +68,14 @@ __all__ = [
     "Watch",
     "as_csv",
     "as_table",
+    "capsule_versions",
     "check_lists",
     "check_report_tools",
     "explain",
     "explain_step",
     "failures",
     "is_page",
+    "load_capsule",
     "load_report",
     "report_of",
     "report_page",

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from autoamp.casting import Casts
+from autoamp.diagnostics.capsule import CapsuleWriter
 from autoamp.diagnostics.inspector import flaw_of, worst_of
 from autoamp.diagnostics.losses import LossRegion, in_loss, in_unwatched
 from autoamp.diagnostics.ranks import TracingRanks
@@ -47,6 +48,7 @@ class OverflowTrace:
         recorder: Keeps what a step that failed is run again from.
         wants_flags: Whether verdicts are to be read at each step, since an overflow was not located in time.
         listeners: Called with each overflow.
+        capsules: Writes capsules of located overflows; None if nobody asked for them.
     """
 
     keeps = 1000
@@ -61,6 +63,7 @@ class OverflowTrace:
         self.recorder = Recorder(casts)
         self.wants_flags = False
         self.listeners: list[Callable[[Overflow], object]] = []
+        self.capsules: CapsuleWriter | None = None
         self._steps = 0
         self._watched = 0
         self._judged: tuple[list[Record], list[LossRegion]] = [], []
@@ -117,6 +120,7 @@ class OverflowTrace:
         )
         try:
             self._note(found)
+            self._write_capsule(found)
         finally:
             if not late:
                 self._judged = [], []
@@ -141,6 +145,12 @@ class OverflowTrace:
         for listener in list(self.listeners):
             listener(found)
 
+    def _write_capsule(self, found: Overflow) -> None:
+        """Write a capsule if asked for. The records of a step whose overflow is known late are gone by then."""
+        if self.capsules is not None and found.iteration is not None and self.capsules.wants(found):
+            records, scale = [*self._earlier[0], *self._judged[0]], found.loss_scale or 1.0
+            self.capsules.write(found, self.explain_records(records, [], scale), records, scale)
+
     def _late(self) -> Overflow:
         return self._unlocated("the device told of the overflow after later steps had begun")
 
@@ -155,14 +165,7 @@ class OverflowTrace:
         self.recorder.sums = self.recorder.sums or any(record.outputs_written_to() for record in records)
         reducing = next((module for record in records if _reduces(module := record.module())), None)
         ranks = self._ranks.begin(reducing) if several_processes() and reducing is not None else None
-        found: Overflow | None = None
-        try:
-            found = self._locally(records, losses, scale)
-        except CannotReplay as error:
-            found = self._unlocated(str(error))
-        except Exception as error:
-            log.debug("the step could not be run again", exc_info=True)
-            found = self._unlocated(f"running the step again raised {type(error).__name__}: {error}")
+        found = self.explain_records(records, losses, scale)
         if ranks is not None:
             ranks.tell(None if found is not None and isinstance(found.verdict, NotLocated) else found is not None)
         if found is None and reducing is not None and several_processes():
@@ -170,6 +173,16 @@ class OverflowTrace:
         return found or self._unlocated(
             "run again, the step gave finite gradients" if records else "no call of a module was recorded in this step"
         )
+
+    def explain_records(self, records: list[Record], losses: list[LossRegion], scale: float) -> Overflow | None:
+        """Run what was recorded again. Returns what made inf or nan, None if all gradients of this rank are finite."""
+        try:
+            return self._locally(records, losses, scale)
+        except CannotReplay as error:
+            return self._unlocated(str(error))
+        except Exception as error:
+            log.debug("the step could not be run again", exc_info=True)
+            return self._unlocated(f"running the step again raised {type(error).__name__}: {error}")
 
     def _over_ranks(self, told: Mapping[int, bool | None] | None) -> Overflow:
         """Return the finding of a rank whose own gradients are finite, by what the others told."""

@@ -187,6 +187,11 @@ class Overflow:
     def _made(self) -> str:
         return f"{self._place()} made {self.value or 'inf or nan'}"
 
+    @property
+    def place(self) -> tuple[str | None, ...]:
+        """The kind, op, module, location and phase: the same in all overflows of one cause."""
+        return self.kind, self.op, self.module, self.location, self.phase
+
     def _place(self) -> str:
         backward = "the backward pass of " if self.phase == "backward" else ""
         parts = [f"{backward}{self.op}" if self.op else ""]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy
@@ -47,6 +48,7 @@ def init(
     rebind: bool = True,
     scope: Scope = "global",
     trace_overflow: bool = False,
+    capsule: str | Path | None = None,
 ) -> BaseHandle:
     """Patch torch by the cast lists and return the handle that scales losses.
 
@@ -70,6 +72,8 @@ def init(
             the half dtype.
         trace_overflow: Explain each skipped step, in `Handle.last_overflow`; see docs/diagnostics.md. It changes no
             result. A skipped step is run again, forward and backward, some times.
+        capsule: A folder. The first skipped step of each cause is written to a file there, for ``autoamp replay``: with
+            the weights and the inputs of the step. Implies ``trace_overflow``; needs cloudpickle.
 
     Raises:
         ListFileError: A list cannot be used.
@@ -83,7 +87,7 @@ def init(
         _show_log()
     settings = Settings.of(
         lists, device_type, dtype, loss_scale=loss_scale, enable_caching=enable_caching, verbose=verbose,
-        allow_banned=allow_banned, rebind=rebind, scope=scope, trace_overflow=trace_overflow,
+        allow_banned=allow_banned, rebind=rebind, scope=scope, trace_overflow=trace_overflow, capsule=capsule,
     )  # fmt: skip
     check_device(settings.device_type)
     if falls_back_to_fp32(dtype, settings.device_type):

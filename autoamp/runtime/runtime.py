@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from autoamp.auto_scaling import AutoScale
 from autoamp.casting import Casts
 from autoamp.diagnostics import (
+    CapsuleWriter,
     CastTrace,
     Counts,
     Followers,
@@ -92,6 +94,9 @@ class Runtime:
         self.precisions = ModulePrecisions(settings.table.modules)
         self.observation = Observation(self.casts)
         self.overflows = OverflowTrace(self.casts, self.observation.unobserved) if settings.trace_overflow else None
+        if self.overflows is not None and settings.capsule is not None:
+            kept = replace(settings, capsule=None, loss_scale=None)
+            self.overflows.capsules = CapsuleWriter(settings.capsule, kept, self.precisions.of)
 
     def is_active(self) -> bool:
         """Tell whether the patches are in place."""

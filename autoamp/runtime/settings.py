@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -37,6 +38,7 @@ class Settings:
     rebind: bool = True
     scope: str = "global"
     trace_overflow: bool = False
+    capsule: str | Path | None = None
     opt_level: str | None = None
     enabled: bool = True
 
@@ -58,6 +60,8 @@ class Settings:
         table = load_table(lists, base="bf16" if dtype is torch.bfloat16 else "default", device_type=device_type)
         check_module_rules(table.modules)
         settings = cls(device_type, dtype, table, **others)
+        if settings.capsule is not None:
+            settings = replace(settings, trace_overflow=True)
         if settings.scope not in ("global", "modules"):
             raise UsageError(f"scope={settings.scope!r} is unknown; choose 'global' or 'modules'")
         make_scaler(settings.loss_scale, dtype)

@@ -122,7 +122,7 @@ def test_what_the_site_makes_of_lists_and_parsers() -> None:
     # Raises where an entry has no reason.
     assert "| `softmax` | torch: a sum of exponentials | `bf16`: none, an fp32 accumulator inside" in tables.ops()
     said = tables.command_line()
-    for command in ("run", "profile", "tune", "bisect", "doctor", "lists", "report"):
+    for command in ("run", "profile", "tune", "bisect", "replay", "doctor", "lists", "report"):
         assert f"## autoamp {command}\n" in said
     assert "`--dtype {fp16,float16,bf16,bfloat16}`" in said
 

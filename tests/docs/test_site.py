@@ -60,7 +60,7 @@ def test_the_reference_shows_every_public_name(site: Path) -> None:
 
 def test_the_command_line_has_every_option(site: Path) -> None:
     page = (site / "reference" / "cli.html").read_text(encoding="utf-8")
-    for command in ("run", "profile", "tune", "bisect", "doctor", "lists", "report"):
+    for command in ("run", "profile", "tune", "bisect", "replay", "doctor", "lists", "report"):
         asked = [sys.executable, "-m", "autoamp", command, "--help"]
         said = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout
         section = page[page.index(f'id="autoamp-{command}"') :]
