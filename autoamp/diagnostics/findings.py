@@ -157,7 +157,7 @@ def backward_finding(trials: Trials, first: Trial, scale: float) -> Overflow | N
 
 
 def _unknown_in_fp32(why: object) -> NotLocated:
-    return NotLocated(f"whether it would be finite in fp32 is not known: {why}")
+    return NotLocated(f"it is not known whether fp32 would be finite: {why}")
 
 
 def _origin_finding(origin: Origin, in_fp32: Origin | None, wide: Trial) -> Overflow:
@@ -194,9 +194,9 @@ def _given_finding(origin: Origin, trial: Trial) -> Overflow:
             verdict = NotFiniteInFp32(cause="weights", tensor=path)
             owner = path.rpartition(".")[0] or name
             return Overflow(
-                verdict, module=owner, suggestion="load an earlier checkpoint, or initialise it anew", **common  # type: ignore[arg-type]
+                verdict, module=owner, suggestion="load an earlier checkpoint, or initialize it again", **common  # type: ignore[arg-type]
             )  # fmt: skip
-    why = "it comes from what is not looked at, such as TorchScript, torch.func, numpy or another library"
+    why = "it comes from code that is not recorded, such as TorchScript, torch.func, numpy or another library"
     return Overflow(NotLocated(why), **common)  # type: ignore[arg-type]
 
 
@@ -263,7 +263,7 @@ def _found_backward(
     if not finite_in_fp32 and in_fp32 is not None:
         made = in_fp32
     if made is None:
-        unknown = NotLocated("gradients are not finite, and no op was seen to make that of finite ones")
+        unknown = NotLocated("gradients have inf or nan, and no recorded op made them from finite values")
         return Overflow(search or unknown, phase="backward", parameter=parameter)
     site, result = made
     verdict: OverflowVerdict = search or NotFiniteInFp32(magnitudes=result.magnitudes)

@@ -104,7 +104,7 @@ def hints_of(rows: Iterable[Row], unlisted: Iterable[Row], flow: Flow) -> tuple[
                     "casts more than it computes",
                     row.label,
                     f"{row.elements_cast:,} elements cast for {row.work:,} multiply-adds",
-                    f"leave it alone with none = [{row.rule!r}], or promise that weights stay: handle.inference(model)",
+                    f"do not cast it: none = [{row.rule!r}]; or keep casts of weights with handle.inference(model)",
                     row.bytes_cast,
                 )
             )
@@ -113,8 +113,8 @@ def hints_of(rows: Iterable[Row], unlisted: Iterable[Row], flow: Flow) -> tuple[
             Hint(
                 "activation cast several times",
                 row.label,
-                f"{counted(count, 'time')} an activation that was cast for {first.label} already, {size:,} bytes",
-                "cast it once before both, or call both from one module's forward with enable_caching",
+                f"{counted(count, 'time')} an activation was cast again after {first.label}, {size:,} bytes",
+                "cast it once before both calls, or make both calls in one module's forward with enable_caching",
                 size,
             )
         )
@@ -125,7 +125,7 @@ def hints_of(rows: Iterable[Row], unlisted: Iterable[Row], flow: Flow) -> tuple[
                 "fp32 island",
                 row.label,
                 f"{counted(count, 'result')} went back to half for {into}; {size:,} bytes for both casts",
-                f"where its values allow, list it as fp16 or none; it is {row.policy} by {row.origin}",
+                f"list it as fp16 or none if its values allow that; its rule is {row.policy} in {row.origin}",
                 size,
             )
         )
@@ -138,7 +138,7 @@ def hints_of(rows: Iterable[Row], unlisted: Iterable[Row], flow: Flow) -> tuple[
                 "mixed dtypes on no list",
                 row.label,
                 f"{counted(row.calls, 'call')} got {dtypes}; torch widened {row.bytes_cast:,} bytes",
-                f"list {names} as fp16 or promote, or cast one of the arguments before",
+                f"list {names} as fp16 or promote, or cast one of the arguments before the call",
                 row.bytes_cast,
             )
         )

@@ -492,7 +492,7 @@ def _loss_finding(region: LossRegion, trace: NodeTrace, flaw: Flaw, scale: float
     return _of_node(region, trace, verdict, "backward", flaw)
 
 
-_NOT_KNOWN_IN_FP32 = "whether it would be finite in fp32 is not known; use explain_overflow()"
+_NOT_KNOWN_IN_FP32 = "it is not known whether fp32 would be finite; use explain_overflow()"
 
 
 def _forward_verdict(first: NodeTrace, made: Made) -> OverflowVerdict:

@@ -1,7 +1,7 @@
-"""Observers: told before and after each call of a function in the cast lists, while somebody looks on.
+"""Observers: their methods are called before and after each call of a function in the cast lists.
 
-Off they cost nothing. With the first observer the replacements are installed anew with a layer above each that tells
-the observers, and without it when the last goes.
+Without an observer this costs nothing. The first observer installs the replacements again, each in a layer that calls
+the observers. When the last observer stops, the layers are removed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Op:
     """A patched function.
 
     Attributes:
-        name: Its dotted name, such as ``"torch.nn.functional.linear"``; of several names one.
-        rule: The rule that it is patched by, with the list file and line.
+        name: Its dotted name, such as ``"torch.nn.functional.linear"``; one of several.
+        rule: The rule that applies to it, with the list file and line.
         original: The function below the replacement.
         functional: For an in-place form the function that computes the same out of place, else None.
     """
@@ -49,15 +49,15 @@ class Op:
 
 
 class Call:
-    """One call of a patched function; it is told of while it runs, and not to be kept after.
+    """One call of a patched function. Use it only while the call runs.
 
     Attributes:
         op: The function.
-        args, kwargs: What it was given, before casts.
-        casting: Whether casts are on for this call. They are off in ``optimizer.step()``, within a composite function
-            that runs in fp32, in ``disable_casts`` and the like.
-        outer: The call of a patched function that this one is made within, in this thread; None for most.
-        modules: The modules whose calls this one is made within, outermost first.
+        args, kwargs: Its arguments, before casts.
+        casting: Whether casts are on for this call. They are off in ``optimizer.step()``, inside a composite function
+            that runs in fp32, and in ``disable_casts``.
+        outer: The call of a patched function around this one, in this thread; None for most.
+        modules: The modules whose calls are around this one, outermost first.
         frame: The frame that makes the call; None once it has ended.
     """
 
@@ -86,34 +86,34 @@ class Call:
 
     @property
     def site(self) -> CallSite:
-        """Where the call is made: the module, and file and line. Some microseconds; ask while the call runs."""
+        """The module, file and line of the call. Takes some microseconds; read it while the call runs."""
         if self._site is None:
             self._site = self._observation.site_of(self.frame, self.modules)
         return self._site
 
 
 class Observer:
-    """What looks on at calls of patched functions. A subclass overrides what it wants to be told of.
+    """Base class of observers of patched functions. A subclass overrides the methods that it needs.
 
-    Methods are called in the thread of the call, at once in several threads. Within them casts are off and calls are
-    not observed. What one raises goes to the caller.
+    Methods run in the thread of the call, in several threads at the same time. Inside them casts are off and calls are
+    not observed. An exception in one goes to the caller.
     """
 
     def before(self, call: Call) -> Any:
-        """Take note that a call begins; what this returns is given to `after` or `failed`."""
+        """A call begins. The returned value is passed to `after` or `failed` as ``state``."""
 
     def after(self, call: Call, state: Any, result: Any) -> None:
-        """Take note of a call's result."""
+        """A call returned ``result``."""
 
     def failed(self, call: Call, state: Any, error: BaseException) -> None:
-        """Take note that a call raised an exception."""
+        """A call raised ``error``."""
 
     def ended(self) -> None:
-        """Take note that nothing more comes: called once, also where the handle is deactivated."""
+        """The observation ended. Called once, also when the handle is deactivated."""
 
 
 class Watch:
-    """That an observer looks on: until `stop`, or the end of a ``with`` statement."""
+    """A running observation. `stop`, or the end of a ``with`` statement, ends it."""
 
     def __init__(self, stop: Callable[[], None]) -> None:
         self._stop: Callable[[], None] | None = stop

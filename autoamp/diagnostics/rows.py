@@ -18,26 +18,26 @@ COLUMNS = (
 
 @dataclass(slots=True)
 class Row:
-    """What happened at one place with one op.
+    """The calls of one op at one line.
 
     Attributes:
         op: The function's dotted name, or torch's name of an operator on no list.
         policy: The policy's name, ``"unlisted"`` for an op on no list.
         rule: The rule's target, None for an op on no list.
         origin: The list file and line, None for an op on no list.
-        site: Where it is called.
-        calls: How often, in forward and where checkpoints compute again, with casts on.
-        casts: How many copies in another floating dtype were made of its arguments, and of its result for those.
-        spared: How many arguments the policy puts in another dtype without a copy: a kept cast served, or torch's
-            op reads the one dtype and computes in the other.
-        bytes_cast: The size of these copies, in bytes.
-        elements_cast: And in elements.
-        work: The multiply-adds of products (torch's own formulas), else the elements of its arguments or of its
-            results, whichever are more.
-        exact: Whether each copy was seen. Not under ``handle.inference()`` and for cuDNN's recurrent layers, where
-            whoever looks closer would change what runs: there casts are what the policy asks for.
-        dtypes_in, dtypes_out: How many floating tensors of each dtype were given and returned.
-        cpu_us, device_us: Microseconds in all by torch.profiler, casts included; None where it did not run.
+        site: The module, file and line of the calls.
+        calls: The number of calls with casts on, in forward and in recomputations of checkpoints.
+        casts: The number of copies of its arguments or results in another floating dtype.
+        spared: The number of arguments that needed no copy: the cast was cached, or torch's op reads one dtype and
+            computes in the other.
+        bytes_cast: The size of the copies in bytes.
+        elements_cast: The size of the copies in elements.
+        work: The multiply-adds of products (by torch's formulas). For other ops the number of elements of its arguments
+            or of its results, whichever is larger.
+        exact: Whether every copy was counted. False in ``handle.inference()`` and for cuDNN's recurrent layers, where
+            counting would change which kernel runs. There ``casts`` is the number that the policy asks for.
+        dtypes_in, dtypes_out: The number of floating arguments and results of each dtype.
+        cpu_us, device_us: Total microseconds by torch.profiler, with casts; None if it did not run.
     """
 
     op: str

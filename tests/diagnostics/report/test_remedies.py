@@ -28,7 +28,7 @@ def overflows(*names: str, of_module: bool = False) -> list[dict[str, Any]]:
 
 
 def test_unsafe_ops_come_first_and_the_scale_search_asks_for_nothing() -> None:
-    hints = [{**HINT, "remedy": "leave it alone with none = ['gelu'], or"}, {**HINT, "remedy": "none = ['mul']"}]
+    hints = [{**HINT, "remedy": "do not cast it: none = ['gelu']; or"}, {**HINT, "remedy": "none = ['mul']"}]
     table = load_table("default")
     found = remedies(overflows("mul"), hints, table)
     assert [(one["policy"], one["op"]) for one in found] == [("fp32", "mul"), ("none", "gelu")]
