@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import logging
 import pickle
 import platform
@@ -106,21 +107,30 @@ class CapsuleWriter:
             scale: Its loss scale.
         """
         self._places.add(found.place)
-        rank = f"-rank-{torch.distributed.get_rank()}" if several_processes() else ""
-        path = self._folder / f"step-{found.iteration}-{found.op or found.kind}{rank}.capsule"
         try:
             if again is None or again.place != found.place:
                 raise UsageError("the inf or nan is not made within the calls of modules, which a capsule holds")
             content = self._content(found, records, scale)
             size = sum(tensor.untyped_storage().nbytes() for tensor in content["tensors"]) + content["code"].nbytes
+            path = self._free_path(f"step-{found.iteration}-{found.op or found.kind}")
             log.warning("writing %s, %.1f MiB: it holds the weights and inputs of the step", path, size / 2**20)
-            torch.save(content, path)
+            try:
+                torch.save(content, path)
+            except BaseException:
+                # On a full disk a part of the file is there.
+                path.unlink(missing_ok=True)
+                raise
         except (UsageError, OSError, *_UNPICKLABLE) as error:
-            # The program goes on without it. On a full disk a part of the file is there.
-            path.unlink(missing_ok=True)
+            # The program goes on without it.
             log.warning("no capsule of step %s: %s", found.iteration, error)
         else:
             log.warning("run the step again with: autoamp replay %s", path)
+
+    def _free_path(self, name: str) -> Path:
+        """Return a path of this rank that no earlier run has written."""
+        rank = f"-rank-{torch.distributed.get_rank()}" if several_processes() else ""
+        paths = (self._folder / f"{name}{rank}{f'-{n}' if n else ''}.capsule" for n in itertools.count())
+        return next(path for path in paths if not path.exists())
 
     def _content(self, found: Overflow, records: Sequence[Record], scale: float) -> dict[str, Any]:
         tensors: list[Tensor] = []
@@ -163,10 +173,16 @@ def load_capsule(path: str | Path, tell: Callable[[str], None]) -> Capsule:
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise UsageError(f"{str(path)!r} is no capsule of this version of autoamp; give a file of run --capsule")
     tell(content["text"])
+    python = content["versions"]["Python"]
+    if python.rpartition(".")[0] != platform.python_version().rpartition(".")[0]:
+        raise UsageError(
+            f"{str(path)!r} has code of Python {python}, this is {platform.python_version()}; use that one"
+        )
     try:
         loaded = _Unpickler(io.BytesIO(content["code"].numpy().tobytes()), content["tensors"]).load()
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"{str(path)!r} needs code that is not here: {error}; install it") from None
+    except (ImportError, AttributeError, TypeError) as error:
+        versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
+        raise UsageError(f"{str(path)!r} needs code that is not here: {error}; it was written by {versions}") from None
     records = [_record_of(parts) for parts in loaded["records"]]
     modules = [parts["module"] for parts in loaded["records"]]
     return Capsule(

@@ -136,6 +136,19 @@ def test_in_code_and_a_finding_that_differs(tmp_path: Path, capsys: pytest.Captu
     torch.save(content, file)
     assert main(["replay", str(file)]) == 1
     assert "op: exp in the run, linear here" in capsys.readouterr().err
+    content["versions"]["Python"] = "3.1.4"
+    torch.save(content, file)
+    assert main(["replay", str(file)]) == 2
+    assert "has code of Python 3.1.4" in capsys.readouterr().err
+
+
+def test_a_capsule_of_an_earlier_run_stays(tmp_path: Path) -> None:
+    train(tmp_path, Overflowing(4, 1))
+    (file,) = tmp_path.iterdir()
+    before = file.read_bytes()
+    train(tmp_path, Overflowing(4, 1))
+    assert file.read_bytes() == before
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_model_that_cannot_be_pickled_trains_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
