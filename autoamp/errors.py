@@ -1,8 +1,8 @@
 """Exceptions, and warnings that point at the user's line.
 
-Each exception here is an `AutoampError`, and also of the built-in kind that callers expect. What Python or torch raise
-for such a call is raised as they do it: TypeError for an argument of a wrong kind to a decorator, ValueError where Apex
-or torch raise that, ImportError and AttributeError for a name of Apex that is not provided.
+Each exception here is an `AutoampError`, and also an instance of the built-in class that callers expect. Where Python,
+torch or Apex raise a built-in exception for a call, autoamp raises the same one: TypeError for a wrong argument of a
+decorator, ValueError where Apex or torch raise it, ImportError and AttributeError for a name of Apex that is missing.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ __all__ = [
 
 
 class AutoampError(Exception):
-    """The base of autoamp's own exceptions. Plain TypeErrors and the like are raised where torch raises them."""
+    """Base class of autoamp's exceptions. Where torch raises a built-in exception, autoamp raises the same one."""
 
 
 class ListFileError(AutoampError, ValueError):
-    """A list file, or a list given as an argument, that cannot be used.
+    """A list file, or a list that was passed as an argument, is invalid.
 
     Args:
         message: What is wrong, the rule and the remedy.
-        path: The file (or a name such as ``lists=`` for a list that came from no file).
-        line: The 1-based line of the offending entry, None where there is none.
+        path: The file, or a name such as ``lists=`` for a list that is not a file.
+        line: The 1-based line of the invalid entry; None if it has no line.
     """
 
     def __init__(self, message: str, path: str, line: int | None = None) -> None:
@@ -50,11 +50,11 @@ class ListFileError(AutoampError, ValueError):
 
 
 class PatchError(AutoampError, RuntimeError):
-    """A target that is not there, or cannot be patched."""
+    """A target does not exist, or cannot be patched."""
 
 
 class TargetError(AutoampError, ValueError):
-    """A name that was registered and that nothing, or nothing that can be patched, stands under."""
+    """A registered name does not exist, or its value cannot be patched."""
 
 
 class BannedFunctionError(AutoampError, NotImplementedError):
@@ -62,15 +62,15 @@ class BannedFunctionError(AutoampError, NotImplementedError):
 
 
 class UsageError(AutoampError, RuntimeError):
-    """Calls in an order, or with arguments, that make no sense."""
+    """A call has an invalid argument, or was made at the wrong time."""
 
 
 class NonFiniteGradientsError(AutoampError, RuntimeError):
-    """So many steps in a row overflowed that training is not going to recover.
+    """Too many steps in a row overflowed: training cannot recover.
 
     Args:
         message: What happened and what to do.
-        overflow: What explains the last of the skips, where `init` was called with ``trace_overflow=True``.
+        overflow: The explanation of the last skip, if the overflow trace is on.
     """
 
     def __init__(self, message: str, overflow: Any = None) -> None:
@@ -79,11 +79,11 @@ class NonFiniteGradientsError(AutoampError, RuntimeError):
 
 
 class LossScaleError(AutoampError, ValueError):
-    """A loss scale, or an argument of its rule, that cannot be used."""
+    """A loss scale, or an argument of a loss scaler, is invalid."""
 
 
 class CheckpointError(AutoampError, ValueError):
-    """A checkpoint that is incomplete, not autoamp's, or of a newer version. Nothing was loaded."""
+    """A checkpoint is incomplete, not of autoamp, or of a newer version. Nothing was loaded."""
 
 
 def warn_user(message: str) -> None:

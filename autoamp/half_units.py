@@ -1,4 +1,4 @@
-"""Which half dtypes a device has arithmetic units for, and what follows: fp32 in place of a slow default, or a warning.
+"""The half dtypes for which a device has arithmetic units. Without units: fp32 by default, or a warning.
 
 Half precision without units is emulated: on a CPU a product takes up to 40 times as long as in fp32.
 """
@@ -36,15 +36,15 @@ _WIDTH = 256
 
 
 def has_units(dtype: torch.dtype, device_type: str, *, start_cuda: bool = False) -> bool:
-    """Tell whether a device computes in a half dtype, rather than by conversion to fp32.
+    """Return whether a device computes in a half dtype without converting to fp32.
 
-    What the environment variable `AUTOAMP_HALF_UNITS` names is there, and nothing else: ``bf16,fp16``, say.
+    The environment variable `AUTOAMP_HALF_UNITS` overrides this; it lists the dtypes with units, such as ``bf16,fp16``.
 
     Args:
         dtype: The half dtype.
-        device_type: For those that torch says nothing of, the answer is yes.
-        start_cuda: Whether CUDA is asked where this process does not use it yet, which fixes the GPUs that it and its
-            forks see. Unless it is asked the answer is yes.
+        device_type: For types that torch has no information on, the result is True.
+        start_cuda: Whether to initialize CUDA in order to ask it. That fixes the GPUs that this process and its forks
+            see. If CUDA is neither initialized nor to be initialized, the result is True.
     """
     configured = os.environ.get(ENVIRONMENT_VARIABLE)
     if configured is not None:
@@ -72,10 +72,10 @@ def _units_of_cpu() -> list[torch.dtype]:
 
 
 def half_dtype_with_units(device_type: str) -> torch.dtype | None:
-    """Return bf16 where ``device_type`` has units for it, else `default_half_dtype` where it has some for that.
+    """Return bf16 if ``device_type`` has units for it, else `default_half_dtype` if it has units for that, else None.
 
-    bf16 has the range of fp32, so that losses need no scale. That suits programs that do not know of mixed precision.
-    None: half precision would be slower than fp32.
+    bf16 has the range of fp32, so losses need no scale. That suits programs without mixed precision of their own. None
+    means that half precision would be slower than fp32.
     """
     default = default_half_dtype(device_type)
     found = (dtype for dtype in (torch.bfloat16, default) if has_units(dtype, device_type, start_cuda=True))
@@ -83,16 +83,16 @@ def half_dtype_with_units(device_type: str) -> torch.dtype | None:
 
 
 def missing_units(dtype: torch.dtype, device_type: str) -> str:
-    """Say that a device has no units for a half dtype, and what limits it."""
+    """Return a message: the device has no units for a half dtype, and the setting that limits it."""
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA") if device_type == "cpu" else None
     device = "this CPU" if device_type == "cpu" else f"this device ({device_type})"
     return f"{device} has no {HALF_NAMES[dtype]} units" + (f" (ONEDNN_MAX_CPU_ISA={limit})" if limit else "")
 
 
 def falls_back_to_fp32(dtype: torch.dtype | None, device_type: str) -> bool:
-    """Tell whether a call gets fp32, as it names no half dtype and the device's default one has no units.
+    """Return whether a call gets fp32: it names no half dtype, and the device has no units for its default one.
 
-    That is logged. A half dtype that the call names is taken, with a warning where it is slow.
+    The fallback is logged. A half dtype that the call names is used, with a warning if it is slow.
     """
     if dtype is not None:
         warn_if_slow(dtype, device_type)
@@ -105,7 +105,7 @@ def falls_back_to_fp32(dtype: torch.dtype | None, device_type: str) -> bool:
 
 
 def log_fp32(device_type: str) -> None:
-    """Log why a program runs in fp32 that names no half dtype. Of several ranks the first does."""
+    """Log why a program without a half dtype runs in fp32. Only the first of several ranks logs it."""
     default = default_half_dtype(device_type)
     if os.environ.get("RANK", "0") == "0":
         log.warning(
@@ -116,7 +116,7 @@ def log_fp32(device_type: str) -> None:
 
 @functools.cache
 def warn_if_slow(dtype: torch.dtype, device_type: str) -> None:
-    """Warn, once in a process, of a half dtype without units in which a product takes longer than in fp32."""
+    """Warn once per process if the device has no units for a half dtype and a product takes longer than in fp32."""
     if dtype not in HALF_NAMES or has_units(dtype, device_type):
         return
     factor = _seconds(dtype, device_type, 3) / _seconds(torch.float32, device_type, 20)

@@ -1,7 +1,7 @@
 """The compiled kernels of the distribution `autoamp-kernels`: which of them can run, and how to call one.
 
-Nothing needs them. Whoever has work that a kernel does asks `find` for it, and calls it by `attempt`; where either says
-no, torch's own functions do the same work. ``AUTOAMP_KERNELS=0`` in the environment turns all of them off.
+The kernels are optional. A caller gets one from `find` and calls it by `attempt`. If either fails, torch's functions do
+the same work. ``AUTOAMP_KERNELS=0`` in the environment turns all of them off.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _TAKEN = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Backend:
-    """What does the work of a step on devices of one type.
+    """What computes optimizer steps on devices of one type.
 
     Attributes:
         device_type: Such as ``"cpu"``.
-        kernels: Whether compiled kernels are used; torch's own functions are if not.
-        reason: Which kernels, such as ``"avx512"``; without them why not, and what helps.
+        kernels: Whether compiled kernels are used. If not, torch's own functions are.
+        reason: The kernels, such as ``"avx512"``; without kernels the reason and the remedy.
     """
 
     device_type: str
@@ -36,7 +36,7 @@ class Backend:
     reason: str
 
     def __str__(self) -> str:
-        """Tell all that in a line."""
+        """Return all of it in one line."""
         return f"{self.device_type}: {'kernels' if self.kernels else 'no kernels'} ({self.reason})"
 
 
@@ -50,7 +50,7 @@ def _package() -> Any:
 
 
 def backends() -> tuple[Backend, ...]:
-    """Return what there is to know of each type of device for which there are kernels at all."""
+    """Return the backend of each device type for which kernels exist."""
     package, missing = _package(), "pip install ./kernels` in autoamp's repository"
     if package is None or not hasattr(package, "backends"):
         reason = f"autoamp_kernels is {'not installed' if package is None else 'too old'}; `{missing}"
@@ -59,9 +59,9 @@ def backends() -> tuple[Backend, ...]:
 
 
 def backend(device_type: str) -> Backend:
-    """Return what does the work of a step on devices of a type."""
+    """Return the backend of a device type."""
     known = {one.device_type: one for one in backends()}
-    return known.get(device_type) or Backend(device_type, False, "there are kernels for CPUs and CUDA alone")
+    return known.get(device_type) or Backend(device_type, False, "there are kernels for CPUs and CUDA only")
 
 
 @functools.cache
@@ -76,7 +76,7 @@ def _offered(device_type: str) -> dict[str, Callable[..., Any]]:
 def find(name: str, device_type: str) -> Callable[..., Any] | None:
     """Return a kernel, such as ``"lamb_"``, for devices of a type; None where there is none.
 
-    None also while torch compiles or a mode watches its operators: to both of them a kernel would be nothing.
+    Also None while torch compiles or a dispatch mode is active: neither could see into a kernel.
     """
     # First, so that torch.compile does not look at the rest.
     if torch.compiler.is_compiling() or dispatch_modes():
@@ -85,7 +85,7 @@ def find(name: str, device_type: str) -> Callable[..., Any] | None:
 
 
 def attempt(kernel: Callable[..., None], *args: Any, **kwargs: Any) -> bool:
-    """Call a kernel, and tell whether it took these tensors. If not, nothing was written."""
+    """Call a kernel. Return False if it does not accept these tensors; then nothing was written."""
     try:
         kernel(*args, **kwargs)
     except _package().ArgumentError:
@@ -96,7 +96,7 @@ def attempt(kernel: Callable[..., None], *args: Any, **kwargs: Any) -> bool:
 def by_kind(
     name: str | None, *lists: Sequence[Tensor]
 ) -> Iterator[tuple[Callable[..., Any] | None, tuple[list[Tensor], ...]]]:
-    """Yield parallel lists of tensors, sorted by what a kernel takes at once: of one device, and each of one dtype.
+    """Split parallel lists of tensors into groups that one kernel call accepts: one device, one dtype for each list.
 
     Yields:
         The kernel of this name for tensors like these, None where there is none, and the lists.

@@ -45,7 +45,7 @@ def test_a_kernel_is_found_where_the_package_offers_it(monkeypatch: pytest.Monke
     assert kernels.find("sgd_", "cpu") is kernels.find("lamb_", "cuda") is kernels.find("lamb_", "mps") is None
     assert str(kernels.backend("cpu")) == "cpu: kernels (lamb_)"
     assert str(kernels.backend("cuda")) == "cuda: no kernels (no GPU)"
-    assert str(kernels.backend("mps")) == "mps: no kernels (there are kernels for CPUs and CUDA alone)"
+    assert str(kernels.backend("mps")) == "mps: no kernels (there are kernels for CPUs and CUDA only)"
     with FlopCounterMode(display=False):
         assert kernels.find("lamb_", "cpu") is None
 

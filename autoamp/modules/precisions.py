@@ -23,11 +23,11 @@ _GLOB = frozenset("*?[")
 
 
 class Override:
-    """Modules that run in a precision of their own until ``undo()``, or until the end of a ``with`` statement.
+    """Modules with their own precision until ``undo()``, or until the end of a ``with`` statement.
 
     Args:
-        tags: Where the precisions are noted.
-        precisions: The precision of each module; None lets it run as the list says.
+        tags: Holds the precisions.
+        precisions: The precision of each module; None for that of the lists.
         undone: Called by `undo`, with this object.
     """
 
@@ -42,14 +42,14 @@ class Override:
         self._undone = undone
 
     def undo(self) -> None:
-        """Give every module back what it had, in whatever order overrides are undone. Calling it twice does no harm."""
+        """Restore the precision of every module. Overrides may be undone in any order, and more than once."""
         while self._tagged:
             reference, tag = self._tagged.pop()
             self._tags.take(tag, reference())
         self._undone(self)
 
     def modules(self) -> Iterator[Module]:
-        """Yield the modules that are left of those that were given a precision."""
+        """Yield the modules that still exist."""
         for reference, _ in self._tagged:
             module = reference()
             if module is not None:

@@ -25,9 +25,9 @@ _LIMITS = re.compile(r"(?:>=|<)\d+\.\d+(?:,\s*(?:>=|<)\d+\.\d+)*")
 class CastPolicy(enum.Enum):
     """What happens to the arguments of one op.
 
-    `FP16` casts them to the half dtype in use, which may be bf16; `FP32` to fp32; `PROMOTE` to fp32 where they have
-    several dtypes. `BANNED` raises for arguments in half precision, or with `allow_banned` runs
-    the op in fp32. `NONE` leaves the op alone.
+    `FP16` casts them to the half dtype in use, which may be bf16; `FP32` to fp32; `PROMOTE` to the widest dtype among
+    them. `BANNED` runs the op in fp32 with a warning, or raises for half arguments with ``allow_banned=False``. `NONE`
+    does not patch the op.
     """
 
     FP16 = "fp16"
@@ -38,7 +38,7 @@ class CastPolicy(enum.Enum):
 
 
 class ModulePrecision(enum.Enum):
-    """The precision a submodule runs in; `NONE` takes an inherited entry away."""
+    """The precision of a module; `NONE` removes an inherited entry."""
 
     FP16 = "fp16"
     FP32 = "fp32"
@@ -47,12 +47,12 @@ class ModulePrecision(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a rule was written: `str(origin)` is `lists/default.toml:12`, or `lists=` for a list that has no lines.
+    """The place of a rule: `str(origin)` is `lists/default.toml:12`, or `lists=` for a list without lines.
 
     Attributes:
-        path: The file, the name of a shipped set's file, or a name such as `lists=` for what is no file.
-        line: The 1-based line; None where it is not known.
-        shipped: Whether the rule comes with autoamp or another installed package, and is no mistake of the user.
+        path: The file, the name of a shipped set's file, or a name such as `lists=` for a list that is not a file.
+        line: The 1-based line; None if it is not known.
+        shipped: Whether the rule comes from autoamp or another installed package, and not from the user.
     """
 
     path: str
@@ -70,12 +70,11 @@ class CastRule:
     Attributes:
         target: A bare op name, or the dotted name of one function or method.
         policy: What happens to its arguments.
-        origin: Where the rule was written.
+        origin: The file and line of the rule.
         remedy: The text of a `[banned]` entry, empty otherwise.
-        reason: Why: the comment on the entry's line, or its class of reason in a `[none]` table; empty where there is
-            neither.
+        reason: The comment on the entry's line, or the key of its array in a `[none]` table; else empty.
         versions: The torch releases that have the target, such as `>=2.13`; empty for all.
-        devices: The device types that the rule holds on, such as `("cpu",)`; empty for all.
+        devices: The device types to which the rule applies, such as `("cpu",)`; empty for all.
     """
 
     target: str
@@ -94,13 +93,13 @@ class CastRule:
 
 @dataclass(frozen=True, slots=True)
 class ModuleRule:
-    """The precision that modules run in, told by where they are in a model or by their class.
+    """The precision of modules, selected by their path in a model or by their class.
 
     Attributes:
         pattern: A pattern of paths such as `encoder.layers.0.*`, or the dotted name of a class.
-        precision: What they run in.
-        origin: Where the rule was written.
-        reason: Why: the comment on the entry's line, empty where there is none.
+        precision: Their precision.
+        origin: The file and line of the rule.
+        reason: The comment on the entry's line; else empty.
     """
 
     pattern: str
@@ -113,16 +112,16 @@ _T = TypeVar("_T")
 
 
 def _later_wins(earlier: tuple[_T, ...], later: tuple[_T, ...], name: Callable[[_T], str]) -> tuple[_T, ...]:
-    """Return the items of both; of items with one name the later alone, in its place."""
+    """Return the items of both. If two have the same name, only the later one stays, in its place."""
     renewed = {name(item) for item in later}
     return (*(item for item in earlier if name(item) not in renewed), *later)
 
 
 @dataclass(frozen=True)
 class CastTable:
-    """All rules, weakest first: of two rules that cover one function the later wins.
+    """All rules, weakest first: if two rules cover one function, the later one applies.
 
-    A rule of `CastPolicy.NONE` is kept in the table, since it hides weaker rules that cover the same function.
+    A rule of `CastPolicy.NONE` stays in the table, because it overrides weaker rules for the same function.
 
     Attributes:
         rules: The rules of ops, each target once.
