@@ -30,7 +30,6 @@ from autoamp.runtime import (
     Settings,
     Setup,
     check_device,
-    checked_scale,
     current_runtime,
     needed_handle,
     put_handle,
@@ -139,7 +138,7 @@ def initialize(
         patch_torch_functions=checked_flag("patch_torch_functions", patch_torch_functions),
         keep_batchnorm_fp32=checked_flag("keep_batchnorm_fp32", keep_batchnorm_fp32),
         master_weights=checked_flag("master_weights", master_weights),
-        loss_scale=checked_scale(loss_scale),
+        loss_scale=loss_scale,
     )
     if scope not in ("global", "models"):
         raise UsageError(f"scope={scope!r} is unknown; choose 'global' or 'models'")

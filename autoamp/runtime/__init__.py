@@ -17,7 +17,7 @@ from autoamp.runtime.events import activated, suspended
 from autoamp.runtime.handle import BaseHandle, Handle, NoOpHandle, runtime_of
 from autoamp.runtime.regions import Region, region
 from autoamp.runtime.runtime import Runtime
-from autoamp.runtime.settings import Settings, Setup, check_device, checked_scale, device_type_of
+from autoamp.runtime.settings import Settings, Setup, check_device, device_type_of
 
 __all__ = [
     "BaseHandle",
@@ -29,7 +29,6 @@ __all__ = [
     "Setup",
     "activated",
     "check_device",
-    "checked_scale",
     "current_handle",
     "current_runtime",
     "device_type_of",

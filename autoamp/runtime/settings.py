@@ -17,7 +17,7 @@ from autoamp.rules import CastTable, load_table
 from autoamp.scaling import LossScaler, make_scaler
 from autoamp.tensors import HALF_DTYPES, default_device_type, default_half_dtype
 
-__all__ = ["Scope", "Settings", "Setup", "check_device", "checked_scale", "device_type_of"]
+__all__ = ["Scope", "Settings", "Setup", "check_device", "device_type_of"]
 
 
 Scope = Literal["global", "modules"]
@@ -65,7 +65,10 @@ class Settings:
         if settings.scope not in ("global", "modules"):
             raise UsageError(f"scope={settings.scope!r} is unknown; choose 'global' or 'modules'")
         make_scaler(settings.loss_scale, dtype)
-        checked_scale(settings.loss_scale)
+        if isinstance(settings.loss_scale, str) and settings.loss_scale != "dynamic":
+            raise UsageError(
+                f"loss_scale={settings.loss_scale!r} is a string; choose 'dynamic' or a number, such as 128.0"
+            )
         return settings
 
     def facts(self) -> dict[str, str]:
@@ -117,13 +120,6 @@ def check_device(device_type: str) -> None:
         raise UsageError(
             f"device_type={device_type!r}: there is no such device here; choose device_type='cpu', or leave it out"
         )
-
-
-def checked_scale(value: Any) -> Any:
-    """Return a loss scale; of strings ``"dynamic"`` alone is one. UsageError: another string."""
-    if isinstance(value, str) and value != "dynamic":
-        raise UsageError(f"loss_scale={value!r} is a string; choose 'dynamic' or a number, such as 128.0")
-    return value
 
 
 def _half_dtype_of(device_type: str) -> torch.dtype:
