@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from autoamp.diagnostics import spellings
 from autoamp.tuning.costs import Cost, Survey, Use
 
-__all__ = ["Proposal", "Totals", "proposals_of", "totals_of"]
+__all__ = ["Proposal", "proposals_of", "speed_of"]
 
 # Times that differ by less tell nothing.
 NOISE = 0.03
@@ -51,23 +51,13 @@ class Proposal:
         return replace(self, value=value)
 
 
-@dataclass(frozen=True)
-class Totals:
-    """What listed ops cost a step by the model, in fp32 and in half with and without casts; None where unknown."""
-
-    fp32: float | None
-    half: float | None
-    half_cast: float | None
-
-
-def totals_of(survey: Survey) -> Totals:
-    """Return the seconds a step of the ops that are in half precision now, by the model."""
+def speed_of(survey: Survey) -> float | None:
+    """Return how long the ops that run in half precision now take of their time in fp32, casts apart, by the model."""
     uses = [use for use in survey.uses if use.policy == "fp16"]
-    return Totals(*(_per_step(_sum(uses, variant), survey) for variant in ("fp32", "half", "half_cast")))
-
-
-def _per_step(cost: Cost | None, survey: Survey) -> float | None:
-    return None if cost is None else cost.seconds / survey.steps
+    full, half = _sum(uses, "fp32"), _sum(uses, "half")
+    if full is None or half is None:
+        return None
+    return half.seconds / full.seconds if full.seconds else 1.0
 
 
 def proposals_of(survey: Survey, *, max_error: float = 0.05) -> tuple[Proposal, ...]:

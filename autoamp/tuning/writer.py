@@ -12,7 +12,7 @@ from autoamp.errors import UsageError
 from autoamp.ops import known_ops
 from autoamp.rules import check_bare_names, load_table
 from autoamp.tuning.costs import Survey
-from autoamp.tuning.model import NOISE, Proposal, totals_of
+from autoamp.tuning.model import NOISE, Proposal, speed_of
 from autoamp.tuning.search import SearchResult, Trial
 
 __all__ = ["list_text", "summary_of", "write_list"]
@@ -131,10 +131,9 @@ def _verdict(survey: Survey, result: SearchResult) -> list[str]:
 
 
 def _predicted(survey: Survey) -> str:
-    totals = totals_of(survey)
-    if totals.fp32 is None or totals.half is None:
+    ratio = speed_of(survey)
+    if ratio is None:
         return "whether half precision pays on this device is unknown: no op that runs in it was measured"
-    ratio = totals.half / totals.fp32 if totals.fp32 else 1.0
     pays = "pays" if ratio < 1 - NOISE else "does not pay"
     return (
         f"by the cost model half precision {pays} on this device: what runs in it takes {ratio:.2f} times as long as "

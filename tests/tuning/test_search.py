@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from autoamp.tuning import Outcome, OutOfBudget, Proposal, Search, SearchResult, list_text, proposals_of, summary_of
+from autoamp.tuning import Outcome, OutOfBudget, Proposal, Search, list_text, proposals_of, summary_of
+from autoamp.tuning.search import SearchResult
 from tests.tuning.planted import MIB, Program, survey, use
 
 PLANTED = survey(

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.tuning import VARIANTS, Proposal, Survey, SurveyEnded, Surveyor, proposals_of
+from autoamp.tuning import Proposal, Survey, SurveyEnded, Surveyor, proposals_of
+from autoamp.tuning.costs import VARIANTS
 
 ROWS, WIDTH = 1024, 512
 
