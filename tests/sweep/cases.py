@@ -148,7 +148,7 @@ def comparable(name: str) -> bool:
     bare = name.split(".")[-1]
     rules = [shipped_table("default").policy_of(name) for name in (bare, f"{bare}_")]
     reasons = {rule.reason for rule in rules if rule is not None}
-    drawn = any(reason.startswith(("random", "makes a tensor")) for reason in reasons)
+    drawn = any(reason.startswith(("random", "creates a tensor")) for reason in reasons)
     return not drawn and "fractional" not in bare
 
 
