@@ -33,7 +33,13 @@ calls apex's amp.initialize() without a level, and nothing is cast before that c
 
 _FAIL_HELP = """\
 end with exit code 3 where the program ends well, but a step was skipped by an overflow that is no part of the scale
-search ('overflow'), or at all ('skip'), or an op overflowed in a step that was taken; implies --trace-overflow
+search ('overflow'), or at all ('skip'), or an op overflowed or a gradient held inf or nan in a step that was taken;
+implies --trace-overflow
+"""
+
+_NONFINITE_HELP = """\
+what to do with a step that no loss scale guards (bf16, fp32) and whose gradients hold inf or nan: tell of the first one
+(the default), end the program with an error before it, or leave it out. The last two wait for a GPU at each step
 """
 
 _CAPSULE_HELP = """\
@@ -149,6 +155,7 @@ def _add_run(commands: Any) -> None:
         default=True,
         help="on a CPU with glibc, keep freed memory for the next step (default); see autoamp.keep_freed_memory",
     )
+    run.add_argument("--on-nonfinite", default="warn", choices=["warn", "raise", "skip"], help=_NONFINITE_HELP)
     run.add_argument("--quiet", action="store_true", help="no summary at the end")
     _add_program(run)
 

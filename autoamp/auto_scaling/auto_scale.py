@@ -126,13 +126,16 @@ class AutoScale:
             (torch.amp.GradScaler, "__init__", lambda f: self._afterwards(f, self._notice_scaler)),
             (torch.autocast, "__enter__", lambda f: self._afterwards(f, self._notice_autocast)),
         ]
+        before = torch.autograd.backward
         with self._patches.all_or_nothing():
             for owner, name, around in patched:
                 # Some are inherited: Tensor has them from its base.
                 original = inspect.getattr_static(owner, name)
                 self._patches.replace(owner, name, imitate(around(original), original, owner.__name__, name))
             backward = torch.autograd.backward
-            self._patches.rebind({id(original_of(backward)): (original_of(backward), backward)}, _is_torchs)
+            # Torch's own one, and that which takes note of losses.
+            taken = (original_of(backward), before)
+            self._patches.rebind({id(one): (one, backward) for one in taken}, _is_torchs)
 
         # Those that `_look_around` does not find: nobody tells of objects that `gc.freeze()` has frozen.
         self._optimizers.on_unguarded = self._guard_new

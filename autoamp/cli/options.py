@@ -33,6 +33,7 @@ class Options:
         trace_overflow: Whether skipped steps are explained, in the log.
         capsule: As for `autoamp.init`.
         keep_memory: Whether freed memory is kept where the run computes on a CPU.
+        on_nonfinite: As for `autoamp.init`.
     """
 
     dtype: str | None = None
@@ -46,6 +47,7 @@ class Options:
     trace_overflow: bool = False
     capsule: str | None = None
     keep_memory: bool = True
+    on_nonfinite: str = "warn"
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Options:

@@ -34,9 +34,11 @@ class Report:
         casts: How many arguments autoamp cast, by the dtype that they were cast to.
         functions: The calls of each function, by the dtype that it ran in.
         by_program: Whether the program set mixed precision up itself.
-        loss_scale: The last scale, of the program's `FP16_Optimizer` where it has one; None where we scale no loss.
+        loss_scale: The last scale, of the program's `FP16_Optimizer` or `GradScaler` where it has one; None where
+            we scale no loss.
         steps, skipped: Optimizer steps, and how many of these were skips; of the program's `FP16_Optimizer` where it
             has one.
+        nonfinite: In how many steps that no loss scale guards the gradients held inf or nan.
         scaling_left_to: What the program scales its losses with, so that this was left to it; else None.
         casts_left_to: What the program computes in half precision with, so that casts ended there; else None.
         unmatched: What of the user's lists has had no effect, by name, each with a message.
@@ -62,6 +64,7 @@ class Report:
     seconds: float
     exit_code: int
     by_program: bool
+    nonfinite: int = 0
     scaling_left_to: str | None = None
     casts_left_to: str | None = None
     unmatched: dict[str, str] = field(default_factory=dict)
@@ -103,6 +106,7 @@ class Report:
             loss_scale=scales[0] if scales else None,
             steps=sum(one.steps for one in everyone),
             skipped=sum(one.skipped for one in everyone),
+            nonfinite=sum(one.nonfinite for one in everyone),
             unmatched={
                 name: why for name, why in main.unmatched.items() if all(name in one.unmatched for one in working)
             },
@@ -181,11 +185,12 @@ class Report:
         """Return what became of the losses' scale, and of the steps."""
         left = [] if self.scaling_left_to is None else [f"loss scaling left to the program's {self.scaling_left_to}"]
         skips = f"{self.skipped} of {self.steps} steps skipped"
+        bad = [f"inf or nan in {self.nonfinite} of {self.steps} steps"] if self.nonfinite else []
         if self.loss_scale is not None:
-            return [*left, f"loss scale {self.loss_scale:g}", skips]
+            return [*left, f"loss scale {self.loss_scale:g}", skips, *bad]
         if left:
-            return [*left, f"{self.steps} steps"]
-        return ["losses are not scaled, as no optimizer was seen"]
+            return [*left, f"{self.steps} steps", *bad]
+        return bad or ["losses are not scaled, as no optimizer was seen"]
 
     def _memory(self) -> list[str]:
         freed = "" if self.memory is None else f", freed memory {self.memory}"

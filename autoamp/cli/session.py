@@ -68,6 +68,7 @@ def set_up(options: Options, *, count: bool = False, record: bool = False, sampl
         made = runtime.init(
             dtype=dtype or default, device_type=device_type, lists=lists or None, loss_scale=loss_scale,
             scope="modules", trace_overflow=options.trace_overflow, capsule=options.capsule,
+            on_nonfinite=options.on_nonfinite,
         )  # fmt: skip
         handle = made if isinstance(made, Handle) else None
     try:
@@ -75,7 +76,7 @@ def set_up(options: Options, *, count: bool = False, record: bool = False, sampl
             install_as_apex(
                 dtype=dtype, device_type=device_type, lists=lists,
                 opt_level=options.opt_level, loss_scale=loss_scale, shadow=options.shadow_apex,
-                trace_overflow=options.trace_overflow,
+                trace_overflow=options.trace_overflow, on_nonfinite=options.on_nonfinite,
             )  # fmt: skip
         if options.fastai1:
             importlib.import_module("autoamp.compat.fastai1").enable()
@@ -250,23 +251,25 @@ class Run:
         now = runtime.current_handle() or self.handle
         if now is None:
             return None
-        done, own = runtime_of(now).optimizers.counts, runtime_of(now).optimizers.counts.own
-        return _Done(done.steps, now.skipped_steps) if own is None else _Done(own.steps, own.skipped)
+        counts = runtime_of(now).optimizers.counts
+        return _Done(counts.all, counts.all_skipped)
 
     def _steps(self, now: runtime.BaseHandle | None) -> dict[str, Any]:
         """Return what a report says of steps and the loss scale."""
         if now is None:
             return {"loss_scale": None, "steps": 0, "skipped": 0}
         left_to = None if self._scaling is None else self._scaling.standing_aside
-        own, done = runtime_of(now).optimizers.counts.own, self._done()
+        counts, done = runtime_of(now).optimizers.counts, self._done()
+        by_program = counts.own is not None or counts.own_scale is not None
         before = self._inherited
         numbers = (0, 0) if done is None else (done.steps - before[0], done.skipped - before[1])
         ours = left_to is None and (runtime_of(now).optimizers.counts.guarded > 0 or now is not self.handle)
         return {
-            "loss_scale": own.loss_scale if own is not None else now.loss_scale if ours else None,
+            "loss_scale": counts.loss_scale(now.loss_scale) if by_program or ours else None,
             "steps": numbers[0],
             "skipped": numbers[1],
-            "scaling_left_to": left_to if own is None else "FP16_Optimizer",
+            "nonfinite": runtime_of(now).nonfinite.total,
+            "scaling_left_to": left_to if counts.own is None else "FP16_Optimizer",
         }
 
 

@@ -56,6 +56,7 @@ class Options:
         opt_level: The level of an ``initialize`` that names none.
         loss_scale: The loss scale of an ``initialize`` that names none; None leaves it to the level.
         trace_overflow: Whether skipped steps are explained.
+        on_nonfinite: As for `autoamp.init`.
     """
 
     dtype: torch.dtype = torch.float16
@@ -64,6 +65,7 @@ class Options:
     opt_level: str = "O1"
     loss_scale: str | float | None = None
     trace_overflow: bool = False
+    on_nonfinite: str = "warn"
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -229,6 +231,7 @@ def install_as_apex(
     loss_scale: str | float | None = None,
     shadow: bool = False,
     trace_overflow: bool = False,
+    on_nonfinite: str = "warn",
 ) -> None:
     """Let ``import apex`` find autoamp, so that programs written for Apex run unmodified.
 
@@ -243,6 +246,7 @@ def install_as_apex(
         loss_scale: ``"dynamic"`` or a number, for an ``amp.initialize`` that names none. None leaves it to the level.
         shadow: Whether an installed real `apex` is hidden by the alias.
         trace_overflow: Whether skipped steps are explained; see `autoamp.init`.
+        on_nonfinite: As for `autoamp.init`.
 
     Raises:
         UsageError: A real `apex` that has `amp` is installed or imported and ``shadow`` is False, or an argument is
@@ -253,10 +257,14 @@ def install_as_apex(
     check_level(opt_level)
     listed = list(lists) if isinstance(lists, (list, tuple)) else [] if lists is None else [lists]
     half = torch.float16 if dtype is None else dtype
-    chosen = Options(half, device_type, ("apex", *listed), opt_level, loss_scale, trace_overflow)
+    chosen = Options(half, device_type, ("apex", *listed), opt_level, loss_scale, trace_overflow, on_nonfinite)
     # Every wrong argument is told now, not at the program's first call.
     Settings.of(
-        lists=list(chosen.lists), device_type=chosen.device_type, dtype=chosen.dtype, loss_scale=chosen.loss_scale
+        lists=list(chosen.lists),
+        device_type=chosen.device_type,
+        dtype=chosen.dtype,
+        loss_scale=chosen.loss_scale,
+        on_nonfinite=on_nonfinite,
     )
     finder = _installed()
     if finder is not None and not (shadow and isinstance(finder, _GraftFinder)):

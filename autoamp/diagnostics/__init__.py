@@ -9,6 +9,7 @@ from autoamp.diagnostics.drift import check_lists
 from autoamp.diagnostics.explain import Explanation, explain
 from autoamp.diagnostics.exponents import FORMATS, Exponents
 from autoamp.diagnostics.monitors import Followers, write_scalars
+from autoamp.diagnostics.nonfinite import NonFiniteStep, NonFiniteSteps
 from autoamp.diagnostics.observer import Call, Observation, Observer, Op, Watch
 from autoamp.diagnostics.op_names import spellings
 from autoamp.diagnostics.overflow import OverflowTrace
@@ -51,6 +52,8 @@ __all__ = [
     "Followers",
     "HalfPrecisionOp",
     "Hint",
+    "NonFiniteStep",
+    "NonFiniteSteps",
     "NotFiniteInFp32",
     "NotLocated",
     "Observation",

@@ -437,8 +437,7 @@ def _is_ours(file: str) -> bool:
 def in_loss(region: LossRegion, scale: float) -> Overflow | None:
     """Return the finding for a loss whose computation, after the modules, made inf or nan; None where it did not.
 
-    Its ops are known by the nodes of the graph, and their lines as far as torch noted them; else it is the line that
-    scaled the loss.
+    Its ops are known by the nodes of the graph, and their lines as far as torch noted them.
     """
     for trace in region.traces:
         if worst_of(trace.got) is not None:
@@ -477,8 +476,9 @@ def _loss_finding(region: LossRegion, trace: NodeTrace, flaw: Flaw, scale: float
         return found
     in_the_loss = region.flaw()
     if in_the_loss is not None:
-        why = "the loss is not finite, and which of its ops made that is not known; use explain_overflow()"
-        return Overflow(NotLocated(why), location=shown_line(region.line), phase="forward", value=in_the_loss.value)
+        at = "" if region.line is None else f" whose backward pass began at {shown_line(region.line)}"
+        why = f"the loss{at} is not finite, and which of its ops made that is not known; use explain_overflow()"
+        return Overflow(NotLocated(why), phase="forward", value=in_the_loss.value)
     searching = not flaw.nan and scale > 1.0
     if trace.finite_at_one or (trace.finite_at_one is None and searching):
         # Where nobody could look, the scale goes down in any case, and at 1 there is no doubt left.
@@ -516,9 +516,14 @@ def _of_node(region: LossRegion, trace: NodeTrace, verdict: OverflowVerdict, pha
         suggestion = "make the loss smaller, or let what makes the half tensor run in fp32: its gradient is too large"
     if isinstance(verdict, NotFiniteInFp32):
         suggestion = "look at the loss: compute it in a form that stays finite"
-    location = shown_line(trace.line or region.line)
     return Overflow(
-        verdict, op=op, location=location, phase=phase, suggestion=suggestion, value=flaw.value, fp32_names=names
+        verdict,
+        op=op,
+        location=shown_line(trace.line),
+        phase=phase,
+        suggestion=suggestion,
+        value=flaw.value,
+        fp32_names=names,
     )
 
 

@@ -33,37 +33,49 @@ log = logging.getLogger(__name__)
 
 # After a step whose overflow was not located, or lies in the loss, so many steps are recorded more thoroughly.
 WATCHED_STEPS = 8
+# A search for the loss scale takes two skips in a row where a scale has held: at twice that, and at itself. Where none
+# has held the search begins at 2**16, and as a rule ends above this.
+_SEARCHES, _LOW_SCALE = 2, 2.0**10
 
 
 class OverflowTrace:
-    """Explains skips. Set up by ``init(trace_overflow=True)``.
+    """Explains skips, and steps without a loss scale whose gradients hold inf or nan.
 
     Args:
         casts: How threads cast.
         unobserved: Keeps observers from seeing what runs within a ``with`` statement.
+        always: Whether all steps are recorded. Else some are, after a skip that is no search for the loss scale.
 
     Attributes:
+        always: As given.
         last: The last overflow; None before the first.
         all: All of them, the last `keeps`.
         recorder: Keeps what a step that failed is run again from.
         wants_flags: Whether verdicts are to be read at each step, since an overflow was not located in time.
-        listeners: Called with each overflow.
+        listeners: Called with each skip that was explained.
         capsules: Writes capsules of located overflows; None if nobody asked for them.
+        unscaled: The losses of the step at hand that nobody scaled.
     """
 
     keeps = 1000
 
     def __init__(
-        self, casts: Casts, unobserved: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        self,
+        casts: Casts,
+        unobserved: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        *,
+        always: bool = True,
     ) -> None:
+        self.always = always
         self._casts = casts
         self._unobserved = unobserved
         self.last: Overflow | None = None
         self.all: list[Overflow] = []
-        self.recorder = Recorder(casts)
+        self.recorder = Recorder(casts, armed=always)
         self.wants_flags = False
         self.listeners: list[Callable[[Overflow], object]] = []
         self.capsules: CapsuleWriter | None = None
+        self.unscaled: list[Tensor] = []
         self._steps = 0
         self._watched = 0
         self._judged: tuple[list[Record], list[LossRegion]] = [], []
@@ -88,13 +100,14 @@ class OverflowTrace:
     def step_begins(self) -> None:
         """Hear that an optimizer is called: what was recorded is of its step."""
         self._steps += 1
+        self.unscaled = self.recorder.unscaled
         taken = self.recorder.take()
         # With several optimizers a part of what this one steps by may have been computed before the last step.
         self._earlier = self._judged if self._were_several and self._is_one_of_several() else ([], [])
         self._judged = taken
         if self._watched:
             self._watched -= 1
-            self.wants_flags = self.recorder.losses.thorough = self._watched > 0
+            self._watch(self._watched)
 
     def step_known(
         self, skips: Skips, skipped: bool, scale: float | None, next_scale: float | None, late: bool
@@ -108,18 +121,49 @@ class OverflowTrace:
             if not late and not (self._were_several and self._is_one_of_several()):
                 self._judged = [], []
             return None
+        if not self.recorder.armed:
+            fixed = next_scale is not None and next_scale >= scale
+            searched = skips.in_a_row > _SEARCHES and (scale <= _LOW_SCALE or skips.has_held)
+            if fixed or searched:
+                self._watch(WATCHED_STEPS)
+            return None
+        found = _with_remedy(self._found(scale, late), scale, next_scale)
+        # Whoever did not ask is told of each cause once.
+        again = not self.always and self.last is not None and self.last.place == found.place
+        found = replace(found, loss_scale=None if math.isnan(scale) else scale)
+        quiet = again or isinstance(found.verdict, ScaleSearch)
+        return self._noted(found, late, logging.INFO if quiet else logging.WARNING, self.listeners)
+
+    def step_not_finite(self, late: bool = False) -> Overflow | None:
+        """Explain a step that no loss scale guards; see `autoamp.stepping.StepWatch`."""
+        if not self.recorder.armed:
+            self._watch(WATCHED_STEPS)
+            return None
+        return self._noted(self._found(1.0, late), late, logging.DEBUG, ())
+
+    def _watch(self, steps: int) -> None:
+        """Record so many steps thoroughly; 0 goes back to what is recorded always."""
+        self._watched = steps
+        self.wants_flags = self.recorder.losses.thorough = steps > 0
+        self.recorder.armed = self.always or steps > 0
+
+    def _found(self, scale: float, late: bool) -> Overflow:
         try:
-            found = self._late() if late else self._explain(scale)
+            return self._late() if late else self._explain(scale)
         except Exception as error:
             # Whatever it is, the program goes on as without anybody who looks.
             log.debug("the overflow could not be explained", exc_info=True)
-            found = self._unlocated(f"explaining it raised {type(error).__name__}: {error}")
-        iteration = None if late else self._steps - 1
-        found = replace(
-            _with_remedy(found, scale, next_scale), iteration=iteration, loss_scale=None if math.isnan(scale) else scale
-        )
+            return self._unlocated(f"explaining it raised {type(error).__name__}: {error}")
+
+    def _noted(
+        self, found: Overflow, late: bool, level: int, listeners: Sequence[Callable[[Overflow], object]]
+    ) -> Overflow:
+        found = replace(found, iteration=None if late else self._steps - 1)
         try:
             self._note(found)
+            log.log(level, "%s", found)
+            for listener in list(listeners):
+                listener(found)
             self._write_capsule(found)
         finally:
             if not late:
@@ -135,15 +179,12 @@ class OverflowTrace:
         return len(self._several) > 1
 
     def _note(self, found: Overflow) -> None:
-        if isinstance(found.verdict, NotLocated) or found.module is None:
-            self._watched = max(self._watched, WATCHED_STEPS)
-            self.wants_flags = self.recorder.losses.thorough = True
+        goes_on = not self.always and not isinstance(found.verdict, ScaleSearch)
+        if isinstance(found.verdict, NotLocated) or found.module is None or goes_on:
+            self._watch(WATCHED_STEPS)
         self.last = found
         self.all.append(found)
         del self.all[: -self.keeps]
-        log.log(logging.INFO if isinstance(found.verdict, ScaleSearch) else logging.WARNING, "%s", found)
-        for listener in list(self.listeners):
-            listener(found)
 
     def _write_capsule(self, found: Overflow) -> None:
         """Write a capsule if asked for. The records of a step whose overflow is known late are gone by then."""

@@ -25,6 +25,7 @@ from torch.nn import Module
 from autoamp.casting import Casts
 from autoamp.diagnostics.inspector import sum_of
 from autoamp.diagnostics.losses import LossRecorder, LossRegion, without_graph
+from autoamp.patching import imitate
 from autoamp.tensors import iter_tensors, map_tensors, version_of
 from autoamp.torch_private import current_graph_task
 
@@ -159,33 +160,39 @@ class Recorder:
 
     Args:
         casts: How threads cast.
+        armed: Whether steps are recorded from the beginning.
 
     Attributes:
+        armed: Whether steps are recorded.
         records: The calls since the last step.
         losses: Takes note of the losses since then.
+        unscaled: The losses since then that nobody scaled, each of one element, without their graph.
         paused: Whether nothing is kept, as in a step that is run again.
         sums: Whether of all outputs sums are kept, since the program was found to write to its outputs.
-        inside: Tells of each thread whether it is within a call that is recorded.
     """
 
-    def __init__(self, casts: Casts) -> None:
+    def __init__(self, casts: Casts, *, armed: bool) -> None:
         self._casts = casts
+        self.armed = armed
         self.records: list[Record] = []
         self.losses = LossRecorder()
+        self.unscaled: list[Tensor] = []
         self.paused = self.sums = False
-        self.inside = _Inside()
+        self._inside = _Inside()
         self._begun: list[weakref.ref[Record]] = []
         # Those of the step that was taken last.
         self._taken: list[weakref.ref[Record]] = []
         self._number = 0
         self._bytes = 0
+        # How many losses were noted whose backward pass has not begun.
+        self._told = 0
         # Of each module, by a weak reference to it.
         self._known: dict[weakref.ref[Module], _Known] = {}
 
     def take(self) -> tuple[list[Record], list[LossRegion]]:
         """Return what there is, and begin anew."""
-        self._taken, self._begun = self._begun, []
-        records, self.records, self._bytes = self.records, [], 0
+        self._taken, self._begun, self.unscaled = self._begun, [], []
+        records, self.records, self._bytes, self._told = self.records, [], 0, 0
         if len(records) > 1:
             records.sort(key=_number_of)
         return records, self.losses.take()
@@ -202,18 +209,50 @@ class Recorder:
         self.losses.close()
 
     def note_loss(self, loss: Tensor, scale: SupportsFloat) -> None:
-        """Take note of a loss that is scaled."""
-        if not self.paused:
+        """Take note of a loss that is scaled, and whose backward pass is yet to begin."""
+        self._told += 1
+        if self.armed and not self.paused:
             self.losses.note(loss, scale)
         elif self.losses.notes_lines:
             self.losses.end_lines()
 
-    def record(self, call: Callable[..., Any], module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a module, and keep a record of that unless nothing is to be kept; see `autoamp.modules.CallRecorder`."""
+    def builders(self) -> list[tuple[Any, str, Callable[[Any], Any]]]:
+        """Return what to patch: the owner, the attribute, and what builds the replacement of it."""
+        return [(torch.autograd, "backward", self._around_backward)]
+
+    def _around_backward(self, original: Any) -> Any:
+        """Return a replacement of `torch.autograd.backward` that notes losses which nobody scales."""
+
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            # A pass within a pass is a checkpoint's.
+            if torch.compiler.is_compiling() or current_graph_task() != -1:
+                return original(tensors, *args, **kwargs)
+            if self._told:
+                self._told -= 1
+            elif not self.paused:
+                for root in (tensors,) if isinstance(tensors, Tensor) else tensors:
+                    self._note_unscaled(root)
+            return original(tensors, *args, **kwargs)
+
+        return imitate(backward, original, "torch.autograd", "backward")
+
+    def _note_unscaled(self, root: Any) -> None:
+        if isinstance(root, Tensor) and root.grad_fn is not None and root.is_floating_point():
+            if root.numel() == 1 and len(self.unscaled) < _MAX_RECORDS:
+                self.unscaled.append(root.detach())
+            if self.armed:
+                self.losses.note(root, 1.0)
+
+    def wants_call(self) -> bool:
+        """Tell whether a call that begins now is recorded; see `autoamp.modules.CallRecorder`."""
+        if self.paused or self._inside.call or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return False
         # Within a backward pass it is a checkpoint that computes again what is recorded.
-        if self.paused or not torch.is_grad_enabled() or current_graph_task() != -1 or torch.compiler.is_compiling():
-            return call(module, *args, **kwargs)
-        self.inside.call = True
+        return current_graph_task() == -1
+
+    def record(self, call: Callable[..., Any], module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a module, and keep a record of that; see `autoamp.modules.CallRecorder`."""
+        self._inside.call = True
         try:
             record = self._begin(module, args, kwargs)
             outputs = call(module, *args, **kwargs)
@@ -221,7 +260,7 @@ class Recorder:
                 self._end(record, outputs)
             return outputs
         finally:
-            self.inside.call = False
+            self._inside.call = False
 
     def _begin(self, module: Module, args: Any, kwargs: Any) -> Record | None:
         if len(self._begun) >= _MAX_RECORDS:

@@ -155,9 +155,11 @@ class Overflow:
         when = "the step" if self.iteration is None else f"step {self.iteration}"
         at = "" if self.loss_scale is None else f" at loss scale {self.loss_scale:g}"
         remedy = "" if self.suggestion is None else f"; {self.suggestion}"
-        return f"{when} overflowed{at}: {self._cause()}{remedy}"
+        return f"{when} overflowed{at}: {self.cause}{remedy}"
 
-    def _cause(self) -> str:
+    @property
+    def cause(self) -> str:
+        """The verdict in words, without the step and the remedy."""
         match self.verdict:
             case ScaleSearch(finite_at=scale):
                 place = self._place()
@@ -196,7 +198,9 @@ class Overflow:
         backward = "the backward pass of " if self.phase == "backward" else ""
         parts = [f"{backward}{self.op}" if self.op else ""]
         parts.append(f"in module {self.module}" if self.module else "")
-        parts.append(f"at {self.location}" if self.location else "")
+        # The ops of a loss lie in no module, and torch notes their lines in some steps alone.
+        unknown = "at a line that was not recorded" if self.op and not self.module else ""
+        parts.append(f"at {self.location}" if self.location else unknown)
         parts.append(f"(parameter {self.parameter})" if self.parameter else "")
         return " ".join(part for part in parts if part)
 

@@ -86,6 +86,7 @@ def initialize(
     device_type: str | None = None,
     lists: Any = None,
     trace_overflow: bool = False,
+    on_nonfinite: str = "warn",
     process_group: Any = None,
 ) -> Any:
     """Set models and optimizers up for mixed precision at an opt level.
@@ -116,6 +117,7 @@ def initialize(
         device_type: As for `init`.
         lists: As for `init`.
         trace_overflow: As for `init`.
+        on_nonfinite: As for `init`.
         process_group: Ranks that agree on each step of these optimizers, as for `Handle.sync_over`; None for those of
             the parameters' own meshes alone. Where no optimizer is given it is for all that come.
 
@@ -148,7 +150,8 @@ def initialize(
         refuse_sharded(model_list, opt_level)
     asked = None if process_group is None else RequestedGroup.of(process_group, None)
     half = level.cast_model_type if level.cast_model_type in HALF_DTYPES else dtype
-    settings = Settings.of(lists, device_type, half, loss_scale=level.loss_scale, trace_overflow=trace_overflow)
+    settings = Settings.of(lists, device_type, half, loss_scale=level.loss_scale, on_nonfinite=on_nonfinite,
+                           trace_overflow=trace_overflow)  # fmt: skip
     level = _on_device(level, half, settings.device_type)
     table = settings.table if level.patch_torch_functions else CastTable(modules=settings.table.modules)
     expand(table)

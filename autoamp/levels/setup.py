@@ -55,6 +55,7 @@ def runtime_for(setup: Setup, earlier: Sequence[Setup], models: Sequence[Module]
         setup.settings if setup.patches or not patched else patched[-1],
         opt_level=setup.settings.opt_level,
         trace_overflow=any(one.settings.trace_overflow for one in (*earlier, setup)),
+        on_nonfinite=setup.settings.on_nonfinite,
     )
     on = any(one.on for one in (*earlier, setup))
     runtime = current_runtime()

@@ -29,12 +29,13 @@ class CallRecorder(Protocol):
     """Records outermost module calls.
 
     Attributes:
-        inside: Its attribute ``call`` is true in a thread whose outermost call is being recorded: those within are not.
+        armed: Whether steps are recorded.
     """
 
-    @property
-    def inside(self) -> Any:
-        """Tells of each thread."""
+    armed: bool
+
+    def wants_call(self) -> bool:
+        """Tell whether a call that begins now is recorded. Calls within one that is recorded are not."""
 
     def record(self, call: Callable[..., Any], module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call of a module, by ``call(module, *args, **kwargs)``, and return its result."""
@@ -67,6 +68,8 @@ def build_module_call(
                 return original(self, *args, **kwargs)
         elif local.entries is not None and TAGS not in self.__dict__ and not has_class_rules:
             return original(self, *args, **kwargs)
+        elif recorder is not None and recorder.armed and recorder.wants_call():
+            return recorder.record(call, self, args, kwargs)
         tag, tokens, keeps_casts, widens = forward_dtypes.find(self), [], False, False
         dtypes = None if tag is None else forward_dtypes.values[tag]
         try:
@@ -97,12 +100,7 @@ def build_module_call(
             outputs = _cast_nested(outputs, casts.to_fp32)
         return outputs if dtypes is None else dtypes.cast_outputs(outputs)
 
-    def recorded(self: Module, *args: Any, **kwargs: Any) -> Any:
-        if compiling() or recorder is None or recorder.inside.call:
-            return call(self, *args, **kwargs)
-        return recorder.record(call, self, args, kwargs)
-
-    return imitate(call if recorder is None else recorded, original)
+    return imitate(call, original)
 
 
 def _cast_nested(value: Any, cast: Callable[[Any], Any]) -> Any:

@@ -49,6 +49,7 @@ def init(
     scope: Scope = "global",
     trace_overflow: bool = False,
     capsule: str | Path | None = None,
+    on_nonfinite: str = "warn",
 ) -> BaseHandle:
     """Patch torch by the cast lists and return the handle that scales losses.
 
@@ -74,6 +75,8 @@ def init(
             result. A skipped step is run again, forward and backward, some times.
         capsule: A folder. The first skipped step of each cause is written to a file there, for ``autoamp replay``: with
             the weights and the inputs of the step. Implies ``trace_overflow``; needs cloudpickle.
+        on_nonfinite: What to do with a step that no loss scale guards and whose gradients hold inf or nan: tell of it
+            once, raise `NonFiniteGradientsError` before it, or leave it out. The last two wait for a GPU at each step.
 
     Raises:
         ListFileError: A list cannot be used.
@@ -88,6 +91,7 @@ def init(
     settings = Settings.of(
         lists, device_type, dtype, loss_scale=loss_scale, enable_caching=enable_caching, verbose=verbose,
         allow_banned=allow_banned, rebind=rebind, scope=scope, trace_overflow=trace_overflow, capsule=capsule,
+        on_nonfinite=on_nonfinite,
     )  # fmt: skip
     check_device(settings.device_type)
     if falls_back_to_fp32(dtype, settings.device_type):

@@ -109,8 +109,7 @@ class BaseHandle:
     @property
     def overflows(self) -> tuple[Overflow, ...]:
         """What the last skipped steps came from, the last 1000 at most; empty without ``trace_overflow=True``."""
-        trace = self._runtime.overflows
-        return () if trace is None else tuple(trace.all)
+        return tuple(self._runtime.overflows.all)
 
     @property
     def late_bound(self) -> tuple[str, ...]:
@@ -325,20 +324,22 @@ class BaseHandle:
     @property
     def last_step_skipped(self) -> bool:
         """Whether the last optimizer step was skipped."""
-        return self._runtime.optimizers.counts.last_skipped
+        run = self._runtime
+        return run.nonfinite.last_skipped or run.optimizers.counts.last_skipped
 
     @property
     def last_overflow(self) -> Overflow | None:
         """What the last skipped step came from; None before the first, and without ``trace_overflow=True``."""
-        return None if self._runtime.overflows is None else self._runtime.overflows.last
+        return self._runtime.overflows.last
 
     @property
     def stats(self) -> dict[str, Any]:
         """How training goes, as plain JSON values; waits for the device where that alone knows of the last steps.
 
         ``loss_scale``; ``loss_scales`` and ``found_inf``, the number of overflows, of each loss; ``steps`` and
-        ``skipped`` of all optimizers, the program's own `FP16_Optimizer` included; ``last_step_skipped``; ``casts``,
-        what `count` counted, such as ``{"float32->float16": 5}``; ``overflows`` by kind, with ``trace_overflow=True``.
+        ``skipped`` of all optimizers, the program's own `FP16_Optimizer` included; ``last_step_skipped``;
+        ``nonfinite``, the steps that no loss scale guards and whose gradients or loss held inf or nan; ``casts``, what
+        `count` counted, such as ``{"float32->float16": 5}``; ``overflows`` by kind, as far as they were explained.
         """
         return self._runtime.stats
 
@@ -423,16 +424,13 @@ class BaseHandle:
         trace, auto_scale = run.overflows, run.auto_scaling
         if auto_scale is not None:
             auto_scale.pause()
-        if trace is not None:
-            trace.recorder.paused = True
-        own = run.optimizers.counts.own
-        scale = run.loss_scale if own is None else own.loss_scale
+        trace.recorder.paused = True
+        scale = run.optimizers.counts.loss_scale(run.loss_scale)
         try:
             with run.observation.unobserved():
                 return explain_step(step_fn, run.casts, scale, functools.partial(setattr, run.optimizers, "rehearsal"))
         finally:
-            if trace is not None:
-                trace.recorder.paused = False
+            trace.recorder.paused = False
             if auto_scale is not None:
                 auto_scale.resume()
 

@@ -7,7 +7,7 @@ import inspect
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,6 +58,7 @@ class Installation:
         met: Called with each optimizer that is made; None where nobody asks.
         loaded: Called with each optimizer whose state was loaded; None where nobody asks.
         recorder: Who takes note of outermost module calls; None where nobody does.
+        builders: What else is patched: owners, attributes, and what builds the replacement of each.
 
     Attributes:
         patches: All patches, restored together; others may be added while they are in place.
@@ -77,6 +78,7 @@ class Installation:
         met: Callable[[Any], None] | None = None,
         loaded: Callable[[Any], None] | None = None,
         recorder: CallRecorder | None = None,
+        builders: Sequence[tuple[Any, str, Callable[[Any], Any]]] = (),
     ) -> None:
         self._casts = casts
         self._precisions = precisions
@@ -88,6 +90,7 @@ class Installation:
         self._loaded = loaded
         self._clipping = clipping
         self._recorder = recorder
+        self._builders = builders
         self.patches = PatchSet()
         # One replacement for each original, policy and in-place form, so that aliases stay the same object.
         self._built: dict[tuple[int, CastPolicy, int], tuple[Target, Any]] = {}
@@ -192,6 +195,7 @@ class Installation:
                 for name, after in (("__init__", self._met), ("load_state_dict", self._loaded))
                 if after is not None
             ),
+            *self._builders,
             *casts.builders(),
         ]
         for owner, name, builder in builders:

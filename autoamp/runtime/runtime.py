@@ -19,6 +19,7 @@ from autoamp.diagnostics import (
     CastTrace,
     Counts,
     Followers,
+    NonFiniteSteps,
     Observation,
     Observer,
     OverflowTrace,
@@ -56,7 +57,8 @@ class Runtime:
         ended: Whether ``deactivate`` was called; one that was only suspended may come back.
         setups: The calls of `initialize` that it serves, in their order.
         observation: Who looks on at the calls of patched functions.
-        overflows: Explains skipped steps, with ``trace_overflow=True``; else None.
+        nonfinite: Looks at steps that no loss scale guards.
+        overflows: Explains skipped steps, all of them with ``trace_overflow=True``.
         recording: What `Handle.record` began last; None before.
         counts: What `Handle.count` began last; None before.
         followers: What is told of steps.
@@ -69,6 +71,7 @@ class Runtime:
         self._cast_by(settings, on)
         self.optimizers = GuardedOptimizers(self.casts, scalers or [make_scaler(settings.loss_scale, settings.dtype)])
         self.optimizers.runtime, self.optimizers.watch = self, self.overflows
+        self.nonfinite = NonFiniteSteps(self.optimizers, settings.on_nonfinite)
         self.followers = Followers()
         self.skipped_rules: tuple[CastRule, ...] = ()
         self._installation: Installation | None = None
@@ -93,8 +96,8 @@ class Runtime:
             self.casts = Casts(*what, enable_caching=caching, on=on)
         self.precisions = ModulePrecisions(settings.table.modules)
         self.observation = Observation(self.casts)
-        self.overflows = OverflowTrace(self.casts, self.observation.unobserved) if settings.trace_overflow else None
-        if self.overflows is not None and settings.capsule is not None:
+        self.overflows = OverflowTrace(self.casts, self.observation.unobserved, always=settings.trace_overflow)
+        if settings.capsule is not None:
             kept = replace(settings, capsule=None, loss_scale=None)
             self.overflows.capsules = CapsuleWriter(settings.capsule, kept, self.precisions.of)
 
@@ -122,8 +125,7 @@ class Runtime:
         if not self.is_active():
             return ()
         suspended.tell(self.handle)
-        if self.overflows is not None:
-            self.overflows.close()
+        self.overflows.close()
         return self._restore_torch()
 
     def install_anew(self) -> None:
@@ -145,7 +147,8 @@ class Runtime:
             met=self._meet if keeps_masters else None,
             loaded=self.optimizers.resumed.note if self.optimizers.loss_scalers.has_dynamic else None,
             clipping=ClippingWatch(lambda: scaled_params(self.optimizers)),
-            recorder=None if self.overflows is None else self.overflows.recorder,
+            recorder=self.overflows.recorder,
+            builders=[*self.overflows.recorder.builders(), *self.nonfinite.own_scaler.builders()],
         )
         self.casts.open()
         try:
@@ -157,6 +160,8 @@ class Runtime:
         self._registered = list(registered)
         self.skipped_rules = expansion.skipped
         self._steps.start(installation.patches)
+        # After the hook that ends a rehearsed step.
+        self.nonfinite.start()
         if self.settings.table.modules:
             self._step_hooks.append(register_optimizer_step_pre_hook(lambda *_: self._check_classes()))
         if isinstance(self.casts, ModuleCasts):
@@ -195,6 +200,7 @@ class Runtime:
         self.casts.shut()
         self._remove_step_hooks()
         self._steps.stop()
+        self.nonfinite.stop()
         return installation.remove()
 
     def _remove_step_hooks(self) -> None:
@@ -242,6 +248,7 @@ class Runtime:
         self._cast_by(settings, on)
         self.precisions.join(precisions)
         self.optimizers.casts, self.optimizers.watch = self.casts, self.overflows
+        self.nonfinite.action = settings.on_nonfinite
         self.optimizers.masters_for = None
         self.optimizers.loss_scalers.forget_but(scaler for setup in setups for scaler in setup.scalers)
 
@@ -340,23 +347,25 @@ class Runtime:
     def stats(self) -> dict[str, Any]:
         """How training goes, as plain JSON values; see `Handle.stats`."""
         kinds: dict[str, int] = {}
-        for found in [] if self.overflows is None else self.overflows.all:
+        for found in self.overflows.all:
             kinds[found.kind] = kinds.get(found.kind, 0) + 1
         counts, own = self.optimizers.counts, self.optimizers.counts.own
+        self.nonfinite.own_scaler.catch_up()
         # Catches up: scalers hear of steps no earlier than that.
-        skipped = counts.skipped + (0 if own is None else own.skipped)
+        skipped = counts.all_skipped
         # Scalers of a handle that guards no optimizer say nothing.
         scalers = [
             *(self.optimizers.scalers if self.settings.enabled and (own is None or counts.steps) else []),
             *(() if own is None else own.losses),
         ]
         return {
-            "loss_scale": self.loss_scale if own is None else own.loss_scale,
+            "loss_scale": counts.loss_scale(self.loss_scale),
             "loss_scales": [scaler.loss_scale for scaler in scalers],
             "found_inf": [scaler.overflows for scaler in scalers],
             "steps": counts.all,
             "skipped": skipped,
-            "last_step_skipped": counts.last_skipped,
+            "last_step_skipped": counts.last_skipped or self.nonfinite.last_skipped,
+            "nonfinite": self.nonfinite.total,
             "casts": {} if self.counts is None else self.counts.as_dict()["casts"],
             "overflows": kinds,
         }

@@ -39,6 +39,7 @@ class Settings:
     scope: str = "global"
     trace_overflow: bool = False
     capsule: str | Path | None = None
+    on_nonfinite: str = "warn"
     opt_level: str | None = None
     enabled: bool = True
 
@@ -64,6 +65,8 @@ class Settings:
             settings = replace(settings, trace_overflow=True)
         if settings.scope not in ("global", "modules"):
             raise UsageError(f"scope={settings.scope!r} is unknown; choose 'global' or 'modules'")
+        if settings.on_nonfinite not in ("warn", "raise", "skip"):
+            raise UsageError(f"on_nonfinite={settings.on_nonfinite!r} is unknown; choose 'warn', 'raise', 'skip'")
         make_scaler(settings.loss_scale, dtype)
         if isinstance(settings.loss_scale, str) and settings.loss_scale != "dynamic":
             raise UsageError(
@@ -83,6 +86,7 @@ class Settings:
             "enable_caching": str(self.enable_caching),
             # A step that failed is run again on all ranks or on none: its collectives wait for all.
             "trace_overflow": str(self.trace_overflow),
+            "on_nonfinite": self.on_nonfinite,
         }
 
     def rules(self) -> dict[str, str]:

@@ -247,7 +247,7 @@ def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch
         real = torch.float64 if double else torch.float32
         compute = real if dtype.is_floating_point else (torch.complex128 if double else torch.complex64)
         each = torch._foreach_norm(group, norm_type, dtype=compute)
-        norms.append(torch.linalg.vector_norm(torch.stack([one.to(real) for one in each]), norm_type))
+        norms.append(torch.linalg.vector_norm(torch.stack(each).to(real), norm_type))
     if not norms:
         return torch.zeros((), dtype=torch.float32, device=values[0].device if values else None)
     widest = torch.float64 if any(one.dtype is torch.float64 for one in norms) else torch.float32

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from autoamp.stepping.attach import ScalesItself, is_optimizer, refuse_own_scaler, stepped_params
+from autoamp.stepping.attach import ScalesItself, is_optimizer, named_params, refuse_own_scaler, stepped_params
 from autoamp.stepping.block import open_blocks, scaled_block, watch_autograd_grad
 from autoamp.stepping.checks import check_half_model, check_half_norms, check_optimizer
 from autoamp.stepping.guard import GuardOwner, OverflowCheck, StepGuard, read_checks
 from autoamp.stepping.links import equalized, load_master, master_of, release_master
 from autoamp.stepping.loss_scalers import listed
 from autoamp.stepping.masters import MasterWeights, fit_state
-from autoamp.stepping.optimizer_steps import OptimizerSteps
+from autoamp.stepping.optimizer_steps import OptimizerSteps, has_other_guard
 from autoamp.stepping.optimizers import GuardedOptimizers, clip_grad_norm_, scaled_params, wrap_optimizer
 from autoamp.stepping.rank_consistency import announce_disabled, announce_enabled
 from autoamp.stepping.replicas import several_processes
@@ -36,10 +36,12 @@ __all__ = [
     "clip_grad_norm_",
     "equalized",
     "fit_state",
+    "has_other_guard",
     "is_optimizer",
     "listed",
     "load_master",
     "master_of",
+    "named_params",
     "open_blocks",
     "read_checks",
     "refuse_own_scaler",

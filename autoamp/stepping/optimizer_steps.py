@@ -21,7 +21,7 @@ from autoamp.stepping.guard import StepGuard
 from autoamp.stepping.optimizers import GuardedOptimizers
 from autoamp.stepping.sharded_modules import warn_of_unscaled_shards
 
-__all__ = ["OptimizerSteps"]
+__all__ = ["OptimizerSteps", "has_other_guard"]
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -96,7 +96,7 @@ class OptimizerSteps:
         if self._optimizers.rehearsal is not None:
             raise self._optimizers.rehearsal.step_reached()
         guard = self._optimizers.guard_of(optimizer)
-        if guard is None and not _has_other_guard(optimizer):
+        if guard is None and not has_other_guard(optimizer):
             guard = self._guard_at_step(optimizer, args[0] if args else kwargs.get("closure"))
         if guard is not None and not guard.stepping:
             return guard.step(functools.partial(original, optimizer), args, kwargs)
@@ -105,7 +105,7 @@ class OptimizerSteps:
             result = self._optimizers.casts.local.bound(original, False)(optimizer, *args, **kwargs)
         finally:
             self._running.discard(id(optimizer))
-        if guard is None and not _has_other_guard(optimizer):
+        if guard is None and not has_other_guard(optimizer):
             self._optimizers.plain_step_ended()
         self._optimizers.casts.cache.clear()
         return result
@@ -123,7 +123,7 @@ class OptimizerSteps:
         if guard is None and callable(closure):
             guard = optimizers.guard(optimizer)
         if guard is None:
-            optimizers.check_underflow(optimizer)
+            optimizers.plain_step_begins(optimizer)
             if optimizer not in self._unscaled:
                 self._unscaled.add(optimizer)
                 warn_of_unscaled_shards(type(optimizer).__name__, stepped_params(optimizer))
@@ -137,7 +137,7 @@ class OptimizerSteps:
             raise self._optimizers.rehearsal.step_reached()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         guard = self._optimizers.guard_of(optimizer)
-        if guard is None and not _has_other_guard(optimizer):
+        if guard is None and not has_other_guard(optimizer):
             guard = self._guard_at_step(optimizer, closure)
         guarded = None if guard is None or guard.stepping else guard.begin_step_from_hook(closure)
         if guarded is None:
@@ -148,14 +148,14 @@ class OptimizerSteps:
         if torch.compiler.is_dynamo_compiling() or id(optimizer) in self._running:
             return
         guard = self._optimizers.guard_of(optimizer)
-        if guard is None and not _has_other_guard(optimizer):
+        if guard is None and not has_other_guard(optimizer):
             self._optimizers.plain_step_ended()
         elif guard is not None and not guard.stepping:
             guard.end_step_from_hook()
         self._optimizers.casts.cache.clear()
 
 
-def _has_other_guard(optimizer: Any) -> bool:
+def has_other_guard(optimizer: Any) -> bool:
     """Tell whether an optimizer has a guard that is none of ours: an `FP16_Optimizer`, or the one inside of it."""
     return isinstance(optimizer, ScalesItself) or isinstance(vars(optimizer).get("step"), AttachedStep)
 

@@ -125,6 +125,12 @@ class GuardedOptimizers:
             masters = {"masters": str(guard.masters is not None)}
             compare_ranks(sets, {**settings.facts(), **masters, **scalers}, settings.rules())
 
+    def plain_step_begins(self, optimizer: Any) -> None:
+        """Hear of the step of an optimizer whose losses nobody scales."""
+        self.check_underflow(optimizer)
+        if self.watch is not None:
+            self.watch.step_begins()
+
     def check_underflow(self, optimizer: Any) -> None:
         """Warn if the gradients of a loss that nobody scales underflow in fp16."""
         if self.casts.dtype is torch.float16:
@@ -267,6 +273,12 @@ class GuardedOptimizers:
         self.counts.own = self.counts.own or OwnSteps()
         self.counts.own.scalers[skips] = scaler
         self.counts.last = skips
+
+    def own_scaler_skips(self, skips: Skips) -> None:
+        """Count a step that the program's own `GradScaler` skips: the optimizer is not called."""
+        skips.steps += 1
+        self.counts.steps += 1
+        self.counts.last = skips
         if self.watch is not None:
             self.watch.step_begins()
 
@@ -321,6 +333,9 @@ class GuardedOptimizers:
 
     def release(self) -> None:
         """Give every optimizer its step and its parameters back."""
+        if self.counts.own_scale is not None:
+            # Of the program's scaler nothing is kept but the number.
+            self.counts.own_scale = float(self.counts.own_scale)
         # The optimizers live as long as this list does, and their guards refer to them weakly.
         guarded = list(self._guards.items())
         guards = [guard for _, guard in guarded]

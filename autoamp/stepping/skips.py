@@ -27,6 +27,9 @@ class StepWatch(Protocol):
     wants_flags: bool
     """Whether it wants to hear of skips at once, though the device alone knows of them as yet."""
 
+    unscaled: list[Tensor]
+    """The losses of the step at hand that nobody scaled, each of one element."""
+
     def loss_scaled(self, loss: Tensor, scale: SupportsFloat) -> None:
         """Hear of a loss whose backward pass is about to run, multiplied by a scale."""
 
@@ -41,6 +44,13 @@ class StepWatch(Protocol):
             skipped: Whether the step was a skip.
             scale: The loss scale of a skip; nan where it is not known.
             next_scale: The one after it.
+            late: Whether it was taken earlier, and others may have been since.
+        """
+
+    def step_not_finite(self, late: bool = False) -> Any:
+        """Return what explains a step without a loss scale whose gradients hold inf or nan, before it is taken.
+
+        Args:
             late: Whether it was taken earlier, and others may have been since.
         """
 
@@ -84,6 +94,7 @@ class Skips:
         name: As given.
         owner: As given; another one may take over.
         explanation: What explains the last skip, as far as anybody looked on.
+        has_held: Whether any step was taken: at its scale gradients did not overflow.
     """
 
     def __init__(self, name: str, owner: SkipOwner) -> None:
@@ -92,7 +103,7 @@ class Skips:
         self.explanation: Any = None
         self.name = name
         self._total = self._in_a_row = 0
-        self._last = self._has_news = False
+        self._last = self._has_news = self.has_held = False
         # Those of the scaler that hears of the last steps later than they are taken.
         self._unread: UnreadFlags | None = None
 
@@ -158,6 +169,7 @@ class Skips:
         watch = self.owner.watch
         if not skipped or scaler is None:
             self.at_lowest = 0
+            self.has_held = True
             if watch is not None:
                 watch.step_known(self, skipped, None, None, late)
             return
@@ -219,12 +231,14 @@ class StepCounts:
         plain: Steps of optimizers whose losses nobody scales.
         guarded: How many optimizers were ever guarded.
         own: What the program's own `FP16_Optimizer` did; None where it has none.
+        own_scale: The scale of the program's own `torch.amp.GradScaler`; None where it has none.
         last: What is known of the optimizer that stepped last.
     """
 
     def __init__(self, scalers: Callable[[], Iterable[LossScaler]]) -> None:
         self.steps = self.plain = self.guarded = 0
         self.own: OwnSteps | None = None
+        self.own_scale: SupportsFloat | None = None
         self.last: Skips | None = None
         self._scalers = scalers
         self._skipped = 0
@@ -239,6 +253,17 @@ class StepCounts:
         """How many steps were skipped, of all optimizers together. Waits for the device where only that knows."""
         self._catch_up()
         return self._skipped
+
+    @property
+    def all_skipped(self) -> int:
+        """How many steps were skipped, those of `FP16_Optimizer` included. Waits as `skipped` does."""
+        return self.skipped + (0 if self.own is None else self.own.skipped)
+
+    def loss_scale(self, ours: float) -> float:
+        """Return the scale that losses have: that of the program's own scaler, if it has one, else ours."""
+        if self.own is not None:
+            return self.own.loss_scale
+        return ours if self.own_scale is None else float(self.own_scale)
 
     def _catch_up(self) -> None:
         for scaler in self._scalers():

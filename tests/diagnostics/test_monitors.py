@@ -59,7 +59,7 @@ def test_followers_step_on_landed_steps_alone() -> None:
     assert len(seen) == 2
     assert handle.stats == {
         "loss_scale": 16384.0, "loss_scales": [16384.0], "steps": 4, "skipped": 2, "last_step_skipped": True,
-        "found_inf": [2], "casts": {}, "overflows": {},
+        "found_inf": [2], "nonfinite": 0, "casts": {}, "overflows": {},
     }  # fmt: skip
     assert handle.postfix() == {"scale": "16384", "skipped": "2"}
     skips = [(value, step) for name, value, step in writer.scalars if name == "autoamp/skipped"]

@@ -1,4 +1,4 @@
-"""What tracing overflows costs on a device: a clean step launches and waits no more."""
+"""What looking for overflows costs on a device: a clean step waits no more."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ def clean_step(make: Callable[[Any], Any], *, traced: bool) -> Cost:
     try:
         for _ in range(3):
             step()
-        overflows = runtime_of(handle).overflows
-        assert (overflows is not None and not overflows.recorder.paused) == traced
+        assert runtime_of(handle).overflows.recorder.armed == traced
         return spent(step)
     finally:
         handle.deactivate()
@@ -52,3 +51,23 @@ def clean_step(make: Callable[[Any], Any], *, traced: bool) -> Cost:
 def test_a_clean_step_asks_no_more_of_the_device(make: Callable[[Any], Any]) -> None:
     plain, traced = clean_step(make, traced=False), clean_step(make, traced=True)
     assert (traced.waits, traced.launches) == (plain.waits, plain.launches)
+
+
+@pytest.mark.parametrize(("on_nonfinite", "waits"), [("warn", 0), ("raise", 1)])
+def test_a_clean_step_without_a_scale_waits_only_where_the_flag_decides(on_nonfinite: str, waits: int) -> None:
+    open_libraries()
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).cuda()
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(4, 8, device="cuda")
+    handle = autoamp.init(device_type="cuda", dtype=torch.bfloat16, on_nonfinite=on_nonfinite)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).float().sum().backward()
+        optimizer.step()
+
+    try:
+        for _ in range(3):
+            step()
+        assert spent(step).waits == waits
+    finally:
+        handle.deactivate()

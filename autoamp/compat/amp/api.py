@@ -82,6 +82,7 @@ def initialize(
             num_losses=as_number("num_losses", num_losses), verbosity=loudness, min_loss_scale=lowest,
             max_loss_scale=highest, dtype=chosen.dtype, device_type=chosen.device_type,
             lists=[*chosen.lists, *changed_lists()], trace_overflow=chosen.trace_overflow,
+            on_nonfinite=chosen.on_nonfinite,
         )  # fmt: skip
     amp_state.verbosity, amp_state.min_loss_scale, amp_state.max_loss_scale = loudness, lowest, highest
     if on:
@@ -194,7 +195,7 @@ def init(
     handle = runtime.init(
         bool(on), as_scale(loss_scale), enable_caching, verbose, allow_banned,
         dtype=chosen.dtype, device_type=chosen.device_type, lists=[*chosen.lists, *changed_lists()],
-        trace_overflow=chosen.trace_overflow,
+        trace_overflow=chosen.trace_overflow, on_nonfinite=chosen.on_nonfinite,
     )  # fmt: skip
     return AmpHandle(handle, verbose) if on else NoOpHandle()
 

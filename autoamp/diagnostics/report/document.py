@@ -49,8 +49,8 @@ def report_of(handle: Any, **more: Any) -> dict[str, Any]:
         more: Entries that are added.
 
     Returns:
-        ``schema``, ``kind``, ``verdict``, ``faults``, ``remedies``, ``timeline``, ``skips``, ``samples``, ``trace``,
-        ``values``, ``modules``, ``lists``, ``coverage``, ``versions``, and what was given.
+        ``schema``, ``kind``, ``verdict``, ``faults``, ``nonfinite_steps``, ``remedies``, ``timeline``, ``skips``,
+        ``samples``, ``trace``, ``values``, ``modules``, ``lists``, ``coverage``, ``versions``, and what was given.
     """
     recording: Recording | None = handle.recording
     samples = Samples() if recording is None else recording.samples
@@ -65,6 +65,7 @@ def report_of(handle: Any, **more: Any) -> dict[str, Any]:
         "device_type": settings.device_type,
         "verdict": _verdict(handle, 0 if recording is None else recording.compared, steps, skips, faults),
         "faults": faults,
+        "nonfinite_steps": _nonfinite(handle),
         "remedies": remedies([*faults, *skips["groups"]], trace["hints"], settings.table),
         "timeline": _timeline(handle, recording, steps),
         "skips": skips,
@@ -100,7 +101,7 @@ def failures(document: Mapping[str, Any], what: str) -> list[str]:
     Args:
         document: What `report_of` returned.
         what: ``"overflow"``: skips that are no part of the scale search, and were located. ``"skip"``: all skips. Both:
-            overflows in steps that were taken.
+            overflows in steps that were taken, and gradients with inf or nan in steps that no loss scale guards.
 
     Raises:
         UsageError: ``what`` is neither.
@@ -108,6 +109,9 @@ def failures(document: Mapping[str, Any], what: str) -> list[str]:
     if what not in ("overflow", "skip"):
         raise UsageError(f"--fail-on {what!r} is unknown; choose 'overflow' or 'skip'")
     taken = [f"step {fault['step']}: {fault['sentence']}; {fault['remedy']}" for fault in document["faults"]]
+    bad = document.get("nonfinite_steps")
+    if bad and bad["total"]:
+        taken.append(f"{counted(bad['total'], 'step')} with inf or nan: {bad['steps'][0]['sentence']}")
     return taken + [
         f"{group['count']} of kind {_NAMES[group['kind']]}: {group['sentence']}"
         for group in document["skips"]["groups"]
@@ -135,7 +139,7 @@ def _short(dtype: torch.dtype) -> str:
 def _skips(handle: Any, recording: Recording | None) -> dict[str, Any]:
     """Return the skips one by one and in groups of one cause; of a group the first is shown."""
     found = [] if recording is None else recording.skips
-    if recording is None and handle.overflows is not None:
+    if recording is None:
         found = [(one.iteration, one.loss_scale, one) for one in handle.overflows.all]
     events: list[dict[str, Any]] = []
     groups: dict[Any, dict[str, Any]] = {}
@@ -179,6 +183,18 @@ def _entry(entry: Entry | None) -> dict[str, Any] | None:
     return {"names": list(entry.names), "of_module": entry.of_module, "text": str(entry)}
 
 
+def _nonfinite(handle: Any) -> dict[str, Any]:
+    """Return the steps without a loss scale whose gradients held inf or nan."""
+    steps = [
+        {
+            "step": one.step, "optimizer": one.optimizer, "parameters": list(one.parameters), "skipped": one.skipped,
+            "sentence": str(one), "overflow": None if one.overflow is None else one.overflow.to_dict(),
+        }
+        for one in handle.nonfinite.found
+    ]  # fmt: skip
+    return {"total": handle.nonfinite.total, "steps": steps}
+
+
 def _faults(recording: Recording | None) -> list[dict[str, Any]]:
     """Return what half precision spoiled in steps that were taken."""
     return [
@@ -210,7 +226,7 @@ def _verdict(
     ]  # fmt: skip
     if faults:
         sentence = f"{faults[0]['sentence']}; {sentence}"
-    elif handle.overflows is None:
+    elif not handle.overflows.always:
         sentence += "; overflows were not traced"
     elif forward:
         first = forward[0]

@@ -105,7 +105,7 @@ class Recording(Watch):
         self.compared = 0
         self.compared_seconds = 0.0
         self.unchecked: str | None = None
-        self._check = None if handle.overflows is None else StepCheck(handle)
+        self._check = StepCheck(handle) if handle.overflows.always else None
         self._handle = handle
         self._sample, self._times = sample, times
         self._began = time.perf_counter()
@@ -113,7 +113,7 @@ class Recording(Watch):
         self._graphs = compiled_graphs()
         self._graphs_at_end: int | None = None
         self._guarded_steps = handle.optimizers.counts.steps
-        self._skipped = handle.optimizers.counts.skipped
+        self._skipped = handle.optimizers.counts.all_skipped
         self._running: tuple[int, str, Any, int, float] | None = None
         self._held: Watch | None = None
         self._stack = contextlib.ExitStack()
@@ -145,9 +145,8 @@ class Recording(Watch):
         stack.callback(self._handle.on_step(self._guarded_stepped))
         stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         stack.callback(register_optimizer_step_post_hook(self._stepped).remove)
-        if overflows is not None:
-            overflows.listeners.append(self._overflowed)
-            stack.callback(overflows.listeners.remove, self._overflowed)
+        overflows.listeners.append(self._overflowed)
+        stack.callback(overflows.listeners.remove, self._overflowed)
         self._note_scale()
         if self._sample:
             self._hold()
@@ -227,21 +226,21 @@ class Recording(Watch):
         optimizers = self._handle.optimizers
         if len(self.scales) >= _MOST_POINTS or (self.active and not self._known_now()):
             return
-        own = optimizers.counts.own
-        scale = optimizers.scalers[0].loss_scale if own is None else own.loss_scale
+        scale = optimizers.counts.loss_scale(optimizers.scalers[0].loss_scale)
         if not self.scales or self.scales[-1][1] != scale:
             self.scales.append((self.steps, float(scale)))
 
     def _note_skips(self) -> None:
         """Note skips that nobody explained."""
-        if self._handle.overflows is not None or not self._known_now():
+        if self._handle.overflows.always or not self._known_now():
             return
-        total = self._handle.optimizers.counts.skipped
+        total = self._handle.optimizers.counts.all_skipped
         for _ in range(min(total - self._skipped, _MOST_SKIPS - len(self.skips))):
             self.skips.append((self.steps, self.scales[-1][1] if self.scales else None, None))
         self._skipped = total
 
     def _overflowed(self, found: Overflow) -> None:
+        self._skipped += 1
         if len(self.skips) < _MOST_SKIPS:
             self.skips.append((self.steps, found.loss_scale, found))
         check, cause = self._check, cause_of(found)

@@ -146,12 +146,14 @@ class StepCheck:
         """Return what half precision spoils in the step at hand though its gradients are finite; None where nothing.
 
         Raises:
-            CannotReplay: A call cannot be run again, or none was recorded.
+            CannotReplay: A call cannot be run again, or none was recorded outside of the program's own regions.
         """
-        records = [record for record in self._handle.overflows.records_of_step() if record.passes]
         latest = self._handle.overflows.recorder.latest
-        if not records and latest is None:
-            raise CannotReplay("no call of a module was recorded")
+        recorded = [record for record in self._handle.overflows.records_of_step() if record.passes]
+        # The program chose what is half there. Nobody runs its modules again in a step that is clean.
+        records = [record for record in recorded if record.autocast is None]
+        if not records and (latest is None or latest.autocast is not None):
+            raise CannotReplay("no call of a module was recorded outside of torch.autocast")
         # Gradients are recorded where the loss is scaled. Elsewhere the last call of a model is looked at.
         with self._apart(records or [latest]):
             if not records:

@@ -1,0 +1,248 @@
+"""Steps that no loss scale guards: inf or nan in the gradients is seen before the optimizer writes it into weights.
+
+bf16 and fp32 have no loss scale, and neither has fp16 at a scale of 1. Torch's hook of all optimizers sees each step
+there. On a CPU the gradients are looked at right then. Elsewhere a flag is computed, and read once it has arrived,
+unless the step is to be left out or to raise: then it waits for the device.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from autoamp.diagnostics.own_scaler import OwnScaler
+from autoamp.diagnostics.verdicts import Overflow
+from autoamp.errors import NonFiniteGradientsError, UsageError, warn_user
+from autoamp.scaling import UnreadFlags, is_flat, is_sharded, local_parts, non_finite, total_norm
+from autoamp.stepping import GuardedOptimizers, has_other_guard, named_params, several_processes, stepped_params
+
+__all__ = ["NonFiniteStep", "NonFiniteSteps"]
+
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class NonFiniteStep:
+    """A step without a loss scale whose gradients or loss held inf or nan. ``str()`` of it is a sentence.
+
+    Attributes:
+        step: How many steps of optimizers came before it.
+        optimizer: The class of the optimizer.
+        parameters: The first parameters whose gradients are not finite, or whose weights are after the step; none where
+            only the loss is not.
+        skipped: Whether the step was left out.
+        overflow: What made the inf or nan, where that was looked for.
+    """
+
+    step: int
+    optimizer: str
+    parameters: tuple[str, ...]
+    skipped: bool
+    overflow: Overflow | None = None
+
+    def __str__(self) -> str:
+        where = f"the gradients of {', '.join(self.parameters)}" if self.parameters else "the loss"
+        done = ", and is left out" if self.skipped else ""
+        cause = "" if self.overflow is None else f": {self.overflow.cause}"
+        return f"step {self.step} of {self.optimizer} has inf or nan in {where}{done}{cause}"
+
+
+class NonFiniteSteps:
+    """Looks at the gradients of each step of torch's optimizers, from `start` to `stop`, but for guarded ones.
+
+    Args:
+        optimizers: Those of the handle, with their guards.
+        action: What to do with such a step: ``"warn"``, ``"raise"`` or ``"skip"``.
+
+    Attributes:
+        action: As given.
+        last_skipped: Whether the last step was left out.
+        own_scaler: Counts the skips of the program's own `GradScaler`.
+    """
+
+    keeps = 1000
+
+    def __init__(self, optimizers: GuardedOptimizers, action: str) -> None:
+        self._total = 0
+        self.last_skipped = False
+        self.action = action
+        self.own_scaler = OwnScaler(optimizers)
+        self._optimizers = optimizers
+        self._found: list[NonFiniteStep] = []
+        self._in_a_row = 0
+        self._told: set[Any] = set()
+        self._unread = UnreadFlags()
+        self._hooks: list[Any] = []
+        # The gradients that an optimizer is not to see in its step.
+        self._hidden: list[tuple[Tensor, Tensor]] = []
+
+    def start(self) -> None:
+        """Look on from now on."""
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before),
+            register_optimizer_step_post_hook(self._after),
+        ]
+
+    def stop(self) -> None:
+        """Look on no more."""
+        while self._hooks:
+            self._hooks.pop().remove()
+        self._unread.catch_up()
+        self.own_scaler.catch_up()
+
+    @property
+    def total(self) -> int:
+        """How many steps had gradients with inf or nan. Waits as `found` does."""
+        self._unread.catch_up()
+        return self._total
+
+    @property
+    def found(self) -> Sequence[NonFiniteStep]:
+        """The first of these steps. Waits for the device where that alone knows of the last ones."""
+        self._unread.catch_up()
+        return tuple(self._found)
+
+    # -- hooks --
+
+    def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
+        if torch.compiler.is_dynamo_compiling():
+            return None
+        self.last_skipped = False
+        if self.own_scaler.stepping:
+            self.own_scaler.optimizer_called(optimizer)
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            self._look(optimizer)
+            return None
+
+        def looking() -> Any:
+            loss = closure()
+            self._show_hidden()
+            self._look(optimizer)
+            return loss
+
+        return ((args[0], looking, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": looking})
+
+    def _after(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._show_hidden()
+
+    def _show_hidden(self) -> None:
+        hidden, self._hidden = self._hidden, []
+        for param, grad in hidden:
+            param.grad = grad
+
+    # -- a step --
+
+    def _look(self, optimizer: Any) -> None:
+        """Look at the gradients that an optimizer is about to step by."""
+        if self._is_checked(optimizer) or _is_capturing():
+            return
+        params = [param for param in stepped_params(optimizer) if param.grad is not None]
+        watch = self._optimizers.watch
+        # A loss is of one rank, and all ranks are to do the same.
+        losses = [] if watch is None or several_processes() else watch.unscaled
+        flag = _holds_non_finite([*(param.grad for param in params), *losses])  # type: ignore[list-item]
+        if flag is None:
+            return
+        # A guarded step was counted as it began.
+        number = self._optimizers.counts.all - (self._optimizers.guard_of(optimizer) is not None)
+        waits = self.action != "warn" or (watch is not None and watch.wants_flags)
+        if not waits and self._unread.serves(flag.device):
+            self._unread.add(flag, functools.partial(self._known, number, weakref.ref(optimizer)), urgent=True)
+            return
+        if self.action == "skip" and several_processes() and any(is_sharded(p) or is_flat(p) for p in params):
+            raise UsageError(
+                "on_nonfinite='skip' looks at the shards of this rank alone, and others would take the step; "
+                "choose on_nonfinite='raise'"
+            )
+        named = ((name, param.grad) for name, param in named_params(optimizer) if param.grad is not None)
+        # The sum of large finite squares is inf as well.
+        if not bool(flag) or not ((names := non_finite(named)) or non_finite(("", loss) for loss in losses)):
+            self._in_a_row = 0
+            return
+        self._take_note(NonFiniteStep(number, type(optimizer).__name__, tuple(names), self.action == "skip"), params)
+
+    def _is_checked(self, optimizer: Any) -> bool:
+        """Tell whether the step is left out by others where gradients overflowed."""
+        if self.own_scaler.stepping or getattr(optimizer, "found_inf", None) is not None:
+            return True
+        guard = self._optimizers.guard_of(optimizer)
+        if guard is None:
+            return has_other_guard(optimizer)
+        return guard.checks.last is not None and guard.checks.last[0].checks
+
+    def _take_note(self, found: NonFiniteStep, params: Sequence[Tensor]) -> None:
+        self._in_a_row += 1
+        # In a row of steps that are taken the weights are not finite any more.
+        if self._in_a_row == 1 or found.skipped:
+            watch = self._optimizers.watch
+            found = replace(found, overflow=None if watch is None else watch.step_not_finite())
+        self._note(found)
+        if self.action == "raise":
+            raise NonFiniteGradientsError(f"{found}; {self._remedy(found)}", found.overflow)
+        if found.skipped:
+            self._hidden = [(param, param.grad) for param in params]  # type: ignore[misc]
+            for param in params:
+                param.grad = None
+            self.last_skipped = True
+            self._optimizers.counts.add_skip()
+            if self._in_a_row >= self._optimizers.max_consecutive_skips:
+                self._show_hidden()
+                raise NonFiniteGradientsError(
+                    f"{self._in_a_row} steps in a row were left out for inf or nan in the gradients, as "
+                    f"max_consecutive_skips says: {found}; {self._remedy(found)}",
+                    found.overflow,
+                )
+
+    def _known(self, number: int, reference: weakref.ref[Any], not_finite: bool) -> None:
+        """Hear of a step that was taken."""
+        optimizer = reference()
+        if not not_finite or optimizer is None:
+            return
+        # Looked for in the weights, as the gradients are those of a later step; once, as that waits for the device.
+        names = () if self._found else tuple(non_finite(named_params(optimizer)))
+        watch = self._optimizers.watch
+        overflow = None if watch is None or self._found else watch.step_not_finite(late=True)
+        self._note(NonFiniteStep(number, type(optimizer).__name__, names, False, overflow))
+
+    def _note(self, found: NonFiniteStep) -> None:
+        self._total += 1
+        if len(self._found) < self.keeps:
+            self._found.append(found)
+        place = None if found.overflow is None else found.overflow.place
+        if self.action != "raise" and place not in self._told:
+            self._told |= {None, place}
+            warn_user(f"{found}; {self._remedy(found)}. Others are counted")
+
+    def _remedy(self, found: NonFiniteStep) -> str:
+        """Return what to do: about the cause where that is known, else how to get to know it."""
+        advice = "look at the data, the loss and the learning rate"
+        if found.overflow is None:
+            advice += ". What made it is not known, as this step was not watched: trace_overflow=True names the op"
+        elif found.overflow.suggestion is not None:
+            advice = found.overflow.suggestion
+        more = "; on_nonfinite='skip' leaves such steps out, 'raise' stops before them" if self.action == "warn" else ""
+        return advice + more
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def _holds_non_finite(grads: Sequence[Tensor]) -> Tensor | None:
+    """Return a flag of one element that tells of inf or nan in any of several gradients; None for none.
+
+    On a CPU it may be set for finite values above 1e19 too: there a largest value takes 30 times as long as a 2-norm.
+    """
+    local = local_parts(list(grads))
+    if not local:
+        return None
+    on_cpu = all(grad.is_cpu for grad in local)
+    return total_norm(local, 2.0 if on_cpu else torch.inf).isfinite().logical_not()

@@ -1,0 +1,125 @@
+"""The program's own `torch.amp.GradScaler`: its skipped steps are counted and explained, its numbers stay untouched."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoamp.patching import imitate
+from autoamp.scaling import StaticLossScaler, UnreadFlags
+from autoamp.stepping import GuardedOptimizers, Skips
+
+__all__ = ["OwnScaler"]
+
+# A scale that was backed off to 0 is told as this.
+_LOWEST = 2.0**-126
+
+
+class OwnScaler:
+    """Counts the steps that a `torch.amp.GradScaler` of the program skips.
+
+    Args:
+        optimizers: Those of the handle; they count the skips.
+
+    Attributes:
+        stepping: Whether such a scaler steps an optimizer now: it has checked the gradients.
+    """
+
+    def __init__(self, optimizers: GuardedOptimizers) -> None:
+        self.stepping = False
+        self._optimizers = optimizers
+        self._skips: weakref.WeakKeyDictionary[Any, Skips] = weakref.WeakKeyDictionary()
+        self._unread = UnreadFlags()
+        # Set as the optimizer is called; the flag is there where the optimizer itself skips, as fused ones do.
+        self._called = False
+        self._flag: Tensor | None = None
+
+    def builders(self) -> list[tuple[Any, str, Callable[[Any], Any]]]:
+        """Return what to patch: the owner, the attribute, and what builds the replacement of it."""
+        return [(torch.amp.GradScaler, "scale", self._around_scale), (torch.amp.GradScaler, "step", self._around_step)]
+
+    def catch_up(self) -> None:
+        """Learn what became of the last steps where only the device knows it; waits for the device."""
+        self._unread.catch_up()
+
+    def optimizer_called(self, optimizer: Any) -> None:
+        """Take note that the optimizer is called within the scaler's ``step``."""
+        self._called = True
+        flag = getattr(optimizer, "found_inf", None)
+        self._flag = flag if isinstance(flag, Tensor) else None
+
+    def _around_scale(self, original: Any) -> Any:
+        def scale(self_: Any, outputs: Any) -> Any:
+            scaled = original(self_, outputs)
+            watch = self._optimizers.watch
+            if watch is not None and isinstance(outputs, Tensor) and self_.is_enabled() and not _is_compiling():
+                watch.loss_scaled(outputs, _LazyScale(self_))
+            return scaled
+
+        return imitate(scale, original)
+
+    def _around_step(self, original: Any) -> Any:
+        def step(self_: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.stepping or not self_.is_enabled() or _is_compiling():
+                return original(self_, optimizer, *args, **kwargs)
+            if self._optimizers.rehearsal is not None:
+                raise self._optimizers.rehearsal.step_reached()
+            self._optimizers.counts.own_scale = _LazyScale(self_)
+            self.stepping, self._called, self._flag = True, False, None
+            try:
+                result = original(self_, optimizer, *args, **kwargs)
+            finally:
+                self.stepping = False
+            self._count(self_, optimizer)
+            return result
+
+        return imitate(step, original)
+
+    def _count(self, scaler: Any, optimizer: Any) -> None:
+        """Count the step that the scaler has just taken or skipped."""
+        guard, flag = self._optimizers.guard_of(optimizer), self._flag
+        if guard is None and optimizer not in self._skips:
+            self._skips[optimizer] = Skips(type(optimizer).__name__, self._optimizers)
+        skips = self._skips[optimizer] if guard is None else guard.skips
+        if not self._called:
+            self._optimizers.own_scaler_skips(skips)
+        if flag is not None and self._unread.serves(flag.device):
+            self._unread.add(flag, functools.partial(_tell_late, skips, weakref.ref(scaler)), urgent=True)
+        elif not self._called or (flag is not None and bool(flag)):
+            scale = scaler.get_scale()
+            skips.count(True, _scaler_after(scale * scaler.get_backoff_factor()), scale)
+        elif guard is None:
+            skips.count(False)
+        if not self._called and self._optimizers.on_stepped is not None:
+            self._optimizers.on_stepped(skips)
+
+
+class _LazyScale:
+    """The scale of a `GradScaler`, which is read when it is needed: reading it may wait for the device."""
+
+    def __init__(self, scaler: Any) -> None:
+        self._scaler = scaler
+
+    def __float__(self) -> float:
+        return float(self._scaler.get_scale())
+
+
+def _scaler_after(scale: float) -> StaticLossScaler:
+    return StaticLossScaler(max(scale, _LOWEST))
+
+
+def _tell_late(skips: Skips, reference: weakref.ref[Any], skipped: bool) -> None:
+    """Count a step that was taken earlier. By now the scaler has been updated once for it."""
+    scaler = reference()
+    scale = scaler.get_scale() if skipped and scaler is not None else 1.0
+    backoff = 1.0 if scaler is None else scaler.get_backoff_factor()
+    skips.tell(_scaler_after(scale), scale / backoff, skipped)
+
+
+def _is_compiling() -> bool:
+    return torch.compiler.is_dynamo_compiling()
