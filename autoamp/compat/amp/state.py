@@ -15,6 +15,7 @@ from torch import Tensor
 from autoamp import runtime
 from autoamp.casting import CastCache
 from autoamp.compat.amp.properties import Properties
+from autoamp.compat.early.scalers import set_scale
 from autoamp.errors import UsageError
 from autoamp.runtime import BaseHandle, current_handle, current_runtime
 from autoamp.scaling import DynamicLossScaler, LossScaler
@@ -49,11 +50,7 @@ class ScalerView:
 
     @_loss_scale.setter
     def _loss_scale(self, scale: float) -> None:
-        if isinstance(self._scaler, DynamicLossScaler):
-            # Apex took any scale that was written; the bounds held for its own moves.
-            self._scaler.max_loss_scale = max(self._scaler.max_loss_scale, float(scale))
-            self._scaler.min_loss_scale = min(self._scaler.min_loss_scale, float(scale))
-        self._load(float(scale), self._scaler.unskipped)
+        set_scale(self._scaler, scale)
 
     @property
     def _unskipped(self) -> int:
@@ -61,7 +58,7 @@ class ScalerView:
 
     @_unskipped.setter
     def _unskipped(self, count: int) -> None:
-        self._load(self._scaler.loss_scale, int(count))
+        self._scaler.load_state_dict({"loss_scale": self._scaler.loss_scale, "unskipped": int(count)})
 
     @property
     def _scale_seq_len(self) -> int:
@@ -138,9 +135,6 @@ class ScalerView:
         pending = [check for guard in guards for check in guard.checks.pending if check.scaler is self._scaler]
         read_checks(pending)
         return pending
-
-    def _load(self, scale: float, unskipped: int) -> None:
-        self._scaler.load_state_dict({"loss_scale": scale, "unskipped": unskipped})
 
     def __getattr__(self, name: str) -> Any:
         if name in ("_scaler", "_buffer"):

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from autoamp import fp16_utils, scaling
 
-__all__ = ["DynamicLossScaler", "LossScaler", "PokedDynamicScaler", "PokedStaticScaler"]
+__all__ = ["DynamicLossScaler", "LossScaler", "PokedDynamicScaler", "PokedStaticScaler", "set_scale"]
 
 
-def _poke(scaler: scaling.LossScaler, scale: float) -> None:
+def set_scale(scaler: scaling.LossScaler, scale: float) -> None:
     """Set a scaler's scale. As in Apex it may be beyond a dynamic scaler's limits, which give way.
 
     Raises:
@@ -34,7 +34,7 @@ class _Poked(scaling.LossScaler):
 
     @cur_scale.setter
     def cur_scale(self, scale: float) -> None:
-        _poke(self, scale)
+        set_scale(self, scale)
 
 
 class PokedStaticScaler(_Poked, scaling.StaticLossScaler):
@@ -55,12 +55,10 @@ class PokedDynamicScaler(_Poked, scaling.DynamicLossScaler):
         return self.growth_interval
 
 
-class LossScaler(fp16_utils.LossScaler):
-    """`autoamp.fp16_utils.LossScaler` with ``cur_scale``.
+class _HoldsScaler:
+    """A scaler that holds another, whose scale is its ``cur_scale``."""
 
-    Args:
-        scale: The scale.
-    """
+    _scaler: scaling.LossScaler
 
     @property
     def cur_scale(self) -> float:
@@ -69,14 +67,22 @@ class LossScaler(fp16_utils.LossScaler):
 
     @cur_scale.setter
     def cur_scale(self, scale: float) -> None:
-        _poke(self._scaler, scale)
+        set_scale(self._scaler, scale)
+
+
+class LossScaler(_HoldsScaler, fp16_utils.LossScaler):
+    """`autoamp.fp16_utils.LossScaler` with ``cur_scale``.
+
+    Args:
+        scale: The scale.
+    """
 
     @staticmethod
     def _has_inf_or_nan(x: Tensor) -> bool:
         return False
 
 
-class DynamicLossScaler(fp16_utils.DynamicLossScaler):
+class DynamicLossScaler(_HoldsScaler, fp16_utils.DynamicLossScaler):
     """`autoamp.fp16_utils.DynamicLossScaler` with ``cur_scale`` and further names of ``has_overflow``.
 
     Args:
@@ -85,15 +91,6 @@ class DynamicLossScaler(fp16_utils.DynamicLossScaler):
             without one.
         scale_window: See ``scale_factor``.
     """
-
-    @property
-    def cur_scale(self) -> float:
-        """The scale; it may be written."""
-        return self._scaler.loss_scale
-
-    @cur_scale.setter
-    def cur_scale(self, scale: float) -> None:
-        _poke(self._scaler, scale)
 
     def has_overflow_serial(self, params: Iterable[Tensor]) -> bool:
         """Do what ``has_overflow`` does. The name is from a time with another check for several processes."""

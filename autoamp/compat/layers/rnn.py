@@ -227,7 +227,38 @@ def _lstm(gates: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
     return (torch.sigmoid(leave) * torch.tanh(following)).to(gates.dtype), following
 
 
-class stackedRNN(Module):  # noqa: N801
+class _Network(Module):
+    """What is asked of a network and done by each of its cells."""
+
+    def init_hidden(self, bsz: int) -> None:
+        """Begin from zeros where there is no hidden state for this batch size."""
+        for rnn in self._cells():
+            rnn.init_hidden(bsz)
+
+    def reset_hidden(self, bsz: int) -> None:
+        """Begin from zeros."""
+        for rnn in self._cells():
+            rnn.reset_hidden(bsz)
+
+    def detach_hidden(self) -> None:
+        """Cut the hidden state from the graph that computed it, and go on from its values.
+
+        Raises:
+            UsageError: There is no hidden state yet.
+        """
+        for rnn in self._cells():
+            rnn.detach_hidden()
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew."""
+        for rnn in self._cells():
+            rnn.reset_parameters()
+
+    def _cells(self) -> list[RNNCell]:
+        return [module for module in self.modules() if isinstance(module, RNNCell)]
+
+
+class stackedRNN(_Network):  # noqa: N801
     """Layers of one kind of cell; each runs on the output of the one before. The cells are ``rnns.0``, ``rnns.1``, ...
 
     Args:
@@ -281,35 +312,8 @@ class stackedRNN(Module):  # noqa: N801
         hidden = tuple(torch.stack(steps) if collect_hidden else steps[0] for steps in found)
         return output.transpose(0, 1) if self.batch_first else output, hidden
 
-    def init_hidden(self, bsz: int) -> None:
-        """Begin from zeros where there is no hidden state for this batch size."""
-        for rnn in self._cells():
-            rnn.init_hidden(bsz)
 
-    def reset_hidden(self, bsz: int) -> None:
-        """Begin from zeros."""
-        for rnn in self._cells():
-            rnn.reset_hidden(bsz)
-
-    def detach_hidden(self) -> None:
-        """Cut the hidden state from the graph that computed it, and go on from its values.
-
-        Raises:
-            UsageError: There is no hidden state yet.
-        """
-        for rnn in self._cells():
-            rnn.detach_hidden()
-
-    def reset_parameters(self) -> None:
-        """Draw all parameters anew."""
-        for rnn in self._cells():
-            rnn.reset_parameters()
-
-    def _cells(self) -> list[RNNCell]:
-        return [rnn for rnn in self.rnns if isinstance(rnn, RNNCell)]
-
-
-class bidirectionalRNN(Module):  # noqa: N801
+class bidirectionalRNN(_Network):  # noqa: N801
     """Two stacks, ``fwd`` and ``bckwrd``, that run over the sequence in both directions; their features are joined.
 
     Arguments as for `stackedRNN`.
@@ -329,30 +333,6 @@ class bidirectionalRNN(Module):  # noqa: N801
         back_output, back_hidden = self.bckwrd(input, collect_hidden, reverse=True)
         joined = tuple(torch.cat(pair, -1) for pair in zip(hidden, back_hidden, strict=True))
         return torch.cat([output, back_output], -1), joined
-
-    def init_hidden(self, bsz: int) -> None:
-        """Begin from zeros where there is no hidden state for this batch size."""
-        self.fwd.init_hidden(bsz)
-        self.bckwrd.init_hidden(bsz)
-
-    def reset_hidden(self, bsz: int) -> None:
-        """Begin from zeros."""
-        self.fwd.reset_hidden(bsz)
-        self.bckwrd.reset_hidden(bsz)
-
-    def detach_hidden(self) -> None:
-        """Cut the hidden state from the graph that computed it, and go on from its values.
-
-        Raises:
-            UsageError: There is no hidden state yet.
-        """
-        self.fwd.detach_hidden()
-        self.bckwrd.detach_hidden()
-
-    def reset_parameters(self) -> None:
-        """Draw all parameters anew."""
-        self.fwd.reset_parameters()
-        self.bckwrd.reset_parameters()
 
 
 def _maker(cell: type[RNNCell], name: str) -> Any:
