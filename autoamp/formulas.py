@@ -194,8 +194,11 @@ def _lamb_(
     beta2: float, eps: float, step: int, weight_decay: float, decoupled: bool, bias_correction: bool,
     grad_averaging: bool, always_adapt: bool, global_norm: Tensor, max_norm: float,
 ) -> None:  # fmt: skip
-    """Step by LAMB (algorithm 2), after clipping by the global norm of all gradients where ``max_norm`` is above 0."""
-    grads = clipped(grads, global_norm, max_norm)
+    """Step by LAMB (algorithm 2), after clipping by the global norm of all gradients where ``max_norm`` is above 0.
+
+    The list ``grads`` then holds the clipped gradients, so that fp32 copies which only it held are freed.
+    """
+    grads[:] = clipped(grads, global_norm, max_norm)
     if weight_decay and not decoupled:
         grads = list(torch._foreach_add(grads, values, alpha=weight_decay))
     average_(grads, firsts, seconds, beta1, 1.0 - beta1 if grad_averaging else 1.0, beta2)
