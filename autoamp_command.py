@@ -43,8 +43,8 @@ what to do with a step that no loss scale guards (bf16, fp32) and whose gradient
 """
 
 _CAPSULE_HELP = """\
-write the first skipped step of each cause to a file in this folder, for autoamp replay: it holds the weights and inputs
-of the step; implies --trace-overflow
+write the first step of each cause of inf or nan to a file in this folder, for autoamp replay: it holds the weights and
+inputs of the step; implies --trace-overflow
 """
 
 _PROFILE_HELP = """\

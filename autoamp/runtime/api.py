@@ -73,8 +73,8 @@ def init(
             the half dtype.
         trace_overflow: Explain each skipped step, in `Handle.last_overflow`; see docs/diagnostics.md. It changes no
             result. A skipped step is run again, forward and backward, some times.
-        capsule: A folder. The first skipped step of each cause is written to a file there, for ``autoamp replay``: with
-            the weights and the inputs of the step. Implies ``trace_overflow``; needs cloudpickle.
+        capsule: A folder. The first step of each cause of inf or nan is written to a file there, for
+            ``autoamp replay``, with the weights and inputs of the step. Implies ``trace_overflow``; needs cloudpickle.
         on_nonfinite: What to do with a step that no loss scale guards and whose gradients hold inf or nan: tell of it
             once, raise `NonFiniteGradientsError` before it, or leave it out. The last two wait for a GPU at each step.
 

@@ -73,15 +73,18 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="these programs run in forks")
 @pytest.mark.parametrize(
-    ("fault", "named"),
+    ("fault", "dtype", "scale", "named"),
     [
-        ("forward", "mul in module Net at helper.py:4 made inf"),
-        ("backward", "the backward pass of Divided"),
-        ("data", "the input x of Net holds nan at batch index 5"),
+        ("forward", "fp16", "16", "mul in module Net at helper.py:4 made inf"),
+        ("backward", "fp16", "16", "the backward pass of Divided"),
+        ("data", "fp16", "16", "the input x of Net holds nan at batch index 5"),
+        ("backward", "bf16", "1", "the backward pass of Divided"),
     ],
 )
-def test_a_step_is_run_again_with_nothing_but_its_file(fault: str, named: str, script: Path) -> None:
-    run = launched(script.parent, {"run": [*RUN, script.name, fault]})["run"]
+def test_a_step_is_run_again_with_nothing_but_its_file(
+    fault: str, dtype: str, scale: str, named: str, script: Path
+) -> None:
+    run = launched(script.parent, {"run": [*RUN, "--dtype", dtype, "--loss-scale", scale, script.name, fault]})["run"]
     assert run.code == 0, run.err
     (file,) = (script.parent / "capsules").iterdir()
     assert f"writing {file}, 0." in run.err
