@@ -33,6 +33,7 @@ class LossScaler(ScalerView):
     warned_no_fused_kernel = False
     warned_unscaling_non_fp32_grad = False
     has_fused_kernel = True
+    _has_overflow = False
 
     def __init__(
         self,
@@ -52,20 +53,11 @@ class LossScaler(ScalerView):
         else:
             scaler = scaling.StaticLossScaler(float(loss_scale))
         super().__init__(scaler)
-        self._overflowed = False
-
-    @property
-    def _has_overflow(self) -> bool:
-        return self._overflowed
-
-    @_has_overflow.setter
-    def _has_overflow(self, overflow: bool) -> None:
-        self._overflowed = bool(overflow)
 
     def clear_overflow_state(self) -> None:
         """Forget what earlier calls of ``unscale`` found."""
         super().clear_overflow_state()
-        self._overflowed = False
+        self._has_overflow = False
 
     @torch.no_grad()
     def unscale(
@@ -120,10 +112,10 @@ class LossScaler(ScalerView):
         if values:
             torch._foreach_copy_(list(master_grads), list(values))
             norms = torch._foreach_norm(list(values), float("inf"))
-            self._overflowed |= not all(bool(torch.isfinite(norm)) for norm in norms)
+            self._has_overflow |= not all(bool(torch.isfinite(norm)) for norm in norms)
 
     def update_scale(self) -> bool:
         """Move the scale by what was found, and tell whether the step is to be skipped: never for a static scale."""
-        overflow = self._overflowed or (self._buffer is not None and bool(self._buffer.any()))
+        overflow = self._has_overflow or (self._buffer is not None and bool(self._buffer.any()))
         self._scaler.update(overflow)
         return overflow and self.dynamic
