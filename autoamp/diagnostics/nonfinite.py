@@ -1,8 +1,9 @@
 """Steps that no loss scale guards: inf or nan in the gradients is seen before the optimizer writes it into weights.
 
 bf16 and fp32 have no loss scale, and neither has fp16 at a scale of 1. Torch's hook of all optimizers sees each step
-there. On a CPU the gradients are looked at right then. Elsewhere a flag is computed, and read once it has arrived,
-unless the step is to be left out or to raise: then it waits for the device.
+there. If the step is to be left out or to raise, all gradients are looked at, and the host waits for the device. For a
+warning the loss is enough: gradients that are not finite make the next loss so. On a CPU vectors such as biases tell of
+most backward passes in the same step. On other devices a flag is read once it has arrived.
 """
 
 from __future__ import annotations
@@ -146,14 +147,15 @@ class NonFiniteSteps:
             return
         params = [param for param in stepped_params(optimizer) if param.grad is not None]
         watch = self._optimizers.watch
-        # A loss is of one rank, and all ranks are to do the same.
-        losses = [] if watch is None or several_processes() else watch.unscaled
-        flag = _holds_non_finite([*(param.grad for param in params), *losses])  # type: ignore[list-item]
+        waits = self.action != "warn" or (watch is not None and watch.wants_flags)
+        # A loss is of one rank. Unless that rank only warns, all ranks are to do the same.
+        losses = [] if watch is None or (self.action != "warn" and several_processes()) else watch.unscaled
+        grads = [param.grad for param in params if waits or not losses or (param.is_cpu and param.dim() < 2)]
+        flag = _holds_non_finite(grads, losses)  # type: ignore[arg-type]
         if flag is None:
             return
         # A guarded step was counted as it began.
         number = self._optimizers.counts.all - (self._optimizers.guard_of(optimizer) is not None)
-        waits = self.action != "warn" or (watch is not None and watch.wants_flags)
         if not waits and self._unread.serves(flag.device):
             self._unread.add(flag, functools.partial(self._known, number, weakref.ref(optimizer)), urgent=True)
             return
@@ -236,13 +238,17 @@ def _is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def _holds_non_finite(grads: Sequence[Tensor]) -> Tensor | None:
-    """Return a flag of one element that tells of inf or nan in any of several gradients; None for none.
+def _holds_non_finite(grads: Sequence[Tensor], losses: Sequence[Tensor]) -> Tensor | None:
+    """Return a flag of one element that tells of inf or nan in any of these; None where there are none.
 
     On a CPU it may be set for finite values above 1e19 too: there a largest value takes 30 times as long as a 2-norm.
     """
-    local = local_parts(list(grads))
+    local, losses = local_parts(list(grads)), local_parts(list(losses))
+    if losses and not local:
+        # Not 0 for inf and nan: fewer kernels than a norm has.
+        return functools.reduce(torch.add, ((loss - loss).to(losses[0].device) for loss in losses))
+    local += losses
     if not local:
         return None
-    on_cpu = all(grad.is_cpu for grad in local)
+    on_cpu = all(tensor.is_cpu for tensor in local)
     return total_norm(local, 2.0 if on_cpu else torch.inf).isfinite().logical_not()

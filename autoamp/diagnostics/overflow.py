@@ -54,7 +54,7 @@ class OverflowTrace:
         wants_flags: Whether verdicts are to be read at each step, since an overflow was not located in time.
         listeners: Called with each skip that was explained.
         capsules: Writes capsules of located overflows; None if nobody asked for them.
-        unscaled: The losses of the step at hand that nobody scaled.
+        unscaled: The losses of the step at hand at a scale of 1.
     """
 
     keeps = 1000

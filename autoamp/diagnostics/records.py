@@ -166,7 +166,7 @@ class Recorder:
         armed: Whether steps are recorded.
         records: The calls since the last step.
         losses: Takes note of the losses since then.
-        unscaled: The losses since then that nobody scaled, each of one element, without their graph.
+        unscaled: The losses since then at a scale of 1, each of one element, without their graph.
         paused: Whether nothing is kept, as in a step that is run again.
         sums: Whether of all outputs sums are kept, since the program was found to write to its outputs.
     """
@@ -211,6 +211,8 @@ class Recorder:
     def note_loss(self, loss: Tensor, scale: SupportsFloat) -> None:
         """Take note of a loss that is scaled, and whose backward pass is yet to begin."""
         self._told += 1
+        if not self.paused and type(scale) is float and scale == 1.0:
+            self._keep(loss)
         if self.armed and not self.paused:
             self.losses.note(loss, scale)
         elif self.losses.notes_lines:
@@ -238,10 +240,13 @@ class Recorder:
 
     def _note_unscaled(self, root: Any) -> None:
         if isinstance(root, Tensor) and root.grad_fn is not None and root.is_floating_point():
-            if root.numel() == 1 and len(self.unscaled) < _MAX_RECORDS:
-                self.unscaled.append(root.detach())
+            self._keep(root)
             if self.armed:
                 self.losses.note(root, 1.0)
+
+    def _keep(self, loss: Tensor) -> None:
+        if loss.numel() == 1 and len(self.unscaled) < _MAX_RECORDS:
+            self.unscaled.append(loss.detach())
 
     def wants_call(self) -> bool:
         """Tell whether a call that begins now is recorded; see `autoamp.modules.CallRecorder`."""
