@@ -355,7 +355,7 @@ class AmpHandle:
     @property
     def has_cache(self) -> bool:
         """Whether casts of parameters are kept while a module call runs."""
-        return self._handle.cache.enabled
+        return self._handle.is_active() and self._handle.cache.enabled
 
     @property
     def cache(self) -> CastCache:
