@@ -36,6 +36,7 @@ __all__ = [
     "TELLS_GRAPH_TASKS",
     "DispatchMode",
     "compiled_graphs",
+    "compiler_callback",
     "current_graph_task",
     "current_node",
     "default_store",
@@ -153,6 +154,11 @@ start_no_graph: Callable[[types.FunctionType], None] = _start_no_graph()
 """Keeps torch.compile from a graph that begins in a call of this function. Within a graph it is traced as others are.
 
 Where a name is missing it does nothing."""
+
+compiler_callback: Callable[[], Any] = _find("torch._C._dynamo.eval_frame.get_eval_frame_callback", lambda: None)
+"""What compiles the functions that are called now, in a call of what torch.compile returned; None or False for nothing.
+
+Where it is missing, always None."""
 
 current_graph_task: Callable[[], int] = _find("torch._C._current_graph_task_id", lambda: -1)
 """The number of the backward pass that runs in this thread, -1 for none. Where it is missing, always -1."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import SupportsFloat
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -26,6 +27,7 @@ from autoamp.diagnostics.records import Record, Recorder
 from autoamp.diagnostics.replay import CannotReplay, RecordedCall, kept_state, unfit, unwrapped
 from autoamp.diagnostics.verdicts import Communication, NotFiniteInFp32, NotLocated, Overflow, ScaleSearch
 from autoamp.stepping import Skips, several_processes
+from autoamp.torch_private import compiler_callback
 
 __all__ = ["OverflowTrace"]
 
@@ -122,6 +124,9 @@ class OverflowTrace:
                 self._judged = [], []
             return None
         if not self.recorder.armed:
+            if torch.compiler.is_dynamo_compiling() or compiler_callback():
+                # What records and explains would be compiled, again and again.
+                return None
             fixed = next_scale is not None and next_scale >= scale
             searched = skips.in_a_row > _SEARCHES and (scale <= _LOW_SCALE or skips.has_held)
             if fixed or searched:

@@ -215,7 +215,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "foreign": ({"scale": 3.0, "growth_factor": 2.0}, "'loss_scaler0' is missing"),
     "scale": ({"loss_scaler1": {"loss_scale": "big", "unskipped": 1}}, "'loss_scaler1': 'loss_scale' is 'big'"),
     "count": ({"loss_scaler1": {"loss_scale": 2.0, "unskipped": -1}}, "'loss_scaler1': 'unskipped' is -1"),
-    "skips": ({"skipped_steps": "many"}, "'skipped_steps': 'many' is no count"),
+    "skips": ({"skipped_steps": "many"}, "'skipped_steps': 'many' is not a whole number"),
     "no dict": ([1], "the state is a list"),
 }
 
