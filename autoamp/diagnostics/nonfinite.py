@@ -227,7 +227,9 @@ class NonFiniteSteps:
         """Return what to do: about the cause where that is known, else how to get to know it."""
         advice = "look at the data, the loss and the learning rate"
         if found.overflow is None:
-            advice += ". What made it is not known, as this step was not watched: trace_overflow=True names the op"
+            advice += (
+                ". The op that made it is not known, because this step was not watched: trace_overflow=True names it"
+            )
         elif found.overflow.suggestion is not None:
             advice = found.overflow.suggestion
         more = "; on_nonfinite='skip' leaves such steps out, 'raise' stops before them" if self.action == "warn" else ""

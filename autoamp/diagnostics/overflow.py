@@ -198,7 +198,7 @@ class OverflowTrace:
             self.capsules.write(found, self.explain_records(records, [], scale), records, scale)
 
     def _late(self) -> Overflow:
-        return self._unlocated("the device told of the overflow after later steps had begun")
+        return self._unlocated("the device reported the overflow after later steps had begun")
 
     def _unlocated(self, why: str) -> Overflow:
         return Overflow(NotLocated(why, watched=WATCHED_STEPS))
@@ -233,12 +233,12 @@ class OverflowTrace:
     def _over_ranks(self, told: Mapping[int, bool | None] | None) -> Overflow:
         """Return the finding of a rank whose own gradients are finite, by what the others told."""
         if told is None:
-            return self._unlocated("the gradients of this rank are finite, and not all ranks trace overflows")
+            return self._unlocated("the gradients of this rank are finite, and some ranks do not trace overflows")
         blamed = tuple(rank for rank, blames in told.items() if blames)
         unknown = [rank for rank, blames in told.items() if blames is None]
         if not blamed and unknown:
             ranks = ", ".join(map(str, unknown))
-            return self._unlocated(f"the gradients of this rank are finite, and rank {ranks} could not look at its own")
+            return self._unlocated(f"the gradients of this rank are finite, and rank {ranks} could not check its own")
         return Overflow(Communication(blamed))
 
     def _locally(self, records: list[Record], losses: list[LossRegion], scale: float) -> Overflow | None:
@@ -296,7 +296,7 @@ class OverflowTrace:
                 return found
         for record in reversed(records):
             if record.too_large:
-                raise CannotReplay("the gradients at the outputs are too large to be kept; use explain_overflow()")
+                raise CannotReplay("the gradients at the outputs are too large to keep; use explain_overflow()")
             for loss in record.passes:
                 arrived = record.gradients_of(loss)
                 if worst_of(arrived) is not None:
@@ -312,9 +312,9 @@ class OverflowTrace:
         if len(unwatched) == 1 and len(losses) == 1:
             return unwatched[0]
         why = (
-            "the loss is computed in more ops than are looked at"
+            "the loss is computed by more ops than are examined"
             if any(not region.whole for region in losses)
-            else "it lies in what is computed between calls of modules"
+            else "it was made between calls of modules"
         )
         raise CannotReplay(f"{why}; use explain_overflow()")
 

@@ -698,7 +698,7 @@ class StepGuard:
         blamed = self.checks.settle()
         if blamed is not None and not blamed.cleared:
             raise UsageError(
-                f"this step of {self.name} goes past optimizer.step, and its gradients overflowed; "
+                f"this step of {self.name} bypassed optimizer.step, and its gradients overflowed; "
                 "call optimizer.step(), not the class's function or a method bound before the first scale_loss"
             )
         self._begin_masters_step()
@@ -886,8 +886,8 @@ def _unrecoverable(guard: StepGuard, blamed: OverflowCheck) -> NonFiniteGradient
     scale = float(blamed.scale)
     return NonFiniteGradientsError(
         f"gradients overflowed at loss scale {scale:g} when {guard.name} called its closure in the middle "
-        "of a step, and a lower scale is not to be had or does not help: the parameters are at an intermediate point. "
-        "Load the last checkpoint; train with a lower static loss scale, bf16 or fp32"
+        "of a step, and no lower scale is allowed or helps. The parameters are at an intermediate point: "
+        "load the last checkpoint, and train with a lower static loss scale, bf16 or fp32"
     )
 
 

@@ -218,7 +218,7 @@ class MasterWeights:
             # A program that clips its weights does so at each step; powers of two keep the log short.
             if self.writes_seen & (self.writes_seen - 1) == 0:
                 log.warning(
-                    "%d half parameters were written to since the last step; their masters take the new "
+                    "%d half parameters changed since the last step; their fp32 masters take the new "
                     "values (seen %d times)",
                     written,
                     self.writes_seen,

@@ -391,7 +391,7 @@ class ResumedOptimizers:
             return
         if any(optimizer in self._optimizers for optimizer in optimizers):
             warn_user(
-                f"the optimizer's state was loaded, but no state of the loss scalers: the loss scale begins anew at "
+                f"the optimizer's state was loaded without that of the loss scalers: the loss scale starts again at "
                 f"{scaler.loss_scale:g}, and the first steps may be skipped. Save autoamp.state_dict() in the "
                 "checkpoint, and call autoamp.load_state_dict() when you resume"
             )

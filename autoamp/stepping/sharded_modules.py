@@ -45,9 +45,9 @@ def refuse_left_behind(name: str, params: Iterable[Tensor]) -> None:
     if lost:
         raise UsageError(
             f"{len(lost)} parameters of {name}, the first of shape {tuple(lost[0].shape)}, have no gradient and are in "
-            "no module any more: fully_shard or parallelize_module put shards in their place after the optimizer was "
-            "made. Make the optimizer after that; where the opt level casts the model: initialize(model), "
-            "fully_shard(model), then the optimizer"
+            "no module any more: fully_shard or parallelize_module replaced them by shards after the optimizer was "
+            "made. Make the optimizer afterwards; if the opt level casts the model, in this order: "
+            "initialize(model), fully_shard(model), the optimizer"
         )
 
 
@@ -66,8 +66,8 @@ def warn_of_unscaled_shards(name: str, params: Sequence[Tensor]) -> None:
         if halved and any(id(param) in own for param in module.parameters()):
             if not any(scaler.is_enabled() for scaler in _objects_of(torch.amp.GradScaler)):
                 warn_user(
-                    f"fully_shard runs this model with param_dtype=torch.float16, and {name} steps gradients of a loss "
-                    "that was not scaled: small ones are rounded to 0, large ones to inf. Scale it (with "
+                    f"fully_shard runs this model with param_dtype=torch.float16, and {name} steps by gradients of a loss "
+                    "that was not scaled: small ones round to 0, large ones to inf. Scale it (with "
                     "handle.scale_loss(loss, optimizer), handle.auto_scale(), or a loss_scale where it is 1.0), or "
                     "take param_dtype=torch.bfloat16"
                 )

@@ -61,7 +61,7 @@ def test_masters_follow_what_is_written(write: Callable[[Tensor], None], caplog:
     backward(model, optimizer)
     with caplog.at_level(logging.WARNING, logger="autoamp"):
         optimizer.step()
-    assert "1 half parameters were written to since the last step; their masters take the new values" in caplog.text
+    assert "1 half parameters changed since the last step; their fp32 masters take the new values" in caplog.text
     assert torch.equal(model[0].weight, written)
     assert torch.equal(masters(optimizer)[0].half(), written)
     assert torch.equal(masters(optimizer)[1], untouched)

@@ -175,4 +175,4 @@ def test_a_rank_that_differs_is_named(told: Any, kind: str) -> None:
         assert first[case].startswith(f"UsageError: {message}"), first[case]
     assert "linear is fp16 on rank 0 and fp32 on rank 1" in first["lists"]
     assert first["off"].startswith("UsageError: autoamp is off on rank 1 (enabled=False) and on elsewhere")
-    assert first["absent"].startswith("UsageError: rank 1 gave no sign at the first step, on which rank 0 waits")
+    assert first["absent"].startswith("UsageError: rank 1 sent nothing at the first step, and rank 0 waits")

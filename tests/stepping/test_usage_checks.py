@@ -213,7 +213,7 @@ def test_a_resume_that_begins_the_scale_anew_is_told_once(automatic: bool) -> No
                     scaled.backward()
             optimizer.step()
     (told,) = caught
-    assert "the loss scale begins anew at 65536" in str(told.message)
+    assert "the loss scale starts again at 65536" in str(told.message)
     assert told.filename == __file__
 
 

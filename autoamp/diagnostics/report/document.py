@@ -123,12 +123,11 @@ def _cure(entry: Mapping[str, Any] | None) -> str:
     """Return what to do about an overflow of which entries were tried."""
     if entry is None:
         return _NO_ENTRY
-    return f"with {entry['text']} in the list file the step is as in fp32"
+    return f"with {entry['text']} in the list file the step gives the values of fp32"
 
 
 _NO_ENTRY = (
-    "no entry of a list was found that cures it and leaves ops in half precision: run it in bf16, or make the values "
-    "smaller"
+    "no list entry was found that cures it and keeps ops in half precision: run in bf16, or make the values smaller"
 )
 
 
@@ -380,13 +379,13 @@ def _coverage(handle: Any, recording: Recording | None, samples: Samples) -> lis
         "not shown, and overflows in them are not located", "run once without torch.compile")  # fmt: skip
     add("scripted modules", sum(bool(about["scripted"]) for about in samples.modules.values()),
         "what torch.jit runs is not seen", "run once without torch.jit.script")  # fmt: skip
-    add("CUDA graphs", _cuda_graphs(), "a replay calls no function: casts were counted once, at the capture",
+    add("CUDA graphs", _cuda_graphs(), "a replay calls no function: casts were counted once, during the capture",
         "run once without graphs")  # fmt: skip
     for (why, op, place), count in (recording.onlooker.uncast).most_common(200):
-        add(f"calls {why}", count, f"{op} at {place}", "nothing is cast there, as the program asks for")
+        add(f"calls {why}", count, f"{op} at {place}", "nothing is cast there, because the program asks for that")
     for (op, place), count in _past_the_lists(samples, handle.settings.table).items():
-        add("unpatched references", count, f"{op} at {place} ran past its replacement: called from within another "
-            "function of torch, or by a name that was bound before", "call autoamp.init() before other imports, and "
+        add("unpatched references", count, f"{op} at {place} bypassed its replacement: another function of torch called it, or "
+            "a name that was bound before", "call autoamp.init() before other imports, and "
             "look the function up where it is called")  # fmt: skip
     add("names rebound", len(handle.late_bound), "taken from torch before and found: " + ", ".join(
         handle.late_bound[:20]), "none needed")  # fmt: skip
