@@ -161,7 +161,7 @@ class AutoScale:
         self.stop()
 
     @property
-    def standing_aside(self) -> str | None:
+    def yielded_to(self) -> str | None:
         """What the program itself scales its losses with, None where this object does."""
         return self._aside
 
@@ -179,14 +179,14 @@ class AutoScale:
         # A scaler that is half built cannot tell yet.
         with contextlib.suppress(AttributeError):
             if scaler.is_enabled():
-                self.stand_aside("torch.amp.GradScaler")
+                self.yield_to("torch.amp.GradScaler")
 
     def _notice_autocast(self, region: torch.autocast) -> None:
         # A region for an evaluation, or for another device, says nothing of how the program trains.
         if region._enabled and region.device == self._optimizers.casts.device_type and torch.is_grad_enabled():
-            self.stand_aside("torch.autocast")
+            self.yield_to("torch.autocast")
 
-    def stand_aside(self, whom: str) -> None:
+    def yield_to(self, whom: str) -> None:
         """Scale nothing any more.
 
         Args:
@@ -196,6 +196,9 @@ class AutoScale:
             self._aside = whom
             log.info("the program uses %s: autoamp does not scale its losses", whom)
             self._on_aside(whom)
+
+    # The names of version 0.1.
+    standing_aside, stand_aside = yielded_to, yield_to
 
     def _drop_of_optimizer(self, optimizer: Any) -> None:
         self._drop(stepped_params(optimizer))

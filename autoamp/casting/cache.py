@@ -108,7 +108,7 @@ class CastCache:
         if entries is None:
             return convert(parameter)
         entry = entries.get(id(parameter))
-        if entry is not None and _is_valid(entry) and _serves(entry[1], parameter, grad):
+        if entry is not None and _is_valid(entry) and _is_usable(entry[1], parameter, grad):
             return entry[1]
         cast = cast_for_any_mode(parameter, convert) if torch.is_inference_mode_enabled() else convert(parameter)
         if cast is not parameter:
@@ -158,7 +158,7 @@ def _is_valid(kept: KeptCast) -> bool:
     return source._version == version and cast._version == cast_version and source.data_ptr() == address
 
 
-def _serves(cast: Tensor, source: Tensor, grad: bool) -> bool:
+def _is_usable(cast: Tensor, source: Tensor, grad: bool) -> bool:
     """Tell whether a kept cast may be used with gradients on or off as given, and in the inference mode of now."""
     return (
         cast.requires_grad is (grad and source.requires_grad)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from autoamp.cli.report import Report
 
-__all__ = ["Children", "Teller", "parents_folder"]
+__all__ = ["Children", "ReportWriter", "parents_folder"]
 
 FOLDER_VARIABLE = "AUTOAMP_RUN_CHILDREN"
 # Other finalizers of multiprocessing, which stop queues and managers, have priorities from -5 to 10.
@@ -66,7 +66,7 @@ class Children:
         return found
 
 
-class Teller:
+class ReportWriter:
     """Tells the parent of this process's run, once, when the process ends.
 
     Args:
@@ -80,18 +80,18 @@ class Teller:
         self._process = os.getpid()
         self._told = False
 
-    def tell_at_end(self) -> None:
-        """Let `tell` be called at the end of this process, also by multiprocessing, which skips Python's own way."""
-        atexit.register(self.tell)
+    def write_at_end(self) -> None:
+        """Let `write` be called at the end of this process, also by multiprocessing, which skips Python's own way."""
+        atexit.register(self.write)
         self._finalize()
         # What is to be called at the end is forgotten where the work of a child begins, and then this is called.
-        multiprocessing.util.register_after_fork(self, Teller._finalize)
+        multiprocessing.util.register_after_fork(self, ReportWriter._finalize)
 
     def _finalize(self) -> None:
         if os.getpid() == self._process:
-            multiprocessing.util.Finalize(None, self.tell, exitpriority=_FIRST)
+            multiprocessing.util.Finalize(None, self.write, exitpriority=_FIRST)
 
-    def tell(self) -> None:
+    def write(self) -> None:
         """Write the report, where anything was done. Nothing is raised: the program has ended."""
         if self._told or os.getpid() != self._process:
             return

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from autoamp.cli.children import Children, Teller, parents_folder
+from autoamp.cli.children import Children, ReportWriter, parents_folder
 from autoamp.cli.launch import Program, prepared, take_path
 from autoamp.cli.options import Options
 from autoamp.cli.output import is_read, say, writable
@@ -68,7 +68,7 @@ def prepared_run(chosen: argparse.Namespace) -> Callable[[], None]:
         added = added_to_real_apex()
         what = f"autoamp adds what it lacks: {', '.join(added)}" if "amp" in added else "it takes the imports"
         say(f"a real apex is installed ({run.real_apex}); {what}; --shadow-apex hides it")
-    end = _End(run, chosen, path if first else None, parent, counts=counts, quiet=not speaks)
+    end = _RunEnd(run, chosen, path if first else None, parent, counts=counts, quiet=not speaks)
     # Python runs this after the traceback and after the program's own exit functions.
     atexit.register(end.tell)
     end.tell_if_terminated()
@@ -115,7 +115,7 @@ def set_up_child(options: Mapping[str, Any]) -> None:
     folder = parents_folder()
     run = set_up(Options.of(options), count=folder is not None)
     if folder is not None:
-        Teller(folder, lambda: run.report([], 0)).tell_at_end()
+        ReportWriter(folder, lambda: run.report([], 0)).write_at_end()
         _tell_from_forks(run, folder)
 
 
@@ -125,17 +125,17 @@ def _tell_from_forks(run: Run, folder: Path) -> None:
         return
 
     # Held here: since Python 3.13 multiprocessing clears atexit's functions in its forks.
-    held: list[Teller] = []
+    held: list[ReportWriter] = []
 
     def forked() -> None:
-        run.begin_anew()
-        held[:] = [Teller(folder, lambda: run.report([], 0))]
-        held[0].tell_at_end()
+        run.reset()
+        held[:] = [ReportWriter(folder, lambda: run.report([], 0))]
+        held[0].write_at_end()
 
     os.register_at_fork(after_in_child=forked)
 
 
-class _End:
+class _RunEnd:
     """Writes the summary and the report when the program has ended, in the process that began it."""
 
     def __init__(
@@ -184,7 +184,7 @@ class _End:
         if self._children is not None:
             report = report.with_children(self._children.reports())
         if self._parent is not None:
-            Teller(self._parent, lambda: report).tell()
+            ReportWriter(self._parent, lambda: report).write()
         if not (self._quiet or report.is_refusal):
             say(report.summary(folded=is_read()))
         if self._path is not None:
@@ -211,17 +211,17 @@ class _End:
 
         def terminated(number: int, frame: object) -> None:
             # Last words by a thread of their own: the main thread may hold a lock that they need.
-            last_words = threading.Thread(target=self._last_words, args=(number,), daemon=True)
-            last_words.start()
-            last_words.join(_LAST_WORDS)
+            finishing = threading.Thread(target=self._finish, args=(number,), daemon=True)
+            finishing.start()
+            finishing.join(_LAST_WORDS)
             _die_of(number)
 
         signal.signal(TERM, terminated)
         if hasattr(os, "register_at_fork"):
             # Only where it is ours still.
-            os.register_at_fork(after_in_child=lambda: _let_die(terminated))
+            os.register_at_fork(after_in_child=lambda: _restore_default_handler(terminated))
 
-    def _last_words(self, number: int) -> None:
+    def _finish(self, number: int) -> None:
         self.exit_code = 128 + number
         self.program_ended()
         self.tell(wait=False)
@@ -232,7 +232,7 @@ def _die_of(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def _let_die(handler: Any) -> None:
+def _restore_default_handler(handler: Any) -> None:
     if signal.getsignal(TERM) is handler:
         signal.signal(TERM, signal.SIG_DFL)
 

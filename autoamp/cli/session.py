@@ -181,10 +181,10 @@ class Run:
             self._counts.append(counts)
         self._note_parameters(handle)
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Forget what was counted: in a fork, whose parent has it."""
         for counts in self._counts:
-            counts.begin_anew()
+            counts.reset()
         done = self._done()
         # A fork has no GPU to ask.
         with contextlib.suppress(RuntimeError):
@@ -222,7 +222,7 @@ class Run:
             exit_code=exit_code,
             by_program=now is not self.handle,
             unmatched={} if now is None else runtime_of(now).unmatched_rules(),
-            casts_left_to=None if scoped is None else scoped.left_to,
+            casts_left_to=None if scoped is None else scoped.yielded_to,
             own_dtypes=own,
             parameters=self._parameters,
             masters=now is not None and any(setup.masters for setup in runtime_of(now).setups),
@@ -237,8 +237,8 @@ class Run:
         if now is None:
             return None
         casts = runtime_of(now).casts
-        left_to = casts.left_to if isinstance(casts, ModuleCasts) else None
-        if left_to is not None and (own or left_to == AUTOCAST):
+        yielded_to = casts.yielded_to if isinstance(casts, ModuleCasts) else None
+        if yielded_to is not None and (own or yielded_to == AUTOCAST):
             return next(iter(own), "float32")
         setups = runtime_of(now).setups
         if setups and not any(setup.patches for setup in setups):
@@ -258,18 +258,18 @@ class Run:
         """Return what a report says of steps and the loss scale."""
         if now is None:
             return {"loss_scale": None, "steps": 0, "skipped": 0}
-        left_to = None if self._scaling is None else self._scaling.standing_aside
+        yielded_to = None if self._scaling is None else self._scaling.yielded_to
         counts, done = runtime_of(now).optimizers.counts, self._done()
         by_program = counts.own is not None or counts.own_scale is not None
         before = self._inherited
         numbers = (0, 0) if done is None else (done.steps - before[0], done.skipped - before[1])
-        ours = left_to is None and (runtime_of(now).optimizers.counts.guarded > 0 or now is not self.handle)
+        ours = yielded_to is None and (runtime_of(now).optimizers.counts.guarded > 0 or now is not self.handle)
         return {
             "loss_scale": counts.loss_scale(now.loss_scale) if by_program or ours else None,
             "steps": numbers[0],
             "skipped": numbers[1],
             "nonfinite": runtime_of(now).nonfinite.total,
-            "scaling_left_to": left_to if counts.own is None else "FP16_Optimizer",
+            "scaling_left_to": yielded_to if counts.own is None else "FP16_Optimizer",
         }
 
 

@@ -101,7 +101,7 @@ class ModulePaths:
         # By id of the outermost and of the module itself; the references tell whether the ids are still theirs.
         self._found: dict[tuple[int, int], tuple[weakref.ref[Module], weakref.ref[Module], tuple[str, str, str]]] = {}
         # By id: the outermost module that a module was seen in.
-        self._homes: dict[int, tuple[weakref.ref[Module], weakref.ref[Module]]] = {}
+        self._roots: dict[int, tuple[weakref.ref[Module], weakref.ref[Module]]] = {}
 
     def find(self, modules: tuple[Module, ...]) -> tuple[str, str, str] | tuple[None, None, None]:
         """Return the path, the class and the outermost module's class for modules that call each other.
@@ -129,7 +129,7 @@ class ModulePaths:
 
     def _home_of(self, root: Module) -> Module:
         """Return the module within which an outermost one was seen before, or itself."""
-        entry = self._homes.get(id(root))
+        entry = self._roots.get(id(root))
         if entry is not None and entry[0]() is root:
             home = entry[1]()
             # It may have been taken out since.
@@ -139,5 +139,5 @@ class ModulePaths:
         # What was called by itself before has its place in this one from now on.
         self._found.clear()
         for inner in root.modules():
-            self._homes[id(inner)] = weakref.ref(inner), reference
+            self._roots[id(inner)] = weakref.ref(inner), reference
         return root

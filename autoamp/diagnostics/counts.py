@@ -102,11 +102,13 @@ class Counts(Observer):
             if found is not None:
                 self.add(call.op.name, found, ())
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Forget the numbers: for a fork, whose parent has them. Only the thread that forked is there."""
         self._lock = threading.Lock()
         self._ops.clear()
         self._casts.clear()
+
+    begin_anew = reset  # The name of version 0.1.
 
     def _count(self, call: Call, casts: Casts) -> None:
         tensors = floating_tensors(call)

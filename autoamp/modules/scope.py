@@ -21,7 +21,7 @@ from autoamp.tensors import HALF_DTYPES, iter_tensors
 __all__ = ["AUTOCAST", "ModuleCasts"]
 
 AUTOCAST = "torch.autocast"
-"""What `ModuleCasts.left_to` calls the program's own regions."""
+"""What `ModuleCasts.yielded_to` calls the program's own regions."""
 
 log = logging.getLogger(__name__)
 
@@ -30,9 +30,9 @@ class ModuleCasts(Casts):
     """Casts within calls of modules.
 
     Attributes:
-        left_to: What the program itself computes in half precision with, so that nothing is cast; None while nothing of
-            the kind was seen.
-        on_left: Called once with ``left_to``, when that is set.
+        yielded_to: What the program itself computes in half precision with, so that nothing is cast; None while
+            nothing of the kind was seen.
+        on_left: Called once with ``yielded_to``, when that is set.
         own_dtypes: The half dtypes that the program itself computes in, as far as they were seen: those of its models,
             and those of its enabled autocast regions by how often it entered them.
     """
@@ -41,7 +41,7 @@ class ModuleCasts(Casts):
 
     def __init__(self, dtype: torch.dtype, device_type: str, *, enable_caching: bool = True) -> None:
         super().__init__(dtype, device_type, enable_caching=enable_caching, on=None)
-        self.left_to: str | None = None
+        self.yielded_to: str | None = None
         self.on_left: Callable[[str], None] = lambda whom: None
         self.own_dtypes: Counter[torch.dtype] = Counter()
         self._trains = False
@@ -58,17 +58,17 @@ class ModuleCasts(Casts):
         if not enabled or device_type != self.device_type or torch.compiler.is_compiling():
             return
         self.own_dtypes[torch.get_autocast_dtype(device_type)] += 1
-        if self.left_to is not None and self.left_to.endswith("GradScaler"):
+        if self.yielded_to is not None and self.yielded_to.endswith("GradScaler"):
             # What the scaler scales for.
-            self.left_to = AUTOCAST
+            self.yielded_to = AUTOCAST
         if torch.is_grad_enabled():
-            self.leave_to(AUTOCAST)
+            self.yield_to(AUTOCAST)
 
-    def leave_to(self, whom: str, dtypes: Iterable[torch.dtype] = ()) -> None:
+    def yield_to(self, whom: str, dtypes: Iterable[torch.dtype] = ()) -> None:
         """Cast nothing any more: the program itself computes in half precision, in these dtypes if they are known."""
         self.own_dtypes.update(dtypes)
-        if self.left_to is None:
-            self.left_to, self._on = whom, False
+        if self.yielded_to is None:
+            self.yielded_to, self._on = whom, False
             if self.is_open:
                 # Only the default: a thread that is within a module's call has its own switches until the call ends.
                 self.local.set_default(False, forced_off=True)
@@ -86,7 +86,7 @@ class ModuleCasts(Casts):
         if first is None or first.dtype not in HALF_DTYPES:
             return True
         if not self._trains and not torch.compiler.is_dynamo_compiling():
-            self.leave_to(f"{type(module).__name__} in {str(first.dtype).removeprefix('torch.')}", [first.dtype])
+            self.yield_to(f"{type(module).__name__} in {str(first.dtype).removeprefix('torch.')}", [first.dtype])
         return False
 
     def wants(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

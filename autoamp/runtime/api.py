@@ -130,12 +130,12 @@ def _show_log() -> None:
     """Let ``verbose=True`` be seen in a program that has not set up logging."""
     logger = logging.getLogger("autoamp")
     if not logger.hasHandlers():
-        logger.addHandler(_Unheard())
+        logger.addHandler(_FallbackHandler())
     if logger.getEffectiveLevel() > logging.INFO:
         logger.setLevel(logging.INFO)
 
 
-class _Unheard(logging.StreamHandler[Any]):
+class _FallbackHandler(logging.StreamHandler[Any]):
     """Writes to stderr what no handler of the program's own gets: it may set logging up after `init`."""
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -563,12 +563,12 @@ class BaseHandle:
         if run.auto_scaling is None or not run.auto_scaling.active:
             scaler = run.optimizers.loss_scalers.choose(0)
             # Who scales its losses by torch's own means casts by them too.
-            auto_scaling = AutoScale(run.optimizers, scaler, on_aside=run.leave_to)
+            auto_scaling = AutoScale(run.optimizers, scaler, on_aside=run.yield_to)
             if not self.settings.enabled:
                 return auto_scaling
             run.auto_scaling = auto_scaling.start()
-            if isinstance(run.casts, ModuleCasts) and run.casts.left_to is not None:
-                run.auto_scaling.stand_aside(run.casts.left_to)
+            if isinstance(run.casts, ModuleCasts) and run.casts.yielded_to is not None:
+                run.auto_scaling.yield_to(run.casts.yielded_to)
         return run.auto_scaling
 
     # -- checkpoints --

@@ -381,17 +381,17 @@ class Runtime:
         self.models.step_halves(optimizer)
         self.optimizers.guard(optimizer, check=False)
 
-    def leave_to(self, whom: str, dtypes: Iterable[torch.dtype] = ()) -> None:
+    def yield_to(self, whom: str, dtypes: Iterable[torch.dtype] = ()) -> None:
         """Take note that the program itself computes in half precision, in these dtypes if they are known.
 
         With ``scope="modules"`` casts end for good.
         """
         if isinstance(self.casts, ModuleCasts):
-            self.casts.leave_to(whom, dtypes)
+            self.casts.yield_to(whom, dtypes)
 
     def _leave_scaling_to(self, whom: str) -> None:
         if self.auto_scaling is not None:
-            self.auto_scaling.stand_aside(whom)
+            self.auto_scaling.yield_to(whom)
 
 
 def kind_of(value: Any) -> str:

@@ -164,7 +164,7 @@ def _open(guards: Sequence[StepGuard], scaler: LossScaler) -> Scale:
             raise UsageError(f"{guard.name} is in a scale_loss block already; end that block before the next")
     for guard in guards:
         guard.prepare_block(finishes_delayed=not scaler.checks)
-    # Read after the loop, in which checks were settled: that may have changed it.
+    # Read after the loop, in which checks were resolved: that may have changed it.
     scale = scaler.scale_at_hand()
     _rescale(guards, scale)
     for guard in guards:

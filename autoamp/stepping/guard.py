@@ -182,7 +182,7 @@ def _settle(checks: Sequence[OverflowCheck]) -> OverflowCheck | None:
     return blamed
 
 
-def _settle_on_device(checks: Sequence[OverflowCheck], tell: Callable[[bool], None]) -> Tensor | None:
+def _resolve_on_device(checks: Sequence[OverflowCheck], tell: Callable[[bool], None]) -> Tensor | None:
     """Settle the checks of one step without reading them: the scaler moves on by a flag that stays on the device.
 
     Args:
@@ -361,7 +361,7 @@ class PendingChecks:
         self.finish_delayed()
         if len(self.pending) >= _MAX_PENDING_CHECKS and self.group is None:
             # Nobody steps. To read them all in one go now and then is enough.
-            blamed = self.settle()
+            blamed = self.resolve()
             self.pending = [] if blamed is None else [blamed]
         elif len(self.pending) >= _MAX_PENDING_CHECKS:
             # The scalers are not updated: the other ranks have not agreed yet.
@@ -399,13 +399,13 @@ class PendingChecks:
                 norm = None if self._mark.replaced() else self._norm(group, math.inf)
                 reduced = self.agree(group, norm, largest=True)
                 if norm is None or float(reduced.norm) == 0.0:
-                    self.settle()
+                    self.resolve()
             return
         # Clipping zeros is harmless where an overflow was cleared: the step is skipped anyway.
         cleared = any(check.cleared for check in self.pending)
         touched = self._mark.replaced() if cleared else self._mark.touched()
         if touched and (cleared or float(self._norm(None, math.inf)) == 0.0):
-            self.settle()
+            self.resolve()
 
     def overflowed(self) -> bool | None:
         """Tell whether gradients since the last step overflowed, None where there are none. Waits for the device.
@@ -417,7 +417,7 @@ class PendingChecks:
         read_checks(self.pending)
         return any(check.overflowed for check in self.pending) if self.pending else None
 
-    def settle(self) -> OverflowCheck | None:
+    def resolve(self) -> OverflowCheck | None:
         """Read the pending checks, tell the scalers, and return the check to blame, if any."""
         pending, self.pending = self.pending, []
         if self._dropped:
@@ -435,7 +435,7 @@ class PendingChecks:
             return None
         scaler = self.pending[0].scaler
         skips.wait_by(scaler.unread)
-        flag = _settle_on_device(self.pending, lambda skipped: skips.tell(scaler, scaler.scale_before, skipped))
+        flag = _resolve_on_device(self.pending, lambda skipped: skips.tell(scaler, scaler.scale_before, skipped))
         if flag is not None:
             self.pending = []
         return flag
@@ -585,7 +585,7 @@ class StepGuard:
     # -- blocks --
 
     def prepare_block(self, *, finishes_delayed: bool) -> None:
-        """Get ready for a block: settle what is known of gradients that were dropped since the last one."""
+        """Get ready for a block: resolve what is known of gradients that were dropped since the last one."""
         self.grads.collect(new_pass=True)
         self.checks.unscale_added_params()
         self.checks.resolve_dropped_grads()
@@ -669,7 +669,7 @@ class StepGuard:
             self._repeated.remember(flag, self.grads.params())
             with self._found_inf(flag):
                 return self._call(original, args, kwargs)
-        blamed = self.checks.settle()
+        blamed = self.checks.resolve()
         self._repeated.remember(blamed, self.grads.params())
         return self.take(original, args, kwargs) if blamed is None else self.skip(blamed)
 
@@ -695,7 +695,7 @@ class StepGuard:
             UsageError: The step is to be skipped.
         """
         self._prepare_step()
-        blamed = self.checks.settle()
+        blamed = self.checks.resolve()
         if blamed is not None and not blamed.cleared:
             raise UsageError(
                 f"this step of {self.name} bypassed optimizer.step, and its gradients overflowed; "
@@ -814,7 +814,7 @@ class StepGuard:
 # -- closures --
 
 
-class _GivenUp(BaseException):
+class _TrainingFailed(BaseException):
     """Leaves an optimizer's step from within its closure."""
 
     def __init__(self, loss: Any, blamed: OverflowCheck) -> None:
@@ -835,7 +835,7 @@ def _step_with_closure(
     Raises:
         NonFiniteGradientsError: Gradients overflow at all scales with the parameters moved.
     """
-    blamed = guard.checks.settle()
+    blamed = guard.checks.resolve()
     if blamed is not None:
         guard.skip(blamed)
         return None if guard.repeats_closure else _call_closure(guard, closure)
@@ -849,7 +849,7 @@ def _step_with_closure(
         if blamed is None:
             return loss
         if first:
-            raise _GivenUp(loss, blamed)
+            raise _TrainingFailed(loss, blamed)
         raise _unrecoverable(guard, blamed)
 
     state: Any = getattr(guard.optimizer, "state", None)
@@ -858,7 +858,7 @@ def _step_with_closure(
         if args:
             return guard.take(original, (evaluate, *args[1:]), kwargs)
         return guard.take(original, (), {**kwargs, "closure": evaluate})
-    except _GivenUp as given_up:
+    except _TrainingFailed as given_up:
         for key in [] if known is None else [key for key in state if key not in known]:
             del state[key]
         guard.skip(given_up.blamed)
@@ -917,7 +917,7 @@ def _evaluate(guard: StepGuard, closure: Callable[[], Any], attempts: int) -> tu
             checks.recheck()
         # A pass may have had a lower scale than its scaler, which tells whether there is a lower one.
         scales = {id(check.scaler): check.scaler.loss_scale for check in checks.pending}
-        blamed = checks.settle()
+        blamed = checks.resolve()
         # A lower scale helps against large gradients, not against a loss that is inf already.
         if blamed is None or loss_is_nonfinite or blamed.scaler.loss_scale >= scales[id(blamed.scaler)]:
             break

@@ -248,7 +248,7 @@ class GuardedOptimizers:
     def use_scalers(self, scalers: list[LossScaler], optimizers: Iterable[Any]) -> None:
         """Give scalers to these optimizers, as `LossScalers.use` does, and count steps and skips anew."""
         self.loss_scalers.use(scalers, optimizers)
-        self.counts.begin_anew()
+        self.counts.reset()
         self.resumed = ResumedOptimizers()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -259,7 +259,7 @@ class GuardedOptimizers:
         """
         steps, skipped = self.counts.steps, self.loss_scalers.load_state_dict(state)
         self.resumed.scales_are_known()
-        self.counts.begin_anew(skipped)
+        self.counts.reset(skipped)
         self.counts.steps = steps
         for guard in self.guards:
             # The skips in a row were those of the run that is left behind.

@@ -230,9 +230,9 @@ def _rules_differ(store: Any, by_digest: Mapping[str, Sequence[int]]) -> str:
 
 def _no_answer(missing: Sequence[int], own: int) -> str:
     return (
-        f"{_named(missing)} sent nothing at the first step, and rank {own} waits for it: autoamp is not active there, or "
-        "the rank hangs or takes no step. All ranks that train together need the same calls of initialize() or init(), "
-        "and of sync_over() where there is one, and step the same number of times"
+        f"{_named(missing)} sent nothing at the first step, and rank {own} waits for it: autoamp is not active "
+        "there, or the rank hangs or takes no step. All ranks that train together need the same calls of "
+        "initialize() or init(), and of sync_over() where there is one, and step the same number of times"
     )
 
 

@@ -66,8 +66,8 @@ def warn_of_unscaled_shards(name: str, params: Sequence[Tensor]) -> None:
         if halved and any(id(param) in own for param in module.parameters()):
             if not any(scaler.is_enabled() for scaler in _objects_of(torch.amp.GradScaler)):
                 warn_user(
-                    f"fully_shard runs this model with param_dtype=torch.float16, and {name} steps by gradients of a loss "
-                    "that was not scaled: small ones round to 0, large ones to inf. Scale it (with "
+                    f"fully_shard runs this model with param_dtype=torch.float16, and {name} steps by gradients of a "
+                    "loss that was not scaled: small ones round to 0, large ones to inf. Scale it (with "
                     "handle.scale_loss(loss, optimizer), handle.auto_scale(), or a loss_scale where it is 1.0), or "
                     "take param_dtype=torch.bfloat16"
                 )

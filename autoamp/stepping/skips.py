@@ -278,7 +278,7 @@ class StepCounts:
         """Count a skip."""
         self._skipped += 1
 
-    def begin_anew(self, skipped: int = 0) -> None:
+    def reset(self, skipped: int = 0) -> None:
         """Count steps from 0 on, and skips from a number on."""
         self._catch_up()
         self.steps, self._skipped = 0, skipped

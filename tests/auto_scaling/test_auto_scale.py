@@ -1113,7 +1113,7 @@ def test_blocks_of_the_program_are_its_own(handle: autoamp.Handle, scaling: Auto
     optimizer.zero_grad()
     model(x).sum().backward()
     assert float(model[2].bias.grad[0]) == 5.0
-    assert scaling.standing_aside is None
+    assert scaling.yielded_to is None
 
 
 def test_fp16_optimizers_scale_themselves(handle: autoamp.Handle, scaling: AutoScale) -> None:
@@ -1131,7 +1131,7 @@ def test_a_grad_scaler_that_is_garbage_scales_no_loss(handle: autoamp.Handle) ->
         cycle: list[Any] = [torch.amp.GradScaler("cpu")]
         cycle.append(cycle)
         del cycle
-        assert handle.auto_scale().standing_aside is None
+        assert handle.auto_scale().yielded_to is None
     finally:
         gc.enable()
 
@@ -1142,9 +1142,9 @@ def test_a_grad_scaler_is_left_to_do_it(handle: autoamp.Handle, before: bool) ->
     grad_scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if before else None
     scaling = handle.auto_scale()
     torch.amp.GradScaler("cpu", enabled=False)
-    assert before or scaling.standing_aside is None
+    assert before or scaling.yielded_to is None
     grad_scaler = grad_scaler or torch.amp.GradScaler("cpu", init_scale=4.0)
-    assert scaling.standing_aside == "torch.amp.GradScaler"
+    assert scaling.yielded_to == "torch.amp.GradScaler"
     grad_scaler.scale(model(x).sum()).backward()
     assert float(model[2].bias.grad[0]) == 20.0
     grad_scaler.step(optimizer)
@@ -1160,10 +1160,10 @@ def test_an_autocast_region_is_left_to_do_it(scaling: AutoScale) -> None:
         pass
     with torch.autocast("cuda", dtype=torch.bfloat16):
         pass
-    assert scaling.standing_aside is None
+    assert scaling.yielded_to is None
     with torch.autocast("cpu", dtype=torch.bfloat16):
         pass
-    assert scaling.standing_aside == "torch.autocast"
+    assert scaling.yielded_to == "torch.autocast"
 
 
 def test_nothing_to_check_costs_nothing() -> None:

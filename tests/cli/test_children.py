@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autoamp.cli.children import FOLDER_VARIABLE, Children, Teller, parents_folder
+from autoamp.cli.children import FOLDER_VARIABLE, Children, ReportWriter, parents_folder
 from tests.cli.test_report import REPORT
 
 
@@ -23,5 +23,5 @@ def test_folders_of_parents_within_parents_are_put_back(monkeypatch: pytest.Monk
 def test_a_parent_that_is_gone_is_told_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "gone"))
     assert parents_folder() is None
-    Teller(tmp_path / "gone", lambda: REPORT).tell()
+    ReportWriter(tmp_path / "gone", lambda: REPORT).write()
     assert not list(tmp_path.iterdir())

@@ -389,10 +389,10 @@ def test_compiled_code_casts_as_eager_code(handle: Handle, whole: bool) -> None:
 def test_a_half_model_ends_the_casts(handle: Handle, half: torch.dtype) -> None:
     scaling = handle.auto_scale()
     model = Probe().to(half)
-    assert casts_of(handle).left_to is None
+    assert casts_of(handle).yielded_to is None
     model(torch.ones(2, 4, dtype=half))
-    assert casts_of(handle).left_to == f"Probe in {str(half).removeprefix('torch.')}"
-    assert scaling.standing_aside == casts_of(handle).left_to
+    assert casts_of(handle).yielded_to == f"Probe in {str(half).removeprefix('torch.')}"
+    assert scaling.yielded_to == casts_of(handle).yielded_to
     other = Probe()
     other(torch.ones(2, 4))
     assert other.seen == [torch.float32] * 2
@@ -410,7 +410,7 @@ def test_a_model_that_was_seen_in_fp32_may_become_half(handle: Handle, half: tor
     model.half()
     model(torch.ones(2, 4, dtype=torch.float16))
     assert model.seen == [torch.float16] * 2
-    assert casts_of(handle).left_to == "Probe in float16"
+    assert casts_of(handle).yielded_to == "Probe in float16"
 
 
 def test_a_half_copy_of_a_trained_model_ends_nothing(handle: Handle, half: torch.dtype) -> None:
@@ -423,14 +423,14 @@ def test_a_half_copy_of_a_trained_model_ends_nothing(handle: Handle, half: torch
     assert copied.seen == [torch.float16] * 2
     model(torch.ones(2, 4))
     assert model.seen == [half] * 2
-    assert casts_of(handle).left_to is None
+    assert casts_of(handle).yielded_to is None
 
 
 def test_fp16_optimizer_ends_the_casts(handle: Handle) -> None:
     handle.auto_scale()
     model = Probe()
     optimizer = autoamp.FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), static_loss_scale=8.0)
-    assert casts_of(handle).left_to == "FP16_Optimizer"
+    assert casts_of(handle).yielded_to == "FP16_Optimizer"
     optimizer.backward(model(torch.ones(2, 4)).sum())
     optimizer.step()
     assert model.seen == [torch.float32] * 2

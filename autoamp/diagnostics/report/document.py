@@ -384,8 +384,8 @@ def _coverage(handle: Any, recording: Recording | None, samples: Samples) -> lis
     for (why, op, place), count in (recording.onlooker.uncast).most_common(200):
         add(f"calls {why}", count, f"{op} at {place}", "nothing is cast there, because the program asks for that")
     for (op, place), count in _past_the_lists(samples, handle.settings.table).items():
-        add("unpatched references", count, f"{op} at {place} bypassed its replacement: another function of torch called it, or "
-            "a name that was bound before", "call autoamp.init() before other imports, and "
+        add("unpatched references", count, f"{op} at {place} bypassed its replacement: another function of "
+            "torch called it, or a name that was bound before", "call autoamp.init() before other imports, and "
             "look the function up where it is called")  # fmt: skip
     add("names rebound", len(handle.late_bound), "taken from torch before and found: " + ", ".join(
         handle.late_bound[:20]), "none needed")  # fmt: skip

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from autoamp.diagnostics.observer import Observer, Watch
 from autoamp.diagnostics.ranges import ValueProfile
-from autoamp.diagnostics.report.sampling import CallTimes, Onlooker, Sample, Samples, is_checked, plan
+from autoamp.diagnostics.report.sampling import CallTimes, Sample, SampleObserver, Samples, is_checked, plan
 from autoamp.diagnostics.report.step_check import Entry, Fault, StepCheck, cause_of
 from autoamp.diagnostics.trace import CastTrace
 from autoamp.diagnostics.verdicts import HalfPrecisionOp, Overflow
@@ -96,7 +96,7 @@ class Recording(Watch):
         self.skips: list[tuple[int, float | None, Overflow | None]] = []
         self.samples = Samples()
         self.left_out = 0
-        self.onlooker = Onlooker(
+        self.onlooker = SampleObserver(
             handle.settings.device_type, lambda: self._allowed() < 0, lambda: self._end_sample("limit")
         )
         self.trouble: str | None = None

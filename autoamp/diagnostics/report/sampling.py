@@ -20,7 +20,7 @@ from autoamp.diagnostics.ranges import OpRange, RangeProfile
 from autoamp.diagnostics.rows import Hint, Row
 from autoamp.diagnostics.trace import CastTrace
 
-__all__ = ["CallTime", "CallTimes", "Onlooker", "Sample", "Samples", "is_checked", "plan"]
+__all__ = ["CallTime", "CallTimes", "Sample", "SampleObserver", "Samples", "is_checked", "plan"]
 
 # A sample ends after so many calls of listed functions, or bytes of tensors that these got.
 _MOST_CALLS = 5_000
@@ -45,7 +45,7 @@ def is_checked(step: int) -> bool:
     return step == 0 or (step.bit_count() == 1 and step.bit_length() % 2 == 1)
 
 
-class Onlooker(Observer):
+class SampleObserver(Observer):
     """Notes in samples which models are called, and which calls of listed functions nothing is cast for.
 
     Args:
