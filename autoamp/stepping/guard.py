@@ -158,7 +158,7 @@ def read_checks(checks: Sequence[OverflowCheck]) -> None:
         values = values[len(flags) :]
 
 
-def _settle(checks: Sequence[OverflowCheck]) -> OverflowCheck | None:
+def _resolve(checks: Sequence[OverflowCheck]) -> OverflowCheck | None:
     """Read the checks of one step, tell every scaler among them once, and return the check to blame, if any.
 
     The first that overflowed is to blame, and its scaler goes lower. Those before it were clean. Those after it say
@@ -380,13 +380,13 @@ class PendingChecks:
         self.pending.remove(check)
         self._dropped.append(check)
         if len(self._dropped) >= _MAX_PENDING_CHECKS:
-            self._settle_dropped()
+            self._resolve_dropped()
 
-    def _settle_dropped(self) -> None:
+    def _resolve_dropped(self) -> None:
         dropped, self._dropped = self._dropped, []
         read_checks(dropped)
         # A scaler that is lower by now has nothing to learn from an overflow at a higher scale.
-        _settle([one for one in dropped if one.overflowed and float(one.scale) <= one.scaler.loss_scale])
+        _resolve([one for one in dropped if one.overflowed and float(one.scale) <= one.scaler.loss_scale])
 
     def resolve_dropped_grads(self) -> None:
         """Settle checks whose gradients were dropped without a step; the scaler learns from them all the same."""
@@ -423,12 +423,12 @@ class PendingChecks:
         if self._dropped:
             # All at once, since each read waits for the device.
             read_checks([*pending, *self._dropped])
-        blamed = _settle(pending)
+        blamed = _resolve(pending)
         if self._dropped:
-            self._settle_dropped()
+            self._resolve_dropped()
         return blamed
 
-    def settle_on_device(self, skips: Skips) -> Tensor | None:
+    def resolve_on_device(self, skips: Skips) -> Tensor | None:
         """Settle the pending checks on their device and return the flag; None where they are to be read."""
         watch = self._owner.watch
         if not self.pending or self._dropped or (watch is not None and watch.wants_flags):
@@ -739,7 +739,7 @@ class StepGuard:
         ):
             return None
         scaler = self.checks.pending[0].scaler if self.checks.pending else None
-        flag = self.checks.settle_on_device(self.skips)
+        flag = self.checks.resolve_on_device(self.skips)
         if flag is not None and scaler is not None and (known := self.skips.news()) and self._gives_up(known):
             raise self._too_many_skips(scaler)
         return flag

@@ -147,7 +147,7 @@ def test_gradients_that_are_gone_when_a_pass_begins_were_dropped() -> None:
     params[0].grad = None
     case.another().take(params, set())
     assert first not in case.guard.checks.pending
-    assert case.guard.checks.settle() is None
+    assert case.guard.checks.resolve() is None
     # The scaler hears of it all the same.
     assert case.scaler.loss_scale == 4.0
 
@@ -157,17 +157,17 @@ def test_a_second_check_of_one_pass_counts_only_where_it_overflows() -> None:
     weight, bias = case.layer.weight, case.layer.bias
     case.running.take([weight, bias], set())
     case.running.arrived(weight, torch.ones(2, 1))
-    assert case.guard.checks.settle() is None
+    assert case.guard.checks.resolve() is None
     assert case.scaler.unskipped == 1
     case.running.arrived(bias, torch.ones(2))
-    assert case.guard.checks.settle() is None
+    assert case.guard.checks.resolve() is None
     assert (case.scaler.unskipped, case.scaler.loss_scale) == (1, 8.0)
     case.running.arrived(bias, torch.full((2,), math.nan))
-    blamed = case.guard.checks.settle()
+    blamed = case.guard.checks.resolve()
     assert blamed is not None
     assert blamed.scaler.loss_scale == case.scaler.loss_scale == 4.0
     case.running.arrived(bias, torch.ones(2))
-    assert case.guard.checks.settle() is not None
+    assert case.guard.checks.resolve() is not None
     assert case.scaler.loss_scale == 4.0
 
 

@@ -21,7 +21,7 @@ from autoamp.fp16_utils import FP16_Optimizer
 
 OPTIONS: dict[str, Any] = {"device_type": "cpu", "dtype": torch.float16, "verbosity": 0, "loss_scale": "dynamic"}
 ORDER = "Make the optimizer afterwards"
-UNSCALED = "param_dtype=torch.float16, and SGD steps gradients of a loss that was not scaled"
+UNSCALED = "param_dtype=torch.float16, and SGD steps by gradients of a loss that was not scaled"
 
 
 @pytest.fixture(autouse=True)

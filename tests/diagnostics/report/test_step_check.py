@@ -107,7 +107,7 @@ def test_nothing_is_told_that_leaves_no_op_in_half() -> None:
     (fault,) = found["faults"]
     assert fault["overflow"]["op"] == "linear"
     assert fault["entry"] is None
-    assert "run it in bf16" in fault["remedy"]
+    assert "run in bf16" in fault["remedy"]
     assert found["remedies"] == []
 
 
