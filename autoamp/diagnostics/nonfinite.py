@@ -2,13 +2,15 @@
 
 bf16 and fp32 have no loss scale, and neither has fp16 at a scale of 1. Torch's hook of all optimizers sees each step
 there. If the step is to be left out or to raise, all gradients are looked at, and the host waits for the device. For a
-warning the loss is enough: gradients that are not finite make the next loss so. On a CPU vectors such as biases tell of
-most backward passes in the same step. On other devices a flag is read once it has arrived.
+warning the loss is enough: gradients that are not finite make the next loss so. On a CPU the gradients of the first
+vectors, such as biases, tell of most backward passes in the same step: these reach them last, and inf and nan go with
+them. On other devices a flag is read once it has arrived.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +28,7 @@ from autoamp.stepping import GuardedOptimizers, has_other_guard, named_params, s
 
 __all__ = ["NonFiniteStep", "NonFiniteSteps"]
 
+_VECTORS = 4
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -145,13 +148,14 @@ class NonFiniteSteps:
         """Look at the gradients that an optimizer is about to step by."""
         if self._is_checked(optimizer) or _is_capturing():
             return
-        params = [param for param in stepped_params(optimizer) if param.grad is not None]
+        params = stepped_params(optimizer)
         watch = self._optimizers.watch
         waits = self.action != "warn" or (watch is not None and watch.wants_flags)
         # A loss is of one rank. Unless that rank only warns, all ranks are to do the same.
         losses = [] if watch is None or (self.action != "warn" and several_processes()) else watch.unscaled
-        grads = [param.grad for param in params if waits or not losses or (param.is_cpu and param.dim() < 2)]
-        flag = _holds_non_finite(grads, losses)  # type: ignore[arg-type]
+        looked_at = params if waits or not losses else itertools.islice(filter(_is_vector_on_cpu, params), _VECTORS)
+        grads = [param.grad for param in looked_at if param.grad is not None]
+        flag = _holds_non_finite(grads, losses)
         if flag is None:
             return
         # A guarded step was counted as it began.
@@ -190,7 +194,7 @@ class NonFiniteSteps:
         if self.action == "raise":
             raise NonFiniteGradientsError(f"{found}; {self._remedy(found)}", found.overflow)
         if found.skipped:
-            self._hidden = [(param, param.grad) for param in params]  # type: ignore[misc]
+            self._hidden = [(param, param.grad) for param in params if param.grad is not None]
             for param in params:
                 param.grad = None
             self.last_skipped = True
@@ -236,6 +240,10 @@ class NonFiniteSteps:
         return advice + more
 
 
+def _is_vector_on_cpu(param: Tensor) -> bool:
+    return param.dim() < 2 and param.is_cpu
+
+
 def _is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
@@ -253,4 +261,7 @@ def _holds_non_finite(grads: Sequence[Tensor], losses: Sequence[Tensor]) -> Tens
     if not local:
         return None
     on_cpu = all(tensor.is_cpu for tensor in local)
+    if on_cpu and all(tensor.dim() < 2 for tensor in local):
+        total = torch.cat([tensor.reshape(-1) for tensor in local]).sum()
+        return total - total
     return total_norm(local, 2.0 if on_cpu else torch.inf).isfinite().logical_not()

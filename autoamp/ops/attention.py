@@ -11,13 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from autoamp.casting import Casts, cast_call
 
 __all__ = ["build_attention"]
 
 _LONGEST_IN_BF16 = 128
+_NAMES = ("query", "key", "value")
 
 
 def build_attention(original: Any, casts: Casts) -> Callable[..., Any] | None:
@@ -35,14 +35,15 @@ def build_attention(original: Any, casts: Casts) -> Callable[..., Any] | None:
         return None
 
     def run_attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        trained = False
-        for tensor in (*args, *kwargs.values()):
-            if isinstance(tensor, Tensor):
-                trained = trained or (tensor.requires_grad and torch.is_grad_enabled())
-                is_short = tensor.dim() > 1 and tensor.size(-2) <= _LONGEST_IN_BF16
-                if not (in_fp16 or is_short) or (tensor.is_floating_point() and not casts.eligible(tensor)):
-                    return NotImplemented
-        if not (in_fp16 or trained):
+        query, key, value = args[:3] if len(args) > 2 else (*args, *map(kwargs.get, _NAMES[len(args) :]))
+        if query is None or key is None or value is None or not casts.eligible(query):
+            return NotImplemented
+        if not in_fp16 and (
+            query.size(-2) > _LONGEST_IN_BF16
+            or key.size(-2) > _LONGEST_IN_BF16
+            or not torch.is_grad_enabled()
+            or not (query.requires_grad or key.requires_grad or value.requires_grad)
+        ):
             return NotImplemented
         new, kwargs = cast_call(casts.args_to_fp32, args, kwargs)
         return original(*new, **kwargs).to(casts.dtype)
