@@ -42,7 +42,6 @@ class ActivationGradients:
     def __init__(self, pass_scale: Callable[[], float], quietly: Callable[[Callable[[], Any]], None]) -> None:
         self._pass_scale = pass_scale
         self._quietly = quietly
-        self._active = True
         self._next = next_sequence_number() if self.available else 0
         self._results: dict[int, Exponents] = {}
         self._scales: dict[int, float] = {}
@@ -82,27 +81,18 @@ class ActivationGradients:
                 one.register_prehook(functools.partial(self._arrived, gradients))
 
     def _arrived(self, into: Exponents, gradients: Sequence[Any]) -> None:
-        if not self._active:
+        divisor = self._divisors.get(current_graph_task())
+        if divisor is None:
+            # The profile has ended, and the graph lives on.
             return
-        divisor = self._divisors.get(current_graph_task(), 1.0)
-
-        def add() -> None:
-            for gradient in gradients:
-                if gradient is not None and gradient.is_floating_point() and gradient.layout is torch.strided:
-                    into.add(gradient.detach().float() / divisor if divisor != 1.0 else gradient)
-
-        self._quietly(add)
+        found = [g for g in gradients if g is not None and g.is_floating_point() and g.layout is torch.strided]
+        self._quietly(lambda: into.add(*(gradient.detach().float() / divisor for gradient in found)))
 
     def forget(self) -> None:
-        """Forget the graphs so far: a step has ended."""
+        """Forget the graphs so far: a step, or the profile, has ended."""
         self._results.clear()
         self._scales.clear()
         self._divisors.clear()
-
-    def end(self) -> None:
-        """Look on no more. Graphs that live on do not call back."""
-        self._active = False
-        self.forget()
 
 
 def _reached(roots: Iterable[Any]) -> list[Any]:

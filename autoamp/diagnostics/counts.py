@@ -131,17 +131,6 @@ class Counts(Observer):
             self._ops[name, dtype] += 1
             self._casts.update(casts)
 
-    def numbers(self) -> tuple[Counter[tuple[str, torch.dtype]], Counter[tuple[torch.dtype, torch.dtype]]]:
-        """Return copies of the numbers: calls by function and dtype, casts by the dtypes they go from and to."""
-        with self._lock:
-            return self._ops.copy(), self._casts.copy()
-
-    def include(self, ops: Counter[tuple[str, torch.dtype]], casts: Counter[tuple[torch.dtype, torch.dtype]]) -> None:
-        """Add what `numbers` of another returned."""
-        with self._lock:
-            self._ops.update(ops)
-            self._casts.update(casts)
-
     def __enter__(self) -> Counts:
         return self
 
@@ -153,7 +142,9 @@ def sum_of(several: Iterable[Counts]) -> Counts:
     """Return counts that hold the numbers of several, and are not active."""
     total = Counts()
     for counts in several:
-        total.include(*counts.numbers())
+        with counts._lock:
+            total._ops.update(counts._ops)
+            total._casts.update(counts._casts)
     return total
 
 

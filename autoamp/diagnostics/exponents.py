@@ -10,9 +10,10 @@ from torch import Tensor
 __all__ = ["FORMATS", "Exponents"]
 
 _BINS, _BIAS = 256, 127
-_TOP_OF_HALF = 15 + _BIAS
-# The highest 11 of 23 bits: with all of them set, rounding to fp16's 10 carries into the exponent. 65520 is the first.
-_ROUNDS_UP = 0x7FF000
+# Half of the last of fp16's 11 bits, in the bits of fp32: adding it carries into the exponent where fp16 rounds up.
+_HALF_BIT = 0x1000
+# From here on the carry would make inf of a finite value, such as the largest of fp32.
+_NO_CARRY = 0x7F7FF000
 
 FORMATS: dict[str, tuple[int, int, int]] = {"float16": (-25, -14, 16), "bfloat16": (-134, -126, 128)}
 """By half dtype three binary exponents: what is below the first becomes 0, what is below the second subnormal, and what
@@ -22,44 +23,33 @@ has the third or more overflows (IEEE 754 binary16; bfloat16 has the exponents o
 class Exponents:
     """How many elements have each binary exponent: ``e`` for magnitudes from ``2 ** e`` to below ``2 ** (e + 1)``.
 
-    The exponents are those of fp32, -126 to 127; -127 stands for all fp32 subnormals, which in bf16 count as subnormal.
-    Overflows in fp16 are exact, as rounding takes values of 65520 and more to inf. Values that only rounding takes over
-    another limit (2 ** 128 in bf16, or exactly 2 ** -25) count as within it.
+    Magnitudes are rounded to fp16's 11 bits first, so that overflows in fp16 are exact at each scale: 65520 and more
+    becomes inf. The exponents are those of fp32, -126 to 127; -127 stands for all fp32 subnormals, which in bf16 count
+    as subnormal. Values that only rounding takes over another limit (2 ** 128 in bf16, or exactly 2 ** -25) count as
+    within it.
 
     Attributes:
         counts: int64 of 254 + 2 bins on the CPU: bin ``e + 127``, the last for inf and nan.
-        rounding_up: How many of each bin fp16's 11 bits round to the next power of two; of the same shape.
         zeros: How many elements are 0; they are in no bin.
     """
 
     def __init__(self) -> None:
         self.counts = torch.zeros(_BINS, dtype=torch.int64)
-        self.rounding_up = torch.zeros(_BINS, dtype=torch.int64)
         self.zeros = 0
 
-    def add(self, tensor: Tensor, *, at_any_scale: bool = True) -> None:
-        """Count the elements of a floating tensor of any shape; fp64 is rounded to fp32 first.
-
-        Args:
-            tensor: What is counted.
-            at_any_scale: Whether overflows at other scales than 1 are to be exact too, which takes another pass.
-        """
-        values = tensor.detach().float().contiguous().flatten()
-        bits = values.view(torch.int32)
-        counts = torch.bincount((bits >> 23) & 0xFF, minlength=_BINS).cpu()
-        if int(counts[0]):
-            zeros = len(values) - int(values.count_nonzero())
-            counts[0] -= zeros
+    def add(self, *tensors: Tensor) -> None:
+        """Count the elements of floating tensors of any shape; fp64 is rounded to fp32 first."""
+        for tensor in tensors:
+            bits = tensor.detach().float().contiguous().flatten().view(torch.int32) & 0x7FFFFFFF
+            zeros = len(bits) - int(bits.count_nonzero())
+            rounded = torch.where(bits < _NO_CARRY, bits + _HALF_BIT, bits)
+            self.counts += torch.bincount(rounded >> 23, minlength=_BINS).cpu()
+            self.counts[0] -= zeros
             self.zeros += zeros
-        self.counts += counts
-        if at_any_scale or int(counts[_TOP_OF_HALF]):
-            rounded = bits[(bits & _ROUNDS_UP) == _ROUNDS_UP]
-            self.rounding_up += torch.bincount((rounded >> 23) & 0xFF, minlength=_BINS).cpu()
 
     def include(self, other: Exponents) -> None:
         """Add another histogram."""
         self.counts += other.counts
-        self.rounding_up += other.rounding_up
         self.zeros += other.zeros
 
     @property
@@ -89,24 +79,19 @@ class Exponents:
             ``{"underflow": ..., "subnormal": ..., "overflow": ...}``.
         """
         zero, normal, top = (min(max(limit - shift + _BIAS, 0), _BINS - 1) for limit in FORMATS[dtype])
-        finite = self.counts[:-1]
-        over = int(finite[top:].sum())
-        if dtype == "float16" and 0 < top < _BINS - 1:
-            over += int(self.rounding_up[top - 1])
-        return {"underflow": int(finite[:zero].sum()), "subnormal": int(finite[zero:normal].sum()), "overflow": over}
+        parts = {"underflow": slice(zero), "subnormal": slice(zero, normal), "overflow": slice(top, None)}
+        return {name: int(self.counts[:-1][part].sum()) for name, part in parts.items()}
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return ``{"exponents": {"-3": 17, ...}, "rounding_up": {"-3": 2, ...}, "zeros": ..., "nonfinite": ...}``.
+    def to_dict(self, shift: int | None = None) -> dict[str, Any]:
+        """Return ``{"exponents": {"-3": 17, ...}, "zeros": ..., "nonfinite": ..., "largest": ...}``.
 
-        Bins without elements are left out.
+        Args:
+            shift: With it, `in_format` of each half dtype is added by the dtype's name.
         """
         return {
-            "exponents": _filled(self.counts),
-            "rounding_up": _filled(self.rounding_up),
+            "exponents": {str(int(e) - _BIAS): int(self.counts[e]) for e in self.counts[:-1].nonzero().flatten()},
             "zeros": self.zeros,
             "nonfinite": self.nonfinite,
+            "largest": self.largest,
+            **({} if shift is None else {dtype: self.in_format(dtype, shift) for dtype in FORMATS}),
         }
-
-
-def _filled(counts: Tensor) -> dict[str, int]:
-    return {str(int(e) - _BIAS): int(counts[e]) for e in counts[:-1].nonzero().flatten()}

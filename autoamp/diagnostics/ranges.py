@@ -7,13 +7,14 @@ draw no random numbers are run again on half arguments, below autograd, which le
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -84,7 +85,7 @@ class OpRange:
         error = max(self.errors.values(), default=0.0)
         return (
             half["overflow"] + back["overflow"], math.inf if math.isnan(error) else error,
-            back["underflow"] + half["underflow"],
+            half["underflow"] + back["underflow"],
         )  # fmt: skip
 
     def to_dict(self, shift: int = 0) -> dict[str, Any]:
@@ -94,25 +95,103 @@ class OpRange:
             shift: The binary logarithm of the loss scale for the counts of gradients.
         """
         return {
-            "op": self.op,
-            "within": self.within,
+            **{name: getattr(self, name) for name in ("op", "within", "calls", "compared", "excluded", "in_half")},
             "module": self.site.module,
             "location": self.site.location,
-            "calls": self.calls,
-            **self.values.to_dict(),
-            **{dtype: self.values.in_format(dtype) for dtype in FORMATS},
             "errors": {name: error if math.isfinite(error) else "inf" for name, error in self.errors.items()},
-            "compared": self.compared,
-            "excluded": self.excluded,
-            "in_half": self.in_half,
-            "gradients": {
-                **self.gradients.to_dict(),
-                **{dtype: self.gradients.in_format(dtype, shift) for dtype in FORMATS},
-            },
+            "gradients": self.gradients.to_dict(shift),
+            **self.values.to_dict(0),
         }
 
 
-class RangeProfile(Observer):
+class ValueProfile(Observer):
+    """The exponents of values as a program computes them, within a ``with`` statement.
+
+    What half precision has lost already, as 0 or as inf, is not seen. Call `read_gradients` at each step.
+
+    Args:
+        observation: Tells where calls are made.
+        start: Begins to tell this observer of calls.
+
+    Attributes:
+        gradients: The exponents of each parameter's gradient, by its name.
+        sees_operators: Whether operators are looked at, for which torch must have a `TorchDispatchMode`.
+    """
+
+    def __init__(self, observation: Observation, start: Callable[[Observer], Watch]) -> None:
+        self.gradients: dict[str, Exponents] = {}
+        self.sees_operators = DispatchMode is not None
+        self._observation = observation
+        self._start = start
+        self._ops: dict[tuple[str, CallSite], OpRange] = {}
+        self._roots: weakref.WeakSet[Module] = weakref.WeakSet()
+        self._stack = contextlib.ExitStack()
+        self._mode: Any = None
+        self._depth = 0
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            self._begin(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._stack.close()
+
+    def _begin(self, stack: contextlib.ExitStack) -> None:
+        stack.enter_context(self._start(self))
+        stack.callback(self._leave_mode)
+        self._enter_mode()
+
+    def _enter_mode(self) -> None:
+        if self.sees_operators:
+            self._mode = _mode_for(self)
+            self._mode.__enter__()
+            self._depth = dispatch_modes()
+
+    def _leave_mode(self) -> None:
+        mode, self._mode = self._mode, None
+        if mode is not None:
+            mode.__exit__(None, None, None)
+
+    def before(self, call: Call) -> None:
+        """Remember the outermost module, for the names of parameters."""
+        if call.modules:
+            self._roots.add(call.modules[0])
+
+    @property
+    def ops(self) -> tuple[OpRange, ...]:
+        """Each operator at each place, in the order of their first calls."""
+        return tuple(self._ops.values())
+
+    def saw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> OpRange | None:
+        """Take note of an operator that the mode has seen, and return its row; None for one without a row."""
+        if self._observation.telling or current_graph_task() != -1:
+            return None
+        outputs, name = _floating(result), func.name().partition(".")[0]
+        # A view computes nothing; what has no floating argument makes values that are not computed.
+        is_view = any(found.alias_info is not None and not found.alias_info.is_write for found in func._schema.returns)
+        if is_view or not outputs or not _floating((args, kwargs)) or name.startswith(_MAKERS):
+            return None
+        if in_scaling(sys._getframe(1)):
+            return None
+        site, call = self._observation.site_here(), self._observation.call
+        row = self._ops.setdefault((name, site), OpRange(name, None if call is None else call.op.name, site))
+        row.calls += 1
+        self._observation.quietly(functools.partial(row.values.add, *outputs))
+        return row
+
+    def read_gradients(self, params: Iterable[Tensor]) -> None:
+        """Count the exponents of the gradients of some parameters."""
+        names = {id(p): name for root in self._roots for name, p in root.named_parameters()}
+        for number, param in enumerate(params):
+            if param.grad is not None and not param.grad.is_sparse:
+                name = names.get(id(param), f"parameter {number} of shape {tuple(param.shape)}")
+                found = self.gradients.setdefault(name, Exponents())
+                self._observation.quietly(functools.partial(found.add, param.grad))
+
+
+class RangeProfile(ValueProfile):
     """The profile of a ``with handle.profile_ranges()`` statement, within which this thread computes in fp32.
 
     Gradients are read when an optimizer steps, unscaled; where none stepped, at the end of the statement.
@@ -153,61 +232,36 @@ class RangeProfile(Observer):
                 f"every={every!r}, compare={compare!r}: look at every step or every n-th (every >= 1), and compare the "
                 "first calls of each operator, or none (compare >= 0)"
             )
-        self._every = every
-        self._compare = compare
-        self._casts = casts
-        self._observation = observation
-        self._start = start
-        self._scale_of = scale_of
-        self._ops: dict[tuple[str, CallSite], OpRange] = {}
-        self._roots: weakref.WeakSet[Module] = weakref.WeakSet()
-        self._stack = contextlib.ExitStack()
-        self._stepped = self._stepping = False
-        self._mode: Any = None
-        self._depth = 0
-        self.gradients: dict[str, Exponents] = {}
+        super().__init__(observation, start)
         self.loss_scale = 1.0
         self.steps = 0
-        self.sees_operators = DispatchMode is not None
+        self.sees_activations = self.sees_operators and ActivationGradients.available
+        self._casts = casts
+        self._scale_of = scale_of
+        self._every = every
+        self._compare = compare
+        self._stepping = False
         self._halves = HalfResults()
-        self._activations = ActivationGradients(pass_scale, observation.quietly) if self._looks_back() else None
-        self.sees_activations = self._activations is not None
+        self._activations = ActivationGradients(pass_scale, observation.quietly)
 
-    def _looks_back(self) -> bool:
-        """Tell whether gradients of activations are looked at."""
-        return DispatchMode is not None and ActivationGradients.available
-
-    def __enter__(self) -> RangeProfile:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._start(self))
-            stack.enter_context(self._casts.switched(False, forced_off=True))
-            stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-            stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
-            if self._activations is not None:
-                stack.callback(self._activations.end)
-            if DispatchMode is not None:
-                stack.callback(self._leave_mode)
-                self._enter_mode()
-            self._stack = stack.pop_all()
-        return self
+    def _begin(self, stack: contextlib.ExitStack) -> None:
+        stack.enter_context(self._casts.switched(False, forced_off=True))
+        stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+        stack.callback(self._activations.forget)
+        super()._begin(stack)
 
     def __exit__(self, *exc_info: Any) -> None:
-        self._stack.close()
+        super().__exit__(*exc_info)
         self.loss_scale = self._scale_of()
-        if not self._stepped:
-            self._read([p for root in self._roots for p in root.parameters()])
+        if not self.steps:
+            self.read_gradients([p for root in self._roots for p in root.parameters()])
 
     def before(self, call: Call) -> None:
         """Remember the outermost module, for the names of parameters."""
         # A step that raised an exception has ended, and a closure within one is a forward pass.
         self._stepping = False
-        if call.modules:
-            self._roots.add(call.modules[0])
-
-    @property
-    def ops(self) -> tuple[OpRange, ...]:
-        """Each operator at each place, in the order of their first calls."""
-        return tuple(self._ops.values())
+        super().before(call)
 
     # -- looking --
 
@@ -215,107 +269,58 @@ class RangeProfile(Observer):
     def _sampling(self) -> bool:
         return self.steps % self._every == 0
 
-    def _enter_mode(self) -> None:
-        self._mode = _mode_for(self)
-        self._mode.__enter__()
-        self._depth = dispatch_modes()
-
-    def _leave_mode(self) -> None:
-        mode, self._mode = self._mode, None
-        if mode is not None:
-            mode.__exit__(None, None, None)
-
-    def saw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Take note of an operator, which the mode has seen."""
+    def saw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> OpRange | None:
+        """Take note of an operator that the mode has seen, and of what half precision would make of it."""
         if self._stepping or not self._sampling or self._observation.telling:
-            return
-        activations = self._activations
+            return None
         if current_graph_task() != -1:
-            if activations is not None:
-                activations.goes_back()
-            return
-        outputs = [t for t in iter_tensors(result) if t.is_floating_point()]
-        inputs = [t for t in iter_tensors((args, kwargs)) if t.is_floating_point()]
-        schema, name = func._schema, func.name().partition(".")[0]
-        half = self._halves.note(self._observation.call, inputs, outputs, mutates=schema.is_mutable)
-        # A view computes nothing; what has no floating argument makes values that are not computed.
-        is_view = any(found.alias_info is not None and not found.alias_info.is_write for found in schema.returns)
-        row, scale = None, None
-        if outputs and inputs and not is_view and not name.startswith(_MAKERS):
-            if in_scaling(sys._getframe(1)):
-                scale = _factor(args) if name == "aten::mul" else None
-            else:
-                site = self._observation.site_here()
-                row = self._row(name, site)
-                row.in_half = half
-                found = row
-                self._observation.quietly(lambda: self._record(found, func, args, kwargs, outputs))
-        if activations is not None:
-            activations.ran(None if row is None else row.gradients, scale)
-
-    def _row(self, name: str, site: CallSite) -> OpRange:
-        row = self._ops.get((name, site))
-        if row is None:
-            call = self._observation.call
-            row = self._ops[name, site] = OpRange(name, None if call is None else call.op.name, site)
+            if self.sees_activations:
+                self._activations.goes_back()
+            return None
+        inputs, outputs = _floating((args, kwargs)), _floating(result)
+        half = self._halves.note(self._observation.call, inputs, outputs, mutates=func._schema.is_mutable)
+        row = super().saw(func, args, kwargs, result)
+        if row is not None:
+            row.in_half = half
+            self._observation.quietly(lambda: self._run_again(row, func, args, kwargs, outputs))
+        if self.sees_activations:
+            scales = row is None and func.name().startswith("aten::mul.") and in_scaling(sys._getframe(1))
+            self._activations.ran(None if row is None else row.gradients, _factor(args) if scales else None)
         return row
 
-    def _record(
-        self, row: OpRange, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
-    ) -> None:
-        row.calls += 1
-        for output in outputs:
-            row.values.add(output, at_any_scale=False)
+    def _run_again(self, row: OpRange, func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
+        """Run an operator on half arguments, unless that writes or draws, or was done as often as it is to be."""
         if func._schema.is_mutable:
             row.excluded = "writes to its arguments"
         elif torch.Tag.nondeterministic_seeded in func.tags:
             row.excluded = "draws random numbers"
-        elif row.compared < self._compare and (row.excluded is None or row.errors):
-            self._run_again(row, func, args, kwargs, outputs)
-
-    def _run_again(self, row: OpRange, func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
+        if row.compared >= self._compare or (row.excluded is not None and not row.errors):
+            return
         row.compared += 1
         for dtype in HALF_DTYPES:
-            to_half = _narrower(dtype)
+            short = str(dtype).removeprefix("torch.")
             try:
-                again = func(*map_tensors(args, to_half), **map_tensors(kwargs, to_half))
+                again = func(*map_tensors(args, _narrower(dtype)), **map_tensors(kwargs, _narrower(dtype)))
             except _REFUSED as error:
-                row.excluded = f"{_short(dtype)}: {str(error).partition(chr(10))[0]}"
+                row.excluded = f"{short}: {str(error).partition(chr(10))[0]}"
                 continue
-            halves = [tensor for tensor in iter_tensors(again) if tensor.is_floating_point()]
-            error_ = max(map(_relative_error, halves, outputs), default=0.0)
-            row.errors[_short(dtype)] = max(error_, row.errors.get(_short(dtype), 0.0))
+            error_ = max(map(_relative_error, _floating(again), outputs), default=0.0)
+            row.errors[short] = max(error_, row.errors.get(short, 0.0))
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
-        self._stepped = self._stepping = True
+        self._stepping = True
         if self._sampling:
-            # What reads them would go through the mode.
-            on_top = self._mode is not None and dispatch_modes() == self._depth
-            if on_top:
-                self._leave_mode()
-            try:
-                self._read([param for group in optimizer.param_groups for param in group["params"]])
-            finally:
-                if on_top:
-                    self._enter_mode()
+            self.read_gradients([param for group in optimizer.param_groups for param in group["params"]])
 
     def _after_step(self, *_: Any) -> None:
         self._stepping = False
         self.steps += 1
-        if self._activations is not None:
-            self._activations.forget()
+        self._activations.forget()
         # Steps that are not looked at run without the mode, unless another one was entered above it.
-        if self._mode is not None and not self._sampling and dispatch_modes() == self._depth:
-            self._leave_mode()
-        elif self._mode is None and self._sampling and self.sees_operators:
+        if self._mode is None and self._sampling:
             self._enter_mode()
-
-    def _read(self, params: Iterable[Tensor]) -> None:
-        names = {id(p): name for root in self._roots for name, p in root.named_parameters()}
-        for number, param in enumerate(params):
-            if param.grad is not None and not param.grad.is_sparse:
-                name = names.get(id(param), f"parameter {number} of shape {tuple(param.shape)}")
-                self.gradients.setdefault(name, Exponents()).add(param.grad)
+        elif self._mode is not None and not self._sampling and dispatch_modes() == self._depth:
+            self._leave_mode()
 
     # -- what it says --
 
@@ -338,41 +343,31 @@ class RangeProfile(Observer):
         all these scales overflow.
         """
         found = _sum((self.all_gradients(), self.half_gradients()))
-        if not found.elements:
-            return ()
-        lost = {k: found.in_format(dtype, k) for k in range(_MOST + 1)}
-        fitting = {k: numbers["underflow"] for k, numbers in lost.items() if not numbers["overflow"]}
-        least = min(fitting.values(), default=0)
-        return tuple(2.0**k for k, underflow in fitting.items() if underflow == least)
+        lost = {2.0**k: found.in_format(dtype, k) for k in range(_MOST + 1)} if found.elements else {}
+        fitting = {scale: numbers["underflow"] for scale, numbers in lost.items() if not numbers["overflow"]}
+        return tuple(scale for scale, underflow in fitting.items() if underflow == min(fitting.values()))
 
     def verdict(self) -> str:
         """Return a sentence for each half dtype, and what loss scales lose least."""
-        shift, values, gradients = self._shift(), self.all_values(), self.all_gradients()
+        shift, gradients, halves = self._shift(), self.all_gradients(), self.half_gradients()
         lines = []
         if not self.sees_operators:
             lines.append("no operator was looked at: this torch has no TorchDispatchMode; gradients alone were")
         for dtype in FORMATS:
-            forward, backward = values.in_format(dtype), gradients.in_format(dtype, shift)
             errors = [row.errors[dtype] for row in self.ops if dtype in row.errors]
-            worst = f"{max(errors):.2g}" if errors else "unknown"
             scaled = f"gradients of parameters, times the loss scale {self.loss_scale:g},"
+            activations = "those of activations were not looked at"
+            if self.sees_activations:
+                activations = _lost(halves, "gradients of activations in half", dtype, shift)
             lines.append(
-                f"{dtype}: of {_lost(values.elements, 'results', forward)}; of "
-                f"{_lost(gradients.elements, scaled, backward)}; {self._of_activations(dtype, shift)}"
-                f"largest relative error of an op {worst}"
+                f"{dtype}: {_lost(self.all_values(), 'results', dtype)}; {_lost(gradients, scaled, dtype, shift)}; "
+                f"{activations}; largest relative error of an op {f'{max(errors):.2g}' if errors else 'unknown'}"
             )
-        scales = self.loss_scales()
-        if scales:
+        if scales := self.loss_scales():
             lines.append(f"float16 loses fewest gradients at loss scales {scales[0]:g} to {scales[-1]:g}")
-        elif self.gradients or self.half_gradients().elements:
+        elif gradients.elements or halves.elements:
             lines.append("float16 gradients overflow at every loss scale from 1 on; bfloat16 needs none")
         return "\n".join(lines)
-
-    def _of_activations(self, dtype: str, shift: int) -> str:
-        if not self.sees_activations:
-            return "those of activations were not looked at; "
-        found = self.half_gradients()
-        return f"of {_lost(found.elements, 'gradients of activations in half', found.in_format(dtype, shift))}; "
 
     def _shift(self) -> int:
         return round(math.log2(self.loss_scale)) if self.loss_scale > 0 else 0
@@ -384,22 +379,12 @@ class RangeProfile(Observer):
             "schema": 1,
             "kind": "autoamp.ranges",
             "torch": torch.__version__,
-            "steps": self.steps,
             "every": self._every,
-            "sees_operators": self.sees_operators,
-            "sees_activations": self.sees_activations,
-            "loss_scale": self.loss_scale,
+            **{name: getattr(self, name) for name in ("steps", "sees_operators", "sees_activations", "loss_scale")},
             "loss_scales": list(self.loss_scales()),
             "verdict": self.verdict(),
             "ops": [row.to_dict(shift) for row in self.ops],
-            "gradients": [
-                {
-                    "parameter": name,
-                    **found.to_dict(),
-                    **{dtype: found.in_format(dtype, shift) for dtype in FORMATS},
-                }
-                for name, found in self.gradients.items()
-            ],
+            "gradients": [{"parameter": name, **found.to_dict(shift)} for name, found in self.gradients.items()],
         }
 
     def to_json(self) -> str:
@@ -413,8 +398,8 @@ class RangeProfile(Observer):
         )  # fmt: skip
         lines, shift = [], self._shift()
         for row in sorted(self.ops, key=lambda row: row.badness(shift), reverse=True)[:_SHOWN]:
-            half, brain, top = row.values.in_format("float16"), row.values.in_format("bfloat16"), row.values.largest
-            back = row.gradients.in_format("float16", shift)
+            half, brain = row.values.in_format("float16"), row.values.in_format("bfloat16")
+            back, top = row.gradients.in_format("float16", shift), row.values.largest
             lines.append((
                 row.op.removeprefix("aten::"), row.site.where, row.site.location or "-",
                 "-" if top is None else f"2^{top}", str(half["underflow"]), str(half["overflow"]),
@@ -428,38 +413,7 @@ class RangeProfile(Observer):
         return as_table(title, headings, lines, 8) + (_LEGEND if lines else "") + self.verdict() + "\n"
 
 
-class ValueProfile(RangeProfile):
-    """The exponents of values as the program computes them: casts stay on, and nothing is run again.
-
-    What half precision has lost already, as 0 or as inf, is not seen. Whoever makes it tells it of steps, by
-    `step_begins`.
-    """
-
-    def _looks_back(self) -> bool:
-        return False
-
-    def __enter__(self) -> ValueProfile:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._start(self))
-            if DispatchMode is not None:
-                stack.callback(self._leave_mode)
-                self._enter_mode()
-            self._stack = stack.pop_all()
-        return self
-
-    def leave(self) -> None:
-        """Look on no more, and read nothing."""
-        self._stack.close()
-
-    def step_begins(self, optimizer: Any) -> None:
-        """Read the gradients that an optimizer is about to step by."""
-        self._before_step(optimizer)
-
-    def _run_again(self, row: OpRange, func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
-        pass
-
-
-def _mode_for(profile: RangeProfile) -> Any:
+def _mode_for(profile: ValueProfile) -> Any:
     class Mode(DispatchMode):  # type: ignore[misc]
         @classmethod
         def ignore_compile_internals(cls) -> bool:
@@ -501,15 +455,16 @@ def _norm(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
 
 
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _floating(nested: Any) -> list[Tensor]:
+    return [tensor for tensor in iter_tensors(nested) if tensor.is_floating_point()]
 
 
-def _lost(elements: int, what: str, lost: dict[str, int]) -> str:
-    """Return how many of what a dtype would lose."""
+def _lost(found: Exponents, what: str, dtype: str, shift: int = 0) -> str:
+    """Return how many values a dtype would lose."""
+    lost = found.in_format(dtype, shift)
     return (
-        f"{elements:,} {what} {lost['overflow']:,} overflow, {lost['underflow']:,} become 0, {lost['subnormal']:,} are "
-        "subnormal"
+        f"of {found.elements:,} {what} {lost['overflow']:,} overflow, {lost['underflow']:,} become 0, "
+        f"{lost['subnormal']:,} are subnormal"
     )
 
 

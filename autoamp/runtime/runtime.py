@@ -319,7 +319,7 @@ class Runtime:
 
     def look_at_values(self) -> ValueProfile:
         """Return what notes the exponents of values as they are computed, for a ``with`` statement."""
-        return ValueProfile(self.casts, self.observation, self.observe, lambda: self.loss_scale)
+        return ValueProfile(self.observation, self.observe)
 
     def on_model(self, told: Callable[[], object] | None) -> None:
         """Call this before each outermost call of a module, while anything observes; None ends that."""

@@ -145,8 +145,7 @@ class Surveyor(Observer):
     def _see_arguments(self, call: Call, tensors: list[Tensor]) -> None:
         """Count the exponents of what the op would get in half."""
         found = self._overflowing.setdefault((call.op.name, call.site), Exponents())
-        for tensor in tensors:
-            found.add(tensor, at_any_scale=False)
+        found.add(*tensors)
 
     def _sample(self, call: Call, tensors: list[Tensor]) -> _Sample:
         rule = call.op.rule

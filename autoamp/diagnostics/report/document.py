@@ -308,14 +308,11 @@ def _values(samples: Samples, loss_scale: float) -> dict[str, Any]:
         "ops": [
             {
                 "op": op.op, "within": op.within, "module": op.site.module, "location": op.site.location,
-                "calls": op.calls, "largest": op.values.largest, **op.values.to_dict(),
+                "calls": op.calls, **op.values.to_dict(),
             }
             for op in samples.ops.values()
         ],
-        "gradients": [
-            {"parameter": name, "largest": found.largest, **found.to_dict()}
-            for name, found in samples.gradients.items()
-        ],
+        "gradients": [{"parameter": name, **found.to_dict()} for name, found in samples.gradients.items()],
     }  # fmt: skip
 
 

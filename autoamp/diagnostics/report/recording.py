@@ -186,7 +186,7 @@ class Recording(Watch):
         if self._check is not None and self.active and is_checked(self.steps):
             self._compare(self._check)
         if self._running is not None and self._running[1] == "values":
-            self._running[2].step_begins(optimizer)
+            self._running[2].read_gradients([p for group in optimizer.param_groups for p in group["params"]])
 
     def _guarded_stepped(self) -> None:
         if self._handle.optimizers.counts.steps == self._guarded_steps:

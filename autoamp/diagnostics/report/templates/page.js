@@ -219,12 +219,10 @@
   };
 
   const sum = (several) => {
-    const total = { exponents: {}, rounding_up: {}, zeros: 0, nonfinite: 0 };
+    const total = { exponents: {}, zeros: 0, nonfinite: 0 };
     for (const one of several) {
-      for (const part of ["exponents", "rounding_up"]) {
-        for (const [exponent, found] of Object.entries(one[part] || {})) {
-          total[part][exponent] = (total[part][exponent] || 0) + found;
-        }
+      for (const [exponent, found] of Object.entries(one.exponents)) {
+        total.exponents[exponent] = (total.exponents[exponent] || 0) + found;
       }
       total.zeros += one.zeros;
       total.nonfinite += one.nonfinite;
@@ -232,8 +230,7 @@
     return total;
   };
   const elements = (found) => Object.values(found.exponents).reduce((a, b) => a + b, found.zeros + found.nonfinite);
-  // Rounding to fp16 takes what is 65520 or more to inf: such elements of the bin below are counted apart.
-  const lost = (found, [zero, normal, top], shift, rounds) => {
+  const lost = (found, [zero, normal, top], shift) => {
     const result = { underflow: 0, subnormal: 0, overflow: 0 };
     for (const [text, many] of Object.entries(found.exponents)) {
       const exponent = Number(text) + shift;
@@ -241,7 +238,6 @@
       else if (exponent < normal) result.subnormal += many;
       if (exponent >= top) result.overflow += many;
     }
-    if (rounds) result.overflow += (found.rounding_up || {})[top - 1 - shift] || 0;
     return result;
   };
 
@@ -302,7 +298,7 @@
         const total = elements(found);
         if (!total) continue;
         for (const [dtype, name] of FORMATS) {
-          const { underflow, subnormal, overflow } = lost(found, run.values.formats[dtype], by, dtype === "float16");
+          const { underflow, subnormal, overflow } = lost(found, run.values.formats[dtype], by);
           const share = (many) => many === 0 ? "0" : `${count(many)} (${((100 * many) / total).toPrecision(2)} %)`;
           rows.push([`${what} in ${name}`, share(underflow), share(subnormal), share(overflow), count(found.zeros), count(found.nonfinite)]);
         }
@@ -322,7 +318,7 @@
     slider.addEventListener("input", paint);
     drawn(paint);
 
-    const nothing = { exponents: {}, rounding_up: {}, zeros: 0, nonfinite: 0 };
+    const nothing = { exponents: {}, zeros: 0, nonfinite: 0 };
     const rows = [
       ...run.values.gradients.map((one) => ({ ...one, what: "gradient", name: one.parameter })),
       ...run.values.ops.map((one) => ({ ...one, what: "result", name: short(one.op) })),
