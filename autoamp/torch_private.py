@@ -58,7 +58,6 @@ __all__ = [
     "normed_weight",
     "root_of_mesh",
     "sequence_number",
-    "sharded_compute_dtype",
     "start_no_graph",
     "tracing_state",
     "two_in_one",
@@ -299,17 +298,6 @@ ranks that meshes across one another concern are then all ranks."""
 def is_parallelized(module: Any) -> bool:
     """Tell whether `parallelize_module` has distributed a module; False where the installed torch does not mark it."""
     return bool(getattr(module, "_distribute_module_applied", False))
-
-
-def sharded_compute_dtype(module: Any) -> torch.dtype | None:
-    """Return the dtype in which a module that `fully_shard` has sharded computes, by its mixed-precision policy.
-
-    None where the policy names none, or the installed torch keeps it elsewhere. Looked up here and not by `_find`,
-    which would import all of ``torch.distributed.fsdp``.
-    """
-    state = getattr(module, "_get_fsdp_state", lambda: None)()
-    dtype = getattr(getattr(state, "_mp_policy", None), "param_dtype", None)
-    return dtype if isinstance(dtype, torch.dtype) else None
 
 
 # -- what is patched beside the functions of the lists. Where it is None there is no patch --

@@ -24,7 +24,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from autoamp.auto_scaling.backward_pass import (
     ScaledPass,
     can_begin_at,
-    drop,
     largest_scale,
     listed,
     reached_by,
@@ -40,7 +39,6 @@ from autoamp.stepping import (
     StepGuard,
     open_blocks,
     several_processes,
-    stepped_params,
 )
 from autoamp.torch_private import TELLS_GRAPH_TASKS
 
@@ -121,8 +119,6 @@ class AutoScale:
             (torch.nn.modules.module, "register_module_full_backward_pre_hook", self._around_register_for_all),
             (Optimizer, "__init__", lambda f: self._afterwards(f, self._guard_new)),
             (Optimizer, "__setstate__", lambda f: self._afterwards(f, self._guard_new)),
-            (Optimizer, "zero_grad", lambda f: self._afterwards(f, self._drop_of_optimizer)),
-            (Module, "zero_grad", lambda f: self._afterwards(f, self._drop_of_module)),
             (torch.amp.GradScaler, "__init__", lambda f: self._afterwards(f, self._notice_scaler)),
             (torch.autocast, "__enter__", lambda f: self._afterwards(f, self._notice_autocast)),
         ]
@@ -200,21 +196,6 @@ class AutoScale:
     # The names of version 0.1.
     standing_aside, stand_aside = yielded_to, yield_to
 
-    def _drop_of_optimizer(self, optimizer: Any) -> None:
-        self._drop(stepped_params(optimizer))
-
-    def _drop_of_module(self, module: Any) -> None:
-        self._drop(module.parameters())
-
-    def _drop(self, params: Iterable[Tensor]) -> None:
-        """Take note that gradients were dropped: what overflowed in them skips no step."""
-        guards = self._guards()
-        waiting = [guard for guard in guards if guard.checks.pending]
-        if waiting:
-            ids = set(map(id, params))
-            for guard in waiting:
-                drop(guard, ids)
-
     def _afterwards(self, original: Any, notice: Callable[[Any], None]) -> Any:
         def replacement(self_: Any, *args: Any, **kwargs: Any) -> Any:
             result = original(self_, *args, **kwargs)
@@ -291,9 +272,8 @@ class AutoScale:
         )
         for guard in sharded:
             # Its shards are not what the pass reaches: gradients are reduced onto them.
-            running.concern(guard, map(id, guard.grads.params()))
+            running.concern(guard)
         running.take(leaves, nodes)
-        self._optimizers.resumed.warn(self._known, self._scaler)
         if self._optimizers.watch is not None:
             for root in roots:
                 self._optimizers.watch.loss_scaled(root, running.scale)

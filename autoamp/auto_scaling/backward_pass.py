@@ -23,7 +23,6 @@ __all__ = [
     "OurHook",
     "ScaledPass",
     "can_begin_at",
-    "drop",
     "largest_scale",
     "listed",
     "reached_by",
@@ -75,9 +74,6 @@ class PassCheck(OverflowCheck):
         flags: What was found, and is being found.
         cleans: Whether 0 takes the place of gradients that overflowed.
         of_pass: An earlier check of the same pass, if there is one.
-
-    Attributes:
-        reached: By guard, the ids of what the pass reaches of its optimizer's and was not dropped since.
     """
 
     # What arrives after it was read is for another check, so a step is to read it.
@@ -89,7 +85,6 @@ class PassCheck(OverflowCheck):
         super().__init__(scaler, scale, (), of_pass)
         self._flags = flags
         self._cleans = cleans
-        self.reached: dict[StepGuard, set[int]] = {}
 
     @property
     def found(self) -> Sequence[Tensor]:
@@ -100,25 +95,6 @@ class PassCheck(OverflowCheck):
     def cleared(self) -> Sequence[Tensor]:
         """The tensors whose gradients overflowed, if 0 took their place. Waits for the device."""
         return self._flags.flagged() if self.overflowed and self._cleans else ()
-
-    def drop(self, guard: StepGuard, ids: set[int]) -> bool:
-        """Take note that gradients were dropped. Returns whether an optimizer has nothing of this pass any more."""
-        left = self.reached.get(guard)
-        if left is None or left.isdisjoint(ids):
-            return False
-        left -= ids
-        return not left
-
-
-def drop(guard: StepGuard, ids: set[int], but: OverflowCheck | None = None) -> None:
-    """Take note that gradients of an optimizer were dropped.
-
-    A pass of which it has no other gradients any more skips none of its steps. ``but`` is the check of a pass that has
-    just begun.
-    """
-    for check in list(guard.checks.pending):
-        if isinstance(check, PassCheck) and check is not but and check.drop(guard, ids):
-            guard.checks.drop(check)
 
 
 class ScaledPass:
@@ -189,7 +165,8 @@ class ScaledPass:
             self._factor(tensor.device)
         self._arrivals.update({id(leaf): register_first(leaf, _Arrival(self, leaf)) for leaf in leaves})
         self._inner.update({name: _InnerGradient(self, tensor) for name, tensor in new.items()})
-        self._tell_guards(leaves)
+        for guard in dict.fromkeys(guard for leaf in leaves for guard in self._owners.get(id(leaf), ())):
+            self.concern(guard)
 
     def _passes_on(self, leaf: Tensor) -> bool:
         """Tell a copy that a function made of its input, to read its ``.grad``, from a leaf that the program knows."""
@@ -201,27 +178,10 @@ class ScaledPass:
         self._passed_on[id(leaf)] = weakref.ref(leaf)
         return True
 
-    def _tell_guards(self, leaves: Sequence[Tensor]) -> None:
-        """Let guards wait for the check, and forget those on gradients that are gone."""
-        reached: dict[StepGuard, set[int]] = {}
-        gone: dict[StepGuard, set[int]] = {}
-        for leaf in leaves:
-            for guard in self._owners.get(id(leaf), ()):
-                reached.setdefault(guard, set()).add(id(leaf))
-                if leaf.grad is None:
-                    gone.setdefault(guard, set()).add(id(leaf))
-        for guard, ids in gone.items():
-            drop(guard, ids, self._check)
-        for guard, ids in reached.items():
-            self.concern(guard, ids)
-
-    def concern(self, guard: StepGuard, ids: Iterable[int]) -> None:
-        """Let a guard wait for the check, as far as gradients of these tensors go."""
-        check = self._check
-        known = check.reached.setdefault(guard, set())
-        known.update(ids)
-        if check not in guard.checks.pending:
-            guard.checks.expect(check)
+    def concern(self, guard: StepGuard) -> None:
+        """Let a guard wait for the check."""
+        if self._check not in guard.checks.pending:
+            guard.checks.expect(self._check)
 
     def knows(self, leaf: Tensor) -> bool:
         """Tell whether gradients have true values once they have arrived at a leaf."""
@@ -234,7 +194,7 @@ class ScaledPass:
             # An optimizer stepped in the middle of the pass: what comes now is for another check.
             self._check = PassCheck(check.scaler, self.scale, self._flags, cleans=self._cleans, of_pass=check)
         for guard in self._owners.get(id(leaf), ()):
-            self.concern(guard, [id(leaf)])
+            self.concern(guard)
         return self.true(leaf, gradient)
 
     def true(self, tensor: Tensor, gradient: Tensor) -> Tensor:

@@ -98,7 +98,6 @@ class DistributedState:
         if scales and not _unread(scales, self._marks):
             handle.load_state_dict(scales)
         elif runtime_of(handle).optimizers.loss_scalers.has_dynamic:
-            runtime_of(handle).optimizers.resumed.scales_are_known()
             warn_user(
                 "this checkpoint has no state of the loss scalers: the loss scale continues at "
                 f"{ours['loss_scaler0']['loss_scale']:g}, and the first steps may be skipped. Save "

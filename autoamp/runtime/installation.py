@@ -56,7 +56,6 @@ class Installation:
         clipping: Looks on at torch's functions that clip gradients.
         observation: Who is told of calls; None where nobody looks on.
         met: Called with each optimizer that is made; None where nobody asks.
-        loaded: Called with each optimizer whose state was loaded; None where nobody asks.
         recorder: Who takes note of outermost module calls; None where nobody does.
         builders: What else is patched: owners, attributes, and what builds the replacement of each.
 
@@ -76,7 +75,6 @@ class Installation:
         clipping: ClippingWatch,
         observation: Observation | None = None,
         met: Callable[[Any], None] | None = None,
-        loaded: Callable[[Any], None] | None = None,
         recorder: CallRecorder | None = None,
         builders: Sequence[tuple[Any, str, Callable[[Any], Any]]] = (),
     ) -> None:
@@ -87,7 +85,6 @@ class Installation:
         self._rebind = rebind
         self._observation = observation
         self._met = met
-        self._loaded = loaded
         self._clipping = clipping
         self._recorder = recorder
         self._builders = builders
@@ -177,7 +174,7 @@ class Installation:
         return replaced
 
     def _patch_modules(self) -> None:
-        casts, checkpoint = self._casts, torch.utils.checkpoint
+        casts, met, checkpoint = self._casts, self._met, torch.utils.checkpoint
         regions = AutocastRegions(casts)
         context = torch_private.CUSTOM_FUNCTION_CONTEXT
         builders: list[tuple[Any, str | None, Callable[[Any], Any]]] = [
@@ -190,11 +187,7 @@ class Installation:
             (context, "apply", lambda original: build_function_backward(original, casts)),
             (torch.nn.Module, "__call__", self._module_call),
             *((torch.nn.Module, name, builder) for name, builder in self._models.builders()),
-            *(
-                (torch.optim.Optimizer, name, functools.partial(_followed_by, after))
-                for name, after in (("__init__", self._met), ("load_state_dict", self._loaded))
-                if after is not None
-            ),
+            *([] if met is None else [(torch.optim.Optimizer, "__init__", functools.partial(_followed_by, met))]),
             *self._builders,
             *casts.builders(),
         ]

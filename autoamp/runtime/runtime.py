@@ -145,7 +145,6 @@ class Runtime:
             rebind=self.settings.rebind,
             observation=self.observation if self.observation.observers else None,
             met=self._meet if keeps_masters else None,
-            loaded=self.optimizers.resumed.note if self.optimizers.loss_scalers.has_dynamic else None,
             clipping=ClippingWatch(lambda: scaled_params(self.optimizers)),
             recorder=self.overflows.recorder,
             builders=[*self.overflows.recorder.builders(), *self.nonfinite.own_scaler.builders()],

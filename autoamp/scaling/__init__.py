@@ -5,7 +5,6 @@ from __future__ import annotations
 from autoamp.scaling.gradients import (
     DeviceAndDtype,
     GradientMark,
-    ScaledMark,
     found_any,
     non_finite,
     scale_,
@@ -27,7 +26,6 @@ __all__ = [
     "LossScaler",
     "RequestedGroup",
     "Scale",
-    "ScaledMark",
     "StaticLossScaler",
     "SyncGroup",
     "SyncGroups",

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from autoamp.errors import UsageError
-from autoamp.scaling.shards import is_sharded, local_of, local_parts
+from autoamp.scaling.shards import is_sharded, local_of
 from autoamp.scaling.unread_flags import Factor, Scale, inverse_scale
 from autoamp.tensors import HALF_DTYPES, version_of
 from autoamp.torch_private import group_by_device_and_dtype, unscale_and_check_
@@ -27,7 +27,6 @@ from autoamp.torch_private import group_by_device_and_dtype, unscale_and_check_
 __all__ = [
     "DeviceAndDtype",
     "GradientMark",
-    "ScaledMark",
     "found_any",
     "non_finite",
     "scale_",
@@ -272,83 +271,16 @@ class GradientMark:
                 self._marked = weakref.ref(param), weakref.ref(grad), version_of(grad)
                 break
 
-    def replaced(self) -> bool:
-        """Whether the gradient is gone, or another tensor. True also if there was none."""
-        return self._same() is None
-
     def touched(self) -> bool:
         """Whether the gradient is gone, another tensor, or was written in place. True also if there was none."""
-        grad = self._same()
-        return grad is None or self._marked is None or version_of(grad) != self._marked[2]
-
-    def _same(self) -> torch.Tensor | None:
         if self._marked is None:
-            return None
-        param, grad = self._marked[0](), self._marked[1]()
-        return grad if param is not None and grad is not None and param.grad is grad else None
-
-
-class ScaledMark:
-    """Watches gradients that were left scaled, to tell later whether they were dropped. It refers to tensors weakly.
-
-    Others in their place count as made of them, ``p.grad = p.grad * 0.5``, unless a backward pass made them.
-
-    Args:
-        params: The parameters whose gradients are meant.
-    """
-
-    def __init__(self, params: Iterable[torch.Tensor]) -> None:
-        present = [param for param in params if param.grad is not None]
-        self._params = [weakref.ref(param) for param in present]
-        self._made_anew = False
-        # One stands for all. A leaf's hook is called before its gradient is added to what is there.
-        first = next((param for param in present if param.is_leaf and param.requires_grad), None)
-        self._hook = None if first is None else first.register_hook(_noticing(weakref.ref(self), weakref.ref(first)))
-
-    def dropped(self) -> bool:
-        """Whether all gradients are gone, or were gone when a backward pass came. True also if there was none."""
-        params = [param for reference in self._params if (param := reference()) is not None]
-        return self._made_anew or all(param.grad is None for param in params)
-
-    def end(self) -> None:
-        """Watch no longer."""
-        if self._hook is not None:
-            self._hook.remove()
-
-    def notice(self, param: torch.Tensor) -> None:
-        """Take note that a backward pass is about to add to a gradient."""
-        self._made_anew = self._made_anew or param.grad is None
-
-
-def _noticing(mark: weakref.ref[ScaledMark], param: weakref.ref[torch.Tensor]) -> Callable[[torch.Tensor], None]:
-    def notice(_: torch.Tensor) -> None:
-        watching, reached = mark(), param()
-        if watching is not None and reached is not None:
-            watching.notice(reached)
-
-    return notice
+            return True
+        param, grad, version = self._marked[0](), self._marked[1](), self._marked[2]
+        return param is None or grad is None or param.grad is not grad or version_of(grad) != version
 
 
 def _values_by_kind(params: Iterable[torch.Tensor]) -> dict[DeviceAndDtype, list[torch.Tensor]]:
     """Return the values of all gradients as `_writable_grads` does, by device and dtype."""
-    params = list(params)
-    grads = local_parts([grad for param in params if (grad := param.grad) is not None])
-    # The usual gradients, told by a few sweeps in C: dense, of a real dtype, no two the same, writable in place.
-    try:
-        simple = (
-            bool(grads)
-            and all(map(torch.Tensor.is_contiguous, grads))
-            and not any(map(torch.Tensor.is_inference, grads))
-            and not any(map(torch.Tensor.is_neg, grads))
-            and len(set(map(id, grads))) == len(grads)
-        )
-    except RuntimeError:
-        # Sparse tensors have no is_contiguous().
-        simple = False
-    if simple:
-        groups = _grouped(grads)
-        if all(dtype in _REAL for _, dtype in groups):
-            return groups
     groups = _grouped(_writable_grads(params))
     for _, dtype in groups:
         if dtype not in _REAL:

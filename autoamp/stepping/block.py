@@ -186,10 +186,12 @@ def _rescale(guards: Sequence[StepGuard], scale: Scale) -> None:
 def _leave(guards: Sequence[StepGuard], scaler: LossScaler, scale: Scale, checks: bool, *, warns: bool) -> None:
     """Unscale and check, and leave a check with every optimizer that has gradients."""
     present = [guard.grads.has_any() for guard in guards]
-    found: Sequence[OverflowCheck | None] = [None] * len(guards)
+    found: OverflowCheck | None = None
     if checks and any(present):
-        found = _checked(guards, scaler, scale)
-    for guard, has_gradients, check in zip(guards, present, found, strict=True):
+        params = [param for guard in guards for param in guard.grads.params()]
+        found = OverflowCheck(scaler, scale, unscale_(params, scale, scaler.unread.blank))
+    for guard, has_gradients in zip(guards, present, strict=True):
+        check = found
         if not has_gradients:
             guard.refuse_replaced_params()
             is_shared = guard.checks.group is not None
@@ -200,55 +202,6 @@ def _leave(guards: Sequence[StepGuard], scaler: LossScaler, scale: Scale, checks
         guard.leave_block(1.0, check)
         if checks:
             guard.checks.block_ended(scaler, scale)
-
-
-def _checked(guards: Sequence[StepGuard], scaler: LossScaler, scale: Scale) -> Sequence[OverflowCheck]:
-    """Unscale and check the gradients of all guards. Returns a check for each.
-
-    An overflow in this block is the overflow of all. What an earlier block left is that of its own optimizers alone.
-    """
-    if len(guards) == 1 or not any(guard.checks.pending for guard in guards):
-        params = [param for guard in guards for param in guard.grads.params()]
-        return [OverflowCheck(scaler, scale, unscale_(params, scale, scaler.unread.blank))] * len(guards)
-    found, new = {}, {}
-    for owners, params in _by_owners(guards).items():
-        found[owners] = unscale_(params, scale, scaler.unread.blank)
-        new[owners] = _newly_found(found[owners], [check for place in owners for check in guards[place].checks.pending])
-    checks: list[OverflowCheck] = []
-    for place in range(len(guards)):
-        flags = [flag for owners in found for flag in (found if place in owners else new)[owners]]
-        checks.append(OverflowCheck(scaler, scale, flags, of_block=checks[0] if checks else None))
-    return checks
-
-
-def _by_owners(guards: Sequence[StepGuard]) -> dict[frozenset[int], list[Tensor]]:
-    """Sort parameters by the guards that step them, or others with the same gradient."""
-    by_grad: dict[int, tuple[list[Tensor], set[int]]] = {}
-    for place, guard in enumerate(guards):
-        for param in guard.grads.params():
-            if param.grad is not None:
-                sharing, places = by_grad.setdefault(id(param.grad), ([], set()))
-                sharing.append(param)
-                places.add(place)
-    owned: dict[frozenset[int], list[Tensor]] = {}
-    for sharing, places in by_grad.values():
-        owned.setdefault(frozenset(places), []).extend(sharing)
-    return owned
-
-
-@torch.no_grad()
-def _newly_found(found: Sequence[Tensor], earlier: Sequence[OverflowCheck]) -> list[Tensor]:
-    """Return flags, 0 where a check of an earlier block says that inf or nan was there. Nothing is read."""
-    if any(check.overflowed for check in earlier):
-        return []
-    known = [flag for check in earlier for flag in check.found]
-    new = []
-    for one in found:
-        for flag in known:
-            if flag.device == one.device:
-                one = one * (flag == 0)
-        new.append(one)
-    return new
 
 
 def watch_autograd_grad(original: Any) -> Any:

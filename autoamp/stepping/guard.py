@@ -24,17 +24,13 @@ from autoamp.casting import Casts
 from autoamp.errors import NonFiniteGradientsError, UsageError
 from autoamp.scaling import (
     FoundInfReduction,
-    GradientMark,
     LossScaler,
     RequestedGroup,
     Scale,
-    ScaledMark,
     SyncGroup,
     SyncGroups,
     clip_,
     found_any,
-    has_shards,
-    is_sharded,
     non_finite,
     powered_norm,
     reduce_partial,
@@ -44,7 +40,7 @@ from autoamp.stepping.attach import AttachedStep, named_params, stepped_params
 from autoamp.stepping.masters import MasterWeights
 from autoamp.stepping.rank_consistency import found_on_ranks
 from autoamp.stepping.replicas import begin_compression_anew, may_compress, several_processes
-from autoamp.stepping.sharded_modules import refuse_left_behind, warn_of_unscaled_shards
+from autoamp.stepping.sharded_modules import refuse_left_behind
 from autoamp.stepping.skips import Skips, StepWatch
 from autoamp.stepping.usage_checks import RepeatedStep
 from autoamp.tensors import version_of
@@ -55,7 +51,6 @@ __all__ = [
     "PendingChecks",
     "ScaledGrads",
     "StepGuard",
-    "guarded_closure",
     "read_checks",
 ]
 
@@ -106,13 +101,13 @@ class _Reported:
 class OverflowCheck:
     """What one scaled block or backward pass found in the gradients, read or still on the device.
 
-    Optimizers that share a block share its check, or have one each: the scaler hears of the block once.
+    Optimizers that share a block share its check: the scaler hears of the block once.
 
     Args:
         scaler: The scaler of the block.
         scale: The scale of the block.
         found: What `autoamp.scaling.unscale_` returned, and other tensors like these.
-        of_block: An earlier check of the same block or pass, if there is one.
+        of_pass: An earlier check of the same pass, if there is one.
 
     Attributes:
         scaler: As given.
@@ -125,11 +120,11 @@ class OverflowCheck:
     is_complete = True
 
     def __init__(
-        self, scaler: LossScaler, scale: Scale, found: Sequence[Tensor], of_block: OverflowCheck | None = None
+        self, scaler: LossScaler, scale: Scale, found: Sequence[Tensor], of_pass: OverflowCheck | None = None
     ) -> None:
         self.scaler = scaler
         self.scale = scale
-        self.reported: _Reported = _Reported() if of_block is None else of_block.reported
+        self.reported: _Reported = _Reported() if of_pass is None else of_pass.reported
         self.overflowed: bool | None = None
         self._found = found
 
@@ -170,7 +165,8 @@ def _resolve(checks: Sequence[OverflowCheck]) -> OverflowCheck | None:
     heard = {id(check.scaler) for check in clean if check.reported.overflowed is not None}
     if blamed is not None:
         heard.add(id(blamed.scaler))
-        if not blamed.reported.overflowed:
+        # Once: another optimizer may have told it of a later check of these gradients.
+        if not any(check.reported.overflowed and check.scaler is blamed.scaler for check in checks):
             blamed.scaler.update(True)
     for check in clean:
         if id(check.scaler) not in heard:
@@ -227,7 +223,8 @@ class ScaledGrads:
         self.masters = masters
         self.scale: Scale = 1.0
         self._optimizer = optimizer
-        self._delayed: tuple[LossScaler, ScaledMark] | None = None
+        # The scaler of the block that has left the gradients scaled, if one has.
+        self._delayed: LossScaler | None = None
 
     def params(self) -> Sequence[Tensor]:
         """Return the tensors whose gradients are scaled and unscaled: all that the optimizer steps."""
@@ -249,30 +246,22 @@ class ScaledGrads:
 
     def delay(self, scaler: LossScaler) -> None:
         """Take note that a block has left the gradients scaled."""
-        self.end_delay()
-        self._delayed = scaler, ScaledMark(self.params())
+        self._delayed = scaler
 
     def end_delay(self) -> None:
         """Forget that a block has left the gradients scaled."""
-        if self._delayed is not None:
-            self._delayed[1].end()
-            self._delayed = None
-
-    def forget_dropped_delay(self) -> None:
-        """Take note if the program has dropped the gradients that a block left scaled."""
-        if self._delayed is not None and self._delayed[1].dropped():
-            self.end_delay()
-            self.scale = 1.0
+        self._delayed = None
 
     def finish_delayed(self) -> OverflowCheck | None:
         """Unscale and check what ``delay_unscale`` left scaled; None if there is nothing."""
         if self._delayed is None:
             return None
-        (scaler, mark), scale = self._delayed, self.scale
-        dropped = mark.dropped()
-        self.end_delay()
-        self.scale = 1.0
-        return None if dropped else OverflowCheck(scaler, scale, unscale_(self.params(), scale, scaler.unread.blank))
+        scaler, scale = self._delayed, self.scale
+        self._delayed, self.scale = None, 1.0
+        if not self.has_any():
+            # The program dropped them.
+            return None
+        return OverflowCheck(scaler, scale, unscale_(self.params(), scale, scaler.unread.blank))
 
 
 class PendingChecks:
@@ -294,8 +283,6 @@ class PendingChecks:
         self._guard = weakref.ref(guard)
         self._grads = grads
         self._owner = owner
-        self._dropped: list[OverflowCheck] = []
-        self._mark = GradientMark(())
         # What the last block unscaled, and by whose scale.
         self._unscaled: tuple[Sequence[Tensor], LossScaler, Scale] | None = None
         self._groups = SyncGroups()
@@ -318,14 +305,6 @@ class PendingChecks:
         if check is not None:
             self.pending.append(check)
             self.last, self._agreed = (check.scaler, check.scale), False
-
-    def remember_gradients(self) -> None:
-        """Take note of the gradients that are there now, to tell later whether they were dropped."""
-        params = self._grads.params()
-        # Where the ranks of a mesh have no gradients of other parameters alike, they have those of shards alike.
-        if several_processes() and has_shards(params):
-            params = [param for param in params if is_sharded(param)]
-        self._mark = GradientMark(params)
 
     def block_ended(self, scaler: LossScaler, scale: Scale) -> None:
         """Take note of what a block unscaled. Gradients of all other tensors have its scale still."""
@@ -354,11 +333,11 @@ class PendingChecks:
         check = self._grads.finish_delayed()
         if check is not None:
             self.note(check)
-            self.remember_gradients()
 
     def expect(self, check: OverflowCheck) -> None:
         """Take note of a backward pass from which gradients come with true values, and of the check on them."""
         self.finish_delayed()
+        self.resolve_dropped_grads()
         if len(self.pending) >= _MAX_PENDING_CHECKS and self.group is None:
             # Nobody steps. To read them all in one go now and then is enough.
             blamed = self.resolve()
@@ -368,44 +347,6 @@ class PendingChecks:
             read_checks(self.pending)
             self.pending = [next((one for one in self.pending if one.overflowed), self.pending[-1])]
         self.note(check)
-
-    def drop(self, check: OverflowCheck) -> None:
-        """Take note that the gradients of a check were dropped: it skips no step, and its scaler hears of it."""
-        group = self.group
-        if group is not None and group.asked and not self._agreed:
-            # Other ranks may have dropped nothing, and do not wait to hear of it: the next step is skipped.
-            return
-        if group is not None and not self._agreed:
-            self.agree(group)
-        self.pending.remove(check)
-        self._dropped.append(check)
-        if len(self._dropped) >= _MAX_PENDING_CHECKS:
-            self._resolve_dropped()
-
-    def _resolve_dropped(self) -> None:
-        dropped, self._dropped = self._dropped, []
-        read_checks(dropped)
-        # A scaler that is lower by now has nothing to learn from an overflow at a higher scale.
-        _resolve([one for one in dropped if one.overflowed and float(one.scale) <= one.scaler.loss_scale])
-
-    def resolve_dropped_grads(self) -> None:
-        """Settle checks whose gradients were dropped without a step; the scaler learns from them all the same."""
-        if not self.pending:
-            return
-        if (group := self.group) is not None:
-            # Ranks of a mesh drop gradients of their shards alike. Where the program asked for a group its ranks may
-            # have none: there the next step is skipped, and its scaler learns from that.
-            if not group.asked and self._mark.touched():
-                norm = None if self._mark.replaced() else self._norm(group, math.inf)
-                reduced = self.agree(group, norm, largest=True)
-                if norm is None or float(reduced.norm) == 0.0:
-                    self.resolve()
-            return
-        # Clipping zeros is harmless where an overflow was cleared: the step is skipped anyway.
-        cleared = any(check.cleared for check in self.pending)
-        touched = self._mark.replaced() if cleared else self._mark.touched()
-        if touched and (cleared or float(self._norm(None, math.inf)) == 0.0):
-            self.resolve()
 
     def overflowed(self) -> bool | None:
         """Tell whether gradients since the last step overflowed, None where there are none. Waits for the device.
@@ -420,18 +361,20 @@ class PendingChecks:
     def resolve(self) -> OverflowCheck | None:
         """Read the pending checks, tell the scalers, and return the check to blame, if any."""
         pending, self.pending = self.pending, []
-        if self._dropped:
-            # All at once, since each read waits for the device.
-            read_checks([*pending, *self._dropped])
-        blamed = _resolve(pending)
-        if self._dropped:
-            self._resolve_dropped()
-        return blamed
+        return _resolve(pending)
+
+    def resolve_dropped_grads(self) -> None:
+        """Settle checks whose gradients the program dropped without a step: they skip none.
+
+        Not where ranks agree on a step: some may have dropped nothing.
+        """
+        if self.pending and not self._grads.has_any() and self.group is None:
+            self.resolve()
 
     def resolve_on_device(self, skips: Skips) -> Tensor | None:
         """Settle the pending checks on their device and return the flag; None where they are to be read."""
         watch = self._owner.watch
-        if not self.pending or self._dropped or (watch is not None and watch.wants_flags):
+        if not self.pending or (watch is not None and watch.wants_flags):
             return None
         scaler = self.pending[0].scaler
         skips.wait_by(scaler.unread)
@@ -589,8 +532,7 @@ class StepGuard:
         self.grads.collect(new_pass=True)
         self.checks.unscale_added_params()
         self.checks.resolve_dropped_grads()
-        self.grads.forget_dropped_delay()
-        if finishes_delayed:
+        if finishes_delayed or not self.grads.has_any():
             self.checks.finish_delayed()
 
     def leave_block(self, scale: Scale, check: OverflowCheck | None = None, delayed: LossScaler | None = None) -> None:
@@ -605,7 +547,6 @@ class StepGuard:
         self.grads.end_delay()
         if delayed is not None:
             self.grads.delay(delayed)
-        self.checks.remember_gradients()
         self.checks.note(check)
 
     def refuse_replaced_params(self) -> None:
@@ -674,8 +615,7 @@ class StepGuard:
         return self.take(original, args, kwargs) if blamed is None else self.skip(blamed)
 
     def _prepare_step(self) -> None:
-        first = self.skips.steps == 0
-        if first:
+        if self.skips.steps == 0:
             self.refuse_replaced_params()
         self.skips.steps += 1
         self.owner.step_begins(self)
@@ -685,32 +625,6 @@ class StepGuard:
         self.checks.unscale_added_params()
         if several_processes():
             self.checks.recheck()
-        if first and self.checks.last is None and not self.checks.pending:
-            warn_of_unscaled_shards(self.name, self.grads.params())
-
-    def begin_step_from_hook(self, closure: Any) -> Callable[[], Any] | None:
-        """Check a step that went past this guard and cannot be skipped any more. Returns its closure, guarded.
-
-        Raises:
-            UsageError: The step is to be skipped.
-        """
-        self._prepare_step()
-        blamed = self.checks.resolve()
-        if blamed is not None and not blamed.cleared:
-            raise UsageError(
-                f"this step of {self.name} bypassed optimizer.step, and its gradients overflowed; "
-                "call optimizer.step(), not the class's function or a method bound before the first scale_loss"
-            )
-        self._begin_masters_step()
-        return guarded_closure(self, closure) if callable(closure) else None
-
-    def end_step_from_hook(self) -> None:
-        """Take note that a step that went past this guard has ended."""
-        self.skips.last = False
-        self.skips.count(False)
-        self.checks.step_ended()
-        self.params_changed()
-        self.owner.step_ended(self)
 
     def params_changed(self) -> None:
         """Bring up to date what follows from the parameters, which a step may have changed."""
@@ -863,23 +777,6 @@ def _step_with_closure(
             del state[key]
         guard.skip(given_up.blamed)
         return given_up.loss
-
-
-def guarded_closure(guard: StepGuard, closure: Callable[[], Any]) -> Callable[[], Any]:
-    """Return what an optimizer may call within its step: ``closure``, at lower scales until nothing overflows.
-
-    Raises:
-        NonFiniteGradientsError: When called: no lower scale helps.
-    """
-
-    def evaluate() -> Any:
-        guard.params_changed()
-        loss, blamed = _evaluate(guard, closure, _MAX_EVALUATIONS)
-        if blamed is not None:
-            raise _unrecoverable(guard, blamed)
-        return loss
-
-    return evaluate
 
 
 def _unrecoverable(guard: StepGuard, blamed: OverflowCheck) -> NonFiniteGradientsError:

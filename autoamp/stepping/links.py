@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from autoamp.errors import UsageError
@@ -198,7 +197,7 @@ def refresh_masters(pairs: Collection[tuple[Tensor, Link]], *, first_step: bool 
         first_step: Whether this is the first step, after which the master weights are authoritative.
         local: Whether the masters of other processes may differ.
     """
-    behind = _behind(pairs)
+    behind = [(half, link) for half, link in pairs if link.is_behind(half)]
     if not behind:
         return 0
     several, reported = not local and several_processes(), 0
@@ -218,33 +217,8 @@ def refresh_masters(pairs: Collection[tuple[Tensor, Link]], *, first_step: bool 
 
 def mark_equal(pairs: Collection[tuple[Tensor, Link]]) -> None:
     """Note that half parameters are equal to their rounded masters; see `Link.mark_equal`."""
-    try:
-        for half, link in pairs:
-            # Inlined for plain parameters: this runs for every parameter in each step.
-            if type(half) is Parameter and link.fingerprint is None:
-                master = link.master
-                link._version, link._address, link._master_version = half._version, half.data_ptr(), master._version
-            else:
-                link.mark_equal(half)
-    except RuntimeError:
-        # Inference tensors have no version.
-        for half, link in pairs:
-            link.mark_equal(half)
-
-
-def _behind(pairs: Collection[tuple[Tensor, Link]]) -> list[tuple[Tensor, Link]]:
-    """Return the pairs for which `Link.is_behind` is true. Inlined for plain parameters, as in `mark_equal`."""
-    found = []
-    try:
-        for half, link in pairs:
-            if type(half) is not Parameter or link.fingerprint is not None:
-                if link.is_behind(half):
-                    found.append((half, link))
-            elif half._version != link._version or half.data_ptr() != link._address:
-                found.append((half, link))
-    except RuntimeError:
-        found = [(half, link) for half, link in pairs if link.is_behind(half)]
-    return found
+    for half, link in pairs:
+        link.mark_equal(half)
 
 
 def _fingerprint(tensor: Tensor) -> Tensor | None:

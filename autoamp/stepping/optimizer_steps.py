@@ -1,13 +1,12 @@
 """Every ``Optimizer.step`` while a handle is active: casts are off in it, and no call of it goes past a guard.
 
 The ``step`` of each class of optimizers is replaced in the class. What was bound before that, as by an LR scheduler,
-goes past the replacement: torch's hooks of all optimizers see it, and an optimizer with a guard is then checked there.
+goes past the replacement: torch's hooks of all optimizers see it, and refuse it for an optimizer with a guard.
 """
 
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,15 +14,13 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from autoamp.errors import UsageError
 from autoamp.patching import PatchSet, imitate, original_of
-from autoamp.stepping.attach import AttachedStep, ScalesItself, stepped_params
+from autoamp.stepping.attach import AttachedStep, ScalesItself
 from autoamp.stepping.guard import StepGuard
 from autoamp.stepping.optimizers import GuardedOptimizers
-from autoamp.stepping.sharded_modules import warn_of_unscaled_shards
 
 __all__ = ["OptimizerSteps", "has_other_guard"]
-
-_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class OptimizerSteps:
@@ -38,7 +35,6 @@ class OptimizerSteps:
         self._hooks: list[Any] = []
         # Optimizers whose step runs now, by id.
         self._running: set[int] = set()
-        self._unscaled: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def start(self, patches: PatchSet) -> None:
         """Replace the steps of all classes, and those of classes to come once they have an instance.
@@ -124,35 +120,32 @@ class OptimizerSteps:
             guard = optimizers.guard(optimizer)
         if guard is None:
             optimizers.plain_step_begins(optimizer)
-            if optimizer not in self._unscaled:
-                self._unscaled.add(optimizer)
-                warn_of_unscaled_shards(type(optimizer).__name__, stepped_params(optimizer))
         return guard
 
-    def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
-        """Check a step that went past both its instance and its class."""
+    def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Look at a step that went past its class, and refuse it if it went past its guard as well."""
         if torch.compiler.is_dynamo_compiling() or id(optimizer) in self._running:
-            return None
+            return
         if self._optimizers.rehearsal is not None:
             raise self._optimizers.rehearsal.step_reached()
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        guard = self._optimizers.guard_of(optimizer)
-        if guard is None and not has_other_guard(optimizer):
-            guard = self._guard_at_step(optimizer, closure)
-        guarded = None if guard is None or guard.stepping else guard.begin_step_from_hook(closure)
-        if guarded is None:
-            return None
-        return ((args[0], guarded, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": guarded})
+        self._refuse_past_guard(optimizer)
 
     def _after(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_dynamo_compiling() or id(optimizer) in self._running:
             return
-        guard = self._optimizers.guard_of(optimizer)
-        if guard is None and not has_other_guard(optimizer):
+        # Its closure may have scaled its first loss.
+        self._refuse_past_guard(optimizer)
+        if self._optimizers.guard_of(optimizer) is None and not has_other_guard(optimizer):
             self._optimizers.plain_step_ended()
-        elif guard is not None and not guard.stepping:
-            guard.end_step_from_hook()
         self._optimizers.casts.cache.clear()
+
+    def _refuse_past_guard(self, optimizer: Any) -> None:
+        guard = self._optimizers.guard_of(optimizer)
+        if guard is not None and not guard.stepping:
+            raise UsageError(
+                f"this step of {guard.name} goes past optimizer.step, so that an overflow would not be skipped; call "
+                "optimizer.step(), not a method that was bound before the first scale_loss"
+            )
 
 
 def has_other_guard(optimizer: Any) -> bool:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from autoamp.casting import Casts
-from autoamp.errors import UsageError, warn_user
-from autoamp.scaling import DynamicLossScaler, LossScaler, RequestedGroup, is_same_scale
+from autoamp.errors import UsageError
+from autoamp.scaling import LossScaler, RequestedGroup, is_same_scale
 from autoamp.stepping.attach import is_optimizer, refuse_own_scaler, stepped_params
 from autoamp.stepping.block import ScaledLoss, open_blocks, scaled_block
 from autoamp.stepping.checks import check_half_params, check_optimizer
@@ -60,7 +60,6 @@ class GuardedOptimizers:
         loss_scalers: Those that were given, and all that came later.
         counts: How many steps there were, and skips.
         asked: The process groups over which the program wants steps to be agreed on.
-        resumed: Optimizers that were loaded without loss scales.
         runtime: What drives the handle now; None for optimizers of no handle.
         masters_for: Tells of an optimizer that is guarded from now on whether it gets masters; None for no optimizer.
         by_level: Whether `initialize` set them up, which warns of half models itself.
@@ -78,7 +77,6 @@ class GuardedOptimizers:
         self.loss_scalers = LossScalers(scalers)
         self.counts = StepCounts(lambda: self.loss_scalers.all)
         self.asked = RequestedGroups()
-        self.resumed = ResumedOptimizers()
         self.runtime: ActiveRuntime | None = None
         self.masters_for: Callable[[Any], bool] | None = None
         self.by_level = False
@@ -104,8 +102,6 @@ class GuardedOptimizers:
             raise self.rehearsal.step_reached()
         self.counts.steps += 1
         self.counts.last = guard.skips
-        # From here on the scale is that of this run, and no first value.
-        self.resumed.scales_are_known()
         if guard.masters is not None and not guard.scaled:
             self.check_underflow(guard.optimizer)
         if self.watch is not None:
@@ -189,7 +185,7 @@ class GuardedOptimizers:
             if not is_optimizer(optimizer):
                 raise UsageError(_not_an_optimizer(optimizer))
             refuse_own_scaler(optimizer)
-            guard = self._guard_within(optimizer)
+            guard = self.guard_of(_wrapped_by(optimizer))
         if guard is None:
             wants_masters = self.masters_for is not None and self.masters_for(optimizer)
             guard = self._put_guard(optimizer, MasterWeights(optimizer) if wants_masters else None)
@@ -199,16 +195,6 @@ class GuardedOptimizers:
                     check_half_params(optimizer)
         guard.max_consecutive_skips = self.max_consecutive_skips
         return guard
-
-    def _guard_within(self, wrapper: Any) -> StepGuard | None:
-        """Return the guard of the optimizer that a wrapper hands its calls to, as those of accelerate and Fabric do.
-
-        The gradients are there, in masters too, and the wrapper may not step each time when it is called.
-        """
-        inner = getattr(wrapper, "optimizer", None)
-        if getattr(inner, "param_groups", None) is not wrapper.param_groups:
-            return None
-        return self.guard_of(inner)
 
     def _put_guard(self, optimizer: Any, masters: MasterWeights | None) -> StepGuard:
         guard = StepGuard(optimizer, self, masters=masters)
@@ -236,11 +222,9 @@ class GuardedOptimizers:
             raise UsageError(f"scale_loss() takes a floating tensor, and this loss is {loss.dtype}; check what made it")
         if self.rehearsal is not None:
             return self.rehearsal.scaled(loss)
-        named = listed(optimizers)
-        guards = [self.guard(optimizer) for optimizer in named]
+        guards = [self.guard(optimizer) for optimizer in listed(optimizers)]
         for guard in guards:
             guard.scaled = True
-        self.resumed.warn(named, scaler)
         if self.watch is not None:
             self.watch.loss_scaled(loss, scaler.scale_at_hand())
         return ScaledLoss(loss, guards, scaled_block(guards, scaler, delay_unscale=delay_unscale), self.casts)
@@ -249,7 +233,6 @@ class GuardedOptimizers:
         """Give scalers to these optimizers, as `LossScalers.use` does, and count steps and skips anew."""
         self.loss_scalers.use(scalers, optimizers)
         self.counts.reset()
-        self.resumed = ResumedOptimizers()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the scalers' state and the number of skips; all of it, or nothing.
@@ -258,7 +241,6 @@ class GuardedOptimizers:
             CheckpointError: A key is missing, unknown or of the wrong kind. The message names it.
         """
         steps, skipped = self.counts.steps, self.loss_scalers.load_state_dict(state)
-        self.resumed.scales_are_known()
         self.counts.reset(skipped)
         self.counts.steps = steps
         for guard in self.guards:
@@ -368,36 +350,6 @@ class RequestedGroups:
         return self._of.get(optimizer, self._for_all)
 
 
-class ResumedOptimizers:
-    """Optimizers whose state was loaded before any step, while nobody loaded loss scales."""
-
-    def __init__(self) -> None:
-        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._scales_known = False
-
-    def note(self, optimizer: Any) -> None:
-        """Take note that an optimizer's state was loaded; if it is scaled next without loss scales, warn of that."""
-        if not self._scales_known and getattr(optimizer, "state", None):
-            self._optimizers.add(optimizer)
-
-    def scales_are_known(self) -> None:
-        """Take note that loss scales were loaded, or that somebody was told that they were not."""
-        self._scales_known = True
-        self._optimizers.clear()
-
-    def warn(self, optimizers: Iterable[Any], scaler: LossScaler) -> None:
-        """Warn if one of these was loaded, and the scale of its loss begins anew."""
-        if not self._optimizers or not isinstance(scaler, DynamicLossScaler):
-            return
-        if any(optimizer in self._optimizers for optimizer in optimizers):
-            warn_user(
-                f"the optimizer's state was loaded without that of the loss scalers: the loss scale starts again at "
-                f"{scaler.loss_scale:g}, and the first steps may be skipped. Save autoamp.state_dict() in the "
-                "checkpoint, and call autoamp.load_state_dict() when you resume"
-            )
-            self.scales_are_known()
-
-
 def wrap_optimizer(optimizers: GuardedOptimizers, optimizer: Any, scalers: Sequence[LossScaler]) -> Any:
     """Give an optimizer a ``scale_loss`` with scalers of its own; see `autoamp.runtime.Handle.wrap_optimizer`.
 
@@ -451,6 +403,15 @@ def scaled_params(optimizers: GuardedOptimizers) -> dict[str, list[Tensor]]:
             halves = [] if guard.masters is None else [half for half, _ in guard.masters.pairs]
             found[guard.name] = [*found.get(guard.name, ()), *guard.grads.params(), *halves]
     return found
+
+
+def _wrapped_by(wrapper: Any) -> Any:
+    """Return the optimizer that a wrapper hands its calls to, as those of accelerate and Fabric do; None for others.
+
+    The gradients are there, in masters too, and the wrapper may not step each time when it is called.
+    """
+    inner = getattr(wrapper, "optimizer", None)
+    return inner if getattr(inner, "param_groups", None) is wrapper.param_groups else None
 
 
 def _not_an_optimizer(value: Any) -> str:

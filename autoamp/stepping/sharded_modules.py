@@ -1,27 +1,24 @@
 """Modules whose parameters were replaced by shards, and optimizers that do not go with them.
 
 `fully_shard` and `parallelize_module` put new parameters in the place of those that a module had. An optimizer that was
-made before steps what is in no module any more, and torch says nothing. Nor does it where fp16 gradients are reduced
-that nobody has scaled.
+made before steps what is in no module any more, and torch says nothing.
 """
 
 from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
-from autoamp.errors import UsageError, warn_user
+from autoamp.errors import UsageError
 from autoamp.scaling import is_sharded
-from autoamp.torch_private import sharded_compute_dtype
 
-__all__ = ["refuse_left_behind", "warn_of_unscaled_shards"]
+__all__ = ["refuse_left_behind"]
 
 
 def refuse_left_behind(name: str, params: Iterable[Tensor]) -> None:
@@ -51,38 +48,8 @@ def refuse_left_behind(name: str, params: Iterable[Tensor]) -> None:
         )
 
 
-def warn_of_unscaled_shards(name: str, params: Sequence[Tensor]) -> None:
-    """Warn where `fully_shard` computes in fp16 with parameters that an optimizer steps, and nobody scales the loss.
-
-    Args:
-        name: Of the optimizer, for the message.
-        params: Its parameters, which are to be stepped.
-    """
-    own = {id(param) for param in params if is_sharded(param)}
-    if not own:
-        return
-    for module in _sharded_modules():
-        halved = sharded_compute_dtype(module) is torch.float16
-        if halved and any(id(param) in own for param in module.parameters()):
-            if not any(scaler.is_enabled() for scaler in _objects_of(torch.amp.GradScaler)):
-                warn_user(
-                    f"fully_shard runs this model with param_dtype=torch.float16, and {name} steps by gradients of a "
-                    "loss that was not scaled: small ones round to 0, large ones to inf. Scale it (with "
-                    "handle.scale_loss(loss, optimizer), handle.auto_scale(), or a loss_scale where it is 1.0), or "
-                    "take param_dtype=torch.bfloat16"
-                )
-            return
-
-
 def _may_be_sharded() -> bool:
     return dist.is_available() and dist.is_initialized() and "torch.distributed.tensor" in sys.modules
-
-
-def _sharded_modules() -> list[Any]:
-    if not _may_be_sharded():
-        return []
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    return [] if kind is None else _objects_of(kind)
 
 
 def _objects_of(kind: type[Any]) -> list[Any]:

@@ -472,6 +472,8 @@ class Course:
         self.clears_both = {"optimizer, None", "optimizer"} - (
             {"optimizer"} if setup.optimizer == "FusedSGD" else set()
         )
+        # Ways to clear after which no gradient is there. Zeros in place of an overflow skip the next step.
+        self.clears_all = CLEARS_ALL - {"optimizer, zeros"} - ({"optimizer"} - self.clears_both)
         # Whether the next step is to be skipped, whether a block waits for its step, whether gradients are scaled.
         self.overflowed = self.pending = self.delayed = False
         # Whether gradients that overflowed were cleared: a program goes on to its next block then.
@@ -521,7 +523,7 @@ class Course:
         """Tell whether the gradients of a block were cleared, so that no step is taken by them."""
         if not self.pending or self.overflowed:
             return False
-        dropped = self.noted(lambda: all(not grad.any() for _, grad in with_grads(self.world.stepped())))
+        dropped = self.noted(lambda: all(p.grad is None for p in self.world.stepped()))
         # `auto_scale` hears of some ways to clear at once and of others later: its scale is compared no more.
         self.knows_scale &= not dropped or self.setup.mode != "auto_scale"
         return bool(dropped)
@@ -557,7 +559,8 @@ class Course:
             return
         if self.side in (None, side or ZEROS_ONE_SIDE.get(action.how, self.side)):
             CLEARS[action.how](self.world)
-            self.dropped = self.overflowed
+            # Zeros take no place where no gradient is left.
+            self.dropped |= self.overflowed and action.how in self.clears_all
             # Whether the scaler hears of scaled gradients that were cleared depends on who looks next.
             self.knows_scale &= not self.delayed
             self.delayed = self.delayed and action.how == "one parameter"

@@ -18,7 +18,6 @@ from autoamp.errors import UsageError
 from autoamp.scaling import (
     GradientMark,
     Scale,
-    ScaledMark,
     found_any,
     non_finite,
     scale_,
@@ -312,25 +311,25 @@ def test_a_wrong_norm_is_named(norm_type: float) -> None:
 # -- marks --
 
 # Whether the gradient was touched, and whether it is gone or another tensor.
-CHANGES: dict[str, tuple[Callable[[Parameter], Any], bool, bool]] = {
-    "nothing": (lambda param: None, False, False),
-    "backward": (lambda param: param.sum().backward(), True, False),
-    "zero": (lambda param: torch.optim.SGD([param]).zero_grad(set_to_none=False), True, False),
-    "none": (lambda param: torch.optim.SGD([param]).zero_grad(), True, True),
-    "other": (lambda param: setattr(param, "grad", torch.ones(2)), True, True),
-    "clip": (lambda param: torch.nn.utils.clip_grad_norm_([param], 0.1), True, False),
+CHANGES: dict[str, tuple[Callable[[Parameter], Any], bool]] = {
+    "nothing": (lambda param: None, False),
+    "backward": (lambda param: param.sum().backward(), True),
+    "zero": (lambda param: torch.optim.SGD([param]).zero_grad(set_to_none=False), True),
+    "none": (lambda param: torch.optim.SGD([param]).zero_grad(), True),
+    "other": (lambda param: setattr(param, "grad", torch.ones(2)), True),
+    "clip": (lambda param: torch.nn.utils.clip_grad_norm_([param], 0.1), True),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_mark_sees_changes(change: str) -> None:
-    do, touched, replaced = CHANGES[change]
+    do, touched = CHANGES[change]
     param = Parameter(torch.ones(2))
     param.sum().backward()
     mark = GradientMark([Parameter(torch.ones(1)), param])
     do(param)
     gc.collect()
-    assert (mark.touched(), mark.replaced()) == (touched, replaced)
+    assert mark.touched() is touched
 
 
 def test_a_mark_takes_inference_tensors() -> None:
@@ -340,46 +339,14 @@ def test_a_mark_takes_inference_tensors() -> None:
     assert GradientMark([Parameter(torch.ones(1))]).touched()
 
 
-DROPS: dict[str, tuple[Callable[[Parameter], object], bool]] = {
-    "nothing": (lambda param: None, False),
-    "none": (lambda param: setattr(param, "grad", None), True),
-    "half": (lambda param: setattr(param, "grad", grad_of(param) * 0.5), False),
-    "added": (lambda param: param.sum().backward(), False),
-    "anew": (lambda param: (setattr(param, "grad", None), param.sum().backward()), True),
-}
-
-
-@pytest.mark.parametrize("drop", DROPS)
-def test_scaled_gradients_are_dropped_or_made_into_others(drop: str) -> None:
-    do, dropped = DROPS[drop]
+def test_a_mark_keeps_nothing_alive() -> None:
     param = Parameter(torch.ones(2))
     param.sum().backward()
-    mark = ScaledMark([Parameter(torch.ones(1)), param])
-    do(param)
-    assert mark.dropped() is dropped
-    mark.end()
-    assert not param._backward_hooks
-
-
-def test_of_two_scaled_gradients_one_may_be_dropped() -> None:
-    first, second = Parameter(torch.ones(2)), Parameter(torch.ones(2))
-    (first + second).sum().backward()
-    mark = ScaledMark([first, second])
-    first.grad = None
-    assert not mark.dropped()
-    second.grad = None
-    assert mark.dropped()
-
-
-@pytest.mark.parametrize("kind", [GradientMark, ScaledMark])
-def test_a_mark_keeps_nothing_alive(kind: type[Any]) -> None:
-    param = Parameter(torch.ones(2))
-    param.sum().backward()
-    mark, grad, reference = kind([param]), weakref.ref(grad_of(param)), weakref.ref(param)
+    mark, grad, reference = GradientMark([param]), weakref.ref(grad_of(param)), weakref.ref(param)
     del param
     assert (grad(), reference()) == (None, None)
-    for one in (mark, kind([])):
-        assert one.replaced() if kind is GradientMark else one.dropped()
+    for one in (mark, GradientMark([])):
+        assert one.touched()
 
 
 # -- one gradient, as it arrives --

@@ -250,45 +250,19 @@ def window(pair: Pair, first: Sequence[float], both: Sequence[float]) -> None:
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first", "last"])
-def test_an_earlier_overflow_is_of_its_own_optimizer(order: tuple[int, int], reads: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("first", "both"),
+    [(1.0, (math.inf, 1.0)), (1.0, (1.0, math.nan)), (math.inf, (1.0, 1.0))],
+    ids=["in the first", "in the second", "before the block"],
+)
+def test_an_overflow_is_of_all_optimizers_of_the_block(
+    first: float, both: tuple[float, float], order: tuple[int, int], reads: list[int]
+) -> None:
     pair = Pair()
-    window(pair, [math.inf, 0.0], [1.0, 1.0])
+    window(pair, [first, 0.0], both)
     assert reads == []
     for place in order:
         pair.optimizers[place].step()
-    assert [param.item() for param in pair.params[:2]] == [1.0, 0.5]
-    assert [guard.skips.total for guard in pair.guards] == [1, 0]
-    assert (pair.scaler.loss_scale, pair.scaler.unskipped) == (512.0, 0)
-    assert len(reads) == 2
-
-
-@pytest.mark.parametrize("both", [(math.inf, 1.0), (1.0, math.nan)], ids=["first", "second"])
-def test_a_new_overflow_is_of_all_optimizers_of_the_block(both: tuple[float, float]) -> None:
-    pair = Pair()
-    window(pair, [1.0, 0.0], both)
-    for optimizer in pair.optimizers:
-        optimizer.step()
-    assert [param.item() for param in pair.params] == [1.0, 1.0, 1.0]
-    assert [guard.skips.total for guard in pair.guards] == [1, 1]
-    assert pair.scaler.loss_scale == 512.0
-
-
-def test_an_earlier_overflow_that_was_read_already_is_of_its_own_optimizer() -> None:
-    pair = Pair()
-    pair.backward(pair.guards[:1], [math.inf, 0.0, 0.0])
-    assert pair.guards[0].overflowed()
-    pair.backward(pair.guards, [1.0, 1.0, 0.0])
-    for optimizer in pair.optimizers:
-        optimizer.step()
-    assert [guard.skips.total for guard in pair.guards] == [1, 0]
-
-
-def test_an_earlier_overflow_of_a_parameter_in_common_is_of_both() -> None:
-    pair = Pair()
-    pair.backward(pair.guards[:1], [1.0, 0.0, math.inf])
-    pair.backward(pair.guards, [1.0, 1.0, 1.0])
-    for optimizer in pair.optimizers:
-        optimizer.step()
     assert [param.item() for param in pair.params] == [1.0, 1.0, 1.0]
     assert [guard.skips.total for guard in pair.guards] == [1, 1]
     assert pair.scaler.loss_scale == 512.0

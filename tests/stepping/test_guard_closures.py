@@ -13,7 +13,6 @@ from torch.nn import Parameter
 
 from autoamp.errors import NonFiniteGradientsError
 from autoamp.scaling import DynamicLossScaler, LossScaler, StaticLossScaler
-from autoamp.stepping.guard import guarded_closure
 from tests.stepping.guarded import guard_of, scale_loss
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -300,11 +299,3 @@ def test_an_overflow_before_a_step_with_a_closure_skips_it() -> None:
         scaled.backward()
     assert optimizer.step(lambda: 1 / 0) is None
     assert guard.skips.total == 1
-
-
-def test_a_guard_made_within_a_step_can_still_guard_the_closure() -> None:
-    curve = Curve(torch.optim.LBFGS, DynamicLossScaler(2.0**20), lr=1.0)
-    curve.guard.uninstall()
-    curve.optimizer.step(guarded_closure(curve.guard, curve.closure))
-    assert len(curve.evaluations) > 1
-    assert torch.isfinite(curve.param).all()

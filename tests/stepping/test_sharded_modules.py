@@ -1,8 +1,7 @@
-"""What `fully_shard` does to optimizers made before it, and fp16 that nobody scales. One process is a mesh too."""
+"""What `fully_shard` does to optimizers made before it. One process is a mesh too."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import autoamp
-from autoamp import torch_private
 from autoamp.fp16_utils import FP16_Optimizer
 
 OPTIONS: dict[str, Any] = {"device_type": "cpu", "dtype": torch.float16, "verbosity": 0, "loss_scale": "dynamic"}
@@ -121,46 +119,3 @@ def test_other_parameters_without_gradients_are_not_meant() -> None:
     autoamp.init(dtype=torch.float16, device_type="cpu")
     block_and_step(model, optimizer)
     assert optimizer.param_groups[0]["params"][0].grad is not None
-
-
-def test_fp16_of_fully_shard_without_scaling_is_warned_of() -> None:
-    model = shard(network(), param_dtype=torch.float16)
-    optimizer = sgd(model)
-    autoamp.init(dtype=torch.bfloat16, device_type="cpu")
-    for step in range(2):
-        loss_of(model).backward()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            optimizer.step()
-        # Once.
-        assert [UNSCALED in str(one.message) for one in caught] == [True] * (1 - step)
-        assert all(one.filename == __file__ for one in caught)
-
-
-def test_fp16_of_fully_shard_with_a_scale_of_1_is_warned_of() -> None:
-    model = shard(network(), param_dtype=torch.float16)
-    optimizer = sgd(model)
-    autoamp.initialize(model, optimizer, opt_level="O0", device_type="cpu", verbosity=0)
-    with pytest.warns(UserWarning, match=UNSCALED):
-        block_and_step(model, optimizer)
-
-
-@pytest.mark.parametrize("case", ["scaled", "bf16", "GradScaler"])
-def test_what_is_scaled_or_needs_no_scale_is_not_warned_of(case: str) -> None:
-    model = shard(network(), param_dtype=torch.bfloat16 if case == "bf16" else torch.float16)
-    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", enabled=case == "GradScaler")
-    autoamp.init(dtype=torch.float16 if case == "scaled" else torch.bfloat16, device_type="cpu")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        if case == "scaled":
-            block_and_step(model, optimizer)
-        else:
-            scaler.scale(loss_of(model)).backward()
-            scaler.step(optimizer)
-
-
-def test_a_torch_that_does_not_tell_the_policy_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = shard(network(), param_dtype=torch.float16)
-    assert torch_private.sharded_compute_dtype(model) is torch.float16
-    monkeypatch.delattr(type(model).__mro__[1], "_get_fsdp_state")
-    assert torch_private.sharded_compute_dtype(model) is None
