@@ -108,7 +108,7 @@ class CastTrace(Observer):
         self._casts = casts
         self._observation = observation
         self._start = start
-        self._rows: dict[tuple[int, CallSite], Row] = {}
+        self._rows: dict[tuple[str, CallSite], Row] = {}
         self._unlisted: dict[tuple[str, CallSite], Row] = {}
         self._flow = Flow()
         self._lock = threading.Lock()
@@ -128,12 +128,6 @@ class CastTrace(Observer):
         if self._profiler is not None:
             self._profiler.__exit__(*exc_info)
             self._take_times()
-        if self._watch is not None:
-            self._watch.stop()
-
-    def leave(self) -> None:
-        """Look on no more, in a fork of the process that began: what torch.profiler has going is not touched."""
-        self._leave_mode()
         if self._watch is not None:
             self._watch.stop()
 
@@ -216,7 +210,7 @@ class CastTrace(Observer):
             undo()
 
     def _row_of(self, call: Call) -> Row:
-        key = id(call.op), call.site
+        key = call.op.name, call.site
         with self._lock:
             found = self._rows.get(key)
             if found is None:

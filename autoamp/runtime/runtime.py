@@ -24,7 +24,6 @@ from autoamp.diagnostics import (
     Observer,
     OverflowTrace,
     Recording,
-    ValueProfile,
     Watch,
 )
 from autoamp.errors import UsageError, warn_user
@@ -315,10 +314,6 @@ class Runtime:
         """Trace casts within a ``with`` statement; see `Handle.trace`."""
         self.check_active()
         return CastTrace(self.casts, self.observation, self.observe, profile=profile)
-
-    def look_at_values(self) -> ValueProfile:
-        """Return what notes the exponents of values as they are computed, for a ``with`` statement."""
-        return ValueProfile(self.observation, self.observe)
 
     def on_model(self, told: Callable[[], object] | None) -> None:
         """Call this before each outermost call of a module, while anything observes; None ends that."""

@@ -6,7 +6,8 @@ import gc
 import math
 import platform
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +17,9 @@ from autoamp.diagnostics.exponents import FORMATS
 from autoamp.diagnostics.report.recording import Recording
 from autoamp.diagnostics.report.remedies import contradicts, remedies
 from autoamp.diagnostics.report.sampling import CallTime, Samples
-from autoamp.diagnostics.report.step_check import Entry, cause_of
+from autoamp.diagnostics.report.step_check import Entry, Fault, cause_of
 from autoamp.diagnostics.tables import counted
-from autoamp.diagnostics.verdicts import HalfPrecisionOp, Overflow
+from autoamp.diagnostics.verdicts import HalfPrecisionOp
 from autoamp.errors import UsageError
 
 __all__ = ["FAULTS", "KIND", "SCHEMA", "failures", "plain", "report_of"]
@@ -52,29 +53,27 @@ def report_of(handle: Any, **more: Any) -> dict[str, Any]:
         ``schema``, ``kind``, ``verdict``, ``faults``, ``nonfinite_steps``, ``remedies``, ``timeline``, ``skips``,
         ``samples``, ``trace``, ``values``, ``modules``, ``lists``, ``coverage``, ``versions``, and what was given.
     """
-    recording: Recording | None = handle.recording
-    samples = Samples() if recording is None else recording.samples
-    steps = handle.stats["steps"] if recording is None else recording.steps
-    settings = handle.settings
-    skips, faults = _skips(handle, recording), _faults(recording)
+    recording = handle.recording or _unrecorded(handle)
+    samples, settings = recording.samples, handle.settings
+    skips, faults = _skips(handle, recording), [_fault(fault) for fault in recording.check.faults]
     trace = _trace(samples, [*faults, *skips["groups"]])
     document = {
         "schema": SCHEMA,
         "kind": KIND,
         "dtype": _short(settings.dtype),
         "device_type": settings.device_type,
-        "verdict": _verdict(handle, 0 if recording is None else recording.compared, steps, skips, faults),
+        "verdict": _verdict(handle, recording, skips, faults),
         "faults": faults,
         "nonfinite_steps": _nonfinite(handle),
         "remedies": remedies([*faults, *skips["groups"]], trace["hints"], settings.table),
-        "timeline": _timeline(handle, recording, steps),
+        "timeline": {"steps": recording.steps, "scales": recording.scales},
         "skips": skips,
-        "samples": _samples(recording),
+        "samples": _samples(handle, recording),
         "trace": trace,
         "values": _values(samples, handle.loss_scale),
         "modules": _modules(samples),
-        "lists": _lists(handle),
-        "coverage": _coverage(handle, recording, samples),
+        "lists": _lists(settings.table),
+        "coverage": _coverage(handle, recording),
         "versions": {
             "autoamp": str(getattr(sys.modules["autoamp"], "__version__", "")),
             "torch": torch.__version__,
@@ -84,6 +83,15 @@ def report_of(handle: Any, **more: Any) -> dict[str, Any]:
     }
     checked: dict[str, Any] = plain(document)
     return checked
+
+
+def _unrecorded(handle: Any) -> Recording:
+    """Return a recording that never began, with what a handle knows without one."""
+    found = Recording(handle)
+    found.steps = handle.stats["steps"]
+    found.scales = [(found.steps, handle.loss_scale)]
+    found.skips = [(one.iteration, one.loss_scale, one) for one in handle.overflows.all]
+    return found
 
 
 def plain(value: Any) -> Any:
@@ -119,61 +127,8 @@ def failures(document: Mapping[str, Any], what: str) -> list[str]:
     ]
 
 
-def _cure(entry: Mapping[str, Any] | None) -> str:
-    """Return what to do about an overflow of which entries were tried."""
-    if entry is None:
-        return _NO_ENTRY
-    return f"with {entry['text']} in the list file the step gives the values of fp32"
-
-
-_NO_ENTRY = (
-    "no list entry was found that cures it and keeps ops in half precision: run in bf16, or make the values smaller"
-)
-
-
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _skips(handle: Any, recording: Recording | None) -> dict[str, Any]:
-    """Return the skips one by one and in groups of one cause; of a group the first is shown."""
-    found = [] if recording is None else recording.skips
-    if recording is None:
-        found = [(one.iteration, one.loss_scale, one) for one in handle.overflows.all]
-    events: list[dict[str, Any]] = []
-    groups: dict[Any, dict[str, Any]] = {}
-    for step, scale, overflow in found:
-        kind = "unexplained" if overflow is None else overflow.kind
-        events.append({"step": step, "scale": scale, "kind": kind})
-        cause = None if overflow is None else cause_of(overflow)
-        if kind == "scale_search":
-            cause = None
-        group = groups.setdefault(
-            (kind, cause),
-            {
-                "kind": kind,
-                "name": _NAMES[kind],
-                "count": 0,
-                "first": step,
-                "sentence": _sentence(overflow, recording),
-                "entry": None if recording is None or overflow is None else _entry(recording.entries.get(cause)),
-                "overflow": None if overflow is None else overflow.to_dict(),
-            },
-        )
-        group["count"] += 1
-        group["last"] = step
-    total = handle.stats["skipped"] if recording is None else len(found)
-    return {"total": total, "events": events, "groups": sorted(groups.values(), key=lambda group: -group["count"])}
-
-
-def _sentence(overflow: Overflow | None, recording: Recording | None) -> str:
-    """Return what is said of a skip, with an entry that was tried in the place of one that was not."""
-    if overflow is None:
-        return "the step was skipped; trace_overflow was off"
-    cause = cause_of(overflow)
-    if recording is None or overflow.kind != HalfPrecisionOp.kind or cause not in recording.entries:
-        return str(overflow)
-    return f"{replace(overflow, suggestion=None)}; {_cure(_entry(recording.entries[cause]))}"
 
 
 def _entry(entry: Entry | None) -> dict[str, Any] | None:
@@ -182,11 +137,55 @@ def _entry(entry: Entry | None) -> dict[str, Any] | None:
     return {"names": list(entry.names), "of_module": entry.of_module, "text": str(entry)}
 
 
+def _cure(entry: Entry | None) -> str:
+    """Return what to do about an overflow of which entries were tried."""
+    if entry is None:
+        return (
+            "no list entry was found that cures it and keeps ops in half precision: run in bf16, or make the values "
+            "smaller"
+        )
+    return f"with {entry} in the list file the step gives the values of fp32"
+
+
+def _fault(fault: Fault) -> dict[str, Any]:
+    """Return what half precision spoiled in a step that was taken."""
+    return {
+        "step": fault.step, "sentence": fault.sentence, "zero_gradients": fault.zero,
+        "overflow": fault.overflow.to_dict(), "entry": _entry(fault.entry), "remedy": _cure(fault.entry),
+    }  # fmt: skip
+
+
+def _skips(handle: Any, recording: Recording) -> dict[str, Any]:
+    """Return the skips one by one and in groups of one cause; of a group the first is shown."""
+    entries, events = recording.check.entries, []
+    groups: dict[Any, dict[str, Any]] = {}
+    for step, scale, overflow in recording.skips:
+        kind = "unexplained" if overflow is None else overflow.kind
+        events.append({"step": step, "scale": scale, "kind": kind})
+        cause = None if overflow is None or kind == "scale_search" else cause_of(overflow)
+        sentence = "the step was skipped; trace_overflow was off" if overflow is None else str(overflow)
+        if overflow is not None and kind == HalfPrecisionOp.kind and cause in entries:
+            # An entry that was tried is told in the place of one that was not.
+            sentence = f"{replace(overflow, suggestion=None)}; {_cure(entries[cause])}"
+        group = groups.setdefault(
+            (kind, cause),
+            {
+                "kind": kind, "name": _NAMES[kind], "count": 0, "first": step, "sentence": sentence,
+                "entry": _entry(entries.get(cause)) if cause else None,
+                "overflow": None if overflow is None else overflow.to_dict(),
+            },
+        )  # fmt: skip
+        group["count"] += 1
+        group["last"] = step
+    total = handle.stats["skipped"] if handle.recording is None else len(events)
+    return {"total": total, "events": events, "groups": sorted(groups.values(), key=lambda group: -group["count"])}
+
+
 def _nonfinite(handle: Any) -> dict[str, Any]:
     """Return the steps without a loss scale whose gradients held inf or nan."""
     steps = [
         {
-            "step": one.step, "optimizer": one.optimizer, "parameters": list(one.parameters), "skipped": one.skipped,
+            "step": one.step, "optimizer": one.optimizer, "parameters": one.parameters, "skipped": one.skipped,
             "sentence": str(one), "overflow": None if one.overflow is None else one.overflow.to_dict(),
         }
         for one in handle.nonfinite.found
@@ -194,56 +193,36 @@ def _nonfinite(handle: Any) -> dict[str, Any]:
     return {"total": handle.nonfinite.total, "steps": steps}
 
 
-def _faults(recording: Recording | None) -> list[dict[str, Any]]:
-    """Return what half precision spoiled in steps that were taken."""
-    return [
-        {
-            "step": fault.step, "sentence": fault.sentence, "zero_gradients": list(fault.zero),
-            "overflow": fault.overflow.to_dict(), "entry": _entry(fault.entry), "remedy": _cure(_entry(fault.entry)),
-        }
-        for fault in ([] if recording is None else recording.faults)
-    ]  # fmt: skip
-
-
 def _verdict(
-    handle: Any, compared: int, steps: int, skips: Mapping[str, Any], faults: Sequence[Mapping[str, Any]]
+    handle: Any, recording: Recording, skips: Mapping[str, Any], faults: Sequence[Mapping[str, Any]]
 ) -> dict[str, str]:  # fmt: skip
     """Return a sentence, and whether it is ``"good"``, ``"unclear"`` or ``"bad"``."""
-    counts: dict[str, int] = {}
-    for group in skips["groups"]:
-        counts[group["kind"]] = counts.get(group["kind"], 0) + group["count"]
-    if not steps:
+    if not recording.steps:
         return {"sentence": "no step of an optimizer was seen", "level": "unclear"}
-    sentence = f"{skips['total']} of {steps} steps skipped"
+    counts: Counter[str] = Counter()
+    for group in skips["groups"]:
+        counts[group["kind"]] += group["count"]
+    sentence = f"{skips['total']} of {recording.steps} steps skipped"
     if len(counts) == 1 and skips["total"] > 1:
         sentence += f", all {_NAMES[next(iter(counts))]}"
     elif counts:
         sentence += ": " + ", ".join(f"{count} {_NAMES[kind]}" for kind, count in counts.items())
-    forward = [
-        group["overflow"] for group in skips["groups"]
-        if group["kind"] in FAULTS and group["overflow"]["phase"] == "forward"
-    ]  # fmt: skip
+    located = [group["overflow"] for group in skips["groups"] if group["kind"] in FAULTS]
+    forward = next((one for one in located if one["phase"] == "forward"), None)
+    unchecked = _unchecked(handle, recording.check.compared)
     if faults:
         sentence = f"{faults[0]['sentence']}; {sentence}"
     elif not handle.overflows.always:
         sentence += "; overflows were not traced"
-    elif forward:
-        first = forward[0]
-        place = "".join((
-            f" in {first['op']}" if first["op"] else "", f" at {first['location']}" if first["location"] else "",
-        ))  # fmt: skip
-        sentence += f"; forward overflow{place}"
-    elif unchecked := _unchecked(handle, compared):
-        sentence += f"; {unchecked}"
+    elif forward is not None:
+        sentence += "; forward overflow" + (f" in {forward['op']}" if forward["op"] else "")
+        sentence += f" at {forward['location']}" if forward["location"] else ""
     else:
-        sentence += "; no forward overflow"
+        sentence += f"; {unchecked or 'no forward overflow'}"
     if not handle.optimizers.loss_scalers.has_dynamic:
         sentence += "; the loss scale is fixed"
-    bad = bool(faults) or any(kind in FAULTS for kind in counts)
-    unclear = (
-        counts.get("not_located", 0) + counts.get("unexplained", 0) > 0 or _unchecked(handle, compared) is not None
-    )
-    return {"sentence": sentence, "level": "bad" if bad else "unclear" if unclear else "good"}
+    unclear = unchecked is not None or counts["not_located"] or counts["unexplained"]
+    return {"sentence": sentence, "level": "bad" if faults or located else "unclear" if unclear else "good"}
 
 
 def _unchecked(handle: Any, compared: int) -> str | None:
@@ -263,147 +242,121 @@ def _unchecked(handle: Any, compared: int) -> str | None:
     return None
 
 
-def _timeline(handle: Any, recording: Recording | None, steps: int) -> dict[str, Any]:
-    points = [(steps, handle.loss_scale)] if recording is None else recording.scales
-    return {"steps": steps, "scales": [list(point) for point in points]}
-
-
-def _samples(recording: Recording | None) -> dict[str, Any]:
+def _samples(handle: Any, recording: Recording) -> dict[str, Any]:
     """Return which steps were looked at closely or compared with fp32, and how long that took."""
-    found: dict[str, Any] = {
-        "recorded": False, "steps": [], "seconds": 0.0, "sampled_seconds": 0.0, "left_out": 0, "compared": 0,
-        "compared_seconds": 0.0, "trouble": None,
+    samples, check = recording.samples, recording.check
+    return {
+        "recorded": handle.recording is not None, "steps": [sample._asdict() for sample in samples.steps],
+        "seconds": recording.seconds, "sampled_seconds": sum(sample.seconds for sample in samples.steps),
+        "left_out": samples.left_out + check.left_out, "compared": check.compared,
+        "compared_seconds": check.seconds, "trouble": samples.trouble,
     }  # fmt: skip
-    if recording is not None:
-        steps = [sample._asdict() for sample in recording.samples.steps]
-        own = ("seconds", "sampled_seconds", "left_out", "compared", "compared_seconds", "trouble")
-        found |= {"recorded": True, "steps": steps, **{name: getattr(recording, name) for name in own}}
-    return found
+
+
+def _of_kind(samples: Samples, kind: str) -> list[int]:
+    return [sample.step for sample in samples.steps if sample.kind == kind]
 
 
 def _trace(samples: Samples, overflows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the rows of the trace, and its hints but for those that would contradict the remedy of an overflow."""
     rows = []
-    for key, row in (*samples.rows.items(), *samples.unlisted.items()):
-        timed = samples.times.get(key, CallTime())
+    for row in (*samples.trace.rows, *samples.trace.unlisted):
+        timed = samples.times.get((row.op, row.policy, row.site), CallTime())
         times = {"timed_calls": timed.calls, "cpu_us": timed.cpu_us if timed.calls else None}
         rows.append({**row.to_dict(), "root": row.site.root, **times, "device_us": timed.device_us})
-    return {
-        "steps": [sample.step for sample in samples.steps if sample.kind == "casts"],
-        "rows": rows,
-        "hints": [
-            hint.to_dict()
-            for hint in sorted(samples.hints.values(), key=lambda hint: -hint.bytes)
-            if not contradicts(hint, overflows, rows)
-        ],
-    }
+    hints = [hint.to_dict() for hint in samples.trace.hints if not contradicts(hint, overflows, rows)]
+    return {"steps": _of_kind(samples, "casts"), "rows": rows, "hints": hints}
 
 
 def _values(samples: Samples, loss_scale: float) -> dict[str, Any]:
     """Return histograms by place and parameter; gradients without the loss scale."""
     return {
-        "steps": [sample.step for sample in samples.steps if sample.kind == "values"],
+        "steps": _of_kind(samples, "values"),
         "loss_scale": loss_scale,
-        "formats": {dtype: list(limits) for dtype, limits in FORMATS.items()},
+        "formats": FORMATS,
         "ops": [
             {
                 "op": op.op, "within": op.within, "module": op.site.module, "location": op.site.location,
                 "calls": op.calls, **op.values.to_dict(),
             }
-            for op in samples.ops.values()
+            for op in samples.values.ops
         ],
-        "gradients": [{"parameter": name, **found.to_dict()} for name, found in samples.gradients.items()],
+        "gradients": [{"parameter": name, **found.to_dict()} for name, found in samples.values.gradients.items()],
     }  # fmt: skip
 
 
 def _modules(samples: Samples) -> list[dict[str, Any]]:
     """Return the modules by path, with the dtypes that listed ops gave back in each, itself alone."""
-    found = {
-        key: {"root": key[0], "path": key[1], **about, "dtypes_out": {}, "calls": 0, "casts": 0}
+    found: dict[tuple[str, str], dict[str, Any]] = {
+        key: {"root": key[0], "path": key[1], **about, "dtypes_out": Counter(), "calls": 0, "casts": 0}
         for key, about in samples.modules.items()
     }
-    for row in samples.rows.values():
+    for row in samples.trace.rows:
         at = found.get((row.site.root or "", row.site.module or ""))
-        if at is None:
-            continue
-        at["calls"] += row.calls
-        at["casts"] += row.casts
-        for dtype, count in row.dtypes_out.items():
-            at["dtypes_out"][dtype] = at["dtypes_out"].get(dtype, 0) + count
+        if at is not None:
+            at["calls"] += row.calls
+            at["casts"] += row.casts
+            at["dtypes_out"].update(row.dtypes_out)
     return list(found.values())
 
 
-def _lists(handle: Any) -> dict[str, Any]:
-    table = handle.settings.table
-    return {
-        "sources": list(table.sources),
-        "rules": [
-            {
-                "target": rule.target, "policy": rule.policy.value, "origin": str(rule.origin),
-                "shipped": rule.origin.shipped, "note": rule.remedy or rule.reason,
-            }
-            for rule in table.rules
-        ],
-        "modules": [
-            {
-                "target": rule.pattern, "policy": f"module {rule.precision.value}", "origin": str(rule.origin),
-                "shipped": rule.origin.shipped, "note": "",
-            }
-            for rule in table.modules
-        ],
-    }  # fmt: skip
+def _lists(table: Any) -> dict[str, Any]:
+    rules = [(rule.target, rule.policy.value, rule.origin, rule.remedy or rule.reason) for rule in table.rules]
+    modules = [(rule.pattern, f"module {rule.precision.value}", rule.origin, "") for rule in table.modules]
+    named: list[list[dict[str, Any]]] = [
+        [
+            {"target": target, "policy": policy, "origin": str(origin), "shipped": origin.shipped, "note": note}
+            for target, policy, origin, note in several
+        ]
+        for several in (rules, modules)
+    ]
+    return {"sources": table.sources, "rules": named[0], "modules": named[1]}
 
 
-def _coverage(handle: Any, recording: Recording | None, samples: Samples) -> list[dict[str, Any]]:
+def _coverage(handle: Any, recording: Recording) -> list[dict[str, Any]]:
     """Return what the report does not show, or shows less of, each with a count and what may be done."""
-    found: list[dict[str, Any]] = []
-
-    def add(what: str, count: int, detail: str, remedy: str) -> None:
-        if count:
-            found.append({"what": what, "count": count, "detail": detail, "remedy": remedy})
-
-    if recording is None:
-        add("nothing recorded", 1, "casts, values and the scale's way are missing", "call handle.record() first")
-        return found
-    cut = [sample.step for sample in recording.samples.steps if not sample.whole]
-    add("samples not to the end of the step", len(cut), "steps " + ", ".join(map(str, cut)) + ": a sample ends after "
-        "so many calls, bytes or seconds", "none needed")  # fmt: skip
-    add("steps not compared with fp32", int(recording.unchecked is not None), f"{recording.unchecked}: an op that "
-        "overflows without a skipped step is not found there", "none needed")  # fmt: skip
-    add("samples left out", recording.left_out, "those before had taken the time for them", "none needed")
-    add("trouble", int(recording.trouble is not None), recording.trouble or "", "run with fewer other tools")
-    add("compiled graphs", recording.graphs, "torch.compile made these; casts within them were compiled in and are "
-        "not shown, and overflows in them are not located", "run once without torch.compile")  # fmt: skip
-    add("scripted modules", sum(bool(about["scripted"]) for about in samples.modules.values()),
-        "what torch.jit runs is not seen", "run once without torch.jit.script")  # fmt: skip
-    add("CUDA graphs", _cuda_graphs(), "a replay calls no function: casts were counted once, during the capture",
-        "run once without graphs")  # fmt: skip
-    for (why, op, place), count in (recording.onlooker.uncast).most_common(200):
-        add(f"calls {why}", count, f"{op} at {place}", "nothing is cast there, because the program asks for that")
-    for (op, place), count in _past_the_lists(samples, handle.settings.table).items():
-        add("unpatched references", count, f"{op} at {place} bypassed its replacement: another function of "
-            "torch called it, or a name that was bound before", "call autoamp.init() before other imports, and "
-            "look the function up where it is called")  # fmt: skip
-    add("names rebound", len(handle.late_bound), "taken from torch before and found: " + ", ".join(
-        handle.late_bound[:20]), "none needed")  # fmt: skip
+    none, samples, check = "none needed", recording.samples, recording.check
+    if handle.recording is None:
+        lines = [("nothing recorded", 1, "casts, values and the scale's way are missing", "call handle.record() first")]
+        return [dict(zip(("what", "count", "detail", "remedy"), line, strict=True)) for line in lines]
+    cut = [str(sample.step) for sample in samples.steps if not sample.whole]
     skipped = [rule.target for rule in handle.skipped_rules]
-    add("rules without an op", len(skipped), "this torch lacks " + ", ".join(skipped[:20]), "none needed")
-    return found
+    lines = [
+        ("samples not to the end of the step", len(cut),
+         f"steps {', '.join(cut)}: a sample ends after so many calls, bytes or seconds", none),
+        ("steps not compared with fp32", int(check.unchecked is not None),
+         f"{check.unchecked}: an op that overflows without a skipped step is not found there", none),
+        ("samples left out", samples.left_out + check.left_out, "those before had taken the time for them", none),
+        ("trouble", int(samples.trouble is not None), samples.trouble or "", "run with fewer other tools"),
+        ("compiled graphs", recording.graphs, "torch.compile made these; casts within them were compiled in and are "
+         "not shown, and overflows in them are not located", "run once without torch.compile"),
+        ("scripted modules", sum(bool(about["scripted"]) for about in samples.modules.values()),
+         "what torch.jit runs is not seen", "run once without torch.jit.script"),
+        ("CUDA graphs", _cuda_graphs(), "a replay calls no function: casts were counted once, during the capture",
+         "run once without graphs"),
+        *((f"calls {why}", count, f"{op} at {place}", "nothing is cast there, because the program asks for that")
+          for (why, op, place), count in samples.uncast.most_common(200)),
+        *(("unpatched references", count, f"{op} at {place} bypassed its replacement: another function of torch "
+           "called it, or a name that was bound before", "call autoamp.init() before other imports, and look the "
+           "function up where it is called")
+          for (op, place), count in _past_the_lists(samples, handle.settings.table).items()),
+        ("names rebound", len(handle.late_bound),
+         f"taken from torch before and found: {', '.join(handle.late_bound[:20])}", none),
+        ("rules without an op", len(skipped), f"this torch lacks {', '.join(skipped[:20])}", none),
+    ]  # fmt: skip
+    return [dict(zip(("what", "count", "detail", "remedy"), line, strict=True)) for line in lines if line[1]]
 
 
-def _past_the_lists(samples: Samples, table: Any) -> dict[tuple[str, str], int]:
+def _past_the_lists(samples: Samples, table: Any) -> Counter[tuple[str, str]]:
     listed = {rule.target for rule in table.rules if rule.bare and rule.policy.value in ("fp16", "fp32", "banned")}
-    found: dict[tuple[str, str], int] = {}
-    for op in samples.ops.values():
+    found: Counter[tuple[str, str]] = Counter()
+    for op in samples.values.ops:
         name = op.op.removeprefix("aten::")
         if op.within is None and listed.intersection(_LISTED_AS.get(name, (name,))):
-            key = op.op, op.site.location or "-"
-            found[key] = found.get(key, 0) + op.calls
+            found[op.op, op.site.location or "-"] += op.calls
     return found
 
 
 def _cuda_graphs() -> int:
-    if not torch.cuda.is_initialized():
-        return 0
-    objects: Iterable[Any] = gc.get_objects()
+    objects: list[Any] = gc.get_objects() if torch.cuda.is_initialized() else []
     return sum(type(one) is torch.cuda.CUDAGraph for one in objects)

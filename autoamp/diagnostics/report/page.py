@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,6 @@ def report_page(documents: Sequence[Mapping[str, Any]], names: Sequence[str] = (
     ]
     page: str = environment.get_template("page.html").render(
         runs=runs,
-        comparison=_comparison(documents) if len(documents) > 1 else [],
         data=_embedded([{**run["document"], "name": run["name"]} for run in runs]),
         style=(_FOLDER / "page.css").read_text(encoding="utf-8"),
         script=(_FOLDER / "page.js").read_text(encoding="utf-8"),
@@ -69,33 +68,6 @@ def report_page(documents: Sequence[Mapping[str, Any]], names: Sequence[str] = (
 
 def _name(document: Mapping[str, Any]) -> str:
     return " ".join(map(str, document.get("program", ()))) or "run"
-
-
-def _comparison(documents: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a line for each thing that runs are compared by, with a text for each run."""
-
-    def traced(document: Mapping[str, Any], column: str) -> str:
-        steps = len(document["trace"]["steps"])
-        total = sum(row[column] for row in document["trace"]["rows"])
-        return f"{total / steps:,.0f}" if steps else "not traced"
-
-    def scales(document: Mapping[str, Any]) -> str:
-        found = [scale for _, scale in document["timeline"]["scales"] if isinstance(scale, (int, float))]
-        return f"{found[0]:g} to {found[-1]:g}, lowest {min(found):g}" if found else "unknown"
-
-    lines: dict[str, Callable[[Mapping[str, Any]], str]] = {
-        "verdict": lambda one: one["verdict"]["sentence"],
-        "dtype": lambda one: f"{one['dtype']} on {one['device_type']}",
-        "lists": lambda one: ", ".join(one["lists"]["sources"]),
-        "steps, skips": lambda one: f"{one['timeline']['steps']:,}, {one['skips']['total']:,}",
-        "loss scale": scales,
-        "casts in a traced step": lambda one: traced(one, "casts"),
-        "bytes cast in a traced step": lambda one: traced(one, "bytes_cast"),
-        "call sites": lambda one: f"{len(one['trace']['rows']):,}",
-        "seconds": lambda one: f"{one['samples']['seconds']:.1f}",
-        "torch": lambda one: one["versions"]["torch"],
-    }
-    return [{"what": what, "values": [value(one) for one in documents]} for what, value in lines.items()]
 
 
 def _embedded(value: Any) -> str:

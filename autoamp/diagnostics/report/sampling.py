@@ -1,31 +1,35 @@
-"""Which steps a recording looks at closely, and what it adds up of them."""
+"""Which steps a recording looks at closely, and what it sees of them."""
 
 from __future__ import annotations
 
+import functools
+import logging
+import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Module
 
-from autoamp.diagnostics.call_sites import CallSite
 from autoamp.diagnostics.counts import floating_tensors
-from autoamp.diagnostics.exponents import Exponents
 from autoamp.diagnostics.observer import Call, Observer, Watch
-from autoamp.diagnostics.ranges import OpRange, RangeProfile
-from autoamp.diagnostics.rows import Hint, Row
+from autoamp.diagnostics.ranges import ValueProfile
 from autoamp.diagnostics.trace import CastTrace
+from autoamp.torch_private import dispatch_modes
 
-__all__ = ["CallTime", "CallTimes", "Sample", "SampleObserver", "Samples", "is_checked", "plan"]
+__all__ = ["Allowance", "CallTime", "Sample", "Samples", "plan"]
+
+log = logging.getLogger(__name__)
 
 # A sample ends after so many calls of listed functions, or bytes of tensors that these got.
 _MOST_CALLS = 5_000
 _MOST_BYTES = 2**31
 _MOST_MODULES = 20_000
+# Samples and comparisons together may take so many seconds, and so much of the time since the beginning.
+_FREE, _PART = 2.0, 0.1
 _EVERY = 1000
 _KINDS = ("casts", "times", "values")
 
@@ -40,53 +44,21 @@ def plan(step: int) -> str | None:
     return _KINDS[start] if 0 <= start < 3 and (step < 103 or step >= _EVERY) else None
 
 
-def is_checked(step: int) -> bool:
-    """Tell whether the step of this number, from 0, is compared with fp32: 0, 1, 4, 16 and so on."""
-    return step == 0 or (step.bit_count() == 1 and step.bit_length() % 2 == 1)
-
-
-class SampleObserver(Observer):
-    """Notes in samples which models are called, and which calls of listed functions nothing is cast for.
-
-    Args:
-        device_type: Whose autocast is asked for.
-        is_late: Tells whether the sample has taken its time.
-        on_limit: Called once the sample has had as many calls or bytes as it may have, or its time.
+class Allowance:
+    """The time that a recording may take from the program: 2 s, and a tenth of the time since it began.
 
     Attributes:
-        roots: The outermost modules that were called.
-        uncast: By reason and place how often a listed function was called with casts off.
-        sampling: Whether a sample runs.
+        began: When it began, by `time.perf_counter`.
+        spent: The seconds that were taken.
     """
 
-    def __init__(self, device_type: str, is_late: Callable[[], bool], on_limit: Callable[[], object]) -> None:
-        self.roots: weakref.WeakSet[Module] = weakref.WeakSet()
-        self.uncast: Counter[tuple[str, str, str]] = Counter()
-        self.sampling = False
-        self._device_type = device_type
-        self._is_late = is_late
-        self._on_limit = on_limit
-        self._calls = self._bytes = 0
+    def __init__(self) -> None:
+        self.began = time.perf_counter()
+        self.spent = 0.0
 
-    def begin(self) -> None:
-        """Take note that a sample begins."""
-        self.sampling, self._calls, self._bytes = True, 0, 0
-
-    def before(self, call: Call) -> None:
-        """Look at a call."""
-        if not self.sampling:
-            return
-        if call.modules:
-            self.roots.add(call.modules[0])
-        if not call.casting and call.outer is None:
-            inside = torch.is_autocast_enabled(self._device_type)
-            why = "within torch.autocast" if inside else "with casts off"
-            self.uncast[why, call.op.name, call.site.location or "-"] += 1
-        self._calls += 1
-        self._bytes += sum(tensor.nbytes for tensor in floating_tensors(call))
-        over = self._calls >= _MOST_CALLS or self._bytes >= _MOST_BYTES or self._is_late()
-        if over and call.outer is None:
-            self._on_limit()
+    def left(self) -> float:
+        """Return the seconds that may still be taken; below 0 where it was more."""
+        return _FREE + _PART * (time.perf_counter() - self.began) - self.spent
 
 
 @dataclass
@@ -102,69 +74,6 @@ class CallTime:
     calls: int = 0
     cpu_us: float = 0.0
     device_us: float | None = None
-
-
-class CallTimes(Observer):
-    """Times the calls of listed functions, within a ``with`` statement.
-
-    Args:
-        start: Begins to tell this observer of calls.
-        device_type: Whose streams are asked for the time of a call; a CPU has none.
-
-    Attributes:
-        times: By the op, the policy and the place.
-    """
-
-    def __init__(self, start: Callable[[Observer], Watch], device_type: str) -> None:
-        self.times: dict[Any, CallTime] = {}
-        self._start = start
-        self._device_type = device_type
-        self._watch: Watch | None = None
-        self._events: list[tuple[CallTime, Any, Any]] = []
-
-    def __enter__(self) -> CallTimes:
-        self._watch = self._start(self)
-        return self
-
-    def __exit__(self, *exc_info: Any) -> None:
-        self.leave()
-        for known, begin, end in self._events:
-            end.synchronize()
-            known.device_us = (known.device_us or 0.0) + 1e3 * begin.elapsed_time(end)
-        self._events.clear()
-
-    def leave(self) -> None:
-        """Look on no more."""
-        if self._watch is not None:
-            self._watch.stop()
-
-    def before(self, call: Call) -> Any:
-        """Begin to time a call."""
-        if not call.casting or not floating_tensors(call):
-            return None
-        key = call.op.name, call.op.policy.value, call.site
-        known = self.times.setdefault(key, CallTime())
-        return known, self._event(), time.perf_counter()
-
-    def after(self, call: Call, state: Any, result: Any) -> None:
-        """Add the time of a call."""
-        now = time.perf_counter()
-        if state is None:
-            return
-        known, begin, began = state
-        known.calls += 1
-        known.cpu_us += 1e6 * (now - began)
-        end = None if begin is None else self._event()
-        if end is not None:
-            self._events.append((known, begin, end))
-
-    def _event(self) -> Any:
-        """Return an event that was recorded now; None on a CPU, and while a graph is captured."""
-        if self._device_type == "cpu" or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
-            return None
-        event = torch.Event(self._device_type, enable_timing=True)
-        event.record()
-        return event
 
 
 class Sample(NamedTuple):
@@ -183,79 +92,196 @@ class Sample(NamedTuple):
     whole: bool
 
 
-class Samples:
-    """The sums of all samples of a recording.
+@dataclass
+class _Running:
+    """A sample that runs: its outermost modules, what it has seen so far, and events to read at its end."""
+
+    step: int
+    kind: str
+    roots: weakref.WeakSet[Module] = field(default_factory=weakref.WeakSet)
+    calls: int = 0
+    bytes: int = 0
+    events: list[tuple[CallTime, Any, Any]] = field(default_factory=list)
+    thread: int = field(default_factory=threading.get_ident)
+    began: float = field(default_factory=time.perf_counter)
+
+
+class Samples(Observer):
+    """Looks closely at some steps, and adds up what it sees.
+
+    It stays an observer while the next step is to be looked at, so that a sample may end where nothing can be
+    installed, as in torch's hooks of a step.
+
+    Args:
+        handle: Whose run it is.
+        allowance: The time that may be taken.
+        timed: Whether calls are timed.
 
     Attributes:
-        steps: Which steps were looked at, and how: the step, the kind, seconds, and whether to its end.
-        rows, unlisted: As in `CastTrace`, added up over the samples.
-        hints: The hints of the last trace that had each.
-        times: By row the time of calls, in samples of their own.
-        ops: As in `RangeProfile`.
-        gradients: By parameter.
+        steps: The samples so far.
+        trace: The casts of all samples of kind ``"casts"``.
+        values: The exponents of all samples of kind ``"values"``.
+        times: By op, policy and place the times of all samples of kind ``"times"``.
         modules: By the class of the outermost module and the path: the class, the parameters' elements and dtypes.
+        uncast: By reason, op and place how often a listed function was called with casts off.
+        left_out: How many samples were not taken, as those before had taken the time for them.
+        trouble: Why steps were not looked at, where that is so.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, handle: Any, allowance: Allowance, *, timed: bool = True) -> None:
         self.steps: list[Sample] = []
-        self.rows: dict[Any, Row] = {}
-        self.unlisted: dict[Any, Row] = {}
-        self.hints: dict[tuple[str, str], Hint] = {}
+        self.trace = CastTrace(handle.casts, handle.observation, handle.observe)
+        self.values = ValueProfile(handle.observation, handle.observe)
         self.times: dict[Any, CallTime] = {}
-        self.ops: dict[tuple[str, str | None, CallSite], OpRange] = {}
-        self.gradients: dict[str, Exponents] = {}
         self.modules: dict[tuple[str, str], dict[str, Any]] = {}
+        self.uncast: Counter[tuple[str, str, str]] = Counter()
+        self.left_out = 0
+        self.trouble: str | None = None
+        self._handle = handle
+        self._allowance = allowance
+        self._timed = timed
+        self._running: _Running | None = None
+        self._watch: Watch | None = None
 
-    def add_trace(self, trace: CastTrace) -> None:
-        """Add what was traced."""
-        for into, rows in ((self.rows, trace.rows), (self.unlisted, trace.unlisted)):
-            for row in rows:
-                key = row.op, row.policy, row.site
-                if key in into:
-                    _add_row(into[key], row)
-                else:
-                    into[key] = row
-        self.hints.update({(hint.kind, hint.where): hint for hint in trace.hints})
+    # -- steps --
 
-    def add_times(self, found: CallTimes) -> None:
-        """Add the times of calls."""
-        for key, more in found.times.items():
-            known = self.times.setdefault(key, CallTime())
-            known.calls += more.calls
-            known.cpu_us += more.cpu_us
-            if more.device_us is not None:
-                known.device_us = (known.device_us or 0.0) + more.device_us
+    def await_step(self, step: int, *, may_install: bool = True) -> None:
+        """Begin a sample at the next call of a model, if the coming step is to be looked at.
 
-    def add_values(self, profile: RangeProfile) -> None:
-        """Add the exponents of a step."""
-        for op in profile.ops:
-            known = self.ops.setdefault((op.op, op.within, op.site), op)
-            if known is not op:
-                known.calls += op.calls
-                known.values.include(op.values)
-        for name, found in profile.gradients.items():
-            self.gradients.setdefault(name, Exponents()).include(found)
+        Args:
+            step: Its number.
+            may_install: Whether replacements may be installed now.
+        """
+        if self._running is not None:
+            return
+        wanted = plan(step) is not None
+        if may_install and wanted and self._watch is None:
+            self._watch = self._handle.observe(self)
+        elif may_install and not wanted and self._watch is not None:
+            self.stop()
+        if wanted and self._watch is not None:
+            # Not before a model is called: what comes before is no step.
+            self._handle.on_model(functools.partial(self._model_called, step))
 
-    def add_modules(self, roots: Iterable[Module]) -> None:
-        """Note the modules within these that are not known yet."""
+    def _model_called(self, step: int) -> None:
+        # Between two steps a program may evaluate, which is no part of either. Before the first it may be all there is.
+        if step == 0 or torch.is_grad_enabled():
+            self._handle.on_model(None)
+            self._begin(step)
+
+    def before_step(self, optimizer: Any) -> None:
+        """Read the gradients that an optimizer is about to step by, if values are looked at."""
+        if self._running is not None and self._running.kind == "values":
+            self.values.read_gradients([param for group in optimizer.param_groups for param in group["params"]])
+
+    def stop(self) -> None:
+        """Look on no more."""
+        self._handle.on_model(None)
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.stop()
+
+    # -- samples --
+
+    def _looking(self, kind: str) -> Any:
+        return {"casts": self.trace, "values": self.values}.get(kind)
+
+    def _begin(self, step: int) -> None:
+        kind = plan(step)
+        # Modes of the program that it ends later would be ended in our place.
+        if kind is None or dispatch_modes() or (kind == "times" and not self._timed):
+            return
+        if self._allowance.left() < 0:
+            self.left_out += 1
+            return
+        running, looking = _Running(step, kind), self._looking(kind)
+        try:
+            if looking is not None:
+                looking.__enter__()
+        except RuntimeError as error:
+            self.trouble = f"step {step} could not be looked at: {error}"
+            log.debug("a step could not be looked at", exc_info=True)
+            return
+        self._running = running
+
+    def end(self, why: str) -> None:
+        """End the sample that runs, if any.
+
+        Args:
+            why: ``"step"``: the step has ended. ``"limit"``: before that. ``"end"``: so has the recording.
+        """
+        running = self._running
+        if running is None:
+            return
+        if running.thread != threading.get_ident() or (running.kind != "times" and dispatch_modes() > 1):
+            # Modes end in the thread and in the order in which they began.
+            if why == "end":
+                self.trouble = f"step {running.step} was not looked at to its end: another thread or mode runs"
+                self._running = None
+            return
+        self._running = None
+        if (looking := self._looking(running.kind)) is not None:
+            looking.__exit__(None, None, None)
+        for known, begin, end in running.events:
+            end.synchronize()
+            known.device_us = (known.device_us or 0.0) + 1e3 * begin.elapsed_time(end)
+        self._note_modules(running.roots)
+        seconds = time.perf_counter() - running.began
+        self._allowance.spent += seconds
+        self.steps.append(Sample(running.step, running.kind, seconds, whole=why != "limit"))
+
+    def _note_modules(self, roots: weakref.WeakSet[Module]) -> None:
         for root in roots:
-            kind = type(root).__name__
             for path, module in root.named_modules():
-                if len(self.modules) >= _MOST_MODULES or (kind, path) in self.modules:
-                    continue
-                own = list(module.parameters(recurse=False))
-                self.modules[kind, path] = {
-                    "class": type(module).__name__,
-                    "elements": sum(parameter.numel() for parameter in own),
-                    "dtypes": sorted({str(parameter.dtype).removeprefix("torch.") for parameter in own}),
-                    "scripted": isinstance(module, torch.jit.ScriptModule),
-                }
+                key = type(root).__name__, path
+                if len(self.modules) < _MOST_MODULES and key not in self.modules:
+                    own = list(module.parameters(recurse=False))
+                    self.modules[key] = {
+                        "class": type(module).__name__,
+                        "elements": sum(parameter.numel() for parameter in own),
+                        "dtypes": sorted({str(parameter.dtype).removeprefix("torch.") for parameter in own}),
+                        "scripted": isinstance(module, torch.jit.ScriptModule),
+                    }
 
+    # -- calls --
 
-def _add_row(known: Row, row: Row) -> None:
-    for name in ("calls", "casts", "spared", "bytes_cast", "elements_cast", "work"):
-        setattr(known, name, getattr(known, name) + getattr(row, name))
-    known.exact = known.exact and row.exact
-    for mine, other in ((known.dtypes_in, row.dtypes_in), (known.dtypes_out, row.dtypes_out)):
-        for dtype, count in other.items():
-            mine[dtype] = mine.get(dtype, 0) + count
+    def before(self, call: Call) -> Any:
+        """Look at a call; return what begins to time it, in samples of that kind."""
+        running = self._running
+        if running is None:
+            return None
+        if call.modules:
+            running.roots.add(call.modules[0])
+        if not call.casting and call.outer is None:
+            inside = torch.is_autocast_enabled(self._handle.settings.device_type)
+            why = "within torch.autocast" if inside else "with casts off"
+            self.uncast[why, call.op.name, call.site.location or "-"] += 1
+        tensors = floating_tensors(call)
+        running.calls += 1
+        running.bytes += sum(tensor.nbytes for tensor in tensors)
+        late = time.perf_counter() - running.began > self._allowance.left()
+        if call.outer is None and (running.calls >= _MOST_CALLS or running.bytes >= _MOST_BYTES or late):
+            self.end("limit")
+        elif running.kind == "times" and call.casting and tensors:
+            known = self.times.setdefault((call.op.name, call.op.policy.value, call.site), CallTime())
+            return known, running.events, self._event(), time.perf_counter()
+        return None
+
+    def after(self, call: Call, state: Any, result: Any) -> None:
+        """Add the time of a call."""
+        now = time.perf_counter()
+        if state is not None:
+            known, events, begin, began = state
+            known.calls += 1
+            known.cpu_us += 1e6 * (now - began)
+            if begin is not None and (end := self._event()) is not None:
+                events.append((known, begin, end))
+
+    def _event(self) -> Any:
+        """Return an event that was recorded now; None on a CPU, and while a graph is captured."""
+        device = self._handle.settings.device_type
+        if device == "cpu" or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+            return None
+        event = torch.Event(device, enable_timing=True)
+        event.record()
+        return event

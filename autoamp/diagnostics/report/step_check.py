@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +26,7 @@ from autoamp.diagnostics.inspector import Backward, Site, bare_name, worst_of
 from autoamp.diagnostics.op_names import spelled_at
 from autoamp.diagnostics.records import Record
 from autoamp.diagnostics.replay import CannotReplay, Replayed, kept_state, replay
+from autoamp.diagnostics.report.sampling import Allowance
 from autoamp.diagnostics.verdicts import HalfPrecisionOp, Overflow
 from autoamp.patching import original_of
 from autoamp.rules import CastPolicy
@@ -31,6 +34,10 @@ from autoamp.tensors import HALF_DTYPES, map_tensors
 
 __all__ = ["Entry", "Fault", "StepCheck", "cause_of"]
 
+log = logging.getLogger(__name__)
+
+# Of so many causes entries are tried.
+_MOST_CAUSES = 6
 # Gradients of parameters that are smaller than this part of the largest differ in any precision. What half precision
 # has lost wholly counts down to a smaller one: below are sums that are 0 but for rounding.
 _SMALL, _LOST = 1e-3, 1e-5
@@ -82,16 +89,6 @@ def cause_of(found: Overflow) -> tuple[str | None, ...]:
     return found.op, found.module, found.location, found.phase
 
 
-class Checked(Protocol):
-    """What of a handle a check asks for."""
-
-    settings: Any
-    casts: Any
-    precisions: Any
-    overflows: Any
-    observation: Any
-
-
 @dataclass(eq=False)
 class _Call:
     """One recorded call of a step, run again in half precision, and in fp32."""
@@ -119,14 +116,67 @@ class _Call:
 
 
 class StepCheck:
-    """Looks at the step that is about to be taken, by what `OverflowTrace` recorded of it.
+    """Compares steps that are about to be taken with fp32, by what `OverflowTrace` recorded of them.
 
     Args:
-        handle: Whose step it is; it traces overflows.
+        handle: Whose steps they are. Nothing is compared unless it traces overflows.
+        allowance: The time that may be taken.
+
+    Attributes:
+        faults: What half precision spoiled in steps that were taken.
+        entries: By the cause of skips the entry of a list that cures it; None where none does.
+        compared: How many steps were compared with fp32.
+        seconds: The time for that.
+        left_out: How many steps were not compared, as those before had taken the time for it.
+        unchecked: Why a step could not be compared, where that is so.
     """
 
-    def __init__(self, handle: Checked) -> None:
+    def __init__(self, handle: Any, allowance: Allowance) -> None:
+        self.faults: list[Fault] = []
+        self.entries: dict[tuple[str | None, ...], Entry | None] = {}
+        self.compared = 0
+        self.seconds = 0.0
+        self.left_out = 0
+        self.unchecked: str | None = None
         self._handle = handle
+        self._allowance = allowance
+
+    def compare(self, step: int) -> None:
+        """Compare the step at hand with the same in fp32, if its number, from 0, is 0, 1, 4, 16 and so on."""
+        due = step == 0 or (step.bit_count() == 1 and step.bit_length() % 2 == 1)
+        if not (due and self._handle.overflows.always) or len(self.faults) >= _MOST_CAUSES:
+            return
+        if self._allowance.left() < 0:
+            self.left_out += 1
+            return
+        began, unchecked = time.perf_counter(), self.unchecked
+        fault = self._tried(lambda: self._look_at_step(step))
+        seconds = time.perf_counter() - began
+        self.seconds += seconds
+        self._allowance.spent += seconds
+        self.compared += self.unchecked is unchecked
+        if fault is not None and cause_of(fault.overflow) not in [cause_of(one.overflow) for one in self.faults]:
+            self.faults.append(fault)
+
+    def try_entries(self, found: Overflow) -> None:
+        """Look for the entry of a list that cures a step that is skipped, unless its cause is known.
+
+        Args:
+            found: Why it is skipped.
+        """
+        new = found.kind == HalfPrecisionOp.kind and cause_of(found) not in self.entries
+        if self._handle.overflows.always and new and len(self.entries) < _MOST_CAUSES:
+            self.entries[cause_of(found)] = self._tried(lambda: self._cure_of(found))
+
+    def _tried(self, run: Callable[[], Any]) -> Any:
+        """Return what a check finds; None where it cannot be made, of which the reason is kept."""
+        try:
+            return run()
+        except Exception as error:
+            # Whatever it is, the program goes on as if nothing looked on.
+            self.unchecked = str(error) or type(error).__name__
+            log.debug("a step could not be compared with fp32", exc_info=True)
+            return None
 
     @contextlib.contextmanager
     def _apart(self, records: Sequence[Record]) -> Iterator[None]:
@@ -142,12 +192,8 @@ class StepCheck:
             cache.clear()
             recorder.paused = paused
 
-    def look(self, step: int) -> Fault | None:
-        """Return what half precision spoils in the step at hand though its gradients are finite; None where nothing.
-
-        Raises:
-            CannotReplay: A call cannot be run again, or none was recorded outside of the program's own regions.
-        """
+    def _look_at_step(self, step: int) -> Fault | None:
+        """Return what half precision spoils in the step at hand though its gradients are finite; None where nothing."""
         latest = self._handle.overflows.recorder.latest
         recorded = [record for record in self._handle.overflows.records_of_step() if record.passes]
         # The program chose what is half there. Nobody runs its modules again in a step that is clean.
@@ -207,15 +253,8 @@ class StepCheck:
         overflow = replace(overflow, iteration=step, parameter=names[0])
         return Fault(step, sentence, overflow, tuple(zero), self._cure(call, overflow))
 
-    def cure(self, found: Overflow) -> Entry | None:
-        """Return the entry of a list with which the step at hand has finite gradients, those of fp32; None without one.
-
-        Args:
-            found: Why the step is skipped.
-
-        Raises:
-            CannotReplay: A call cannot be run again.
-        """
+    def _cure_of(self, found: Overflow) -> Entry | None:
+        """Return the entry of a list with which the step at hand has the gradients of fp32; None without one."""
         records = [record for record in self._handle.overflows.records_of_step() if record.passes]
         with self._apart(records):
             for record in records:

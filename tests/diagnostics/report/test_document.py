@@ -34,7 +34,10 @@ def test_a_planted_fault() -> None:
     assert found["trace"]["steps"] == [0, 10]
     assert found["values"]["steps"] == [2, 12]
     by_path = {module["path"]: module for module in found["modules"]}
-    assert by_path["2.project"]["dtypes_out"] == {"float16": 2}
+    assert by_path["2.project"] == {
+        "root": "Sequential", "path": "2.project", "class": "Linear", "elements": 72, "dtypes": ["float32"],
+        "scripted": False, "dtypes_out": {"float16": 2}, "calls": 2, "casts": 6,
+    }  # fmt: skip
     assert by_path["1"]["dtypes_out"] == {"float32": 2}
     assert {rule["target"] for rule in found["lists"]["rules"]} >= {"linear", "softmax"}
 
