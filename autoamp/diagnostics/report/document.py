@@ -17,7 +17,7 @@ from autoamp.diagnostics.exponents import FORMATS
 from autoamp.diagnostics.report.recording import Recording
 from autoamp.diagnostics.report.remedies import contradicts, remedies
 from autoamp.diagnostics.report.sampling import CallTime, Samples
-from autoamp.diagnostics.report.step_check import Entry, Fault, cause_of
+from autoamp.diagnostics.report.step_check import Entry, Fault
 from autoamp.diagnostics.tables import counted
 from autoamp.diagnostics.verdicts import HalfPrecisionOp
 from autoamp.errors import UsageError
@@ -162,7 +162,7 @@ def _skips(handle: Any, recording: Recording) -> dict[str, Any]:
     for step, scale, overflow in recording.skips:
         kind = "unexplained" if overflow is None else overflow.kind
         events.append({"step": step, "scale": scale, "kind": kind})
-        cause = None if overflow is None or kind == "scale_search" else cause_of(overflow)
+        cause = None if overflow is None or kind == "scale_search" else overflow.place
         sentence = "the step was skipped; trace_overflow was off" if overflow is None else str(overflow)
         if overflow is not None and kind == HalfPrecisionOp.kind and cause in entries:
             # An entry that was tried is told in the place of one that was not.
