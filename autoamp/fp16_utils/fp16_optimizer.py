@@ -354,10 +354,6 @@ class _Owner:
     def step_skipped(self) -> None:
         """Do nothing: the handle counts the skips of such optimizers by themselves."""
 
-    def is_shared(self, guard: StepGuard, tensor: Tensor) -> bool:
-        """Tell that no other guard unscales these gradients."""
-        return False
-
     def requested_group(self, guard: StepGuard) -> RequestedGroup | None:
         """Return the group that was asked for, of the optimizer itself or of the active handle."""
         own, optimizers = self._optimizer(), _optimizers()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from autoamp.scaling.gradients import (
     DeviceAndDtype,
-    GradientMark,
     found_any,
     non_finite,
     scale_,
@@ -22,7 +21,6 @@ __all__ = [
     "DeviceAndDtype",
     "DynamicLossScaler",
     "FoundInfReduction",
-    "GradientMark",
     "LossScaler",
     "RequestedGroup",
     "Scale",

@@ -12,7 +12,6 @@ and bool tensors carry no gradient of a loss and are left alone. Any other dtype
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -21,12 +20,11 @@ import torch
 from autoamp.errors import UsageError
 from autoamp.scaling.shards import is_sharded, local_of
 from autoamp.scaling.unread_flags import Factor, Scale, inverse_scale
-from autoamp.tensors import HALF_DTYPES, version_of
+from autoamp.tensors import HALF_DTYPES
 from autoamp.torch_private import group_by_device_and_dtype, unscale_and_check_
 
 __all__ = [
     "DeviceAndDtype",
-    "GradientMark",
     "found_any",
     "non_finite",
     "scale_",
@@ -252,31 +250,6 @@ def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch
     widest = torch.float64 if any(one.dtype is torch.float64 for one in norms) else torch.float32
     every = [one.to(device=values[0].device, dtype=widest) for one in norms]
     return every[0] if len(every) == 1 else torch.linalg.vector_norm(torch.stack(every), norm_type)
-
-
-class GradientMark:
-    """Remembers gradients, to tell later whether they are still the same. It refers to tensors weakly.
-
-    The first gradient stands for all, which costs next to nothing.
-
-    Args:
-        params: The parameters whose gradients are meant.
-    """
-
-    def __init__(self, params: Iterable[torch.Tensor]) -> None:
-        self._marked: tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor], int | None] | None = None
-        for param in params:
-            grad = param.grad
-            if grad is not None:
-                self._marked = weakref.ref(param), weakref.ref(grad), version_of(grad)
-                break
-
-    def touched(self) -> bool:
-        """Whether the gradient is gone, another tensor, or was written in place. True also if there was none."""
-        if self._marked is None:
-            return True
-        param, grad, version = self._marked[0](), self._marked[1](), self._marked[2]
-        return param is None or grad is None or param.grad is not grad or version_of(grad) != version
 
 
 def _values_by_kind(params: Iterable[torch.Tensor]) -> dict[DeviceAndDtype, list[torch.Tensor]]:

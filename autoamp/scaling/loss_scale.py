@@ -90,10 +90,6 @@ class LossScaler(ABC):
             found_inf: Whether a gradient of this step held inf or nan.
         """
 
-    def is_lowest(self, scale: float) -> bool:
-        """Tell whether the rule has nothing lower to offer than this scale. A rule without a limit says no."""
-        return False
-
     def scale_at_hand(self) -> Scale:
         """Return the factor for the next loss, without waiting for a device."""
         return self.loss_scale
@@ -264,10 +260,6 @@ class DynamicLossScaler(LossScaler):
         self.growth_interval = int(growth_interval)
         self._on_device: _DeviceScale | None = None
         super().__init__(self._within_limits(_fp32(init_scale)))
-
-    def is_lowest(self, scale: float) -> bool:
-        """Tell whether a scale is ``min_loss_scale``. See `LossScaler.is_lowest`."""
-        return scale <= self.min_loss_scale
 
     def update(self, found_inf: bool) -> None:
         """Lower the scale, or count towards the next growth. See `LossScaler.update`."""

@@ -20,7 +20,6 @@ from autoamp.errors import UsageError
 
 __all__ = [
     "AttachedMethod",
-    "AttachedStep",
     "ScalesItself",
     "is_optimizer",
     "named_params",
@@ -156,15 +155,6 @@ class AttachedMethod:
         if self._before is not None:
             return _same, (self._before,)
         return getattr, (self.__self__, self._method)
-
-
-class AttachedStep(AttachedMethod):
-    """`AttachedMethod` at ``optimizer.step``."""
-
-    def __init__(
-        self, optimizer: Any, instead: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-    ) -> None:
-        super().__init__(optimizer, "step", instead)
 
 
 def _same(value: Any) -> Any:

@@ -37,10 +37,9 @@ from autoamp.scaling import (
     reduce_partial,
     unscale_,
 )
-from autoamp.stepping.attach import AttachedStep, named_params, stepped_params
+from autoamp.stepping.attach import AttachedMethod, named_params, stepped_params
 from autoamp.stepping.masters import MasterWeights
-from autoamp.stepping.rank_consistency import found_on_ranks
-from autoamp.stepping.replicas import begin_compression_anew, may_compress, several_processes
+from autoamp.stepping.replicas import several_processes
 from autoamp.stepping.sharded_modules import refuse_left_behind
 from autoamp.stepping.skips import Skips, StepWatch
 from autoamp.stepping.usage_checks import RepeatedStep
@@ -85,9 +84,6 @@ class GuardOwner(Protocol):
 
     def step_skipped(self) -> None:
         """Hear of each skip, as soon as it is known."""
-
-    def is_shared(self, guard: StepGuard, tensor: Tensor) -> bool:
-        """Tell whether another guard unscales the gradient of a tensor."""
 
     def requested_group(self, guard: StepGuard) -> RequestedGroup | None:
         """Return the process group over which the program wants steps to be agreed on, if it asked for one."""
@@ -318,14 +314,13 @@ class PendingChecks:
         They are taken to be from that block. A gradient does not tell which backward pass made it, so one of a pass
         that was not scaled is divided too.
         """
-        guard, params = self._guard(), self._grads.params()
-        if guard is None or self._unscaled is None or len(params) == len(self._unscaled[0]):
+        params = self._grads.params()
+        if self._unscaled is None or len(params) == len(self._unscaled[0]):
             return
         before, scaler, scale = self._unscaled
         self._unscaled = params, scaler, scale
         known = set(map(id, before))
         added = [p for p in params if p.grad is not None and id(p) not in known]
-        added = [p for p in added if not self._owner.is_shared(guard, p)]
         if added:
             self.note(OverflowCheck(scaler, scale, unscale_(added, scale, scaler.unread.blank)))
 
@@ -339,12 +334,8 @@ class PendingChecks:
         """Take note of a backward pass from which gradients come with true values, and of the check on them."""
         self.finish_delayed()
         self.resolve_dropped_grads()
-        if len(self.pending) >= _MAX_PENDING_CHECKS and self.group is None:
-            # Nobody steps. To read them all in one go now and then is enough.
-            blamed = self.resolve()
-            self.pending = [] if blamed is None else [blamed]
-        elif len(self.pending) >= _MAX_PENDING_CHECKS:
-            # The scalers are not updated: the other ranks have not agreed yet.
+        if len(self.pending) >= _MAX_PENDING_CHECKS:
+            # Nobody steps.
             read_checks(self.pending)
             self.pending = [next((one for one in self.pending if one.overflowed), self.pending[-1])]
         self.note(check)
@@ -487,7 +478,7 @@ class StepGuard:
 
     def __init__(self, optimizer: Any, owner: GuardOwner, *, masters: MasterWeights | None = None) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._attached: weakref.ref[AttachedStep] | None = None
+        self._attached: weakref.ref[AttachedMethod] | None = None
         self._repeated = RepeatedStep()
         self.owner = owner
         self.grads = ScaledGrads(self._optimizer, masters)
@@ -520,7 +511,7 @@ class StepGuard:
             UsageError: This is no optimizer, or its step cannot be replaced.
         """
         # The optimizer refers to the attached step, and that to the guard: no cycle, and all go with the optimizer.
-        self._attached = weakref.ref(AttachedStep(self.optimizer, self.step))
+        self._attached = weakref.ref(AttachedMethod(self.optimizer, "step", self.step))
 
     def uninstall(self) -> None:
         """Put back the step that was there; under a wrapper that somebody layered above, let all calls pass.
@@ -609,7 +600,7 @@ class StepGuard:
         return result
 
     def _step_by_checks(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        known = None if self.checks.pending else self._repeated.again()
+        known = None if self.checks.pending else self._repeated.again(self.grads.params())
         if isinstance(known, OverflowCheck):
             self._repeated.warn(self.name)
             return self.skip(known)
@@ -656,8 +647,6 @@ class StepGuard:
             or getattr(optimizer, "found_inf", None) is not None
             or getattr(optimizer, "_optimizer_step_pre_hooks", None)
             or getattr(optimizer, "_optimizer_step_post_hooks", None)
-            # What a compression remembers is dropped at the same step by all ranks, which have to know of it.
-            or may_compress()
         ):
             return None
         scaler = self.checks.pending[0].scaler if self.checks.pending else None
@@ -706,28 +695,24 @@ class StepGuard:
         self.last_step_ran = False
         # A step was due and came: LR schedulers look at this before they complain about the order of calls.
         self.optimizer._opt_called = True
-        begin_compression_anew()
         self.skips.count(True, blamed.scaler, float(blamed.scale))
         if self._gives_up(self.skips.in_a_row):
             raise self._too_many_skips(blamed.scaler, blamed.cleared)
 
     def _gives_up(self, in_a_row: int) -> bool:
-        return in_a_row >= self.max_consecutive_skips or self.skips.at_lowest >= _patience(self.max_consecutive_skips)
+        return in_a_row >= self.max_consecutive_skips
 
     def _too_many_skips(self, scaler: LossScaler, cleared: Sequence[Tensor] = ()) -> NonFiniteGradientsError:
         known = {id(param) for param in cleared}
         named = [(name, param.grad) for name, param in named_params(self.optimizer) if param.grad is not None]
         found = [name for name, param in named_params(self.optimizer) if id(param) in known] or non_finite(named)
+        gone = "gradients that are gone by now" + (", or on another rank" if several_processes() else "")
         explained = self.skips.explanation
-        limit = f"max_consecutive_skips={self.max_consecutive_skips} is the limit"
-        lowest = ""
-        if self.skips.at_lowest >= _patience(self.max_consecutive_skips):
-            lowest = ", the lowest that it may be (min_loss_scale)"
-            limit = f"a fifth of max_consecutive_skips={self.max_consecutive_skips} is the limit at that scale"
         return NonFiniteGradientsError(
             f"{self.skips.in_a_row} steps of {self.name} in a row were skipped for inf or nan in the gradients, "
-            f"first in {found_on_ranks(self.name, found)}; the loss scale is {scaler.loss_scale:g}{lowest}. Look for "
-            f"inf or nan in the data and the loss, for too high a learning rate, for ops that need fp32. {limit}"
+            f"first in {', '.join(found) or gone}; the loss scale is {scaler.loss_scale:g}. Look for "
+            "inf or nan in the data and the loss, for too high a learning rate, for ops that need fp32. "
+            f"max_consecutive_skips={self.max_consecutive_skips} is the limit"
             + ("" if explained is None else f". The last of them: {explained}"),
             overflow=explained,
         )
@@ -840,14 +825,6 @@ def _versions_of(params: Iterable[Tensor]) -> list[int | None]:
 
 
 # -- settings --
-
-
-def _patience(max_consecutive_skips: int) -> int:
-    """Return how many skips in a row are an error where the scale cannot be lowered.
-
-    Such skips come of the data alone, and other data may be better: a run that survives them goes on.
-    """
-    return -(-max_consecutive_skips // 5)
 
 
 def _supports_found_inf(kind: type[Any]) -> bool:

@@ -189,8 +189,8 @@ def check_shapes(half: Tensor, master: Tensor) -> None:
 
 
 @without_grad
-def refresh_masters(pairs: Collection[tuple[Tensor, Link]], *, first_step: bool = False, local: bool = False) -> int:
-    """Copy half parameters that the program wrote to into their masters. Returns how many writes torch reported.
+def refresh_masters(pairs: Collection[tuple[Tensor, Link]], *, first_step: bool = False, local: bool = False) -> None:
+    """Copy half parameters that the program wrote to into their masters.
 
     Args:
         pairs: Half parameters, with their links.
@@ -198,21 +198,17 @@ def refresh_masters(pairs: Collection[tuple[Tensor, Link]], *, first_step: bool 
         local: Whether the masters of other processes may differ.
     """
     behind = [(half, link) for half, link in pairs if link.is_behind(half)]
-    if not behind:
-        return 0
-    several, reported = not local and several_processes(), 0
+    several = bool(behind) and not local and several_processes()
     for half, link in behind:
         check_shapes(half, link.master)
         # A rank's shard is its own: what replicas of it there are were loaded alike.
         whole = several and link.equal_by is None and not is_sharded(half)
         if link.is_written(half):
             link.copy_from_param(half, whole=whole)
-            reported += 1
         elif link.fingerprint is not None:
             link.copy_from_param_if_changed(half, whole=whole and first_step)
         if first_step:
             link.fingerprint = None
-    return reported
 
 
 def mark_equal(pairs: Collection[tuple[Tensor, Link]]) -> None:

@@ -14,7 +14,6 @@ the half values shows such writes. Nothing here waits for the device.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -30,8 +29,6 @@ from autoamp.stepping.replicas import WRAPPERS, Replica, Sync, several_processes
 from autoamp.tensors import HALF_DTYPES, without_grad
 
 __all__ = ["MasterWeights", "fit_state"]
-
-log = logging.getLogger(__name__)
 
 # So many elements of gradients may be cast to fp32 at once: each part costs a launch.
 _SMALL = 2**17
@@ -57,7 +54,6 @@ class MasterWeights:
         self._stashed = _StashedGrads()
         self._replicated: list[_Replicated] = []
         self._asked = (-1, -1)
-        self.writes_seen = 0
         # Weakly, since what stands at the optimizer's methods refers to this object.
         self._attached: list[weakref.ref[AttachedMethod]] = []
         self.adopt()
@@ -212,17 +208,7 @@ class MasterWeights:
         Args:
             local: Whether no other process has the same parameters.
         """
-        written = refresh_masters(self._pairs.values(), first_step=True, local=local)
-        if written:
-            self.writes_seen += 1
-            # A program that clips its weights does so at each step; powers of two keep the log short.
-            if self.writes_seen & (self.writes_seen - 1) == 0:
-                log.warning(
-                    "%d half parameters changed since the last step; their fp32 masters take the new "
-                    "values (seen %d times)",
-                    written,
-                    self.writes_seen,
-                )
+        refresh_masters(self._pairs.values(), first_step=True, local=local)
 
     @torch.no_grad()
     def refresh(self) -> None:

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from autoamp.errors import UsageError
 from autoamp.patching import PatchSet, imitate, original_of
-from autoamp.stepping.attach import AttachedStep, ScalesItself
+from autoamp.stepping.attach import AttachedMethod, ScalesItself
 from autoamp.stepping.guard import StepGuard
 from autoamp.stepping.optimizers import GuardedOptimizers
 
@@ -150,7 +150,7 @@ class OptimizerSteps:
 
 def has_other_guard(optimizer: Any) -> bool:
     """Tell whether an optimizer has a guard that is none of ours: an `FP16_Optimizer`, or the one inside of it."""
-    return isinstance(optimizer, ScalesItself) or isinstance(vars(optimizer).get("step"), AttachedStep)
+    return isinstance(optimizer, ScalesItself) or isinstance(vars(optimizer).get("step"), AttachedMethod)
 
 
 def _subclasses(cls: type) -> Iterator[type]:

@@ -129,7 +129,7 @@ class GuardedOptimizers:
 
     def check_underflow(self, optimizer: Any) -> None:
         """Warn if the gradients of a loss that nobody scales underflow in fp16."""
-        if self.casts.dtype is torch.float16:
+        if self.casts.dtype is torch.float16 and self.counts.own_scale is None:
             self._vanishing.look(optimizer, stepped_params(optimizer))
 
     def step_ended(self, guard: StepGuard) -> None:
@@ -146,13 +146,6 @@ class GuardedOptimizers:
     def step_skipped(self) -> None:
         """Count a skip."""
         self.counts.add_skip()
-
-    def is_shared(self, guard: StepGuard, tensor: Tensor) -> bool:
-        """Tell whether another guard unscales the gradient of a tensor."""
-        # The optimizers live as long as this list does, and their guards refer to them weakly.
-        guarded = list(self._guards.items())
-        others = [other for _, other in guarded if other is not guard]
-        return any(tensor is param for other in others for param in other.grads.params())
 
     def requested_group(self, guard: StepGuard) -> RequestedGroup | None:
         """Return the process group over which the program wants steps to be agreed on, if it asked for one."""

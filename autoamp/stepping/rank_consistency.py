@@ -25,14 +25,11 @@ from autoamp.scaling import is_sharded
 from autoamp.stepping.links import master_of
 from autoamp.stepping.replicas import WRAPPERS, several_processes
 
-__all__ = ["announce_disabled", "announce_enabled", "compare_ranks", "found_on_ranks", "rank_sets"]
+__all__ = ["announce_disabled", "announce_enabled", "compare_ranks", "rank_sets"]
 
 # Ranks come to their first step at most so many seconds apart, unless the store gives up earlier.
 _PATIENCE = 300.0
-# Ranks that stop for the same skips come to it at most so many seconds apart, as a rule.
-_SOON = 5.0
 _PREFIX = "autoamp"
-_GONE = "gradients that are gone by now"
 _RULES = "lists"
 _OFF = "1"
 
@@ -84,32 +81,6 @@ def _off(rank: int) -> str:
 
 def _is_off(store: Any, rank: int) -> bool:
     return bool(store.check([_off(rank)]) and store.get(_off(rank)).decode() == _OFF)
-
-
-def found_on_ranks(optimizer: str, names: Sequence[str]) -> str:
-    """Say which parameters overflowed and on which rank, by what this rank or else another has found.
-
-    No collective is made, as ranks need not come here at the same time. Whoever has found nothing waits for some
-    seconds.
-
-    Args:
-        optimizer: Its name.
-        names: Of parameters whose gradients on this rank have inf or nan.
-    """
-    found = ", ".join(names)
-    store = _store()
-    if store is None:
-        return found or _GONE
-    key = f"{_PREFIX}/{_attempt()}/overflow/{optimizer}"
-    with contextlib.suppress(RuntimeError):
-        # The rank that has the store may have stopped.
-        if names:
-            found = f"{found} on rank {dist.get_rank()}"
-            store.set(key, found)
-        else:
-            store.wait([key], timedelta(seconds=_SOON))
-            found = store.get(key).decode()
-    return found or f"{_GONE}, or on another rank, whose error names them"
 
 
 def compare_ranks(sets: Sequence[Sequence[int]], facts: Mapping[str, str], rules: Mapping[str, str]) -> None:

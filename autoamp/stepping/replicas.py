@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 import gc
-import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -19,10 +18,9 @@ from torch.nn import Module
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["WRAPPERS", "Replica", "Sync", "Wrappers", "begin_compression_anew", "may_compress", "several_processes"]
+__all__ = ["WRAPPERS", "Replica", "Sync", "Wrappers", "several_processes"]
 
 _AVAILABLE = dist.is_available()
-_POWER_SGD = "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook"
 
 
 def several_processes() -> bool:
@@ -30,31 +28,6 @@ def several_processes() -> bool:
     # As torch's own functions find out, which take three times as many calls.
     world: Any = dist.group.WORLD if _AVAILABLE else None
     return world is not None and world.size() > 1
-
-
-def may_compress() -> bool:
-    """Tell whether a communication hook may have a memory: torch's PowerSGD, where the program has imported it."""
-    return _POWER_SGD in sys.modules and several_processes()
-
-
-def begin_compression_anew() -> None:
-    """Let PowerSGD forget the inf and nan that it has seen in gradients of a step that is skipped.
-
-    It adds what compression lost to the next gradients, and begins from the last factors: one overflow would be in all
-    gradients from then on. The factors are the same on all ranks, so that all forget them or none; to be called by all
-    ranks between the same two backward passes, since new ones are drawn at random alike.
-    """
-    if not may_compress():
-        return
-    kind = sys.modules[_POWER_SGD].PowerSGDState
-    for state in [found for found in gc.get_objects() if issubclass(type(found), kind)]:
-        factors = [*state.p_memory_dict.values(), *state.q_memory_dict.values()]
-        if not all(bool(factor.isfinite().all()) for factor in factors):
-            state.p_memory_dict.clear()
-            state.q_memory_dict.clear()
-        for bucket, error in list(state.error_dict.items()):
-            if not bool(error.isfinite().all()):
-                del state.error_dict[bucket]
 
 
 class Sync(enum.Enum):

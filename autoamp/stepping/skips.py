@@ -90,7 +90,6 @@ class Skips:
 
     Attributes:
         steps: How many times ``step()`` was called, skips included.
-        at_lowest: How many skips in a row are known by now that overflowed at the lowest scale that their scaler has.
         name: As given.
         owner: As given; another one may take over.
         explanation: What explains the last skip, as far as anybody looked on.
@@ -98,7 +97,7 @@ class Skips:
     """
 
     def __init__(self, name: str, owner: SkipOwner) -> None:
-        self.steps = self.at_lowest = 0
+        self.steps = 0
         self.owner = owner
         self.explanation: Any = None
         self.name = name
@@ -122,7 +121,7 @@ class Skips:
     @in_a_row.setter
     def in_a_row(self, count: int) -> None:
         self.catch_up()
-        self._in_a_row, self.at_lowest = count, min(count, self.at_lowest)
+        self._in_a_row = count
 
     @property
     def last(self) -> bool:
@@ -168,13 +167,11 @@ class Skips:
         self._in_a_row = self._in_a_row + 1 if skipped else 0
         watch = self.owner.watch
         if not skipped or scaler is None:
-            self.at_lowest = 0
             self.has_held = True
             if watch is not None:
                 watch.step_known(self, skipped, None, None, late)
             return
         self.owner.step_skipped()
-        self.at_lowest = self.at_lowest + 1 if scaler.is_lowest(scale) else 0
         if watch is not None:
             # A number that is late by now: the scaler hears of this skip before anybody asks it.
             following = None if late else scaler.loss_scale

@@ -6,8 +6,6 @@ step by the gradients of a skipped one.
 
 from __future__ import annotations
 
-import sys
-import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -17,14 +15,12 @@ from torch import Tensor
 
 from autoamp.errors import UsageError, warn_user
 from autoamp.patching import imitate
-from autoamp.scaling import GradientMark
+from autoamp.tensors import version_of
 
 __all__ = ["BackwardWatch", "ClippingWatch", "RepeatedStep", "UnderflowWatch"]
 
 # Of an optimizer whose losses nobody scales these steps are looked at, each of which waits for the device.
 _STEPS = frozenset({1, 10, 100, 1000})
-# Frames between an optimizer's step and whoever asked for it, at most.
-_DEPTH = 12
 
 
 class BackwardWatch:
@@ -96,21 +92,27 @@ class ClippingWatch:
 
 
 class RepeatedStep:
-    """Remembers by which gradients a step was skipped, so that a second one by the same gradients is skipped too."""
+    """Remembers by which gradients a step was skipped, so that a second one by the same gradients is skipped too.
+
+    The first gradient stands for all. It is referred to weakly.
+    """
 
     def __init__(self) -> None:
         self._found: Any | None = None
-        self._mark = GradientMark(())
+        self._marked: tuple[weakref.ref[Tensor], int | None] | None = None
         self._said = False
 
     def remember(self, found: Any | None, params: Iterable[Tensor]) -> None:
         """Take note of what is to blame for a skip, or of the flag on the device that decides on it; else of None."""
-        self._found = found
-        self._mark = GradientMark(() if found is None else params)
+        grad = None if found is None else _first_grad(params)
+        self._found, self._marked = found, None if grad is None else (weakref.ref(grad), version_of(grad))
 
-    def again(self) -> Any | None:
+    def again(self, params: Iterable[Tensor]) -> Any | None:
         """Return what was found in the gradients if they are the same as then; None where they are not."""
-        return None if self._found is None or self._mark.touched() else self._found
+        grad = None if self._marked is None else _first_grad(params)
+        if self._marked is None or grad is None or self._marked[0]() is not grad:
+            return None
+        return self._found if version_of(grad) == self._marked[1] else None
 
     def warn(self, name: str) -> None:
         """Warn once; ``name`` is the optimizer's."""
@@ -120,6 +122,10 @@ class RepeatedStep:
                 f"{name}.step() was called again after a skipped step, and the gradients are the same, with inf or nan "
                 "in them: it is skipped too. Call step() once for each backward pass, and zero_grad() after it"
             )
+
+
+def _first_grad(params: Iterable[Tensor]) -> Tensor | None:
+    return next((param.grad for param in params if param.grad is not None), None)
 
 
 class UnderflowWatch:
@@ -134,7 +140,7 @@ class UnderflowWatch:
         if self._said:
             return
         step = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
-        if step not in _STEPS or _is_scaled_by_torch(sys._getframe(1)):
+        if step not in _STEPS:
             return
         found = _share_that_vanishes(params)
         if found is not None:
@@ -158,14 +164,3 @@ def _share_that_vanishes(params: Iterable[Tensor]) -> float | None:
     some = torch.stack([(grad != 0).sum().cpu() for grad in dense]).sum().item()
     every = sum(grad.numel() for grad in dense)
     return None if held * 2 >= some > 0 or not every else 1 - held / every
-
-
-def _is_scaled_by_torch(frame: types.FrameType | None) -> bool:
-    """Tell whether `torch.amp.GradScaler` makes this step: then the loss was scaled, and the gradients are true."""
-    for _ in range(_DEPTH):
-        if frame is None:
-            return False
-        if frame.f_globals.get("__name__") == "torch.amp.grad_scaler":
-            return True
-        frame = frame.f_back
-    return False

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import math
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoamp.errors import UsageError
 from autoamp.scaling import (
-    GradientMark,
     Scale,
     found_any,
     non_finite,
@@ -306,47 +303,6 @@ def test_the_norm_of_sparse_and_complex_tensors() -> None:
 def test_a_wrong_norm_is_named(norm_type: float) -> None:
     with pytest.raises(UsageError, match="norm_type="):
         total_norm([torch.ones(2)], norm_type)
-
-
-# -- marks --
-
-# Whether the gradient was touched, and whether it is gone or another tensor.
-CHANGES: dict[str, tuple[Callable[[Parameter], Any], bool]] = {
-    "nothing": (lambda param: None, False),
-    "backward": (lambda param: param.sum().backward(), True),
-    "zero": (lambda param: torch.optim.SGD([param]).zero_grad(set_to_none=False), True),
-    "none": (lambda param: torch.optim.SGD([param]).zero_grad(), True),
-    "other": (lambda param: setattr(param, "grad", torch.ones(2)), True),
-    "clip": (lambda param: torch.nn.utils.clip_grad_norm_([param], 0.1), True),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_mark_sees_changes(change: str) -> None:
-    do, touched = CHANGES[change]
-    param = Parameter(torch.ones(2))
-    param.sum().backward()
-    mark = GradientMark([Parameter(torch.ones(1)), param])
-    do(param)
-    gc.collect()
-    assert mark.touched() is touched
-
-
-def test_a_mark_takes_inference_tensors() -> None:
-    with torch.inference_mode():
-        param = with_grad(torch.ones(2))
-    assert not GradientMark([param]).touched()
-    assert GradientMark([Parameter(torch.ones(1))]).touched()
-
-
-def test_a_mark_keeps_nothing_alive() -> None:
-    param = Parameter(torch.ones(2))
-    param.sum().backward()
-    mark, grad, reference = GradientMark([param]), weakref.ref(grad_of(param)), weakref.ref(param)
-    del param
-    assert (grad(), reference()) == (None, None)
-    for one in (mark, GradientMark([])):
-        assert one.touched()
 
 
 # -- one gradient, as it arrives --

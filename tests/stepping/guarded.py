@@ -32,9 +32,6 @@ class Owner:
     def step_skipped(self) -> None:
         self.skipped += 1
 
-    def is_shared(self, guard: StepGuard, tensor: Tensor) -> bool:
-        return False
-
     def requested_group(self, guard: StepGuard) -> None:
         return None
 

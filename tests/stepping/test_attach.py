@@ -15,7 +15,7 @@ import torch
 from torch.nn import Linear, Parameter
 
 from autoamp.errors import UsageError
-from autoamp.stepping.attach import AttachedStep, is_optimizer, named_params, stepped_params
+from autoamp.stepping.attach import AttachedMethod, is_optimizer, named_params, stepped_params
 
 
 class Plain:
@@ -64,7 +64,7 @@ def sgd() -> torch.optim.SGD:
 
 def test_calls_go_through_instead_until_detached() -> None:
     optimizer = Plain()
-    attached = AttachedStep(optimizer, through)
+    attached = AttachedMethod(optimizer, "step", through)
     assert optimizer.step is attached  # type: ignore[comparison-overlap]
     assert optimizer.step(3) == ("guarded", "stepped")  # type: ignore[comparison-overlap]
     assert optimizer.step(closure=4) == ("guarded", "stepped")  # type: ignore[comparison-overlap]
@@ -77,7 +77,7 @@ def test_calls_go_through_instead_until_detached() -> None:
 def test_detach_puts_back_an_attribute_of_the_instance() -> None:
     optimizer = Plain()
     own = optimizer.step = lambda: "own"  # type: ignore[assignment, method-assign]
-    attached = AttachedStep(optimizer, through)
+    attached = AttachedMethod(optimizer, "step", through)
     assert optimizer.step() == ("guarded", "own")  # type: ignore[comparison-overlap]
     attached.detach()
     assert vars(optimizer)["step"] is own
@@ -85,7 +85,7 @@ def test_detach_puts_back_an_attribute_of_the_instance() -> None:
 
 def test_under_another_wrapper_it_becomes_inert() -> None:
     optimizer = Plain()
-    attached = AttachedStep(optimizer, through)
+    attached = AttachedMethod(optimizer, "step", through)
     above = optimizer.step = lambda *args: ("above", attached(*args))  # type: ignore[assignment, method-assign]
     attached.detach()
     assert vars(optimizer)["step"] is above
@@ -94,7 +94,7 @@ def test_under_another_wrapper_it_becomes_inert() -> None:
 
 def test_two_layers_detach_in_reverse() -> None:
     optimizer = sgd()
-    first, second = AttachedStep(optimizer, through), AttachedStep(optimizer, through)
+    first, second = (AttachedMethod(optimizer, "step", through) for _ in range(2))
     assert optimizer.step() == ("guarded", ("guarded", None))
     second.detach()
     assert vars(optimizer)["step"] is first
@@ -104,7 +104,7 @@ def test_two_layers_detach_in_reverse() -> None:
 
 def test_a_step_that_getattr_gives() -> None:
     optimizer = Forwarding(Plain())
-    attached = AttachedStep(optimizer, through)
+    attached = AttachedMethod(optimizer, "step", through)
     assert optimizer.step() == ("guarded", "stepped")
     attached.detach()
     assert optimizer.step() == "stepped"
@@ -113,7 +113,7 @@ def test_a_step_that_getattr_gives() -> None:
 def test_it_looks_like_the_method() -> None:
     optimizer = sgd()
     before = inspect.signature(optimizer.step)
-    AttachedStep(optimizer, through)
+    AttachedMethod(optimizer, "step", through)
     assert inspect.signature(optimizer.step) == before
     assert optimizer.step.__name__ == "step"
     assert optimizer.step.__self__ is optimizer
@@ -123,7 +123,7 @@ def test_it_looks_like_the_method() -> None:
 @pytest.mark.parametrize("make", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
 def test_a_copy_of_torchs_is_not_guarded(make: Callable[[Any], Any]) -> None:
     optimizer = sgd()
-    AttachedStep(optimizer, through)
+    AttachedMethod(optimizer, "step", through)
     clone = make(optimizer)
     assert "step" not in vars(clone)
     assert clone.step() is None
@@ -132,7 +132,7 @@ def test_a_copy_of_torchs_is_not_guarded(make: Callable[[Any], Any]) -> None:
 @pytest.mark.parametrize("make", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
 def test_a_copy_of_another_class_is_not_guarded(make: Callable[[Any], Any]) -> None:
     optimizer = Plain()
-    AttachedStep(optimizer, through)
+    AttachedMethod(optimizer, "step", through)
     clone = make(optimizer)
     assert clone.step(5) == "stepped"
     assert clone.calls == [(5,)]
@@ -142,7 +142,7 @@ def test_a_copy_of_another_class_is_not_guarded(make: Callable[[Any], Any]) -> N
 def test_a_copy_keeps_the_step_that_was_there() -> None:
     optimizer = Plain()
     optimizer.step = len  # type: ignore[assignment, method-assign]
-    AttachedStep(optimizer, through)
+    AttachedMethod(optimizer, "step", through)
     assert copy.deepcopy(optimizer).step is len  # type: ignore[comparison-overlap]
 
 
@@ -152,7 +152,7 @@ def test_it_goes_with_the_optimizer(make: Callable[[], Any]) -> None:
     gc.disable()
     try:
         optimizer = make()
-        attached = weakref.ref(AttachedStep(optimizer, through))
+        attached = weakref.ref(AttachedMethod(optimizer, "step", through))
         step = optimizer.step
         optimizer.step()
         reference = weakref.ref(optimizer)
@@ -169,7 +169,7 @@ def test_it_goes_with_the_optimizer(make: Callable[[], Any]) -> None:
 @pytest.mark.parametrize("thing", [object(), Linear(1, 1), Slotted()])
 def test_what_cannot_be_guarded_is_named(thing: Any) -> None:
     with pytest.raises(UsageError, match=type(thing).__name__):
-        AttachedStep(thing, through)
+        AttachedMethod(thing, "step", through)
 
 
 class Own(torch.optim.SGD):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 import pytest
@@ -51,7 +50,7 @@ def assign_data(p: Tensor) -> None:
 
 
 @pytest.mark.parametrize("write", [mul, copy_in, assign_data])
-def test_masters_follow_what_is_written(write: Callable[[Tensor], None], caplog: pytest.LogCaptureFixture) -> None:
+def test_masters_follow_what_is_written(write: Callable[[Tensor], None]) -> None:
     model = network()
     optimizer = sgd(model.parameters(), lr=0.0, momentum=0)
     o2(model, optimizer)
@@ -59,15 +58,10 @@ def test_masters_follow_what_is_written(write: Callable[[Tensor], None], caplog:
     write(model[0].weight)
     written = model[0].weight.detach().clone()
     backward(model, optimizer)
-    with caplog.at_level(logging.WARNING, logger="autoamp"):
-        optimizer.step()
-    assert "1 half parameters changed since the last step; their fp32 masters take the new values" in caplog.text
+    optimizer.step()
     assert torch.equal(model[0].weight, written)
     assert torch.equal(masters(optimizer)[0].half(), written)
     assert torch.equal(masters(optimizer)[1], untouched)
-    caplog.clear()
-    optimizer.step()
-    assert not caplog.records
 
 
 @pytest.mark.parametrize("write", [clamp_data, mul, copy_in, assign_data])

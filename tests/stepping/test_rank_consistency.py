@@ -67,27 +67,6 @@ def step(case: str, kind: str) -> str:
     return f"stepped, {handle.skipped_steps} skipped"
 
 
-def lowest() -> str:
-    """Overflow on rank 1 alone until the scale is at its minimum and the run stops; returns the error."""
-    scaler = autoamp.DynamicLossScaler(8.0, min_loss_scale=2.0)
-    handle = autoamp.init(**CPU, loss_scale=scaler)
-    handle.sync_over(dist.group.WORLD, replicas=1)
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    try:
-        for _ in range(20):
-            optimizer.zero_grad()
-            loss = model.weight.sum() * (float("inf") if dist.get_rank() else 1.0) + model.bias.sum()
-            with handle.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
-    except autoamp.NonFiniteGradientsError as error:
-        return f"{handle.skipped_steps}: {error}"
-    finally:
-        handle.deactivate()
-    return "no error"
-
-
 def back_on() -> str:
     """Be off on rank 1, in a region and by ``init``, and then on; come late to the first step. Returns the error."""
     if dist.get_rank():
@@ -115,9 +94,6 @@ def back_on() -> str:
 def rank(index: int, folder: str) -> None:
     torch.set_num_threads(1)
     told: dict[Any, str] = {}
-    dist.init_process_group("gloo", init_method=f"file://{folder}/lowest", rank=index, world_size=2)
-    told["lowest", None] = lowest()
-    dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{folder}/back", rank=index, world_size=2)
     told["back on", None] = back_on()
     dist.destroy_process_group()
@@ -144,13 +120,6 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str |
     folder = tmp_path_factory.mktemp("digest")
     mp.spawn(rank, (str(folder),), nprocs=2)
     return [torch.load(folder / f"{index}.pt") for index in range(2)]
-
-
-@pytest.mark.processes
-def test_a_scale_at_its_minimum_stops_all_ranks_with_the_rank_and_parameter(told: Any) -> None:
-    for found in told:
-        assert found["lowest", None].startswith("12: 12 steps of SGD in a row were skipped"), found["lowest", None]
-        assert "first in Linear.weight on rank 1; the loss scale is 2, the lowest that" in found["lowest", None]
 
 
 @pytest.mark.processes

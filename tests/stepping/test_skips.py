@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from autoamp.scaling import DynamicLossScaler, StaticLossScaler, UnreadFlags
+from autoamp.scaling import StaticLossScaler, UnreadFlags
 from autoamp.stepping import Skips
 from tests.stepping.guarded import Owner, Setup
 
@@ -25,22 +25,6 @@ def test_steps_that_are_heard_of_later_are_waited_for_and_counted_in_order() -> 
     assert (skips.news(), skips.news()) == (2, 0)
     skips.count(False)
     assert (skips.total, skips.in_a_row, skips.last) == (2, 0, False)
-
-
-def test_skips_at_the_lowest_scale_are_counted_in_a_row() -> None:
-    skips, scaler = Skips("SGD", Owner()), DynamicLossScaler(4.0, min_loss_scale=2.0)
-    for scale, count in ((4.0, 0), (2.0, 1), (2.0, 2), (4.0, 0), (2.0, 1)):
-        skips.count(True, scaler, scale)
-        assert skips.at_lowest == count
-    # As where only the device knew of it.
-    skips.tell(scaler, 2.0, True)
-    assert skips.at_lowest == 2
-    skips.count(True, scaler, 2.0)
-    skips.count(False)
-    assert skips.at_lowest == 0
-    # A scale that never moves has no limit that it came down to.
-    skips.count(True, StaticLossScaler(2.0), 2.0)
-    assert skips.at_lowest == 0
 
 
 def test_skips_are_logged_at_powers_of_two(caplog: pytest.LogCaptureFixture) -> None:
