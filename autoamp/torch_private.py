@@ -56,7 +56,6 @@ __all__ = [
     "names_of_builtins",
     "next_sequence_number",
     "normed_weight",
-    "root_of_mesh",
     "sequence_number",
     "start_no_graph",
     "tracing_state",
@@ -281,18 +280,6 @@ normed_weight: Callable[[Tensor, Tensor, int], Tensor] = _find("torch._weight_no
 
 
 # -- parameters of several ranks --
-
-
-def _root_of_mesh() -> Callable[[Any], Any]:
-    if not torch.distributed.is_available():
-        return lambda _: None
-    root = _find("torch.distributed.device_mesh.DeviceMesh._get_root_mesh", None)
-    return root if root is not None else lambda _: None
-
-
-root_of_mesh: Callable[[Any], Any] = _root_of_mesh()
-"""The mesh that a `DeviceMesh` was cut from, which is itself for one that was not. Where the name is missing, None:
-ranks that meshes across one another concern are then all ranks."""
 
 
 def is_parallelized(module: Any) -> bool:

@@ -7,6 +7,7 @@ norm of all gradients if the program clips. A loss scale that hears the same on 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,6 @@ from torch import Tensor
 from autoamp.errors import UsageError
 from autoamp.scaling.gradients import DeviceAndDtype, total_norm
 from autoamp.scaling.shards import copies_in_mesh, has_shards, is_sharded, local_of, meshes_of
-from autoamp.torch_private import root_of_mesh
 
 __all__ = ["FoundInfReduction", "RequestedGroup", "SyncGroup", "SyncGroups", "clip_", "powered_norm"]
 
@@ -200,10 +200,11 @@ def _group_for(params: Sequence[Tensor], meshes: Sequence[Any], asked: Requested
     spans = {mesh: span for mesh, span in spans.items() if own in span and len(span) > 1}
     if not spans and asked is None:
         return None
-    ranks = _spanned(spans)
     device = _device_of([*spans], params)
     if asked is None:
+        ranks = _spanned(spans)
         return SyncGroup(_group_of(ranks, spans), device, len(ranks), asked=False)
+    ranks = frozenset[int]().union(*spans.values())
     wanted = frozenset(dist.get_process_group_ranks(asked.group))
     if ranks <= wanted:
         return SyncGroup(asked.group, device, asked.replicas, asked=True)
@@ -219,23 +220,18 @@ def _spanned(spans: dict[Any, frozenset[int]]) -> frozenset[int]:
     """Return all ranks that are concerned where these meshes are, of which this rank knows its own alone.
 
     Rank 0 of a mesh of 2 x 2 that has parameters along either of its dimensions meets ranks 1 and 2, and by way of
-    these rank 3. Of meshes cut from one they are those along the dimensions of any; of others, all ranks.
+    these rank 3: all of the two meshes' product.
     """
     widest = max(spans.values(), key=len, default=frozenset[int]())
-    if all(span <= widest for span in spans.values()):
+    across = {span for span in spans.values() if not span <= widest} | {widest}
+    if len(across) == 1:
         return widest
-    every = frozenset(range(dist.get_world_size()))
-    roots = [root_of_mesh(mesh) for mesh in spans]
-    if any(root is None or root is not roots[0] for root in roots):
-        return every
-    names = {name for mesh in spans for name in (mesh.mesh_dim_names or ())}
-    if not names or not names.issubset(roots[0].mesh_dim_names or ()):
-        return every
-    place = [
-        slice(None) if name in names else at
-        for name, at in zip(roots[0].mesh_dim_names, roots[0].get_coordinate(), strict=True)
-    ]
-    return frozenset(roots[0].mesh[tuple(place)].flatten().tolist())
+    if math.prod(map(len, across)) == dist.get_world_size():
+        return frozenset(range(dist.get_world_size()))
+    raise UsageError(
+        f"parameters are on orthogonal meshes, of the ranks {' and '.join(str(sorted(span)) for span in across)}; call "
+        "handle.sync_over(group) with a group of all ranks that have such meshes in common"
+    )
 
 
 def _group_of(ranks: frozenset[int], spans: dict[Any, frozenset[int]]) -> Any:

@@ -45,45 +45,22 @@ def warn_without_gradients(name: str, params: Iterable[Tensor]) -> None:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Warn of an ``eps`` that is 0, and of a learning rate too small to move weights, in the parameters' half dtype.
+    """Warn of an ``eps`` that is 0 in the parameters' half dtype.
 
-    Only for optimizers that step half parameters themselves: fp32 masters have neither problem, and for arithmetic in
+    Only for optimizers that step half parameters themselves: fp32 masters have no such problem, and for arithmetic in
     fp32 eps is not 0.
     """
-    if getattr(optimizer, "master_weights", False):
+    if getattr(optimizer, "master_weights", False) or getattr(optimizer, "computes_in_fp32", False):
         return
-    rounds_eps = not getattr(optimizer, "computes_in_fp32", False)
     for index, group in enumerate(optimizer.param_groups):
-        where = f"{type(optimizer).__name__}.param_groups[{index}]"
-        for dtype in HALF_DTYPES:
-            halves = [parameter for parameter in group["params"] if parameter.dtype is dtype]
-            if halves:
-                _check_group(group, where, halves, dtype, rounds_eps=rounds_eps)
-
-
-def _check_group(group: Any, where: str, halves: list[Tensor], dtype: torch.dtype, *, rounds_eps: bool) -> None:
-    eps = group.get("eps") if rounds_eps else None
-    if isinstance(eps, float) and eps > 0 and float(torch.tensor(eps, dtype=dtype)) == 0.0:
-        warn_user(
-            f"{where}: eps={eps:g} is 0 in {dtype}, so a division by it gives inf; the smallest that survives "
-            f"is {smallest_positive(dtype):.3g}. Set eps to that or more, or step fp32 master weights "
-            "(opt_level='O2')"
-        )
-    if _moves_nothing(group.get("lr"), halves, dtype):
-        warn_user(
-            f"{where}: lr={float(group['lr']):g} is less than half the distance between neighboring {dtype} "
-            "numbers at the size of most weights, so steps of that size are rounded away. Raise the learning rate, "
-            "or step fp32 master weights (opt_level='O2')"
-        )
-
-
-def _moves_nothing(lr: Any, halves: Iterable[Tensor], dtype: torch.dtype) -> bool:
-    """Tell whether a step of size ``lr``, as adaptive optimizers take it, leaves the median weight where it is."""
-    if not isinstance(lr, (int, float)) or lr <= 0:
-        return False
-    largest = max(halves, key=Tensor.numel)
-    median = float(largest.detach().float().abs().median()) if largest.numel() else 0.0
-    return float(lr) < median * torch.finfo(dtype).eps / 4
+        eps = group.get("eps")
+        for dtype in HALF_DTYPES if isinstance(eps, float) and eps > 0 else ():
+            if any(param.dtype is dtype for param in group["params"]) and not torch.tensor(eps, dtype=dtype):
+                warn_user(
+                    f"{type(optimizer).__name__}.param_groups[{index}]: eps={eps:g} is 0 in {dtype}, so a division by "
+                    f"it gives inf; the smallest that survives is {smallest_positive(dtype):.3g}. Set eps to that or "
+                    "more, or step fp32 master weights (opt_level='O2')"
+                )
 
 
 def check_half_norms(models: Iterable[Module]) -> None:

@@ -21,11 +21,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from autoamp.scaling import has_shards, is_sharded, local_of, widened
 from autoamp.stepping.attach import AttachedMethod
 from autoamp.stepping.links import Link, check_shapes, equalized, linked, mark_equal, refresh_masters, release_master
-from autoamp.stepping.replicas import WRAPPERS, Replica, Sync, several_processes
+from autoamp.stepping.replicas import WRAPPERS, Sync, broadcast, kept_equal, next_sync, several_processes
 from autoamp.tensors import HALF_DTYPES, without_grad
 
 __all__ = ["MasterWeights", "fit_state"]
@@ -155,7 +156,7 @@ class MasterWeights:
         """
         for part in self._replicated:
             present = [half for half, _ in part.pairs if half.grad is not None]
-            sync = part.replica.sync()
+            sync = next_sync(part.wrapper())
             if sync is Sync.YES and not part.unreduced:
                 self._stashed.wanted.update(map(id, present))
             elif sync is not Sync.NO:
@@ -172,13 +173,13 @@ class MasterWeights:
         self._replicated = []
         left = dict(self._pairs)
         # Of several around one parameter the newest counts: one from before may not be collected yet.
-        for replica in reversed(list(WRAPPERS)):
-            pairs = [left.pop(id(param)) for param in replica.parameters() if id(param) in left]
-            stale = [(half, link) for half, link in pairs if not link.is_equal_by(replica.wrapper)]
+        for wrapper in reversed(list(WRAPPERS)):
+            pairs = [left.pop(id(param)) for param in kept_equal(wrapper) if id(param) in left]
+            stale = [half for half, link in pairs if not link.is_equal_by(wrapper)]
             if stale:
-                with equalized([half for half, _ in stale], replica.wrapper) as masters:
-                    replica.broadcast(masters)
-            self._replicated.append(_Replicated(replica, pairs))
+                with equalized(stale, wrapper) as masters:
+                    broadcast(wrapper, masters)
+            self._replicated.append(_Replicated(weakref.ref(wrapper), pairs))
 
     def clear(self) -> None:
         """Drop the gradients of all that the optimizer steps, and of the half parameters."""
@@ -306,12 +307,12 @@ class _Replicated:
     """Those of one optimizer's half parameters that one DistributedDataParallel keeps equal over processes.
 
     Attributes:
-        replica: The DistributedDataParallel.
+        wrapper: The DistributedDataParallel, referred to weakly.
         pairs: The half parameters, with their links.
         unreduced: Whether gradients that are there may be those of this process alone, which ``no_sync`` left.
     """
 
-    replica: Replica
+    wrapper: weakref.ref[DistributedDataParallel]
     pairs: list[tuple[Tensor, Link]]
     unreduced: bool = False
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from autoamp.errors import UsageError
 from autoamp.scaling import is_sharded
 from autoamp.stepping.links import master_of
-from autoamp.stepping.replicas import WRAPPERS, several_processes
+from autoamp.stepping.replicas import WRAPPERS, kept_equal, several_processes
 
 __all__ = ["announce_disabled", "announce_enabled", "compare_ranks", "rank_sets"]
 
@@ -45,8 +45,8 @@ def rank_sets(params: Sequence[Tensor], groups: Iterable[Any]) -> list[tuple[int
             mesh: Any = param
             found[tuple(sorted(mesh.device_mesh.mesh.flatten().tolist()))] = None
     wanted = set(map(id, params))
-    for wrapper in WRAPPERS.active_wrappers():
-        if not wanted.isdisjoint(map(id, map(_stepped, wrapper.parameters()))):
+    for wrapper in WRAPPERS:
+        if not wanted.isdisjoint(map(id, map(_stepped, kept_equal(wrapper)))):
             found[tuple(sorted(dist.get_process_group_ranks(wrapper.process_group)))] = None
     for group in groups:
         found[tuple(sorted(dist.get_process_group_ranks(group)))] = None

@@ -18,7 +18,7 @@ from torch.nn import Module
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["WRAPPERS", "Replica", "Sync", "Wrappers", "several_processes"]
+__all__ = ["WRAPPERS", "Sync", "Wrappers", "broadcast", "kept_equal", "next_sync", "several_processes"]
 
 _AVAILABLE = dist.is_available()
 
@@ -38,48 +38,30 @@ class Sync(enum.Enum):
     UNSURE = enum.auto()
 
 
-class Replica:
-    """One DistributedDataParallel.
+def kept_equal(wrapper: DistributedDataParallel) -> list[Tensor]:
+    """Return the parameters that a DistributedDataParallel keeps equal."""
+    ignored = wrapper.parameters_to_ignore
+    return [param for name, param in wrapper.module.named_parameters() if name not in ignored]
 
-    Args:
-        wrapper: Referred to weakly.
+
+def next_sync(wrapper: DistributedDataParallel | None) -> Sync:
+    """Tell what the backward pass at hand does; to be asked between the forward pass and it.
+
+    The forward pass decides, and leaves ``require_forward_param_sync``; but so does one without gradients.
     """
+    if wrapper is None:
+        return Sync.NO
+    prepared, wanted = wrapper.require_forward_param_sync, wrapper.require_backward_grad_sync
+    return Sync.YES if prepared and wanted else Sync.UNSURE if prepared or wanted else Sync.NO
 
-    def __init__(self, wrapper: DistributedDataParallel) -> None:
-        self._wrapper = weakref.ref(wrapper)
 
-    @property
-    def wrapper(self) -> DistributedDataParallel | None:
-        """The wrapper, None once it is gone."""
-        return self._wrapper()
-
-    def parameters(self) -> list[Tensor]:
-        """Return the parameters that are kept equal."""
-        wrapper = self.wrapper
-        if wrapper is None:
-            return []
-        ignored = wrapper.parameters_to_ignore
-        return [param for name, param in wrapper.module.named_parameters() if name not in ignored]
-
-    def sync(self) -> Sync:
-        """Tell what the backward pass at hand does; to be asked between the forward pass and it.
-
-        The forward pass decides, and leaves ``require_forward_param_sync``; but so does one without gradients.
-        """
-        wrapper = self.wrapper
-        if wrapper is None:
-            return Sync.NO
-        prepared, wanted = wrapper.require_forward_param_sync, wrapper.require_backward_grad_sync
-        return Sync.YES if prepared and wanted else Sync.UNSURE if prepared or wanted else Sync.NO
-
-    def broadcast(self, tensors: list[Tensor]) -> None:
-        """Give all processes the values of the first one. A collective: all give the same shapes."""
-        wrapper = self.wrapper
-        if wrapper is not None and dist.get_world_size(wrapper.process_group) > 1:
-            group = wrapper.process_group
-            works = [dist.broadcast(tensor, group=group, group_src=0, async_op=True) for tensor in tensors]
-            for work in works:
-                work.wait()
+def broadcast(wrapper: DistributedDataParallel, tensors: list[Tensor]) -> None:
+    """Give all processes of a wrapper the values of the first one. A collective: all give the same shapes."""
+    group = wrapper.process_group
+    if dist.get_world_size(group) > 1:
+        works = [dist.broadcast(tensor, group=group, group_src=0, async_op=True) for tensor in tensors]
+        for work in works:
+            work.wait()
 
 
 class Wrappers:
@@ -90,7 +72,8 @@ class Wrappers:
     """
 
     def __init__(self) -> None:
-        self._replicas: weakref.WeakKeyDictionary[Module, Replica] = weakref.WeakKeyDictionary()
+        # In the order in which they were made.
+        self._known: weakref.WeakKeyDictionary[DistributedDataParallel, None] = weakref.WeakKeyDictionary()
         self._watchers = 0
         self._hook: Any = None
         self.seen = 0
@@ -99,31 +82,22 @@ class Wrappers:
         """Look out for wrappers until ``watcher`` is gone, or what is returned was called."""
         if self._hook is None:
             self._hook = register_module_module_registration_hook(self._registered)
-            self._look_around()
+            for wrapper in _wrappers_there() if _AVAILABLE and dist.is_initialized() else ():
+                self._note(wrapper)
         self._watchers += 1
         return weakref.finalize(watcher, self._leave)
 
-    def __iter__(self) -> Iterator[Replica]:
-        yield from list(self._replicas.values())
-
-    def active_wrappers(self) -> list[DistributedDataParallel]:
-        """Return every DistributedDataParallel that there is. Where nobody watches this takes tens of milliseconds."""
-        if self._hook is None:
-            return _wrappers_there()
-        return [wrapper for replica in self if (wrapper := replica.wrapper) is not None]
-
-    def _look_around(self) -> None:
-        if dist.is_available() and dist.is_initialized():
-            for wrapper in _wrappers_there():
-                self._note(wrapper)
+    def __iter__(self) -> Iterator[DistributedDataParallel]:
+        """Go through those that live. Where nobody watches this takes tens of milliseconds."""
+        return iter(_wrappers_there() if self._hook is None else list(self._known))
 
     def _registered(self, parent: Module, name: str, child: Module | None) -> None:
         if name == "module" and isinstance(parent, DistributedDataParallel):
             self._note(parent)
 
     def _note(self, wrapper: DistributedDataParallel) -> None:
-        if wrapper not in self._replicas:
-            self._replicas[wrapper] = Replica(wrapper)
+        if wrapper not in self._known:
+            self._known[wrapper] = None
             self.seen += 1
 
     def _leave(self) -> None:
@@ -131,7 +105,7 @@ class Wrappers:
         if not self._watchers and self._hook is not None:
             self._hook.remove()
             self._hook = None
-            self._replicas.clear()
+            self._known.clear()
 
 
 def _wrappers_there() -> list[DistributedDataParallel]:

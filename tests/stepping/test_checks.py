@@ -80,16 +80,6 @@ def test_an_eps_that_the_optimizer_holds_in_fp32(name: str) -> None:
     assert not torch.equal(model.weight, linear().half().weight)
 
 
-def test_a_learning_rate_for_masters_of_the_optimizers_own() -> None:
-    model = linear()
-    halves = optimizers.FusedAdam(model.parameters(), lr=1e-6)
-    assert "lr=1e-06" in " ".join(messages(lambda: initialize(model, halves, opt_level="O3")))
-    autoamp.init(enabled=False)
-    model = linear()
-    masters = optimizers.FusedAdam(model.parameters(), lr=1e-6, master_weights=True)
-    assert messages(lambda: initialize(model, masters, opt_level="O3")) == []
-
-
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_masters_and_fp32_have_no_such_problem(level: str) -> None:
     model = linear()
@@ -104,35 +94,6 @@ def test_each_group_is_looked_at() -> None:
     found = messages(lambda: check_optimizer(optimizer))
     assert len(found) == 1
     assert "param_groups[1]" in found[0]
-
-
-# -- learning rate --
-
-
-def test_a_learning_rate_that_moves_nothing() -> None:
-    model = linear(0.5)
-    found = messages(lambda: initialize(model, torch.optim.SGD(model.parameters(), 1e-4), opt_level="O3"))
-    assert len(found) == 1
-    assert "SGD.param_groups[0]: lr=0.0001 is less than half the distance between neighboring torch.float16" in found[0]
-    assert "rounded away" in found[0]
-
-
-@pytest.mark.parametrize(("size", "lr", "warned"), [(0.5, 2e-4, False), (0.5, 1.2e-4, True), (0.01, 1e-4, False)])
-def test_where_the_learning_rate_begins_to_move(size: float, lr: float, warned: bool) -> None:
-    """Below 0.5 the neighbours of fp16 lie 2**-12 apart: half of that is 1.22e-4."""
-    model = linear(size).half()
-    optimizer = torch.optim.SGD(model.parameters(), lr)
-    assert bool(messages(lambda: check_optimizer(optimizer))) is warned
-    weight = model.weight.detach().clone()
-    assert torch.equal(weight - torch.tensor(lr), weight) is warned
-
-
-def test_learning_rates_that_say_nothing() -> None:
-    model = linear().half()
-    for lr in (torch.tensor(1e-6), 0.0):
-        assert messages(lambda lr=lr: check_optimizer(torch.optim.SGD(model.parameters(), lr))) == []
-    empty = torch.optim.SGD([torch.zeros(0).half().requires_grad_()], 1e-9)
-    assert messages(lambda: check_optimizer(empty)) == []
 
 
 # -- models --

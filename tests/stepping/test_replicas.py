@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.nn.parallel import DistributedDataParallel
 
-from autoamp.stepping.replicas import Sync, Wrappers, several_processes
+from autoamp.stepping.replicas import Sync, Wrappers, kept_equal, next_sync, several_processes
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -33,17 +33,16 @@ def test_wrappers_from_before_and_later_are_seen(collected: Any) -> None:
     before = hooks()
     wrappers.watch(watcher)
     later = DistributedDataParallel(nn.Linear(2, 2))
-    assert {replica.wrapper for replica in wrappers} == {earlier, later}
+    assert set(wrappers) == {earlier, later}
     assert wrappers.seen == 2
     assert hooks() == before + 1
     nn.Sequential(later)
     assert wrappers.seen == 2
     del later
     collected()
-    assert [replica.wrapper for replica in wrappers] == [earlier]
+    assert list(wrappers) == [earlier]
     del watcher
     assert hooks() == before
-    assert list(wrappers) == []
 
 
 def test_who_stops_watching_ends_it_for_nobody_else() -> None:
@@ -58,34 +57,24 @@ def test_who_stops_watching_ends_it_for_nobody_else() -> None:
     assert hooks() == before
 
 
-def test_parameters_that_are_kept_equal(collected: Any) -> None:
-    wrappers, watcher = Wrappers(), Watcher()
-    wrappers.watch(watcher)
+def test_parameters_that_are_kept_equal() -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["1.weight"])
     wrapper = DistributedDataParallel(net)
-    (replica,) = wrappers
-    assert [id(p) for p in replica.parameters()] == [id(p) for p in (net[0].weight, net[0].bias, net[1].bias)]
-    del wrapper
-    collected()
-    assert replica.parameters() == []
-    assert replica.sync() is Sync.NO
+    assert [id(p) for p in kept_equal(wrapper)] == [id(p) for p in (net[0].weight, net[0].bias, net[1].bias)]
 
 
 def test_what_the_next_backward_pass_does() -> None:
-    wrappers, watcher = Wrappers(), Watcher()
-    wrappers.watch(watcher)
     wrapper, given = DistributedDataParallel(nn.Linear(2, 2)), torch.ones(1, 2)
-    (replica,) = wrappers
     wrapper(given)
-    assert replica.sync() is Sync.YES
+    assert next_sync(wrapper) is Sync.YES
     with wrapper.no_sync():
         wrapper(given)
-        assert replica.sync() is Sync.NO
+        assert next_sync(wrapper) is Sync.NO
     # The forward pass was within no_sync(), the backward pass will not be: torch does not reduce it.
-    assert replica.sync() is Sync.UNSURE
+    assert next_sync(wrapper) is Sync.UNSURE
     with torch.no_grad():
         wrapper(given)
-    assert replica.sync() is Sync.UNSURE
+    assert next_sync(wrapper) is Sync.UNSURE
     wrapper(given)
-    assert replica.sync() is Sync.YES
+    assert next_sync(wrapper) is Sync.YES
