@@ -6,10 +6,9 @@ optimizers as an `OverflowCheck`.
 
 from __future__ import annotations
 
-import sys
+import contextlib
 import threading
-from collections.abc import Iterable, Sequence
-from types import TracebackType
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from autoamp.stepping.checks import warn_without_gradients
 from autoamp.stepping.guard import OverflowCheck, StepGuard
 from autoamp.stepping.usage_checks import BackwardWatch
 
-__all__ = ["ScaledLoss", "open_blocks", "scaled_block", "watch_autograd_grad"]
+__all__ = ["open_blocks", "scaled_block", "scaled_loss_block", "watch_autograd_grad"]
 
 
 class _OpenBlocks(threading.local):
@@ -47,55 +46,38 @@ def _count(change: int) -> None:
     open_blocks.count += change
 
 
-class ScaledLoss:
-    """A block over its loss times its scale, after which kept casts are dropped.
+@contextlib.contextmanager
+def scaled_loss_block(
+    loss: Tensor, guards: Sequence[StepGuard], scaler: LossScaler, casts: Casts, *, delay_unscale: bool = False
+) -> Iterator[Tensor]:
+    """`scaled_block` that yields the loss times its scale, and drops kept casts at its end.
 
     The first block of an optimizer in which the scaled loss runs backward is watched for a pass of the loss itself.
 
-    Args:
-        loss: Not scaled.
-        guards: Of the optimizers.
-        block: Gives the scale.
-        casts: Those that are kept.
+    Raises:
+        UsageError: One of the optimizers is in a block already, or the loss itself was run backward in this one.
     """
-
-    def __init__(self, loss: Tensor, guards: Sequence[StepGuard], block: scaled_block, casts: Casts) -> None:
-        self._loss, self._guards, self._block, self._casts = loss, guards, block, casts
-        self._watch: BackwardWatch | None = None
-
-    def __enter__(self) -> Tensor:
-        scale = self._block.__enter__()
-        try:
-            scaled = scaled_loss(self._loss, scale)
-            if self._block.checks and not all(guard.proven for guard in self._guards):
-                self._watch = None if torch.compiler.is_compiling() else BackwardWatch(self._loss, scaled)
-        except BaseException:
-            self.__exit__(*sys.exc_info())
-            raise
-        return scaled
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.end()
-        try:
-            if watch is not None and kind is None:
-                if not self._block.was_differentiated():
-                    watch.check(self._guards[0].name)
-                for guard in self._guards:
+    try:
+        with scaled_block(guards, scaler, delay_unscale=delay_unscale) as scale:
+            scaled, differentiated = scaled_loss(loss, scale), open_blocks.differentiated
+            watches = scaler.checks and not torch.compiler.is_compiling() and not all(g.proven for g in guards)
+            watch = BackwardWatch(loss, scaled) if watches else None
+            try:
+                yield scaled
+            finally:
+                if watch is not None:
+                    watch.end()
+            if watch is not None:
+                if open_blocks.differentiated == differentiated:
+                    watch.check(guards[0].name)
+                for guard in guards:
                     guard.proven = guard.proven or watch.proven
-        except UsageError:
-            self._block.__exit__(*sys.exc_info())
-            raise
-        else:
-            self._block.__exit__(kind, error, trace)
-        finally:
-            self._casts.cache.clear()
+    finally:
+        casts.cache.clear()
 
 
-class scaled_block:  # noqa: N801, named as what it is in a with statement
+@contextlib.contextmanager
+def scaled_block(guards: Iterable[StepGuard], scaler: LossScaler, *, delay_unscale: bool = False) -> Iterator[Scale]:
     """A block in which the gradients of some optimizers are those of a scaled loss.
 
     Inside, everything in ``.grad`` has the scale of the block: gradients of earlier blocks are multiplied by it first.
@@ -113,48 +95,27 @@ class scaled_block:  # noqa: N801, named as what it is in a with statement
     Raises:
         UsageError: One of the optimizers is in a block already.
     """
-
-    def __init__(self, guards: Iterable[StepGuard], scaler: LossScaler, *, delay_unscale: bool = False) -> None:
-        self._guards = tuple(dict.fromkeys(guards))
-        self._scaler = scaler
-        self._delay_unscale = delay_unscale
-        self._scale: Scale = 1.0
-        self._differentiated = 0
-
-    @property
-    def checks(self) -> bool:
-        """Whether the scaler checks gradients."""
-        return self._scaler.checks
-
-    def was_differentiated(self) -> bool:
-        """Tell whether the program asked within the block for gradients that go to no ``.grad``."""
-        return open_blocks.differentiated != self._differentiated
-
-    def __enter__(self) -> Scale:
-        self._scale = _open(self._guards, self._scaler)
-        _count(1)
-        self._differentiated = open_blocks.differentiated
-        return self._scale
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        guards, scaler = self._guards, self._scaler
+    guards = tuple(dict.fromkeys(guards))
+    scale = _open(guards, scaler)
+    _count(1)
+    differentiated = open_blocks.differentiated
+    try:
         try:
+            yield scale
+        except BaseException:
+            # The program may catch the exception and step all the same: not with inf and nan.
+            _leave(guards, scaler, scale, not is_same_scale(scale, 1.0), warns=False)
+            raise
+        if delay_unscale:
             for guard in guards:
                 guard.grads.collect()
-            if kind is not None:
-                # The program may catch the exception and step all the same: not with inf and nan.
-                _leave(guards, scaler, self._scale, not is_same_scale(self._scale, 1.0), warns=False)
-            elif self._delay_unscale:
-                for guard in guards:
-                    guard.leave_block(self._scale, delayed=scaler if scaler.checks else None)
-            else:
-                _leave(guards, scaler, self._scale, scaler.checks, warns=not self.was_differentiated())
-        finally:
-            _count(-1)
-            for guard in guards:
-                guard.in_block = False
+                guard.leave_block(scale, delayed=scaler if scaler.checks else None)
+        else:
+            _leave(guards, scaler, scale, scaler.checks, warns=open_blocks.differentiated == differentiated)
+    finally:
+        _count(-1)
+        for guard in guards:
+            guard.in_block = False
 
 
 def _open(guards: Sequence[StepGuard], scaler: LossScaler) -> Scale:
@@ -185,6 +146,8 @@ def _rescale(guards: Sequence[StepGuard], scale: Scale) -> None:
 
 def _leave(guards: Sequence[StepGuard], scaler: LossScaler, scale: Scale, checks: bool, *, warns: bool) -> None:
     """Unscale and check, and leave a check with every optimizer that has gradients."""
+    for guard in guards:
+        guard.grads.collect()
     present = [guard.grads.has_any() for guard in guards]
     found: OverflowCheck | None = None
     if checks and any(present):

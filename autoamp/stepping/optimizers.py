@@ -14,7 +14,7 @@ from autoamp.casting import Casts
 from autoamp.errors import UsageError
 from autoamp.scaling import LossScaler, RequestedGroup, is_same_scale
 from autoamp.stepping.attach import is_optimizer, refuse_own_scaler, stepped_params
-from autoamp.stepping.block import ScaledLoss, open_blocks, scaled_block
+from autoamp.stepping.block import open_blocks, scaled_loss_block
 from autoamp.stepping.checks import check_half_params, check_optimizer
 from autoamp.stepping.guard import StepGuard
 from autoamp.stepping.loss_scalers import LossScalers, listed
@@ -220,7 +220,7 @@ class GuardedOptimizers:
             guard.scaled = True
         if self.watch is not None:
             self.watch.loss_scaled(loss, scaler.scale_at_hand())
-        return ScaledLoss(loss, guards, scaled_block(guards, scaler, delay_unscale=delay_unscale), self.casts)
+        return scaled_loss_block(loss, guards, scaler, self.casts, delay_unscale=delay_unscale)
 
     def use_scalers(self, scalers: list[LossScaler], optimizers: Iterable[Any]) -> None:
         """Give scalers to these optimizers, as `LossScalers.use` does, and count steps and skips anew."""
