@@ -154,11 +154,7 @@ def _true_shard(gradient: torch.Tensor, inv_scale: float, factor: torch.Tensor, 
 
 def _copied(gradient: torch.Tensor) -> torch.Tensor:
     """Return a copy in which no two elements share memory, and without marks of a lazy conjugation or negation."""
-    if gradient.layout is not torch.strided:
-        return gradient.clone()
-    if _overlaps_itself(gradient):
-        return _contiguous_clone(gradient)
-    return gradient.resolve_conj().resolve_neg().clone()
+    return gradient.resolve_conj().resolve_neg().clone() if gradient.layout is torch.strided else gradient.clone()
 
 
 @torch.no_grad()
@@ -282,13 +278,12 @@ def _writable_grads(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
             and not (refuses_inference and grad.is_inference())
         ):
             values[id(grad)] = grad
-        elif grad is not whole:
-            if grad.is_floating_point() or grad.is_complex():
-                values[id(grad)] = _written_shard(param, grad)
         elif grad.is_floating_point() or grad.is_complex():
             writable = _writable(grad)
             if writable is not grad:
-                param.grad = writable
+                # Of a DTensor all is copied, its local part with it.
+                param.grad = writable if grad is whole else whole.clone(memory_format=torch.contiguous_format)
+                writable = local_of(param.grad)
             inner = _values(writable)
             values[id(writable)] = torch.view_as_real(inner) if inner.is_complex() else inner
     return list(values.values())
@@ -305,22 +300,8 @@ def _writable(grad: torch.Tensor) -> torch.Tensor:
     values = _values(grad)
     locked = values.is_inference() and not torch.is_inference_mode_enabled()
     if locked or values.is_conj() or values.is_neg() or _overlaps_itself(values):
-        # A clone keeps strides that overlap, unless they are 0, and the marks of a lazy conjugation or negation.
-        return _contiguous_clone(grad) if values is grad else grad.clone()
+        return _copied(grad)
     return grad
-
-
-def _written_shard(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a gradient that is a DTensor as `_writable_grads` wants it."""
-    if _writable(local) is not local:
-        # A clone keeps strides that overlap, unless they are 0.
-        param.grad = param.grad.clone(memory_format=torch.contiguous_format)  # type: ignore[union-attr]
-        local = local_of(param.grad)
-    return torch.view_as_real(local) if local.is_complex() else local
-
-
-def _contiguous_clone(grad: torch.Tensor) -> torch.Tensor:
-    return grad.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
