@@ -22,8 +22,9 @@ from autoamp.casting import Casts
 from autoamp.diagnostics.call_sites import CallSite, ModulePaths, user_frame
 from autoamp.patching import mark, original_of
 from autoamp.rules import CastPolicy, CastRule
+from autoamp.torch_private import DispatchMode
 
-__all__ = ["Call", "Observation", "Observer", "Op", "Watch"]
+__all__ = ["Call", "Observation", "Observer", "Op", "Watch", "operator_mode"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,6 +49,7 @@ class Op:
         return self.rule.policy
 
 
+@dataclass(slots=True, eq=False)
 class Call:
     """One call of a patched function. Use it only while the call runs.
 
@@ -61,28 +63,15 @@ class Call:
         frame: The frame that makes the call; None once it has ended.
     """
 
-    __slots__ = ("_observation", "_site", "args", "casting", "frame", "kwargs", "modules", "op", "outer")
-
-    def __init__(
-        self,
-        observation: Observation,
-        op: Op,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        casting: bool,
-        outer: Call | None,
-        modules: tuple[Module, ...],
-    ) -> None:
-        self.op = op
-        self.args = args
-        self.kwargs = kwargs
-        self.casting = casting
-        self.outer = outer
-        self.modules = modules
-        self.frame: types.FrameType | None = None
-        self._observation = observation
-        self._site: CallSite | None = None
+    op: Op
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    casting: bool
+    outer: Call | None
+    modules: tuple[Module, ...]
+    frame: types.FrameType | None
+    _observation: Observation
+    _site: CallSite | None = None
 
     @property
     def site(self) -> CallSite:
@@ -110,6 +99,29 @@ class Observer:
 
     def ended(self) -> None:
         """The observation ended. Called once, also when the handle is deactivated."""
+
+
+def operator_mode(saw: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], object]) -> Any:
+    """Return a `TorchDispatchMode` that shows each operator of one thread; None where torch has no such modes.
+
+    Args:
+        saw: Called with the operator, its arguments and its result.
+    """
+    if DispatchMode is None:
+        return None
+
+    class Mode(DispatchMode):  # type: ignore[misc]
+        @classmethod
+        def ignore_compile_internals(cls) -> bool:
+            # torch.compile compiles as without it.
+            return True
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            saw(func, args, kwargs or {}, result)
+            return result
+
+    return Mode()
 
 
 class Watch:
@@ -228,8 +240,7 @@ class Observation:
             observers = self.observers
             outer = thread.call
             casting = self._casts.wants(args, kwargs)
-            call = Call(self, op, args, kwargs, casting=casting, outer=outer, modules=thread.modules)
-            call.frame = sys._getframe(1)
+            call = Call(op, args, kwargs, casting, outer, thread.modules, sys._getframe(1), self)
             states: list[tuple[Observer, Any]] = []
             self.quietly(lambda: states.extend([(observer, observer.before(call)) for observer in observers]))
             thread.call = call

@@ -25,11 +25,11 @@ from autoamp.casting import Casts
 from autoamp.diagnostics.activations import ActivationGradients, HalfResults
 from autoamp.diagnostics.call_sites import CallSite, in_scaling
 from autoamp.diagnostics.exponents import FORMATS, Exponents
-from autoamp.diagnostics.observer import Call, Observation, Observer, Watch
+from autoamp.diagnostics.observer import Call, Observation, Observer, Watch, operator_mode
 from autoamp.diagnostics.tables import as_table
 from autoamp.errors import UsageError
 from autoamp.tensors import HALF_DTYPES, iter_tensors, map_tensors
-from autoamp.torch_private import DispatchMode, current_graph_task, dispatch_modes
+from autoamp.torch_private import current_graph_task, dispatch_modes
 
 __all__ = ["OpRange", "RangeProfile", "ValueProfile"]
 
@@ -115,19 +115,23 @@ class ValueProfile(Observer):
 
     Attributes:
         gradients: The exponents of each parameter's gradient, by its name.
-        sees_operators: Whether operators are looked at, for which torch must have a `TorchDispatchMode`.
     """
 
     def __init__(self, observation: Observation, start: Callable[[Observer], Watch]) -> None:
         self.gradients: dict[str, Exponents] = {}
-        self.sees_operators = DispatchMode is not None
         self._observation = observation
         self._start = start
         self._ops: dict[tuple[str, CallSite], OpRange] = {}
         self._roots: weakref.WeakSet[Module] = weakref.WeakSet()
         self._stack = contextlib.ExitStack()
-        self._mode: Any = None
+        self._mode = operator_mode(self.saw)
+        # Of the stack of modes, while ours is on it.
         self._depth = 0
+
+    @property
+    def sees_operators(self) -> bool:
+        """Whether operators are looked at, for which torch must have a `TorchDispatchMode`."""
+        return self._mode is not None
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
@@ -144,15 +148,14 @@ class ValueProfile(Observer):
         self._enter_mode()
 
     def _enter_mode(self) -> None:
-        if self.sees_operators:
-            self._mode = _mode_for(self)
+        if self._mode is not None:
             self._mode.__enter__()
             self._depth = dispatch_modes()
 
     def _leave_mode(self) -> None:
-        mode, self._mode = self._mode, None
-        if mode is not None:
-            mode.__exit__(None, None, None)
+        if self._depth:
+            self._depth = 0
+            self._mode.__exit__(None, None, None)
 
     def before(self, call: Call) -> None:
         """Remember the outermost module, for the names of parameters."""
@@ -209,8 +212,7 @@ class RangeProfile(ValueProfile):
         gradients: The exponents of each parameter's gradient, by its name.
         loss_scale: The loss scale at the end of the statement.
         steps: How many steps optimizers made.
-        sees_operators: Whether operators were looked at, for which torch must have a `TorchDispatchMode`.
-        sees_activations: Whether the gradients of their results were.
+        sees_activations: Whether the gradients of operators' results were looked at.
 
     Raises:
         UsageError: ``every`` is below 1, or ``compare`` below 0.
@@ -317,9 +319,9 @@ class RangeProfile(ValueProfile):
         self.steps += 1
         self._activations.forget()
         # Steps that are not looked at run without the mode, unless another one was entered above it.
-        if self._mode is None and self._sampling:
+        if self._sampling and not self._depth:
             self._enter_mode()
-        elif self._mode is not None and not self._sampling and dispatch_modes() == self._depth:
+        elif not self._sampling and dispatch_modes() == self._depth:
             self._leave_mode()
 
     # -- what it says --
@@ -413,20 +415,6 @@ class RangeProfile(ValueProfile):
         return as_table(title, headings, lines, 8) + (_LEGEND if lines else "") + self.verdict() + "\n"
 
 
-def _mode_for(profile: ValueProfile) -> Any:
-    class Mode(DispatchMode):  # type: ignore[misc]
-        @classmethod
-        def ignore_compile_internals(cls) -> bool:
-            return True
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            result = func(*args, **(kwargs or {}))
-            profile.saw(func, args, kwargs or {}, result)
-            return result
-
-    return Mode()
-
-
 def _factor(args: Sequence[Any]) -> float | None:
     """Return the number by which a loss is multiplied."""
     found = args[1] if len(args) > 1 else None
@@ -441,14 +429,12 @@ def _relative_error(half: Tensor, full: Tensor) -> float:
     """Return the 2-norm of the difference over that of the fp32 result, where that is finite."""
     if half.shape != full.shape:
         return 0.0
-    difference, size = _norm(half.float() - full), _norm(full)
-    if not math.isfinite(size):
-        fine = full.isfinite()
-        full, half = full.where(fine, 0.0), half.float().where(fine, 0.0)
-        difference, size = _norm(half - full), _norm(full)
+    fine = full.isfinite()
+    full, half = full.where(fine, 0.0), half.float().where(fine, 0.0)
+    difference, size = _norm(half - full), _norm(full)
     if not math.isfinite(difference):
         return math.inf
-    return difference / size if size else (0.0 if difference == 0 else math.inf)
+    return difference / size if size else (math.inf if difference else 0.0)
 
 
 def _norm(tensor: Tensor) -> float:

@@ -19,7 +19,7 @@ from autoamp.casting import RECURRENT_LAYERS, Casts
 from autoamp.diagnostics.call_sites import CallSite
 from autoamp.diagnostics.counts import floating_tensors, target_of
 from autoamp.diagnostics.hints import Flow, hints_of
-from autoamp.diagnostics.observer import Call, Observation, Observer, Watch
+from autoamp.diagnostics.observer import Call, Observation, Observer, Watch, operator_mode
 from autoamp.diagnostics.rows import COLUMNS, Hint, Row
 from autoamp.diagnostics.tables import as_csv, as_table
 from autoamp.tensors import iter_tensors
@@ -70,25 +70,6 @@ class _Thread(threading.local):
     state: _State | None = None
 
 
-def _mode_for(trace: CastTrace) -> Any:
-    """Return a mode that shows a trace every operator of one thread; None where torch has no such modes."""
-    if DispatchMode is None:
-        return None
-
-    class Mode(DispatchMode):  # type: ignore[misc]
-        @classmethod
-        def ignore_compile_internals(cls) -> bool:
-            # torch.compile compiles as without it.
-            return True
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            result = func(*args, **(kwargs or {}))
-            trace.saw(func, args, kwargs or {}, result)
-            return result
-
-    return Mode()
-
-
 class CastTrace(Observer):
     """The trace of a ``with handle.trace()`` statement. Its numbers stay after it; ``print`` gives a table.
 
@@ -120,7 +101,7 @@ class CastTrace(Observer):
         self._watch = self._start(self)
         if self._profiler is not None:
             self._profiler.__enter__()
-        self._enter_mode(_mode_for(self))
+        self._enter_mode(operator_mode(self.saw))
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
@@ -170,7 +151,7 @@ class CastTrace(Observer):
                 state.undo.append(lambda: self._enter_mode(mode))
         elif thread.mode is None:
             # Another thread than that of the ``with`` statement.
-            self._enter_mode(_mode_for(self))
+            self._enter_mode(operator_mode(self.saw))
             state.undo.append(self._leave_mode)
         return state
 

@@ -121,7 +121,7 @@ def test_the_first_calls_at_a_place_are_compared_and_every_nth_step_is_looked_at
 
 
 def test_without_dispatch_modes_it_says_so(handle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autoamp.diagnostics.ranges.DispatchMode", None)
+    monkeypatch.setattr("autoamp.diagnostics.observer.DispatchMode", None)
     model = nn.Linear(2, 2)
     with handle.profile_ranges() as ranges:
         model(torch.ones(1, 2)).sum().backward()

@@ -105,6 +105,7 @@ def test_pinned_weights_are_spared_and_said_to_be_inferred(handle: Any) -> None:
 
 def test_without_modes_casts_are_what_the_policy_asks_for(handle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autoamp.diagnostics.trace.DispatchMode", None)
+    monkeypatch.setattr("autoamp.diagnostics.observer.DispatchMode", None)
     with handle.trace() as trace:
         Model()(torch.randn(2, 4))
     fc = by_op(trace)["linear", "fc"]
