@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import json
 import os
@@ -47,35 +46,22 @@ def report_page(documents: Sequence[Mapping[str, Any]], names: Sequence[str] = (
         UsageError: `check_report_tools` does.
     """
     check_report_tools()
-    jinja2: Any = importlib.import_module("jinja2")
+    import jinja2
+
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_FOLDER), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    named = [names[number] if number < len(names) else _name(one) for number, one in enumerate(documents)]
-    runs: list[dict[str, Any]] = [
-        {"name": name, "document": dict(one), "toml": as_toml(one["remedies"])}
-        for name, one in zip(named, documents, strict=True)
-    ]
-    page: str = environment.get_template("page.html").render(
-        runs=runs,
-        data=_embedded([{**run["document"], "name": run["name"]} for run in runs]),
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    names = names or [" ".join(map(str, one.get("program", ()))) or "run" for one in documents]
+    return environment.get_template("page.html").render(
+        runs=[
+            {"name": name, "document": one, "toml": as_toml(one["remedies"])}
+            for name, one in zip(names, documents, strict=True)
+        ],
         style=(_FOLDER / "page.css").read_text(encoding="utf-8"),
         script=(_FOLDER / "page.js").read_text(encoding="utf-8"),
     )
-    return page
-
-
-def _name(document: Mapping[str, Any]) -> str:
-    return " ".join(map(str, document.get("program", ()))) or "run"
-
-
-def _embedded(value: Any) -> str:
-    """Return JSON that may stand in a script element: nothing in it ends the element or begins a comment."""
-    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
-    for letter in "<>&":
-        text = text.replace(letter, f"\\u{ord(letter):04x}")
-    return text
 
 
 def write_report(

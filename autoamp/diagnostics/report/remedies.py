@@ -26,18 +26,22 @@ def remedies(
         table: The rules in force.
     """
     found: dict[str, dict[str, Any]] = {}
+
+    def add(policy: str, op: str, evidence: str, *, of_module: bool = False) -> None:
+        rule = None if of_module else table.policy_of(op)
+        now = "on no list" if rule is None else f"{rule.policy.value} by {rule.origin}"
+        told = " ".join(evidence.split())
+        found.setdefault(op, {"policy": policy, "op": op, "of_module": of_module, "evidence": told, "now": now})
+
     for one in overflows:
-        entry = one["entry"]
-        if entry is None:
-            continue
         times = f"{counted(one['count'], 'skip')}; first: " if "count" in one else ""
-        cause = one["sentence"].partition("; with ")[0]
+        entry = one["entry"] or {"names": (), "of_module": False}
         for name in entry["names"]:
-            found.setdefault(name, _entry("fp32", name, times + cause, table, of_module=entry["of_module"]))
+            add("fp32", name, times + one["sentence"].partition("; with ")[0], of_module=entry["of_module"])
     for hint in hints:
         op = hint["remedy"].partition("none = ['")[2].partition("']")[0]
-        if hint["kind"] == _UNPROFITABLE and op and op not in found:
-            found[op] = _entry("none", op, f"{hint['where']}: {hint['figure']}", table)
+        if hint["kind"] == _UNPROFITABLE and op:
+            add("none", op, f"{hint['where']}: {hint['figure']}")
     return list(found.values())
 
 
@@ -62,33 +66,22 @@ def contradicts(hint: Hint, overflows: Iterable[Mapping[str, Any]], rows: Sequen
     return False
 
 
-def _entry(policy: str, op: str, evidence: str, table: Any, *, of_module: bool = False) -> dict[str, Any]:
-    rule = None if of_module else table.policy_of(op)
-    now = "on no list" if rule is None else f"{rule.policy.value} by {rule.origin}"
-    return {"policy": policy, "op": op, "of_module": of_module, "evidence": " ".join(evidence.split()), "now": now}
-
-
 def as_toml(entries: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return the lines of a list file with these entries, each with its evidence as a comment; none without entries."""
-    by_policy: dict[str, list[Mapping[str, Any]]] = {}
-    modules = []
-    for entry in entries:
-        if entry["of_module"]:
-            modules.append(entry)
-        else:
-            by_policy.setdefault(entry["policy"], []).append(entry)
-    lines = ["schema = 1"] if by_policy or modules else []
-    for policy, several in by_policy.items():
-        lines.append(f"{policy} = [")
+    groups: dict[str, list[str]] = {}
+    for one in entries:
         # What a JSON string escapes, a basic string of TOML escapes alike.
-        lines += [f"    {json.dumps(one['op'])},  # {_comment(one['evidence'])}" for one in several]
-        lines.append("]")
-    if modules:
-        lines.append("[modules]")
-        lines += [
-            f"{json.dumps(one['op'])} = {json.dumps(one['policy'])}  # {_comment(one['evidence'])}" for one in modules
-        ]
-    return lines
+        op, evidence = json.dumps(one["op"]), f"  # {_comment(one['evidence'])}"
+        if one["of_module"]:
+            groups.setdefault("[modules]", []).append(f"{op} = {json.dumps(one['policy'])}{evidence}")
+        else:
+            groups.setdefault(one["policy"], []).append(f"    {op},{evidence}")
+    lines = ["schema = 1"] if groups else []
+    modules = groups.pop("[modules]", [])
+    for policy, several in groups.items():
+        lines += [f"{policy} = [", *several, "]"]
+    # A table of TOML goes on to the end of the file.
+    return [*lines, "[modules]", *modules] if modules else lines
 
 
 def _comment(text: str) -> str:
