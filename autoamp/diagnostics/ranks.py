@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -19,23 +21,22 @@ from autoamp.torch_private import default_store
 __all__ = ["Comparison", "TracingRanks"]
 
 _PREFIX = "autoamp/overflow"
-# How long to wait for a rank to come to the skipped step, where it is already unless it does not trace at all; and for
-# one that has come, to find what there is.
-_TO_COME = datetime.timedelta(seconds=20)
-_TO_FIND = datetime.timedelta(minutes=10)
 
 
+@dataclass
 class TracingRanks:
     """The ranks that trace overflows, as far as known.
 
     Attributes:
+        to_come: How long to wait for a rank to come to the skipped step, where it is unless it does not trace at all.
+        to_find: How long to wait for what a rank finds that has come.
         alone: Whether some rank was found not to trace, so that nobody waits for any any more.
     """
 
-    def __init__(self) -> None:
-        self.alone = False
-        self._life: str | None = None
-        self._number = 0
+    to_come: datetime.timedelta = datetime.timedelta(seconds=20)
+    to_find: datetime.timedelta = datetime.timedelta(minutes=10)
+    alone: bool = False
+    _steps: Iterator[str] | None = None
 
     def begin(self, wrapper: Module) -> Comparison | None:
         """Let the other ranks know that this one looks at a step; None where there is nobody to compare with.
@@ -46,24 +47,24 @@ class TracingRanks:
         store = None if self.alone else default_store()
         if store is None:
             return None
-        group = getattr(wrapper, "process_group", None)
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        ranks = dist.get_process_group_ranks(getattr(wrapper, "process_group", None) or dist.group.WORLD)
         own = dist.get_rank()
         with contextlib.suppress(dist.DistError, RuntimeError):
-            if self._life is None:
+            if self._steps is None:
                 # Each rank makes as many handles as the others; keys of an earlier one are not read again.
-                self._life = str(store.add(f"{_PREFIX}/lives/{own}", 1))
-            self._number += 1
-            key = f"{_PREFIX}/{self._life}/{'-'.join(map(str, ranks))}/{self._number}"
+                life = store.add(f"{_PREFIX}/lives/{own}", 1)
+                self._steps = (f"{_PREFIX}/{life}/{number}" for number in itertools.count())
+            key = f"{next(self._steps)}/{'-'.join(map(str, ranks))}"
             store.set(f"{key}/began/{own}", "1")
             return Comparison(self, store, key, own, [rank for rank in ranks if rank != own])
         return None
 
 
+@dataclass(frozen=True)
 class Comparison:
     """One skipped step, looked at by several ranks.
 
-    Args:
+    Attributes:
         tracing: Hears of ranks that do not come.
         store: Where they meet.
         key: Of the step.
@@ -71,31 +72,30 @@ class Comparison:
         others: The other ranks.
     """
 
-    def __init__(self, tracing: TracingRanks, store: Any, key: str, own: int, others: Sequence[int]) -> None:
-        self._tracing = tracing
-        self._store = store
-        self._key = key
-        self._own = own
-        self._others = others
+    tracing: TracingRanks
+    store: Any
+    key: str
+    own: int
+    others: Sequence[int]
 
     def tell(self, blames: bool | None) -> None:
         """Tell the others whether this rank's own gradients overflowed; None where it could not find out."""
-        self._store.set(f"{self._key}/found/{self._own}", {True: "yes", False: "no", None: "unknown"}[blames])
+        self.store.set(f"{self.key}/found/{self.own}", {True: "yes", False: "no", None: "unknown"}[blames])
 
     def hear(self) -> dict[int, bool | None] | None:
         """Return for each other rank whether its own gradients overflowed; None where a rank does not trace."""
         found: dict[int, bool | None] = {}
-        for rank in self._others:
-            if not self._came(f"{self._key}/began/{rank}", _TO_COME):
-                self._tracing.alone = True
+        for rank in self.others:
+            if not self._came(f"{self.key}/began/{rank}", self.tracing.to_come):
+                self.tracing.alone = True
                 return None
-            known = self._came(f"{self._key}/found/{rank}", _TO_FIND)
-            told = self._store.get(f"{self._key}/found/{rank}") if known else b"unknown"
+            known = self._came(f"{self.key}/found/{rank}", self.tracing.to_find)
+            told = self.store.get(f"{self.key}/found/{rank}") if known else b"unknown"
             found[rank] = {b"yes": True, b"no": False}.get(bytes(told))
         return found
 
     def _came(self, key: str, limit: datetime.timedelta) -> bool:
         with contextlib.suppress(dist.DistError, RuntimeError):
-            self._store.wait([key], limit)
+            self.store.wait([key], limit)
             return True
         return False

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_an_op_beside_numpy(handle: Any) -> None:
+    torch.manual_seed(0)
     a, b = torch.randn(16, 32), torch.randn(32, 8) * 3e3
     with handle.profile_ranges() as ranges:
         result = torch.mm(a, b)
@@ -63,13 +64,6 @@ def test_gradients_are_unscaled_and_named_and_choose_the_scale(handle: Any) -> N
     assert ranges.to_dict()["gradients"][0]["float16"] == {"underflow": 0, "subnormal": 1, "overflow": 0}
     # What the optimizer and the scaling compute is none of the model's.
     assert {row.op for row in ranges.ops} == {"aten::mm", "aten::mul", "aten::sum"}
-
-
-def test_without_a_step_gradients_are_read_at_the_end(handle: Any) -> None:
-    model = nn.Linear(2, 2)
-    with handle.profile_ranges() as ranges:
-        model(torch.ones(1, 2)).sum().backward()
-    assert set(ranges.gradients) == {"weight", "bias"}
 
 
 def test_what_writes_or_draws_is_not_run_again(handle: Any) -> None:

@@ -29,9 +29,11 @@ def test_all_of_them_hear_what_each_found() -> None:
     assert several[1].hear() == {0: False, 2: None}
 
 
-def test_a_rank_that_does_not_come_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "_TO_COME", datetime.timedelta(milliseconds=50))
-    store, tracing = dist.HashStore(), TracingRanks()
+BRIEF = datetime.timedelta(milliseconds=50)
+
+
+def test_a_rank_that_does_not_come_is_waited_for_once() -> None:
+    store, tracing = dist.HashStore(), TracingRanks(to_come=BRIEF)
     one, other = compared(store, 0, tracing), compared(store, 1)
     one.tell(False)
     other.tell(True)
@@ -40,10 +42,9 @@ def test_a_rank_that_does_not_come_is_waited_for_once(monkeypatch: pytest.Monkey
     assert tracing.begin(nn.Linear(1, 1)) is None
 
 
-def test_a_rank_that_came_and_found_nothing_in_time_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "_TO_FIND", datetime.timedelta(milliseconds=50))
+def test_a_rank_that_came_and_found_nothing_in_time_is_unknown() -> None:
     store = dist.HashStore()
-    several = [compared(store, own) for own in range(3)]
+    several = [compared(store, own, TracingRanks(to_find=BRIEF)) for own in range(3)]
     several[1].tell(True)
     assert several[0].hear() == {1: True, 2: None}
 
@@ -63,7 +64,7 @@ def test_keys_of_an_earlier_handle_are_not_read_again() -> None:
         for _ in range(2):
             began = tracing.begin(nn.parallel.DistributedDataParallel(nn.Linear(1, 1)))
             assert began is not None
-            keys.append(began._key)
+            keys.append(began.key)
     assert len(set(keys)) == 4
 
 

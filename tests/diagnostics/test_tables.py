@@ -1,4 +1,4 @@
-"""Tables with and without rich, and CSV."""
+"""Tables with and without rich, CSV, and the rows that are shown in them."""
 
 from __future__ import annotations
 
@@ -7,31 +7,41 @@ from typing import Any
 
 import pytest
 
-from autoamp.diagnostics import as_csv, as_table
+from autoamp.diagnostics import CallSite, Hint, Row, as_csv, as_table
+from autoamp.diagnostics.rows import COLUMNS
 
 ROWS = [("linear", "12"), ("[bold]odd[/bold]", "3")]
 
 
-def test_table_of_rich_shows_text_as_it_is() -> None:
-    text = as_table("Ops", ("op", "calls"), ROWS, 1)
-    assert "[bold]odd[/bold]" in text
-    assert "linear" in text
-
-
-def test_without_rich_a_plain_table(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rich", [True, False])
+def test_a_table_shows_text_as_it_is(rich: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     find: Any = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "rich" else find(name))
-    assert as_table("Ops", ("op", "calls"), ROWS, 1).splitlines() == [
-        "Ops",
-        "op                calls",
-        "linear               12",
-        "[bold]odd[/bold]      3",
-    ]
-
-
-def test_no_rows() -> None:
+    if not rich:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "rich" else find(name))
+    text = as_table("Ops", ("op", "calls"), ROWS, 1)
+    assert ("[bold]odd[/bold]" in text, "linear" in text) == (True, True)
     assert as_table("Ops", ("op",), []) == "Ops: nothing\n"
+    if not rich:
+        assert text.splitlines() == [
+            "Ops",
+            "op                calls",
+            "linear               12",
+            "[bold]odd[/bold]      3",
+        ]
 
 
 def test_csv_quotes_and_joins() -> None:
     assert as_csv([{"a": 'x,"y"', "b": {"k": 1, "l": 2}, "c": 0}], ("a", "b")) == 'a,b\n"x,""y""",k=1 l=2\n'
+
+
+def test_a_row_and_a_hint_as_plain_values_and_in_a_sentence() -> None:
+    row = Row("torch.exp", "fp32", "exp", "lists=", CallSite("a.b", "Exp", "Model", "/nowhere/x.py", 3))
+    found = row.to_dict()
+    assert tuple(found) == COLUMNS
+    assert (found["module"], found["module_class"], found["location"]) == ("a.b", "Exp", "/nowhere/x.py:3")
+    assert row.label == "exp in a.b (/nowhere/x.py:3)"
+    outside = Row("torch.exp", "fp32", None, None, CallSite(None, None, None, None, None))
+    assert outside.label == "exp (no Python frame)"
+    hint = Hint("fp32 island", "exp", "3 results", "list it", 8)
+    assert set(hint.to_dict()) == {"kind", "where", "figure", "remedy", "bytes"}
+    assert str(hint) == "fp32 island: exp: 3 results; list it"
