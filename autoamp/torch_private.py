@@ -44,7 +44,6 @@ __all__ = [
     "flatten",
     "flatten_recurrent_weights",
     "function_of_node",
-    "group_by_device_and_dtype",
     "in_dual_level",
     "in_function_mode",
     "is_any_autocast_enabled",
@@ -209,19 +208,6 @@ def is_intercepted() -> bool:
 
 
 # -- gradients --
-
-
-def _grouped(tensorlistlist: Any, with_indices: bool) -> dict[Any, Any]:
-    groups: dict[Any, Any] = {}
-    for tensor in tensorlistlist[0]:
-        groups.setdefault((tensor.device, tensor.dtype), ([[]], []))[0][0].append(tensor)
-    return groups
-
-
-group_by_device_and_dtype: Callable[[Any, bool], dict[Any, Any]] = _find(
-    "torch._C._group_tensors_by_device_and_dtype", _grouped
-)
-"""Takes ``[tensors], False``; returns ``([tensors], [])`` by device and dtype."""
 
 
 def _unscale_and_check(values: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:

@@ -21,7 +21,7 @@ from autoamp.errors import UsageError
 from autoamp.scaling.shards import is_sharded, local_of
 from autoamp.scaling.unread_flags import Factor, Scale, inverse_scale
 from autoamp.tensors import HALF_DTYPES
-from autoamp.torch_private import group_by_device_and_dtype, unscale_and_check_
+from autoamp.torch_private import unscale_and_check_
 
 __all__ = [
     "DeviceAndDtype",
@@ -250,7 +250,7 @@ def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch
 
 def _values_by_kind(params: Iterable[torch.Tensor]) -> dict[DeviceAndDtype, list[torch.Tensor]]:
     """Return the values of all gradients as `_writable_grads` does, by device and dtype."""
-    groups = _grouped(_writable_grads(params))
+    groups = _grouped_by_kind(_writable_grads(params))
     for _, dtype in groups:
         if dtype not in _REAL:
             raise UsageError(_no_scale_for(dtype))
@@ -321,12 +321,6 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout in _COMPRESSED:
         return tensor.values()
     return tensor
-
-
-def _grouped(values: list[torch.Tensor]) -> dict[DeviceAndDtype, list[torch.Tensor]]:
-    """Group tensors in C++, which refuses an empty list."""
-    found = group_by_device_and_dtype([values], False) if values else {}
-    return {kind: lists[0] for kind, (lists, _) in found.items()}
 
 
 def _grouped_by_kind(tensors: Iterable[torch.Tensor]) -> dict[DeviceAndDtype, list[torch.Tensor]]:

@@ -115,72 +115,72 @@ class SyncGroups:
         return group
 
 
+@dataclass(frozen=True)
 class FoundInfReduction:
-    """What one rank found since the last step and, once it was reduced, what all ranks found.
+    """What all ranks found since the last step.
 
-    Args:
-        found: For each loss scaler the flags of its checks, not 0 for inf or nan. As many on all ranks.
-        now: Flags of the gradients as they are now.
-        has_checks: Whether a block or pass of this rank was checked.
-        loss_is_nonfinite: Whether the loss is inf or nan at any scale.
-        norm: The p-th power of the norm of this rank's part of the gradients; the norm itself for the largest value.
+    Attributes:
+        vector: What was reduced.
     """
 
-    def __init__(
-        self,
+    vector: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        group: SyncGroup,
         found: Sequence[Sequence[Tensor]],
         now: Sequence[Tensor],
         *,
         has_checks: bool,
         loss_is_nonfinite: bool = False,
         norm: Tensor | None = None,
-    ) -> None:
-        self._found = found
-        self._now = now
-        self._head = (0.0, float(has_checks), float(loss_is_nonfinite))
-        self._norm = norm
-        self._all = torch.zeros(0)
-
-    def reduce(self, group: SyncGroup, *, largest: bool = False) -> FoundInfReduction:
-        """Share it with all ranks: one all-reduce, of which each of them must be part. Returns itself.
+        largest: bool = False,
+    ) -> FoundInfReduction:
+        """Share what one rank found with all: one all-reduce, of which each of them must be part.
 
         Args:
             group: The ranks.
+            found: For each loss scaler the flags of its checks, not 0 for inf or nan. As many on all ranks.
+            now: Flags of the gradients as they are now.
+            has_checks: Whether a block or pass of this rank was checked.
+            loss_is_nonfinite: Whether the loss is inf or nan at any scale.
+            norm: The p-th power of the norm of this rank's part of the gradients; the norm itself for ``largest``.
             largest: Take the largest of the norms, not their sum.
         """
         device = group.device
-        flags = [_any(found, device) for found in self._found]
+        flags = [_any(one, device) for one in found]
         # Every rank hears of everything here too, should their blocks not match.
-        now = _any([*self._now, *flags], device)
+        every = _any([*now, *flags], device)
         dtype = torch.float64 if device.type == "cpu" else torch.float32
-        vector = torch.cat([torch.tensor(self._head, device=device), now, *flags]).to(dtype)
-        if self._norm is not None:
-            vector[_NORM] = self._norm.to(device)
+        head = torch.tensor((0.0, float(has_checks), float(loss_is_nonfinite)), device=device)
+        vector = torch.cat([head, every, *flags]).to(dtype)
+        if norm is not None:
+            vector[_NORM] = norm.to(device)
         dist.all_reduce(vector, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group.group)
-        self._all = vector
-        return self
+        return cls(vector)
 
     def of_scaler(self, place: int) -> Tensor:
         """Return what all ranks found for one scaler: not 0, of shape ``[1]``, where one of them found inf or nan."""
-        return self._all[_FIRST + place : _FIRST + place + 1]
+        return self.vector[_FIRST + place : _FIRST + place + 1]
 
     @property
     def now(self) -> Tensor:
         """What all ranks found in their gradients as they are now, and in any check; as `of_scaler`."""
-        return self._all[_NOW : _NOW + 1]
+        return self.vector[_NOW : _NOW + 1]
 
     @property
     def norm(self) -> Tensor:
         """The sum of what the ranks gave as norms, or the largest, without dimensions."""
-        return self._all[_NORM]
+        return self.vector[_NORM]
 
     def has_checks(self) -> bool:
         """Tell whether a block or pass of any rank was checked. Waits for the device."""
-        return bool(self._all[_HAS_CHECKS])
+        return bool(self.vector[_HAS_CHECKS])
 
     def loss_is_nonfinite(self) -> bool:
         """Tell whether the loss of any rank is inf or nan at any scale. Waits for the device."""
-        return bool(self._all[_NONFINITE_LOSS])
+        return bool(self.vector[_NONFINITE_LOSS])
 
 
 def _any(flags: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -42,7 +42,6 @@ from autoamp.stepping.masters import MasterWeights
 from autoamp.stepping.replicas import several_processes
 from autoamp.stepping.sharded_modules import refuse_left_behind
 from autoamp.stepping.skips import Skips, StepWatch
-from autoamp.stepping.usage_checks import RepeatedStep
 from autoamp.tensors import version_of
 
 __all__ = [
@@ -214,14 +213,14 @@ class ScaledGrads:
     Attributes:
         masters: As given.
         scale: The scale of all gradients now: 1.0 outside blocks but for ``delay_unscale``.
+        delayed: The scaler of the block that has left the gradients scaled, if one has.
     """
 
     def __init__(self, optimizer: weakref.ref[Any], masters: MasterWeights | None) -> None:
         self.masters = masters
         self.scale: Scale = 1.0
         self._optimizer = optimizer
-        # The scaler of the block that has left the gradients scaled, if one has.
-        self._delayed: LossScaler | None = None
+        self.delayed: LossScaler | None = None
 
     def params(self) -> Sequence[Tensor]:
         """Return the tensors whose gradients are scaled and unscaled: all that the optimizer steps."""
@@ -240,25 +239,6 @@ class ScaledGrads:
         """Get the gradients that are there ready for a backward pass; see `MasterWeights.before_backward`."""
         if self.masters is not None:
             self.masters.before_backward()
-
-    def delay(self, scaler: LossScaler) -> None:
-        """Take note that a block has left the gradients scaled."""
-        self._delayed = scaler
-
-    def end_delay(self) -> None:
-        """Forget that a block has left the gradients scaled."""
-        self._delayed = None
-
-    def finish_delayed(self) -> OverflowCheck | None:
-        """Unscale and check what ``delay_unscale`` left scaled; None if there is nothing."""
-        if self._delayed is None:
-            return None
-        scaler, scale = self._delayed, self.scale
-        self._delayed, self.scale = None, 1.0
-        if not self.has_any():
-            # The program dropped them.
-            return None
-        return OverflowCheck(scaler, scale, unscale_(self.params(), scale, scaler.unread.blank))
 
 
 class PendingChecks:
@@ -326,9 +306,11 @@ class PendingChecks:
 
     def finish_delayed(self) -> None:
         """Unscale and check what ``delay_unscale`` left scaled."""
-        check = self._grads.finish_delayed()
-        if check is not None:
-            self.note(check)
+        grads, scaler, scale = self._grads, self._grads.delayed, self._grads.scale
+        if scaler is not None:
+            grads.delayed, grads.scale = None, 1.0
+            if grads.has_any():
+                self.note(OverflowCheck(scaler, scale, unscale_(grads.params(), scale, scaler.unread.blank)))
 
     def expect(self, check: OverflowCheck) -> None:
         """Take note of a backward pass from which gradients come with true values, and of the check on them."""
@@ -339,6 +321,14 @@ class PendingChecks:
             read_checks(self.pending)
             self.pending = [next((one for one in self.pending if one.overflowed), self.pending[-1])]
         self.note(check)
+
+    def look_again(self) -> None:
+        """Check the gradients of a step that follows a skipped one without a block: they may be the same."""
+        if self.last is not None and self._grads.has_any():
+            check = OverflowCheck(*self.last, unscale_(self._grads.params(), 1.0))
+            # The scaler heard of these gradients at the skipped step.
+            check.reported.overflowed = True
+            self.note(check)
 
     def overflowed(self) -> bool | None:
         """Tell whether gradients since the last step overflowed, None where there are none. Waits for the device.
@@ -419,8 +409,10 @@ class PendingChecks:
             )
         # A reduction by the program itself may have come since the block looked at them.
         now = unscale_(params, 1.0)
-        reduction = FoundInfReduction(found, now, has_checks=bool(own), loss_is_nonfinite=loss_is_nonfinite, norm=norm)
-        reduction.reduce(group, largest=largest)
+        has_checks = bool(own)
+        reduction = FoundInfReduction.of(
+            group, found, now, has_checks=has_checks, loss_is_nonfinite=loss_is_nonfinite, norm=norm, largest=largest
+        )
         self._agreed = True
         for check in own:
             check.overflowed = None
@@ -479,7 +471,6 @@ class StepGuard:
     def __init__(self, optimizer: Any, owner: GuardOwner, *, masters: MasterWeights | None = None) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._attached: weakref.ref[AttachedMethod] | None = None
-        self._repeated = RepeatedStep()
         self.owner = owner
         self.grads = ScaledGrads(self._optimizer, masters)
         self.checks = PendingChecks(self, self.grads, owner)
@@ -542,10 +533,7 @@ class StepGuard:
             check: What was found in them, if they were checked.
             delayed: The scaler of the block, if they are to be checked later.
         """
-        self.grads.scale = scale
-        self.grads.end_delay()
-        if delayed is not None:
-            self.grads.delay(delayed)
+        self.grads.scale, self.grads.delayed = scale, delayed
         self.checks.note(check)
 
     def refuse_replaced_params(self) -> None:
@@ -600,17 +588,11 @@ class StepGuard:
         return result
 
     def _step_by_checks(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        known = None if self.checks.pending else self._repeated.again(self.grads.params())
-        if isinstance(known, OverflowCheck):
-            self._repeated.warn(self.name)
-            return self.skip(known)
-        flag = self._flag_for_device() if known is None else known
+        flag = self._flag_for_device()
         if flag is not None:
-            self._repeated.remember(flag, self.grads.params())
             with self._found_inf(flag):
                 return self._call(original, args, kwargs)
         blamed = self.checks.resolve()
-        self._repeated.remember(blamed, self.grads.params())
         return self.take(original, args, kwargs) if blamed is None else self.skip(blamed)
 
     def _prepare_step(self) -> None:
@@ -622,6 +604,8 @@ class StepGuard:
         self.grads.collect()
         self.checks.finish_delayed()
         self.checks.unscale_added_params()
+        if self.checks.last is not None and not self.checks.pending and self.skips.last:
+            self.checks.look_again()
         if several_processes():
             self.checks.recheck()
 

@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import time
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -30,7 +29,6 @@ __all__ = ["announce_disabled", "announce_enabled", "compare_ranks", "rank_sets"
 # Ranks come to their first step at most so many seconds apart, unless the store gives up earlier.
 _PATIENCE = 300.0
 _PREFIX = "autoamp"
-_RULES = "lists"
 _OFF = "1"
 
 
@@ -89,7 +87,7 @@ def compare_ranks(sets: Sequence[Sequence[int]], facts: Mapping[str, str], rules
     Args:
         sets: Sets of global ranks, this one among them.
         facts: Settings by name.
-        rules: The policy of each target. Ranks send a hash of it, and the whole only where hashes differ.
+        rules: The policy of each target.
 
     Raises:
         UsageError: A rank has other settings, has autoamp off, or gave no sign in time. It is named.
@@ -104,13 +102,10 @@ def compare_ranks(sets: Sequence[Sequence[int]], facts: Mapping[str, str], rules
     places = {place: ranks for place, ranks in places.items() if not store.check([f"{place}/{own}"])}
     if not places:
         return
-    table = json.dumps(rules, sort_keys=True).encode()
-    digest = hashlib.sha256(table).hexdigest()
-    # Equal tables are one entry.
-    store.set(f"{_PREFIX}/rules/{digest}", zlib.compress(table))
+    entry = json.dumps({**facts, **{f"the cast lists' entry for {target}": policy for target, policy in rules.items()}})
     # Publish all keys before waiting: ranks may have their sets in different orders, and would wait for each other.
     for place in places:
-        store.set(f"{place}/{own}", json.dumps({**facts, _RULES: digest}))
+        store.set(f"{place}/{own}", entry)
     verdicts = {place: _verdict(store, place, ranks) for place, ranks in places.items() if own == min(ranks)}
     for place, verdict in verdicts.items():
         store.set(f"{place}/verdict", verdict)
@@ -175,28 +170,14 @@ def _verdict(store: Any, place: str, ranks: Sequence[int]) -> str:
             )
         return _no_answer([rank for rank in ranks if not store.check([keys[rank]])], dist.get_rank())
     known = {rank: json.loads(store.get(key)) for rank, key in keys.items()}
-    for name in known[ranks[0]]:
+    for name in known[ranks[0]] | known[ranks[-1]]:
         by_value: dict[str, list[int]] = {}
         for rank, facts in known.items():
-            by_value.setdefault(facts.get(name, "unknown"), []).append(rank)
+            by_value.setdefault(facts.get(name, "none"), []).append(rank)
         if len(by_value) > 1:
-            if name == _RULES:
-                return _rules_differ(store, by_value)
             values = "; ".join(f"{value} on {_named(having)}" for value, having in by_value.items())
             return f"{name} differs between ranks that train together: {values}. Give all of them the same"
     return ""
-
-
-def _rules_differ(store: Any, by_digest: Mapping[str, Sequence[int]]) -> str:
-    (one, having), (other, differing) = list(by_digest.items())[:2]
-    ours, theirs = (json.loads(zlib.decompress(store.get(f"{_PREFIX}/rules/{digest}"))) for digest in (one, other))
-    targets = sorted(target for target in {**ours, **theirs} if ours.get(target) != theirs.get(target))
-    first = ", ".join(
-        f"{target} is {ours.get(target, 'in no list')} on {_named(having)} and {theirs.get(target, 'in no list')} on "
-        f"{_named(differing)}"
-        for target in targets[:3]
-    )
-    return f"the cast lists differ between ranks that train together, in {len(targets)} targets: {first}"
 
 
 def _no_answer(missing: Sequence[int], own: int) -> str:

@@ -1,7 +1,6 @@
 """Mistakes by which training dies quietly.
 
-A loss that nobody scales; the wrong one of two losses that is run backward; scaled gradients that are clipped; a second
-step by the gradients of a skipped one.
+A loss that nobody scales; the wrong one of two losses that is run backward; scaled gradients that are clipped.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ from torch import Tensor
 
 from autoamp.errors import UsageError, warn_user
 from autoamp.patching import imitate
-from autoamp.tensors import version_of
 
-__all__ = ["BackwardWatch", "ClippingWatch", "RepeatedStep", "UnderflowWatch"]
+__all__ = ["BackwardWatch", "ClippingWatch", "UnderflowWatch"]
 
 # Of an optimizer whose losses nobody scales these steps are looked at, each of which waits for the device.
 _STEPS = frozenset({1, 10, 100, 1000})
@@ -89,43 +87,6 @@ class ClippingWatch:
                 f"{function} was called inside the scale_loss block of {name}, where gradients are multiplied by the "
                 "loss scale: it clips nearly everything. Call it after the with block, before optimizer.step()"
             )
-
-
-class RepeatedStep:
-    """Remembers by which gradients a step was skipped, so that a second one by the same gradients is skipped too.
-
-    The first gradient stands for all. It is referred to weakly.
-    """
-
-    def __init__(self) -> None:
-        self._found: Any | None = None
-        self._marked: tuple[weakref.ref[Tensor], int | None] | None = None
-        self._said = False
-
-    def remember(self, found: Any | None, params: Iterable[Tensor]) -> None:
-        """Take note of what is to blame for a skip, or of the flag on the device that decides on it; else of None."""
-        grad = None if found is None else _first_grad(params)
-        self._found, self._marked = found, None if grad is None else (weakref.ref(grad), version_of(grad))
-
-    def again(self, params: Iterable[Tensor]) -> Any | None:
-        """Return what was found in the gradients if they are the same as then; None where they are not."""
-        grad = None if self._marked is None else _first_grad(params)
-        if self._marked is None or grad is None or self._marked[0]() is not grad:
-            return None
-        return self._found if version_of(grad) == self._marked[1] else None
-
-    def warn(self, name: str) -> None:
-        """Warn once; ``name`` is the optimizer's."""
-        if not self._said:
-            self._said = True
-            warn_user(
-                f"{name}.step() was called again after a skipped step, and the gradients are the same, with inf or nan "
-                "in them: it is skipped too. Call step() once for each backward pass, and zero_grad() after it"
-            )
-
-
-def _first_grad(params: Iterable[Tensor]) -> Tensor | None:
-    return next((param.grad for param in params if param.grad is not None), None)
 
 
 class UnderflowWatch:

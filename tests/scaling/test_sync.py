@@ -48,12 +48,12 @@ def test_what_was_asked_for_is_found_and_remembered() -> None:
 def test_each_scaler_hears_of_its_own_checks(count: int, norm: float) -> None:
     group = SyncGroup(dist.group.WORLD, torch.device("cpu"), 1, asked=True)
     found = [[torch.tensor([float(place == count - 1)]), torch.zeros(1)] for place in range(count)]
-    told = FoundInfReduction(found, [], has_checks=True, norm=torch.tensor(norm)).reduce(group)
+    told = FoundInfReduction.of(group, found, [], has_checks=True, norm=torch.tensor(norm))
     assert [bool(told.of_scaler(place)) for place in range(count)] == [False] * (count - 1) + [True]
     # A norm of inf or nan says nothing of the rest.
     assert float(told.norm) == pytest.approx(norm, nan_ok=True)
     assert (bool(told.now), told.has_checks(), told.loss_is_nonfinite()) == (True, True, False)
-    silent = FoundInfReduction([[]] * count, [torch.zeros(1)], has_checks=False, loss_is_nonfinite=True).reduce(group)
+    silent = FoundInfReduction.of(group, [[]] * count, [torch.zeros(1)], has_checks=False, loss_is_nonfinite=True)
     assert (bool(silent.now), silent.has_checks(), silent.loss_is_nonfinite()) == (False, False, True)
     assert not any(bool(silent.of_scaler(place)) for place in range(count))
 

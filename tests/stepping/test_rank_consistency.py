@@ -134,7 +134,7 @@ def test_a_rank_that_differs_is_named(told: Any, kind: str) -> None:
     assert first["same"] == second["same"] == "stepped, 0 skipped"
     for case, message in {
         "dtype": "the half dtype differs between ranks that train together: torch.float16 on rank 0; torch.bfloat16 on",
-        "lists": "the cast lists differ between ranks that train together, in ",
+        "lists": "the cast lists' entry for ",
         "scale": "loss scaler 0 differs between ranks that train together: DynamicLossScaler(loss_scale=65536.0",
         "trace": "trace_overflow differs between ranks that train together: False on rank 0; True on rank 1",
         "version": f"the version of autoamp differs between ranks that train together: {autoamp.__version__} on rank 0"
@@ -142,6 +142,6 @@ def test_a_rank_that_differs_is_named(told: Any, kind: str) -> None:
     }.items():
         assert first[case] == second[case]
         assert first[case].startswith(f"UsageError: {message}"), first[case]
-    assert "linear is fp16 on rank 0 and fp32 on rank 1" in first["lists"]
+    assert "linear differs between ranks that train together: fp16 on rank 0; fp32 on rank 1" in first["lists"]
     assert first["off"].startswith("UsageError: autoamp is off on rank 1 (enabled=False) and on elsewhere")
     assert first["absent"].startswith("UsageError: rank 1 sent nothing at the first step, and rank 0 waits")

@@ -163,14 +163,10 @@ def test_a_second_step_after_a_skipped_one_is_skipped_too(opt_level: str | None,
         scaled.backward()
     optimizer.step()
     scale = handle.loss_scale
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            optimizer.step()
+    for _ in range(3):
+        optimizer.step()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert handle.loss_scale == scale
-    told = [one.filename for one in caught if "once for each backward pass" in str(one.message)]
-    assert told == [__file__]
     optimizer.zero_grad()
     with handle.scale_loss(loss_of(model), optimizer) as scaled:
         scaled.backward()
