@@ -635,7 +635,7 @@ class StepGuard:
             return None
         scaler = self.checks.pending[0].scaler if self.checks.pending else None
         flag = self.checks.resolve_on_device(self.skips)
-        if flag is not None and scaler is not None and (known := self.skips.news()) and self._gives_up(known):
+        if flag is not None and scaler is not None and self._gives_up(self.skips.in_a_row_known):
             raise self._too_many_skips(scaler)
         return flag
 
@@ -819,23 +819,9 @@ def _supports_found_inf(kind: type[Any]) -> bool:
     skipped step too.
     """
     step = getattr(kind, "step", None)
-    if not callable(step) or "grad_scaler" in _parameters(step):
-        return False
-    # Torch wraps the step of each class, so it is in every class's dict; the wrapper has the module of what it wraps.
-    if _is_torchs(getattr(step, "__module__", "")):
+    # Torch wraps the step of each class; the wrapper has the module of what it wraps.
+    module = getattr(step, "__module__", None) or ""
+    if module.startswith("torch.optim."):
         return True
-    own = [base for base in kind.__mro__ if not _is_torchs(base.__module__)]
-    inherits = any(base not in own and base is not torch.optim.Optimizer for base in kind.__mro__[:-1])
-    return not inherits or any("_step_supports_amp_scaling" in vars(base) for base in own)
-
-
-def _parameters(function: Callable[..., Any]) -> Iterable[str]:
-    try:
-        return inspect.signature(function).parameters
-    except ValueError:
-        # What is written in C may have no signature.
-        return ()
-
-
-def _is_torchs(module: str) -> bool:
-    return module.startswith("torch.optim.")
+    own = [base for base in kind.__mro__ if base.__module__ == module and "_step_supports_amp_scaling" in vars(base)]
+    return bool(own) and callable(step) and "grad_scaler" not in inspect.signature(step).parameters

@@ -35,34 +35,29 @@ class Link:
     Attributes:
         master: The fp32 tensor.
         equal_by: The wrapper that made the masters of all processes equal, referred to weakly; None before that.
-        fingerprint: A hash of the half values, until the first step; None from then on.
+        stepped: Whether the master is authoritative: after the first step, or a write into it.
         has_shared: Whether the two had one gradient when they were looked at last.
     """
 
     __slots__ = (
-        "_address",
-        "_master_version",
         "_shared",
-        "_version",
+        "_state",
         "equal_by",
-        "fingerprint",
         "has_shared",
         "master",
+        "stepped",
     )
 
     def __init__(self, half: Tensor, master: Tensor) -> None:
         self.master = master
         self.share(None)
         self.equal_by: weakref.ref[Any] | None = None
-        self.fingerprint = _fingerprint(half)
+        self.stepped = False
         self.mark_equal(half)
 
     def mark_equal(self, half: Tensor) -> None:
         """Note that the half parameter is equal to the rounded master."""
-        self._version, self._address = version_of(half), _address(half)
-        self._master_version = version_of(self.master)
-        if self.fingerprint is not None:
-            self.fingerprint = _fingerprint(half)
+        self._state = _state(half), _state(self.master)
 
     def share(self, grad: Tensor | None) -> None:
         """Note that both have this gradient now. The link holds a weak reference to it."""
@@ -81,28 +76,19 @@ class Link:
 
     def is_behind(self, half: Tensor) -> bool:
         """Tell whether the half parameter was written to, or, before the first step, may have been."""
-        return self.fingerprint is not None or self.is_written(half)
+        return not self.stepped or self.is_written(half)
 
     def is_written(self, half: Tensor) -> bool:
         """Tell whether torch reports a write into the half parameter."""
-        return version_of(half) != self._version or _address(half) != self._address
+        return _state(half) != self._state[0]
 
     def copy_from_param(self, half: Tensor, *, whole: bool) -> None:
         """Copy the half parameter, which was written to, into the master. If both were written to, the master stays."""
-        if version_of(self.master) == self._master_version:
+        if _state(self.master) == self._state[1]:
             self.read(half, whole=whole)
         else:
             self.mark_equal(half)
-
-    def copy_from_param_if_changed(self, half: Tensor, *, whole: bool) -> None:
-        """Do as `copy_from_param` does, before the first step, if the fingerprint of the half values changed."""
-        value, differs = self._compared(half)
-        now: Any = _fingerprint(half)
-        written = (now != self.fingerprint).to(value.device)
-        master = self.master
-        stays = differs & ~written if whole else ~(differs & written)
-        master.copy_(torch.where(stays, master, value))
-        self.mark_equal(half)
+            self.stepped = True
 
     def read(self, half: Tensor, *, whole: bool) -> None:
         """Set the master to the half parameter.
@@ -110,15 +96,11 @@ class Link:
         Elements in which both are the same, inf and nan included, keep the bits that half precision has no room for;
         but not with ``whole``, by which the masters of all processes become equal where the half parameters are.
         """
-        value, differs = self._compared(half)
-        self.master.copy_(value if whole else torch.where(differs, value, self.master))
-        self.mark_equal(half)
-
-    def _compared(self, half: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the half parameter in fp32, and where it is not the rounded master."""
         value = half.detach().to(device=self.master.device, dtype=self.master.dtype)
         rounded = self.master.detach().to(half.dtype).to(self.master.dtype)
-        return value, (value != rounded) & ~(value.isnan() & rounded.isnan())
+        differs = (value != rounded) & ~(value.isnan() & rounded.isnan())
+        self.master.copy_(value if whole else torch.where(differs, value, self.master))
+        self.mark_equal(half)
 
 
 # The master of each half parameter, as long as the parameter lives. Optimizers that share a parameter share its master,
@@ -203,12 +185,8 @@ def refresh_masters(pairs: Collection[tuple[Tensor, Link]], *, first_step: bool 
         check_shapes(half, link.master)
         # A rank's shard is its own: what replicas of it there are were loaded alike.
         whole = several and link.equal_by is None and not is_sharded(half)
-        if link.is_written(half):
-            link.copy_from_param(half, whole=whole)
-        elif link.fingerprint is not None:
-            link.copy_from_param_if_changed(half, whole=whole and first_step)
-        if first_step:
-            link.fingerprint = None
+        link.copy_from_param(half, whole=whole and (first_step or link.is_written(half)))
+        link.stepped = link.stepped or first_step
 
 
 def mark_equal(pairs: Collection[tuple[Tensor, Link]]) -> None:
@@ -217,11 +195,6 @@ def mark_equal(pairs: Collection[tuple[Tensor, Link]]) -> None:
         link.mark_equal(half)
 
 
-def _fingerprint(tensor: Tensor) -> Tensor | None:
-    """Return a hash of the values, on their device: nothing is waited for. None for an empty tensor or shard."""
-    local = local_of(tensor.detach())
-    return torch.hash_tensor(local) if local.numel() else None
-
-
-def _address(tensor: Tensor) -> int:
-    return local_of(tensor).data_ptr()
+def _state(tensor: Tensor) -> tuple[int | None, int]:
+    """Return what changes where torch reports a write: the version, and the address of the data."""
+    return version_of(tensor), local_of(tensor).data_ptr()

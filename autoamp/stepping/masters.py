@@ -8,8 +8,8 @@ one multi-tensor copy rounds the masters into the half parameters.
 
 After the first step the master weight is authoritative. A write into a half parameter reaches its master if torch
 shows it: the parameter's version or the address of its data changes. Torch does not show a write through ``.data``, so
-the next step reverts it. Before the first step programs load and broadcast weights through ``.data``, so a hash of
-the half values shows such writes. Nothing here waits for the device.
+the next step reverts it. Before the first step programs load and broadcast weights through ``.data``, so until then
+masters take all that differs in the half parameters. Nothing here waits for the device.
 """
 
 from __future__ import annotations

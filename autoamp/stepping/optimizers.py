@@ -197,11 +197,6 @@ class GuardedOptimizers:
         self.counts.guarded += 1
         return guard
 
-    def _drop_guard(self, optimizer: Any) -> None:
-        guard = self._guards.pop(optimizer, None)
-        if guard is not None:
-            guard.uninstall()
-
     # -- losses --
 
     def scaled(
@@ -275,7 +270,7 @@ class GuardedOptimizers:
         if masters is None:
             refuse_own_scaler(optimizer)
             # First of all: what an earlier guard left scaled is in the gradients of the half parameters.
-            self._drop_guard(optimizer)
+            self.hand_over(optimizer)
             masters = MasterWeights(optimizer, originals)
             self._put_guard(optimizer, masters)
         else:
@@ -284,9 +279,11 @@ class GuardedOptimizers:
 
     def hand_over(self, optimizer: Any) -> MasterWeights | None:
         """Let go of an optimizer and return its masters, which stay in place."""
-        masters = self.masters_of(optimizer)
-        self._drop_guard(optimizer)
-        return masters
+        guard = self._guards.pop(optimizer, None)
+        if guard is None:
+            return None
+        guard.uninstall()
+        return guard.masters
 
     def let_go(self, optimizers: Sequence[Any], params: Iterable[Tensor]) -> None:
         """Give these optimizers, and all that step one of the parameters, back what they had of these parameters."""
@@ -303,7 +300,7 @@ class GuardedOptimizers:
                     # It steps other models as well.
                     continue
                 masters.dissolve()
-            self._drop_guard(optimizer)
+            self.hand_over(optimizer)
             self.loss_scalers.forget_own(optimizer)
 
     def release(self) -> None:

@@ -102,7 +102,7 @@ class Skips:
         self.explanation: Any = None
         self.name = name
         self._total = self._in_a_row = 0
-        self._last = self._has_news = self.has_held = False
+        self._last = self.has_held = False
         # Those of the scaler that hears of the last steps later than they are taken.
         self._unread: UnreadFlags | None = None
 
@@ -146,10 +146,10 @@ class Skips:
             self.catch_up()
             self._unread = unread
 
-    def news(self) -> int:
-        """Return how many skips in a row are known, if the last of them came to be known since this was asked."""
-        has_news, self._has_news = self._has_news, False
-        return self._in_a_row if has_news else 0
+    @property
+    def in_a_row_known(self) -> int:
+        """How many skips in a row are known by now. Waits for nothing."""
+        return self._in_a_row
 
     def count(self, skipped: bool, scaler: LossScaler | None = None, scale: float = 1.0) -> None:
         """Count a step. Of a skip the scaler is given, and the scale that was too high."""
@@ -158,7 +158,6 @@ class Skips:
 
     def tell(self, scaler: LossScaler, scale: float, skipped: bool) -> None:
         """Count a step that was taken earlier."""
-        self._has_news = skipped
         self._count(skipped, scaler, scale, late=True)
 
     def _count(self, skipped: bool, scaler: LossScaler | None, scale: float, *, late: bool = False) -> None:
