@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from autoamp.scaling.gradients import (
-    DeviceAndDtype,
     found_any,
     non_finite,
     scale_,
@@ -18,7 +17,6 @@ from autoamp.scaling.sync import FoundInfReduction, RequestedGroup, SyncGroup, S
 from autoamp.scaling.unread_flags import Scale, UnreadFlags, is_same_scale, scale_ratio, scaled_loss
 
 __all__ = [
-    "DeviceAndDtype",
     "DynamicLossScaler",
     "FoundInfReduction",
     "LossScaler",

@@ -105,14 +105,9 @@ class SyncGroups:
         if asked is None and not has_shards(params):
             return None
         meshes = meshes_of(params)
-        if self._known is not None:
-            known, known_asked, group = self._known
-            # The meshes that are known are referred to, so that none takes the address of another.
-            if known_asked is asked and len(known) == len(meshes) and all(map(_same, known, meshes)):
-                return group
-        group = _group_for(params, meshes, asked)
-        self._known = (meshes, asked, group)
-        return group
+        if self._known is None or self._known[:2] != (meshes, asked):
+            self._known = meshes, asked, _group_for(params, meshes, asked)
+        return self._known[2]
 
 
 @dataclass(frozen=True)
@@ -188,10 +183,6 @@ def _any(flags: Sequence[Tensor], device: torch.device) -> Tensor:
         return torch.zeros(1, device=device)
     moved = [flag.to(device, non_blocking=True).view(1) for flag in flags]
     return moved[0] if len(moved) == 1 else torch.cat(moved).amax().view(1)
-
-
-def _same(one: object, other: object) -> bool:
-    return one is other
 
 
 def _group_for(params: Sequence[Tensor], meshes: Sequence[Any], asked: RequestedGroup | None) -> SyncGroup | None:

@@ -29,7 +29,6 @@ from autoamp.scaling import (
     Scale,
     SyncGroup,
     SyncGroups,
-    clip_,
     found_any,
     is_sharded,
     non_finite,
@@ -260,8 +259,8 @@ class PendingChecks:
         self._guard = weakref.ref(guard)
         self._grads = grads
         self._owner = owner
-        # What the last block unscaled, and by whose scale.
-        self._unscaled: tuple[Sequence[Tensor], LossScaler, Scale] | None = None
+        # What the last block unscaled.
+        self._unscaled: Sequence[Tensor] | None = None
         self._groups = SyncGroups()
         # Whether ranks agreed on all that was found since the step.
         self._agreed = False
@@ -285,7 +284,7 @@ class PendingChecks:
 
     def block_ended(self, scaler: LossScaler, scale: Scale) -> None:
         """Take note of what a block unscaled. Gradients of all other tensors have its scale still."""
-        self._unscaled = self._grads.params(), scaler, scale
+        self._unscaled = self._grads.params()
         self.last, self._agreed = (scaler, scale), False
 
     def unscale_added_params(self) -> None:
@@ -295,11 +294,11 @@ class PendingChecks:
         that was not scaled is divided too.
         """
         params = self._grads.params()
-        if self._unscaled is None or len(params) == len(self._unscaled[0]):
+        if self.last is None or self._unscaled is None or len(params) == len(self._unscaled):
             return
-        before, scaler, scale = self._unscaled
-        self._unscaled = params, scaler, scale
-        known = set(map(id, before))
+        scaler, scale = self.last
+        known = set(map(id, self._unscaled))
+        self._unscaled = params
         added = [p for p in params if p.grad is not None and id(p) not in known]
         if added:
             self.note(OverflowCheck(scaler, scale, unscale_(added, scale, scaler.unread.blank)))
@@ -549,10 +548,6 @@ class StepGuard:
         self.checks.finish_delayed()
         self.checks.unscale_added_params()
         return self.checks.norm(norm_type)
-
-    def clip(self, norm: Tensor, max_norm: float) -> None:
-        """Clip the gradients of which `norm` was asked last; see `clip_`."""
-        clip_(self.grads.params(), norm, max_norm)
 
     def overflowed(self) -> bool:
         """Tell whether gradients since the last step overflowed; where there are none, whether that step was a skip."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autoamp.casting import Casts
 from autoamp.errors import UsageError
-from autoamp.scaling import LossScaler, RequestedGroup, is_same_scale
+from autoamp.scaling import LossScaler, RequestedGroup, clip_, is_same_scale
 from autoamp.stepping.attach import is_optimizer, refuse_own_scaler, stepped_params
 from autoamp.stepping.block import open_blocks, scaled_loss_block
 from autoamp.stepping.checks import check_half_params, check_optimizer
@@ -381,7 +381,7 @@ def clip_grad_norm_(registry: GuardedOptimizers, optimizers: Any, max_norm: floa
     every = torch.stack([norm.to(norms[0].device) for norm in norms])
     norm = every.amax() if norm_type == torch.inf else every.sum() ** (1.0 / norm_type)
     for guard in guards:
-        guard.clip(norm, max_norm)
+        clip_(guard.grads.params(), norm, max_norm)
     return norm
 
 
