@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -155,21 +154,17 @@ def _resolve(checks: Sequence[OverflowCheck]) -> OverflowCheck | None:
     nothing, as an inf stays in a gradient that is accumulated.
     """
     read_checks(checks)
-    clean = list(itertools.takewhile(lambda check: not check.overflowed, checks))
-    blamed = checks[len(clean)] if len(clean) < len(checks) else None
-    heard = {id(check.scaler) for check in clean if check.reported.overflowed is not None}
-    if blamed is not None:
-        heard.add(id(blamed.scaler))
-        # Once: another optimizer may have told it of a later check of these gradients.
-        if not any(check.reported.overflowed and check.scaler is blamed.scaler for check in checks):
-            blamed.scaler.update(True)
-    for check in clean:
-        if id(check.scaler) not in heard:
-            heard.add(id(check.scaler))
-            check.scaler.update(False)
-        check.reported.overflowed = bool(check.reported.overflowed)
-    for check in checks[len(clean) :]:
-        check.reported.overflowed = True
+    blamed = next((check for check in checks if check.overflowed), None)
+    clean = list(checks if blamed is None else checks[: checks.index(blamed)])
+    # Once: another optimizer of the block may have told the scaler, or of a later check of these gradients.
+    if blamed is not None and not any(one.reported.overflowed for one in checks if one.scaler is blamed.scaler):
+        blamed.scaler.update(True)
+    for scaler in dict.fromkeys(check.scaler for check in clean):
+        heard = any(check.reported.overflowed is not None for check in clean if check.scaler is scaler)
+        if not heard and (blamed is None or scaler is not blamed.scaler):
+            scaler.update(False)
+    for check in checks:
+        check.reported.overflowed = check not in clean or bool(check.reported.overflowed)
     return blamed
 
 
