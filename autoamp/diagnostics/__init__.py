@@ -15,16 +15,9 @@ from autoamp.diagnostics.op_names import spellings
 from autoamp.diagnostics.overflow import OverflowTrace
 from autoamp.diagnostics.ranges import OpRange, RangeProfile, ValueProfile
 from autoamp.diagnostics.rehearsal import explain_step
-from autoamp.diagnostics.report import (
-    Recording,
-    check_report_tools,
-    failures,
-    is_page,
-    load_report,
-    report_of,
-    report_page,
-    write_report,
-)
+from autoamp.diagnostics.report.document import failures, report_of
+from autoamp.diagnostics.report.page import check_report_tools, is_page, load_report, report_page, write_report
+from autoamp.diagnostics.report.recording import Recording
 from autoamp.diagnostics.rows import Hint, Row
 from autoamp.diagnostics.tables import as_csv, as_table
 from autoamp.diagnostics.trace import CastTrace

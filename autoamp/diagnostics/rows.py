@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from autoamp.diagnostics.call_sites import CallSite
 
 __all__ = ["COLUMNS", "Hint", "Row"]
-
-COLUMNS = (
-    "op", "policy", "rule", "origin", "module", "module_class", "location", "calls", "casts", "spared", "bytes_cast",
-    "elements_cast", "work", "exact", "dtypes_in", "dtypes_out", "cpu_us", "device_us",
-)  # fmt: skip
-"""The keys of a row in `CastTrace.to_dict`, and the columns of `CastTrace.to_csv`."""
 
 
 @dataclass(slots=True)
@@ -59,8 +53,7 @@ class Row:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values by the names in `COLUMNS`."""
-        site = {"module": self.site.module, "module_class": self.site.module_class, "location": self.site.location}
-        return {name: site[name] if name in site else getattr(self, name) for name in COLUMNS}
+        return {name: getattr(self.site if name in _OF_SITE else self, name) for name in COLUMNS}
 
     @property
     def label(self) -> str:
@@ -68,6 +61,11 @@ class Row:
         op = self.op.rpartition(".")[2]
         inside = f" in {self.site.where}" if self.site.module is not None else ""
         return f"{op}{inside} ({self.site.location or 'no Python frame'})"
+
+
+_OF_SITE = ("module", "module_class", "location")
+COLUMNS = tuple(name for one in fields(Row) for name in (_OF_SITE if one.name == "site" else (one.name,)))
+"""The keys of a row in `CastTrace.to_dict`, and the columns of `CastTrace.to_csv`."""
 
 
 @dataclass(frozen=True, slots=True)
