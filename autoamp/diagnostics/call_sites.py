@@ -64,30 +64,26 @@ def shown_file(file: str) -> str:
 
 
 @functools.cache
-def _is_library(file: str) -> bool:
-    return file.startswith(_LIBRARIES) or file.startswith("<frozen") or file == contextlib.__file__
-
-
-@functools.cache
-def _scales(file: str) -> bool | None:
-    """Tell whether a file of autoamp scales losses and steps; None for one that is on the way there."""
+def _kind(file: str) -> str:
+    """Return whether a file is the program's, scales losses and steps for autoamp, or is on the way there."""
     if file.startswith(_SCALING):
-        return True
-    return None if _is_library(file) else False
+        return "scaling"
+    is_library = file.startswith((*_LIBRARIES, "<frozen")) or file == contextlib.__file__
+    return "library" if is_library else "program"
 
 
 def user_frame(frame: types.FrameType | None) -> types.FrameType | None:
     """Return the first frame that is neither torch's nor autoamp's, from this one outwards; None where all are."""
-    while frame is not None and _is_library(frame.f_code.co_filename):
+    while frame is not None and _kind(frame.f_code.co_filename) != "program":
         frame = frame.f_back
     return frame
 
 
 def in_scaling(frame: types.FrameType | None) -> bool:
     """Tell whether the innermost frame that is not on the way scales losses or steps optimizers for autoamp."""
-    while frame is not None and (found := _scales(frame.f_code.co_filename)) is None:
+    while frame is not None and _kind(frame.f_code.co_filename) == "library":
         frame = frame.f_back
-    return frame is not None and bool(found)
+    return frame is not None and _kind(frame.f_code.co_filename) == "scaling"
 
 
 class ModulePaths:

@@ -112,14 +112,11 @@ class Counts(Observer):
 
     def _count(self, call: Call, casts: Casts) -> None:
         tensors = floating_tensors(call)
-        if not tensors:
-            return
         target = target_of(tensors, call.op.policy, casts)
-        cast = [] if target is None else [t for t in tensors if casts.eligible(t) and t.dtype is not target]
-        left = {tensor.dtype for tensor in tensors if not any(tensor is other for other in cast)}
-        dtypes = left | ({target} if cast and target is not None else set())
-        widest = functools.reduce(torch.promote_types, dtypes)
-        self.add(call.op.name, widest, [(t.dtype, target) for t in cast if target])
+        after = [t.dtype if target is None or not casts.eligible(t) else target for t in tensors]
+        if after:
+            made = [(t.dtype, dtype) for t, dtype in zip(tensors, after, strict=True) if dtype is not t.dtype]
+            self.add(call.op.name, functools.reduce(torch.promote_types, after), made)
 
     def ended(self) -> None:
         """Count no more, as the handle has ended."""

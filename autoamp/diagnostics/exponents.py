@@ -41,11 +41,11 @@ class Exponents:
         """Count the elements of floating tensors of any shape; fp64 is rounded to fp32 first."""
         for tensor in tensors:
             bits = tensor.detach().float().contiguous().flatten().view(torch.int32) & 0x7FFFFFFF
-            zeros = len(bits) - int(bits.count_nonzero())
             rounded = torch.where(bits < _NO_CARRY, bits + _HALF_BIT, bits)
-            self.counts += torch.bincount(rounded >> 23, minlength=_BINS).cpu()
-            self.counts[0] -= zeros
-            self.zeros += zeros
+            # Zeros come first, so that all is read from the device at once.
+            found = torch.bincount((rounded >> 23) + (bits > 0), minlength=_BINS + 1).cpu()
+            self.zeros += int(found[0])
+            self.counts += found[1:]
 
     def include(self, other: Exponents) -> None:
         """Add another histogram."""
