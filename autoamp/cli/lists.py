@@ -49,11 +49,11 @@ def lists(chosen: argparse.Namespace) -> int:
 
 def _check() -> int:
     drift = check_lists()
-    sys.stdout.write("".join(f"{line}\n" for line in drift.lines()))
-    if not drift:
+    sys.stdout.write("".join(f"{line}\n" for line in drift.lines))
+    if not drift.lines:
         header = "its autocast header" if drift.header else "no autocast header, as it was installed without"
         sys.stdout.write(f"the shipped lists agree with torch {drift.torch}: its public names, {header}\n")
-    return int(bool(drift))
+    return int(bool(drift.lines))
 
 
 def _lines(table: CastTable, rules: list[CastRule]) -> list[str]:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -33,40 +32,21 @@ _PYTHON_NAMES = {"nll_loss2d": "nll_loss", "_thnn_fused_lstm_cell": "lstm", "_th
 _OF_CLASSES = frozenset({"__annotate__", "__annotate_func__", "__annotations_cache__"})
 
 
-@dataclass(frozen=True, slots=True)
-class Drift:
-    """The differences between the shipped list sets and a torch; empty tuples where there are none.
+class Drift(NamedTuple):
+    """The differences between the shipped list sets and a torch.
 
     Attributes:
         torch: The version of the installed torch.
-        added: Public names of torch that the default set neither lists nor leaves alone with a reason.
-        gone: Rules on names that this torch lacks, though no version limit says so.
-        back: Rules that a version limit keeps from this torch, though it has the name.
-        moved: Ops whose policy differs from the one in torch's header: the op, torch's policy, and our rule or None.
-        header: The header that was read, None where this torch has none; `moved` is empty then.
+        header: The header that was read, None where this torch has none; policies are not compared then.
+        lines: A line for each difference: the name, what is the matter with it, and what to do. Named are public names
+            of torch that the default set neither lists nor leaves alone with a reason, rules on names that this torch
+            lacks though no version limit says so, rules that a version limit keeps from this torch though it has the
+            name, and ops whose policy differs from the one in torch's header.
     """
 
     torch: str
-    added: tuple[str, ...]
-    gone: tuple[CastRule, ...]
-    back: tuple[CastRule, ...]
-    moved: tuple[tuple[str, CastPolicy, CastRule | None], ...]
     header: Path | None
-
-    def __bool__(self) -> bool:
-        return bool(self.added or self.gone or self.back or self.moved)
-
-    def lines(self) -> Iterator[str]:
-        """Yield a line for each difference: the name, what is the matter with it, and what to do."""
-        for name in self.added:
-            yield f"{name}: new in torch {self.torch}; give it a policy, or a reason under [none]"
-        for rule in self.gone:
-            yield f"{rule.target}: not in torch {self.torch} ({rule.origin}); limit it under [versions], or remove it"
-        for rule in self.back:
-            yield f"{rule.target}: in torch {self.torch}, though limited to {rule.versions} ({rule.origin})"
-        for op, policy, found in self.moved:
-            ours = "in no list" if found is None else f"{found.policy.value} ({found.origin})"
-            yield f"{op}: {policy.value} in torch's autocast, {ours} here"
+    lines: tuple[str, ...]
 
 
 def public_names() -> frozenset[str]:
@@ -117,24 +97,28 @@ def check_lists() -> Drift:
     Raises:
         ValueError: The form of torch's header has changed.
     """
-    version, header = torch.__version__, autocast_header()
-    default = shipped_table("default")
+    version, header, default = torch.__version__, autocast_header(), shipped_table("default")
     listed = {rule.target.rpartition(".")[2] for rule in default.rules}
-    rules = {rule: None for name in shipped_sets() for rule in shipped_table(name).rules}
-    there = {rule: _is_there(rule) for rule in rules}
+    lines = [
+        f"{name}: new in torch {version}; give it a policy, or a reason under [none]"
+        for name in sorted(public_names())
+        if not _covered(name, listed)
+    ]
+    for rule in dict.fromkeys(rule for name in shipped_sets() for rule in shipped_table(name).rules):
+        admitted = admits_version(rule.versions, version)
+        if admitted and not _is_there(rule):
+            lines.append(
+                f"{rule.target}: not in torch {version} ({rule.origin}); limit it under [versions], or remove it"
+            )
+        elif not admitted and _is_there(rule):
+            lines.append(f"{rule.target}: in torch {version}, though limited to {rule.versions} ({rule.origin})")
     policies = parse_autocast(header.read_text(encoding="utf-8")) if header else {}
-    return Drift(
-        torch=version,
-        added=tuple(sorted(name for name in public_names() if not _covered(name, listed))),
-        gone=tuple(rule for rule in rules if admits_version(rule.versions, version) and not there[rule]),
-        back=tuple(rule for rule in rules if not admits_version(rule.versions, version) and there[rule]),
-        moved=tuple(
-            (op, policy, rule)
-            for op, policy in sorted(policies.items())
-            if (rule := default.policy_of(op)) is None or rule.policy is not policy
-        ),
-        header=header,
-    )
+    for op, policy in sorted(policies.items()):
+        found = default.policy_of(op)
+        if found is None or found.policy is not policy:
+            ours = "in no list" if found is None else f"{found.policy.value} ({found.origin})"
+            lines.append(f"{op}: {policy.value} in torch's autocast, {ours} here")
+    return Drift(version, header, tuple(lines))
 
 
 def _covered(name: str, listed: set[str]) -> bool:
