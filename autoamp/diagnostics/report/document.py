@@ -55,7 +55,7 @@ def report_of(handle: Any, **more: Any) -> dict[str, Any]:
     """
     recording = handle.recording or _unrecorded(handle)
     samples, settings = recording.samples, handle.settings
-    skips, faults = _skips(handle, recording), [_fault(fault) for fault in recording.check.faults]
+    skips, faults = _skips(recording), [_fault(fault) for fault in recording.check.faults]
     trace = _trace(samples, [*faults, *skips["groups"]])
     document = {
         "schema": SCHEMA,
@@ -90,7 +90,8 @@ def _unrecorded(handle: Any) -> Recording:
     found = Recording(handle)
     found.steps = handle.stats["steps"]
     found.scales = [(found.steps, handle.loss_scale)]
-    found.skips = [(one.iteration, one.loss_scale, one) for one in handle.overflows.all]
+    explained = [(one.iteration, one.loss_scale, one) for one in handle.overflows.all]
+    found.skips = [*explained, *[(None, None, None)] * (handle.stats["skipped"] - len(explained))]
     return found
 
 
@@ -155,13 +156,13 @@ def _fault(fault: Fault) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _skips(handle: Any, recording: Recording) -> dict[str, Any]:
+def _skips(recording: Recording) -> dict[str, Any]:
     """Return the skips one by one and in groups of one cause; of a group the first is shown."""
     entries, events = recording.check.entries, []
     groups: dict[Any, dict[str, Any]] = {}
     for step, scale, overflow in recording.skips:
         kind = "unexplained" if overflow is None else overflow.kind
-        events.append({"step": step, "scale": scale, "kind": kind})
+        events += [] if step is None else [{"step": step, "scale": scale, "kind": kind}]
         cause = None if overflow is None or kind == "scale_search" else overflow.place
         sentence = "the step was skipped; trace_overflow was off" if overflow is None else str(overflow)
         if overflow is not None and kind == HalfPrecisionOp.kind and cause in entries:
@@ -177,8 +178,8 @@ def _skips(handle: Any, recording: Recording) -> dict[str, Any]:
         )  # fmt: skip
         group["count"] += 1
         group["last"] = step
-    total = handle.stats["skipped"] if handle.recording is None else len(events)
-    return {"total": total, "events": events, "groups": sorted(groups.values(), key=lambda group: -group["count"])}
+    by_count = sorted(groups.values(), key=lambda group: -group["count"])
+    return {"total": len(recording.skips), "events": events, "groups": by_count}
 
 
 def _nonfinite(handle: Any) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class Recording(Watch):
         super().__init__(self._end)
         self.steps = 0
         self.scales: list[tuple[int, float]] = []
-        self.skips: list[tuple[int, float | None, Overflow | None]] = []
+        self.skips: list[tuple[int | None, float | None, Overflow | None]] = []
         self.allowance = Allowance()
         self.samples = Samples(handle, self.allowance, timed=times)
         self.check = StepCheck(handle, self.allowance)

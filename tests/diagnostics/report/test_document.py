@@ -103,6 +103,25 @@ def test_a_scale_search_fails_no_run_but_for_skip() -> None:
     assert found["remedies"] == []
 
 
+def test_without_a_recording_skips_that_nobody_explained_are_told_apart() -> None:
+    handle: Any = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=1024.0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(2):
+        with handle.scale_loss(model(torch.ones(2, 4)).float().sum() * math.inf, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    explained = len(handle.overflows)
+    assert explained < 2
+    found = handle.report()
+    assert (found["skips"]["total"], sum(group["count"] for group in found["skips"]["groups"])) == (2, 2)
+    assert {"unexplained": 2 - explained}.items() <= {
+        group["kind"]: group["count"] for group in found["skips"]["groups"]
+    }.items()
+    assert found["verdict"]["sentence"].startswith("2 of 2 steps skipped")
+    assert "all not located" not in found["verdict"]["sentence"]
+
+
 def test_coverage_tells_of_autocast_regions_and_of_what_was_not_recorded() -> None:
     handle: Any = autoamp.init(device_type="cpu", dtype=torch.bfloat16)
     assert [line["what"] for line in handle.report()["coverage"]] == ["nothing recorded"]
