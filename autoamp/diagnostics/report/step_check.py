@@ -225,12 +225,7 @@ class StepCheck:
                 given = record.gradients_of(next(iter(record.passes)))
                 if worst_of(given) is not None:
                     # The outputs are not finite, and what came back to them neither.
-                    scale = found.loss_scale or 1.0
-                    given = [
-                        None if one is None or output is None
-                        else torch.full_like(output, scale / max(output.numel(), 1))
-                        for one, output in zip(given, half.outputs, strict=True)
-                    ]  # fmt: skip
+                    given = _probes(given)
                 half.backward(given)
                 if half.flawed() or any(worst_of([output]) is not None for output in half.outputs):
                     wide = replay(record, self._handle.casts, wide=True)
@@ -311,7 +306,7 @@ def _class_name(cls: type) -> str:
 
 
 def _probes(outputs: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return gradients of all sizes from -1 to 1 for outputs."""
+    """Return gradients of all sizes from -1 to 1 for tensors of these shapes."""
     return [
         None if one is None else torch.linspace(-1.0, 1.0, one.numel(), device=one.device).view_as(one)
         for one in outputs
