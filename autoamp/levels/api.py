@@ -23,7 +23,7 @@ from autoamp.levels.checks import (
     warn_of_settings,
 )
 from autoamp.levels.opt_levels import LEVELS, OptLevel, kind_of_scale, level_with, scalers_for
-from autoamp.levels.setup import earlier_setups, leave_off, runtime_for, set_up_models
+from autoamp.levels.setup import earlier_setups, leave_off, runtime_for, set_up_models, set_up_optimizers
 from autoamp.ops import expand
 from autoamp.rules import CastTable
 from autoamp.runtime import (
@@ -175,16 +175,12 @@ def initialize(
         put_handle(runtime.handle)
         for model in model_list:
             runtime.handle.override(model)
-        for optimizer in optimizer_list:
-            (runtime.keep_masters if level.master_weights else runtime.step_halves)(optimizer)
+        set_up_optimizers(runtime, level, optimizer_list)
     except BaseException:
         runtime.deactivate()
         raise
-    runtime.models.originals.clear()
     if asked is not None:
         runtime.optimizers.asked.put(asked, optimizer_list or None)
-    if any(one.masters for one in runtime.setups):
-        runtime.optimizers.masters_for = runtime.wants_masters
     warn_of_settings(level, model_list, optimizer_list, keep_batchnorm_fp32, table)
     if verbosity:
         log.info("%s, half dtype %s, %s losses, scope %s", level, settings.dtype, num_losses, scope)

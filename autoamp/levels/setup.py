@@ -18,7 +18,7 @@ from autoamp.runtime import Handle, NoOpHandle, Runtime, Settings, Setup, curren
 from autoamp.stepping import check_half_model
 from autoamp.tensors import HALF_DTYPES
 
-__all__ = ["earlier_setups", "leave_off", "runtime_for", "set_up_models"]
+__all__ = ["earlier_setups", "leave_off", "runtime_for", "set_up_models", "set_up_optimizers"]
 
 
 def earlier_setups(models: Sequence[Module]) -> list[Setup]:
@@ -99,11 +99,11 @@ def leave_off(models: Sequence[Module], optimizers: Sequence[Any]) -> None:
         return
     runtime.let_go(models, optimizers)
     runtime.setups[:] = earlier
-    runtime.optimizers.masters_for = runtime.wants_masters if any(setup.masters for setup in earlier) else None
+    runtime.optimizers.masters_for = runtime.wants_masters if runtime.keeps_masters else None
     runtime.optimizers.loss_scalers.switch_off(optimizers)
     for model in models:
         runtime.models.set_forward_dtypes(model, ForwardDtypes(casts=False))
-    runtime.install_anew()
+    runtime.patched.patch_anew()
 
 
 def set_up_models(
@@ -125,6 +125,19 @@ def set_up_models(
             runtime.models.set_forward_dtypes(model, inward)
         elif forward != ForwardDtypes():
             runtime.models.set_forward_dtypes(model, forward)
+
+
+def set_up_optimizers(runtime: Runtime, level: OptLevel, optimizers: Sequence[Any]) -> None:
+    """Let the optimizers step masters or half parameters, as the level says."""
+    for optimizer in optimizers:
+        if level.master_weights:
+            runtime.optimizers.keep_masters(optimizer, runtime.models.originals)
+        else:
+            runtime.models.step_halves(optimizer)
+            runtime.optimizers.guard(optimizer, check=False)
+    runtime.models.originals.clear()
+    # Of those that come later.
+    runtime.optimizers.masters_for = runtime.wants_masters if runtime.keeps_masters else None
 
 
 def _has_doubles(model: Module) -> bool:

@@ -144,7 +144,7 @@ class ActiveHandles:
         with self.lock:
             target = self.registry.add(module, name, policy)
             if self.handle is not None:
-                runtime_of(self.handle).patch(target)
+                runtime_of(self.handle).patched.add(target)
 
 
 handles = ActiveHandles()

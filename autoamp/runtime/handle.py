@@ -104,7 +104,7 @@ class BaseHandle:
     @property
     def skipped_rules(self) -> tuple[CastRule, ...]:
         """The rules of shipped list sets for ops that the installed torch lacks."""
-        return self._runtime.skipped_rules
+        return self._runtime.patched.skipped_rules
 
     @property
     def overflows(self) -> tuple[Overflow, ...]:
@@ -114,7 +114,7 @@ class BaseHandle:
     @property
     def late_bound(self) -> tuple[str, ...]:
         """The names that other modules imported from torch before ``init()``, and that ``init()`` rebound."""
-        return self._runtime.late_bound
+        return self._runtime.patched.late_bound
 
     # -- diagnostics --
 
@@ -163,7 +163,9 @@ class BaseHandle:
         Raises:
             UsageError: The handle is not active.
         """
-        return self._runtime.trace(profile=profile)
+        run = self._runtime
+        run.check_active()
+        return CastTrace(run.casts, run.observation, self.observe, profile=profile)
 
     def profile_ranges(self, *, every: int = 1, compare: int = 2) -> RangeProfile:
         """Profile the ranges of values inside a ``with`` statement. Casts are off in this thread meanwhile.
@@ -324,8 +326,7 @@ class BaseHandle:
     @property
     def last_step_skipped(self) -> bool:
         """Whether the last optimizer step was skipped."""
-        run = self._runtime
-        return run.nonfinite.last_skipped or run.optimizers.counts.last_skipped
+        return self._runtime.last_step_skipped
 
     @property
     def last_overflow(self) -> Overflow | None:

@@ -17,20 +17,12 @@ from autoamp import torch_private
 from autoamp.casting import Casts
 from autoamp.diagnostics import Observation, Op
 from autoamp.errors import ListFileError, PatchError, warn_user
-from autoamp.modules import (
-    CallRecorder,
-    CastModels,
-    ModulePrecisions,
-    build_function_backward,
-    build_function_context,
-    build_module_call,
-    build_parallel_apply,
-    build_recompute,
-)
+from autoamp.modules import build_function_backward, build_function_context, build_parallel_apply, build_recompute
 from autoamp.ops import AutocastRegions, Expansion, Target, build_check_input, build_replacement, locate, owns_its_names
-from autoamp.patching import PatchSet, imitate, mark, name_by, original_of
+from autoamp.patching import PatchSet, mark, name_by, original_of
 from autoamp.rules import CastPolicy, CastRule
-from autoamp.stepping import ClippingWatch, watch_autograd_grad
+from autoamp.runtime.settings import Settings
+from autoamp.stepping import watch_autograd_grad
 
 __all__ = ["Installation"]
 
@@ -49,15 +41,9 @@ class Installation:
 
     Args:
         casts: What replacements cast by.
-        precisions: Which modules run in a precision of their own.
-        models: The models that were cast, or whose inputs and outputs are.
-        allow_banned: Whether a banned function runs in fp32 with a warning, or raises.
-        rebind: Whether names that other modules took before are rebound.
-        clipping: Looks on at torch's functions that clip gradients.
-        observation: Who is told of calls; None where nobody looks on.
-        met: Called with each optimizer that is made; None where nobody asks.
-        recorder: Who takes note of outermost module calls; None where nobody does.
-        builders: What else is patched: owners, attributes, and what builds the replacement of each.
+        settings: Those of the handle.
+        observation: Its observers, who are told of calls.
+        builders: What is patched besides the rules and casts: owners, attributes, and what builds each replacement.
 
     Attributes:
         patches: All patches, restored together; others may be added while they are in place.
@@ -67,26 +53,13 @@ class Installation:
     def __init__(
         self,
         casts: Casts,
-        precisions: ModulePrecisions,
-        models: CastModels,
-        *,
-        allow_banned: bool,
-        rebind: bool,
-        clipping: ClippingWatch,
-        observation: Observation | None = None,
-        met: Callable[[Any], None] | None = None,
-        recorder: CallRecorder | None = None,
-        builders: Sequence[tuple[Any, str, Callable[[Any], Any]]] = (),
+        settings: Settings,
+        observation: Observation,
+        builders: Sequence[tuple[Any, str, Callable[[Any], Any]]],
     ) -> None:
         self._casts = casts
-        self._precisions = precisions
-        self._models = models
-        self._allow_banned = allow_banned
-        self._rebind = rebind
+        self._settings = settings
         self._observation = observation
-        self._met = met
-        self._clipping = clipping
-        self._recorder = recorder
         self._builders = builders
         self.patches = PatchSet()
         # One replacement for each original, policy and in-place form, so that aliases stay the same object.
@@ -99,7 +72,6 @@ class Installation:
         with _one_at_a_time:
             try:
                 with self.patches.all_or_nothing():
-                    self._patch_modules()
                     beside = self._patch_beside_lists()
                     self._patch(_by_place(*expansion.targets, *registered), beside)
                     for rule in expansion.deferred:
@@ -134,7 +106,7 @@ class Installation:
                 replacement = self._replacement(target)
                 self.patches.replace(target.parent, target.attribute, replacement)
                 pairs.append((target, replacement))
-        if self._rebind:
+        if self._settings.rebind:
             wanted = {id(target.original): (target.original, replacement) for target, replacement in pairs}
             self.patches.rebind({**wanted, **beside}, owns_its_names)
         for target, replacement in pairs:
@@ -147,9 +119,9 @@ class Installation:
             replacement = build_replacement(
                 target.original, rule.policy, self._casts,
                 module=target.module, qualname=target.qualname, functional=target.functional,
-                remedy=rule.remedy, allow_banned=self._allow_banned,
+                remedy=rule.remedy, allow_banned=self._settings.allow_banned,
             )  # fmt: skip
-            if self._observation is not None:
+            if self._observation.observers:
                 op = Op(target.name, rule, target.original, target.functional)
                 replacement = self._observation.watched(replacement, op)
             # With its target, which keeps the objects alive whose ids are in the key.
@@ -158,23 +130,8 @@ class Installation:
         return self._built[key][1]
 
     def _patch_beside_lists(self) -> dict[int, tuple[Any, Any]]:
-        """Patch functions for which programs have names of their own, as for what is in the lists."""
-        replaced: dict[int, tuple[Any, Any]] = {}
-        around = self._clipping.around
-        for owner, name, build in (
-            (torch.autograd, "grad", watch_autograd_grad),
-            (torch.nn.utils, "clip_grad_norm_", around),
-            (torch.nn.utils, "clip_grad_value_", around),
-        ):
-            original = original_of(getattr(owner, name))
-            replacement = build(original)
-            self._let_torchscript_know(original, replacement)
-            self.patches.replace(owner, name, replacement)
-            replaced[id(original)] = (original, replacement)
-        return replaced
-
-    def _patch_modules(self) -> None:
-        casts, met, checkpoint = self._casts, self._met, torch.utils.checkpoint
+        """Patch what is on no list. Returns the functions of modules among it, which programs may hold by name."""
+        casts, checkpoint = self._casts, torch.utils.checkpoint
         regions = AutocastRegions(casts)
         context = torch_private.CUSTOM_FUNCTION_CONTEXT
         builders: list[tuple[Any, str | None, Callable[[Any], Any]]] = [
@@ -185,12 +142,11 @@ class Installation:
             (checkpoint.CheckpointFunction, "forward", lambda f: build_recompute(f, casts, 1)),
             (context, "__init__", lambda original: build_function_context(original, casts)),
             (context, "apply", lambda original: build_function_backward(original, casts)),
-            (torch.nn.Module, "__call__", self._module_call),
-            *((torch.nn.Module, name, builder) for name, builder in self._models.builders()),
-            *([] if met is None else [(torch.optim.Optimizer, "__init__", functools.partial(_followed_by, met))]),
+            (torch.autograd, "grad", watch_autograd_grad),
             *self._builders,
             *casts.builders(),
         ]
+        functions: dict[int, tuple[Any, Any]] = {}
         for owner, name, builder in builders:
             if owner is None or name is None:
                 # This torch has no such thing; `torch_private` says what goes without.
@@ -200,15 +156,13 @@ class Installation:
             self.patches.replace(owner, name, replacement)
             if isinstance(owner, types.ModuleType):
                 self._let_torchscript_know(original, replacement)
+                functions[id(original)] = (original, replacement)
         # A function that lies in three modules of torch, two of which it hides by its name.
         original = original_of(torch.nn.parallel.parallel_apply)
         replacement = build_parallel_apply(original, casts)
         for module_name in ("torch.nn.parallel", "torch.nn.parallel.data_parallel", "torch.nn.parallel.parallel_apply"):
             self.patches.replace(sys.modules[module_name], "parallel_apply", replacement)
-
-    def _module_call(self, original: Any) -> Any:
-        call = build_module_call(original, self._casts, self._precisions, self._models.forward_dtypes, self._recorder)
-        return call if self._observation is None else self._observation.watched_modules(call)
+        return functions
 
     def _let_torchscript_know(self, original: Any, replacement: Any) -> None:
         # The compiler of torch.jit.script cannot compile a variadic closure. It knows builtins, and functions that are
@@ -261,17 +215,6 @@ class Installation:
         parts = rule.target.split(".")
         for end in range(1, len(parts)):
             self.patches.when_imported(".".join(parts[:end]), imported)
-
-
-def _followed_by(after: Callable[[Any], None], original: Any) -> Any:
-    """Return a replacement of a method that calls ``after`` with the object once the method has returned."""
-
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        after(self)
-        return result
-
-    return imitate(method, original)
 
 
 def _by_place(*targets: Target) -> list[Target]:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.nn import Module
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autoamp.auto_scaling import AutoScale
 from autoamp.casting import Casts
 from autoamp.diagnostics import (
     CapsuleWriter,
-    CastTrace,
     Counts,
     Followers,
     NonFiniteSteps,
@@ -26,20 +24,17 @@ from autoamp.diagnostics import (
     Recording,
     Watch,
 )
-from autoamp.errors import UsageError, warn_user
+from autoamp.errors import UsageError
 from autoamp.modules import CastModels, ModuleCasts, ModulePrecisions
-from autoamp.ops import Target, expand
-from autoamp.rules import CastRule
+from autoamp.ops import Target
 from autoamp.runtime.events import activated, suspended
-from autoamp.runtime.installation import Installation
+from autoamp.runtime.patched_torch import PatchedTorch
 from autoamp.runtime.settings import Settings, Setup
 from autoamp.scaling import LossScaler, make_scaler
-from autoamp.stepping import ClippingWatch, GuardedOptimizers, OptimizerSteps, scaled_params, stepped_params
+from autoamp.stepping import GuardedOptimizers, stepped_params
 from autoamp.tensors import HALF_DTYPES
 
 __all__ = ["Runtime", "kind_of"]
-
-log = logging.getLogger(__name__)
 
 
 class Runtime:
@@ -48,11 +43,10 @@ class Runtime:
     Attributes:
         settings: What it was made with.
         handle: The handle that it serves, which listeners of events get.
-        casts: The casting state.
         precisions: Which modules run in a precision of their own.
         models: The models that it set up: those in half precision, and those whose inputs or outputs are cast.
         optimizers: The optimizers that it guards, and the loss scalers.
-        skipped_rules: Rules of shipped list sets on ops that this torch lacks.
+        patched: The patches of torch.
         ended: Whether ``deactivate`` was called; one that was only suspended may come back.
         setups: The calls of `initialize` that it serves, in their order.
         observation: Who looks on at the calls of patched functions.
@@ -67,42 +61,46 @@ class Runtime:
     def __init__(self, settings: Settings, handle: Any, *, on: bool, scalers: Sequence[LossScaler] | None) -> None:
         self.handle = handle
         self.models = CastModels()
-        self._cast_by(settings, on)
-        self.optimizers = GuardedOptimizers(self.casts, scalers or [make_scaler(settings.loss_scale, settings.dtype)])
-        self.optimizers.runtime, self.optimizers.watch = self, self.overflows
+        self.optimizers = GuardedOptimizers(
+            self._casts_for(settings, on), scalers or [make_scaler(settings.loss_scale, settings.dtype)]
+        )
+        self.optimizers.runtime = self
         self.nonfinite = NonFiniteSteps(self.optimizers, settings.on_nonfinite)
+        self._apply(settings)
         self.followers = Followers()
-        self.skipped_rules: tuple[CastRule, ...] = ()
-        self._installation: Installation | None = None
-        self._steps = OptimizerSteps(self.optimizers)
-        self._step_hooks: list[Any] = []
-        self._classes_checked = False
-        self._registered: list[Target] = []
+        self.patched = PatchedTorch(self)
         self.auto_scaling: AutoScale | None = None
         self.counts: Counts | None = None
         self.recording: Recording | None = None
         self.ended = False
         self.setups: list[Setup] = []
 
-    def _cast_by(self, settings: Settings, on: bool) -> None:
+    def _casts_for(self, settings: Settings, on: bool) -> Casts:
+        if settings.scope == "global":
+            return Casts(settings.dtype, settings.device_type, enable_caching=settings.enable_caching, on=on)
+        casts = ModuleCasts(settings.dtype, settings.device_type, enable_caching=settings.enable_caching)
+        casts.on_left = self._leave_scaling_to
+        return casts
+
+    def _apply(self, settings: Settings) -> None:
         self.settings = settings
-        what, caching = (settings.dtype, settings.device_type), settings.enable_caching
-        if settings.scope == "modules":
-            by_module = ModuleCasts(*what, enable_caching=caching)
-            by_module.on_left = self._leave_scaling_to
-            self.casts: Casts = by_module
-        else:
-            self.casts = Casts(*what, enable_caching=caching, on=on)
         self.precisions = ModulePrecisions(settings.table.modules)
         self.observation = Observation(self.casts)
         self.overflows = OverflowTrace(self.casts, self.observation.unobserved, always=settings.trace_overflow)
         if settings.capsule is not None:
             kept = replace(settings, capsule=None, loss_scale=None)
             self.overflows.capsules = CapsuleWriter(settings.capsule, kept, self.precisions.of)
+        self.optimizers.watch = self.overflows
+        self.nonfinite.action = settings.on_nonfinite
+
+    @property
+    def casts(self) -> Casts:
+        """The casting state."""
+        return self.optimizers.casts
 
     def is_active(self) -> bool:
         """Tell whether the patches are in place."""
-        return self._installation is not None
+        return self.patched.installation is not None
 
     def check_active(self) -> None:
         """Raise `UsageError` where the patches are not in place, though the settings ask for them."""
@@ -111,7 +109,7 @@ class Runtime:
 
     def activate(self, registered: tuple[Target, ...] = ()) -> None:
         """Put the patches in place. Where one fails torch is left as it was. Called by ``init`` and ``region``."""
-        self._patch_torch(registered)
+        self.patched.patch(registered)
         self.ended = False
         try:
             activated.tell(self.handle)
@@ -125,85 +123,7 @@ class Runtime:
             return ()
         suspended.tell(self.handle)
         self.overflows.close()
-        return self._restore_torch()
-
-    def install_anew(self) -> None:
-        """Take the patches back and put them in place again, as the state of the handle asks for now."""
-        if self.is_active():
-            self._restore_torch()
-            self._patch_torch(self._registered)
-
-    def _patch_torch(self, registered: Sequence[Target]) -> None:
-        expansion = expand(self.settings.table)
-        keeps_masters = any(setup.masters for setup in self.setups)
-        installation = Installation(
-            self.casts,
-            self.precisions,
-            self.models,
-            allow_banned=self.settings.allow_banned,
-            rebind=self.settings.rebind,
-            observation=self.observation if self.observation.observers else None,
-            met=self._meet if keeps_masters else None,
-            clipping=ClippingWatch(lambda: scaled_params(self.optimizers)),
-            recorder=self.overflows.recorder,
-            builders=[*self.overflows.recorder.builders(), *self.nonfinite.own_scaler.builders()],
-        )
-        self.casts.open()
-        try:
-            installation.install(expansion, tuple(registered))
-        except BaseException:
-            self.casts.shut()
-            raise
-        self._installation = installation
-        self._registered = list(registered)
-        self.skipped_rules = expansion.skipped
-        self._steps.start(installation.patches)
-        # After the hook that ends a rehearsed step.
-        self.nonfinite.start()
-        if self.settings.table.modules:
-            self._step_hooks.append(register_optimizer_step_pre_hook(lambda *_: self._check_classes()))
-        if isinstance(self.casts, ModuleCasts):
-            note_step = self.casts.note_step
-            self._step_hooks.append(register_optimizer_step_pre_hook(lambda *_: note_step()))
-        if self.auto_scaling is not None:
-            self.auto_scaling.resume()
-        log.log(
-            logging.INFO if self.settings.verbose else logging.DEBUG,
-            "casting to %s on %s: %d targets patched, %d names rebound, %d rules skipped",
-            self.settings.dtype, self.settings.device_type, len(expansion.targets), len(self.late_bound),
-            len(self.skipped_rules),
-        )  # fmt: skip
-
-    def _check_classes(self) -> None:
-        """At the first step, warn of classes in lists that waited for their definition: what trains is defined now."""
-        if not self._classes_checked:
-            self._classes_checked = True
-            for message in self.precisions.missing_classes():
-                warn_user(f"a rule has no effect: {message}")
-
-    def unmatched_rules(self) -> dict[str, str]:
-        """Return what of the user's lists has had no effect so far, by name, each with a message for the user."""
-        waiting = () if self._installation is None else self._installation.waiting
-        ops = [rule for rule in waiting if not rule.origin.shipped]
-        unmet = {rule.target: f"{rule.target!r} ({rule.origin}) names nothing that was imported" for rule in ops}
-        return {**unmet, **self.precisions.unmatched()}
-
-    def _restore_torch(self) -> tuple[str, ...]:
-        installation, self._installation = self._installation, None
-        if installation is None:
-            # Another thread has restored it since.
-            return ()
-        if self.auto_scaling is not None:
-            self.auto_scaling.pause()
-        self.casts.shut()
-        self._remove_step_hooks()
-        self._steps.stop()
-        self.nonfinite.stop()
-        return installation.remove()
-
-    def _remove_step_hooks(self) -> None:
-        while self._step_hooks:
-            self._step_hooks.pop().remove()
+        return self.patched.restore()
 
     def deactivate(self) -> tuple[str, ...]:
         """Restore torch, the optimizers and the modules. Every patched attribute is again the object it was.
@@ -213,7 +133,7 @@ class Runtime:
         """
         foreign = self._end_diagnostics()
         self.ended = True
-        self._remove_step_hooks()
+        self.patched.remove_hooks()
         self.precisions.undo_all()
         self.optimizers.release()
         self.models.restore()
@@ -243,10 +163,9 @@ class Runtime:
         self._end_diagnostics()
         self.let_go(models, optimizers)
         precisions, self.setups = self.precisions, list(setups)
-        self._cast_by(settings, on)
+        self.optimizers.casts = self._casts_for(settings, on)
+        self._apply(settings)
         self.precisions.join(precisions)
-        self.optimizers.casts, self.optimizers.watch = self.casts, self.overflows
-        self.nonfinite.action = settings.on_nonfinite
         self.optimizers.masters_for = None
         self.optimizers.loss_scalers.forget_but(scaler for setup in setups for scaler in setup.scalers)
 
@@ -261,6 +180,11 @@ class Runtime:
         self.optimizers.let_go(optimizers, params.values())
         self.models.let_go(self.models.overlapping(models))
 
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether optimizers of the models of any call of `initialize` step masters."""
+        return any(setup.masters for setup in self.setups)
+
     def wants_masters(self, optimizer: Any) -> bool:
         """Tell whether an optimizer gets masters: not if all its half parameters are of models that have none."""
         without = self._halves_among(optimizer, masters=False)
@@ -272,23 +196,12 @@ class Runtime:
         params = {id(param) for model in models for param in model.parameters()}
         return [id(param) in params for param in stepped_params(optimizer) if param.dtype in HALF_DTYPES]
 
-    def _meet(self, optimizer: Any) -> None:
+    def optimizer_made(self, optimizer: Any) -> None:
         """Give an optimizer that was made after `initialize` masters, before anything is loaded into it."""
         with contextlib.suppress(AttributeError):
             # A half-built optimizer has no groups.
             if any(self._halves_among(optimizer, masters=True)):
                 self.optimizers.keep_masters(optimizer)
-
-    def patch(self, target: Target) -> None:
-        """Patch one more target while active."""
-        if self._installation is not None:
-            self._installation.add(target)
-            self._registered.append(target)
-
-    @property
-    def late_bound(self) -> tuple[str, ...]:
-        """Names that other modules had taken from torch before ``init()``, and that were rebound."""
-        return self._installation.patches.late_bound if self._installation is not None else ()
 
     # -- diagnostics --
 
@@ -302,22 +215,13 @@ class Runtime:
         first = not self.observation.observers
         self.observation.add(observer)
         if first:
-            self.install_anew()
+            self.patched.patch_anew()
         return Watch(lambda: self.observe_no_more(observer))
 
     def observe_no_more(self, observer: Observer) -> None:
         """Tell this observer no more."""
         if self.observation.remove(observer) and not self.observation.observers:
-            self.install_anew()
-
-    def trace(self, *, profile: bool = False) -> CastTrace:
-        """Trace casts within a ``with`` statement; see `Handle.trace`."""
-        self.check_active()
-        return CastTrace(self.casts, self.observation, self.observe, profile=profile)
-
-    def on_model(self, told: Callable[[], object] | None) -> None:
-        """Call this before each outermost call of a module, while anything observes; None ends that."""
-        self.observation.on_model = told
+            self.patched.patch_anew()
 
     def on_step(self, told: Callable[[], object]) -> Callable[[], None]:
         """Call this after each step of a guarded optimizer, skips included; return what ends that."""
@@ -327,15 +231,20 @@ class Runtime:
 
     def tell_followers(self) -> None:
         """Tell the followers of each step of a guarded optimizer from now on; of any optimizer where it is disabled."""
-        if not self.settings.enabled and not self._step_hooks:
+        if not self.settings.enabled and not self.patched.step_hooks:
             hook = register_optimizer_step_post_hook(lambda *_: self.followers.stepped(lambda: False))
-            self._step_hooks.append(hook)
+            self.patched.step_hooks.append(hook)
         self.optimizers.on_stepped = lambda skips: self.followers.stepped(lambda: skips is not None and skips.last)
 
     @property
     def loss_scale(self) -> float:
         """The current scale of the first loss."""
         return self.optimizers.scalers[0].loss_scale
+
+    @property
+    def last_step_skipped(self) -> bool:
+        """Whether the last optimizer step was skipped."""
+        return self.nonfinite.last_skipped or self.optimizers.counts.last_skipped
 
     @property
     def stats(self) -> dict[str, Any]:
@@ -358,22 +267,11 @@ class Runtime:
             "found_inf": [scaler.overflows for scaler in scalers],
             "steps": counts.all,
             "skipped": skipped,
-            "last_step_skipped": counts.last_skipped or self.nonfinite.last_skipped,
+            "last_step_skipped": self.last_step_skipped,
             "nonfinite": self.nonfinite.total,
             "casts": {} if self.counts is None else self.counts.as_dict()["casts"],
             "overflows": kinds,
         }
-
-    # -- models, optimizers and scaling --
-
-    def keep_masters(self, optimizer: Any) -> None:
-        """Let an optimizer step fp32 masters of its half parameters. `initialize` calls this."""
-        self.optimizers.keep_masters(optimizer, self.models.originals)
-
-    def step_halves(self, optimizer: Any) -> None:
-        """Let an optimizer step half parameters themselves. `initialize` calls this."""
-        self.models.step_halves(optimizer)
-        self.optimizers.guard(optimizer, check=False)
 
     def yield_to(self, whom: str, dtypes: Iterable[torch.dtype] = ()) -> None:
         """Take note that the program itself computes in half precision, in these dtypes if they are known.

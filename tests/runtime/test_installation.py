@@ -31,7 +31,7 @@ from torch.jit._builtins import _get_builtin_table
 import autoamp
 from autoamp.patching import patches
 from autoamp.patching.marks import original_of
-from autoamp.runtime import installation
+from autoamp.runtime import installation, patched_torch
 
 HALF = torch.float16
 LISTS: dict[str, Any] = {
@@ -125,9 +125,12 @@ def test_an_init_that_fails_leaves_torch_and_the_handle_before_as_they_were(
         return build_replacement(*args, **kwargs)
 
     build_replacement = installation.build_replacement
-    owner: Any = {"rebind": installation.PatchSet, "deferred": installation.PatchSet}.get(failing, installation)
-    names = {"builder": "build_replacement", "module call": "build_module_call", "deferred": "when_imported"}
-    name = names.get(failing, failing)
+    owner, name = {
+        "builder": (installation, "build_replacement"),
+        "module call": (patched_torch, "build_module_call"),
+        "rebind": (installation.PatchSet, "rebind"),
+        "deferred": (installation.PatchSet, "when_imported"),
+    }[failing]
     monkeypatch.setattr(owner, name, fail)
     with pytest.raises(RuntimeError, match="half way"):
         init(dtype=torch.bfloat16, lists=with_targets(fp32=["not_there_yet.focal"]))

@@ -321,7 +321,7 @@ def _coverage(handle: Any, recording: Recording) -> list[dict[str, Any]]:
         lines = [("nothing recorded", 1, "casts, values and the scale's way are missing", "call handle.record() first")]
         return [dict(zip(("what", "count", "detail", "remedy"), line, strict=True)) for line in lines]
     cut = [str(sample.step) for sample in samples.steps if not sample.whole]
-    skipped = [rule.target for rule in handle.skipped_rules]
+    skipped = [rule.target for rule in handle.patched.skipped_rules]
     lines = [
         ("samples not to the end of the step", len(cut),
          f"steps {', '.join(cut)}: a sample ends after so many calls, bytes or seconds", none),
@@ -341,8 +341,8 @@ def _coverage(handle: Any, recording: Recording) -> list[dict[str, Any]]:
            "called it, or a name that was bound before", "call autoamp.init() before other imports, and look the "
            "function up where it is called")
           for (op, place), count in _past_the_lists(samples, handle.settings.table).items()),
-        ("names rebound", len(handle.late_bound),
-         f"taken from torch before and found: {', '.join(handle.late_bound[:20])}", none),
+        ("names rebound", len(handle.patched.late_bound),
+         f"taken from torch before and found: {', '.join(handle.patched.late_bound[:20])}", none),
         ("rules without an op", len(skipped), f"this torch lacks {', '.join(skipped[:20])}", none),
     ]  # fmt: skip
     return [dict(zip(("what", "count", "detail", "remedy"), line, strict=True)) for line in lines if line[1]]

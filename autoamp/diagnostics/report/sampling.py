@@ -161,12 +161,12 @@ class Samples(Observer):
             self.stop()
         if wanted and self._watch is not None:
             # Not before a model is called: what comes before is no step.
-            self._handle.on_model(functools.partial(self._model_called, step))
+            self._handle.observation.on_model = functools.partial(self._model_called, step)
 
     def _model_called(self, step: int) -> None:
         # Between two steps a program may evaluate, which is no part of either. Before the first it may be all there is.
         if step == 0 or torch.is_grad_enabled():
-            self._handle.on_model(None)
+            self._handle.observation.on_model = None
             self._begin(step)
 
     def before_step(self, optimizer: Any) -> None:
@@ -176,7 +176,7 @@ class Samples(Observer):
 
     def stop(self) -> None:
         """Look on no more."""
-        self._handle.on_model(None)
+        self._handle.observation.on_model = None
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.stop()
