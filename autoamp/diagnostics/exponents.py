@@ -42,7 +42,7 @@ class Exponents:
         for tensor in tensors:
             bits = tensor.detach().float().contiguous().flatten().view(torch.int32) & 0x7FFFFFFF
             rounded = torch.where(bits < _NO_CARRY, bits + _HALF_BIT, bits)
-            # Zeros come first, so that all is read from the device at once.
+            # Zeros have the first bin, so that one copy from the device brings all counts.
             found = torch.bincount((rounded >> 23) + (bits > 0), minlength=_BINS + 1).cpu()
             self.zeros += int(found[0])
             self.counts += found[1:]

@@ -107,7 +107,7 @@ class OpRange:
 class ValueProfile(Observer):
     """The exponents of values as a program computes them, within a ``with`` statement.
 
-    What half precision has lost already, as 0 or as inf, is not seen. Call `read_gradients` at each step.
+    Values that half precision has made 0 or inf are counted as such. Call `read_gradients` at each step.
 
     Args:
         observation: Tells where calls are made.
@@ -179,7 +179,9 @@ class ValueProfile(Observer):
         if in_scaling(sys._getframe(1)):
             return None
         site, call = self._observation.site_here(), self._observation.call
-        row = self._ops.setdefault((name, site), OpRange(name, None if call is None else call.op.name, site))
+        row = self._ops.get((name, site))
+        if row is None:
+            row = self._ops[name, site] = OpRange(name, None if call is None else call.op.name, site)
         row.calls += 1
         self._observation.quietly(functools.partial(row.values.add, *outputs))
         return row

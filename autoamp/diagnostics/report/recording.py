@@ -37,8 +37,8 @@ class Recording(Watch):
         steps: How many steps of optimizers there were, skips included.
         scales: The steps from which the loss scale had another value, and that value.
         skips: The step, the scale and the `Overflow` of each skip; None where nobody explained it.
-        samples: What was seen of the steps that were looked at.
-        check: What was seen of the steps that were compared with fp32.
+        samples: Casts, times and values of some steps.
+        check: Comparisons of some steps with fp32.
         allowance: The time that both may take.
     """
 
@@ -104,7 +104,7 @@ class Recording(Watch):
         self.samples.before_step(optimizer)
 
     def _stepped(self, *of_torch: Any) -> None:
-        """Hear of a step, twice: from torch's hook, whose arguments are given, and from the guards, skips included."""
+        """Count a step. Torch's hook calls this with arguments, for plain steps; the guards call it for theirs."""
         now = self._handle.optimizers.counts.steps
         guarded = now != self._guarded_steps
         if guarded == bool(of_torch):

@@ -1,4 +1,4 @@
-"""Which steps a recording looks at closely, and what it sees of them."""
+"""The steps that a recording samples, and what it adds up of them."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _KINDS = ("casts", "times", "values")
 
 
 def plan(step: int) -> str | None:
-    """Return how the step of this number, from 0, is looked at: ``"casts"``, ``"times"``, ``"values"`` or not at all.
+    """Return what is sampled of the step of this number, from 0: ``"casts"``, ``"times"``, ``"values"`` or None.
 
     ``"casts"`` is a cast trace, ``"times"`` the time of each call, ``"values"`` the exponents of values and gradients.
-    Three steps in a row are looked at: from 0, 10 and 100 on, and from each 1000th on.
+    Three steps in a row are sampled: from 0, 10 and 100 on, and from each 1000th on.
     """
     start = step if step < 3 else step - 10 if step < 13 else step - 100 if step < 103 else step % _EVERY
     return _KINDS[start] if 0 <= start < 3 and (step < 103 or step >= _EVERY) else None
@@ -107,10 +107,10 @@ class _Running:
 
 
 class Samples(Observer):
-    """Looks closely at some steps, and adds up what it sees.
+    """Samples some steps, and adds up their casts, times and values.
 
-    It stays an observer while the next step is to be looked at, so that a sample may end where nothing can be
-    installed, as in torch's hooks of a step.
+    It stays an observer between two sampled steps: a sample may end in torch's hook of a step, where no replacement can
+    be installed.
 
     Args:
         handle: Whose run it is.
@@ -125,7 +125,7 @@ class Samples(Observer):
         modules: By the class of the outermost module and the path: the class, the parameters' elements and dtypes.
         uncast: By reason, op and place how often a listed function was called with casts off.
         left_out: How many samples were not taken, as those before had taken the time for them.
-        trouble: Why steps were not looked at, where that is so.
+        trouble: Why the last step that could not be sampled was not; None where all were.
     """
 
     def __init__(self, handle: Any, allowance: Allowance, *, timed: bool = True) -> None:
@@ -146,7 +146,7 @@ class Samples(Observer):
     # -- steps --
 
     def await_step(self, step: int, *, may_install: bool = True) -> None:
-        """Begin a sample at the next call of a model, if the coming step is to be looked at.
+        """Begin a sample at the next call of a model, if the coming step is to be sampled.
 
         Args:
             step: Its number.
@@ -170,12 +170,12 @@ class Samples(Observer):
             self._begin(step)
 
     def before_step(self, optimizer: Any) -> None:
-        """Read the gradients that an optimizer is about to step by, if values are looked at."""
+        """Count the exponents of the gradients that an optimizer is about to use, in samples of values."""
         if self._running is not None and self._running.kind == "values":
             self.values.read_gradients([param for group in optimizer.param_groups for param in group["params"]])
 
     def stop(self) -> None:
-        """Look on no more."""
+        """Stop observing."""
         self._handle.observation.on_model = None
         watch, self._watch = self._watch, None
         if watch is not None:

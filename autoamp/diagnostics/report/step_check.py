@@ -94,7 +94,7 @@ class StepCheck:
 
     Attributes:
         faults: What half precision spoiled in steps that were taken.
-        entries: By the place of an overflow the entry of a list that cures it; None where none does.
+        entries: The entry of a list that cures an overflow, by its place; None where none does.
         compared: How many steps were compared with fp32.
         seconds: The time for that.
         left_out: How many steps were not compared, as those before had taken the time for it.
@@ -143,7 +143,7 @@ class StepCheck:
         try:
             return run()
         except Exception as error:
-            # Whatever it is, the program goes on as if nothing looked on.
+            # The program goes on, whatever it is.
             self.unchecked = str(error) or type(error).__name__
             log.debug("a step could not be compared with fp32", exc_info=True)
             return None
