@@ -82,11 +82,8 @@ class OpRange:
             shift: The binary logarithm of the loss scale for gradients.
         """
         half, back = self.values.in_format("float16"), self.gradients.in_format("float16", shift)
-        error = max(self.errors.values(), default=0.0)
-        return (
-            half["overflow"] + back["overflow"], math.inf if math.isnan(error) else error,
-            half["underflow"] + back["underflow"],
-        )  # fmt: skip
+        worst = max(self.errors.values(), default=0.0)
+        return half["overflow"] + back["overflow"], worst, half["underflow"] + back["underflow"]
 
     def to_dict(self, shift: int = 0) -> dict[str, Any]:
         """Return plain values: the attributes, the site as ``module`` and ``location``, and counts by half dtype.
