@@ -22,7 +22,6 @@ from autoamp.ops import AutocastRegions, Expansion, Target, build_check_input, b
 from autoamp.patching import PatchSet, mark, name_by, original_of
 from autoamp.rules import CastPolicy, CastRule
 from autoamp.runtime.settings import Settings
-from autoamp.stepping import watch_autograd_grad
 
 __all__ = ["Installation"]
 
@@ -142,7 +141,6 @@ class Installation:
             (checkpoint.CheckpointFunction, "forward", lambda f: build_recompute(f, casts, 1)),
             (context, "__init__", lambda original: build_function_context(original, casts)),
             (context, "apply", lambda original: build_function_backward(original, casts)),
-            (torch.autograd, "grad", watch_autograd_grad),
             *self._builders,
             *casts.builders(),
         ]

@@ -429,19 +429,11 @@ def _scale_argument(name: str, value: Any) -> float:
 
 
 def _read_state(state_dict: Any, key: str) -> tuple[float, int]:
-    if not isinstance(state_dict, Mapping):
+    if not isinstance(state_dict, Mapping) or set(state_dict) != {"loss_scale", "unskipped"}:
+        found = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
         raise CheckpointError(
-            f"{key!r} is a {type(state_dict).__name__}, not a dict with 'loss_scale' and 'unskipped'; "
-            "nothing was loaded"
+            f"{key!r} is not a dict of 'loss_scale' and 'unskipped' alone, but {found}; nothing was loaded"
         )
-    for name in ("loss_scale", "unskipped"):
-        if name not in state_dict:
-            raise CheckpointError(
-                f"{key!r} has no entry {name!r}, so it is incomplete or of another program; nothing was loaded"
-            )
-    unknown = sorted(str(name) for name in state_dict if name not in ("loss_scale", "unskipped"))
-    if unknown:
-        raise CheckpointError(f"{key!r} has the unknown entry {unknown[0]!r}; nothing was loaded")
     scale, unskipped = state_dict["loss_scale"], state_dict["unskipped"]
     # Compared as it is: a whole number may be too large for a float.
     if not _is_number(scale) or not _SMALLEST <= scale <= _LARGEST:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autoamp.stepping.attach import ScalesItself, is_optimizer, named_params, refuse_own_scaler, stepped_params
-from autoamp.stepping.block import open_blocks, scaled_block, watch_autograd_grad
+from autoamp.stepping.block import open_blocks, scaled_block
 from autoamp.stepping.checks import check_half_model, check_half_norms, check_optimizer
 from autoamp.stepping.guard import GuardOwner, OverflowCheck, StepGuard, read_checks
 from autoamp.stepping.links import equalized, load_master, master_of, release_master
@@ -50,6 +50,5 @@ __all__ = [
     "scaled_params",
     "several_processes",
     "stepped_params",
-    "watch_autograd_grad",
     "wrap_optimizer",
 ]

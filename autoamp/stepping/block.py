@@ -9,20 +9,18 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from autoamp.casting import Casts
 from autoamp.errors import UsageError
-from autoamp.patching import imitate
 from autoamp.scaling import LossScaler, Scale, is_same_scale, scale_, scale_ratio, scaled_loss, unscale_
 from autoamp.stepping.checks import warn_without_gradients
 from autoamp.stepping.guard import OverflowCheck, StepGuard
 from autoamp.stepping.usage_checks import BackwardWatch
 
-__all__ = ["open_blocks", "scaled_block", "scaled_loss_block", "watch_autograd_grad"]
+__all__ = ["open_blocks", "scaled_block", "scaled_loss_block"]
 
 
 class _OpenBlocks(threading.local):
@@ -30,11 +28,9 @@ class _OpenBlocks(threading.local):
 
     Attributes:
         count: How many are open.
-        differentiated: How often the program asked within one for gradients that go to no ``.grad``.
     """
 
     count = 0
-    differentiated = 0
 
 
 open_blocks = _OpenBlocks()
@@ -59,7 +55,7 @@ def scaled_loss_block(
     """
     try:
         with scaled_block(guards, scaler, delay_unscale=delay_unscale) as scale:
-            scaled, differentiated = scaled_loss(loss, scale), open_blocks.differentiated
+            scaled = scaled_loss(loss, scale)
             watches = scaler.checks and not torch.compiler.is_compiling() and not all(g.proven for g in guards)
             watch = BackwardWatch(loss, scaled) if watches else None
             try:
@@ -68,8 +64,7 @@ def scaled_loss_block(
                 if watch is not None:
                     watch.end()
             if watch is not None:
-                if open_blocks.differentiated == differentiated:
-                    watch.check(guards[0].name)
+                watch.check(guards[0].name)
                 for guard in guards:
                     guard.proven = guard.proven or watch.proven
     finally:
@@ -98,7 +93,6 @@ def scaled_block(guards: Iterable[StepGuard], scaler: LossScaler, *, delay_unsca
     guards = tuple(dict.fromkeys(guards))
     scale = _open(guards, scaler)
     _count(1)
-    differentiated = open_blocks.differentiated
     try:
         try:
             yield scale
@@ -111,7 +105,7 @@ def scaled_block(guards: Iterable[StepGuard], scaler: LossScaler, *, delay_unsca
                 guard.grads.collect()
                 guard.leave_block(scale, delayed=scaler if scaler.checks else None)
         else:
-            _leave(guards, scaler, scale, scaler.checks, warns=open_blocks.differentiated == differentiated)
+            _leave(guards, scaler, scale, scaler.checks, warns=True)
     finally:
         _count(-1)
         for guard in guards:
@@ -165,17 +159,3 @@ def _leave(guards: Sequence[StepGuard], scaler: LossScaler, scale: Scale, checks
         guard.leave_block(1.0, check)
         if checks:
             guard.checks.block_ended(scaler, scale)
-
-
-def watch_autograd_grad(original: Any) -> Any:
-    """Return a replacement of `torch.autograd.grad` that counts its calls in blocks.
-
-    A block in which the program asked for gradients in this way may leave nothing in ``.grad``, and nobody is warned.
-    """
-
-    def grad(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and open_blocks.count:
-            open_blocks.differentiated += 1
-        return original(*args, **kwargs)
-
-    return imitate(grad, original, "torch.autograd", "grad")

@@ -175,15 +175,11 @@ class LossScalers:
             )
         scalers = self._meant_by(state)
         names = [f"loss_scaler{i}" for i in range(len(scalers))]
-        for name in names:
-            if name not in state:
-                raise CheckpointError(
-                    f"key {name!r} is missing; this run has the loss scalers {', '.join(names)}; nothing was loaded"
-                )
-        unknown = sorted(str(key) for key in state if key not in {*names, "skipped_steps"})
-        if unknown:
+        missing = [name for name in names if name not in state]
+        for key in missing or sorted(str(key) for key in state if key not in {*names, "skipped_steps"}):
             raise CheckpointError(
-                f"key {unknown[0]!r} is unknown; this run has {', '.join(names)} and skipped_steps; nothing was loaded"
+                f"key {key!r} is {'missing' if missing else 'unknown'}; this run has the loss scalers "
+                f"{', '.join(names)}; nothing was loaded"
             )
         skipped = state.get("skipped_steps", 0)
         if not is_count(skipped):

@@ -239,14 +239,6 @@ def scaled_by_us() -> None:
         optimizer.step()
 
 
-def differentiated_in_the_block() -> None:
-    handle, net = autoamp.init(**CPU), model()
-    optimizer, x = sgd(net), torch.randn(8, 4, requires_grad=True)
-    loss = net(x).float().square().mean()
-    with handle.scale_loss(loss, optimizer):
-        torch.autograd.grad(loss, x)
-
-
 def scaled_in_parts() -> None:
     handle, net = autoamp.init(**CPU), model()
     optimizer = sgd(net)
@@ -256,9 +248,7 @@ def scaled_in_parts() -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize(
-    "use", [gradients_held, scaled_by_torch, scaled_by_us, differentiated_in_the_block, scaled_in_parts]
-)
+@pytest.mark.parametrize("use", [gradients_held, scaled_by_torch, scaled_by_us, scaled_in_parts])
 def test_what_is_right_is_not_told(use: Callable[[], None]) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import pickle
-import sys
-import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-import autoamp
 from autoamp.errors import UsageError
 from autoamp.scaling import DynamicLossScaler, StaticLossScaler
 from autoamp.stepping import StepGuard, scaled_block
@@ -315,66 +311,6 @@ def test_a_loss_of_other_parameters_warns() -> None:
     assert setup.guard.checks.pending == []
     setup.optimizer.step()
     assert setup.scaler.unskipped == 0
-
-
-def scaled_and_differentiated(optimizer: Any, grad: Callable[..., Any], scale: float = 1024.0) -> Tensor:
-    """Ask for the gradient of an input alone, as a gradient penalty does."""
-    x = torch.ones(2, requires_grad=True)
-    with autoamp.scale_loss((x * 3).sum(), optimizer) as scaled:
-        (gradient,) = grad(scaled, x)
-    assert isinstance(gradient, Tensor)
-    return gradient
-
-
-def test_gradients_that_go_to_no_parameter_are_no_reason_to_warn(half: torch.dtype) -> None:
-    early = torch.autograd.grad
-    handle = autoamp.init(device_type="cpu", dtype=half, loss_scale=1024.0)
-    assert torch.autograd.grad is not early
-    optimizer = Setup(torch.optim.Adam).optimizer
-    gradient = scaled_and_differentiated(optimizer, torch.autograd.grad)
-    assert gradient.tolist() == [3072.0, 3072.0]
-    # And the next block is asked anew.
-    with pytest.warns(UserWarning, match="no parameter of Adam"), handle.scale_loss(gradient.sum(), optimizer):
-        torch.ones(())
-    handle.deactivate()
-    assert torch.autograd.grad is early
-
-
-def test_a_name_of_the_programs_own_for_grad_is_known_too() -> None:
-    user: Any = types.ModuleType("took_grad")
-    user.grad = torch.autograd.grad
-    sys.modules[user.__name__] = user
-    try:
-        autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=1024.0)
-        scaled_and_differentiated(Setup().optimizer, user.grad)
-    finally:
-        del sys.modules[user.__name__]
-
-
-def test_gradients_outside_of_the_block_are_not_those_of_the_block() -> None:
-    handle = autoamp.init(device_type="cpu", dtype=torch.float16)
-    optimizer, x = Setup().optimizer, torch.ones(2, requires_grad=True)
-    for _ in range(2):
-        torch.autograd.grad(x.sum(), x)
-        with pytest.warns(UserWarning, match="no parameter of SGD"), handle.scale_loss(x.sum(), optimizer):
-            pass
-
-
-def test_compiled_and_scripted_code_calls_grad_as_before() -> None:
-    autoamp.init(device_type="cpu", dtype=torch.float16)
-    assert torch.autograd.grad.__module__ == "torch.autograd"
-    assert pickle.loads(pickle.dumps(torch.autograd.grad)) is torch.autograd.grad
-    x = torch.ones(2, requires_grad=True)
-
-    @torch.compile(backend="eager")
-    def compiled(x: Tensor) -> Tensor:
-        return torch.autograd.grad((x * 2.0).sum(), x)[0]
-
-    with warnings.catch_warnings():
-        # Dynamo looks at gradients of what is no leaf, of which torch warns. A mark of the test would not do: that of
-        # the file comes before it.
-        warnings.simplefilter("ignore")
-        assert compiled(x).tolist() == [2.0, 2.0]
 
 
 def test_frozen_parameters_warn_with_the_cause() -> None:
