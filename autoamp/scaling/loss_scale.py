@@ -105,7 +105,21 @@ class LossScaler(ABC):
             found_inf: One fp32 element, not 0 where a gradient held inf or nan. Nobody writes to it any more.
             tell: Called after the host's update, once the flag is known; it raises nothing.
         """
-        raise NotImplementedError
+
+        def move(found: bool) -> None:
+            self._move(found)
+            tell(found)
+
+        self.unread.add(found_inf, move, urgent=self._is_urgent())
+
+    def _is_urgent(self) -> bool:
+        """Tell whether the host has to know soon what the flags say."""
+        return False
+
+    def _move(self, found_inf: bool) -> None:
+        self.scale_before = self._loss_scale
+        self._overflows += found_inf
+        self._unskipped = 0 if found_inf else self._unskipped + 1
 
     def state_dict(self) -> dict[str, Any]:
         """Return ``{"loss_scale": float, "unskipped": int}``, all that a resumed run needs."""
@@ -179,7 +193,7 @@ class StaticLossScaler(LossScaler):
     def update(self, found_inf: bool) -> None:
         """Count the steps without an overflow. See `LossScaler.update`."""
         self.unread.catch_up()
-        self._count(found_inf)
+        self._move(found_inf)
 
     def scale_at_hand(self) -> float:
         """Return the scale. See `LossScaler.scale_at_hand`."""
@@ -188,19 +202,6 @@ class StaticLossScaler(LossScaler):
     def serves_device(self, device: torch.device) -> bool:
         """Tell whether flags on this device are worth it. See `LossScaler.serves_device`."""
         return type(self).update is StaticLossScaler.update and self.unread.serves(device)
-
-    def update_later(self, found_inf: Tensor, tell: Callable[[bool], None]) -> None:
-        """Count this step later. See `LossScaler.update_later`."""
-
-        def count(found: bool) -> None:
-            self._count(found)
-            tell(found)
-
-        self.unread.add(found_inf, count)
-
-    def _count(self, found_inf: bool) -> None:
-        self._unskipped = 0 if found_inf else self._unskipped + 1
-        self._overflows += found_inf
 
     def __repr__(self) -> str:
         return f"StaticLossScaler(loss_scale={self.loss_scale!r})"
@@ -302,12 +303,10 @@ class DynamicLossScaler(LossScaler):
         if self._may_leave_limits():
             following.clamp_(self.min_loss_scale, self.max_loss_scale)
         self._on_device = _DeviceScale(following, self._on_device.growth_tracker)
+        super().update_later(found_inf, tell)
 
-        def move(found: bool) -> None:
-            self._move(found)
-            tell(found)
-
-        self.unread.add(found_inf, move, urgent=self._lowest() < _NEAR_ONE)
+    def _is_urgent(self) -> bool:
+        return self._lowest() < _NEAR_ONE
 
     def _leave_device(self) -> None:
         """Go on from what the host knows, once it has caught up."""
@@ -321,9 +320,8 @@ class DynamicLossScaler(LossScaler):
         super().__setattr__(name, value)
 
     def _move(self, found_inf: bool) -> None:
-        self.scale_before = scale = self._loss_scale
-        self._overflows += found_inf
-        self._unskipped = 0 if found_inf else self._unskipped + 1
+        super()._move(found_inf)
+        scale = self._loss_scale
         if found_inf:
             scale = _fp32(scale * self.backoff_factor)
         elif self._unskipped >= self.growth_interval:
