@@ -61,16 +61,15 @@ def scaled(function: Callable[[], Any]) -> Any:
     """Run a function under automatic scaling, and see that its passes were scaled."""
     handle = autoamp.init(**NO_CASTS)
     seen: list[float] = []
-    with handle.auto_scale() as scaling:
-        opened = scaling._begin
+    watch: Any = runtime_of(handle).optimizers.watch
+    told = watch.loss_scaled
 
-        def spied(*args: Any) -> Any:
-            found = opened(*args)
-            if found is not None:
-                seen.append(found.scale)
-            return found
+    def loss_scaled(loss: Tensor, scale: Any) -> None:
+        seen.append(float(scale))
+        told(loss, scale)
 
-        scaling._begin = spied  # type: ignore[method-assign]
+    watch.loss_scaled = loss_scaled
+    with handle.auto_scale():
         result = function()
     assert seen
     assert min(seen) > 1
@@ -1057,10 +1056,10 @@ def test_a_thread_s_hooks_are_those_of_its_own_pass(scaling: AutoScale) -> None:
 
 def test_passes_without_an_optimizer_are_left_alone(handle: autoamp.Handle, scaling: AutoScale) -> None:
     x = torch.ones(2, requires_grad=True)
-    seen: list[Any] = []
-    x.register_hook(lambda gradient: seen.append(scaling._passes.now()))
+    seen: list[bool] = []
+    x.register_hook(lambda gradient: seen.append(scaling.scales_pass()))
     x.sum().backward()
-    assert seen == [None]
+    assert seen == [False]
     assert torch.equal(torch.autograd.grad(x.sum(), x)[0], torch.ones(2))
 
 
@@ -1167,9 +1166,12 @@ def test_nothing_to_check_costs_nothing() -> None:
     handle = autoamp.init(device_type="cpu", dtype=torch.bfloat16)
     model, optimizer, x = make()
     with handle.auto_scale() as scaling:
-        scaling._begin = None  # type: ignore[assignment, method-assign]
-        model(x).float().sum().backward()
+        seen: list[bool] = []
+        loss = model(x).float().sum()
+        loss.register_hook(lambda gradient: seen.append(scaling.scales_pass()))
+        loss.backward()
         optimizer.step()
+    assert seen == [False]
     assert handle.loss_scale == 1.0
 
 
