@@ -381,13 +381,11 @@ class PendingChecks:
         if group is None and self.pending:
             last = self.pending[-1]
             self.pending.append(OverflowCheck(last.scaler, last.scale, unscale_(self._grads.params(), 1.0)))
-        elif group is not None and not self._agreed and self._may_be_scaled():
-            self.agree(group)
-
-    def _may_be_scaled(self) -> bool:
-        """Tell whether a loss was scaled: here, or on another rank where this one has scaled none yet."""
-        scalers = self._owner.scalers
-        return self.last is not None or bool(scalers and scalers[0].checks)
+        elif group is not None and not self._agreed:
+            # Another rank may have scaled a loss where this one has scaled none yet.
+            scalers = self._owner.scalers
+            if self.last is not None or (scalers and scalers[0].checks):
+                self.agree(group)
 
     def agree(
         self, group: SyncGroup, norm: Tensor | None = None, *, largest: bool = False, loss_is_nonfinite: bool = False
@@ -423,11 +421,9 @@ class PendingChecks:
         """
         reduce_partial(self._grads.params(), halves_alone=False)
         group = self.group
-        norm = self._norm(group, norm_type)
+        present = [param for param in self._grads.params() if param.grad is not None]
+        norm = powered_norm(present, group, norm_type)
         return norm if group is None else self.agree(group, norm, largest=norm_type == math.inf).norm
-
-    def _norm(self, group: SyncGroup | None, norm_type: float) -> Tensor:
-        return powered_norm([param for param in self._grads.params() if param.grad is not None], group, norm_type)
 
 
 def _place_of(scaler: LossScaler, scalers: Sequence[LossScaler]) -> int:
@@ -649,16 +645,13 @@ class StepGuard:
     def _call(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before, self.stepping = self.stepping, True
         try:
-            self._begin_masters_step()
+            if self.masters is not None:
+                asked = self.owner.requested_group(self)
+                self.masters.begin_step(local=asked is not None and asked.replicas == 1)
             casts = self.owner.casts
             return (original if casts is None else casts.local.bound(original, False))(*args, **kwargs)
         finally:
             self.stepping = before
-
-    def _begin_masters_step(self) -> None:
-        if self.masters is not None:
-            asked = self.owner.requested_group(self)
-            self.masters.begin_step(local=asked is not None and asked.replicas == 1)
 
     def skip(self, blamed: OverflowCheck) -> Any:
         """Count a skipped step.

@@ -70,14 +70,6 @@ class Link:
             return grad is None and not self.has_shared
         return self._shared() is grad
 
-    def is_equal_by(self, wrapper: object) -> bool:
-        """Tell whether this wrapper made the masters of all processes equal."""
-        return self.equal_by is not None and self.equal_by() is wrapper
-
-    def is_behind(self, half: Tensor) -> bool:
-        """Tell whether the half parameter was written to, or, before the first step, may have been."""
-        return not self.stepped or self.is_written(half)
-
     def is_written(self, half: Tensor) -> bool:
         """Tell whether torch reports a write into the half parameter."""
         return _state(half) != self._state[0]
@@ -179,7 +171,7 @@ def refresh_masters(pairs: Collection[tuple[Tensor, Link]], *, first_step: bool 
         first_step: Whether this is the first step, after which the master weights are authoritative.
         local: Whether the masters of other processes may differ.
     """
-    behind = [(half, link) for half, link in pairs if link.is_behind(half)]
+    behind = [(half, link) for half, link in pairs if not link.stepped or link.is_written(half)]
     several = bool(behind) and not local and several_processes()
     for half, link in behind:
         check_shapes(half, link.master)

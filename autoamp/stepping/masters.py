@@ -175,7 +175,7 @@ class MasterWeights:
         # Of several around one parameter the newest counts: one from before may not be collected yet.
         for wrapper in reversed(list(WRAPPERS)):
             pairs = [left.pop(id(param)) for param in kept_equal(wrapper) if id(param) in left]
-            stale = [half for half, link in pairs if not link.is_equal_by(wrapper)]
+            stale = [half for half, link in pairs if link.equal_by is None or link.equal_by() is not wrapper]
             if stale:
                 with equalized(stale, wrapper) as masters:
                     broadcast(wrapper, masters)

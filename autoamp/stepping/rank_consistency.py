@@ -44,17 +44,12 @@ def rank_sets(params: Sequence[Tensor], groups: Iterable[Any]) -> list[tuple[int
             found[tuple(sorted(mesh.device_mesh.mesh.flatten().tolist()))] = None
     wanted = set(map(id, params))
     for wrapper in WRAPPERS:
-        if not wanted.isdisjoint(map(id, map(_stepped, kept_equal(wrapper)))):
+        kept = kept_equal(wrapper)
+        if not wanted.isdisjoint(map(id, [*kept, *map(master_of, kept)])):
             found[tuple(sorted(dist.get_process_group_ranks(wrapper.process_group)))] = None
     for group in groups:
         found[tuple(sorted(dist.get_process_group_ranks(group)))] = None
     return [ranks for ranks in found if len(ranks) > 1]
-
-
-def _stepped(param: Tensor) -> Tensor:
-    """Return what an optimizer steps for a parameter of a model."""
-    master = master_of(param)
-    return param if master is None else master
 
 
 def announce_disabled() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterable
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -32,9 +31,12 @@ def refuse_left_behind(name: str, params: Iterable[Tensor]) -> None:
         params: Its parameters; the model's own, not their masters.
     """
     lost = [param for param in params if param.requires_grad and param.grad is None and not is_sharded(param)]
-    if not lost or not _may_be_sharded():
+    started = dist.is_available() and dist.is_initialized()
+    if not lost or not started or "torch.distributed.tensor" not in sys.modules:
         return
-    present = [param for module in _objects_of(Module) for param in _own_parameters(module)]
+    # By type: a proxy may answer for what it stands for. A module that is half built has no parameters yet.
+    modules = [vars(found) for found in gc.get_objects() if issubclass(type(found), Module)]
+    present = [param for own in modules for param in (own.get("_parameters") or {}).values() if param is not None]
     in_modules = set(map(id, present))
     shapes = {param.shape for param in present if is_sharded(param)}
     # What is in no module may belong to the program itself: then no shard is like it.
@@ -46,18 +48,3 @@ def refuse_left_behind(name: str, params: Iterable[Tensor]) -> None:
             "made. Make the optimizer afterwards; if the opt level casts the model, in this order: "
             "initialize(model), fully_shard(model), the optimizer"
         )
-
-
-def _may_be_sharded() -> bool:
-    return dist.is_available() and dist.is_initialized() and "torch.distributed.tensor" in sys.modules
-
-
-def _objects_of(kind: type[Any]) -> list[Any]:
-    # By type: a proxy may answer for what it stands for.
-    return [found for found in gc.get_objects() if issubclass(type(found), kind)]
-
-
-def _own_parameters(module: Any) -> list[Tensor]:
-    # A module that is half built has none yet.
-    own: Any = vars(module).get("_parameters") or {}
-    return [param for param in own.values() if param is not None]
