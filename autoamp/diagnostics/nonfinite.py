@@ -261,7 +261,7 @@ def _holds_non_finite(grads: Sequence[Tensor], losses: Sequence[Tensor]) -> Tens
     if not local:
         return None
     on_cpu = all(tensor.is_cpu for tensor in local)
-    if on_cpu and all(tensor.dim() < 2 for tensor in local):
+    if on_cpu and all(tensor.dim() < 2 and tensor.layout is torch.strided for tensor in local):
         total = torch.cat([tensor.reshape(-1) for tensor in local]).sum()
         return total - total
     return total_norm(local, 2.0 if on_cpu else torch.inf).isfinite().logical_not()
