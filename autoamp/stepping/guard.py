@@ -318,7 +318,8 @@ class PendingChecks:
 
     def look_again(self) -> None:
         """Check the gradients of a step that follows a skipped one without a block: they may be the same."""
-        if self.last is not None and self._grads.has_any():
+        # Not after a collective: a rank that scaled no loss would not take part in another.
+        if self.last is not None and not self._agreed and self._grads.has_any():
             check = OverflowCheck(*self.last, unscale_(self._grads.params(), 1.0))
             # The scaler heard of these gradients at the skipped step.
             check.reported.overflowed = True
@@ -559,8 +560,8 @@ class StepGuard:
                 f"{self.name}.step() was called inside its scale_loss block, where gradients are still multiplied by "
                 f"{float(self.grads.scale):g}; move optimizer.step() after the with block"
             )
-        self._prepare_step()
         closure = args[0] if args else kwargs.get("closure")
+        self._prepare_step(makes_gradients=callable(closure))
         try:
             if callable(closure):
                 self.skips.last = False
@@ -581,7 +582,7 @@ class StepGuard:
         blamed = self.checks.resolve()
         return self.take(original, args, kwargs) if blamed is None else self.skip(blamed)
 
-    def _prepare_step(self) -> None:
+    def _prepare_step(self, *, makes_gradients: bool) -> None:
         if self.skips.steps == 0:
             self.refuse_replaced_params()
         self.skips.steps += 1
@@ -590,7 +591,7 @@ class StepGuard:
         self.grads.collect()
         self.checks.finish_delayed()
         self.checks.unscale_added_params()
-        if self.checks.last is not None and not self.checks.pending and self.skips.last:
+        if self.checks.last is not None and not (makes_gradients or self.checks.pending) and self.skips.last:
             self.checks.look_again()
         if several_processes():
             self.checks.recheck()

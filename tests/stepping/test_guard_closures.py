@@ -68,6 +68,18 @@ def test_lbfgs_trains_from_a_scale_that_overflows() -> None:
     assert curve.scaler.loss_scale < 2.0**20
 
 
+@pytest.mark.parametrize("make", [torch.optim.LBFGS, torch.optim.SGD])
+def test_the_closure_after_a_skipped_step_is_evaluated(make: Callable[..., Any]) -> None:
+    curve = Curve(make, DynamicLossScaler(2.0**10), lr=0.1)
+    curve.inputs[0] = math.inf
+    curve.optimizer.step(curve.closure)
+    assert curve.param.tolist() == [0.0] * 4
+    curve.inputs[0] = 1.0
+    curve.optimizer.step(curve.closure)
+    assert curve.param.count_nonzero() == 4
+    assert curve.guard.skips.total == 1
+
+
 def test_a_later_evaluation_is_repeated_at_a_lower_scale() -> None:
     curve = Curve(torch.optim.LBFGS, DynamicLossScaler(2.0**10), lr=1.0)
 
