@@ -472,7 +472,7 @@ class BaseHandle:
         scalers = self._runtime.optimizers.loss_scalers
         if not self.settings.enabled or scalers.is_off(optimizers):
             return contextlib.nullcontext(loss)
-        if scalers.has_own:
+        if scalers.with_own():
             raise UsageError("after wrap_optimizer() use `with optimizer.scale_loss(loss)`, not handle.scale_loss")
         return self._runtime.optimizers.scaled(loss, optimizers, scalers.choose(loss_id, optimizers), delay_unscale)
 

@@ -22,7 +22,6 @@ __all__ = [
     "equalized",
     "linked",
     "load_master",
-    "mark_equal",
     "master_of",
     "refresh_masters",
     "release_master",
@@ -179,12 +178,6 @@ def refresh_masters(pairs: Collection[tuple[Tensor, Link]], *, first_step: bool 
         whole = several and link.equal_by is None and not is_sharded(half)
         link.copy_from_param(half, whole=whole and (first_step or link.is_written(half)))
         link.stepped = link.stepped or first_step
-
-
-def mark_equal(pairs: Collection[tuple[Tensor, Link]]) -> None:
-    """Note that half parameters are equal to their rounded masters; see `Link.mark_equal`."""
-    for half, link in pairs:
-        link.mark_equal(half)
 
 
 def _state(tensor: Tensor) -> tuple[int | None, int]:

@@ -131,11 +131,6 @@ class LossScalers:
         vars(optimizer).pop("scale_loss", None)
         return True
 
-    @property
-    def has_own(self) -> bool:
-        """Whether an optimizer that lives has scalers of its own."""
-        return bool(self._own)
-
     def with_own(self) -> list[Any]:
         """Return the optimizers that live and have scalers of their own."""
         return list(self._own)
@@ -194,9 +189,8 @@ class LossScalers:
 
     def _meant_by(self, state: Mapping[str, Any]) -> list[LossScaler]:
         """Return the scalers that a state is of: all, or those of the last call, where earlier models just live on."""
-        latest = self.all if self._latest is None else self._latest
         count = sum(str(key).startswith("loss_scaler") for key in state)
-        return latest if count == len(latest) else self.all
+        return self.latest if count == len(self.latest) else self.all
 
 
 class OwnScalers:

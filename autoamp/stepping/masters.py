@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autoamp.scaling import has_shards, is_sharded, local_of, widened
 from autoamp.stepping.attach import AttachedMethod
-from autoamp.stepping.links import Link, check_shapes, equalized, linked, mark_equal, refresh_masters, release_master
+from autoamp.stepping.links import Link, check_shapes, equalized, linked, refresh_masters, release_master
 from autoamp.stepping.replicas import WRAPPERS, Sync, broadcast, kept_equal, next_sync, several_processes
 from autoamp.tensors import HALF_DTYPES, without_grad
 
@@ -239,7 +239,8 @@ class MasterWeights:
                 for half, link in pairs:
                     check_shapes(half, link.master)
                 raise
-            mark_equal(pairs)
+            for half, link in pairs:
+                link.mark_equal(half)
 
     @torch.no_grad()
     def dissolve(self, only: Iterable[Tensor] | None = None) -> None:

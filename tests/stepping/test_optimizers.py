@@ -424,14 +424,14 @@ def test_the_check_comes_before_each_block(optimizers: GuardedOptimizers) -> Non
 
 def test_wrapped_tells_of_living_optimizers(optimizers: GuardedOptimizers, collected: Callable[[], None]) -> None:
     _, optimizer = sgd()
-    assert not optimizers.loss_scalers.has_own
+    assert not optimizers.loss_scalers.with_own()
     wrap_optimizer(optimizers, optimizer, [StaticLossScaler(2.0)])
-    assert optimizers.loss_scalers.has_own
+    assert optimizers.loss_scalers.with_own()
     reference = weakref.ref(optimizer)
     del optimizer
     collected()
     assert reference() is None
-    assert not optimizers.loss_scalers.has_own
+    assert not optimizers.loss_scalers.with_own()
 
 
 # -- giving back --
@@ -450,7 +450,7 @@ def test_release_gives_everything_back(optimizers: GuardedOptimizers) -> None:
     assert other.grad.tolist() == [1.0, 1.0]
     first.step()
     assert one.isnan().all()
-    assert not optimizers.loss_scalers.has_own
+    assert not optimizers.loss_scalers.with_own()
 
 
 def test_after_release_an_optimizer_can_be_guarded_again(optimizers: GuardedOptimizers) -> None:
