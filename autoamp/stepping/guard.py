@@ -29,7 +29,6 @@ from autoamp.scaling import (
     SyncGroup,
     SyncGroups,
     found_any,
-    is_sharded,
     non_finite,
     powered_norm,
     reduce_partial,
@@ -343,16 +342,9 @@ class PendingChecks:
     def resolve_dropped_grads(self) -> None:
         """Settle checks whose gradients the program dropped without a step: they skip none.
 
-        Ranks of a mesh drop gradients of their shards alike. In a group that the program asked for a rank may have had
-        none to drop: there the next step is skipped.
+        Not where ranks agree on a step: another rank may have dropped nothing. There the next step is skipped.
         """
-        group = self.group if self.pending else None
-        if not self.pending or (group is not None and group.asked):
-            return
-        params = self._grads.params()
-        if all(param.grad is None for param in params if group is None or is_sharded(param)):
-            if group is not None and not self._agreed:
-                self.agree(group)
+        if self.pending and not self._grads.has_any() and self.group is None:
             self.resolve()
 
     def resolve_on_device(self, skips: Skips) -> Tensor | None:

@@ -242,6 +242,19 @@ def dropped(layouts: Layouts) -> list[Any]:
     return told
 
 
+def idle(layouts: Layouts) -> list[float]:
+    """A rank that has no gradients in the first of two blocks of a step, as an expert without tokens."""
+    params = [layouts.parameter("1-D", "sharded", torch.float32)]
+    with training("scale_loss", params) as (_, _, optimizer):
+        before = local(params[0]).detach().clone()
+        for block in range(2):
+            loss = torch.ones((), requires_grad=True) if block == 0 and dist.get_rank() == 3 else loss_of(params, [1.0])
+            with autoamp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+        optimizer.step()
+    return (before - local(params[0]).detach()).tolist()
+
+
 def clipped_and_dropped(layouts: Layouts, kind: str) -> list[Any]:
     """Programs that look at the norm, and drop the gradients without a step where it is not finite."""
     params = [layouts.parameter("1-D", "plain" if kind == "asked" else kind, torch.float32)]
@@ -310,6 +323,7 @@ def found_by_rank() -> dict[Any, Any]:
     found["losses"] = several_losses(layouts)
     found["dropped"] = dropped(layouts)
     found["clipped and dropped"] = {kind: clipped_and_dropped(layouts, kind) for kind in ("sharded", "asked")}
+    found["idle"] = idle(layouts)
     found["adam"] = sharded_adam(layouts)
     found["refusals"] = refusals(layouts)
     return found
@@ -369,17 +383,22 @@ def test_each_loss_has_its_own_scale_on_all_ranks(ranks: list[Any]) -> None:
 
 def test_dropped_gradients_lower_the_scale_of_all_ranks(ranks: list[Any]) -> None:
     for found in ranks:
-        assert found["dropped"] == [(2.0**15, 0), (2.0**15, 0)]
+        assert found["dropped"] == [(2.0**15, 1), (2.0**15, 1)]
 
 
-@pytest.mark.parametrize(("kind", "costs"), [("sharded", 0), ("asked", 1)])
-def test_gradients_dropped_for_their_norm_lower_the_scale_of_all_ranks(ranks: list[Any], kind: str, costs: int) -> None:
+def test_a_rank_may_be_idle_in_the_first_of_several_blocks(ranks: list[Any]) -> None:
+    for rank, found in enumerate(ranks):
+        assert found["idle"] == [0.5 if rank == 3 else 1.0] * 2
+
+
+@pytest.mark.parametrize("kind", ["sharded", "asked"])
+def test_gradients_dropped_for_their_norm_lower_the_scale_of_all_ranks(ranks: list[Any], kind: str) -> None:
     for found in ranks:
         told = found["clipped and dropped"][kind]
         assert [finite for finite, *_ in told] == [True, False, True, True, True]
-        # Where a rank may have nothing to drop it is the next step that tells all of them, and is skipped.
-        assert [moved for _, moved, *_ in told] == [True, False, not costs, True, True]
-        assert [skipped for *_, skipped, _ in told] == [0, 0, costs, costs, costs]
+        # A rank may have had nothing to drop: it is the next step that tells all of them, and is skipped.
+        assert [moved for _, moved, *_ in told] == [True, False, False, True, True]
+        assert [skipped for *_, skipped, _ in told] == [0, 0, 1, 1, 1]
         assert [scale for *_, scale in told] == [2.0**16, 2.0**16, 2.0**15, 2.0**15, 2.0**15]
 
 
