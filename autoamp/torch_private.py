@@ -46,6 +46,7 @@ __all__ = [
     "function_of_node",
     "in_dual_level",
     "in_function_mode",
+    "insert_function_mode",
     "is_any_autocast_enabled",
     "is_intercepted",
     "is_parallelized",
@@ -55,6 +56,7 @@ __all__ = [
     "names_of_builtins",
     "next_sequence_number",
     "normed_weight",
+    "remove_function_mode",
     "sequence_number",
     "start_no_graph",
     "tracing_state",
@@ -112,6 +114,36 @@ is_any_autocast_enabled: Callable[[], bool] = _find("torch._C._is_any_autocast_e
 
 in_function_mode: Callable[[], bool] = _find("torch._C._is_torch_function_mode_enabled", lambda: True)
 """Whether a `TorchFunctionMode` intercepts calls of torch's functions."""
+
+_function_modes = tuple(
+    _find(f"torch.overrides.{name}", None) for name in ("_get_current_function_mode_stack", "_pop_mode", "_push_mode")
+)
+_default_device = _find("torch._GLOBAL_DEVICE_CONTEXT", None)
+
+
+def insert_function_mode(mode: Any) -> None:
+    """Let a `TorchFunctionMode` intercept calls below all others, which a program may enter and leave meanwhile."""
+    if None not in _function_modes:
+        modes = _function_modes[0]()
+        # torch expects that of `torch.set_default_device` at the bottom.
+        default = getattr(_default_device, "device_context", None)
+        place = sum(one is default for one in modes[:1])
+        _replace_modes([*modes[:place], mode, *modes[place:]])
+
+
+def remove_function_mode(mode: Any) -> None:
+    """End what `insert_function_mode` began in this thread, if anything."""
+    if None not in _function_modes and mode in (modes := _function_modes[0]()):
+        _replace_modes([one for one in modes if one is not mode])
+
+
+def _replace_modes(modes: Sequence[Any]) -> None:
+    stack, pop, push = _function_modes
+    for _ in stack():
+        pop()
+    for one in modes:
+        push(one)
+
 
 tracing_state: Callable[[], Any] = _find("torch._C._get_tracing_state", _tracing)
 """The state of a `torch.jit.trace` that runs; None where none does."""

@@ -28,7 +28,7 @@ def replay(chosen: argparse.Namespace) -> int:
     try:
         for module, precision in capsule.precisions:
             handle.override(module, precision)
-        found = trace.explain_records(capsule.records, [], capsule.scale)
+        found = trace.explain_records(capsule.records, capsule.scale)
     finally:
         handle.deactivate()
     if found is None:

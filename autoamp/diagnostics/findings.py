@@ -26,7 +26,7 @@ from autoamp.diagnostics.verdicts import (
 )
 from autoamp.tensors import HALF_DTYPES
 
-__all__ = ["CannotReplay", "Trial", "Trials", "backward_finding", "output_finding", "shown_line"]
+__all__ = ["CannotReplay", "Trial", "Trials", "backward_finding", "of_site", "output_finding", "shown_line"]
 
 
 class CannotReplay(Exception):
@@ -61,7 +61,7 @@ class Trial:
         self.results, self.failure = {}, None
         if roots and self.leaves:
             try:
-                with watch.watching():
+                with watch:
                     found = torch.autograd.grad(
                         roots, list(self.leaves.values()), gradients, retain_graph=True, allow_unused=True
                     )
@@ -115,7 +115,7 @@ def output_finding(trials: Trials, first: Trial, number: int, *, intended: bool)
     try:
         wide = trials.trial(1.0, wide=True)
     except (CannotReplay, RuntimeError) as error:
-        return _of_site(origin.site, _unknown_in_fp32(error), "forward", origin.flaw)
+        return of_site(origin.site, _unknown_in_fp32(error), "forward", origin.flaw)
     value = wide.outputs[number] if number < len(wide.outputs) else None
     found = None if value is None or flaw_of(value) is None else wide.inspector.origin_of(value)
     return _origin_finding(origin, None if found is not None and found.intended and not intended else found, wide)
@@ -167,16 +167,16 @@ def _origin_finding(origin: Origin, in_fp32: Origin | None, wide: Trial) -> Over
     if wide_site is not None and wide_site.dtype in HALF_DTYPES:
         if _place(wide_site) == _place(origin.site):
             why = _unknown_in_fp32("it writes to a half tensor in place")
-            return _of_site(origin.site, why, "forward", origin.flaw)
+            return of_site(origin.site, why, "forward", origin.flaw)
         # In fp32 it was finite until it was written to a tensor that the program made half.
         in_fp32 = None
     if in_fp32 is None:
         half = origin.site.dtype if origin.site.dtype in HALF_DTYPES else torch.float16
         verdict = HalfPrecisionOp(origin.magnitudes, str(half).removeprefix("torch."), origin.site.in_cast)
-        return _of_site(origin.site, verdict, "forward", origin.flaw)
+        return of_site(origin.site, verdict, "forward", origin.flaw)
     if in_fp32.site is None:
         return _given_finding(in_fp32, wide)
-    return _of_site(in_fp32.site, NotFiniteInFp32(magnitudes=in_fp32.magnitudes), "forward", in_fp32.flaw)
+    return of_site(in_fp32.site, NotFiniteInFp32(magnitudes=in_fp32.magnitudes), "forward", in_fp32.flaw)
 
 
 def _given_finding(origin: Origin, trial: Trial) -> Overflow:
@@ -213,12 +213,12 @@ def batch_index(tensor: Tensor) -> int | None:
     return int(rows[0]) if len(rows) else None
 
 
-def _of_site(site: Site, verdict: OverflowVerdict, phase: str, flaw: Flaw) -> Overflow:
-    """Return the finding for what an op made, with the entry of a list file that avoids it where one does."""
+def of_site(site: Site, verdict: OverflowVerdict, phase: str, flaw: Flaw, otherwise: str | None = None) -> Overflow:
+    """Return the finding for what an op made, with the entry of a list file that avoids it, or with another remedy."""
     names = site.names if isinstance(verdict, HalfPrecisionOp) else ()
     return Overflow(
         verdict, op=site.op, module=site.module, location=shown_line(site.location), phase=phase,
-        suggestion=fp32_entry(names, site.in_place), value=flaw.value, fp32_names=names,
+        suggestion=fp32_entry(names, site.in_place) or otherwise, value=flaw.value, fp32_names=names,
     )  # fmt: skip
 
 
@@ -269,7 +269,7 @@ def _found_backward(
     verdict: OverflowVerdict = search or NotFiniteInFp32(magnitudes=result.magnitudes)
     if search is None and finite_in_fp32:
         verdict = HalfPrecisionOp(result.magnitudes, _dtype_name(site), in_cast=site.in_cast)
-    return replace(_of_site(site, verdict, "backward", result.flaw), parameter=parameter)
+    return replace(of_site(site, verdict, "backward", result.flaw), parameter=parameter)
 
 
 def _with_all_names(found: Overflow, half: Inspector, wide: Trial) -> Overflow:

@@ -15,7 +15,7 @@ import math
 import operator
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
+from autoamp.casting import Casts
 from autoamp.diagnostics.op_names import spelled_at, spellings
 from autoamp.patching import original_of
 from autoamp.tensors import HALF_DTYPES, iter_tensors, map_tensors
@@ -32,8 +33,10 @@ from autoamp.torch_private import (
     DispatchMode,
     current_graph_task,
     function_of_node,
+    insert_function_mode,
     is_transformed,
     next_sequence_number,
+    remove_function_mode,
     sequence_number,
 )
 
@@ -48,7 +51,6 @@ __all__ = [
     "named_inputs",
     "sum_of",
     "user_line",
-    "user_place",
     "worst_of",
 ]
 
@@ -125,6 +127,7 @@ class Origin:
         magnitudes: The largest absolute value of each floating tensor that the call got.
         tensor: What held it when it was first seen.
         intended: Whether the call is one by which programs write inf on purpose.
+        finite_in_fp32: Whether the call gives finite values in fp32; None if that was not tried or is not known.
     """
 
     site: Site | None
@@ -132,6 +135,7 @@ class Origin:
     magnitudes: tuple[float, ...] = ()
     tensor: Tensor | None = None
     intended: bool = False
+    finite_in_fp32: bool | None = None
 
 
 def flaw_of(tensor: Tensor) -> Flaw | None:
@@ -188,12 +192,6 @@ def user_line(frame: types.FrameType | None) -> str | None:
     return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def user_place(frame: types.FrameType | None) -> tuple[str, int] | None:
-    """Return the file and the line of the innermost frame that is neither of torch nor of this package."""
-    frame = _user_frame(frame)
-    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
-
-
 def _user_frame(frame: types.FrameType | None) -> types.FrameType | None:
     while frame is not None and _is_between(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
@@ -224,8 +222,11 @@ class Inspector(TorchFunctionMode):
     Args:
         root: The model; None where that is the first module to be called.
         wide: Whether all that would be computed in half precision is computed in fp32.
+        casts: How threads cast, where what it looks at is not run again: then ops that make inf or nan are, alone, in
+            fp32.
 
     Attributes:
+        since: The number of the first node that may be new; those before it are of calls that are not looked at.
         sites: The call that made each node of the graph.
         origins: All that was seen, in order.
         inputs: The tensors that outermost modules were called with, by the names of their arguments.
@@ -234,9 +235,11 @@ class Inspector(TorchFunctionMode):
             their lines.
     """
 
-    def __init__(self, root: Module | None = None, *, wide: bool = False) -> None:
+    def __init__(self, root: Module | None = None, *, wide: bool = False, casts: Casts | None = None) -> None:
         super().__init__()
         self._wide = wide
+        self._casts = casts
+        self.since = 0
         self.sites: dict[Any, Site] = {}
         self.origins: list[Origin] = []
         self.root = root
@@ -267,6 +270,15 @@ class Inspector(TorchFunctionMode):
         for hook in self._hooks:
             hook.remove()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def begin_between(self) -> None:
+        """Look on outside of module calls, in this thread, until `end_between`."""
+        self.since = _next_number()
+        insert_function_mode(self)
+
+    def end_between(self) -> None:
+        """End what `begin_between` began."""
+        remove_function_mode(self)
 
     def begin_function(self) -> None:
         """Look on at the backward pass of a function of the program: torch's engine turns modes off."""
@@ -330,8 +342,32 @@ class Inspector(TorchFunctionMode):
             result = func(*args, **kwargs)
         outputs = _floating(result) or ([args[0]] if name == "setitem" and isinstance(args[0], Tensor) else [])
         if outputs and name not in _UNSET:
+            seen = len(self.origins)
             self._take(func, caller, flaws, sizes, outputs, inner, since)
+            if self._casts is not None and len(self.origins) > seen and self.origins[-1].site is not None:
+                self.origins[-1].finite_in_fp32 = self._is_finite_in_fp32(self._casts, func, args, kwargs, outputs)
         return result
+
+    def _is_finite_in_fp32(
+        self, casts: Casts, func: Any, args: Any, kwargs: Any, outputs: Sequence[Tensor]
+    ) -> bool | None:
+        """Run an op that made inf or nan of finite values again, in fp32; None if that does not tell."""
+        if bare_name(func) in _CASTS:
+            return True
+        before = [site for site in self.sites.values() if site.dtype in HALF_DTYPES]
+        if "out" in kwargs or _writes_in_place(func) or str(getattr(func, "__name__", "")).startswith("__i"):
+            return None
+        devices = [outputs[0].device] if outputs[0].is_cuda else []
+        try:
+            with torch.no_grad(), casts.switched(False, forced_off=True), torch.random.fork_rng(devices):
+                wide = func(*map_tensors(args, _to_fp32), **map_tensors(kwargs, _to_fp32))
+        except Exception:
+            return None
+        if worst_of(_floating(wide)) is None:
+            return True
+        # What is 0 in half precision may be none in fp32.
+        own = outputs[0].grad_fn
+        return None if any(self.sites.get(own) is not site for site in before) else False
 
     def _take(
         self, func: Any, caller: types.FrameType, flaws: Sequence[tuple[Tensor, Flaw | None]],
@@ -420,6 +456,17 @@ class Inspector(TorchFunctionMode):
         self.origins.append(origin)
         return origin
 
+    def origin_in_memory(self, tensor: Tensor) -> Origin | None:
+        """Return where the inf or nan of a tensor came from that has the memory of one that was seen."""
+        for seen in self._flawed.values():
+            if seen.tensor.data_ptr() == tensor.data_ptr() and seen.tensor.shape == tensor.shape:
+                return seen.origin
+        return None
+
+    def take_function(self, tensor: Tensor) -> None:
+        """Take note of functions of the program that made a tensor: no mode sees them, and no op after them did."""
+        self._own(tensor.grad_fn, Site("", None, None), _next_number())
+
     def _own(self, node: Any, site: Site, since: int) -> None:
         waiting = [node]
         while waiting:
@@ -428,6 +475,8 @@ class Inspector(TorchFunctionMode):
                 continue
             # A node that is older than the call is of something that no mode sees, such as a function of the program.
             number = sequence_number(node)
+            if number < self.since:
+                continue
             self.sites[node] = self._unseen(node, number) if 0 <= number < since else site
             waiting.extend(following for following, _ in node.next_functions)
 
@@ -528,7 +577,8 @@ class _NodeResult:
     got: Flaw | None
     gave: Flaw | None
     magnitudes: tuple[float, ...]
-    half: bool
+    finite_at_one: bool | None = None
+    finite_in_fp32: bool | None = None
 
     @property
     def flaw(self) -> Flaw:
@@ -544,25 +594,27 @@ class Backward:
         inspector: What looked on at the forward pass.
         sites: The call that made each node.
         results: What each node got and gave, in the order in which they ran.
+        scale: The loss scale of a pass that is not run again: then nodes that make inf or nan are, alone, at a scale
+            of 1 and by gradients that are small enough for half precision. None where the pass is run again.
     """
 
     inspector: Inspector
+    scale: float | None = None
     sites: dict[Any, Site] = field(default_factory=dict)
     results: dict[Any, _NodeResult] = field(default_factory=dict)
     _known: int = 0
+    _handles: list[Any] = field(default_factory=list)
 
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[Backward]:
-        """Look on within a ``with`` statement."""
+    def __enter__(self) -> Backward:
         self.sites = dict(self.inspector.sites)
         functions = [node for node in self.sites if function_of_node(node) is not None]
-        handles = [node.register_hook(self._hook(node)) for node in self.sites]
-        handles += [node.register_prehook(self._begin) for node in functions]
-        try:
-            yield self
-        finally:
-            for handle in handles:
-                handle.remove()
+        self._handles = [node.register_hook(self._hook(node)) for node in self.sites]
+        self._handles += [node.register_prehook(self._begin) for node in functions]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        while self._handles:
+            self._handles.pop().remove()
 
     def _begin(self, got: Any) -> None:
         self._known = len(self.inspector.origins)
@@ -575,9 +627,12 @@ class Backward:
             if is_function:
                 self.inspector.end_function()
             given, made = _floating(got), _floating(gave)
-            result = self.results[node] = _NodeResult(
-                worst_of(given), worst_of(made), largest(given), any(t.dtype in HALF_DTYPES for t in made)
-            )
+            result = self.results[node] = _NodeResult(worst_of(given), worst_of(made), largest(given))
+            if self.scale is not None and result.got is None and result.gave is not None:
+                result.finite_at_one = _gives_finite(node, got, 1.0 / self.scale)
+                # A derivative that half precision holds makes small gradients of small ones.
+                small = _gives_finite(node, got, 2.0**-30)
+                result.finite_in_fp32 = small if small and _has_half((*given, *made)) else self._unless_half(node)
             if is_function and result.got is None and result.gave is not None:
                 made_here = [one for one in self.inspector.origins[self._known :] if not one.intended]
                 if made_here and made_here[0].site is not None:
@@ -585,6 +640,11 @@ class Backward:
                     result.magnitudes = made_here[0].magnitudes
 
         return ran
+
+    def _unless_half(self, node: Any) -> bool | None:
+        """Return False for what half precision cannot have caused, None where a value of another op may be half."""
+        others = (site for other, site in self.sites.items() if other is not node)
+        return None if any(site.dtype in HALF_DTYPES for site in others) else False
 
     def producer(self, reached: Callable[[Any], bool]) -> tuple[Site, _NodeResult] | None:
         """Return the first node that made inf or nan of finite gradients, if these came to a parameter that has them.
@@ -611,6 +671,19 @@ class Backward:
                 if result is not None and result.got is not None and result.gave is not None:
                     waiting.append(following)
         return False
+
+
+def _has_half(tensors: Sequence[Tensor]) -> bool:
+    return any(tensor.dtype in HALF_DTYPES for tensor in tensors)
+
+
+def _gives_finite(node: Any, got: Sequence[Any], factor: float) -> bool | None:
+    """Tell whether a node, whose saved values are still there, gives finite gradients for smaller ones."""
+    # The node of a function that is written in Python cannot be called itself.
+    run = getattr(node, "apply", node)
+    with torch.no_grad(), contextlib.suppress(Exception):
+        return worst_of(list(iter_tensors(run(*(one if one is None else one * factor for one in got))))) is None
+    return None
 
 
 def worst_of(tensors: Sequence[Tensor | None]) -> Flaw | None:

@@ -21,23 +21,24 @@ from torch.nn import Module
 from autoamp.casting import Casts
 from autoamp.diagnostics.capsule import CapsuleWriter
 from autoamp.diagnostics.inspector import flaw_of, worst_of
-from autoamp.diagnostics.losses import LossRegion, in_loss, in_unwatched
 from autoamp.diagnostics.ranks import TracingRanks
-from autoamp.diagnostics.records import Record, Recorder
+from autoamp.diagnostics.records import Record, RecordedStep, Recorder
 from autoamp.diagnostics.replay import CannotReplay, RecordedCall, kept_state, unfit, unwrapped
 from autoamp.diagnostics.verdicts import Communication, NotFiniteInFp32, NotLocated, Overflow, ScaleSearch
 from autoamp.stepping import Skips, several_processes
+from autoamp.tensors import HALF_DTYPES
 from autoamp.torch_private import compiler_callback
 
 __all__ = ["OverflowTrace"]
 
 log = logging.getLogger(__name__)
 
-# After a step whose overflow was not located, or lies in the loss, so many steps are recorded more thoroughly.
+# After a step whose overflow was not located, or lies outside of modules, so many steps are watched.
 WATCHED_STEPS = 8
 # A search for the loss scale takes two skips in a row where a scale has held: at twice that, and at itself. Where none
 # has held the search begins at 2**16, and as a rule ends above this.
 _SEARCHES, _LOW_SCALE = 2, 2.0**10
+_NOTHING = RecordedStep()
 
 
 class OverflowTrace:
@@ -50,10 +51,8 @@ class OverflowTrace:
 
     Attributes:
         always: As given.
-        last: The last overflow; None before the first.
-        all: All of them, the last `keeps`.
+        all: The overflows, the last `keeps`.
         recorder: Keeps what a step that failed is run again from.
-        wants_flags: Whether verdicts are to be read at each step, since an overflow was not located in time.
         listeners: Called with each skip that was explained.
         capsules: Writes capsules of located overflows; None if nobody asked for them.
         unscaled: The losses of the step at hand at a scale of 1.
@@ -71,27 +70,34 @@ class OverflowTrace:
         self.always = always
         self._casts = casts
         self._unobserved = unobserved
-        self.last: Overflow | None = None
         self.all: list[Overflow] = []
         self.recorder = Recorder(casts, armed=always)
-        self.wants_flags = False
         self.listeners: list[Callable[[Overflow], object]] = []
         self.capsules: CapsuleWriter | None = None
         self.unscaled: list[Tensor] = []
         self._steps = 0
         self._watched = 0
-        self._judged: tuple[list[Record], list[LossRegion]] = [], []
-        self._earlier: tuple[list[Record], list[LossRegion]] = [], []
-        # Of which optimizers steps were heard, and of which the last one.
+        self._judged = self._earlier = _NOTHING
+        # Of optimizers whose steps were heard of.
         self._several: weakref.WeakSet[Skips] = weakref.WeakSet()
-        self._latest: weakref.ref[Skips] | None = None
-        self._were_several = False
         self._ranks = TracingRanks()
+        # An overflow of the first step is located in it.
+        self.recorder.ops.armed = always
+
+    @property
+    def last(self) -> Overflow | None:
+        """The last overflow; None before the first."""
+        return self.all[-1] if self.all else None
+
+    @property
+    def wants_flags(self) -> bool:
+        """Whether verdicts are to be read at each step, since an overflow was not located in time."""
+        return self._watched > 0
 
     def close(self) -> None:
         """Drop what was recorded: the handle is no longer active."""
         self.recorder.close()
-        self._judged = self._earlier = [], []
+        self._judged = self._earlier = _NOTHING
 
     # -- what steps tell; see `autoamp.stepping.StepWatch` --
 
@@ -103,25 +109,21 @@ class OverflowTrace:
         """Hear that an optimizer is called: what was recorded is of its step."""
         self._steps += 1
         self.unscaled = self.recorder.unscaled
-        taken = self.recorder.take()
         # With several optimizers a part of what this one steps by may have been computed before the last step.
-        self._earlier = self._judged if self._were_several and self._is_one_of_several() else ([], [])
-        self._judged = taken
-        if self._watched:
-            self._watched -= 1
-            self._watch(self._watched)
+        self._earlier = self._judged if len(self._several) > 1 else _NOTHING
+        self._judged = self.recorder.take()
+        if self.recorder.ops.armed:
+            self._watch(max(0, self._watched - 1))
 
     def step_known(
         self, skips: Skips, skipped: bool, scale: float | None, next_scale: float | None, late: bool
     ) -> Overflow | None:
         """Hear what became of a step, and explain it if it was a skip; see `autoamp.stepping.StepWatch`."""
-        if self._latest is None or self._latest() is not skips:
-            self._latest = weakref.ref(skips)
+        if skips not in self._several:
             self._several.add(skips)
-            self._were_several = len(self._several) > 1
         if not skipped or scale is None:
-            if not late and not (self._were_several and self._is_one_of_several()):
-                self._judged = [], []
+            if not late and len(self._several) < 2:
+                self._judged = _NOTHING
             return None
         if not self.recorder.armed:
             if torch.compiler.is_dynamo_compiling() or compiler_callback():
@@ -132,7 +134,9 @@ class OverflowTrace:
             if fixed or searched:
                 self._watch(WATCHED_STEPS)
             return None
-        found = _with_remedy(self._found(scale, late), scale, next_scale)
+        found = self._found(scale, late)
+        if isinstance(found.verdict, ScaleSearch) and next_scale is not None and next_scale >= scale:
+            found = self._at_fixed_scale(found, scale)
         # Whoever did not ask is told of each cause once.
         again = not self.always and self.last is not None and self.last.place == found.place
         found = replace(found, loss_scale=None if math.isnan(scale) else scale)
@@ -147,9 +151,9 @@ class OverflowTrace:
         return self._noted(self._found(1.0, late), late, logging.DEBUG, ())
 
     def _watch(self, steps: int) -> None:
-        """Record so many steps thoroughly; 0 goes back to what is recorded always."""
+        """Watch so many steps; 0 goes back to what is recorded always."""
         self._watched = steps
-        self.wants_flags = self.recorder.losses.thorough = steps > 0
+        self.recorder.ops.armed = steps > 0
         self.recorder.armed = self.always or steps > 0
 
     def _found(self, scale: float, late: bool) -> Overflow:
@@ -172,33 +176,36 @@ class OverflowTrace:
             self._write_capsule(found)
         finally:
             if not late:
-                self._judged = [], []
+                self._judged = _NOTHING
         return found
 
-    def records_of_step(self) -> list[Record]:
+    def records_of_step(self) -> Sequence[Record]:
         """Return what was recorded of the step at hand: one that is about to be taken, or was skipped just now."""
-        return self.recorder.records or self._judged[0]
-
-    def _is_one_of_several(self) -> bool:
-        # Each of several optimizers is heard of after another one, so that their number is known.
-        return len(self._several) > 1
+        return self.recorder.records or self._judged.records
 
     def _note(self, found: Overflow) -> None:
         goes_on = not self.always and not isinstance(found.verdict, ScaleSearch)
         if isinstance(found.verdict, NotLocated) or found.module is None or goes_on:
             self._watch(WATCHED_STEPS)
-        self.last = found
         self.all.append(found)
         del self.all[: -self.keeps]
 
     def _write_capsule(self, found: Overflow) -> None:
         """Write a capsule if asked for. The records of a step whose overflow is known late are gone by then."""
         if self.capsules is not None and found.iteration is not None and self.capsules.wants(found):
-            records, scale = [*self._earlier[0], *self._judged[0]], found.loss_scale or 1.0
-            self.capsules.write(found, self.explain_records(records, [], scale), records, scale)
+            records, scale = [*self._earlier.records, *self._judged.records], found.loss_scale or 1.0
+            self.capsules.write(found, self.explain_records(records, scale), records, scale)
 
     def _late(self) -> Overflow:
         return self._unlocated("the device reported the overflow after later steps had begun")
+
+    def _at_fixed_scale(self, found: Overflow, scale: float) -> Overflow:
+        """Return the finding for a scale that is too large and does not move."""
+        if found.op is None:
+            return self._unlocated("gradients of the loss overflow in half precision; its ops were not watched")
+        lower = None if not isinstance(found.verdict, ScaleSearch) else found.verdict.finite_at
+        below = f"at most {lower:g}" if lower is not None else f"lower than {scale:g}"
+        return replace(found, suggestion=f'use loss_scale="dynamic", or a static scale of {below}')
 
     def _unlocated(self, why: str) -> Overflow:
         return Overflow(NotLocated(why, watched=WATCHED_STEPS))
@@ -206,12 +213,11 @@ class OverflowTrace:
     # -- finding it --
 
     def _explain(self, scale: float) -> Overflow:
-        records = [*self._earlier[0], *self._judged[0]]
-        losses = [*self._earlier[1], *self._judged[1]]
+        records = [*self._earlier.records, *self._judged.records]
         self.recorder.sums = self.recorder.sums or any(record.outputs_written_to() for record in records)
         reducing = next((module for record in records if _reduces(module := record.module())), None)
         ranks = self._ranks.begin(reducing) if several_processes() and reducing is not None else None
-        found = self.explain_records(records, losses, scale)
+        found = self.explain_records(records, scale, self._judged)
         if ranks is not None:
             ranks.tell(None if found is not None and isinstance(found.verdict, NotLocated) else found is not None)
         if found is None and reducing is not None and several_processes():
@@ -220,10 +226,16 @@ class OverflowTrace:
             "run again, the step gave finite gradients" if records else "no call of a module was recorded in this step"
         )
 
-    def explain_records(self, records: list[Record], losses: list[LossRegion], scale: float) -> Overflow | None:
-        """Run what was recorded again. Returns what made inf or nan, None if all gradients of this rank are finite."""
+    def explain_records(self, records: list[Record], scale: float, step: RecordedStep = _NOTHING) -> Overflow | None:
+        """Return what made inf or nan; None if all gradients of this rank are finite.
+
+        Args:
+            records: The calls to run again.
+            scale: The loss scale.
+            step: What is known beside the calls.
+        """
         try:
-            return self._locally(records, losses, scale)
+            return self._locally(records, step, scale)
         except CannotReplay as error:
             return self._unlocated(str(error))
         except Exception as error:
@@ -241,37 +253,43 @@ class OverflowTrace:
             return self._unlocated(f"the gradients of this rank are finite, and rank {ranks} could not check its own")
         return Overflow(Communication(blamed))
 
-    def _locally(self, records: list[Record], losses: list[LossRegion], scale: float) -> Overflow | None:
+    def _locally(self, records: list[Record], step: RecordedStep, scale: float) -> Overflow | None:
         """Return the finding of this rank; None where its own gradients are finite."""
         modules = [module for record in records if (module := record.module()) is not None]
         self.recorder.paused = True
         self._casts.cache.clear()
         try:
             with self._unobserved(), kept_state(modules):
-                for region in losses:
-                    if region.is_searching():
-                        return in_loss(region, scale)
+                in_loss = None if step.ops is None else step.ops.forward_finding() or step.ops.backward_finding()
+                if in_loss is not None and isinstance(in_loss.verdict, ScaleSearch):
+                    return in_loss
                 for record in records:
                     if record.passes:
                         found = RecordedCall(record, self._casts, scale).forward_finding()
                         if found is not None:
-                            return self._from_before(records, record, found, scale)
-                found = self._backward(records, losses, scale)
+                            return self._from_before(records, step, record, found, scale)
+                found = in_loss or self._backward(records, step, scale)
                 if found is None or found.phase == "forward":
                     # Now what is harmless as a rule: outputs without gradients, and -inf that may be on purpose.
-                    found = self._suspect(records, records, scale) or found
+                    found = self._suspect(records, step, records, scale) or found
                 return found
         finally:
             self._casts.cache.clear()
             self.recorder.paused = False
 
-    def _from_before(self, records: list[Record], record: Record, found: Overflow, scale: float) -> Overflow:
+    def _from_before(
+        self, records: list[Record], step: RecordedStep, record: Record, found: Overflow, scale: float
+    ) -> Overflow:
         """Return the finding, or where inf or nan came in by an input, that of the call whose output it was."""
         if not isinstance(found.verdict, NotFiniteInFp32) or found.verdict.cause != "data":
             return found
-        computed = [one for one, _ in record.versions if id(one) in record.wanted and flaw_of(one) is not None]
+        flawed = [one for one, _ in record.versions if flaw_of(one) is not None]
+        for one in flawed if step.ops is not None else []:
+            if (between := step.ops.finding_of(one)) is not None:  # type: ignore[union-attr]
+                return between
+        computed = [one for one in flawed if id(one) in record.wanted]
         before = [one for one in records if one.number < record.number and (not one.passes or one.gave(computed))]
-        earlier = self._suspect(records, before, scale)
+        earlier = self._suspect(records, step, before, scale)
         if earlier is not None or not computed:
             return earlier or found
         # A gradient goes back to it: as a rule another op computed it, so it is not called data.
@@ -280,53 +298,45 @@ class OverflowTrace:
             "was not recorded; use explain_overflow()"
         )
 
-    def _suspect(self, records: list[Record], among: list[Record], scale: float) -> Overflow | None:
+    def _suspect(self, records: list[Record], step: RecordedStep, among: list[Record], scale: float) -> Overflow | None:
         for record in among:
             module = record.module()
             if module is not None and unfit(module) is None:
                 found = RecordedCall(record, self._casts, scale).suspect()
                 if found is not None:
-                    return self._from_before(records, record, found, scale)
+                    return self._from_before(records, step, record, found, scale)
         return None
 
-    def _backward(self, records: list[Record], losses: list[LossRegion], scale: float) -> Overflow | None:
-        for region in losses:
-            found = in_loss(region, scale)
-            if found is not None:
-                return found
+    def _backward(self, records: list[Record], step: RecordedStep, scale: float) -> Overflow | None:
+        if worst_of(step.losses) is not None:
+            return self._unlocated("the loss is inf or nan, and its ops were not watched in this step")
         for record in reversed(records):
             if record.too_large:
                 raise CannotReplay("the gradients at the outputs are too large to keep; use explain_overflow()")
             for loss in record.passes:
-                arrived = record.gradients_of(loss)
-                if worst_of(arrived) is not None:
-                    return self._between(losses, arrived, scale)
-                found = RecordedCall(record, self._casts, scale).backward_finding(loss)
-                if found is not None:
-                    return self._from_before(records, record, found, scale)
+                flaw = worst_of(arrived := record.gradients_of(loss))
+                if flaw is None:
+                    found = RecordedCall(record, self._casts, scale).backward_finding(loss)
+                    if found is not None:
+                        return self._from_before(records, step, record, found, scale)
+                elif scale > 1.0 and not flaw.nan and worst_of([one for one in arrived if not _is_half(one)]) is None:
+                    # What no half tensor can hold. If a lower scale does not mend it, the next step tells.
+                    return Overflow(ScaleSearch(), phase="backward")
+                else:
+                    return self._unlocated(
+                        f"the gradients hold {flaw.value} where they come to {_name_of(record)}, and the ops between "
+                        "its call and the loss were not watched in this step"
+                    )
         return None
 
-    def _between(self, losses: list[LossRegion], arrived: Sequence[Tensor | None], scale: float) -> Overflow:
-        """Return the finding for gradients at outputs that are not finite, though no node was seen to make them so."""
-        unwatched = [found for region in losses if (found := in_unwatched(region, arrived, scale)) is not None]
-        if len(unwatched) == 1 and len(losses) == 1:
-            return unwatched[0]
-        why = (
-            "the loss is computed by more ops than are examined"
-            if any(not region.whole for region in losses)
-            else "it was made between calls of modules"
-        )
-        raise CannotReplay(f"{why}; use explain_overflow()")
+
+def _is_half(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.dtype in HALF_DTYPES
+
+
+def _name_of(record: Record) -> str:
+    return type(record.module()).__name__
 
 
 def _reduces(module: Module | None) -> bool:
     return module is not None and unwrapped(module) is not module
-
-
-def _with_remedy(found: Overflow, scale: float, next_scale: float | None) -> Overflow:
-    """Return the finding with a remedy where the scale is too large and does not move."""
-    if isinstance(found.verdict, ScaleSearch) and next_scale is not None and next_scale >= scale:
-        lower = found.verdict.finite_at
-        below = f"at most {lower:g}" if lower is not None else f"lower than {scale:g}"
-        return replace(found, suggestion=f'use loss_scale="dynamic", or a static scale of {below}')
-    return found

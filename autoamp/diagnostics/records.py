@@ -3,7 +3,7 @@
 A record is of an outermost module call in which gradients are recorded: its arguments, without their graph, and the
 random states before it. Of its outputs something is kept by which they are known again, and the gradients that came
 back to them. It lives as long as the graph, or until the step once gradients came back. What is computed between the
-outputs and the loss is noted in `autoamp.diagnostics.losses`.
+outputs and the loss is watched in some steps; see `autoamp.diagnostics.op_watch`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torch.nn import Module
 
 from autoamp.casting import Casts
 from autoamp.diagnostics.inspector import sum_of
-from autoamp.diagnostics.losses import LossRecorder, LossRegion, without_graph
+from autoamp.diagnostics.op_watch import OpWatch, WatchedOps
 from autoamp.patching import imitate
 from autoamp.tensors import iter_tensors, map_tensors, version_of
 from autoamp.torch_private import current_graph_task
 
-__all__ = ["RandomStates", "Record", "Recorder"]
+__all__ = ["RandomStates", "Record", "RecordedStep", "Recorder"]
 
 # Of a step no more is kept than this: bytes of gradients at outputs, calls.
 _MAX_BYTES = 2**28
@@ -132,6 +132,20 @@ class Record:
         return sum(tensor.nbytes for tensor, _ in self.versions)
 
 
+class RecordedStep(NamedTuple):
+    """What was recorded of a step.
+
+    Attributes:
+        records: The module calls.
+        losses: The losses, without their graph.
+        ops: The ops outside of these calls, where they were watched.
+    """
+
+    records: Sequence[Record] = ()
+    losses: Sequence[Tensor] = ()
+    ops: WatchedOps | None = None
+
+
 @dataclass(eq=False, slots=True)
 class _Known:
     """What is known of a module.
@@ -165,8 +179,9 @@ class Recorder:
     Attributes:
         armed: Whether steps are recorded.
         records: The calls since the last step.
-        losses: Takes note of the losses since then.
-        unscaled: The losses since then at a scale of 1, each of one element, without their graph.
+        losses: The first losses since then, without their graph.
+        unscaled: Those of them at a scale of 1, each of one element.
+        ops: Watches what is computed between calls and losses.
         paused: Whether nothing is kept, as in a step that is run again.
         sums: Whether of all outputs sums are kept, since the program was found to write to its outputs.
     """
@@ -175,8 +190,9 @@ class Recorder:
         self._casts = casts
         self.armed = armed
         self.records: list[Record] = []
-        self.losses = LossRecorder()
+        self.losses: list[Tensor] = []
         self.unscaled: list[Tensor] = []
+        self.ops = OpWatch(casts)
         self.paused = self.sums = False
         self._inside = _Inside()
         self._begun: list[weakref.ref[Record]] = []
@@ -184,18 +200,21 @@ class Recorder:
         self._taken: list[weakref.ref[Record]] = []
         self._number = 0
         self._bytes = 0
+        # How many backward passes there were since the last step.
+        self._passes = 0
         # How many losses were noted whose backward pass has not begun.
         self._told = 0
         # Of each module, by a weak reference to it.
         self._known: dict[weakref.ref[Module], _Known] = {}
 
-    def take(self) -> tuple[list[Record], list[LossRegion]]:
+    def take(self) -> RecordedStep:
         """Return what there is, and begin anew."""
         self._taken, self._begun, self.unscaled = self._begun, [], []
         records, self.records, self._bytes, self._told = self.records, [], 0, 0
+        losses, self.losses, self._passes = self.losses, [], 0
         if len(records) > 1:
             records.sort(key=_number_of)
-        return records, self.losses.take()
+        return RecordedStep(records, losses, self.ops.take())
 
     @property
     def latest(self) -> Record | None:
@@ -204,19 +223,23 @@ class Recorder:
         return last[0]() if last else None
 
     def close(self) -> None:
-        """Drop all, and leave torch as it was."""
+        """Drop all."""
         self.take()
-        self.losses.close()
 
     def note_loss(self, loss: Tensor, scale: SupportsFloat) -> None:
         """Take note of a loss that is scaled, and whose backward pass is yet to begin."""
         self._told += 1
-        if not self.paused and type(scale) is float and scale == 1.0:
-            self._keep(loss)
-        if self.armed and not self.paused:
-            self.losses.note(loss, scale)
-        elif self.losses.notes_lines:
-            self.losses.end_lines()
+        self._note(loss, scale, type(scale) is float and scale == 1.0)
+
+    def _note(self, loss: Tensor, scale: SupportsFloat, is_unscaled: bool) -> None:
+        if self.paused:
+            return
+        if (self.armed or is_unscaled) and loss.numel() == 1 and len(self.losses) < _MAX_RECORDS:
+            self.losses.append(loss.detach())
+            if is_unscaled:
+                self.unscaled.append(self.losses[-1])
+        self._passes += 1
+        self.ops.note_loss(loss, scale)
 
     def builders(self) -> list[tuple[Any, str, Callable[[Any], Any]]]:
         """Return what to patch: the owner, the attribute, and what builds the replacement of it."""
@@ -233,20 +256,11 @@ class Recorder:
                 self._told -= 1
             elif not self.paused:
                 for root in (tensors,) if isinstance(tensors, Tensor) else tensors:
-                    self._note_unscaled(root)
+                    if isinstance(root, Tensor) and root.grad_fn is not None and root.is_floating_point():
+                        self._note(root, 1.0, is_unscaled=True)
             return original(tensors, *args, **kwargs)
 
         return imitate(backward, original, "torch.autograd", "backward")
-
-    def _note_unscaled(self, root: Any) -> None:
-        if isinstance(root, Tensor) and root.grad_fn is not None and root.is_floating_point():
-            self._keep(root)
-            if self.armed:
-                self.losses.note(root, 1.0)
-
-    def _keep(self, loss: Tensor) -> None:
-        if loss.numel() == 1 and len(self.unscaled) < _MAX_RECORDS:
-            self.unscaled.append(loss.detach())
 
     def wants_call(self) -> bool:
         """Tell whether a call that begins now is recorded; see `autoamp.modules.CallRecorder`."""
@@ -258,6 +272,7 @@ class Recorder:
     def record(self, call: Callable[..., Any], module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module, and keep a record of that; see `autoamp.modules.CallRecorder`."""
         self._inside.call = True
+        self.ops.pause()
         try:
             record = self._begin(module, args, kwargs)
             outputs = call(module, *args, **kwargs)
@@ -275,9 +290,7 @@ class Recorder:
         on_gpu = torch.cuda.is_initialized()
         if on_gpu and torch.cuda.is_current_stream_capturing():
             return None
-        if self.losses.notes_lines:
-            self.losses.end_lines()
-        thorough = self.losses.thorough
+        thorough = self.ops.armed
         wanted: set[int] = set()
         versions: list[tuple[Tensor, int | None]] = []
 
@@ -342,30 +355,28 @@ class Recorder:
             number = numbers.get(node)
             if number is None:
                 number = numbers[node] = len(numbers)
-                self.losses.mark_end(node)
                 # From here on the graph holds the record.
                 node.register_prehook(functools.partial(self._arrived, record, number))
             record.nodes.append((number, output.output_nr))
         self._begun.append(weakref.ref(record))
-        if numbers:
-            self.losses.begin_lines()
-        elif self._bytes + (size := record.size()) <= _MAX_BYTES:
+        self.ops.begin()
+        if not numbers and self._bytes + (size := record.size()) <= _MAX_BYTES:
             self._bytes += size
             self.records.append(record)
 
     def _arrived(self, record: Record, number: int, gradients: Sequence[Any]) -> None:
         """Keep what came back to a node of a record."""
         # A pass before any loss is scaled, as for a penalty on gradients, is a part of the forward pass.
-        losses = self.losses.losses
-        if not losses or self.paused:
+        if not self._passes or self.paused:
             return
         if not record.passes:
             self.records.append(record)
-        given = record.passes.setdefault(len(losses) - 1, {})
+        given = record.passes.setdefault(self._passes - 1, {})
         kept: list[Tensor | None] = []
         size = self._bytes
         for gradient in gradients:
-            kept.append(without_graph(gradient))
+            # Under create_graph=True it has a graph of its own.
+            kept.append(gradient.detach() if gradient is not None and gradient.requires_grad else gradient)
             size += 0 if gradient is None else gradient.nbytes
         if size > _MAX_BYTES:
             record.too_large = True

@@ -198,9 +198,7 @@ class Overflow:
         backward = "the backward pass of " if self.phase == "backward" else ""
         parts = [f"{backward}{self.op}" if self.op else ""]
         parts.append(f"in module {self.module}" if self.module else "")
-        # The ops of a loss lie in no module, and torch notes their lines in some steps alone.
-        unknown = "at a line that was not recorded" if self.op and not self.module else ""
-        parts.append(f"at {self.location}" if self.location else unknown)
+        parts.append(f"at {self.location}" if self.location else "")
         parts.append(f"(parameter {self.parameter})" if self.parameter else "")
         return " ".join(part for part in parts if part)
 

@@ -24,11 +24,12 @@ logger = logging.getLogger(__name__)
 class StepWatch(Protocol):
     """What looks on as losses are scaled and optimizers step. It raises nothing and changes nothing."""
 
-    wants_flags: bool
-    """Whether it wants to hear of skips at once, though the device alone knows of them as yet."""
-
     unscaled: list[Tensor]
     """The losses of the step at hand that nobody scaled, each of one element."""
+
+    @property
+    def wants_flags(self) -> bool:
+        """Whether it wants to hear of skips at once, though the device alone knows of them as yet."""
 
     def loss_scaled(self, loss: Tensor, scale: SupportsFloat) -> None:
         """Hear of a loss whose backward pass is about to run, multiplied by a scale."""
