@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp.errors import CheckpointError, UsageError
-from autoamp.runtime import runtime_of
 from autoamp.runtime.handle import Handle
 from autoamp.scaling.loss_scale import DynamicLossScaler, LossScaler
 from tests.runtime.shared import Training, init, steps
@@ -127,7 +126,7 @@ def test_a_detached_loss_gets_torchs_own_error_and_the_next_step_works(handle: H
     ):
         scaled.backward()
     steps(handle, training, 1.0)
-    assert (handle.skipped_steps, runtime_of(handle).optimizers.scalers[0].unskipped) == (0, 1)
+    assert (handle.skipped_steps, handle.state_dict()["loss_scaler0"]["unskipped"]) == (0, 1)
 
 
 def generator(optimizer: Any) -> Iterator[Any]:
@@ -179,7 +178,7 @@ def test_blocks_of_one_optimizer_do_not_nest(handle: Handle, training: Training)
             pass
         outer.backward()
     training.optimizer.step()
-    assert runtime_of(handle).optimizers.scalers[0].unskipped == 1
+    assert handle.state_dict()["loss_scaler0"]["unskipped"] == 1
 
 
 def test_a_step_inside_the_block_says_where_it_belongs(handle: Handle, training: Training) -> None:
@@ -207,7 +206,7 @@ def test_a_block_without_backward_warns_with_the_cause(handle: Handle, training:
     before = training.model.weight.clone()
     training.optimizer.step()
     assert torch.equal(training.model.weight, before)
-    assert (handle.skipped_steps, runtime_of(handle).optimizers.scalers[0].unskipped) == (0, 0)
+    assert (handle.skipped_steps, handle.state_dict()["loss_scaler0"]["unskipped"]) == (0, 0)
 
 
 def test_a_step_without_a_block_is_the_optimizers_own(handle: Handle, training: Training) -> None:
@@ -216,7 +215,7 @@ def test_a_step_without_a_block_is_the_optimizers_own(handle: Handle, training: 
     before = training.model.weight.clone()
     training.optimizer.step()
     assert not torch.equal(training.model.weight, before)
-    assert runtime_of(handle).optimizers.scalers[0].unskipped == 1
+    assert handle.state_dict()["loss_scaler0"]["unskipped"] == 1
 
 
 def test_skips_are_counted(handle: Handle, training: Training) -> None:
@@ -265,10 +264,11 @@ def test_a_wrapped_optimizer_has_a_scaler_a_loss(handle: Handle, training: Train
                 scaled.backward()
         training.optimizer.step()
         training.optimizer.zero_grad()
-    first, second = runtime_of(handle).optimizers.scalers
-    assert (first.loss_scale, second.loss_scale) == (65536.0, 32768.0)
-    assert (first.unskipped, second.unskipped) == (2, 1)
-    assert handle.skipped_steps == 1
+    assert handle.state_dict() == {
+        "loss_scaler0": {"loss_scale": 65536.0, "unskipped": 2},
+        "loss_scaler1": {"loss_scale": 32768.0, "unskipped": 1},
+        "skipped_steps": 1,
+    }
     assert handle.loss_scale == 65536.0
 
 
@@ -287,7 +287,7 @@ def test_wrapped_optimizers_do_not_share_scalers(training: Training) -> None:
     with other.optimizer.scale_loss(other.loss(float("inf"))) as scaled:
         scaled.backward()
     other.optimizer.step()
-    assert [scaler.loss_scale for scaler in runtime_of(handle).optimizers.scalers] == [4.0, 4.0, 2.0]
+    assert handle.stats["loss_scales"] == [4.0, 4.0, 2.0]
     assert handle.state_dict().keys() == {"loss_scaler0", "loss_scaler1", "loss_scaler2", "skipped_steps"}
 
 
@@ -296,12 +296,11 @@ def test_wrapping_again_replaces_the_scalers(handle: Handle, training: Training)
     handle.wrap_optimizer(training.optimizer, num_loss=3)
     handle.wrap_optimizer(other.optimizer)
     handle.wrap_optimizer(training.optimizer, num_loss=2)
-    assert len(runtime_of(handle).optimizers.scalers) == 3
-    assert len(set(runtime_of(handle).optimizers.scalers)) == 3
+    assert len(handle.stats["loss_scales"]) == 3
     with training.optimizer.scale_loss(training.loss()) as scaled:
         scaled.backward()
     training.optimizer.step()
-    assert sum(scaler.unskipped for scaler in runtime_of(handle).optimizers.scalers) == 1
+    assert sorted(handle.state_dict()[f"loss_scaler{number}"]["unskipped"] for number in range(3)) == [0, 0, 1]
 
 
 def test_a_wrapped_optimizer_can_delay_and_accumulate(training: Training) -> None:
@@ -401,7 +400,7 @@ def test_the_optimizer_steps_with_casts_off(handle: Handle) -> None:
     training = Training(Own)
     steps(handle, training, 1.0)
     assert seen == [torch.float32]
-    assert runtime_of(handle).casts.local.on
+    assert training.model(training.inputs).dtype is torch.float16
 
 
 def test_a_step_of_any_optimizer_within_a_module_drops_the_casts(handle: Handle) -> None:
