@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import re
 from pathlib import Path
 
@@ -26,8 +27,8 @@ def keep_freed_memory() -> str:
     It sets ``M_MMAP_THRESHOLD`` to 32 MiB and ``M_TRIM_THRESHOLD`` to no limit, for all threads of the process and for
     its later forks. Larger blocks return to the system as before. The process does not shrink after its peak.
 
-    Nothing changes where `malloc` is not glibc's (musl, macOS, Windows, jemalloc, tcmalloc), or where the environment
-    sets one of these values by ``MALLOC_TRIM_THRESHOLD_`` and the like or by ``GLIBC_TUNABLES``.
+    Nothing changes where `malloc` is not glibc's (musl, macOS, Windows, a preloaded jemalloc or tcmalloc), or where the
+    environment sets one of these values by ``MALLOC_TRIM_THRESHOLD_`` and the like or by ``GLIBC_TUNABLES``.
 
     Returns:
         ``"kept"``, or ``"not kept: "`` and the reason.
@@ -49,27 +50,11 @@ def why_not_kept() -> str | None:
             return f"the environment has MALLOC_{name}_"
         if f"glibc.malloc.{name.lower()}" in os.environ.get("GLIBC_TUNABLES", ""):
             return f"GLIBC_TUNABLES has glibc.malloc.{name.lower()}"
-    file = _file_of_malloc()
-    if file is None:
+    if platform.libc_ver()[0] != "glibc":
         return "this is not Linux with glibc"
-    return None if re.fullmatch(r"libc(-2\.\d+)?\.so(\.6)?", file) else f"malloc is that of {file}, not of glibc"
-
-
-def _file_of_malloc() -> str | None:
-    """Return the name of the file that has the process's `malloc`; None where that cannot be known.
-
-    An allocator that was preloaded or linked takes the place of the C library's.
-    """
-    try:
-        mapped = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    address = ctypes.cast(ctypes.CDLL(None).malloc, ctypes.c_void_p).value or 0
-    for line in mapped.splitlines():
-        first, last = (int(end, 16) for end in line.split(maxsplit=1)[0].split("-"))
-        if first <= address < last:
-            return os.path.basename(line.split(maxsplit=5)[-1])
-    return None
+    preloaded = re.split(r"[ :]+", os.environ.get("LD_PRELOAD", ""))
+    other = next((os.path.basename(file) for file in preloaded if "malloc" in os.path.basename(file)), None)
+    return None if other is None else f"malloc is that of {other}, not of glibc"
 
 
 def peak_rss() -> int | None:

@@ -83,9 +83,11 @@ def test_what_the_environment_says_stays(tmp_path: Path, name: str, value: str, 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_another_allocator_is_left_alone(tmp_path: Path) -> None:
     written(tmp_path, {"other.c": FORWARDS})
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", "other.so", "other.c"], cwd=tmp_path, check=True, timeout=60)
-    said, done = alone(tmp_path, LD_PRELOAD=str(tmp_path / "other.so"))
-    assert said == "not kept: malloc is that of other.so, not of glibc"
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-o", "libother_malloc.so", "other.c"], cwd=tmp_path, check=True, timeout=60
+    )
+    said, done = alone(tmp_path, LD_PRELOAD=str(tmp_path / "libother_malloc.so"))
+    assert said == "not kept: malloc is that of libother_malloc.so, not of glibc"
     assert done.startswith("given back")
 
 

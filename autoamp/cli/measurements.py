@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from autoamp import runtime
+from autoamp.tuning import time_of
 
 __all__ = ["REPEATS", "Measured", "Spread", "measure"]
 
@@ -51,7 +50,7 @@ class Measured:
     Attributes:
         flops: Of a square matmul, floating-point operations a second.
         bytes: Of an elementwise op, bytes read and written a second.
-        matmul: How many times as fast as in fp32 the matmul is; medians of paired runs.
+        matmul: How many times as fast as in fp32 the matmul is.
         elementwise: The same of the elementwise op, for as many elements.
         size: The matmul's edge.
         elements: How many elements the elementwise op has.
@@ -110,40 +109,33 @@ def _number(ratio: float) -> str:
 def measure(kind: str, seconds: float = 2.0) -> list[Measured]:
     """Time a matmul and an elementwise op in fp32, fp16 and bf16, in turn, so that all meet the same conditions.
 
-    That is done `REPEATS` times. Each repeat gives the medians of its rounds, and a `Spread` says how these differ.
+    That is done `REPEATS` times, and a `Spread` says how the repeats differ.
 
     Args:
         kind: The device type.
         seconds: How long all of it may take, more or less; warming up comes on top.
     """
-    matmul, elementwise = [], []
+    each = max(seconds / (2 * REPEATS * len(DTYPES)), 1e-6)
+    elements = 2**26 if kind != "cpu" else 2**23
     with runtime.disable_casts(), torch.no_grad():
         size, products = _matmuls(kind)
-        elements = 2**26 if kind != "cpu" else 2**23
-        copies = _copies(kind, elements)
-        for _ in range(REPEATS):
-            matmul.append(_rounds(products, kind, seconds / 2 / REPEATS))
-            elementwise.append(_rounds(copies, kind, seconds / 2 / REPEATS))
-    found = []
-    for name, dtype in DTYPES.items():
-        moved = 2 * elements * dtype.itemsize
-        found.append(
-            Measured(
-                dtype=name,
-                flops=Spread.of([2 * size**3 / statistics.median(rounds[name]) for rounds in matmul]),
-                bytes=Spread.of([moved / statistics.median(rounds[name]) for rounds in elementwise]),
-                matmul=Spread.of([_ratio(rounds, name) for rounds in matmul]),
-                elementwise=Spread.of([_ratio(rounds, name) for rounds in elementwise]),
-                size=size,
-                elements=elements,
-            )
+        copies = {name: _copy(kind, elements, dtype) for name, dtype in DTYPES.items()}
+        matmul, elementwise = (
+            [{name: time_of(call, each) for name, call in calls.items()} for _ in range(REPEATS)]
+            for calls in (products, copies)
         )
-    return found
-
-
-def _ratio(rounds: Mapping[str, list[float]], name: str) -> float:
-    """Return how many times as fast as fp32 a dtype is: the median over rounds, each with itself alone."""
-    return statistics.median(full / half for full, half in zip(rounds["fp32"], rounds[name], strict=True))
+    return [
+        Measured(
+            dtype=name,
+            flops=Spread.of([2 * size**3 / spent[name] for spent in matmul]),
+            bytes=Spread.of([2 * elements * dtype.itemsize / spent[name] for spent in elementwise]),
+            matmul=Spread.of([spent["fp32"] / spent[name] for spent in matmul]),
+            elementwise=Spread.of([spent["fp32"] / spent[name] for spent in elementwise]),
+            size=size,
+            elements=elements,
+        )
+        for name, dtype in DTYPES.items()
+    ]
 
 
 def _matmuls(kind: str) -> tuple[int, dict[str, Callable[[], Any]]]:
@@ -151,8 +143,8 @@ def _matmuls(kind: str) -> tuple[int, dict[str, Callable[[], Any]]]:
     size = 256
     while True:
         calls = {name: _matmul(kind, size, dtype) for name, dtype in DTYPES.items()}
-        spent = {name: min(_time(call, kind) for _ in range(3)) for name, call in calls.items()}
-        if size == 8192 or min(spent.values()) > 4e-3 or max(spent.values()) > 15e-3:
+        spent = [time_of(call, 1e-6) for call in calls.values()]
+        if size == 8192 or min(spent) > 4e-3 or max(spent) > 15e-3:
             return size, calls
         size *= 2
 
@@ -163,35 +155,7 @@ def _matmul(kind: str, size: int, dtype: torch.dtype) -> Callable[[], Any]:
     return lambda: torch.mm(a, b, out=out)
 
 
-def _copies(kind: str, elements: int) -> dict[str, Callable[[], Any]]:
-    def scaled(dtype: torch.dtype) -> Callable[[], Any]:
-        x: Tensor = torch.ones(elements, device=kind, dtype=dtype)
-        out = torch.empty_like(x)
-        return lambda: torch.mul(x, 2.0, out=out)
-
-    return {name: scaled(dtype) for name, dtype in DTYPES.items()}
-
-
-def _rounds(calls: Mapping[str, Callable[[], Any]], kind: str, seconds: float) -> dict[str, list[float]]:
-    """Time each call once a round, at least three rounds and then until the time is up."""
-    for call in calls.values():
-        _time(call, kind)
-    spent: dict[str, list[float]] = {name: [] for name in calls}
-    end = time.perf_counter() + seconds
-    while len(spent["fp32"]) < 3 or (time.perf_counter() < end and len(spent["fp32"]) < 1000):
-        for name, call in calls.items():
-            spent[name].append(_time(call, kind))
-    return spent
-
-
-def _time(call: Callable[[], Any], kind: str) -> float:
-    _wait(kind)
-    start = time.perf_counter()
-    call()
-    _wait(kind)
-    return max(time.perf_counter() - start, 1e-9)
-
-
-def _wait(kind: str) -> None:
-    if kind != "cpu":
-        torch.accelerator.synchronize()
+def _copy(kind: str, elements: int, dtype: torch.dtype) -> Callable[[], Any]:
+    x = torch.ones(elements, device=kind, dtype=dtype)
+    out = torch.empty_like(x)
+    return lambda: torch.mul(x, 2.0, out=out)

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import json
 import os
+import pickle
 import random
 import statistics
 import sys
@@ -31,8 +32,8 @@ from autoamp.cli.launch import Program, prepared, take_path
 from autoamp.cli.options import Options
 from autoamp.cli.session import Run, set_up
 from autoamp.memory import peak_rss
-from autoamp.runtime import Handle
-from autoamp.tuning import SurveyEnded, Surveyor, number_in
+from autoamp.runtime import BaseHandle
+from autoamp.tuning import Survey, SurveyEnded, Surveyor, number_in
 
 __all__ = ["main"]
 
@@ -64,25 +65,25 @@ def main(spec_file: str, program_args: list[str]) -> None:
         if os.getpid() == process:
             value = vars(sys.modules["__main__"]).get(spec["metric"])
             outcome["variable"] = None if value is None else number_in(value)
-            Path(spec["outcome"]).write_text(json.dumps(outcome), encoding="utf-8")
+            Path(spec["outcome"]).write_bytes(pickle.dumps(outcome))
 
 
-def _surveyed(program_runs: Callable[[], None], handle: Handle | None, spec: dict[str, Any]) -> str:
-    """Run the program up to the end of the survey, and return that as JSON."""
+def _surveyed(program_runs: Callable[[], None], handle: BaseHandle, spec: dict[str, Any]) -> Survey:
+    """Run the program up to the end of the survey, and return that."""
     surveyors: list[Surveyor] = []
     with contextlib.ExitStack() as stack:
 
-        def begin(handle: Handle) -> None:
+        def begin(handle: BaseHandle) -> None:
             surveyors.append(Surveyor(handle, steps=spec["steps"], seconds=spec["seconds"]))
             stack.enter_context(surveyors[-1])
 
-        if handle is not None:
+        if handle.settings.enabled:
             begin(handle)
         # The program may set amp up itself, with a handle of its own.
         stack.callback(runtime.activated.listen(begin))
         with contextlib.suppress(SurveyEnded, SystemExit):
             program_runs()
-    return max(surveyors, key=lambda one: one.seen).survey(spec["timing"]).to_json()
+    return max(surveyors, key=lambda one: one.seen).survey(spec["timing"])
 
 
 @contextlib.contextmanager
@@ -125,7 +126,7 @@ def _timed(program_runs: Callable[[], None], run: Run, *, in_fp32: bool) -> dict
         spent = time.perf_counter() - start
     steps = [after - before for before, after in itertools.pairwise(times)][_WARM_UP:]
     handle = runtime.current_handle() or run.handle
-    has_optimizer = bool(times) or (handle is not None and handle.skipped_steps > 0)
+    has_optimizer = bool(times) or handle.skipped_steps > 0
     seconds = statistics.median(steps) if steps else None if has_optimizer else spent
     peak = int(torch.cuda.max_memory_allocated()) if torch.cuda.is_initialized() else peak_rss()
     return {"seconds": seconds, "peak_bytes": peak}

@@ -7,6 +7,7 @@ import contextlib
 import json
 import math
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -144,7 +145,8 @@ class ProgramRuns:
             raise UsageError("the budget was spent before the end of the survey; give a larger --budget") from None
         if "survey" not in outcome:
             raise UsageError(f"the program cannot be surveyed: {failed or 'it ended its process'}")
-        return Survey.from_json(outcome["survey"])
+        found: Survey = outcome["survey"]
+        return found
 
     def run(self, candidate: tuple[Proposal, ...] | None, seed: int) -> Outcome:
         """Run the program with these changes, in fp32 for None."""
@@ -188,7 +190,7 @@ class ProgramRuns:
         command = [sys.executable, "-m", "autoamp.cli.program_child", str(files["spec"]), chosen.program, *chosen.args]
         with open(files["out"], "wb") as out, open(files["err"], "wb") as err:
             code = self._waited_for(command, environment, out, err)
-        written = json.loads(files["outcome"].read_text(encoding="utf-8")) if files["outcome"].exists() else {}
+        written = pickle.loads(files["outcome"].read_bytes()) if files["outcome"].exists() else {}
         printed, errors = (files[name].read_text(encoding="utf-8", errors="replace") for name in ("out", "err"))
         last = next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), "no word on stderr")
         # tqdm writes to stderr.

@@ -145,7 +145,7 @@ class _RunEnd:
         self._run = run
         self._program = [chosen.program, *chosen.args]
         self._fail_on: str | None = chosen.fail_on
-        self._document: dict[str, Any] | None = None
+        self._document: dict[str, Any] = {}
         self._path = path
         self._quiet = quiet
         self._parent = parent
@@ -161,7 +161,7 @@ class _RunEnd:
 
     def judge(self) -> None:
         """Raise SystemExit where skips are to end the run with another exit code than the program's own."""
-        if os.getpid() != self._process or self._fail_on is None or self._document is None:
+        if os.getpid() != self._process or self._fail_on is None or not self._document:
             return
         found = failures(self._document, self._fail_on)
         if found:
@@ -194,7 +194,7 @@ class _RunEnd:
                 say(str(error))
 
     def _write(self, path: Path, report: Report) -> None:
-        if self._document is not None:
+        if self._document:
             write_report(path, [{**self._document, **report.as_dict()}])
         elif is_page(path):
             say("there is no report: the program was not run to its end, or nothing was cast")

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -24,7 +24,7 @@ from autoamp.half_units import half_dtype_with_units, log_fp32
 from autoamp.levels import LEVELS
 from autoamp.memory import keep_freed_memory, peak_rss
 from autoamp.modules import AUTOCAST, ModuleCasts
-from autoamp.runtime import Handle, check_device, device_type_of, runtime_of
+from autoamp.runtime import BaseHandle, NoOpHandle, Runtime, check_device, device_type_of, runtime_of
 from autoamp.tensors import HALF_DTYPES, default_device_type
 
 __all__ = ["Run", "set_up"]
@@ -60,17 +60,17 @@ def set_up(options: Options, *, count: bool = False, record: bool = False, sampl
         )
     if options.capsule is not None and options.opt_level != "O1":
         raise UsageError(f"--capsule: expected --opt-level O1, got {options.opt_level}; capsules are of O1 alone")
-    handle, (device_type, default) = None, _defaults(options.device_type)
+    handle: BaseHandle = NoOpHandle()
+    device_type, default = _defaults(options.device_type)
     if options.opt_level == "O1" and dtype is None and default is torch.float32:
         log_fp32(device_type or "cpu")
         options = replace(options, opt_level="O0")
     if options.opt_level == "O1":
-        made = runtime.init(
+        handle = runtime.init(
             dtype=dtype or default, device_type=device_type, lists=lists or None, loss_scale=loss_scale,
             scope="modules", trace_overflow=options.trace_overflow, capsule=options.capsule,
             on_nonfinite=options.on_nonfinite,
         )  # fmt: skip
-        handle = made if isinstance(made, Handle) else None
     try:
         if alias:
             install_as_apex(
@@ -81,8 +81,7 @@ def set_up(options: Options, *, count: bool = False, record: bool = False, sampl
         if options.fastai1:
             importlib.import_module("autoamp.compat.fastai1").enable()
     except BaseException:
-        if handle is not None:
-            handle.deactivate()
+        handle.deactivate()
         raise
     # Also after the import of torch, which frees little of what it allocates.
     memory = keep_freed_memory() if options.keep_memory and device_type == "cpu" else None
@@ -132,12 +131,12 @@ class Run:
     """A program's run: the handle that it began with, and the time.
 
     Attributes:
-        handle: What `set_up` made; None where the opt level patches nothing.
+        handle: What `set_up` made; a disabled one where the opt level patches nothing.
         real_apex: Where the real `apex` lies that the program will import, None where it is autoamp's or none.
     """
 
     def __init__(
-        self, options: Options, handle: Handle | None, real: str | None, *, count: bool, record: bool = False,
+        self, options: Options, handle: BaseHandle, real: str | None, *, count: bool, record: bool = False,
         sample: bool = True, memory: str | None = None,
     ) -> None:  # fmt: skip
         self.options = options
@@ -151,30 +150,30 @@ class Run:
         self._inherited = (0, 0)
         self._parameters: dict[str, int] | None = None
         self._ranks = _ranks()
-        self._scaling = None if handle is None else handle.auto_scale()
+        self._scaling = handle.auto_scale()
         if count:
-            if handle is not None:
+            if handle.settings.enabled:
                 self._count(handle)
             # The program may set amp up itself, with a handle of its own.
             self._forget = runtime.activated.listen(self._count)
         self._forget_recording: Callable[[], None] = lambda: None
         if record:
-            if handle is not None:
-                handle.record(sample=sample)
+            handle.record(sample=sample)
             self._forget_recording = runtime.activated.listen(lambda made: made.record(sample=sample))
 
-    def end_recording(self) -> dict[str, Any] | None:
-        """Record no more, and return the values of what was recorded; None where there is no handle."""
-        now = runtime.current_handle() or self.handle
+    @property
+    def _now(self) -> BaseHandle:
+        return runtime.current_handle() or self.handle
+
+    def end_recording(self) -> dict[str, Any]:
+        """Record no more, and return the values of what was recorded; empty where the handle is disabled."""
         self._forget_recording()
-        if now is None:
-            return None
-        recording = runtime_of(now).recording
+        recording = runtime_of(self._now).recording
         if recording is not None:
             recording.stop()
-        return now.report()
+        return self._now.report()
 
-    def _count(self, handle: Handle) -> None:
+    def _count(self, handle: BaseHandle) -> None:
         counts = handle.count()
         # A handle that was suspended, in favour of a region's, goes on with its own.
         if counts not in self._counts:
@@ -185,13 +184,13 @@ class Run:
         """Forget what was counted: in a fork, whose parent has it."""
         for counts in self._counts:
             counts.reset()
-        done = self._done()
+        done = runtime_of(self._now).optimizers.counts
         # A fork has no GPU to ask.
         with contextlib.suppress(RuntimeError):
-            self._inherited = (0, 0) if done is None else (done.steps, done.skipped)
+            self._inherited = done.all, done.all_skipped
         self._began = time.perf_counter()
 
-    def _note_parameters(self, handle: Handle) -> None:
+    def _note_parameters(self, handle: BaseHandle) -> None:
         """Count the parameters of the models that the program gave to `initialize`, while they are there."""
         models = [model for setup in runtime_of(handle).setups for model in setup.models]
         if models:
@@ -202,82 +201,58 @@ class Run:
 
     def report(self, program: list[str], exit_code: int) -> Report:
         """Return how it went up to now."""
-        now = runtime.current_handle() or self.handle
+        now = runtime_of(self._now)
         self._forget()
         self._forget = lambda: None
         counts = sum_of(self._counts) if self._counts else None
-        casts = None if now is None else runtime_of(now).casts
-        scoped = casts if isinstance(casts, ModuleCasts) else None
+        scoped = now.casts if isinstance(now.casts, ModuleCasts) else None
         own = {} if scoped is None else {_name(dtype): count for dtype, count in scoped.own_dtypes.most_common()}
         return Report(
             program=program,
-            opt_level=(None if now is None else now.settings.opt_level) or self.options.opt_level,
-            device_type=None if now is None else now.settings.device_type,
-            dtype=self._dtype(now, own),
+            opt_level=now.settings.opt_level or self.options.opt_level,
+            device_type=now.settings.device_type if now.settings.enabled else None,
+            dtype=self._dtype(now, own) if now.settings.enabled else None,
             ops=None if counts is None else counts.by_dtype(),
             casts=None if counts is None else _by_target(counts.casts),
             functions=None if counts is None else counts.ops,
             **self._steps(now),
             seconds=time.perf_counter() - self._began,
             exit_code=exit_code,
-            by_program=now is not self.handle,
-            unmatched={} if now is None else runtime_of(now).patched.unmatched_rules(),
+            by_program=now.handle is not self.handle,
+            unmatched=now.patched.unmatched_rules(),
             casts_left_to=None if scoped is None else scoped.yielded_to,
             own_dtypes=own,
             parameters=self._parameters,
-            masters=now is not None and runtime_of(now).keeps_masters,
+            masters=now.keeps_masters,
             rank=self._ranks[0],
             ranks=self._ranks[1],
             memory=self._memory,
             peak_rss=peak_rss(),
         )
 
-    def _dtype(self, now: runtime.BaseHandle | None, own: Mapping[str, int]) -> str | None:
+    def _dtype(self, now: Runtime, own: Mapping[str, int]) -> str:
         """Return the dtype that the program ran in: its own, where it has its own mixed precision."""
-        if now is None:
-            return None
-        casts = runtime_of(now).casts
-        yielded_to = casts.yielded_to if isinstance(casts, ModuleCasts) else None
+        yielded_to = now.casts.yielded_to if isinstance(now.casts, ModuleCasts) else None
         if yielded_to is not None and (own or yielded_to == AUTOCAST):
             return next(iter(own), "float32")
-        setups = runtime_of(now).setups
-        if setups and not any(setup.patches for setup in setups):
+        if now.setups and not any(setup.patches for setup in now.setups):
             # O0: nothing is cast, and no parameter is in half precision.
             halves = [_name(dtype) for dtype in HALF_DTYPES if _name(dtype) in (self._parameters or {})]
             return halves[0] if halves else "float32"
         return _name(now.settings.dtype)
 
-    def _done(self) -> _Done | None:
-        now = runtime.current_handle() or self.handle
-        if now is None:
-            return None
-        counts = runtime_of(now).optimizers.counts
-        return _Done(counts.all, counts.all_skipped)
-
-    def _steps(self, now: runtime.BaseHandle | None) -> dict[str, Any]:
+    def _steps(self, now: Runtime) -> dict[str, Any]:
         """Return what a report says of steps and the loss scale."""
-        if now is None:
-            return {"loss_scale": None, "steps": 0, "skipped": 0}
-        yielded_to = None if self._scaling is None else self._scaling.yielded_to
-        counts, done = runtime_of(now).optimizers.counts, self._done()
+        counts, yielded_to, before = now.optimizers.counts, self._scaling.yielded_to, self._inherited
         by_program = counts.own is not None or counts.own_scale is not None
-        before = self._inherited
-        numbers = (0, 0) if done is None else (done.steps - before[0], done.skipped - before[1])
-        ours = yielded_to is None and (runtime_of(now).optimizers.counts.guarded > 0 or now is not self.handle)
+        ours = yielded_to is None and (counts.guarded > 0 or now.handle is not self.handle)
         return {
             "loss_scale": counts.loss_scale(now.loss_scale) if by_program or ours else None,
-            "steps": numbers[0],
-            "skipped": numbers[1],
-            "nonfinite": runtime_of(now).nonfinite.total,
+            "steps": counts.all - before[0],
+            "skipped": counts.all_skipped - before[1],
+            "nonfinite": now.nonfinite.total,
             "scaling_left_to": yielded_to if counts.own is None else "FP16_Optimizer",
         }
-
-
-class _Done(NamedTuple):
-    """Steps of optimizers, and how many of these were skips."""
-
-    steps: int
-    skipped: int
 
 
 def _name(dtype: torch.dtype) -> str:

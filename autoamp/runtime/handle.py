@@ -373,9 +373,7 @@ class BaseHandle:
                 numbers = {name: float(now[name]) for name in ("loss_scale", "skipped")}
                 write_scalars(writer, numbers, now["steps"])
 
-        self._runtime.followers.after_all.append(write)
-        self._runtime.tell_followers()
-        return functools.partial(self._runtime.followers.forget, write)
+        return self._runtime.on_step(write)
 
     def follow(self, *followers: Any) -> Callable[[], None]:
         """Step schedulers or averages of weights after each optimizer step that was not skipped.

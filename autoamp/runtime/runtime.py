@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -227,7 +228,7 @@ class Runtime:
         """Call this after each step of a guarded optimizer, skips included; return what ends that."""
         self.followers.after_all.append(told)
         self.tell_followers()
-        return lambda: self.followers.after_all.remove(told)
+        return functools.partial(self.followers.forget, told)
 
     def tell_followers(self) -> None:
         """Tell the followers of each step of a guarded optimizer from now on; of any optimizer where it is disabled."""

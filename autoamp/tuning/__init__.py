@@ -14,7 +14,7 @@ from autoamp.tuning.metrics import (
 )
 from autoamp.tuning.model import Proposal, proposals_of
 from autoamp.tuning.search import INTERRUPTED, Outcome, OutOfBudget, Search, Trial
-from autoamp.tuning.survey import SurveyEnded, Surveyor
+from autoamp.tuning.survey import SurveyEnded, Surveyor, time_of
 from autoamp.tuning.writer import list_text, summary_of, write_list
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "report_metric",
     "reported_metric",
     "summary_of",
+    "time_of",
     "units_of",
     "write_list",
 ]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 __all__ = ["VARIANTS", "Cost", "Survey", "Use"]
 
@@ -86,18 +84,3 @@ class Survey:
     steps: int = 1
     uses: tuple[Use, ...] = field(default_factory=tuple)
     untimed: int = 0
-
-    def to_json(self) -> str:
-        """Return all of it as JSON."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Survey:
-        """Return what `to_json` wrote."""
-        data: dict[str, Any] = json.loads(text)
-        uses = []
-        for use in data.pop("uses"):
-            costs = use.pop("costs")
-            made = None if costs is None else {name: Cost(**cost) for name, cost in costs.items()}
-            uses.append(Use(**use, costs=made))
-        return cls(**data, uses=tuple(uses))

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from autoamp.diagnostics import Call, CallSite, Exponents, Observer, OpRange, RangeProfile
 from autoamp.ops import known_ops
-from autoamp.runtime import Handle
+from autoamp.runtime import BaseHandle
 from autoamp.tensors import HALF_DTYPES, iter_tensors, map_tensors
 from autoamp.tuning.costs import Cost, Survey, Use
 
@@ -37,13 +37,15 @@ class SurveyEnded(BaseException):
     """Ends a program that has run for long enough. Not an `Exception`, so that programs do not handle it."""
 
 
-def time_of(run: Callable[[], Any]) -> float:
-    """Return the seconds of a call, the median of several, by torch's own timer."""
+def time_of(run: Callable[[], Any], seconds: float = 0.02) -> float:
+    """Return the seconds of a call: the median of as many as fit into some time, by torch's own timer."""
     # It imports torch's tools for C++ extensions, which take time and warn where a CUDA build finds no CUDA.
     from torch.utils.benchmark import Timer
 
     threads = torch.get_num_threads()
-    return float(Timer("run()", globals={"run": run}, num_threads=threads).blocked_autorange(min_run_time=0.02).median)
+    return float(
+        Timer("run()", globals={"run": run}, num_threads=threads).blocked_autorange(min_run_time=seconds).median
+    )
 
 
 @dataclass
@@ -74,7 +76,7 @@ class Surveyor(Observer):
     """
 
     def __init__(
-        self, handle: Handle, *, steps: int, seconds: float, clock: Callable[[], float] = time.monotonic
+        self, handle: BaseHandle, *, steps: int, seconds: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._handle = handle
         self._steps = steps
