@@ -219,9 +219,10 @@ def _spanned(spans: dict[Any, frozenset[int]]) -> frozenset[int]:
         return widest
     if math.prod(map(len, across)) == dist.get_world_size():
         return frozenset(range(dist.get_world_size()))
+    ranks = " and ".join(map(str, sorted(map(sorted, across))))
     raise UsageError(
-        f"parameters are on orthogonal meshes, of the ranks {' and '.join(str(sorted(span)) for span in across)}; call "
-        "handle.sync_over(group) with a group of all ranks that have such meshes in common"
+        f"parameters are on orthogonal meshes, of the ranks {ranks}; call handle.sync_over(group) with a group of all "
+        "ranks that have such meshes in common"
     )
 
 
