@@ -226,7 +226,6 @@ class Inspector(TorchFunctionMode):
             fp32.
 
     Attributes:
-        since: The number of the first node that may be new; those before it are of calls that are not looked at.
         sites: The call that made each node of the graph.
         origins: All that was seen, in order.
         inputs: The tensors that outermost modules were called with, by the names of their arguments.
@@ -239,7 +238,6 @@ class Inspector(TorchFunctionMode):
         super().__init__()
         self._wide = wide
         self._casts = casts
-        self.since = 0
         self.sites: dict[Any, Site] = {}
         self.origins: list[Origin] = []
         self.root = root
@@ -273,7 +271,7 @@ class Inspector(TorchFunctionMode):
 
     def begin_between(self) -> None:
         """Look on outside of module calls, in this thread, until `end_between`."""
-        self.since = _next_number()
+        self._turns = [(_next_number(), None)]
         insert_function_mode(self)
 
     def end_between(self) -> None:
@@ -317,6 +315,8 @@ class Inspector(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._casts is not None and (torch.compiler.is_compiling() or not _are_plain((args, kwargs))):
+            return func(*args, **kwargs)
         # Torch looks the function up by its name, where a replacement may stand that the program did not call: `y * y`
         # is Tensor.mul here. A replacement that it called has done its part before.
         func = original_of(func)
@@ -475,7 +475,8 @@ class Inspector(TorchFunctionMode):
                 continue
             # A node that is older than the call is of something that no mode sees, such as a function of the program.
             number = sequence_number(node)
-            if number < self.since:
+            # It is of a module call, which is not looked at.
+            if self._casts is not None and number < self._turns[0][0]:
                 continue
             self.sites[node] = self._unseen(node, number) if 0 <= number < since else site
             waiting.extend(following for following, _ in node.next_functions)
@@ -534,6 +535,11 @@ def _floating(value: Any) -> list[Tensor]:
         and not tensor.is_meta
         and not is_transformed(tensor)
     ]
+
+
+def _are_plain(value: Any) -> bool:
+    """Tell whether all tensors are torch's own: not those of a compiler, of a transform or of a library."""
+    return all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in iter_tensors(value))
 
 
 class _Innermost(_DISPATCH_MODE):  # type: ignore[misc]

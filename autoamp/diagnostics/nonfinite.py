@@ -146,6 +146,8 @@ class NonFiniteSteps:
 
     def _look(self, optimizer: Any) -> None:
         """Look at the gradients that an optimizer is about to step by."""
+        if self.own_scaler.stepping and not _is_capturing() and getattr(optimizer, "found_inf", None) is None:
+            self._look_at_losses(optimizer)
         if self._is_checked(optimizer) or _is_capturing():
             return
         params = stepped_params(optimizer)
@@ -174,6 +176,19 @@ class NonFiniteSteps:
             self._in_a_row = 0
             return
         self._take_note(NonFiniteStep(number, type(optimizer).__name__, tuple(names), self.action == "skip"), params)
+
+    def _look_at_losses(self, optimizer: Any) -> None:
+        """Look at the losses of a step whose gradients the program's own scaler has found to be finite."""
+        flag = _holds_non_finite([], self.own_scaler.losses)
+        if flag is None:
+            return
+        number = self._optimizers.counts.all
+        if self._unread.serves(flag.device):
+            self._unread.add(flag, functools.partial(self._known, number, weakref.ref(optimizer)), urgent=True)
+        elif bool(flag):
+            self._take_note(NonFiniteStep(number, type(optimizer).__name__, (), False), ())
+        else:
+            self._in_a_row = 0
 
     def _is_checked(self, optimizer: Any) -> bool:
         """Tell whether the step is left out by others where gradients overflowed."""

@@ -79,13 +79,13 @@ class OpWatch:
 
     def __init__(self, casts: Casts) -> None:
         self.armed = False
-        self._casts = casts
+        self._casts, self._graphs = casts, compiled_graphs()
         self._step: WatchedOps | None = None
         self._thread = threading.get_ident()
 
     def begin(self) -> None:
-        """Watch from now on: a module call has ended. Nothing is watched where torch.compile made code."""
-        if not self.armed or compiled_graphs() or next_sequence_number is None:
+        """Watch from now on: a module call has ended. Nothing is watched once torch.compile made code."""
+        if not self.armed or compiled_graphs() != self._graphs or next_sequence_number is None:
             return
         if threading.get_ident() == self._thread:
             self._step = self._step or WatchedOps(self._casts)

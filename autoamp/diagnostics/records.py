@@ -179,8 +179,8 @@ class Recorder:
     Attributes:
         armed: Whether steps are recorded.
         records: The calls since the last step.
-        losses: The first losses since then, without their graph.
-        unscaled: Those of them at a scale of 1, each of one element.
+        losses: The losses since then, without their graph.
+        unscaled: Also where steps are not recorded, those that no scale of autoamp guards, each of one element.
         ops: Watches what is computed between calls and losses.
         paused: Whether nothing is kept, as in a step that is run again.
         sums: Whether of all outputs sums are kept, since the program was found to write to its outputs.
@@ -200,8 +200,6 @@ class Recorder:
         self._taken: list[weakref.ref[Record]] = []
         self._number = 0
         self._bytes = 0
-        # How many backward passes there were since the last step.
-        self._passes = 0
         # How many losses were noted whose backward pass has not begun.
         self._told = 0
         # Of each module, by a weak reference to it.
@@ -211,7 +209,7 @@ class Recorder:
         """Return what there is, and begin anew."""
         self._taken, self._begun, self.unscaled = self._begun, [], []
         records, self.records, self._bytes, self._told = self.records, [], 0, 0
-        losses, self.losses, self._passes = self.losses, [], 0
+        losses, self.losses = self.losses, []
         if len(records) > 1:
             records.sort(key=_number_of)
         return RecordedStep(records, losses, self.ops.take())
@@ -234,11 +232,10 @@ class Recorder:
     def _note(self, loss: Tensor, scale: SupportsFloat, is_unscaled: bool) -> None:
         if self.paused:
             return
-        if (self.armed or is_unscaled) and loss.numel() == 1 and len(self.losses) < _MAX_RECORDS:
+        if self.armed:
             self.losses.append(loss.detach())
-            if is_unscaled:
-                self.unscaled.append(self.losses[-1])
-        self._passes += 1
+        if is_unscaled and loss.numel() == 1 and len(self.unscaled) < _MAX_RECORDS:
+            self.unscaled.append(loss.detach())
         self.ops.note_loss(loss, scale)
 
     def builders(self) -> list[tuple[Any, str, Callable[[Any], Any]]]:
@@ -367,11 +364,11 @@ class Recorder:
     def _arrived(self, record: Record, number: int, gradients: Sequence[Any]) -> None:
         """Keep what came back to a node of a record."""
         # A pass before any loss is scaled, as for a penalty on gradients, is a part of the forward pass.
-        if not self._passes or self.paused:
+        if not self.losses or self.paused:
             return
         if not record.passes:
             self.records.append(record)
-        given = record.passes.setdefault(self._passes - 1, {})
+        given = record.passes.setdefault(len(self.losses) - 1, {})
         kept: list[Tensor | None] = []
         size = self._bytes
         for gradient in gradients:

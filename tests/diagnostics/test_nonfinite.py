@@ -171,6 +171,22 @@ def test_an_own_scaler_keeps_its_numbers() -> None:
         assert [one.iteration for one in handle.overflows] == [5, 6]
 
 
+def test_a_nan_loss_with_finite_gradients_under_an_own_scaler() -> None:
+    handle: Any = autoamp.init(device_type="cpu", dtype=torch.float16)
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer, scaler = torch.optim.SGD([weight], lr=0.1), torch.amp.GradScaler("cpu")
+    for step in range(3):
+        scaler.scale(weight.sum() + (math.nan if step == 1 else 1.0)).backward()
+        if step != 1:
+            scaler.step(optimizer)
+        else:
+            with pytest.warns(UserWarning, match="step 1 of SGD has inf or nan in the loss"):
+                scaler.step(optimizer)
+        scaler.update()
+    assert (handle.stats["steps"], handle.stats["skipped"], handle.stats["nonfinite"]) == (3, 0, 1)
+    handle.deactivate()
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_an_own_scaler_with_an_optimizer_that_skips_itself(fused: bool) -> None:
     handle: Any = autoamp.init(device_type="cpu", dtype=torch.float16)

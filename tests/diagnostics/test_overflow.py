@@ -440,6 +440,25 @@ def test_modes_of_the_program_that_end_within_the_loss(kind: Callable[[], Any], 
     assert not torch_private.in_function_mode()
 
 
+def test_a_compiled_loss_is_left_alone() -> None:
+    def trained(traced: bool) -> Tensor:
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        loss = torch.compile(mean_square, backend="eager")
+        net = nn.Linear(4, 4)
+        handle = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=64.0, trace_overflow=traced)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(3):
+            with handle.scale_loss(loss(net(torch.randn(5, 4))), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+        assert handle.skipped_steps == 0
+        handle.deactivate()
+        return net.weight.detach()
+
+    assert torch.equal(trained(True), trained(False))
+
+
 def test_what_is_watched_ends_with_the_handle() -> None:
     handle = autoamp.init(device_type="cpu", dtype=torch.float16, trace_overflow=True)
     out = Net()(torch.randn(5, 4))
