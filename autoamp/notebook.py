@@ -54,20 +54,8 @@ def _autoamp(line: str) -> Any:
         active.deactivate()
     elif chosen.action == "report":
         return _shown_report()
-    sys.stdout.write(f"{_status()}\n")
+    sys.stdout.write(f"{current_handle() or 'autoamp is off'}\n")
     return None
-
-
-def _status() -> str:
-    handle = current_handle()
-    if handle is None:
-        return "autoamp is off"
-    settings = handle.settings
-    dtype = str(settings.dtype).removeprefix("torch.")
-    return (
-        f"autoamp is on: {dtype} on {settings.device_type}, loss scale {handle.loss_scale:g}, "
-        f"{handle.skipped_steps} skipped steps"
-    )
 
 
 def _shown_report() -> Any:

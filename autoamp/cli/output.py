@@ -11,7 +11,7 @@ from typing import Any
 
 from autoamp.errors import UsageError
 
-__all__ = ["COLUMNS", "aligned", "is_read", "packed", "say", "show", "writable"]
+__all__ = ["COLUMNS", "aligned", "folded", "is_read", "say", "show", "writable"]
 
 COLUMNS = 80
 """How wide a summary is at most, so that it stays whole in any terminal."""
@@ -23,29 +23,9 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def packed(head: str, parts: Sequence[str], between: str, width: int | None = COLUMNS) -> str:
-    """Return parts in lines of a width, the later ones indented. A line ends where a part does, if it can.
-
-    Args:
-        head: What the first line begins with.
-        parts: What is told, in its order.
-        between: What stands between two parts, such as ``"; "``.
-        width: The most columns of a line; None for one line, however long.
-    """
-    if width is None:
-        return head + between.join(parts)
-    lines, indent = [head], " " * 2
-    for place, part in enumerate(parts):
-        text = part + (between.rstrip() if place < len(parts) - 1 else "")
-        gap = "" if lines[-1] in (head, indent) else " "
-        if len(lines[-1]) + len(gap) + len(text) <= width:
-            lines[-1] += gap + text
-        elif gap and len(indent) + len(text) <= width:
-            lines.append(indent + text)
-        else:
-            lines[-1:] = textwrap.wrap(lines[-1] + gap + text, width, subsequent_indent=indent,
-                                       break_long_words=False, break_on_hyphens=False)  # fmt: skip
-    return "\n".join(lines)
+def folded(text: str) -> str:
+    """Return a text in lines of `COLUMNS` columns at most, the later ones indented. No word is divided."""
+    return textwrap.fill(text, COLUMNS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def writable(option: str, name: str) -> Path:

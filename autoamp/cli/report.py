@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from autoamp.cli.output import COLUMNS, packed
 from autoamp.modules import AUTOCAST
 
 __all__ = ["Report", "versions"]
@@ -119,9 +118,8 @@ class Report:
         """Whether the program ended as one does that refuses its command line, and had not begun."""
         return self.exit_code == 2 and self.is_idle
 
-    def summary(self, *, folded: bool = True) -> str:
-        """Return what is told at the end, in lines of 80 columns, or each message in one line."""
-        width = COLUMNS if folded else None
+    def summary(self) -> str:
+        """Return what is told at the end: a line, and one for each rule that had no effect."""
         parts = self._without_casts() or [
             *self._casts(),
             *self._counts(),
@@ -130,10 +128,8 @@ class Report:
             *self._memory(),
             f"{self.seconds:.1f} s",
         ]
-        lines = [packed("autoamp: ", parts, "; ", width)]
-        if self.casts_left_to is None:
-            lines += [packed("autoamp: ", [f"no effect: {why}"], "", width) for why in self.unmatched.values()]
-        return "\n".join(lines)
+        unmatched = () if self.casts_left_to is not None else self.unmatched.values()
+        return "\n".join(["autoamp: " + "; ".join(parts), *(f"autoamp: no effect: {why}" for why in unmatched)])
 
     def _counts(self) -> list[str]:
         """Return what was counted. Models in half precision, and torch's own regions, need no casts of ours.

@@ -15,7 +15,7 @@ from typing import Any
 from autoamp.cli.children import Children, ReportWriter, parents_folder
 from autoamp.cli.launch import Program, prepared, take_path
 from autoamp.cli.options import Options
-from autoamp.cli.output import is_read, say, writable
+from autoamp.cli.output import folded, is_read, say, writable
 from autoamp.cli.report import Report
 from autoamp.cli.reports import FAILED
 from autoamp.cli.session import Run, set_up
@@ -186,7 +186,8 @@ class _RunEnd:
         if self._parent is not None:
             ReportWriter(self._parent, lambda: report).write()
         if not (self._quiet or report.is_refusal):
-            say(report.summary(folded=is_read()))
+            summary = report.summary()
+            say("\n".join(map(folded, summary.splitlines())) if is_read() else summary)
         if self._path is not None:
             try:
                 self._write(self._path, report)

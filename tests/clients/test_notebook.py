@@ -50,7 +50,8 @@ def test_cells_turn_casts_on_and_off_and_show_the_report_inline(tmp_path: Path) 
     assert shown[2] == "torch.float32"
     assert shown[4] == "torch.float16"
     assert shown[5] == shown[7]
-    assert shown[8] == "autoamp is on: float16 on cpu, loss scale 65536, 0 skipped steps"
+    assert shown[8].startswith("<autoamp.Handle active: torch.float16 on cpu, ")
+    assert shown[8].endswith(", loss_scale=65536, skipped_steps=0>")
     page = "".join(out.get("data", {}).get("text/html", "") for out in found[9])
     assert page.startswith("<div><iframe srcdoc=")
     assert "torch.nn.functional.linear" in page
