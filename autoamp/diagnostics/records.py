@@ -266,16 +266,18 @@ class Recorder:
         # Within a backward pass it is a checkpoint that computes again what is recorded.
         return current_graph_task() == -1
 
-    def record(self, call: Callable[..., Any], module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a module, and keep a record of that; see `autoamp.modules.CallRecorder`."""
-        self._inside.call = True
+    def begin(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record | None:
+        """Begin the record of a module call; see `autoamp.modules.CallRecorder`."""
         self.ops.pause()
+        record = self._begin(module, args, kwargs)
+        self._inside.call = True
+        return record
+
+    def end(self, record: Record | None, outputs: Any) -> None:
+        """End the record of a module call; see `autoamp.modules.CallRecorder`."""
         try:
-            record = self._begin(module, args, kwargs)
-            outputs = call(module, *args, **kwargs)
-            if record is not None:
+            if record is not None and outputs is not None:
                 self._end(record, outputs)
-            return outputs
         finally:
             self._inside.call = False
 

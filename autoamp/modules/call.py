@@ -37,8 +37,11 @@ class CallRecorder(Protocol):
     def wants_call(self) -> bool:
         """Tell whether a call that begins now is recorded. Calls within one that is recorded are not."""
 
-    def record(self, call: Callable[..., Any], module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a call of a module, by ``call(module, *args, **kwargs)``, and return its result."""
+    def begin(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Hear of a call of a module, and return what `end` is to be given."""
+
+    def end(self, record: Any, outputs: Any) -> None:
+        """Hear that the call has ended; ``outputs`` is None where it raised."""
 
 
 def build_module_call(
@@ -69,7 +72,12 @@ def build_module_call(
         elif local.entries is not None and TAGS not in self.__dict__ and not has_class_rules:
             return original(self, *args, **kwargs)
         elif recorder is not None and recorder.armed and recorder.wants_call():
-            return recorder.record(call, self, args, kwargs)
+            record, outputs = recorder.begin(self, args, kwargs), None
+            try:
+                outputs = call(self, *args, **kwargs)
+                return outputs
+            finally:
+                recorder.end(record, outputs)
         tag, tokens, keeps_casts, widens = forward_dtypes.find(self), [], False, False
         dtypes = None if tag is None else forward_dtypes.values[tag]
         try:

@@ -459,6 +459,27 @@ def test_a_compiled_loss_is_left_alone() -> None:
     assert torch.equal(trained(True), trained(False))
 
 
+def test_a_stack_trace_of_a_call_has_two_frames_of_the_package() -> None:
+    def fault(h: Tensor) -> Tensor:
+        raise ValueError
+
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16, trace_overflow=True)
+    net = Net(fault)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        net(torch.randn(5, 4))
+    files = [str(entry.path) for entry in caught.traceback]
+    package = str(Path(autoamp.__file__).parent)
+    of_the_model = files[: next(i for i, entry in enumerate(caught.traceback) if entry.name == "forward")]
+    assert sum(file.startswith(package) for file in of_the_model) == 2
+    # The call that raised has ended.
+    net.faulty.fault = squared
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with handle.scale_loss(mean_square(net(torch.randn(5, 4))), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert found_in(handle).module == "faulty"
+
+
 def test_what_is_watched_ends_with_the_handle() -> None:
     handle = autoamp.init(device_type="cpu", dtype=torch.float16, trace_overflow=True)
     out = Net()(torch.randn(5, 4))
