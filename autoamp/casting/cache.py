@@ -124,10 +124,8 @@ class CastCache:
     def share(self, tensor: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
         """Return ``convert(tensor)``, or the kept cast where this activation was the last that was cast.
 
-        A tensor without gradients is always cast anew: numpy or a collective may write to it without a new version.
+        Not for a tensor without gradients: numpy or a collective may write to it without a new version.
         """
-        if not tensor.requires_grad:
-            return convert(tensor)
         last = self.local.last
         # After a `detach_()` it is a leaf, and the cast belongs to the graph before that. On another stream the cast
         # may not be computed yet.

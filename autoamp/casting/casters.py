@@ -68,7 +68,7 @@ def build_caster(
                     return _cast_with_sparse(args, dtype_with_sparse(iter_tensors(args), target), device_type)
                 if kind is Parameter and ((entries is not None and id(arg) in entries) or (pins and id(arg) in pins)):
                     cast = cached(arg, convert)
-                elif kind is Tensor and entries is not None and shares:
+                elif kind is Tensor and shares and entries is not None and arg.requires_grad:
                     cast = share(arg, convert)
                 else:
                     if kind is Parameter and entries is not None:
@@ -115,5 +115,8 @@ def cast_call(cast_args: CastArgs, args: Sequence[Any], kwargs: dict[str, Any]) 
     """Cast the arguments of a call, by position and by name."""
     if not kwargs:
         return cast_args(args), kwargs
-    new = cast_args((*args, *kwargs.values()))
+    given = (*args, *kwargs.values())
+    new = cast_args(given)
+    if new is given:
+        return args, kwargs
     return new[: len(args)], dict(zip(kwargs, new[len(args) :], strict=True))

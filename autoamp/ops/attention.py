@@ -35,13 +35,14 @@ def build_attention(original: Any, casts: Casts) -> Callable[..., Any] | None:
         return None
 
     def run_attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not in_fp16 and not torch.is_grad_enabled():
+            return NotImplemented
         query, key, value = args[:3] if len(args) > 2 else (*args, *map(kwargs.get, _NAMES[len(args) :]))
         if query is None or key is None or value is None or not casts.eligible(query):
             return NotImplemented
         if not in_fp16 and (
             query.size(-2) > _LONGEST_IN_BF16
             or key.size(-2) > _LONGEST_IN_BF16
-            or not torch.is_grad_enabled()
             or not (query.requires_grad or key.requires_grad or value.requires_grad)
         ):
             return NotImplemented
