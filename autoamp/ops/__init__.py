@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autoamp.ops.attention import builders_for_half_models
 from autoamp.ops.autocast_regions import AutocastRegions
 from autoamp.ops.policies import build_replacement
 from autoamp.ops.recurrent import build_check_input
@@ -13,6 +14,7 @@ __all__ = [
     "Target",
     "build_check_input",
     "build_replacement",
+    "builders_for_half_models",
     "expand",
     "known_ops",
     "locate",

@@ -18,7 +18,16 @@ from autoamp.casting import Casts
 from autoamp.diagnostics import Observation, Op
 from autoamp.errors import ListFileError, PatchError, warn_user
 from autoamp.modules import build_function_backward, build_function_context, build_parallel_apply, build_recompute
-from autoamp.ops import AutocastRegions, Expansion, Target, build_check_input, build_replacement, locate, owns_its_names
+from autoamp.ops import (
+    AutocastRegions,
+    Expansion,
+    Target,
+    build_check_input,
+    build_replacement,
+    builders_for_half_models,
+    locate,
+    owns_its_names,
+)
 from autoamp.patching import PatchSet, mark, name_by, original_of
 from autoamp.rules import CastPolicy, CastRule
 from autoamp.runtime.settings import Settings
@@ -143,6 +152,7 @@ class Installation:
             (context, "apply", lambda original: build_function_backward(original, casts)),
             *self._builders,
             *casts.builders(),
+            *builders_for_half_models(casts),
         ]
         functions: dict[int, tuple[Any, Any]] = {}
         for owner, name, builder in builders:

@@ -63,3 +63,24 @@ def test_fp32_where_it_is_faster_and_a_half_result(
         query.grad = None
         expected.square().sum().backward()
         torch.testing.assert_close(found, query.grad, atol=6e-2, rtol=6e-2)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("units", [None, "amx_bf16"])
+def test_half_models_compute_it_in_fp32_too(level: str, units: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    has = {"architecture": "x86_64"} if units is None else {"architecture": "x86_64", units: True}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
+    torch.manual_seed(0)
+    model: Any = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+    x = torch.randn(2, 8, 16)
+    expected = model(x, x, x, need_weights=False)[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = autoamp.initialize(
+        model, optimizer, opt_level=level, dtype=torch.bfloat16, device_type="cpu", verbosity=0
+    )
+    with Attentions() as seen:
+        result = model(x, x, x, need_weights=False)[0]
+    assert seen.dtypes == [torch.bfloat16 if units else torch.float32]
+    torch.testing.assert_close(result.float(), expected, atol=2e-2, rtol=2e-2)
+    result.float().sum().backward()
+    assert all(param.grad.isfinite().all() for param in model.parameters())
