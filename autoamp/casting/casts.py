@@ -104,8 +104,8 @@ class Casts:
         return ()
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
-        """Turn casts on for a closure that an optimizer calls within its step, during which they are off."""
-        return self.switched(True)
+        """Cast again, for a closure that an optimizer calls within its step, during which casts are off."""
+        return self.switched(None if self.in_modules else True)
 
     @contextlib.contextmanager
     def switched(self, on: bool | None, forced_off: bool | None = None) -> Iterator[None]:

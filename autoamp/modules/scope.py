@@ -103,10 +103,6 @@ class ModuleCasts(Casts):
 
         return outside
 
-    def evaluating(self) -> Any:
-        """Return the state outside of modules' calls for a closure that an optimizer calls within its step."""
-        return self.switched(None)
-
     def builders(self) -> Sequence[tuple[Any, str, Callable[[Any], Any]]]:
         """Return what else is to be patched: where half tensors meet code that knows of none."""
         return interop_builders(self)

@@ -43,6 +43,9 @@ def build_attention(original: Any, casts: Casts) -> Callable[..., Any] | None:
         query, key, value = args[:3] if len(args) > 2 else (*args, *map(kwargs.get, _NAMES[len(args) :]))
         if query is None or key is None or value is None or not casts.eligible(query):
             return NotImplemented
+        # Where casts are off only a half model's attention comes in half.
+        if query.dtype is torch.float32 and not casts.local.on:
+            return NotImplemented
         if not in_fp16 and (
             query.size(-2) > _LONGEST_IN_BF16
             or key.size(-2) > _LONGEST_IN_BF16
@@ -62,10 +65,7 @@ def builders_for_half_models(casts: Casts) -> Sequence[tuple[Any, str, Callable[
         in_fp32 = build_attention(original, casts)
 
         def attention(*args: Any, **kwargs: Any) -> Any:
-            query = args[0] if args else kwargs.get("query")
-            if in_fp32 is None or getattr(query, "dtype", None) is not casts.dtype:
-                return original(*args, **kwargs)
-            result = in_fp32(args, kwargs)
+            result = NotImplemented if in_fp32 is None else in_fp32(args, kwargs)
             return original(*args, **kwargs) if result is NotImplemented else result
 
         return imitate(attention, original)
