@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import statistics
 import time
+import timeit
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,14 +40,19 @@ class SurveyEnded(BaseException):
 
 
 def time_of(run: Callable[[], Any], seconds: float = 0.02) -> float:
-    """Return the seconds of a call: the median of as many as fit into some time, by torch's own timer."""
-    # It imports torch's tools for C++ extensions, which take time and warn where a CUDA build finds no CUDA.
-    from torch.utils.benchmark import Timer
+    """Return the seconds of a call: the median of up to five blocks of calls, which together take about ``seconds``."""
+    timer = timeit.Timer(run, timer=_synchronized_clock)
+    timer.timeit(1)
+    once = max(timer.timeit(1), 1e-9)
+    blocks = min(5, 1 + int(seconds / once))
+    calls = max(1, int(seconds / blocks / once))
+    return statistics.median(timer.repeat(blocks, calls)) / calls
 
-    threads = torch.get_num_threads()
-    return float(
-        Timer("run()", globals={"run": run}, num_threads=threads).blocked_autorange(min_run_time=seconds).median
-    )
+
+def _synchronized_clock() -> float:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return time.perf_counter()
 
 
 @dataclass
