@@ -82,11 +82,6 @@ class Casts:
         self.local.set_default(False, forced_off=True)
         self.cache.clear()
 
-    def state(self) -> bool | None:
-        """Tell whether this thread casts now; None outside of modules' calls, where `in_modules` is true."""
-        on: bool | None = self.local.on
-        return on
-
     def wants(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Tell whether a call with these arguments is to be cast, in this thread and now."""
         return bool(self.local.on)
@@ -122,7 +117,7 @@ class Casts:
 
     def switches(self) -> Switches:
         """Return how this thread casts now, for `ThreadState.set`."""
-        return self.state(), self.local.forced_off
+        return self.local.on, self.local.forced_off
 
     def eligible(self, tensor: Tensor) -> bool:
         """Tell whether a tensor is of a dtype, device type and layout that is cast, and no autocast region casts."""

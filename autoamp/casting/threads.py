@@ -88,10 +88,6 @@ class ThreadState(threading.local):
             else:
                 own[name] = value
 
-    def within_disabled(self) -> bool:
-        """Tell whether a ``disable_casts`` is around, in this thread."""
-        return bool(vars(self).get("forced_off"))
-
     def bound(self, function: Callable[..., Any], on: Any, forced_off: bool | None = None) -> Callable[..., Any]:
         """Return a function that calls another with these switches, in whichever thread and whenever it is called."""
 

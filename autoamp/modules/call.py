@@ -87,7 +87,7 @@ def build_module_call(
             precision = None if local.forced_off else precisions.of(self)
             if precision is not None:
                 # Code around that casts nothing, such as an fp32 module's, could not use a half result.
-                widens = precision is ModulePrecision.FP16 and casts.state() is not True
+                widens = precision is ModulePrecision.FP16 and casts.local.on is not True
                 if precision is not ModulePrecision.NONE:
                     cast = casts.to_fp32 if precision is ModulePrecision.FP32 else casts.to_half
                     args, kwargs = _cast_nested((args, kwargs), cast)

@@ -63,7 +63,8 @@ class ForwardDtypes:
             casts: Those of the handle.
         """
         local = casts.local
-        if self.casts and not local.within_disabled():
+        # A ``disable_casts`` around, in this thread, goes before.
+        if self.casts and not vars(local).get("forced_off"):
             return [local.set(True, forced_off=False)]
         # Where casts are on by default, they are because of other models.
         return [local.set(False)] if self.casts is False and casts.on_by_default else []
@@ -191,10 +192,9 @@ class CastModels:
 
     def _involves_halves(self, module: Module) -> bool:
         """Tell whether a module is or has a half model or a copy of one, or is a part of a half model."""
-        for part in module.modules():
-            tag = self.forward_dtypes.find(part)
-            if tag is not None and self.forward_dtypes.values[tag].inputs in HALF_DTYPES:
-                return True
+        tags = map(self.forward_dtypes.find, module.modules())
+        if any(self.forward_dtypes.values[tag].inputs in HALF_DTYPES for tag in tags if tag is not None):
+            return True
         return any(module is part for model in self.halves() for part in model.modules())
 
     def _build_state_dict(self, original: Any) -> Any:

@@ -13,7 +13,7 @@ import torch
 from torch.nn import Module
 
 from autoamp.errors import ListFileError, PatchError, UsageError, warn_user
-from autoamp.modules.tags import TAGS, ModuleTags
+from autoamp.modules.tags import ModuleTags
 from autoamp.patching import nearest, resolve, spelled_out
 from autoamp.rules import ModulePrecision, ModuleRule
 
@@ -49,11 +49,8 @@ class Override:
         self._undone(self)
 
     def modules(self) -> Iterator[Module]:
-        """Yield the modules that still exist."""
-        for reference, _ in self._tagged:
-            module = reference()
-            if module is not None:
-                yield module
+        """Iterate over the modules that still exist."""
+        return (module for reference, _ in self._tagged if (module := reference()) is not None)
 
     def __enter__(self) -> Override:
         return self
@@ -83,10 +80,9 @@ class ModulePrecisions:
 
     def of(self, module: Module) -> ModulePrecision | None:
         """Return the precision a module was given, None where it runs as the list says."""
-        if TAGS in module.__dict__:
-            tag = self._tags.find(module)
-            if tag is not None:
-                return self._tags.values[tag]
+        tag = self._tags.find(module)
+        if tag is not None:
+            return self._tags.values[tag]
         return self._of_class(type(module)) if self._class_rules else None
 
     def override(self, module: Module, precision: str) -> Override:
@@ -167,10 +163,8 @@ class ModulePrecisions:
         return any(_is_named(type(module), rule.pattern) for module in modules) or _class_at(rule.pattern) is not None
 
     def _of_class(self, cls: type) -> ModulePrecision | None:
-        try:
+        if cls in self._by_class:
             return self._by_class[cls]
-        except KeyError:
-            pass
         found = None
         for rule in self._class_rules:
             if _is_named(cls, rule.pattern):

@@ -80,7 +80,7 @@ class ModuleCasts(Casts):
 
         A half model before the first step means that the program does its own mixed precision.
         """
-        if self.state() is not None:
+        if self.local.on is not None:
             return False
         first = next(module.parameters(), None)
         if first is None or first.dtype not in HALF_DTYPES:
@@ -91,7 +91,7 @@ class ModuleCasts(Casts):
 
     def wants(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Tell whether a call is to be cast: within a module's call, or because an argument is in the half dtype."""
-        on = self.state()
+        on = self.local.on
         return any(tensor.dtype is self.dtype for tensor in iter_tensors((args, kwargs))) if on is None else on
 
     def when_off(self, original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:

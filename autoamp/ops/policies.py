@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from autoamp.casting import RECURRENT_LAYERS, CastArgs, Casts, cast_call
 from autoamp.errors import BannedFunctionError, warn_user
@@ -30,6 +31,7 @@ from autoamp.torch_private import flatten_recurrent_weights, start_no_graph
 __all__ = ["build_replacement"]
 
 _BUILTINS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+_CELLS = ops_named("gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell")
 # Ops that take ``dtype``. Not cumsum: it keeps nothing for backward, where it would sum in half.
 _TAKE_DTYPE = ops_named(
     "cumprod", "log_softmax", "matrix_norm", "nanmean", "nansum", "norm", "prod", "softmax", "sum", "vector_norm"
@@ -156,6 +158,8 @@ def _own_way(original: Any, policy: CastPolicy, cast_args: CastArgs, casts: Cast
         # No op of torch, and maybe an object that has no hash.
         return None
     if to_half:
+        if original in _CELLS:
+            return _keeper(casts)
         if original is torch.nn.functional.scaled_dot_product_attention:
             return build_attention(original, casts)
         if original in RECURRENT_LAYERS and on_cuda and flatten_recurrent_weights is not None:
@@ -182,6 +186,20 @@ def _banned_caster(casts: Casts, name: str, remedy: str, allow_banned: bool) -> 
         return casts.args_to_fp32(args)
 
     return cast_args
+
+
+def _keeper(casts: Casts) -> OwnWay:
+    """Return the way of a cell of a recurrent layer: a module calls it in a loop, so its casts are kept at once."""
+
+    def keep(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        entries: Any = None if torch.compiler.is_dynamo_compiling() else casts.local.entries
+        for arg in () if entries is None else args:
+            if type(arg) is Parameter:
+                # As if it had been cast before.
+                entries.setdefault(id(arg), None)
+        return NotImplemented
+
+    return keep
 
 
 def _dtype_giver(op: Any, casts: Casts) -> OwnWay:

@@ -59,7 +59,7 @@ class ActiveHandles:
     def casts(self) -> Casts | None:
         """Return the casts of the active handle, None where they are off."""
         casts = None if self.handle is None else runtime_of(self.handle).casts
-        return casts if casts is not None and casts.state() is not False else None
+        return casts if casts is not None and casts.local.on is not False else None
 
     def put_base(self, handle: BaseHandle | None) -> None:
         """Make ``handle`` the one outside of regions, and deactivate the one before. On an error nothing changes.

@@ -147,3 +147,23 @@ def test_weights_are_cast_one_by_one_where_there_is_nothing_to_lay_out(monkeypat
 def test_on_a_cpu_the_handle_takes_another_way(half: torch.dtype) -> None:
     autoamp.init(device_type="cpu", dtype=half)
     assert MODELS["LSTM"]()(torch.randn(4, 3, 5))[0].dtype == half
+
+
+@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_casts_of_a_cell_s_weights_are_kept_at_once(half: torch.dtype, cell: Any) -> None:
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell, self.kept = cell(5, 6), []
+
+        def forward(self, x: Tensor) -> Any:
+            state = None
+            for step in x:
+                state = self.cell(step, state)
+                self.kept.append(len(handle.cache))
+            return state[0] if isinstance(state, tuple) else state
+
+    handle = autoamp.init(device_type="cpu", dtype=half)
+    loop = Loop()
+    assert loop(torch.randn(3, 2, 5)).dtype == half
+    assert loop.kept == [4, 4, 4]
