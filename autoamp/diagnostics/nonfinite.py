@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from autoamp.diagnostics.own_scaler import OwnScaler
 from autoamp.diagnostics.verdicts import Overflow
 from autoamp.errors import NonFiniteGradientsError, UsageError, warn_user
-from autoamp.scaling import UnreadFlags, is_flat, is_sharded, local_parts, non_finite, total_norm
+from autoamp.scaling import UnreadFlags, is_flat, is_sharded, local_of, non_finite, total_norm
 from autoamp.stepping import GuardedOptimizers, has_other_guard, named_params, several_processes, stepped_params
 
 __all__ = ["NonFiniteStep", "NonFiniteSteps"]
@@ -268,7 +268,7 @@ def _holds_non_finite(grads: Sequence[Tensor], losses: Sequence[Tensor]) -> Tens
 
     On a CPU it may be set for finite values above 1e19 too: there a largest value takes 30 times as long as a 2-norm.
     """
-    local, losses = local_parts(list(grads)), local_parts(list(losses))
+    local, losses = [local_of(grad) for grad in grads], [local_of(loss) for loss in losses]
     if losses and not local:
         # Not 0 for inf and nan: fewer kernels than a norm has.
         return functools.reduce(torch.add, ((loss - loss).to(losses[0].device) for loss in losses))

@@ -72,7 +72,6 @@ def runtime_for(setup: Setup, earlier: Sequence[Setup], models: Sequence[Module]
         setup = replace(setup, scalers=shared)
         runtime.optimizers.loss_scalers.forget_but(scaler for one in earlier for scaler in one.scalers)
     runtime.setups.append(setup)
-    runtime.optimizers.by_level = True
     return runtime
 
 

@@ -12,7 +12,7 @@ from autoamp.scaling.gradients import (
     widened,
 )
 from autoamp.scaling.loss_scale import DynamicLossScaler, LossScaler, StaticLossScaler, is_count, make_scaler
-from autoamp.scaling.shards import has_shards, is_flat, is_sharded, local_of, local_parts, reduce_partial
+from autoamp.scaling.shards import has_shards, is_flat, is_sharded, local_of, reduce_partial
 from autoamp.scaling.sync import FoundInfReduction, RequestedGroup, SyncGroup, SyncGroups, clip_, powered_norm
 from autoamp.scaling.unread_flags import Scale, UnreadFlags, is_same_scale, scale_ratio, scaled_loss
 
@@ -34,7 +34,6 @@ __all__ = [
     "is_same_scale",
     "is_sharded",
     "local_of",
-    "local_parts",
     "make_scaler",
     "non_finite",
     "powered_norm",

@@ -20,7 +20,6 @@ __all__ = [
     "is_flat",
     "is_sharded",
     "local_of",
-    "local_parts",
     "meshes_of",
     "reduce_partial",
 ]
@@ -54,14 +53,6 @@ def local_of(tensor: Tensor) -> Tensor:
         return tensor
     with torch.no_grad():
         return _local_part(tensor)
-
-
-def local_parts(tensors: list[Tensor]) -> list[Tensor]:
-    """Return `local_of` each of some tensors; the list itself where none is a DTensor."""
-    if _PLAIN.issuperset(map(type, tensors)):
-        return tensors
-    with torch.no_grad():
-        return [_local_part(tensor) if is_sharded(tensor) else tensor for tensor in tensors]
 
 
 def _local_part(tensor: Tensor) -> Tensor:

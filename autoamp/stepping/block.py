@@ -150,7 +150,6 @@ def _leave(guards: Sequence[StepGuard], scaler: LossScaler, scale: Scale, checks
     for guard, has_gradients in zip(guards, present, strict=True):
         check = found
         if not has_gradients:
-            guard.refuse_replaced_params()
             is_shared = guard.checks.group is not None
             # Ranks of a group reduce the flags of all: a rank without gradients has found nothing.
             check = OverflowCheck(scaler, scale, ()) if checks and is_shared else None

@@ -16,7 +16,6 @@ from autoamp.torch_private import MODULES_OF_NORMS
 __all__ = [
     "check_half_model",
     "check_half_norms",
-    "check_half_params",
     "check_optimizer",
     "smallest_positive",
     "warn_without_gradients",
@@ -37,7 +36,7 @@ def warn_without_gradients(name: str, params: Iterable[Tensor]) -> None:
     if any(param.requires_grad for param in params):
         cause = (
             "was scaled_loss.backward() not called in the block, or does the optimizer hold other parameters than the "
-            "model that made the loss (it was built for a copy, or before the model was replaced)?"
+            "model that made the loss (it was built for a copy, or before the model was replaced or sharded)?"
         )
     else:
         cause = "all of them are frozen (requires_grad=False)"
@@ -92,18 +91,5 @@ def check_half_model(models: Iterable[Module], level: str, *, masters: bool = Fa
                     f"parameter {name!r} of {type(model).__name__} is in {parameter.dtype} already: its fp32 values "
                     f"are lost, and opt_level={level!r} {then}. Give initialize() the model in fp32, without .half() "
                     "or .bfloat16()"
-                )
-                return
-
-
-def check_half_params(optimizer: Any) -> None:
-    """Warn of an optimizer that steps parameters in half precision, where casts are made for those in fp32."""
-    for index, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if parameter.dtype in HALF_DTYPES:
-                warn_user(
-                    f"{type(optimizer).__name__}.param_groups[{index}] has parameters in {parameter.dtype} already, "
-                    "where small steps are rounded away: init() casts fp32 parameters as they are used. Leave the "
-                    "model in fp32, without .half() or .bfloat16(), or give it so to initialize(opt_level='O2')"
                 )
                 return

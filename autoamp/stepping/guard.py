@@ -37,7 +37,6 @@ from autoamp.scaling import (
 from autoamp.stepping.attach import AttachedMethod, named_params, stepped_params
 from autoamp.stepping.masters import MasterWeights
 from autoamp.stepping.replicas import several_processes
-from autoamp.stepping.sharded_modules import refuse_left_behind
 from autoamp.stepping.skips import Skips, StepWatch
 from autoamp.tensors import version_of
 
@@ -519,11 +518,6 @@ class StepGuard:
         self.grads.scale, self.grads.delayed = scale, delayed
         self.checks.note(check)
 
-    def refuse_replaced_params(self) -> None:
-        """Raise UsageError where shards were put in the place of this optimizer's parameters."""
-        halves = {} if self.masters is None else {id(master): half for half, master in self.masters.pairs}
-        refuse_left_behind(self.name, [halves.get(id(param), param) for param in self.grads.params()])
-
     # -- clipping --
 
     def norm(self, norm_type: float) -> Tensor:
@@ -575,8 +569,6 @@ class StepGuard:
         return self.take(original, args, kwargs) if blamed is None else self.skip(blamed)
 
     def _prepare_step(self, *, makes_gradients: bool) -> None:
-        if self.skips.steps == 0:
-            self.refuse_replaced_params()
         self.skips.steps += 1
         self.owner.step_begins(self)
         self.last_step_ran = True

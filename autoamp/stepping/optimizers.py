@@ -15,7 +15,7 @@ from autoamp.errors import UsageError
 from autoamp.scaling import LossScaler, RequestedGroup, clip_, is_same_scale
 from autoamp.stepping.attach import is_optimizer, refuse_own_scaler, stepped_params
 from autoamp.stepping.block import open_blocks, scaled_loss_block
-from autoamp.stepping.checks import check_half_params, check_optimizer
+from autoamp.stepping.checks import check_optimizer
 from autoamp.stepping.guard import StepGuard
 from autoamp.stepping.loss_scalers import LossScalers, listed
 from autoamp.stepping.masters import MasterWeights
@@ -62,7 +62,6 @@ class GuardedOptimizers:
         asked: The process groups over which the program wants steps to be agreed on.
         runtime: What drives the handle now; None for optimizers of no handle.
         masters_for: Tells of an optimizer that is guarded from now on whether it gets masters; None for no optimizer.
-        by_level: Whether `initialize` set them up, which warns of half models itself.
         max_consecutive_skips: So many skips of one optimizer in a row are an error.
         watch: What looks on, if anything does.
         rehearsal: Takes the losses and the steps of a step that is rehearsed, while that runs.
@@ -79,7 +78,6 @@ class GuardedOptimizers:
         self.asked = RequestedGroups()
         self.runtime: ActiveRuntime | None = None
         self.masters_for: Callable[[Any], bool] | None = None
-        self.by_level = False
         self.max_consecutive_skips = 50
         self.watch: StepWatch | None = None
         self.rehearsal: Rehearsing | None = None
@@ -184,8 +182,6 @@ class GuardedOptimizers:
             guard = self._put_guard(optimizer, MasterWeights(optimizer) if wants_masters else None)
             if check and guard.masters is None:
                 check_optimizer(optimizer)
-                if not self.by_level:
-                    check_half_params(optimizer)
         guard.max_consecutive_skips = self.max_consecutive_skips
         return guard
 

@@ -147,15 +147,6 @@ def test_an_error_gives_the_value_the_rule_and_the_remedy(misuse: str) -> None:
         assert part in str(raised.value)
 
 
-def half_at_init() -> None:
-    handle, net = autoamp.init(**CPU), nn.Linear(4, 4).half()
-    optimizer = sgd(net)
-    for _ in range(2):
-        with handle.scale_loss(net(torch.ones(2, 4).half()).float().mean(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-
-
 def half_at(level: Any) -> Callable[[], None]:
     def initialized() -> None:
         net = model().half()
@@ -186,10 +177,6 @@ WARNINGS: dict[str, tuple[Callable[[], Any], tuple[str, str, str]]] = {
     "fp16 without scale_loss at O2": (
         lambda: steps_without_scale(2, at_o2=True),
         ("of SGD's gradients underflow in fp16", "the loss is not scaled", "with handle.scale_loss(loss, optimizer)"),
-    ),
-    "a half model at init": (
-        half_at_init, ("SGD.param_groups[0] has parameters in torch.float16 already", "small steps are rounded away",
-                       "Leave the model in fp32"),
     ),
     "a half model at O1": (
         half_at("O1"), ("parameter '0.weight' of Sequential is in torch.float16 already", "opt_level='O1' steps it",
