@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,20 @@ from autoamp.scaling import DynamicLossScaler, LossScaler
 from autoamp.stepping import MasterWeights, OverflowCheck, StepGuard, read_checks, scaled_block
 
 __all__ = ["AmpHandle", "AmpStash", "AmpState", "NoOpHandle", "ScalerView", "amp_handle", "amp_state"]
+
+
+class _ScalerField:
+    """An option of a dynamic scaler by Apex's name. A static one shows ``static``, and writing to it does nothing."""
+
+    def __init__(self, name: str, kind: Callable[[Any], float], static: float | None) -> None:
+        self._name, self._kind, self._static = name, kind, static
+
+    def __get__(self, view: ScalerView, _: Any = None) -> float | None:
+        return getattr(view._scaler, self._name, self._static)
+
+    def __set__(self, view: ScalerView, value: Any) -> None:
+        if isinstance(view._scaler, DynamicLossScaler):
+            setattr(view._scaler, self._name, self._kind(value))
 
 
 class ScalerView:
@@ -60,32 +75,9 @@ class ScalerView:
     def _unskipped(self, count: int) -> None:
         self._scaler.load_state_dict({"loss_scale": self._scaler.loss_scale, "unskipped": int(count)})
 
-    @property
-    def _scale_seq_len(self) -> int:
-        return self._scaler.growth_interval if isinstance(self._scaler, DynamicLossScaler) else 0
-
-    @_scale_seq_len.setter
-    def _scale_seq_len(self, steps: int) -> None:
-        if isinstance(self._scaler, DynamicLossScaler):
-            self._scaler.growth_interval = int(steps)
-
-    @property
-    def _max_loss_scale(self) -> float | None:
-        return getattr(self._scaler, "max_loss_scale", None)
-
-    @_max_loss_scale.setter
-    def _max_loss_scale(self, scale: float) -> None:
-        if isinstance(self._scaler, DynamicLossScaler):
-            self._scaler.max_loss_scale = float(scale)
-
-    @property
-    def _min_loss_scale(self) -> float | None:
-        return getattr(self._scaler, "min_loss_scale", None)
-
-    @_min_loss_scale.setter
-    def _min_loss_scale(self, scale: float) -> None:
-        if isinstance(self._scaler, DynamicLossScaler):
-            self._scaler.min_loss_scale = float(scale)
+    _scale_seq_len = _ScalerField("growth_interval", int, 0)
+    _max_loss_scale = _ScalerField("max_loss_scale", float, None)
+    _min_loss_scale = _ScalerField("min_loss_scale", float, None)
 
     @property
     def _overflow_buf(self) -> Tensor:

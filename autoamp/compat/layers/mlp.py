@@ -110,15 +110,11 @@ def mlp_function(bias: int, activation: int, input: Tensor, *parameters: Tensor)
         raise UsageError(f"mlp_function: bias={bias!r} needs as many biases as weights, not {len(parameters)} in all")
     weights = parameters[: len(parameters) // 2] if bias else parameters
     biases: Sequence[Tensor | None] = parameters[len(weights) :] if bias else [None] * len(weights)
-    follow: Callable[[Tensor], Tensor] = (_as_it_is, torch.relu, torch.sigmoid)[activation]
+    follow: Callable[[Tensor], Tensor] = (torch.nn.Identity(), torch.relu, torch.sigmoid)[activation]
     output = input
     for weight, offset in zip(weights, biases, strict=True):
         output = follow(F.linear(output, weight, offset))
     return output
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 class FusedDense(torch.nn.Linear):

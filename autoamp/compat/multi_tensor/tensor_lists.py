@@ -250,10 +250,8 @@ def store(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 def _norms(noop_flag: Tensor, tensors: list[Tensor], per_tensor: bool | None) -> tuple[Tensor, Tensor]:
     if not tensors:
         return noop_flag.new_zeros(1, dtype=torch.float32), noop_flag.new_empty(0, dtype=torch.float32)
-    if any(tensor.dtype is torch.float64 for tensor in tensors):
-        each = torch.stack([norm.double() for norm in torch._foreach_norm(wide(tensors), 2)])
-    else:
-        each = torch.stack(list(torch._foreach_norm(tensors, 2, dtype=torch.float32)))
+    dtype = torch.float64 if any(tensor.dtype is torch.float64 for tensor in tensors) else torch.float32
+    each = torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype))
     total = torch.linalg.vector_norm(each).reshape(1)
     _raise_flag(noop_flag, ~torch.isfinite(total))
     return total, each if per_tensor else each.new_empty(0)
