@@ -12,7 +12,7 @@ import gc
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -258,7 +258,9 @@ class AutoScale:
                 "FullyShardedDataParallel keeps shards of flat parameters, so that ranks would skip different steps; "
                 "use bf16, which needs no loss scale (dtype=torch.bfloat16, --dtype bf16), or fully_shard"
             )
-        if not sharded and owners.keys().isdisjoint(map(id, leaves)) and not _has_checkpoint(nodes):
+        # A checkpoint runs passes of its own within, whose leaves are known only then.
+        checkpoints = any("Checkpoint" in node.name() for node in nodes)
+        if not sharded and not checkpoints and owners.keys().isdisjoint(map(id, leaves)):
             return None
         running = ScaledPass(
             self._scaler,
@@ -337,22 +339,14 @@ class AutoScale:
 
         return register
 
-    def _without_casts(self) -> contextlib.AbstractContextManager[None]:
-        return self._optimizers.casts.switched(False)
-
     def _seeing_true(self, kind: type[Hook], hook: Any, tensor: Tensor | None) -> Hook:
-        return kind(hook, self._passes, self._without_casts, tensor)
+        return kind(hook, self._passes, lambda: self._optimizers.casts.switched(False), tensor)
 
 
 def _living(kind: type[Any]) -> list[Any]:
     """Return the objects of a class that the garbage collector knows, garbage among them."""
     # Not isinstance, which asks the object itself: a proxy may answer with another class.
     return [found for found in gc.get_objects() if issubclass(type(found), kind)]
-
-
-def _has_checkpoint(nodes: Iterable[Any]) -> bool:
-    """Tell whether a checkpoint runs passes of its own within, whose leaves are known only then."""
-    return any("Checkpoint" in node.name() for node in nodes)
 
 
 def _is_torchs(module_name: str) -> bool:

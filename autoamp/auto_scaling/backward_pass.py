@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from autoamp.scaling import LossScaler, found_any, true_gradient
+from autoamp.scaling import LossScaler, true_gradient
 from autoamp.stepping import OverflowCheck, StepGuard
 
 __all__ = [
@@ -36,33 +37,27 @@ class Flags:
 
     Args:
         blank: Returns a new flag on a device, 0.0.
+
+    Attributes:
+        all: All flags. Those of tensors that are gone count too.
     """
 
     def __init__(self, blank: Callable[[torch.device], Tensor]) -> None:
         self._blank = blank
-        self._of: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+        self._of = WeakTensorKeyDictionary()
+        self.all: list[Tensor] = []
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the flag of a tensor, a new one where there is none."""
-        reference, flag = self._of.get(id(tensor), (None, None))
-        if flag is None or reference is None or reference() is not tensor:
-            flag = self._blank(tensor.device)
-            self._of[id(tensor)] = weakref.ref(tensor), flag
+        if tensor not in self._of:
+            self._of[tensor] = self._blank(tensor.device)
+            self.all.append(self._of[tensor])
+        flag: Tensor = self._of[tensor]
         return flag
-
-    def all(self) -> list[Tensor]:
-        """Return all flags. Nothing is read."""
-        return [flag for _, flag in self._of.values()]
 
     def flagged(self) -> list[Tensor]:
         """Return the tensors that live and whose flag is set. Waits for the device."""
-        known = list(self._of.values())
-        found = found_any([flag for _, flag in known])
-        return [
-            tensor
-            for (reference, _), flag in zip(known, found, strict=True)
-            if flag and (tensor := reference()) is not None
-        ]
+        return [tensor for tensor, flag in self._of.items() if flag]
 
 
 class PassCheck(OverflowCheck):
@@ -89,7 +84,7 @@ class PassCheck(OverflowCheck):
     @property
     def found(self) -> Sequence[Tensor]:
         """The flags to read: those of this rank, or what all ranks agreed on; none once they were read."""
-        return super().found if self._found or self.overflowed is not None else self._flags.all()
+        return super().found if self._found or self.overflowed is not None else self._flags.all
 
     @property
     def cleared(self) -> Sequence[Tensor]:

@@ -24,8 +24,8 @@ from autoamp.tensors import HALF_DTYPES
 from autoamp.torch_private import unscale_and_check_
 
 __all__ = [
-    "DeviceAndDtype",
     "found_any",
+    "grouped_by_kind",
     "non_finite",
     "scale_",
     "total_norm",
@@ -186,8 +186,6 @@ def found_any(found: Sequence[torch.Tensor]) -> list[bool]:
     """
     if len(found) == 1:
         return [bool(found[0].item())]
-    if not found:
-        return []
     by_device: dict[torch.device, list[int]] = {}
     for index, tensor in enumerate(found):
         by_device.setdefault(tensor.device, []).append(index)
@@ -233,7 +231,7 @@ def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch
         raise UsageError(f"norm_type={norm_type!r} must be above 0; choose 2.0, another p, or inf")
     # An uncoalesced tensor holds an element in parts, whose norm is not that of the sum.
     values = [_values(t.coalesce() if t.layout is torch.sparse_coo else t) for t in tensors]
-    groups = _grouped_by_kind([t for t in values if t.numel() > 0])
+    groups = grouped_by_kind([t for t in values if t.numel() > 0])
     norms: list[torch.Tensor] = []
     for (_, dtype), group in groups.items():
         double = dtype in (torch.float64, torch.complex128)
@@ -250,7 +248,7 @@ def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch
 
 def _values_by_kind(params: Iterable[torch.Tensor]) -> dict[DeviceAndDtype, list[torch.Tensor]]:
     """Return the values of all gradients as `_writable_grads` does, by device and dtype."""
-    groups = _grouped_by_kind(_writable_grads(params))
+    groups = grouped_by_kind(_writable_grads(params))
     for _, dtype in groups:
         if dtype not in _REAL:
             raise UsageError(_no_scale_for(dtype))
@@ -323,7 +321,8 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _grouped_by_kind(tensors: Iterable[torch.Tensor]) -> dict[DeviceAndDtype, list[torch.Tensor]]:
+def grouped_by_kind(tensors: Iterable[torch.Tensor]) -> dict[DeviceAndDtype, list[torch.Tensor]]:
+    """Return the tensors of each device and dtype."""
     groups: dict[DeviceAndDtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)

@@ -17,7 +17,7 @@ import math
 import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,23 +98,20 @@ class LossScaler(ABC):
         """Tell whether `update_later` may be called with flags on this device."""
         return False
 
-    def update_later(self, found_inf: Tensor, tell: Callable[[bool], None]) -> None:
+    def update_later(self, found_inf: Tensor, tell: Callable[[bool], None], *, urgent: bool = False) -> None:
         """Move on by one step, by a flag that stays on its device.
 
         Args:
             found_inf: One fp32 element, not 0 where a gradient held inf or nan. Nobody writes to it any more.
             tell: Called after the host's update, once the flag is known; it raises nothing.
+            urgent: Whether the host has to know soon what the flags say.
         """
 
         def move(found: bool) -> None:
             self._move(found)
             tell(found)
 
-        self.unread.add(found_inf, move, urgent=self._is_urgent())
-
-    def _is_urgent(self) -> bool:
-        """Tell whether the host has to know soon what the flags say."""
-        return False
+        self.unread.add(found_inf, move, urgent=urgent)
 
     def _move(self, found_inf: bool) -> None:
         self.scale_before = self._loss_scale
@@ -207,13 +204,6 @@ class StaticLossScaler(LossScaler):
         return f"StaticLossScaler(loss_scale={self.loss_scale!r})"
 
 
-class _DeviceScale(NamedTuple):
-    """A dynamic scaler's scale and growth tracker on a device, fp32 and int32 tensors without dimensions."""
-
-    scale: Tensor
-    growth_tracker: Tensor
-
-
 class DynamicLossScaler(LossScaler):
     """The rule of `torch.amp.GradScaler`, in its arithmetic (fp32), within limits.
 
@@ -259,7 +249,8 @@ class DynamicLossScaler(LossScaler):
                 f"min_loss_scale={min_loss_scale!r} is above max_loss_scale={max_loss_scale!r}; lower the first"
             )
         self.growth_interval = int(growth_interval)
-        self._on_device: _DeviceScale | None = None
+        # The scale and the growth tracker on a device, fp32 and int32 tensors without dimensions.
+        self._on_device: tuple[Tensor, Tensor] | None = None
         super().__init__(self._within_limits(_fp32(init_scale)))
 
     def update(self, found_inf: bool) -> None:
@@ -269,7 +260,7 @@ class DynamicLossScaler(LossScaler):
 
     def scale_at_hand(self) -> Scale:
         """Return the scale, from the device where only that knows it. See `LossScaler.scale_at_hand`."""
-        return self._on_device.scale if self._on_device is not None and len(self.unread) else self.loss_scale
+        return self._on_device[0] if self._on_device is not None and len(self.unread) else self.loss_scale
 
     def serves_device(self, device: torch.device) -> bool:
         """Tell whether flags on this device are left there. See `LossScaler.serves_device`.
@@ -285,28 +276,26 @@ class DynamicLossScaler(LossScaler):
         return self._loss_scale * self.backoff_factor ** (len(self.unread) + 1)
 
     @torch.no_grad()
-    def update_later(self, found_inf: Tensor, tell: Callable[[bool], None]) -> None:
+    def update_later(self, found_inf: Tensor, tell: Callable[[bool], None], *, urgent: bool = False) -> None:
         """Move the scale on the device now, and that of the host later. See `LossScaler.update_later`."""
         device = found_inf.device
-        if self._on_device is None or self._on_device.scale.device != device:
+        if self._on_device is None or self._on_device[0].device != device:
             self.unread.catch_up()
             # A checkpoint of a longer interval may have brought more: the kernel grows at the very end of this one.
             unskipped = min(self._unskipped, self.growth_interval - 1)
-            self._on_device = _DeviceScale(
+            self._on_device = (
                 torch.full((), self._loss_scale, dtype=torch.float32, device=device),
                 torch.full((), unskipped, dtype=torch.int32, device=device),
             )
         # A new tensor: open blocks and gradients go on with the old scale.
-        following = self._on_device.scale.clone()
+        scale, growth_tracker = self._on_device
+        following = scale.clone()
         settings = self.growth_factor, self.backoff_factor, self.growth_interval
-        update_scale_(following, self._on_device.growth_tracker, found_inf, *settings)
+        update_scale_(following, growth_tracker, found_inf, *settings)
         if self._may_leave_limits():
             following.clamp_(self.min_loss_scale, self.max_loss_scale)
-        self._on_device = _DeviceScale(following, self._on_device.growth_tracker)
-        super().update_later(found_inf, tell)
-
-    def _is_urgent(self) -> bool:
-        return self._lowest() < _NEAR_ONE
+        self._on_device = following, growth_tracker
+        super().update_later(found_inf, tell, urgent=urgent or self._lowest() < _NEAR_ONE)
 
     def _leave_device(self) -> None:
         """Go on from what the host knows, once it has caught up."""

@@ -142,8 +142,6 @@ def inverse_scale(scale: Scale) -> Factor:
 
 def scale_ratio(above: Scale, below: Scale) -> Factor:
     """Return ``above / below``."""
-    if is_same_scale(above, below):
-        return 1.0
     if isinstance(above, Tensor) or isinstance(below, Tensor):
         device = above.device if isinstance(above, Tensor) else below.device  # type: ignore[union-attr]
         as_doubles = [torch.as_tensor(scale, dtype=torch.float64).to(device) for scale in (above, below)]

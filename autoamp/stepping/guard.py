@@ -13,7 +13,7 @@ import contextlib
 import inspect
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -37,7 +37,7 @@ from autoamp.scaling import (
 from autoamp.stepping.attach import AttachedMethod, named_params, stepped_params
 from autoamp.stepping.masters import MasterWeights
 from autoamp.stepping.replicas import several_processes
-from autoamp.stepping.skips import Skips, StepWatch
+from autoamp.stepping.skips import SkipOwner, Skips
 from autoamp.tensors import version_of
 
 __all__ = [
@@ -56,12 +56,8 @@ _MAX_EVALUATIONS = 33
 _MAX_PENDING_CHECKS = 64
 
 
-class GuardOwner(Protocol):
+class GuardOwner(SkipOwner, Protocol):
     """What a guard asks of the handle or the optimizer that made it."""
-
-    @property
-    def watch(self) -> StepWatch | None:
-        """What looks on at steps, if anything does."""
 
     @property
     def casts(self) -> Casts | None:
@@ -76,9 +72,6 @@ class GuardOwner(Protocol):
 
     def step_ended(self, guard: StepGuard) -> None:
         """Hear of each step or skip, once parameters are as it left them."""
-
-    def step_skipped(self) -> None:
-        """Hear of each skip, as soon as it is known."""
 
     def requested_group(self, guard: StepGuard) -> RequestedGroup | None:
         """Return the process group over which the program wants steps to be agreed on, if it asked for one."""
@@ -393,9 +386,8 @@ class PendingChecks:
             )
         # A reduction by the program itself may have come since the block looked at them.
         now = unscale_(params, 1.0)
-        has_checks = bool(own)
         reduction = FoundInfReduction.of(
-            group, found, now, has_checks=has_checks, loss_is_nonfinite=loss_is_nonfinite, norm=norm, largest=largest
+            group, found, now, has_checks=bool(own), loss_is_nonfinite=loss_is_nonfinite, norm=norm, largest=largest
         )
         self._agreed = True
         for check in own:
@@ -562,11 +554,15 @@ class StepGuard:
 
     def _step_by_checks(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         flag = self._flag_for_device()
-        if flag is not None:
-            with self._found_inf(flag):
-                return self._call(original, args, kwargs)
-        blamed = self.checks.resolve()
-        return self.take(original, args, kwargs) if blamed is None else self.skip(blamed)
+        if flag is None:
+            blamed = self.checks.resolve()
+            return self.take(original, args, kwargs) if blamed is None else self.skip(blamed)
+        optimizer = self.optimizer
+        optimizer.found_inf = flag
+        try:
+            return self._call(original, args, kwargs)
+        finally:
+            del optimizer.found_inf
 
     def _prepare_step(self, *, makes_gradients: bool) -> None:
         self.skips.steps += 1
@@ -606,19 +602,9 @@ class StepGuard:
             return None
         scaler = self.checks.pending[0].scaler if self.checks.pending else None
         flag = self.checks.resolve_on_device(self.skips)
-        if flag is not None and scaler is not None and self._gives_up(self.skips.in_a_row_known):
+        if flag is not None and scaler is not None and self.skips.in_a_row_known >= self.max_consecutive_skips:
             raise self._too_many_skips(scaler)
         return flag
-
-    @contextlib.contextmanager
-    def _found_inf(self, flag: Tensor) -> Iterator[None]:
-        """Let the optimizer have the flag of an overflow as ``found_inf``, where it looks for it."""
-        optimizer = self.optimizer
-        optimizer.found_inf = flag
-        try:
-            yield
-        finally:
-            del optimizer.found_inf
 
     def take(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Let the optimizer step, with casts off."""
@@ -648,11 +634,8 @@ class StepGuard:
         # A step was due and came: LR schedulers look at this before they complain about the order of calls.
         self.optimizer._opt_called = True
         self.skips.count(True, blamed.scaler, float(blamed.scale))
-        if self._gives_up(self.skips.in_a_row):
+        if self.skips.in_a_row >= self.max_consecutive_skips:
             raise self._too_many_skips(blamed.scaler, blamed.cleared)
-
-    def _gives_up(self, in_a_row: int) -> bool:
-        return in_a_row >= self.max_consecutive_skips
 
     def _too_many_skips(self, scaler: LossScaler, cleared: Sequence[Tensor] = ()) -> NonFiniteGradientsError:
         known = {id(param) for param in cleared}
@@ -709,7 +692,11 @@ def _step_with_closure(
             return loss
         if first:
             raise _TrainingFailed(loss, blamed)
-        raise _unrecoverable(guard, blamed)
+        raise NonFiniteGradientsError(
+            f"gradients overflowed at loss scale {float(blamed.scale):g} when {guard.name} called its closure in the "
+            "middle of a step, and no lower scale is allowed or helps. The parameters are at an intermediate point: "
+            "load the last checkpoint, and train with a lower static loss scale, bf16 or fp32"
+        )
 
     state: Any = getattr(guard.optimizer, "state", None)
     known = set(state) if isinstance(state, Mapping) else None
@@ -722,15 +709,6 @@ def _step_with_closure(
             del state[key]
         guard.skip(given_up.blamed)
         return given_up.loss
-
-
-def _unrecoverable(guard: StepGuard, blamed: OverflowCheck) -> NonFiniteGradientsError:
-    scale = float(blamed.scale)
-    return NonFiniteGradientsError(
-        f"gradients overflowed at loss scale {scale:g} when {guard.name} called its closure in the middle "
-        "of a step, and no lower scale is allowed or helps. The parameters are at an intermediate point: "
-        "load the last checkpoint, and train with a lower static loss scale, bf16 or fp32"
-    )
 
 
 def _call_closure(guard: StepGuard, closure: Callable[[], Any]) -> Any:

@@ -124,12 +124,10 @@ class LossScalers:
         self._own[optimizer] = own
         return own
 
-    def forget_own(self, optimizer: Any) -> bool:
-        """Take an optimizer's own scalers and its ``scale_loss`` back. Returns whether it had any."""
-        if self._own.pop(optimizer, None) is None:
-            return False
-        vars(optimizer).pop("scale_loss", None)
-        return True
+    def forget_own(self, optimizer: Any) -> None:
+        """Take an optimizer's own scalers and its ``scale_loss`` back, if it had any."""
+        if self._own.pop(optimizer, None) is not None:
+            vars(optimizer).pop("scale_loss", None)
 
     def with_own(self) -> list[Any]:
         """Return the optimizers that live and have scalers of their own."""

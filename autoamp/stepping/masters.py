@@ -275,12 +275,10 @@ class MasterWeights:
 
 def fit_state(optimizer: Any) -> None:
     """Bring an optimizer's state to the dtypes of its parameters, where these were cast after the state was made."""
-    state = getattr(optimizer, "state", None)
-    if isinstance(state, Mapping):
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter in state and parameter.dtype in (torch.float32, *HALF_DTYPES):
-                    _move_state(optimizer, parameter, parameter)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.dtype in (torch.float32, *HALF_DTYPES):
+                _move_state(optimizer, parameter, parameter)
 
 
 def _replace_in_groups(optimizer: Any, old: Tensor, new: Tensor) -> None:

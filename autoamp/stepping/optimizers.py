@@ -74,7 +74,7 @@ class GuardedOptimizers:
     def __init__(self, casts: Casts, scalers: Sequence[LossScaler]) -> None:
         self.casts = casts
         self.loss_scalers = LossScalers(scalers)
-        self.counts = StepCounts(lambda: self.loss_scalers.all)
+        self.counts = StepCounts(self.loss_scalers.catch_up)
         self.asked = RequestedGroups()
         self.runtime: ActiveRuntime | None = None
         self.masters_for: Callable[[Any], bool] | None = None
@@ -359,8 +359,6 @@ def wrap_optimizer(optimizers: GuardedOptimizers, optimizer: Any, scalers: Seque
 def clip_grad_norm_(registry: GuardedOptimizers, optimizers: Any, max_norm: float, norm_type: float) -> Tensor:
     """Clip the gradients of optimizers together; see `autoamp.runtime.Handle.clip_grad_norm_`."""
     norm_type = float(norm_type)
-    if not norm_type > 0.0:
-        raise UsageError(f"norm_type={norm_type!r} must be above 0; choose 2.0, another p, or inf")
     guards = [registry.guard(optimizer) for optimizer in listed(optimizers)]
     for guard in guards:
         if guard.in_block:

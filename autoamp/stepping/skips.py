@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Protocol, SupportsFloat
 
 from torch import Tensor
 
 from autoamp.scaling import LossScaler, UnreadFlags
 
-__all__ = ["OwnSteps", "Rehearsing", "Skips", "StepCounts", "StepWatch"]
+__all__ = ["OwnSteps", "Rehearsing", "SkipOwner", "Skips", "StepCounts", "StepWatch"]
 
 logger = logging.getLogger(__name__)
 
@@ -132,8 +132,7 @@ class Skips:
 
     @last.setter
     def last(self, skipped: bool) -> None:
-        if self._unread is not None:
-            self._unread.catch_up()
+        self.catch_up()
         self._last = skipped
 
     def catch_up(self) -> None:
@@ -221,7 +220,7 @@ class StepCounts:
     """How many steps the optimizers of a handle took, of all together.
 
     Args:
-        scalers: All loss scalers, which hear of steps late where only the device knows of skips.
+        catch_up: Lets all loss scalers hear of steps of which only the device knows whether they were skips.
 
     Attributes:
         steps: Steps of guarded optimizers, skips included.
@@ -232,12 +231,12 @@ class StepCounts:
         last: What is known of the optimizer that stepped last.
     """
 
-    def __init__(self, scalers: Callable[[], Iterable[LossScaler]]) -> None:
+    def __init__(self, catch_up: Callable[[], None]) -> None:
         self.steps = self.plain = self.guarded = 0
         self.own: OwnSteps | None = None
         self.own_scale: SupportsFloat | None = None
         self.last: Skips | None = None
-        self._scalers = scalers
+        self._catch_up = catch_up
         self._skipped = 0
 
     @property
@@ -261,10 +260,6 @@ class StepCounts:
         if self.own is not None:
             return self.own.loss_scale
         return ours if self.own_scale is None else float(self.own_scale)
-
-    def _catch_up(self) -> None:
-        for scaler in self._scalers():
-            scaler.unread.catch_up()
 
     @property
     def last_skipped(self) -> bool:
