@@ -65,12 +65,8 @@ def _local_part(tensor: Tensor) -> Tensor:
 
 def meshes_of(tensors: Iterable[Tensor]) -> list[Any]:
     """Return the meshes of all DTensors among some tensors, each once."""
-    meshes: dict[int, Any] = {}
-    for tensor in tensors:
-        if type(tensor) not in _PLAIN and is_sharded(tensor):
-            mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
-            meshes[id(mesh)] = mesh
-    return list(meshes.values())
+    sharded: list[Any] = [tensor for tensor in tensors if is_sharded(tensor)]
+    return list({id(tensor.device_mesh): tensor.device_mesh for tensor in sharded}.values())
 
 
 def copies_in_mesh(tensor: Any) -> int:
@@ -91,9 +87,7 @@ def reduce_partial(params: Iterable[Tensor], *, halves_alone: bool) -> None:
     """
     for param in params:
         grad: Any = param.grad
-        if grad is None or type(grad) in _PLAIN or (halves_alone and grad.dtype not in HALF_DTYPES):
-            continue
-        if not is_sharded(grad):
+        if grad is None or not is_sharded(grad) or (halves_alone and grad.dtype not in HALF_DTYPES):
             continue
         if any(placement.is_partial() for placement in grad.placements):
             from torch.distributed.tensor import Replicate

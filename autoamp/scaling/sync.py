@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autoamp.errors import UsageError
-from autoamp.scaling.gradients import DeviceAndDtype, total_norm
-from autoamp.scaling.shards import copies_in_mesh, has_shards, is_sharded, local_of, meshes_of
+from autoamp.scaling.gradients import grouped_by_kind, total_norm
+from autoamp.scaling.shards import copies_in_mesh, is_sharded, local_of, meshes_of
 
 __all__ = ["FoundInfReduction", "RequestedGroup", "SyncGroup", "SyncGroups", "clip_", "powered_norm"]
 
@@ -72,13 +72,11 @@ class SyncGroup:
         group: Their process group.
         device: Where its collectives take place.
         replicas: How many of its ranks have the same plain parameters.
-        asked: Whether the program asked for it, so that every step is agreed on.
     """
 
     group: Any
     device: torch.device
     replicas: int
-    asked: bool
 
     def copies_of(self, tensor: Tensor) -> int:
         """Return how many ranks have the same part of a tensor."""
@@ -102,8 +100,6 @@ class SyncGroups:
         Raises:
             UsageError: The group that was asked for and the parameters' meshes do not lie within one another.
         """
-        if asked is None and not has_shards(params):
-            return None
         meshes = meshes_of(params)
         if self._known is None or self._known[:2] != (meshes, asked):
             self._known = meshes, asked, _group_for(params, meshes, asked)
@@ -186,7 +182,7 @@ def _any(flags: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def _group_for(params: Sequence[Tensor], meshes: Sequence[Any], asked: RequestedGroup | None) -> SyncGroup | None:
-    own = dist.get_rank()
+    own = dist.get_rank() if meshes else None
     spans = {mesh: frozenset(mesh.mesh.flatten().tolist()) for mesh in meshes}
     spans = {mesh: span for mesh, span in spans.items() if own in span and len(span) > 1}
     if not spans and asked is None:
@@ -194,13 +190,13 @@ def _group_for(params: Sequence[Tensor], meshes: Sequence[Any], asked: Requested
     device = _device_of([*spans], params)
     if asked is None:
         ranks = _spanned(spans)
-        return SyncGroup(_group_of(ranks, spans), device, len(ranks), asked=False)
+        return SyncGroup(_group_of(ranks, spans), device, len(ranks))
     ranks = frozenset[int]().union(*spans.values())
     wanted = frozenset(dist.get_process_group_ranks(asked.group))
     if ranks <= wanted:
-        return SyncGroup(asked.group, device, asked.replicas, asked=True)
+        return SyncGroup(asked.group, device, asked.replicas)
     if wanted < ranks:
-        return SyncGroup(_group_of(ranks, spans), device, len(ranks) * asked.replicas // len(wanted), asked=True)
+        return SyncGroup(_group_of(ranks, spans), device, len(ranks) * asked.replicas // len(wanted))
     raise UsageError(
         f"sync_over() got the ranks {sorted(wanted)}, and parameters are on meshes of the ranks {sorted(ranks)}; pass "
         "a group of all of these ranks"
@@ -293,9 +289,6 @@ def clip_(params: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
         max_norm: The highest norm.
     """
     factor = torch.where(norm.isfinite(), torch.clamp(max_norm / (norm + 1e-6), max=1.0), 1.0)
-    by_kind: dict[DeviceAndDtype, list[Tensor]] = {}
-    for grad in {id(param.grad): param.grad for param in params if param.grad is not None}.values():
-        local = local_of(grad)
-        by_kind.setdefault((local.device, local.dtype), []).append(local)
-    for (device, dtype), grads in by_kind.items():
+    distinct = {id(param.grad): param.grad for param in params if param.grad is not None}
+    for (device, dtype), grads in grouped_by_kind(map(local_of, distinct.values())).items():
         torch._foreach_mul_(grads, factor.to(device=device, dtype=dtype))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autoamp.casting import Casts
 from autoamp.errors import UsageError
-from autoamp.scaling import LossScaler, RequestedGroup, clip_, is_same_scale
+from autoamp.scaling import LossScaler, RequestedGroup, clip_, is_same_scale, total_norm
 from autoamp.stepping.attach import is_optimizer, refuse_own_scaler, stepped_params
 from autoamp.stepping.block import open_blocks, scaled_loss_block
 from autoamp.stepping.checks import check_optimizer
@@ -359,6 +359,8 @@ def wrap_optimizer(optimizers: GuardedOptimizers, optimizer: Any, scalers: Seque
 def clip_grad_norm_(registry: GuardedOptimizers, optimizers: Any, max_norm: float, norm_type: float) -> Tensor:
     """Clip the gradients of optimizers together; see `autoamp.runtime.Handle.clip_grad_norm_`."""
     norm_type = float(norm_type)
+    # Raises here, before anything is changed, for what is no type of a norm.
+    none = total_norm((), norm_type)
     guards = [registry.guard(optimizer) for optimizer in listed(optimizers)]
     for guard in guards:
         if guard.in_block:
@@ -371,7 +373,7 @@ def clip_grad_norm_(registry: GuardedOptimizers, optimizers: Any, max_norm: floa
         registry.compare_settings(guard)
     norms = [guard.norm(norm_type) for guard in guards]
     if not norms:
-        return torch.zeros(())
+        return none
     every = torch.stack([norm.to(norms[0].device) for norm in norms])
     norm = every.amax() if norm_type == torch.inf else every.sum() ** (1.0 / norm_type)
     for guard in guards:

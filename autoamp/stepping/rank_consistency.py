@@ -111,20 +111,16 @@ def compare_ranks(sets: Sequence[Sequence[int]], facts: Mapping[str, str], rules
 
 
 def _place(ranks: Sequence[int]) -> str:
-    return f"{_PREFIX}/{_attempt()}/{hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]}"
+    # Torchrun may keep a store when it starts processes anew.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"{_PREFIX}/{attempt}/{hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]}"
 
 
 def _verdict_of_root(store: Any, place: str, root: int) -> str:
     """Return the verdict of the first rank, which says within its own patience who is missing."""
     if not _awaited(store, [f"{place}/verdict"], [root], factor=1.25):
         return _no_answer([root], dist.get_rank())
-    known: str = store.get(f"{place}/verdict").decode()
-    return known
-
-
-def _attempt() -> str:
-    # Torchrun may keep a store when it starts processes anew.
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return str(store.get(f"{place}/verdict").decode())
 
 
 def _store() -> Any:

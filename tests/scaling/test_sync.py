@@ -37,7 +37,7 @@ def test_what_was_asked_for_is_found_and_remembered() -> None:
     groups, params = SyncGroups(), [nn.Parameter(torch.ones(1))]
     group = groups.among(params, asked)
     assert group is not None
-    assert (group.group, group.asked, group.copies_of(params[0])) == (dist.group.WORLD, True, 1)
+    assert (group.group, group.copies_of(params[0])) == (dist.group.WORLD, 1)
     assert groups.among(params, asked) is group
     assert groups.among(params, None) is None
 
@@ -46,7 +46,7 @@ def test_what_was_asked_for_is_found_and_remembered() -> None:
 @pytest.mark.parametrize("norm", [7.0, math.inf, math.nan])
 @pytest.mark.parametrize("count", [1, 3, 40])
 def test_each_scaler_hears_of_its_own_checks(count: int, norm: float) -> None:
-    group = SyncGroup(dist.group.WORLD, torch.device("cpu"), 1, asked=True)
+    group = SyncGroup(dist.group.WORLD, torch.device("cpu"), 1)
     found = [[torch.tensor([float(place == count - 1)]), torch.zeros(1)] for place in range(count)]
     told = FoundInfReduction.of(group, found, [], has_checks=True, norm=torch.tensor(norm))
     assert [bool(told.of_scaler(place)) for place in range(count)] == [False] * (count - 1) + [True]
