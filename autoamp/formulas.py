@@ -28,8 +28,8 @@ from autoamp import kernels, torch_private
 from autoamp.tensors import are_dense_fp32
 
 __all__ = [
-    "ADAGRAD", "ADAM", "LAMB", "SGD", "Rule", "adam_on_device_", "adam_updates", "average_", "blended_norms",
-    "clipped", "corrections", "gradient_norms", "novograd_", "trust_",
+    "ADAGRAD", "ADAM", "LAMB", "NOVOGRAD", "SGD", "Rule", "adam_on_device_", "adam_updates", "average_",
+    "blended_norms", "clipped", "corrections", "gradient_norms", "trust_", "write_back",
 ]  # fmt: skip
 
 
@@ -317,7 +317,10 @@ def gradient_norms(grads: list[Tensor], norm_type: int) -> list[Tensor]:
     That is the 2-norm, as in the paper, or with ``norm_type=0`` the largest absolute value, which Apex offers too.
     """
     kinds = [2.0 if norm_type == 2 or grad.numel() == 0 else float("inf") for grad in grads]
-    return [torch._foreach_norm([grad], kind)[0] for grad, kind in zip(grads, kinds, strict=True)]
+    wide = [torch.float64 if grad.dtype is torch.float64 else torch.float32 for grad in grads]
+    return [
+        torch.linalg.vector_norm(grad, kind, dtype=dtype) for grad, kind, dtype in zip(grads, kinds, wide, strict=True)
+    ]
 
 
 def blended_norms(norms: Tensor, new: Tensor, beta2: float, norm_type: int) -> Tensor:
@@ -330,9 +333,9 @@ def blended_norms(norms: Tensor, new: Tensor, beta2: float, norm_type: int) -> T
     return norms.lerp(new, 1.0 - beta2)
 
 
-def novograd_(
+def _novograd_(
     values: list[Tensor], grads: list[Tensor], firsts: list[Tensor], norms: list[Tensor], *, lr: float, beta1: float,
-    weight: float, biases: tuple[float, float], eps: float, decay: float, inside: bool,
+    beta2: float, eps: float, step: int, weight_decay: float, bias_correction: bool, grad_averaging: bool, inside: bool,
 ) -> None:  # fmt: skip
     """Step by NovoGrad: with ``inside`` and without bias corrections this is algorithm 1 of the paper.
 
@@ -343,27 +346,40 @@ def novograd_(
         norms: The averaged norm of each gradient, without dimensions.
         lr: The learning rate.
         beta1: The decay of the averages.
-        weight: The weight of a gradient in its average; in the paper 1.
-        biases: By the first of them the averages are divided, by the root of the second the norms.
+        beta2: The decay of the averaged norms.
         eps: Added to the norms.
-        decay: The weight decay.
+        step: The number of this step, from 1.
+        weight_decay: The weight decay.
+        bias_correction: Whether the averages are divided by ``1 - beta1 ** step``, the norms by the root of that of
+            ``beta2``.
+        grad_averaging: Whether a gradient enters its average with ``1 - beta1``, or with 1 as in the paper.
         inside: Whether gradients are normalised, and the decay added to them, before they enter the average. If not,
             the average is normalised, and the decay added to that.
     """
+    biases = corrections(beta1, beta2, step, bias_correction)
     scales = [(norm / biases[1] ** 0.5 + eps).to(grad) for norm, grad in zip(norms, grads, strict=True)]
     if inside:
         grads = list(torch._foreach_div(grads, scales))
-        torch._foreach_add_(grads, values, alpha=decay)
+        torch._foreach_add_(grads, values, alpha=weight_decay)
     torch._foreach_mul_(firsts, beta1)
-    torch._foreach_add_(firsts, grads, alpha=weight)
+    torch._foreach_add_(firsts, grads, alpha=1.0 - beta1 if grad_averaging else 1.0)
     updates = list(torch._foreach_div(firsts, biases[0]))
     if not inside:
         torch._foreach_div_(updates, scales)
-        torch._foreach_add_(updates, values, alpha=decay)
+        torch._foreach_add_(updates, values, alpha=weight_decay)
     torch._foreach_add_(values, updates, alpha=-lr)
+
+
+def write_back(params: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Write new values into tensors of any dtypes. A value that is the tensor itself was stepped in place."""
+    pairs = [(param, value) for param, value in zip(params, values, strict=True) if param is not value]
+    if pairs:
+        torch._foreach_copy_([param for param, _ in pairs], [value for _, value in pairs])
 
 
 ADAM = Rule(_adam_, ("exp_avg", "exp_avg_sq"), "adam_", _fused_adam_)
 SGD = Rule(_sgd_, ("momentum_buffer",), "sgd_", _fused_sgd_)
 LAMB = Rule(_lamb_, ("exp_avg", "exp_avg_sq"), "lamb_")
 ADAGRAD = Rule(_adagrad_, ("sum",))
+# The fourth list is that of the averaged norms, which are blended before the step.
+NOVOGRAD = Rule(_novograd_, ("exp_avg",))

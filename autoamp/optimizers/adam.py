@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from autoamp.errors import UsageError
-from autoamp.formulas import ADAM, adam_on_device_
-from autoamp.optimizers.groups import FusedOptimizer, in_parts, require, scaling_of, wide_copy, write_back
+from autoamp.formulas import ADAM, adam_on_device_, write_back
+from autoamp.optimizers.groups import FusedOptimizer, evaluated, in_parts, require, scaling_of
 from autoamp.scaling import widened
 
 __all__ = ["FusedAdam"]
@@ -112,10 +112,7 @@ class FusedAdam(FusedOptimizer):
         if scaler is None or not scaler.is_enabled():
             return super().step(closure)
         require(self.capturable, "FusedAdam.step(grad_scaler=...) wants capturable=True; use scaler.step(optimizer)")
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         try:
             self.grad_scale, self.found_inf = scaling_of(scaler, self)
             super().step()
@@ -174,12 +171,6 @@ class FusedAdam(FusedOptimizer):
     def _values(self, params: list[Tensor]) -> list[Tensor]:
         """Return what is stepped: the parameters, with fp32 copies of half ones; or the copies in the state."""
         return self._masters(params) if self.master_weights else widened(params)
-
-    def _masters(self, params: list[Tensor]) -> list[Tensor]:
-        for param in params:
-            if "master_param" not in self.state[param]:
-                self.state[param]["master_param"] = wide_copy(param)
-        return [self.state[param]["master_param"] for param in params]
 
 
 def _to_device(group: dict[str, Any]) -> None:

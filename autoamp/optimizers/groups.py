@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from autoamp.errors import UsageError
-from autoamp.formulas import Rule
+from autoamp.formulas import Rule, write_back
 from autoamp.scaling import widened
 
-__all__ = ["FusedOptimizer", "in_parts", "require", "scaling_of", "wide_copy", "write_back"]
+__all__ = ["FusedOptimizer", "evaluated", "in_parts", "require", "scaling_of"]
 
 # The number of elements that are stepped at a time, so that a temporary copy of them takes 64 MiB in fp32. That is
 # enough work to keep a device busy. On a CPU each thread takes as many as fit into its cache.
@@ -57,10 +57,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             UsageError: A gradient is sparse.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         with torch.no_grad():
             self._step()
         return loss
@@ -93,6 +90,13 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _values(self, params: list[Tensor]) -> list[Tensor]:
         """Return what is stepped: the parameters, with fp32 copies of half ones."""
         return widened(params)
+
+    def _masters(self, params: list[Tensor]) -> list[Tensor]:
+        """Return the copies of parameters, in the dtype that they are stepped in, which their state keeps."""
+        for param in params:
+            if "master_param" not in self.state[param]:
+                self.state[param]["master_param"] = param.detach().to(_wide(param), copy=True)
+        return [self.state[param]["master_param"] for param in params]
 
     def _tensors(self, group: dict[str, Any], *names: str) -> tuple[list[Tensor], ...]:
         """Return the group's parameters with gradients, these gradients, and for each name the states under it.
@@ -153,9 +157,12 @@ def _wide(param: Tensor) -> torch.dtype:
     return torch.float64 if param.dtype is torch.float64 else torch.float32
 
 
-def wide_copy(param: Tensor) -> Tensor:
-    """Return a copy of a parameter in fp32, or in fp64 where it is in that."""
-    return param.detach().to(_wide(param), copy=True)
+def evaluated(closure: Any) -> Any:
+    """Return the loss that a closure evaluates, with gradients; None without a closure."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def in_parts(params: list[Tensor], grads: list[Tensor], *states: list[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
@@ -170,13 +177,6 @@ def in_parts(params: list[Tensor], grads: list[Tensor], *states: list[Tensor]) -
         if end == len(params) or taken + params[end].numel() > (on_cpu if params[end].is_cpu else _AT_ONCE):
             yield params[begin:end], grads[begin:end], *(state[begin:end] for state in states)
             begin, taken = end, 0
-
-
-def write_back(params: list[Tensor], values: list[Tensor]) -> None:
-    """Write new values into tensors of any dtypes. A value that is the tensor itself was stepped in place."""
-    pairs = [(param, value) for param, value in zip(params, values, strict=True) if param is not value]
-    if pairs:
-        torch._foreach_copy_([param for param, _ in pairs], [value for _, value in pairs])
 
 
 def scaling_of(scaler: Any, optimizer: Any) -> tuple[Tensor | None, Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoamp.optimizers.groups import scaling_of, wide_copy
+from autoamp.optimizers.groups import evaluated, scaling_of
 from autoamp.optimizers.lamb import FusedLAMB
 from autoamp.scaling import widened
 
@@ -75,10 +75,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         """
         if grad_scaler is None or not grad_scaler.is_enabled():
             return super().step(closure)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         scale, found = scaling_of(grad_scaler, self)
         if bool(found):
             return loss
@@ -99,8 +96,5 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
     def _values(self, params: list[Tensor]) -> list[Tensor]:
         reduced = [param for param in params if param.dtype is self.reduced_precision_dtype]
-        for param in reduced:
-            if "master_param" not in self.state[param]:
-                self.state[param]["master_param"] = wide_copy(param)
-        masters = {id(param): self.state[param]["master_param"] for param in reduced}
+        masters = dict(zip(map(id, reduced), self._masters(reduced), strict=True))
         return widened(masters.get(id(param), param) for param in params)

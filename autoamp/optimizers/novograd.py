@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoamp.formulas import blended_norms, corrections, gradient_norms, novograd_
-from autoamp.optimizers.groups import FusedOptimizer, in_parts, require, write_back
-from autoamp.scaling import widened
+from autoamp.formulas import NOVOGRAD, blended_norms, gradient_norms
+from autoamp.optimizers.groups import FusedOptimizer, require
 
 __all__ = ["FusedNovoGrad"]
 
@@ -43,6 +42,7 @@ class FusedNovoGrad(FusedOptimizer):
         UsageError: ``amsgrad=True``, or an unknown ``norm_type``.
     """
 
+    _rule = NOVOGRAD
     _options = (*FusedOptimizer._options, "reg_inside_moment")
 
     def __init__(
@@ -59,25 +59,17 @@ class FusedNovoGrad(FusedOptimizer):
         super().__init__(params, defaults, set_grad_none=set_grad_none)
         self.reg_inside_moment = bool(reg_inside_moment)
 
-    def _step(self) -> None:
-        for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-            for part in in_parts(*self._tensors(group, "exp_avg")):
-                self._step_some(group, *part)
+    def _numbers(self, group: dict[str, Any]) -> dict[str, Any]:
+        group["step"] = group.get("step", 0) + 1
+        return {
+            "lr": float(group["lr"]), "beta1": group["betas"][0], "beta2": group["betas"][1], "eps": group["eps"],
+            "step": group["step"], "weight_decay": group["weight_decay"], "inside": self.reg_inside_moment,
+            "bias_correction": bool(group["bias_correction"]), "grad_averaging": bool(group["grad_averaging"]),
+        }  # fmt: skip
 
-    def _step_some(
-        self, group: dict[str, Any], params: list[Tensor], given: list[Tensor], firsts: list[Tensor]
-    ) -> None:
-        """Step some parameters. The fp32 copies of half ones are freed when it returns."""
-        beta1, beta2 = group["betas"]
-        values, grads = widened(params), widened(given)
-        novograd_(
-            values, grads, firsts, self._norms(group, params, grads), lr=float(group["lr"]), beta1=beta1,
-            weight=1.0 - beta1 if group["grad_averaging"] else 1.0, eps=group["eps"],
-            biases=corrections(beta1, beta2, group["step"], group["bias_correction"]),
-            decay=group["weight_decay"], inside=self.reg_inside_moment,
-        )  # fmt: skip
-        write_back(params, values)
+    def _tensors(self, group: dict[str, Any], *names: str) -> tuple[list[Tensor], ...]:
+        params, grads, *states = super()._tensors(group, *names)
+        return params, grads, *states, self._norms(group, params, grads)
 
     def _norms(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
         """Let the gradients' norms enter their averages in the state, of shape ``()``, and return these."""
@@ -85,9 +77,7 @@ class FusedNovoGrad(FusedOptimizer):
         averages = []
         for param, norm in zip(params, gradient_norms(grads, norm_type), strict=True):
             state = self.state[param]
-            before = state.get("exp_avg_sq")
-            if before is None:
-                before = torch.zeros_like(norm) if group["init_zero"] else norm
+            before = state.get("exp_avg_sq", torch.zeros_like(norm) if group["init_zero"] else norm)
             state["exp_avg_sq"] = blended_norms(before, norm, beta2, norm_type)
             averages.append(state["exp_avg_sq"])
         return averages

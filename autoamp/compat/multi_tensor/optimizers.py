@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from autoamp import formulas, kernels
-from autoamp.compat.multi_tensor.tensor_lists import TensorLists, checked, store, wide
+from autoamp.compat.multi_tensor.tensor_lists import TensorLists, checked, wide
 from autoamp.errors import UsageError
 
 __all__ = [
@@ -150,17 +150,17 @@ def _adam_on_device(
     )
     skip = flag != 0
     wide_grads = list(torch._foreach_mul(wide(grads), factor))
-    # These are new tensors where the lists have half ones, which `store` copies them to below.
+    # These are new tensors where the lists have half ones, which `write_back` copies them to below.
     values, first_values, second_values = wide(masters), wide(firsts), wide(seconds)
     formulas.adam_on_device_(
         values, wide_grads, first_values, second_values, lr=number, beta1=beta1, beta2=beta2, eps=epsilon, step=count,
         bias_correction=bias_correction, weight_decay=weight_decay, decoupled=mode == 1, skip=skip,
     )  # fmt: skip
     for tensors, new in zip((masters, firsts, seconds), (values, first_values, second_values), strict=True):
-        store(tensors, new)
-    store(grads, [torch.where(skip, grad, new) for grad, new in zip(grads, wide_grads, strict=True)])
+        formulas.write_back(tensors, new)
+    formulas.write_back(grads, [torch.where(skip, grad, new) for grad, new in zip(grads, wide_grads, strict=True)])
     if params is not masters:
-        store(params, [torch.where(skip, param, new) for param, new in zip(params, values, strict=True)])
+        formulas.write_back(params, [torch.where(skip, param, new) for param, new in zip(params, values, strict=True)])
 
 
 @torch.no_grad()
@@ -221,18 +221,16 @@ def multi_tensor_novograd(
     _check_mode("multi_tensor_novograd", mode)
     if norm_type not in (0, 2):
         raise UsageError(f"multi_tensor_novograd: norm_type={norm_type!r} is unknown; choose 2, or 0 for inf")
-    grads, params, firsts = (wide(tensors) for tensors in lists)
+    grads, params, firsts = lists
     if _nothing_to_do(noop_flag, grads):
         return
     new = torch.stack([norm.to(grad_norms) for norm in formulas.gradient_norms(grads, norm_type)])
     grad_norms.copy_(formulas.blended_norms(grad_norms, new, beta2, norm_type))
-    formulas.novograd_(
-        params, grads, firsts, list(grad_norms.unbind()), lr=lr, beta1=beta1,
-        weight=1.0 - beta1 if grad_averaging else 1.0, biases=formulas.corrections(beta1, beta2, step, bias_correction),
-        eps=epsilon, decay=weight_decay, inside=mode == 0,
+    _step(
+        formulas.NOVOGRAD, noop_flag, [params, grads, firsts, list(grad_norms.unbind())], lr=lr, beta1=beta1,
+        beta2=beta2, eps=epsilon, step=step, bias_correction=bool(bias_correction), weight_decay=weight_decay,
+        grad_averaging=bool(grad_averaging), inside=mode == 0,
     )  # fmt: skip
-    store(lists[1], params)
-    store(lists[2], firsts)
 
 
 @torch.no_grad()
@@ -317,7 +315,7 @@ def multi_tensor_lamb_mp(
         weight_decay, grad_averaging, mode, global_grad_norm, float(max_grad_norm), use_nvlamb,
     )  # fmt: skip
     if len(lists) == 5:
-        store(lists[4], lists[1])
+        formulas.write_back(lists[4], lists[1])
 
 
 @torch.no_grad()
@@ -353,7 +351,7 @@ def multi_tensor_lamb_stage1(
     decays = [decay.to(param) for decay, param in zip(per_tensor_decay.unbind(), params, strict=True)]
     torch._foreach_add_(updates, torch._foreach_mul(params, decays))
     for tensors, values in zip(lists[2:], (firsts, seconds, updates), strict=True):
-        store(tensors, values)
+        formulas.write_back(tensors, values)
 
 
 @torch.no_grad()
@@ -385,7 +383,7 @@ def multi_tensor_lamb_stage2(
     if weight_decay is None or weight_decay or use_nvlamb:
         formulas.trust_(updates, per_tensor_param_norm.unbind(), per_tensor_update_norm.unbind())
     torch._foreach_sub_(params, updates)
-    store(lists[0], params)
+    formulas.write_back(lists[0], params)
 
 
 def _step(
@@ -407,9 +405,9 @@ def _step(
     rule.formula(*values, **numbers)
     for place, (tensors, new) in enumerate(zip(lists, values, strict=True)):
         if place != 1:
-            store(tensors, new)
+            formulas.write_back(tensors, new)
     if copies is not None:
-        store(copies, values[0])
+        formulas.write_back(copies, values[0])
 
 
 def _nothing_to_do(noop_flag: Tensor, tensors: list[Tensor]) -> bool:

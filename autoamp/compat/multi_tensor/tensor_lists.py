@@ -19,7 +19,7 @@ from autoamp.torch_private import update_scale_
 __all__ = [
     "MultiTensorApply", "checked", "multi_tensor_applier", "multi_tensor_axpby", "multi_tensor_l2norm",
     "multi_tensor_l2norm_mp", "multi_tensor_l2norm_scale", "multi_tensor_scale", "multi_tensor_unscale_l2norm",
-    "store", "update_scale_hysteresis", "wide",
+    "update_scale_hysteresis", "wide",
 ]  # fmt: skip
 
 TensorLists = Sequence[Sequence[Tensor]]
@@ -238,13 +238,6 @@ def checked(op: str, tensor_lists: TensorLists, *names: str) -> list[list[Tensor
 def wide(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return tensors in fp32. Those that are fp32 or fp64 already are returned themselves."""
     return [tensor if tensor.dtype is torch.float64 else tensor.to(torch.float32) for tensor in tensors]
-
-
-def store(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Copy values to tensors of any dtype, except where value and tensor are the same object."""
-    pairs = [pair for pair in zip(tensors, values, strict=True) if pair[0] is not pair[1]]
-    if pairs:
-        torch._foreach_copy_([pair[0] for pair in pairs], [pair[1] for pair in pairs])
 
 
 def _norms(noop_flag: Tensor, tensors: list[Tensor], per_tensor: bool | None) -> tuple[Tensor, Tensor]:
