@@ -607,7 +607,7 @@ def test_a_norm_type_that_is_none_is_refused_before_gradients_change(training: T
     handle = init()
     training.loss().backward()
     before = [parameter.grad.clone() for parameter in training.model.parameters() if parameter.grad is not None]
-    with pytest.raises(autoamp.UsageError, match="norm_type=0.0 must be above 0"):
+    with pytest.raises(autoamp.UsageError, match=r"norm_type=0\.0 must be above 0"):
         handle.clip_grad_norm_(training.optimizer, 1.0, norm_type=0.0)
     after = [parameter.grad for parameter in training.model.parameters()]
     torch.testing.assert_close(after, before, rtol=0.0, atol=0.0)
