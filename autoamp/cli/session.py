@@ -19,7 +19,7 @@ from autoamp.cli.options import DTYPES, Options, loss_scale_of
 from autoamp.cli.report import Report
 from autoamp.compat import added_to_real_apex, install_as_apex, real_apex
 from autoamp.diagnostics import Counts, sum_of
-from autoamp.errors import UsageError
+from autoamp.errors import UsageError, warn_user
 from autoamp.half_units import half_dtype_with_units, log_fp32
 from autoamp.levels import LEVELS
 from autoamp.memory import keep_freed_memory, peak_rss
@@ -145,7 +145,8 @@ class Run:
         self._memory = memory
         self._began = time.perf_counter()
         self._counts: list[Counts] = []
-        self._forget: Callable[[], None] = lambda: None
+        # What listens to handles until the report.
+        self._listening = contextlib.ExitStack()
         # Steps and skips that are not this process's: those of the parent before it forked.
         self._inherited = (0, 0)
         self._parameters: dict[str, int] | None = None
@@ -155,7 +156,9 @@ class Run:
             if handle.settings.enabled:
                 self._count(handle)
             # The program may set amp up itself, with a handle of its own.
-            self._forget = runtime.activated.listen(self._count)
+            self._listening.callback(runtime.activated.listen(self._count))
+        if options.capsule is not None:
+            self._listening.callback(runtime.activated.listen(self._check_capsule))
         self._forget_recording: Callable[[], None] = lambda: None
         if record:
             handle.record(sample=sample)
@@ -180,6 +183,14 @@ class Run:
             self._counts.append(counts)
         self._note_parameters(handle)
 
+    def _check_capsule(self, handle: BaseHandle) -> None:
+        folder = self.options.capsule
+        if handle.settings.capsule is None:
+            warn_user(
+                f"--capsule {folder} has no effect from here on: expected init(capsule={folder!r}), got a handle that "
+                "the program made without a folder for capsules. Pass capsule= there, or leave the call to autoamp run"
+            )
+
     def reset(self) -> None:
         """Forget what was counted: in a fork, whose parent has it."""
         for counts in self._counts:
@@ -202,8 +213,7 @@ class Run:
     def report(self, program: list[str], exit_code: int) -> Report:
         """Return how it went up to now."""
         now = runtime_of(self._now)
-        self._forget()
-        self._forget = lambda: None
+        self._listening.close()
         counts = sum_of(self._counts) if self._counts else None
         scoped = now.casts if isinstance(now.casts, ModuleCasts) else None
         own = {} if scoped is None else {_name(dtype): count for dtype, count in scoped.own_dtypes.most_common()}

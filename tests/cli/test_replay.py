@@ -110,6 +110,19 @@ def test_a_fault_outside_of_modules_makes_no_capsule(script: Path) -> None:
     assert list((script.parent / "capsules").iterdir()) == []
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="these programs run in forks")
+def test_a_program_whose_own_handle_has_no_folder_is_warned(tmp_path: Path) -> None:
+    own = "import autoamp, torch\nautoamp.init(device_type='cpu', dtype=torch.float16, scope='modules', {})\n"
+    (tmp_path / "without.py").write_text(own.format("loss_scale=2.0"))
+    (tmp_path / "with.py").write_text(own.format("capsule='own'"))
+    (tmp_path / "plain.py").write_text("import torch\n")
+    runs = launched(tmp_path, {name: [*RUN, f"{name}.py"] for name in ("without", "with", "plain")})
+    assert [run.code for run in runs.values()] == [0, 0, 0]
+    assert "--capsule capsules has no effect from here on: expected init(capsule='capsules')" in runs["without"].err
+    assert "without.py:2" in runs["without"].err
+    assert "has no effect" not in runs["with"].err + runs["plain"].err
+
+
 class Overflowing(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x * 300 * 400)
