@@ -1,7 +1,7 @@
 """The import finders that serve `apex` from this package: the whole of it, or what an installed `apex` lacks.
 
-`_ApexFinder` comes before all other finders and finds `apex`, `amp_C` and `apex_C` in our files. Python itself then
-finds what lies below `apex`, an ordinary package with a directory. `_GraftFinder` comes after all other finders: it
+`_ApexFinder` comes before all other finders and finds `apex`, what lies below it, `amp_C` and `apex_C` in our files.
+`_GraftFinder` comes after all other finders: it
 finds our modules below `apex` where the installed `apex` has none of that name, such as `apex.amp`. `_RealFinder`
 then comes first: what the others find of `apex` is imported by it, so that a failure tells the remedy.
 """
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from autoamp.compat.missing import remedy_for
+from autoamp.compat.missing import missing_names, remedy_for
 from autoamp.errors import UsageError
 from autoamp.levels import check_level
 from autoamp.runtime import Settings
@@ -38,7 +38,7 @@ __all__ = [
 APEX_VERSION = "0.1"
 
 _HERE = Path(__file__).parent
-_FILES = {"apex": _HERE / "apex" / "__init__.py", "amp_C": _HERE / "amp_C.py", "apex_C": _HERE / "apex_C.py"}
+_TOP_LEVEL = ("apex", "amp_C", "apex_C")
 _REMEDY = (
     "autoamp: a module of the installed apex cannot be imported here. Build apex for this torch, or hide it: "
     "autoamp run --shadow-apex, or install_as_apex(shadow=True)"
@@ -86,7 +86,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _ApexFinder(_Finder):
-    """Finds the three top-level names, and says of a missing module below them what to use instead."""
+    """Finds our modules, and says of a missing one what to use instead."""
 
     def install(self) -> None:
         # None forbids the import; it was put there by somebody who meant it.
@@ -102,12 +102,7 @@ class _ApexFinder(_Finder):
         Raises:
             ModuleNotFoundError: A module that is not provided is imported. One that is only looked for is None.
         """
-        file = _FILES.get(fullname)
-        if file is not None:
-            return _spec_of(fullname, file)
-        if fullname.startswith("apex.") and importlib.machinery.PathFinder.find_spec(fullname, path) is None:
-            _check_is_probe(fullname, sys._getframe(1))
-        return None
+        return _spec_of(fullname, sys._getframe(1)) if _names_of_apex([fullname]) else None
 
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context | None = None
@@ -139,14 +134,7 @@ class _GraftFinder(_Finder):
         Raises:
             ModuleNotFoundError: A module that neither has is imported. One that is only looked for is None.
         """
-        if not fullname.startswith("apex."):
-            return None
-        below = _HERE.joinpath(*fullname.split("."))
-        for file in (below / "__init__.py", below.with_suffix(".py")):
-            if file.is_file():
-                return _spec_of(fullname, file)
-        _check_is_probe(fullname, sys._getframe(1))
-        return None
+        return _spec_of(fullname, sys._getframe(1)) if fullname.startswith("apex.") else None
 
 
 class _RealFinder(importlib.abc.MetaPathFinder):
@@ -190,16 +178,27 @@ class _RealLoader(importlib.abc.Loader):
             _import_added()
 
 
-def _spec_of(name: str, file: Path) -> importlib.machinery.ModuleSpec | None:
-    where = [str(file.parent)] if file.name == "__init__.py" else None
-    return importlib.util.spec_from_file_location(name, file, submodule_search_locations=where)
+class _OurLoader(importlib.machinery.SourceFileLoader):
+    """Imports a file of ours; the names that it lacks are told with what to use instead."""
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Give the module its ``__getattr__``, and run its file."""
+        module.__getattr__ = missing_names(module.__name__)  # type: ignore[method-assign]
+        super().exec_module(module)
 
 
-def _check_is_probe(name: str, caller: types.FrameType) -> None:
-    """Raise for a module that is imported, and not only looked for."""
+def _spec_of(name: str, caller: types.FrameType) -> importlib.machinery.ModuleSpec | None:
+    """Return the spec of one of our modules; ModuleNotFoundError: there is none, and the caller imports it."""
+    below = _HERE.joinpath(*name.split("."))
+    for file in (below / "__init__.py", below.with_suffix(".py")):
+        if file.is_file():
+            where = [str(below)] if file.parent == below else None
+            loader = _OurLoader(name, str(file))
+            return importlib.util.spec_from_file_location(name, file, loader=loader, submodule_search_locations=where)
     if _is_import(caller):
         message = f"No module named {name!r}: autoamp's apex does not provide it: {remedy_for(name)}"
         raise ModuleNotFoundError(message, name=name)
+    return None
 
 
 def _import_added() -> None:
@@ -216,7 +215,7 @@ class _ApexDistribution(importlib.metadata.Distribution):
                 f"Metadata-Version: 2.1\nName: apex\nVersion: {APEX_VERSION}\nSummary: autoamp, by the name of apex\n"
             )
         # By this libraries learn which distribution a module comes from.
-        return "\n".join(_FILES) if filename == "top_level.txt" else None
+        return "\n".join(_TOP_LEVEL) if filename == "top_level.txt" else None
 
     def locate_file(self, path: str | os.PathLike[str]) -> Any:
         return _HERE / path
@@ -345,7 +344,7 @@ def _installed() -> _Finder | None:
 
 
 def _names_of_apex(names: Iterable[str]) -> list[str]:
-    return [name for name in names if name in _FILES or name.startswith("apex.")]
+    return [name for name in names if name in _TOP_LEVEL or name.startswith("apex.")]
 
 
 def _is_ours(module: types.ModuleType | None) -> bool:

@@ -1,8 +1,5 @@
 """`amp_C`, as autoamp serves it: Apex's extension of functions of lists of tensors."""
 
-from __future__ import annotations
-
-from autoamp.compat.missing import missing_names
 from autoamp.compat.multi_tensor.optimizers import (
     multi_tensor_adagrad,
     multi_tensor_adam,
@@ -25,30 +22,6 @@ from autoamp.compat.multi_tensor.tensor_lists import (
     update_scale_hysteresis,
 )
 
-__all__ = [
-    "multi_tensor_adagrad",
-    "multi_tensor_adam",
-    "multi_tensor_adam_capturable",
-    "multi_tensor_adam_capturable_master",
-    "multi_tensor_axpby",
-    "multi_tensor_l2norm",
-    "multi_tensor_l2norm_mp",
-    "multi_tensor_l2norm_scale",
-    "multi_tensor_lamb",
-    "multi_tensor_lamb_mp",
-    "multi_tensor_lamb_stage1",
-    "multi_tensor_lamb_stage1_cuda",
-    "multi_tensor_lamb_stage2",
-    "multi_tensor_lamb_stage2_cuda",
-    "multi_tensor_novograd",
-    "multi_tensor_scale",
-    "multi_tensor_sgd",
-    "multi_tensor_unscale_l2norm",
-    "update_scale_hysteresis",
-]
-
 # Versions of Apex differ in these two names.
 multi_tensor_lamb_stage1_cuda = multi_tensor_lamb_stage1
 multi_tensor_lamb_stage2_cuda = multi_tensor_lamb_stage2
-
-__getattr__ = missing_names(__name__)

@@ -1,8 +1,3 @@
 """The tree's `apex.RNN.models`."""
 
-from __future__ import annotations
-
 from autoamp.compat.layers.rnn import GRU, LSTM, ReLU, Tanh, bidirectionalRNN, mLSTM, stackedRNN
-from autoamp.compat.missing import missing_names
-
-__getattr__ = missing_names(__name__)

@@ -1,10 +1,7 @@
 """The tree's `apex.amp`."""
 
-from __future__ import annotations
-
 from autoamp.compat.amp.api import init, initialize, load_state_dict, scale_loss, state_dict
 from autoamp.compat.amp.state import amp_state
-from autoamp.compat.missing import missing_names
 from autoamp.levels import master_params
 from autoamp.runtime import (
     disable_casts,
@@ -34,5 +31,3 @@ from . import (
 
 # The object, as Apex had it; the module of the same name is imported by its full path.
 _amp_state = amp_state
-
-__getattr__ = missing_names(__name__)

@@ -8,7 +8,6 @@ from typing import Any
 
 from autoamp.compat.amp.api import init
 from autoamp.compat.amp.state import AmpHandle, amp_handle
-from autoamp.compat.missing import missing_names
 from autoamp.runtime import (
     float_function,
     half_function,
@@ -34,5 +33,3 @@ class _Module(types.ModuleType):
 
 _this: Any = sys.modules[__name__]
 _this.__class__ = _Module
-
-__getattr__ = missing_names(__name__)

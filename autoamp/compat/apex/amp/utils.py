@@ -1,7 +1,5 @@
 """The tree's `apex.amp.utils`."""
 
-from __future__ import annotations
-
 from autoamp.compat.amp.utils import (
     as_inplace,
     casted_args,
@@ -19,6 +17,3 @@ from autoamp.compat.amp.utils import (
     type_string,
     verbosify,
 )
-from autoamp.compat.missing import missing_names
-
-__getattr__ = missing_names(__name__)

@@ -1,7 +1,1 @@
 """The tree's `apex.contrib`."""
-
-from __future__ import annotations
-
-from autoamp.compat.missing import missing_names
-
-__getattr__ = missing_names(__name__)

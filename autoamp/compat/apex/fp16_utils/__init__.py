@@ -1,10 +1,7 @@
 """The tree's `apex.fp16_utils`."""
 
-from __future__ import annotations
-
 from autoamp.compat.early.optimizers import FP16_Optimizer
 from autoamp.compat.early.scalers import DynamicLossScaler, LossScaler
-from autoamp.compat.missing import missing_names
 from autoamp.fp16_utils import (
     BN_convert_float,
     FP16Model,
@@ -21,5 +18,3 @@ from autoamp.fp16_utils import (
 )
 
 from . import fp16_optimizer, fp16util, loss_scaler
-
-__getattr__ = missing_names(__name__)

@@ -1,10 +1,5 @@
 """The tree's `apex.fp16_utils.fp16_optimizer`."""
 
-from __future__ import annotations
-
 from autoamp.compat.early.optimizers import FP16_Optimizer
 from autoamp.compat.early.scalers import DynamicLossScaler, LossScaler
-from autoamp.compat.missing import missing_names
 from autoamp.fp16_utils import clip_grad_norm, master_params_to_model_params, model_grads_to_master_grads
-
-__getattr__ = missing_names(__name__)

@@ -1,8 +1,5 @@
 """The tree's `apex.fp16_utils.fp16util`."""
 
-from __future__ import annotations
-
-from autoamp.compat.missing import missing_names
 from autoamp.fp16_utils import (
     BN_convert_float,
     FP16Model,
@@ -16,5 +13,3 @@ from autoamp.fp16_utils import (
     to_python_float,
     tofp16,
 )
-
-__getattr__ = missing_names(__name__)

@@ -1,7 +1,5 @@
 """The tree's `apex.normalization.fused_layer_norm`."""
 
-from __future__ import annotations
-
 from autoamp.compat.layers.norm_functions import (
     FusedLayerNormAffineFunction,
     FusedLayerNormAffineMixedDtypesFunction,
@@ -10,7 +8,6 @@ from autoamp.compat.layers.norm_functions import (
     FusedRMSNormAffineMixedDtypesFunction,
     FusedRMSNormFunction,
 )
-from autoamp.compat.missing import missing_names
 from autoamp.normalization import (
     FusedLayerNorm,
     FusedRMSNorm,
@@ -24,5 +21,3 @@ from autoamp.normalization import (
     mixed_dtype_fused_layer_norm_affine,
     mixed_dtype_fused_rms_norm_affine,
 )
-
-__getattr__ = missing_names(__name__)

@@ -1,8 +1,3 @@
 """The tree's `apex.optimizers.fp16_optimizer`."""
 
-from __future__ import annotations
-
 from autoamp.compat.early.optimizers import FP16_Optimizer
-from autoamp.compat.missing import missing_names
-
-__getattr__ = missing_names(__name__)

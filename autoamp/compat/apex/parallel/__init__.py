@@ -1,10 +1,7 @@
 """The tree's `apex.parallel`."""
 
-from __future__ import annotations
-
 from torch.distributed import ReduceOp
 
-from autoamp.compat.missing import missing_names
 from autoamp.parallel import LARC as _LARC
 from autoamp.parallel import (
     DistributedDataParallel,
@@ -19,5 +16,3 @@ from . import distributed, optimized_sync_batchnorm, sync_batchnorm
 
 # The class, as Apex had it; the module of the same name is imported by its full path.
 LARC = _LARC
-
-__getattr__ = missing_names(__name__)

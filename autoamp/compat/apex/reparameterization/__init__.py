@@ -1,7 +1,5 @@
 """The tree's `apex.reparameterization`."""
 
-from __future__ import annotations
-
 from autoamp.compat.layers.weight_norm import (
     Reparameterization,
     WeightNorm,
@@ -10,8 +8,5 @@ from autoamp.compat.layers.weight_norm import (
     remove_reparameterization,
     remove_weight_norm,
 )
-from autoamp.compat.missing import missing_names
 
 from . import reparameterization, weight_norm
-
-__getattr__ = missing_names(__name__)

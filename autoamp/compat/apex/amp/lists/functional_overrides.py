@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from autoamp.compat.amp.listed import names_of
-from autoamp.compat.missing import missing_names
 
 MODULE = torch.nn.functional
 names = names_of(MODULE)
@@ -16,5 +15,3 @@ FP32_FUNCS = list(names["fp32"])
 CASTS = list(names["promote"])
 SEQUENCE_CASTS: list[str] = []
 BANNED_FUNCS = list(names["banned"])
-
-__getattr__ = missing_names(__name__)

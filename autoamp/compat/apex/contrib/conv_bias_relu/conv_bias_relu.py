@@ -1,8 +1,3 @@
 """The tree's `apex.contrib.conv_bias_relu.conv_bias_relu`."""
 
-from __future__ import annotations
-
 from autoamp.compat.layers.vision import ConvBias, ConvBiasMaskReLU, ConvBiasReLU, ConvFrozenScaleBiasReLU
-from autoamp.compat.missing import missing_names
-
-__getattr__ = missing_names(__name__)

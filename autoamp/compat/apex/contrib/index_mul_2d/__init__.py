@@ -1,10 +1,4 @@
 """The tree's `apex.contrib.index_mul_2d`."""
 
-from __future__ import annotations
-
-from autoamp.compat.missing import missing_names
-
 # By way of the submodule, so that a later import of it does not take the function's name.
 from .index_mul_2d import index_mul_2d
-
-__getattr__ = missing_names(__name__)

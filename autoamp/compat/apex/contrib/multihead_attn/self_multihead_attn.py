@@ -1,8 +1,3 @@
 """The tree's `apex.contrib.multihead_attn.self_multihead_attn`."""
 
-from __future__ import annotations
-
 from autoamp.compat.layers.attention import SelfMultiheadAttn
-from autoamp.compat.missing import missing_names
-
-__getattr__ = missing_names(__name__)

@@ -1,8 +1,3 @@
 """The tree's `apex.contrib.transducer.transducer`."""
 
-from __future__ import annotations
-
 from autoamp.compat.layers.transducer import TransducerJoint, TransducerLoss
-from autoamp.compat.missing import missing_names
-
-__getattr__ = missing_names(__name__)

@@ -1,8 +1,3 @@
 """The tree's `apex.contrib.xentropy.softmax_xentropy`."""
 
-from __future__ import annotations
-
 from autoamp.compat.layers.contrib import SoftmaxCrossEntropyLoss
-from autoamp.compat.missing import missing_names
-
-__getattr__ = missing_names(__name__)
