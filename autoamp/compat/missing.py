@@ -52,6 +52,7 @@ REMEDIES = {
     "apex.contrib.optimizers": _SHARDED,
     "apex.contrib.peer_memory": "use torch.distributed",
     "apex.contrib.sparsity": "use torch.sparse.to_sparse_semi_structured",
+    "apex.contrib.sparsity.sparse_masklib": "use m4n2_1d, or pass a function of your own as mask_calculator",
     "apex.contrib.transducer": "use torchaudio.transforms.RNNTLoss",
     "apex.contrib.xentropy": "use torch.nn.functional.cross_entropy(label_smoothing=...)",
     "apex.fp16_utils": "use apex.fp16_utils.FP16_Optimizer, or apex.amp.initialize(opt_level='O2')",

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from autoamp import runtime
-from autoamp.casting import CastCache
 from autoamp.compat.amp.properties import Properties
 from autoamp.compat.early.scalers import set_scale
 from autoamp.errors import UsageError
@@ -332,27 +331,10 @@ class AmpHandle:
         self._handle = handle
         self.verbose = verbose
 
-    def scale_loss(self, loss: Tensor, optimizer: Any, **options: Any) -> contextlib.AbstractContextManager[Tensor]:
-        """Scale a loss for its backward pass; see `autoamp.Handle.scale_loss`."""
-        return self._handle.scale_loss(loss, optimizer, **options)
-
-    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
-        """Give the optimizer a ``scale_loss`` of its own; see `autoamp.Handle.wrap_optimizer`."""
-        return self._handle.wrap_optimizer(optimizer, num_loss)
-
-    def is_active(self) -> bool:
-        """Tell whether torch is patched."""
-        return self._handle.is_active()
-
     @property
     def has_cache(self) -> bool:
         """Whether casts of parameters are kept while a module call runs."""
         return self._handle.is_active() and self._handle.cache.enabled
-
-    @property
-    def cache(self) -> CastCache:
-        """The casts of parameters that are kept."""
-        return self._handle.cache
 
     def remove_cache(self, param: Tensor) -> None:
         """Drop the cast of a parameter, and with it all others: each is made again at its next use."""

@@ -248,10 +248,8 @@ class FP16_Optimizer(fp16_utils.FP16_Optimizer):  # noqa: N801
         masters = {id(master) for _, master in self._masters.pairs}
         return [[p for p in group["params"] if id(p) not in masters] for group in self.param_groups]
 
-    @property
-    def fp32_groups(self) -> list[list[Tensor]]:
-        """``fp32_from_fp16_groups`` by its name in `apex.contrib.optimizers`."""
-        return self._masters_by_group()
+    # Its name in `apex.contrib.optimizers`.
+    fp32_groups = fp32_from_fp16_groups
 
     @property
     def fp32_groups_flat(self) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Small parts of `apex.contrib`: cross entropy, gradient clipping, a layer norm, and an indexed product."""
+"""Small parts of `apex.contrib`: cross entropy, gradient clipping, and a layer norm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autoamp import scaling
 from autoamp.errors import UsageError
 from autoamp.normalization import FusedLayerNorm
 
-__all__ = ["FastLayerNorm", "SoftmaxCrossEntropyLoss", "clip_grad_norm_", "index_mul_2d"]
+__all__ = ["FastLayerNorm", "SoftmaxCrossEntropyLoss", "clip_grad_norm_"]
 
 
 class SoftmaxCrossEntropyLoss:
@@ -94,25 +94,3 @@ class FastLayerNorm(FusedLayerNorm):
     def __init__(self, hidden_size: int, eps: float = 1e-5, memory_efficient: bool = False) -> None:
         super().__init__(hidden_size, eps, True, memory_efficient)
         self.epsilon = eps
-
-
-def index_mul_2d(in1: Tensor, in2: Tensor, idx1: Tensor) -> Tensor:
-    """Return ``in1[idx1] * in2``.
-
-    Args:
-        in1: Shape ``(rows, features)``.
-        in2: Shape ``(n, features)``, of the dtype of ``in1``.
-        idx1: Shape ``(n,)``: row numbers of ``in1``.
-
-    Returns:
-        Shape ``(n, features)``, of the same dtype.
-
-    Raises:
-        UsageError: The shapes or dtypes do not fit.
-    """
-    if in1.dim() != 2 or in2.dim() != 2 or idx1.dim() != 1 or in2.shape != (idx1.shape[0], in1.shape[1]):
-        shapes = [tuple(tensor.shape) for tensor in (in1, in2, idx1)]
-        raise UsageError(f"index_mul_2d: shapes {shapes}; they must be (rows, features), (n, features) and (n,)")
-    if in1.dtype != in2.dtype:
-        raise UsageError(f"index_mul_2d: in1 is {in1.dtype} and in2 {in2.dtype}; cast one, they must be of one dtype")
-    return in1[idx1] * in2

@@ -8,7 +8,6 @@ training goes on.
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,7 +20,7 @@ from torch.nn import Module
 from autoamp.errors import UsageError
 from autoamp.stepping import master_of
 
-__all__ = ["ASP", "create_mask", "m4n2_1d", "m4n2_2d_best", "m4n2_2d_greedy"]
+__all__ = ["ASP", "create_mask", "m4n2_1d"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,72 +44,28 @@ def m4n2_1d(matrix: Tensor, density: float = 0.5) -> Tensor:
     return mask.view(rows, -1)[:, :columns].contiguous()
 
 
-def m4n2_2d_best(matrix: Tensor, density: float = 0.5) -> Tensor:
-    """Return a mask of 0 and 1, fp32, with two in each four along rows and along columns.
-
-    Of the 90 such masks of a 4 x 4 tile, each tile gets the one that leaves the largest sum of magnitudes.
-
-    Args:
-        matrix: Shape ``(rows, columns)``; the mask has the same.
-        density: No effect.
-    """
-    tiles = _tiles(matrix)
-    patterns = _patterns().to(matrix.device)
-    best = (tiles @ patterns.t()).argmax(dim=1)
-    return _from_tiles(patterns[best], matrix.shape)
-
-
-def m4n2_2d_greedy(matrix: Tensor, density: float = 0.5) -> Tensor:
-    """Return a mask like `m4n2_2d_best`'s, found by taking the values of a tile from the largest on.
-
-    A value is taken if its row and its column have fewer than two so far. Some tiles end with fewer than eight.
-
-    Args:
-        matrix: Shape ``(rows, columns)``; the mask has the same.
-        density: No effect.
-    """
-    tiles = _tiles(matrix)
-    mask = torch.zeros_like(tiles)
-    in_row, in_column = torch.zeros_like(tiles[:, :4]), torch.zeros_like(tiles[:, :4])
-    for place in tiles.argsort(dim=1, descending=True).unbind(1):
-        place = place[:, None]
-        row, column = place // 4, place % 4
-        fits = ((in_row.gather(1, row) < 2) & (in_column.gather(1, column) < 2)).float()
-        mask.scatter_(1, place, fits)
-        in_row.scatter_add_(1, row, fits)
-        in_column.scatter_add_(1, column, fits)
-    return _from_tiles(mask, matrix.shape)
-
-
-_PATTERNS: dict[str, Callable[[Tensor, float], Tensor]] = {
-    "m4n2_1d": m4n2_1d, "m4n2_2d_best": m4n2_2d_best, "m4n2_2d_greedy": m4n2_2d_greedy
-}  # fmt: skip
-
-
 def create_mask(tensor: Tensor, pattern: str = "m4n2_1d", density: float = 0.5) -> Tensor:
     """Return a mask of zeros and ones for a weight, of its shape and dtype.
 
     Args:
         tensor: Shape ``(columns,)``, ``(rows, columns)``, or ``(out, in, *kernel)`` of a convolution, which is pruned
             along ``in``.
-        pattern: ``"m4n2_1d"``, ``"m4n2_2d_best"`` or ``"m4n2_2d_greedy"``.
+        pattern: ``"m4n2_1d"``.
         density: The share of weights that stay: 0.5.
 
     Raises:
-        UsageError: The pattern is unknown, or the density is not 0.5.
+        UsageError: The pattern is another one, or the density is not 0.5.
     """
-    if pattern not in _PATTERNS:
-        raise UsageError(
-            f"pattern={pattern!r} is unknown; choose {', '.join(map(repr, _PATTERNS))}, or pass a function"
-        )
+    if pattern != "m4n2_1d":
+        raise UsageError(f"pattern={pattern!r} is not provided; use 'm4n2_1d', or pass a function as mask_calculator")
     if density != 0.5:
         raise UsageError(f"density={density} is not supported; two in four are 0.5")
     if tensor.dim() < 2:
-        return _PATTERNS[pattern](tensor.view(1, -1), density).view(tensor.shape).to(tensor.dtype)
+        return m4n2_1d(tensor.view(1, -1)).view(tensor.shape).to(tensor.dtype)
     # One matrix for each place in the kernel: its rows are the outputs, its columns the inputs.
     matrix = tensor.flatten(2) if tensor.dim() > 2 else tensor[..., None]
     matrix = matrix.permute(2, 0, 1)
-    mask = torch.stack([_PATTERNS[pattern](each, density) for each in matrix])
+    mask = torch.stack([m4n2_1d(each) for each in matrix])
     return mask.permute(1, 2, 0).reshape(tensor.shape).to(tensor.dtype)
 
 
@@ -356,25 +311,3 @@ def _pruned(name: str, module: Module, leaves: list[str], keeps: bool) -> list[_
         # A dotted name belongs to a child's weight, and the name of a buffer may have no dots.
         found.append(_Pruned(f"{name}.{leaf}", module, leaf.rpartition(".")[2], weight, keeps))
     return found
-
-
-@functools.cache
-def _patterns() -> Tensor:
-    """Return all 4 x 4 tiles of 0 and 1 with two in each row and column, shape ``(90, 16)``."""
-    rows = [row for row in itertools.product((0.0, 1.0), repeat=4) if sum(row) == 2]
-    found = torch.tensor(list(itertools.product(rows, repeat=4)))
-    return found[(found.sum(dim=1) == 2).all(dim=1)].flatten(1)
-
-
-def _tiles(matrix: Tensor) -> Tensor:
-    """Return the magnitudes in the 4 x 4 tiles of a matrix, padded by zeros, shape ``(tiles, 16)``."""
-    rows, columns = matrix.shape
-    padded = F.pad(matrix.detach().float().abs(), (0, -columns % 4, 0, -rows % 4))
-    return padded.unfold(0, 4, 4).unfold(1, 4, 4).reshape(-1, 16)
-
-
-def _from_tiles(tiles: Tensor, shape: Sequence[int]) -> Tensor:
-    """Undo `_tiles`: return a matrix of this shape."""
-    down, across = -(-shape[0] // 4), -(-shape[1] // 4)
-    matrix = tiles.view(down, across, 4, 4).transpose(1, 2).reshape(4 * down, 4 * across)
-    return matrix[: shape[0], : shape[1]].contiguous()

@@ -1,4 +1,4 @@
-"""Parts of `apex.contrib` for image models: group norm, batch norm over several processes, focal loss, convolutions."""
+"""Parts of `apex.contrib` for image models: group norm, batch norm over several processes, focal loss."""
 
 from __future__ import annotations
 
@@ -13,10 +13,6 @@ from autoamp.parallel import SyncBatchNorm, create_syncbn_process_group
 
 __all__ = [
     "BatchNorm2d_NHWC",
-    "ConvBias",
-    "ConvBiasMaskReLU",
-    "ConvBiasReLU",
-    "ConvFrozenScaleBiasReLU",
     "FocalLoss",
     "GroupNorm",
     "focal_loss",
@@ -183,32 +179,3 @@ def focal_loss(
     return FocalLoss.apply(
         cls_output, cls_targets_at_level, num_positive_sum, num_real_classes, alpha, gamma, label_smoothing
     )
-
-
-def ConvBias(x: Tensor, weight: Tensor, bias: Tensor, padding: int, stride: int) -> Tensor:  # noqa: N802
-    """Return a 2d convolution with a bias of shape ``(channels,)`` or ``(1, channels, 1, 1)``."""
-    return F.conv2d(x, weight, bias.reshape(-1), stride, padding)
-
-
-def ConvBiasReLU(x: Tensor, weight: Tensor, bias: Tensor, padding: int, stride: int) -> Tensor:  # noqa: N802
-    """Return the ReLU of `ConvBias`."""
-    return F.relu(ConvBias(x, weight, bias, padding, stride))
-
-
-def ConvBiasMaskReLU(  # noqa: N802
-    x: Tensor, weight: Tensor, bias: Tensor, mask: Tensor, padding: int, stride: int
-) -> Tensor:
-    """Return the ReLU of `ConvBias` times a mask of the output's shape."""
-    return F.relu(ConvBias(x, weight, bias, padding, stride) * mask)
-
-
-def ConvFrozenScaleBiasReLU(  # noqa: N802
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor, padding: int, stride: int
-) -> Tensor:
-    """Return the ReLU of a 2d convolution times ``scale`` plus ``bias``.
-
-    Both have one element a channel, and get no gradients.
-    """
-    channels = (1, -1, 1, 1)
-    found = F.conv2d(x, weight, None, stride, padding)
-    return F.relu(found * scale.detach().reshape(channels) + bias.detach().reshape(channels))

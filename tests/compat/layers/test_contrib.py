@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.compat.layers.contrib import FastLayerNorm, SoftmaxCrossEntropyLoss, clip_grad_norm_, index_mul_2d
+from autoamp.compat.layers.contrib import FastLayerNorm, SoftmaxCrossEntropyLoss, clip_grad_norm_
 from autoamp.errors import UsageError
 
 LABELS = torch.tensor([1, 0, 4, 2])
@@ -124,21 +124,8 @@ def test_fast_layer_norm(active: bool, half: torch.dtype) -> None:
     assert norm.epsilon == 1e-3
 
 
-def test_indexed_product() -> None:
-    first, second = (torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in (4, 6))
-    index = torch.tensor([0, 3, 3, 1, 0, 0])
-    expected = torch.stack([first[row] * second[place] for place, row in enumerate(index.tolist())])
-    torch.testing.assert_close(index_mul_2d(first, second, index), expected)
-    assert torch.autograd.gradcheck(lambda one, two: index_mul_2d(one, two, index), (first, second))
-    with pytest.raises(UsageError, match="must be"):
-        index_mul_2d(first, second[:5], index)
-    with pytest.raises(UsageError, match="one dtype"):
-        index_mul_2d(first, second.float(), index)
-
-
 def test_by_the_names_of_apex(apex: Any) -> None:
     import apex.contrib.clip_grad
-    import apex.contrib.index_mul_2d.index_mul_2d
     import apex.contrib.layer_norm
     from apex.contrib.xentropy import SoftmaxCrossEntropyLoss as theirs  # noqa: N813
 
@@ -146,7 +133,6 @@ def test_by_the_names_of_apex(apex: Any) -> None:
     torch.testing.assert_close(theirs.apply(logits, LABELS, 0.1, 0, True), smoothed(logits, LABELS, 0.1, 0))
     assert apex.contrib.clip_grad.clip_grad_norm_ is clip_grad_norm_
     assert apex.contrib.layer_norm.FastLayerNorm is FastLayerNorm
-    assert callable(apex.contrib.index_mul_2d.index_mul_2d)
-    for missing in ("apex.contrib.bottleneck", "apex.contrib.fmha", "apex.contrib.peer_memory"):
+    for name in ("bottleneck", "conv_bias_relu", "fmha", "index_mul_2d", "peer_memory"):
         with pytest.raises(ImportError, match="does not provide it"):
-            __import__(missing)
+            __import__(f"apex.contrib.{name}")

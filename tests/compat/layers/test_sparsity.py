@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoamp.compat.layers.sparsity import ASP, create_mask, m4n2_2d_best, m4n2_2d_greedy
+from autoamp.compat.layers.sparsity import ASP, create_mask
 from autoamp.errors import UsageError
 from autoamp.fp16_utils.fp16_optimizer import FP16_Optimizer
 
@@ -50,54 +50,9 @@ def test_masks_keep_the_largest(shape: tuple[int, ...], dtype: torch.dtype) -> N
         assert all(int(group.sum()) <= 2 for group in kept.split(4))
 
 
-@pytest.mark.parametrize("shape", [(4, 4), (8, 12), (6, 10)])
-def test_best_blocks_are_the_best_of_all(shape: tuple[int, int]) -> None:
-    torch.manual_seed(1)
-    weight = torch.randn(shape)
-    mask = m4n2_2d_best(weight)
-    padded = torch.zeros(-(-shape[0] // 4) * 4, -(-shape[1] // 4) * 4)
-    padded[: shape[0], : shape[1]] = weight.abs()
-    rows = [row for row in itertools.product((0.0, 1.0), repeat=4) if sum(row) == 2]
-    every = [torch.tensor(rows_) for rows_ in itertools.product(rows, repeat=4)]
-    every = [each for each in every if bool((each.sum(0) == 2).all())]
-    assert len(every) == 90
-    best = sum(
-        max(float((padded[top : top + 4, left : left + 4] * each).sum()) for each in every)
-        for top in range(0, padded.shape[0], 4)
-        for left in range(0, padded.shape[1], 4)
-    )
-    assert float((weight.abs() * mask).sum()) == pytest.approx(best, rel=1e-5)
-
-
-def greedy_by_hand(block: Tensor) -> Tensor:
-    mask = torch.zeros(4, 4)
-    for place in block.flatten().argsort(descending=True).tolist():
-        row, column = divmod(place, 4)
-        if mask[row].sum() < 2 and mask[:, column].sum() < 2:
-            mask[row, column] = 1.0
-    return mask
-
-
-def test_greedy_blocks_are_those_of_a_loop() -> None:
-    torch.manual_seed(2)
-    weight = torch.randn(8, 16)
-    mask = m4n2_2d_greedy(weight)
-    for top, left in itertools.product(range(0, 8, 4), range(0, 16, 4)):
-        block = (slice(top, top + 4), slice(left, left + 4))
-        assert torch.equal(mask[block], greedy_by_hand(weight.abs()[block]))
-
-
-def test_two_dimensions_of_a_convolution_are_pruned_for_each_place_of_the_kernel() -> None:
-    torch.manual_seed(3)
-    weight = torch.randn(8, 8, 3, 3)
-    mask = create_mask(weight, "m4n2_2d_best")
-    for row, column in itertools.product(range(3), repeat=2):
-        assert torch.equal(mask[:, :, row, column], m4n2_2d_best(weight[:, :, row, column]))
-
-
-@pytest.mark.parametrize(("pattern", "density"), [("m8n2_1d", 0.5), ("m4n2_1d", 0.25)])
+@pytest.mark.parametrize(("pattern", "density"), [("m4n2_2d_best", 0.5), ("m4n2_1d", 0.25)])
 def test_unknown_patterns(pattern: str, density: float) -> None:
-    with pytest.raises(UsageError, match=r"pattern='m8n2_1d'|density=0\.25"):
+    with pytest.raises(UsageError, match=r"pattern='m4n2_2d_best'|density=0\.25"):
         create_mask(torch.ones(4, 4), pattern, density)
 
 
@@ -146,14 +101,14 @@ def test_masks_are_computed_again_and_taken_back() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     assert not ASP.already_init_asp_model()
-    ASP.init_model_for_pruning(model, "m4n2_2d_best", verbosity=0, allow_recompute_mask=True)
+    ASP.init_model_for_pruning(model, "m4n2_1d", verbosity=0, allow_recompute_mask=True)
     ASP.init_optimizer_for_pruning(optimizer)
     assert ASP.already_init_asp_model()
     assert not ASP.is_sparsity_enabled()
     dense = model[2].weight.detach().clone()
     ASP.compute_sparse_masks()
     ASP.compute_sparse_masks()
-    assert torch.equal(model[2].weight, dense * m4n2_2d_best(dense))
+    assert torch.equal(model[2].weight, dense * create_mask(dense))
     ASP.restore_pruned_weights()
     assert torch.equal(model[2].weight, dense)
     assert not ASP.is_sparsity_enabled()

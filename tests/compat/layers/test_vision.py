@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -165,45 +164,7 @@ def test_focal_loss_of_extreme_logits() -> None:
         vision.focal_loss(logits, torch.tensor([0]), torch.tensor([1.0]), 2, 0.25, 2.0)
 
 
-# -- convolutions --
-
-
-@dtypes
-@pytest.mark.parametrize(("padding", "stride"), [(0, 1), (1, 2)])
-@pytest.mark.parametrize("name", ["ConvBias", "ConvBiasReLU", "ConvBiasMaskReLU", "ConvFrozenScaleBiasReLU"])
-def test_convolutions(dtype: torch.dtype, padding: int, stride: int, name: str) -> None:
-    torch.manual_seed(0)
-    value, weight = torch.randn(2, 3, 6, 5), torch.randn(4, 3, 3, 3)
-    bias, scale = torch.randn(1, 4, 1, 1), torch.rand(1, 4, 1, 1) + 0.5
-    given = [tensor.to(dtype).requires_grad_() for tensor in (value, weight, bias, scale)]
-    exact = [tensor.detach().double().requires_grad_() for tensor in given]
-    found = nn.functional.unfold(exact[0], 3, padding=padding, stride=stride)
-    size = [math.floor((side + 2 * padding - 3) / stride) + 1 for side in (6, 5)]
-    expected = (exact[1].flatten(1) @ found).view(2, 4, *size)
-    mask = (torch.rand(2, 4, *size) < 0.5).to(torch.int8)
-    x, w, b, s = given
-    if name == "ConvFrozenScaleBiasReLU":
-        result = vision.ConvFrozenScaleBiasReLU(x, w, s, b, padding, stride)
-        expected = (expected * exact[3].detach() + exact[2].detach()).relu()
-    else:
-        extra = [mask] if "Mask" in name else []
-        result = getattr(vision, name)(x, w, b, *extra, padding, stride)
-        expected = expected + exact[2]
-        expected = expected * mask if extra else expected
-        expected = expected.relu() if "ReLU" in name else expected
-    assert result.dtype is dtype
-    assert_near(result, expected, dtype, 5.0)
-    backward(result, expected)
-    for one, other in zip(given, exact, strict=True):
-        assert (one.grad is None) is (other.grad is None)
-        if one.grad is not None:
-            assert one.grad.shape == one.shape
-            assert_near(one.grad, other.grad, dtype, 20.0)
-
-
 def test_by_the_names_of_apex(apex: Any) -> None:
-    import apex.contrib.conv_bias_relu
-    from apex.contrib.conv_bias_relu.conv_bias_relu import ConvBias
     from apex.contrib.focal_loss import focal_loss
     from apex.contrib.focal_loss.focal_loss import focal_loss as function
     from apex.contrib.group_norm import GroupNorm
@@ -216,8 +177,3 @@ def test_by_the_names_of_apex(apex: Any) -> None:
     assert (focal_loss.FocalLoss, focal_loss.focal_loss, function) == (
         vision.FocalLoss, vision.focal_loss, vision.focal_loss
     )  # fmt: skip
-    assert apex.contrib.conv_bias_relu.ConvBiasReLU is vision.ConvBiasReLU
-    assert ConvBias is vision.ConvBias
-    apex.amp.init()
-    value, weight, bias = torch.randn(2, 3, 6, 5), torch.randn(4, 3, 3, 3), torch.randn(4)
-    assert ConvBias(value, weight, bias, 1, 1).dtype is torch.float16

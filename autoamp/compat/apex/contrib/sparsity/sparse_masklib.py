@@ -1,3 +1,3 @@
 """The tree's `apex.contrib.sparsity.sparse_masklib`."""
 
-from autoamp.compat.layers.sparsity import create_mask, m4n2_1d, m4n2_2d_best, m4n2_2d_greedy
+from autoamp.compat.layers.sparsity import create_mask, m4n2_1d

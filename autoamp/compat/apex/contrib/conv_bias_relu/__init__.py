@@ -1,5 +1,0 @@
-"""The tree's `apex.contrib.conv_bias_relu`."""
-
-from autoamp.compat.layers.vision import ConvBias, ConvBiasMaskReLU, ConvBiasReLU, ConvFrozenScaleBiasReLU
-
-from . import conv_bias_relu
