@@ -21,6 +21,10 @@ import autoamp
 from autoamp.runtime import active
 from autoamp.stepping import open_blocks
 
+# Tests that fork would wait without end in the child: it has none of the threads that OpenMP started in this process.
+# There is a worker for each core anyway.
+torch.set_num_threads(1)
+
 # What its first compilation of a module would replace.
 torch._dynamo.mutation_guard.install_generation_tagging_init()
 
