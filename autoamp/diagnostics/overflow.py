@@ -10,7 +10,7 @@ import contextlib
 import logging
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import SupportsFloat
 
@@ -242,6 +242,19 @@ class OverflowTrace:
             log.debug("the step could not be run again", exc_info=True)
             return self._unlocated(f"running the step again raised {type(error).__name__}: {error}")
 
+    @contextlib.contextmanager
+    def apart(self, records: Iterable[Record]) -> Iterator[None]:
+        """Run modules again within a ``with`` statement: nothing of it is recorded, observed, or left behind."""
+        modules = [module for record in records if (module := record.module()) is not None]
+        paused, self.recorder.paused = self.recorder.paused, True
+        self._casts.cache.clear()
+        try:
+            with self._unobserved(), kept_state(modules):
+                yield
+        finally:
+            self._casts.cache.clear()
+            self.recorder.paused = paused
+
     def _over_ranks(self, told: Mapping[int, bool | None] | None) -> Overflow:
         """Return the finding of a rank whose own gradients are finite, by what the others told."""
         if told is None:
@@ -255,27 +268,20 @@ class OverflowTrace:
 
     def _locally(self, records: list[Record], step: RecordedStep, scale: float) -> Overflow | None:
         """Return the finding of this rank; None where its own gradients are finite."""
-        modules = [module for record in records if (module := record.module()) is not None]
-        self.recorder.paused = True
-        self._casts.cache.clear()
-        try:
-            with self._unobserved(), kept_state(modules):
-                in_loss = None if step.ops is None else step.ops.forward_finding() or step.ops.backward_finding()
-                if in_loss is not None and isinstance(in_loss.verdict, ScaleSearch):
-                    return in_loss
-                for record in records:
-                    if record.passes:
-                        found = RecordedCall(record, self._casts, scale).forward_finding()
-                        if found is not None:
-                            return self._from_before(records, step, record, found, scale)
-                found = in_loss or self._backward(records, step, scale)
-                if found is None or found.phase == "forward":
-                    # Now what is harmless as a rule: outputs without gradients, and -inf that may be on purpose.
-                    found = self._suspect(records, step, records, scale) or found
-                return found
-        finally:
-            self._casts.cache.clear()
-            self.recorder.paused = False
+        with self.apart(records):
+            in_loss = None if step.ops is None else step.ops.forward_finding() or step.ops.backward_finding()
+            if in_loss is not None and isinstance(in_loss.verdict, ScaleSearch):
+                return in_loss
+            for record in records:
+                if record.passes:
+                    found = RecordedCall(record, self._casts, scale).forward_finding()
+                    if found is not None:
+                        return self._from_before(records, step, record, found, scale)
+            found = in_loss or self._backward(records, step, scale)
+            if found is None or found.phase == "forward":
+                # Now what is harmless as a rule: outputs without gradients, and -inf that may be on purpose.
+                found = self._suspect(records, step, records, scale) or found
+            return found
 
     def _from_before(
         self, records: list[Record], step: RecordedStep, record: Record, found: Overflow, scale: float

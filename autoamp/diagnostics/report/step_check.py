@@ -26,7 +26,7 @@ from autoamp.diagnostics.findings import shown_line
 from autoamp.diagnostics.inspector import Backward, Site, bare_name, worst_of
 from autoamp.diagnostics.op_names import spelled_at
 from autoamp.diagnostics.records import Record
-from autoamp.diagnostics.replay import CannotReplay, Replayed, kept_state, replay
+from autoamp.diagnostics.replay import CannotReplay, Replayed, replay
 from autoamp.diagnostics.report.sampling import Allowance
 from autoamp.diagnostics.verdicts import HalfPrecisionOp, Overflow
 from autoamp.patching import original_of
@@ -148,20 +148,6 @@ class StepCheck:
             log.debug("a step could not be compared with fp32", exc_info=True)
             return None
 
-    @contextlib.contextmanager
-    def _apart(self, records: Sequence[Record]) -> Iterator[None]:
-        """Run modules again within a ``with`` statement: nothing of it is recorded, observed, or left behind."""
-        recorder, cache = self._handle.overflows.recorder, self._handle.casts.cache
-        modules = [module for record in records if (module := record.module()) is not None]
-        paused, recorder.paused = recorder.paused, True
-        cache.clear()
-        try:
-            with self._handle.observation.unobserved(), kept_state(modules):
-                yield
-        finally:
-            cache.clear()
-            recorder.paused = paused
-
     def _fault_of_step(self, step: int) -> Fault | None:
         """Return what half precision spoils in the step at hand though its gradients are finite; None where nothing."""
         latest = self._handle.overflows.recorder.latest
@@ -172,7 +158,7 @@ class StepCheck:
             raise CannotReplay("no call of a module was recorded outside of torch.autocast")
         passes = [(one, one.gradients_of(loss)) for one in records if not one.too_large for loss in one.passes]
         # Gradients are recorded where the loss is scaled. Elsewhere the last call of a model is looked at.
-        with self._apart(records or [latest]):
+        with self._handle.overflows.apart(records or [latest]):
             found = (self._fault(step, record, given) for record, given in (passes if records else [(latest, None)]))
             return next((fault for fault in found if fault is not None), None)
 
@@ -219,7 +205,7 @@ class StepCheck:
     def _cure_of(self, found: Overflow) -> Entry | None:
         """Return the entry of a list with which the step at hand has the gradients of fp32; None without one."""
         records = [record for record in self._handle.overflows.records_of_step() if record.passes]
-        with self._apart(records):
+        with self._handle.overflows.apart(records):
             for record in records:
                 half = replay(record, self._handle.casts)
                 given = record.gradients_of(next(iter(record.passes)))
