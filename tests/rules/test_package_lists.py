@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -104,3 +105,25 @@ def test_a_name_that_the_package_no_longer_has_is_told_once_it_is_imported(
     install(tmp_path, 'schema = 1\nfp16 = ["mylib.gone", "mylib.product"]')
     with pytest.warns(UserWarning, match="'mylib.gone' names nothing"):
         assert dtypes() == (torch.float16, torch.float16)
+
+
+def test_a_package_that_was_made_by_hand_and_names_no_file_is_told(
+    dtypes: Callable[..., Dtypes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, LIST, "by_hand")
+    # Its `__spec__` is None.
+    monkeypatch.setitem(sys.modules, "by_hand", types.ModuleType("by_hand"))
+    with pytest.warns(UserWarning, match="no package 'by_hand' is installed"):
+        assert dtypes() == (torch.float32, torch.float16)
+
+
+def test_ops_of_a_package_may_be_those_that_it_registers_with_torch(tmp_path: Path) -> None:
+    install(tmp_path, 'schema = 1\nfp16 = ["torch.ops.mylib.product"]')
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(tmp_path))
+        patch.chdir(tmp_path)
+        with torch.library._scoped_library("mylib", "DEF") as library:
+            library.define("product(Tensor x) -> Tensor")
+            library.impl("product", torch.clone, "CompositeExplicitAutograd")
+            autoamp.init(device_type="cpu", dtype=torch.float16)
+            assert torch.ops.mylib.product(torch.ones(2)).dtype is torch.float16

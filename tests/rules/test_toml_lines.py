@@ -54,6 +54,11 @@ def test_what_is_no_toml_says_where(raw: bytes, line: int, what: str) -> None:
     assert caught.value.line == line
 
 
+def test_keys_below_an_array_of_tables_have_its_name() -> None:
+    keys = TomlLines("[[a]]\nb = 1\n[c]\nd = 2").keys
+    assert keys == {("a",): 1, ("a", "b"): 2, ("c",): 3, ("c", "d"): 4}
+
+
 def test_lines_after_values_that_mislead_a_reader() -> None:
     assert TomlLines("x = [{a = 1},\n{b = 2}]\ny = 3").keys == {("x",): 1, ("x", "a"): 1, ("x", "b"): 2, ("y",): 3}
     assert TomlLines("x = {a = {b = 1}}").keys == {("x",): 1, ("x", "a"): 1, ("x", "a", "b"): 1}
