@@ -158,8 +158,7 @@ class _RealLoader(importlib.abc.Loader):
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
         """Leave it to the module's own loader."""
-        module: types.ModuleType | None = self.loader.create_module(spec)
-        return module
+        return self.loader.create_module(spec)  # type: ignore[no-any-return]
 
     def exec_module(self, module: types.ModuleType) -> None:
         """Import the module, and tell the remedy where it fails."""

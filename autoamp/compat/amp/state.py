@@ -331,6 +331,10 @@ class AmpHandle:
         self._handle = handle
         self.verbose = verbose
 
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
+        """Give the optimizer a ``scale_loss`` of its own; see `autoamp.Handle.wrap_optimizer`."""
+        return self._handle.wrap_optimizer(optimizer, num_loss)
+
     @property
     def has_cache(self) -> bool:
         """Whether casts of parameters are kept while a module call runs."""
