@@ -7,7 +7,7 @@ import sys
 
 from autoamp.cli.output import say
 from autoamp.cli.program_runs import exit_code_of, program_runs, seconds_of, why_unknown
-from autoamp.tuning import INTERRUPTED, Bisection, Outcome, list_text, units_of
+from autoamp.tuning import Bisection, Outcome, list_text, units_of
 
 __all__ = ["bisect"]
 
@@ -22,11 +22,7 @@ def bisect(chosen: argparse.Namespace) -> int:
     """Search, and print the lines for autoamp.toml on stdout, everything else on stderr. Returns the exit code."""
     with program_runs(chosen) as runs:
         say(f"surveying {chosen.survey_steps} steps of {chosen.program} in fp32")
-        try:
-            units = units_of(runs.survey(seconds_of(chosen.budget) / 2, timed=False))
-        except KeyboardInterrupt as error:
-            say("interrupted during the survey")
-            return exit_code_of(str(error) or INTERRUPTED)
+        units = units_of(runs.survey(seconds_of(chosen.budget) / 2, timed=False))
         say(f"{len(units)} modules and ops are candidates")
         search = Bisection(runs.run, units, chosen.seed, chosen.tolerance)
         search.search()

@@ -137,10 +137,14 @@ class ProgramRuns:
 
         Raises:
             UsageError: The program fails, or the deadline came first.
+            SystemExit: The user interrupted it.
         """
         timing = seconds if timed else 0.0
         try:
             outcome, failed, _ = self._child("survey", self._chosen.seed, (), seconds=seconds, timing=timing)
+        except KeyboardInterrupt as error:
+            say("interrupted during the survey; nothing was written")
+            raise SystemExit(exit_code_of(str(error) or INTERRUPTED)) from None
         except OutOfBudget:
             raise UsageError("the budget was spent before the end of the survey; give a larger --budget") from None
         if "survey" not in outcome:

@@ -11,7 +11,7 @@ from pathlib import Path
 from autoamp.cli.output import say, writable
 from autoamp.cli.program_runs import exit_code_of, handled, program_runs, seconds_of, why_unknown
 from autoamp.errors import UsageError
-from autoamp.tuning import INTERRUPTED, Search, Survey, list_text, proposals_of, summary_of, write_list
+from autoamp.tuning import Search, Survey, list_text, proposals_of, summary_of, write_list
 
 __all__ = ["tune"]
 
@@ -32,11 +32,7 @@ def tune(chosen: argparse.Namespace) -> int:
     with program_runs(chosen) as runs:
         seconds = _SURVEY * seconds_of(chosen.budget)
         say(f"surveying {chosen.program} in fp32, for {seconds:.0f} s at most")
-        try:
-            survey = runs.survey(seconds / 2)
-        except KeyboardInterrupt as error:
-            say("interrupted during the survey; nothing was written")
-            return exit_code_of(str(error) or INTERRUPTED)
+        survey = runs.survey(seconds / 2)
         proposals = proposals_of(survey, max_error=chosen.max_error)
         say(f"{len(survey.uses)} uses of ops, {len(proposals)} changes to try")
         search = Search(

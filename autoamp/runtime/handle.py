@@ -420,16 +420,13 @@ class BaseHandle:
             return None
         if run.optimizers.rehearsal is not None:
             raise UsageError("explain_overflow() was called within a step that is being explained; call it outside")
-        trace, auto_scale = run.overflows, run.auto_scaling
+        auto_scale, scale = run.auto_scaling, run.optimizers.counts.loss_scale(run.loss_scale)
         if auto_scale is not None:
             auto_scale.pause()
-        trace.recorder.paused = True
-        scale = run.optimizers.counts.loss_scale(run.loss_scale)
         try:
-            with run.observation.unobserved():
+            with run.overflows.apart(()):
                 return explain_step(step_fn, run.casts, scale, functools.partial(setattr, run.optimizers, "rehearsal"))
         finally:
-            trace.recorder.paused = False
             if auto_scale is not None:
                 auto_scale.resume()
 
