@@ -52,6 +52,14 @@ def test_a_rule_of_a_shipped_set_is_located_where_its_line_is(tmp_path: Path) ->
     assert located(mine.origin) == f"{tmp_path}/mine.toml:2"
 
 
+@pytest.mark.parametrize(("name", "line"), [("autoamp.toml", ""), ("pyproject.toml", "[tool.autoamp]\n")])
+def test_a_rule_of_the_project_is_the_users(tmp_path: Path, name: str, line: str) -> None:
+    (tmp_path / name).write_text(f'{line}schema = 1\nfp16 = ["softmax"]', encoding="utf-8")
+    rule = load_table(start=tmp_path, environ={}).policy_of("softmax")
+    assert rule is not None
+    assert not rule.origin.shipped
+
+
 def without_torch(folder: Path) -> str:
     """Return a folder from which ``autoamp`` is imported without its ``__init__``, which imports torch."""
     stub = folder / "stub" / "autoamp"

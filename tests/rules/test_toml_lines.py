@@ -46,6 +46,7 @@ def test_keys_tables_and_items_have_their_lines() -> None:
         (b"a = 1\nb = [\n", 3, "not valid TOML"),
         (b"a = 1\nb = =\n", 2, "not valid TOML"),
         (b"a = 1\n\xff\n", 2, "not UTF-8"),
+        (b"\n\xff", 2, "not UTF-8"),
     ],
 )
 def test_what_is_no_toml_says_where(raw: bytes, line: int, what: str) -> None:
