@@ -35,8 +35,10 @@ TESTS = {
     "rules": ["tests/rules"],
     "patching": ["tests/patching"],
     "casting": ["tests/casting", "tests/property/test_casts.py"],
+    "ops": ["tests/ops", "tests/property/test_casts.py"],
     "scaling": ["tests/scaling", "tests/stepping"],
     "stepping": ["tests/stepping", "tests/property/test_training.py"],
+    "auto_scaling": ["tests/auto_scaling"],
 }
 # What runs on CUDA alone, where `python -m tests.null_cuda` looks at it.
 ON_CUDA_ALONE = ["autoamp/casting/flat_weights.py"]
