@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from autoamp.errors import PatchError
-from autoamp.patching.imports import resolve, spelled_out
+from autoamp.patching.imports import nearest, resolve, spelled_out
 from autoamp.patching.marks import original_of
 from autoamp.patching.patches import PatchSet
 from tests.patching._shared import Base, replacement_of
@@ -88,6 +88,46 @@ def test_a_set_that_is_restored_while_an_import_runs_gets_no_patch(folder: Path)
     restoring.join(10)
     assert original_of(sys.modules["slow"].work) is sys.modules["slow"].work
     assert len(patches) == 0
+
+
+# -- nearest --
+
+
+@pytest.fixture
+def near_package(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """`near_pkg` with `inner`, and `near_pkg.hidden`, which is imported and no attribute of it."""
+    modules = {name: types.ModuleType(name) for name in ("near_pkg", "near_pkg.inner", "near_pkg.hidden")}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+        module.Linear = type("Linear", (), {"forward": None, "for_ward": None, "forwards": None})
+        module.options = []
+    modules["near_pkg"].inner = modules["near_pkg.inner"]
+    return modules["near_pkg"]
+
+
+@pytest.mark.parametrize(
+    ("dotted", "said"),
+    [
+        ("absent_pkg.inner.Linear", "no part of it is imported"),
+        ("near_pkg.zzz", "near_pkg has no 'zzz'"),
+        ("near_pkg.Linar", "near_pkg has no 'Linar'; did you mean 'near_pkg.Linear'?"),
+        ("near_pkg.iner.Linear.forward", "near_pkg has no 'iner'; did you mean 'near_pkg.inner.Linear.forward' or "
+         "'near_pkg.Linear.Linear.forward'?"),
+        ("near_pkg.inner.Linar", "near_pkg.inner has no 'Linar'; did you mean 'near_pkg.inner.Linear'?"),
+        ("near_pkg.hidden.Linar.a", "near_pkg.hidden has no 'Linar'; did you mean 'near_pkg.hidden.Linear.a'?"),
+        ("near_pkg.hidden.options.apend", "near_pkg.hidden.options has no 'apend'; did you mean "
+         "'near_pkg.hidden.options.append'?"),
+        ("near_pkg.optoins", "near_pkg has no 'optoins'"),
+        # What has parts of its own may be anything.
+        ("near_pkg.optoins.a", "near_pkg has no 'optoins'; did you mean 'near_pkg.options.a'?"),
+    ],
+)  # fmt: skip
+def test_the_nearest_names_of_one_that_is_not_there(near_package: types.ModuleType, dotted: str, said: str) -> None:
+    assert nearest(dotted, callable) == said
+
+
+def test_at_most_three_names_are_near(near_package: types.ModuleType) -> None:
+    assert nearest("near_pkg.Linear.forwar").count(" or ") == 2
 
 
 # -- resolve --
