@@ -22,6 +22,7 @@ from autoamp.scaling import (
     total_norm,
     true_gradient,
     unscale_,
+    widened,
 )
 from tests.waits import counted_reads
 
@@ -341,6 +342,22 @@ def test_a_true_gradient_that_overflowed(bad: float, clean: bool, device: str) -
         dense = true.to_dense()
         assert bool(dense.isfinite().all()) is clean
         assert not dense.any() or not clean
+
+
+@pytest.mark.parametrize("inv_scale", [1.5, 8.0])
+def test_a_true_gradient_that_overflows_as_it_is_multiplied(inv_scale: float) -> None:
+    grad = torch.tensor([1.0, 6e4], dtype=torch.float16)
+    true, found = true_of(grad, inv_scale, clean=False)
+    assert found
+    assert true.tolist() == [inv_scale, math.inf]
+
+
+def test_gradients_of_a_true_gradient_are_not_recorded() -> None:
+    grad = torch.ones(2, requires_grad=True) * 1.0
+    with torch.enable_grad():
+        assert not true_of(grad)[0].requires_grad
+        assert not widened([grad.half()])[0].requires_grad
+        assert not total_norm([grad]).requires_grad
 
 
 def test_a_true_gradient_of_sparse_halves_is_judged_by_its_sums() -> None:

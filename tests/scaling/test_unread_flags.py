@@ -46,6 +46,22 @@ def test_an_urgent_flag_takes_the_others_along() -> None:
     assert filled("-x-", 10, at=1)[1] == expected("-x")
 
 
+def test_a_flag_that_comes_while_others_are_told_is_told_after_them() -> None:
+    unread, told = UnreadFlags(("cpu",)), list[str]()
+
+    def first(found: bool) -> None:
+        unread.add(torch.zeros(()), lambda found: told.append("third"), urgent=True)
+        unread.catch_up()
+        told.append("first")
+
+    unread.add(torch.zeros(()), first)
+    unread.add(torch.zeros(()), lambda found: told.append("second"))
+    unread.catch_up()
+    assert told == ["first", "second"]
+    unread.catch_up()
+    assert told == ["first", "second", "third"]
+
+
 def test_who_is_told_may_ask_what_is_known_by_then() -> None:
     unread, told = UnreadFlags(("cpu",)), Told()
 
