@@ -47,6 +47,20 @@ def test_casts_to_half_alone_are_kept() -> None:
     assert casts.local.entries == {}
 
 
+def test_pinned_casts_count_once_they_are_made() -> None:
+    casts, kept, unused = make(), Parameter(torch.ones(2)), Parameter(torch.ones(2))
+    casts.local.entries = {}
+    with casts.cache.pin([kept, unused]), torch.no_grad():
+        assert len(casts.cache) == 0
+        assert casts.to_half(kept) is casts.to_half(kept)
+        assert len(casts.cache) == 1
+        other = Parameter(torch.ones(2))
+        for _ in range(2):
+            casts.to_half(other)
+        assert len(casts.cache) == 2
+    assert len(casts.cache) == 1
+
+
 def test_clear_outside_of_module_calls_makes_no_entries() -> None:
     casts = make()
     casts.cache.clear()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from autoamp.casting.casts import Casts
 from autoamp.tensors import iter_tensors
 from tests.casting._shared import CAST_DTYPES, in_thread, make, nested, snapshot
 
@@ -20,6 +21,50 @@ def test_shut_and_open_reach_every_thread() -> None:
     casts.open()
     assert casts.local.on
     assert in_thread(lambda: casts.local.on)
+
+
+def test_who_opens_or_shuts_twice_does_it_once() -> None:
+    casts = Casts(torch.float16, "cpu")
+    casts.shut()
+    for _ in range(2):
+        casts.open()
+        assert casts.deviations == []
+    for _ in range(2):
+        casts.shut()
+        assert casts.deviations == [None]
+
+
+@pytest.mark.parametrize(("on", "may_cast"), [(True, True), (None, True), (False, False)])
+def test_what_threads_do_by_default(on: bool | None, may_cast: bool) -> None:
+    casts = make(on=on)
+    assert casts.on_by_default is may_cast
+    assert casts.cache.enabled
+    with casts.switched(False):
+        # An optimizer's closure casts again, in whatever module it is called.
+        with casts.evaluating():
+            assert casts.local.on is may_cast
+        assert not casts.begin_call(torch.nn.Linear(1, 1))
+
+
+def test_a_region_of_torch_casts_and_we_do_not() -> None:
+    casts, x = make(), torch.ones(2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert casts.args_to_half((x,))[0] is x
+        assert casts.args_to_fp32((x.half(),))[0].dtype is torch.float16
+    assert casts.args_to_half((x,))[0].dtype is torch.float16
+
+
+def test_devices_of_any_other_type_are_known_by_its_name() -> None:
+    casts, x = make(device="meta"), torch.ones(2)
+    assert casts.to_half(x) is x
+    assert casts.to_half(x.to("meta")).dtype is torch.float16
+
+
+def test_beside_a_sparse_argument_what_is_no_floating_tensor_stays() -> None:
+    casts, sparse = make(), torch.eye(2).to_sparse()
+    numbers, wide, elsewhere = torch.ones(2, dtype=torch.int32), torch.ones(2).double(), torch.ones(2, device="meta")
+    _, *rest = casts.args_to_half((sparse, numbers, wide, elsewhere))
+    assert all(one is other for one, other in zip(rest, (numbers, wide, elsewhere), strict=True))
 
 
 def test_two_handles_have_switches_of_their_own() -> None:

@@ -34,7 +34,7 @@ LOWEST_SCORE = 0.85
 TESTS = {
     "rules": ["tests/rules"],
     "patching": ["tests/patching"],
-    "casting": ["tests/casting", "tests/property/test_casts.py"],
+    "casting": ["tests/casting", "tests/property/test_casts.py", "tests/inference"],
     "ops": ["tests/ops", "tests/property/test_casts.py"],
     "scaling": ["tests/scaling", "tests/stepping"],
     "stepping": ["tests/stepping", "tests/property/test_training.py"],
