@@ -38,14 +38,7 @@ class Link:
         has_shared: Whether the two had one gradient when they were looked at last.
     """
 
-    __slots__ = (
-        "_shared",
-        "_state",
-        "equal_by",
-        "has_shared",
-        "master",
-        "stepped",
-    )
+    __slots__ = ("_shared", "_state", "equal_by", "has_shared", "master", "stepped")
 
     def __init__(self, half: Tensor, master: Tensor) -> None:
         self.master = master
