@@ -115,13 +115,13 @@ def pytest_collection_finish() -> None:
 def pristine_torch() -> Iterator[None]:
     """Deactivate what a test left active, forget what it registered, and prove that torch is as it was."""
     torch.manual_seed(0)
-    before = dict(active.handles.registry._rules)
+    before = dict(active.handles.registry.rules)
     yield
     handle = autoamp.current_handle()
     if handle is not None:
         handle.deactivate()
     active.put_handle(None)
-    active.handles.registry._rules = before
+    active.handles.registry.rules = before
     assert_pristine()
     assert open_blocks.count == 0
     assert not torch.is_inference_mode_enabled()

@@ -42,13 +42,16 @@ class Registry:
 
     Args:
         active_casts: Returns the active handle's casts, None where nothing is to be cast.
+
+    Attributes:
+        rules: The registrations, by the ``id`` of the module and the name in it.
     """
 
     def __init__(self, active_casts: Callable[[], Casts | None]) -> None:
         self._active_casts = active_casts
         self._lock = threading.Lock()
         self._decorated: weakref.WeakSet[_Decorated] = weakref.WeakSet()
-        self._rules: dict[tuple[int, str], tuple[Any, CastRule]] = {}
+        self.rules: dict[tuple[int, str], tuple[Any, CastRule]] = {}
 
     def decorate(self, function: Any, policy: CastPolicy) -> Any:
         """Wrap a function so that each call follows the handle that is active then.
@@ -111,14 +114,14 @@ class Registry:
             check_writable(target.parent, target.attribute)
         except (ListFileError, PatchError) as error:
             raise TargetError(f"{rule.target!r} cannot be registered: {error}") from error
-        self._rules.pop((id(module), name), None)
-        self._rules[id(module), name] = (module, rule)
+        self.rules.pop((id(module), name), None)
+        self.rules[id(module), name] = (module, rule)
         return target
 
     def targets(self) -> tuple[Target, ...]:
         """Return what is registered, in order, but for names that are gone: those are warned of."""
         found = []
-        for (_, name), (module, rule) in self._rules.items():
+        for (_, name), (module, rule) in self.rules.items():
             try:
                 found.append(target_at(module, name, rule))
             except (ListFileError, AttributeError) as error:

@@ -52,7 +52,7 @@ def run(path: str, dtype: torch.dtype) -> str:
         handle = autoamp.current_handle()
         if handle is not None:
             handle.deactivate()
-        active.handles.registry._rules.clear()
+        active.handles.registry.rules.clear()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
     return ""
