@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp.diagnostics.op_names import spellings
 from autoamp.diagnostics.rows import Hint, Row
@@ -16,27 +16,6 @@ from autoamp.diagnostics.tables import counted
 from autoamp.tensors import HALF_DTYPES
 
 __all__ = ["Flow", "hints_of"]
-
-
-class _ByTensor:
-    """Values by tensor, forgotten with it."""
-
-    def __init__(self) -> None:
-        self._values: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
-
-    def get(self, tensor: Tensor) -> Any:
-        found = self._values.get(id(tensor))
-        return found[1] if found is not None and found[0]() is tensor else None
-
-    def put(self, tensor: Tensor, value: Any) -> None:
-        key, values = id(tensor), self._values
-
-        def forget(reference: weakref.ref[Tensor]) -> None:
-            found = values.get(key)
-            if found is not None and found[0] is reference:
-                del values[key]
-
-        values[key] = weakref.ref(tensor, forget), value
 
 
 class Flow:
@@ -52,8 +31,9 @@ class Flow:
     def __init__(self) -> None:
         self.repeats: dict[tuple[int, int], tuple[Row, Row, int, int]] = {}
         self.islands: dict[int, tuple[Row, int, int, Row | None]] = {}
-        self._casts_of = _ByTensor()
-        self._island_of = _ByTensor()
+        # By tensor, forgotten with it.
+        self._casts_of: Any = WeakIdKeyDictionary()
+        self._island_of: Any = WeakIdKeyDictionary()
 
     def cast(self, source: Tensor, result: Tensor, row: Row | None) -> None:
         """Take note of a copy in another dtype, made for a row, or by the program itself."""
@@ -70,7 +50,7 @@ class Flow:
         version = getattr(source, "_version", 0) if not source.is_inference() else 0
         first = before.get((result.dtype, version))
         if first is None:
-            self._casts_of.put(source, {**before, (result.dtype, version): row})
+            self._casts_of[source] = {**before, (result.dtype, version): row}
         else:
             key = id(first), id(row)
             _, _, count, total = self.repeats.get(key, (first, row, 0, 0))
@@ -83,7 +63,7 @@ class Flow:
             widened = sum(tensor.numel() * 4 for tensor in halves)
             for output in outputs:
                 if output.dtype is torch.float32:
-                    self._island_of.put(output, (row, widened))
+                    self._island_of[output] = (row, widened)
 
     def passed(self, inputs: Sequence[Tensor], outputs: Iterable[Tensor]) -> None:
         """Take note of an op on no list: what comes from an island stays of it."""
@@ -91,7 +71,7 @@ class Flow:
         if island is not None:
             for output in outputs:
                 if output.dtype is torch.float32:
-                    self._island_of.put(output, island)
+                    self._island_of[output] = island
 
 
 def hints_of(rows: Iterable[Row], unlisted: Iterable[Row], flow: Flow) -> tuple[Hint, ...]:
