@@ -37,7 +37,7 @@ TESTS = {
     "casting": ["tests/casting", "tests/property/test_casts.py", "tests/inference"],
     "ops": ["tests/ops", "tests/property/test_casts.py"],
     "scaling": ["tests/scaling", "tests/stepping"],
-    "stepping": ["tests/stepping", "tests/property/test_training.py"],
+    "stepping": ["tests/stepping", "tests/levels", "tests/auto_scaling", "tests/property/test_training.py"],
     "auto_scaling": ["tests/auto_scaling"],
 }
 # What runs on CUDA alone, where `python -m tests.null_cuda` looks at it.

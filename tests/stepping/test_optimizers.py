@@ -17,8 +17,9 @@ import autoamp
 from autoamp.casting.casts import Casts
 from autoamp.errors import UsageError
 from autoamp.runtime import runtime_of
+from autoamp.scaling import RequestedGroup
 from autoamp.scaling.loss_scale import DynamicLossScaler, LossScaler, StaticLossScaler
-from autoamp.stepping.optimizers import GuardedOptimizers, wrap_optimizer
+from autoamp.stepping.optimizers import GuardedOptimizers, RequestedGroups, wrap_optimizer
 
 
 def guarded(*scalers: LossScaler) -> GuardedOptimizers:
@@ -564,3 +565,14 @@ def test_step_hooks_of_the_program_are_called(level: str, name: str) -> None:
         hook.remove()
     assert called == [optimizer]
     autoamp.current_handle().deactivate()
+
+
+def test_a_group_that_was_asked_for_by_an_optimizer_precedes_that_for_all() -> None:
+    every, own = (RequestedGroup(name, 1) for name in ("every", "own"))
+    first, second = (torch.optim.SGD([torch.ones(1)], lr=1.0) for _ in range(2))
+    asked = RequestedGroups()
+    assert asked.of(first) is None
+    asked.put(own, [first])
+    assert (asked.of(first), asked.of(second)) == (own, None)
+    asked.put(every, None)
+    assert (asked.of(first), asked.of(second)) == (own, every)
