@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from autoamp.errors import UsageError
 from autoamp.scaling import is_sharded, local_of
@@ -54,8 +54,7 @@ class Link:
     def share(self, grad: Tensor | None) -> None:
         """Note that both have this gradient now. The link holds a weak reference to it."""
         self.has_shared = grad is not None
-        # Not torch's TensorWeakRef: what this returns is compared with a tensor that the caller holds, and not kept.
-        self._shared = None if grad is None else weakref.ref(grad)
+        self._shared = None if grad is None else TensorWeakRef(grad)
 
     def shares(self, grad: Tensor | None) -> bool:
         """Tell whether a gradient of either of the two is the one that `share` was called with last."""

@@ -196,9 +196,7 @@ class MasterWeights:
         """Stand in for ``optimizer.zero_grad``, which knows the masters alone: clear half parameters as well."""
         self.share_gradients()
         original(*args, **kwargs)
-        for half, link in self._pairs.values():
-            if half.grad is not link.master.grad:
-                _share(half, link, link.master.grad)
+        self.share_gradients()
 
     def _add_group(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Stand in for ``optimizer.add_param_group``: what is loaded next finds the masters there."""

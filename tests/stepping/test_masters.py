@@ -647,3 +647,26 @@ def test_half_gradients_go_as_they_are_widened(monkeypatch: pytest.MonkeyPatch) 
     expected(inputs).sum().backward()
     for half, plain in zip(model.parameters(), expected.parameters(), strict=True):
         assert torch.allclose(master_of(half).grad, plain.grad, rtol=0.05, atol=0.05)  # type: ignore[arg-type,union-attr]
+
+
+class ClearsModel(torch.optim.SGD):
+    """Clears gradients by way of the model, which it was given."""
+
+    model: nn.Module
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.model.zero_grad(set_to_none)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_zero_grad_of_its_own_that_clears_the_model_clears_the_masters(set_to_none: bool) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = ClearsModel(model.parameters(), lr=0.1)
+    optimizer.model = model
+    autoamp.initialize(model, optimizer, opt_level="O2", device_type="cpu", dtype=torch.bfloat16, verbosity=0)
+    with autoamp.scale_loss(model(torch.ones(2, 4)).sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none)
+    for param in (*model.parameters(), *optimizer.param_groups[0]["params"]):
+        assert param.grad is None if set_to_none else not param.grad.any()
