@@ -1,9 +1,9 @@
 """The import finders that serve `apex` from this package: the whole of it, or what an installed `apex` lacks.
 
 `_ApexFinder` comes before all other finders and finds `apex`, what lies below it, `amp_C` and `apex_C` in our files.
-`_GraftFinder` comes after all other finders: it
-finds our modules below `apex` where the installed `apex` has none of that name, such as `apex.amp`. `_RealFinder`
-then comes first: what the others find of `apex` is imported by it, so that a failure tells the remedy.
+`_GraftFinder` comes after all other finders: it finds our modules below `apex` where the installed `apex` has none of
+that name, such as `apex.amp`. `_RealFinder` then comes first: what the others find of `apex` is imported by it, so that
+a failure tells the remedy.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class _ApexFinder(_Finder):
         Raises:
             ModuleNotFoundError: A module that is not provided is imported. One that is only looked for is None.
         """
-        return _spec_of(fullname, sys._getframe(1)) if _names_of_apex([fullname]) else None
+        return _spec_of(fullname, path, sys._getframe(1)) if _names_of_apex([fullname]) else None
 
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context | None = None
@@ -134,7 +134,7 @@ class _GraftFinder(_Finder):
         Raises:
             ModuleNotFoundError: A module that neither has is imported. One that is only looked for is None.
         """
-        return _spec_of(fullname, sys._getframe(1)) if fullname.startswith("apex.") else None
+        return _spec_of(fullname, path, sys._getframe(1)) if fullname.startswith("apex.") else None
 
 
 class _RealFinder(importlib.abc.MetaPathFinder):
@@ -186,18 +186,23 @@ class _OurLoader(importlib.machinery.SourceFileLoader):
         super().exec_module(module)
 
 
-def _spec_of(name: str, caller: types.FrameType) -> importlib.machinery.ModuleSpec | None:
-    """Return the spec of one of our modules; ModuleNotFoundError: there is none, and the caller imports it."""
+def _spec_of(name: str, path: Sequence[str] | None, caller: types.FrameType) -> importlib.machinery.ModuleSpec | None:
+    """Return the spec of one of our modules, or of one in a folder that the program has added to the package's path.
+
+    Raises:
+        ModuleNotFoundError: There is none, and the caller imports it.
+    """
     below = _HERE.joinpath(*name.split("."))
     for file in (below / "__init__.py", below.with_suffix(".py")):
         if file.is_file():
             where = [str(below)] if file.parent == below else None
             loader = _OurLoader(name, str(file))
             return importlib.util.spec_from_file_location(name, file, loader=loader, submodule_search_locations=where)
-    if _is_import(caller):
+    found = importlib.machinery.PathFinder.find_spec(name, path)
+    if found is None and _is_import(caller):
         message = f"No module named {name!r}: autoamp's apex does not provide it: {remedy_for(name)}"
         raise ModuleNotFoundError(message, name=name)
-    return None
+    return found
 
 
 def _import_added() -> None:

@@ -53,6 +53,14 @@ def test_probes(apex: Any) -> None:
     assert "state_dict" in apex.amp.__dict__
 
 
+def test_a_program_may_add_a_folder_to_the_package(apex: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "added_by_hand.py").write_text("VALUE = 3\n")
+    monkeypatch.setattr(apex, "__path__", [*apex.__path__, str(tmp_path)])
+    assert importlib.import_module("apex.added_by_hand").VALUE == 3
+    # It is the program's, and so would stay there.
+    del sys.modules["apex.added_by_hand"]
+
+
 def test_nothing_is_found_without_it() -> None:
     assert importlib.util.find_spec("apex") is None
     with pytest.raises(importlib.metadata.PackageNotFoundError):
