@@ -7,7 +7,6 @@ training goes on.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -199,16 +198,14 @@ class ASP:
             raise UsageError(f"the weights of {', '.join(unknown)} are not known; name them in custom_layer_dict")
         if isinstance(mask_calculator, str):
             create_mask(torch.zeros(1, 4), mask_calculator)
-            calculate: Callable[[Tensor], Tensor] = functools.partial(create_mask, pattern=mask_calculator)
-        else:
-            calculate = mask_calculator
+            mask_calculator = create_mask
         weights = []
         for name, module in list(model.named_modules()):
             if type(module) not in wanted or name in disallowed_layer_names:
                 continue
             if allowed_layer_names is None or name in allowed_layer_names:
                 weights += _pruned(name, module, known[type(module)], allow_recompute_mask)
-        cls._pruning = _Pruning(calculate, weights)
+        cls._pruning = _Pruning(mask_calculator, weights)
 
     @classmethod
     def init_optimizer_for_pruning(cls, optimizer: torch.optim.Optimizer) -> None:
