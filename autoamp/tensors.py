@@ -19,6 +19,7 @@ __all__ = [
     "are_dense_fp32",
     "default_device_type",
     "default_half_dtype",
+    "dtype_name",
     "iter_tensors",
     "map_tensors",
     "version_of",
@@ -89,6 +90,11 @@ def default_device_type() -> str:
 def default_half_dtype(device_type: str) -> torch.dtype:
     """Return the half dtype that `torch.autocast` uses on ``device_type``: fp16 on CUDA, bf16 on a CPU."""
     return torch.get_autocast_dtype(device_type)
+
+
+def dtype_name(dtype: torch.dtype | None) -> str:
+    """Return the name of a dtype as ``"float16"``, which reports and command lines have."""
+    return str(dtype).removeprefix("torch.")
 
 
 def map_tensors(value: Any, convert: Callable[[Tensor], Any], other: Callable[[Any], Any] | None = None) -> Any:

@@ -2,7 +2,7 @@
 
     autoamp run --device-type cpu --dtype fp16 --report report.html examples/overflow.py
 
-The report names the line of the product, and the entry for autoamp.toml with which no step is skipped for it.
+The report names the line of the product, and the entry for autoamp.toml that runs it in fp32.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from autoamp.ops import expand, owns_its_names
 from autoamp.patching import original_of
 from autoamp.rules import ENVIRONMENT_VARIABLE, CastTable, shipped_sets
 from autoamp.runtime import Region, Settings, device_type_of
-from autoamp.tensors import default_device_type, default_half_dtype
+from autoamp.tensors import default_device_type, default_half_dtype, dtype_name
 
 __all__ = [
     "bound_names",
@@ -66,9 +66,9 @@ def device_of(kind: str | None = None) -> dict[str, str]:
     name = _name_of_cpu() if kind == "cpu" else _name_of_accelerator(kind)
     default, in_runs = default_half_dtype(kind), half_dtype_with_units(kind) or torch.float32
     taken = default if has_units(default, kind) else torch.float32
-    taken_name, in_runs_name = (str(dtype).removeprefix("torch.") for dtype in (taken, in_runs))
     return {
-        "kind": kind, "name": name, "units": _units(kind, default), "default": taken_name, "run_default": in_runs_name,
+        "kind": kind, "name": name, "units": _units(kind, default), "default": dtype_name(taken),
+        "run_default": dtype_name(in_runs),
         "fp32_matmul": torch.get_float32_matmul_precision(),
     }  # fmt: skip
 

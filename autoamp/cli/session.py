@@ -25,7 +25,7 @@ from autoamp.levels import LEVELS
 from autoamp.memory import keep_freed_memory, peak_rss
 from autoamp.modules import AUTOCAST, ModuleCasts
 from autoamp.runtime import BaseHandle, NoOpHandle, Runtime, check_device, device_type_of, runtime_of
-from autoamp.tensors import HALF_DTYPES, default_device_type
+from autoamp.tensors import HALF_DTYPES, default_device_type, dtype_name
 
 __all__ = ["Run", "set_up"]
 
@@ -99,7 +99,7 @@ def _defaults(device_type: str | None) -> tuple[str | None, torch.dtype | None]:
 
 def _names_of_defaults(device_type: str | None) -> tuple[str, str]:
     kind = default_device_type() if device_type is None else device_type
-    return kind, str(half_dtype_with_units(kind) or torch.float32).removeprefix("torch.")
+    return kind, dtype_name(half_dtype_with_units(kind) or torch.float32)
 
 
 def _asked_apart(question: Callable[[], tuple[str, str]]) -> tuple[str, str]:
@@ -207,7 +207,7 @@ class Run:
         if models:
             found: Counter[str] = Counter()
             for param in {param for model in models for param in model.parameters()}:
-                found[_name(param.dtype)] += param.numel()
+                found[dtype_name(param.dtype)] += param.numel()
             self._parameters = dict(sorted(found.items()))
 
     def report(self, program: list[str], exit_code: int) -> Report:
@@ -216,7 +216,7 @@ class Run:
         self._listening.close()
         counts = sum_of(self._counts) if self._counts else None
         scoped = now.casts if isinstance(now.casts, ModuleCasts) else None
-        own = {} if scoped is None else {_name(dtype): count for dtype, count in scoped.own_dtypes.most_common()}
+        own = {} if scoped is None else {dtype_name(dtype): count for dtype, count in scoped.own_dtypes.most_common()}
         return Report(
             program=program,
             opt_level=now.settings.opt_level or self.options.opt_level,
@@ -247,9 +247,9 @@ class Run:
             return next(iter(own), "float32")
         if now.setups and not any(setup.patches for setup in now.setups):
             # O0: nothing is cast, and no parameter is in half precision.
-            halves = [_name(dtype) for dtype in HALF_DTYPES if _name(dtype) in (self._parameters or {})]
+            halves = [dtype_name(dtype) for dtype in HALF_DTYPES if dtype_name(dtype) in (self._parameters or {})]
             return halves[0] if halves else "float32"
-        return _name(now.settings.dtype)
+        return dtype_name(now.settings.dtype)
 
     def _steps(self, now: Runtime) -> dict[str, Any]:
         """Return what a report says of steps and the loss scale."""
@@ -263,10 +263,6 @@ class Run:
             "nonfinite": now.nonfinite.total,
             "scaling_left_to": yielded_to if counts.own is None else "FP16_Optimizer",
         }
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _ranks() -> tuple[int | None, int | None]:

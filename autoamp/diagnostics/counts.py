@@ -18,7 +18,7 @@ from torch import Tensor
 from autoamp.casting import Casts, dtype_with_sparse
 from autoamp.diagnostics.observer import Call, Observer
 from autoamp.rules import CastPolicy
-from autoamp.tensors import CASTABLE_LAYOUTS, iter_tensors
+from autoamp.tensors import CASTABLE_LAYOUTS, dtype_name, iter_tensors
 
 __all__ = ["Counts", "floating_tensors", "sum_of", "target_of"]
 
@@ -54,7 +54,7 @@ class Counts(Observer):
         found: dict[str, dict[str, int]] = {}
         with self._lock:
             for (name, dtype), calls in sorted(self._ops.items(), key=lambda item: (item[0][0], str(item[0][1]))):
-                found.setdefault(name, {})[_short(dtype)] = calls
+                found.setdefault(name, {})[dtype_name(dtype)] = calls
         return found
 
     @property
@@ -64,7 +64,7 @@ class Counts(Observer):
         A parameter whose cast serves again counts at each use.
         """
         with self._lock:
-            return {(_short(before), _short(after)): count for (before, after), count in self._casts.items()}
+            return {(dtype_name(before), dtype_name(after)): count for (before, after), count in self._casts.items()}
 
     def by_dtype(self) -> dict[str, int]:
         """Return the calls by the dtype they ran in, of all functions together."""
@@ -160,7 +160,3 @@ def target_of(tensors: list[Tensor], policy: CastPolicy, casts: Casts) -> torch.
     if policy is CastPolicy.PROMOTE and len({t.dtype for t in tensors if casts.eligible(t)}) < 2:
         return None
     return torch.float32
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

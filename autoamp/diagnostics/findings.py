@@ -24,7 +24,7 @@ from autoamp.diagnostics.verdicts import (
     OverflowVerdict,
     ScaleSearch,
 )
-from autoamp.tensors import HALF_DTYPES
+from autoamp.tensors import HALF_DTYPES, dtype_name
 
 __all__ = ["CannotReplay", "Trial", "Trials", "backward_finding", "of_site", "output_finding", "shown_line"]
 
@@ -172,7 +172,7 @@ def _origin_finding(origin: Origin, in_fp32: Origin | None, wide: Trial) -> Over
         in_fp32 = None
     if in_fp32 is None:
         half = origin.site.dtype if origin.site.dtype in HALF_DTYPES else torch.float16
-        verdict = HalfPrecisionOp(origin.magnitudes, str(half).removeprefix("torch."), origin.site.in_cast)
+        verdict = HalfPrecisionOp(origin.magnitudes, dtype_name(half), origin.site.in_cast)
         return of_site(origin.site, verdict, "forward", origin.flaw)
     if in_fp32.site is None:
         return _given_finding(in_fp32, wide)
@@ -305,4 +305,4 @@ def _place(site: Site) -> tuple[str, str | None, str | None]:
 
 
 def _dtype_name(site: Site) -> str:
-    return str(site.dtype if site.dtype in HALF_DTYPES else torch.float16).removeprefix("torch.")
+    return dtype_name(site.dtype if site.dtype in HALF_DTYPES else torch.float16)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import threading
 from typing import SupportsFloat
 
+import torch
 from torch import Tensor
 
 from autoamp.casting import Casts
 from autoamp.diagnostics.findings import of_site
 from autoamp.diagnostics.inspector import Backward, Flaw, Inspector, Origin, Site, flaw_of
 from autoamp.diagnostics.verdicts import HalfPrecisionOp, NotFiniteInFp32, NotLocated, Overflow, ScaleSearch
-from autoamp.tensors import HALF_DTYPES
+from autoamp.tensors import HALF_DTYPES, dtype_name
 from autoamp.torch_private import compiled_graphs, next_sequence_number
 
 __all__ = ["OpWatch", "WatchedOps"]
@@ -126,7 +127,7 @@ def _finding(site: Site, phase: str, flaw: Flaw, sizes: tuple[float, ...], finit
             site, NotFiniteInFp32(magnitudes=sizes), phase, flaw,
             "look at the loss: compute it in a form that stays finite",
         )  # fmt: skip
-    half = str(site.dtype if site.dtype in HALF_DTYPES else "float16").removeprefix("torch.")
+    half = dtype_name(site.dtype if site.dtype in HALF_DTYPES else torch.float16)
     return of_site(
         site, HalfPrecisionOp(sizes, half, site.in_cast or site.op == "to"), phase, flaw,
         "make the loss smaller, or let what makes the half tensor run in fp32: its gradient is too large",

@@ -28,7 +28,7 @@ from autoamp.diagnostics.exponents import FORMATS, Exponents
 from autoamp.diagnostics.observer import Call, Observation, Observer, Watch, operator_mode
 from autoamp.diagnostics.tables import as_table
 from autoamp.errors import UsageError
-from autoamp.tensors import HALF_DTYPES, iter_tensors, map_tensors
+from autoamp.tensors import HALF_DTYPES, dtype_name, iter_tensors, map_tensors
 from autoamp.torch_private import current_graph_task, dispatch_modes
 
 __all__ = ["OpRange", "RangeProfile", "ValueProfile"]
@@ -299,7 +299,7 @@ class RangeProfile(ValueProfile):
             return
         row.compared += 1
         for dtype in HALF_DTYPES:
-            short = str(dtype).removeprefix("torch.")
+            short = dtype_name(dtype)
             try:
                 again = func(*map_tensors(args, _narrower(dtype)), **map_tensors(kwargs, _narrower(dtype)))
             except _REFUSED as error:

@@ -22,7 +22,7 @@ from autoamp.diagnostics.hints import Flow, hints_of
 from autoamp.diagnostics.observer import Call, Observation, Observer, Watch, operator_mode
 from autoamp.diagnostics.rows import COLUMNS, Hint, Row
 from autoamp.diagnostics.tables import as_csv, as_table
-from autoamp.tensors import iter_tensors
+from autoamp.tensors import dtype_name, iter_tensors
 from autoamp.torch_private import DispatchMode, current_graph_task, dispatch_modes
 
 __all__ = ["CastTrace"]
@@ -297,7 +297,7 @@ class CastTrace(Observer):
         return {
             "schema": 1,
             "kind": "autoamp.trace",
-            "dtype": _short(self._casts.dtype),
+            "dtype": dtype_name(self._casts.dtype),
             "device_type": self._casts.device_type,
             "torch": torch.__version__,
             "rows": [row.to_dict() for row in self.rows],
@@ -333,12 +333,8 @@ def _key(row: Row) -> str:
     return f"autoamp.trace {id(row)} {row.op}"
 
 
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _count(found: dict[str, int], dtype: torch.dtype) -> None:
-    found[_short(dtype)] = found.get(_short(dtype), 0) + 1
+    found[dtype_name(dtype)] = found.get(dtype_name(dtype), 0) + 1
 
 
 def _elements(tensors: list[Tensor]) -> int:

@@ -192,16 +192,15 @@ class BaseHandle:
             compare=compare,
         )  # fmt: skip
 
-    def record(self, *, sample: bool = True, times: bool = True) -> Recording:
+    def record(self, *, sample: bool = True) -> Recording:
         """Record for `report`: the loss scale and the skips of all steps, casts and values of sampled steps.
 
-        Steps 0 to 2, 10 to 12, 100 to 102, and three of each 1000 are sampled. A sample starts at the first model call
+        Steps 0, 1, 10, 11, 100, 101, and two of each 1000 are sampled. A sample starts at the first model call
         that records gradients, and ends after 5,000 calls or 2 GiB of arguments. All samples together take at most 2 s
         plus a tenth of the run's time. No result changes.
 
         Args:
             sample: Whether to sample steps.
-            times: Whether to time calls in some of the samples.
 
         Returns:
             The recording. Its ``stop()`` ends it; also a context manager. `deactivate` ends it too.
@@ -212,7 +211,7 @@ class BaseHandle:
         run = self._runtime
         run.check_active()
         if run.recording is None or not run.recording.active:
-            run.recording = Recording(run, sample=sample, times=times)
+            run.recording = Recording(run, sample=sample)
             (run.recording.start if self.settings.enabled else run.recording.stop)()
         return run.recording
 

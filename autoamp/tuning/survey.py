@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from autoamp.diagnostics import Call, CallSite, Exponents, Observer, OpRange, RangeProfile
 from autoamp.ops import known_ops
 from autoamp.runtime import BaseHandle
-from autoamp.tensors import HALF_DTYPES, iter_tensors, map_tensors
+from autoamp.tensors import HALF_DTYPES, dtype_name, iter_tensors, map_tensors
 from autoamp.tuning.costs import Cost, Survey, Use
 
 __all__ = ["SurveyEnded", "Surveyor", "time_of"]
@@ -206,12 +206,12 @@ class Surveyor(Observer):
                 rows.setdefault((name, row.site), []).append(row)
         uses = [self._use(key, costs[key], rows.get(key[:2], [])) for key in self._samples]
         uses += [use for row in unlisted if (use := self._unlisted(row)) is not None]
-        dtype = _short(self._handle.settings.dtype)
+        dtype = dtype_name(self._handle.settings.dtype)
         steps = max(1, self._ranges.steps)
         return Survey(self._handle.settings.device_type, dtype, str(torch.__version__), steps, tuple(uses), untimed)
 
     def _use(self, key: _Key, costs: dict[str, Cost] | None, rows: list[OpRange]) -> Use:
-        sample, dtype = self._samples[key], _short(self._handle.settings.dtype)
+        sample, dtype = self._samples[key], dtype_name(self._handle.settings.dtype)
         arguments = self._overflowing[key[:2]]
         over = max((row.values.in_format(dtype)["overflow"] for row in rows), default=0)
         found = [row.values.largest for row in rows] + [arguments.largest]
@@ -231,7 +231,7 @@ class Surveyor(Observer):
         target = row.op.removeprefix("aten::").rstrip("_").lstrip("_")
         if target not in known_ops():
             return None
-        dtype = _short(self._handle.settings.dtype)
+        dtype = dtype_name(self._handle.settings.dtype)
         over, largest = row.values.in_format(dtype)["overflow"], row.values.largest
         # In fp32 a class takes with it what is called within.
         classes = self._classes.get(row.site.module_class or "", {None})
@@ -336,7 +336,3 @@ def _worst(errors: list[float]) -> float | None:
     if any(math.isnan(error) for error in errors):
         return math.inf
     return max(errors, default=None)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import platform
 import sys
@@ -16,15 +15,15 @@ import torch
 from autoamp.diagnostics.exponents import FORMATS
 from autoamp.diagnostics.report.recording import Recording
 from autoamp.diagnostics.report.remedies import contradicts, remedies
-from autoamp.diagnostics.report.sampling import CallTime, Samples
-from autoamp.diagnostics.report.step_check import Entry, Fault
+from autoamp.diagnostics.report.sampling import Samples
+from autoamp.diagnostics.report.step_check import Fault
 from autoamp.diagnostics.tables import counted
-from autoamp.diagnostics.verdicts import HalfPrecisionOp
 from autoamp.errors import UsageError
+from autoamp.tensors import dtype_name
 
 __all__ = ["FAULTS", "KIND", "SCHEMA", "failures", "plain", "report_of"]
 
-SCHEMA, KIND = 2, "autoamp.run"
+SCHEMA, KIND = 3, "autoamp.run"
 
 FAULTS = {
     "half_precision_op": "half-precision op",
@@ -34,12 +33,6 @@ FAULTS = {
 """The kinds of an `Overflow` that are no part of the scale search, and how they are called."""
 
 _NAMES = {"scale_search": "scale search", **FAULTS, "not_located": "not located", "unexplained": "unexplained"}
-# Operators as a dispatch mode sees them, and the names under which lists have them.
-_LISTED_AS = {
-    "addmm": ("linear", "addmm"), "mm": ("matmul", "mm"), "bmm": ("matmul", "bmm"), "baddbmm": ("baddbmm",),
-    "convolution": ("conv1d", "conv2d", "conv3d"), "_softmax": ("softmax",), "_log_softmax": ("log_softmax",),
-    "native_layer_norm": ("layer_norm",), "native_group_norm": ("group_norm",),
-}  # fmt: skip
 
 
 def report_of(handle: Any, **more: Any) -> dict[str, Any]:
@@ -51,7 +44,7 @@ def report_of(handle: Any, **more: Any) -> dict[str, Any]:
 
     Returns:
         ``schema``, ``kind``, ``verdict``, ``faults``, ``nonfinite_steps``, ``remedies``, ``timeline``, ``skips``,
-        ``samples``, ``trace``, ``values``, ``modules``, ``lists``, ``coverage``, ``versions``, and what was given.
+        ``samples``, ``trace``, ``values``, ``lists``, ``coverage``, ``versions``, and what was given.
     """
     recording = handle.recording or _unrecorded(handle)
     samples, settings = recording.samples, handle.settings
@@ -60,7 +53,7 @@ def report_of(handle: Any, **more: Any) -> dict[str, Any]:
     document = {
         "schema": SCHEMA,
         "kind": KIND,
-        "dtype": _short(settings.dtype),
+        "dtype": dtype_name(settings.dtype),
         "device_type": settings.device_type,
         "verdict": _verdict(handle, recording, skips, faults),
         "faults": faults,
@@ -71,7 +64,6 @@ def report_of(handle: Any, **more: Any) -> dict[str, Any]:
         "samples": _samples(handle, recording),
         "trace": trace,
         "values": _values(samples, handle.loss_scale),
-        "modules": _modules(samples),
         "lists": _lists(settings.table),
         "coverage": _coverage(handle, recording),
         "versions": {
@@ -122,57 +114,36 @@ def failures(document: Mapping[str, Any], what: str) -> list[str]:
     if bad and bad["total"]:
         taken.append(f"{counted(bad['total'], 'step')} with inf or nan: {bad['steps'][0]['sentence']}")
     return taken + [
-        f"{group['count']} of kind {_NAMES[group['kind']]}: {group['sentence']}"
+        "; ".join(filter(None, (f"{group['count']} of kind {group['name']}: {group['sentence']}", group["remedy"])))
         for group in document["skips"]["groups"]
         if what == "skip" or group["kind"] in FAULTS
     ]
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _entry(entry: Entry | None) -> dict[str, Any] | None:
-    if entry is None:
-        return None
-    return {"names": list(entry.names), "of_module": entry.of_module, "text": str(entry)}
-
-
-def _cure(entry: Entry | None) -> str:
-    """Return what to do about an overflow of which entries were tried."""
-    if entry is None:
-        return (
-            "no list entry was found that cures it and keeps ops in half precision: run in bf16, or make the values "
-            "smaller"
-        )
-    return f"with {entry} in the list file the step gives the values of fp32"
 
 
 def _fault(fault: Fault) -> dict[str, Any]:
     """Return what half precision spoiled in a step that was taken."""
     return {
         "step": fault.step, "sentence": fault.sentence, "zero_gradients": fault.zero,
-        "overflow": fault.overflow.to_dict(), "entry": _entry(fault.entry), "remedy": _cure(fault.entry),
+        "overflow": fault.overflow.to_dict(),
+        "remedy": fault.overflow.suggestion or "run in bf16, or make the values smaller",
     }  # fmt: skip
 
 
 def _skips(recording: Recording) -> dict[str, Any]:
     """Return the skips one by one and in groups of one cause; of a group the first is shown."""
-    entries, events = recording.check.entries, []
+    events = []
     groups: dict[Any, dict[str, Any]] = {}
     for step, scale, overflow in recording.skips:
         kind = "unexplained" if overflow is None else overflow.kind
         events += [] if step is None else [{"step": step, "scale": scale, "kind": kind}]
         cause = None if overflow is None or kind == "scale_search" else overflow.place
-        sentence = "the step was skipped; trace_overflow was off" if overflow is None else str(overflow)
-        if overflow is not None and kind == HalfPrecisionOp.kind and cause in entries:
-            # An entry that was tried is told in the place of one that was not.
-            sentence = f"{replace(overflow, suggestion=None)}; {_cure(entries[cause])}"
         group = groups.setdefault(
             (kind, cause),
             {
-                "kind": kind, "name": _NAMES[kind], "count": 0, "first": step, "sentence": sentence,
-                "entry": _entry(entries.get(cause)) if cause else None,
+                "kind": kind, "name": _NAMES[kind], "count": 0, "first": step,
+                "sentence": "the step was skipped; trace_overflow was off" if overflow is None
+                else str(replace(overflow, suggestion=None)),
+                "remedy": None if overflow is None else overflow.suggestion,
                 "overflow": None if overflow is None else overflow.to_dict(),
             },
         )  # fmt: skip
@@ -260,12 +231,8 @@ def _of_kind(samples: Samples, kind: str) -> list[int]:
 
 def _trace(samples: Samples, overflows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the rows of the trace, and its hints but for those that would contradict the remedy of an overflow."""
-    rows = []
-    for row in (*samples.trace.rows, *samples.trace.unlisted):
-        timed = samples.times.get((row.op, row.policy, row.site), CallTime())
-        times = {"timed_calls": timed.calls, "cpu_us": timed.cpu_us if timed.calls else None}
-        rows.append({**row.to_dict(), "root": row.site.root, **times, "device_us": timed.device_us})
-    hints = [hint.to_dict() for hint in samples.trace.hints if not contradicts(hint, overflows, rows)]
+    rows = [{**row.to_dict(), "root": row.site.root} for row in (*samples.trace.rows, *samples.trace.unlisted)]
+    hints = [hint.to_dict() for hint in samples.trace.hints if not contradicts(hint, overflows)]
     return {"steps": _of_kind(samples, "casts"), "rows": rows, "hints": hints}
 
 
@@ -284,21 +251,6 @@ def _values(samples: Samples, loss_scale: float) -> dict[str, Any]:
         ],
         "gradients": [{"parameter": name, **found.to_dict()} for name, found in samples.values.gradients.items()],
     }  # fmt: skip
-
-
-def _modules(samples: Samples) -> list[dict[str, Any]]:
-    """Return the modules by path, with the dtypes that listed ops gave back in each, itself alone."""
-    found: dict[tuple[str, str], dict[str, Any]] = {
-        key: {"root": key[0], "path": key[1], **about, "dtypes_out": Counter(), "calls": 0, "casts": 0}
-        for key, about in samples.modules.items()
-    }
-    for row in samples.trace.rows:
-        at = found.get((row.site.root or "", row.site.module or ""))
-        if at is not None:
-            at["calls"] += row.calls
-            at["casts"] += row.casts
-            at["dtypes_out"].update(row.dtypes_out)
-    return list(found.values())
 
 
 def _lists(table: Any) -> dict[str, Any]:
@@ -331,33 +283,10 @@ def _coverage(handle: Any, recording: Recording) -> list[dict[str, Any]]:
         ("trouble", int(samples.trouble is not None), samples.trouble or "", "run with fewer other tools"),
         ("compiled graphs", recording.graphs, "torch.compile made these; casts within them were compiled in and are "
          "not shown, and overflows in them are not located", "run once without torch.compile"),
-        ("scripted modules", sum(bool(about["scripted"]) for about in samples.modules.values()),
-         "what torch.jit runs is not seen", "run once without torch.jit.script"),
-        ("CUDA graphs", _cuda_graphs(), "a replay calls no function: casts were counted once, during the capture",
-         "run once without graphs"),
         *((f"calls {why}", count, f"{op} at {place}", "nothing is cast there, because the program asks for that")
           for (why, op, place), count in samples.uncast.most_common(200)),
-        *(("unpatched references", count, f"{op} at {place} bypassed its replacement: another function of torch "
-           "called it, or a name that was bound before", "call autoamp.init() before other imports, and look the "
-           "function up where it is called")
-          for (op, place), count in _past_the_lists(samples, handle.settings.table).items()),
         ("names rebound", len(handle.patched.late_bound),
          f"taken from torch before and found: {', '.join(handle.patched.late_bound[:20])}", none),
         ("rules without an op", len(skipped), f"this torch lacks {', '.join(skipped[:20])}", none),
     ]  # fmt: skip
     return [dict(zip(("what", "count", "detail", "remedy"), line, strict=True)) for line in lines if line[1]]
-
-
-def _past_the_lists(samples: Samples, table: Any) -> Counter[tuple[str, str]]:
-    listed = {rule.target for rule in table.rules if rule.bare and rule.policy.value in ("fp16", "fp32", "banned")}
-    found: Counter[tuple[str, str]] = Counter()
-    for op in samples.values.ops:
-        name = op.op.removeprefix("aten::")
-        if op.within is None and listed.intersection(_LISTED_AS.get(name, (name,))):
-            found[op.op, op.site.location or "-"] += op.calls
-    return found
-
-
-def _cuda_graphs() -> int:
-    objects: list[Any] = gc.get_objects() if torch.cuda.is_initialized() else []
-    return sum(type(one) is torch.cuda.CUDAGraph for one in objects)

@@ -31,24 +31,23 @@ class Recording(Watch):
     Args:
         handle: Whose run it is.
         sample: Whether some steps are looked at closely.
-        times: Whether calls are timed in these.
 
     Attributes:
         steps: How many steps of optimizers there were, skips included.
         scales: The steps from which the loss scale had another value, and that value.
         skips: The step, the scale and the `Overflow` of each skip; None where nobody explained it.
-        samples: Casts, times and values of some steps.
+        samples: Casts and values of some steps.
         check: Comparisons of some steps with fp32.
         allowance: The time that both may take.
     """
 
-    def __init__(self, handle: Any, *, sample: bool = True, times: bool = True) -> None:
+    def __init__(self, handle: Any, *, sample: bool = True) -> None:
         super().__init__(self._end)
         self.steps = 0
         self.scales: list[tuple[int, float]] = []
         self.skips: list[tuple[int | None, float | None, Overflow | None]] = []
         self.allowance = Allowance()
-        self.samples = Samples(handle, self.allowance, timed=times)
+        self.samples = Samples(handle, self.allowance)
         self.check = StepCheck(handle, self.allowance)
         self._handle = handle
         self._sample = sample
@@ -145,4 +144,3 @@ class Recording(Watch):
         self._skipped += 1
         if len(self.skips) < _MOST_SKIPS:
             self.skips.append((self.steps, found.loss_scale, found))
-        self.check.try_entries(found)

@@ -34,7 +34,7 @@ def train(steps: int, *, faults: tuple[int, ...] = (), **options: Any) -> tuple[
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     handle: Any = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=64.0, trace_overflow=True, **options)
     if recorded:
-        handle.record(times=False)
+        handle.record()
     for step in range(steps):
         model[1].weight.data.fill_(1.0e4 if step in faults else 1.0)
         optimizer.zero_grad()
@@ -56,6 +56,5 @@ def many(document: dict[str, Any], rows: int = 10_000) -> dict[str, Any]:
     grown["trace"]["rows"][0] |= {"op": EVIL, "module": EVIL}
     grown["skips"]["groups"][0]["sentence"] = EVIL
     grown["remedies"][0] |= {"op": EVIL, "evidence": EVIL + "\x07\u2028"}
-    grown["modules"][0] |= {"class": EVIL}
     grown["program"] = [EVIL]
     return grown

@@ -83,7 +83,6 @@ def test_charts_have_data_and_nothing_is_wrong(shown: Any) -> None:
     assert timeline["skip: half-precision op"] == ["step 4: skip: half-precision op", "step 9: skip: half-precision op"]
     exponents = shown.execute_script(SERIES, "exponents")
     assert {name for name, bars in exponents.items() if len(bars) > 3} == {"results", "gradients times scale"}
-    assert sum(map(len, shown.execute_script(SERIES, "costs").values())) > 0
     assert shown.get_log("browser") == []
 
 
@@ -158,10 +157,6 @@ def test_keys(shown: Any) -> None:
     assert shown.switch_to.active_element.get_attribute("type") == "search"
     shown.switch_to.active_element.send_keys("\ue004")
     assert shown.switch_to.active_element.tag_name in ("button", "input")
-    summary = one(shown, ".tree details details summary")
-    shown.execute_script("arguments[0].focus()", summary)
-    summary.send_keys("\ue007")
-    assert "project" in one(shown, ".tree details details[open]").text
 
 
 @pytest.mark.parametrize("width", [360, 390, 768])

@@ -33,13 +33,7 @@ def test_a_planted_fault() -> None:
     ]  # fmt: skip
     assert len(failures(found, "overflow")) == 1
     assert found["trace"]["steps"] == [0, 10]
-    assert found["values"]["steps"] == [2, 12]
-    by_path = {module["path"]: module for module in found["modules"]}
-    assert by_path["2.project"] == {
-        "root": "Sequential", "path": "2.project", "class": "Linear", "elements": 72, "dtypes": ["float32"],
-        "scripted": False, "dtypes_out": {"float16": 2}, "calls": 2, "casts": 6,
-    }  # fmt: skip
-    assert by_path["1"]["dtypes_out"] == {"float32": 2}
+    assert found["values"]["steps"] == [1, 11]
     assert {rule["target"] for rule in found["lists"]["rules"]} >= {"linear", "softmax"}
 
 
@@ -72,7 +66,7 @@ def test_a_run_whose_gradients_nobody_checks_is_not_said_to_have_no_overflow(
     handle: Any = autoamp.init(device_type="cpu", trace_overflow=True, **settings)
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    handle.record(times=False)
+    handle.record()
     for _ in range(2):
         loss = model(torch.ones(2, 4)).float().sum()
         with handle.scale_loss(loss, optimizer) if scales else contextlib.nullcontext(loss) as scaled:
@@ -86,7 +80,7 @@ def test_a_scale_search_fails_no_run_but_for_skip() -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     handle: Any = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale="dynamic", trace_overflow=True)
-    handle.record(times=False)
+    handle.record()
     for _ in range(6):
         optimizer.zero_grad()
         with handle.scale_loss(model(torch.ones(2, 4)).float().sum() * 64, optimizer) as scaled:
@@ -125,7 +119,7 @@ def test_without_a_recording_skips_that_nobody_explained_are_told_apart() -> Non
 def test_coverage_tells_of_autocast_regions_and_of_what_was_not_recorded() -> None:
     handle: Any = autoamp.init(device_type="cpu", dtype=torch.bfloat16)
     assert [line["what"] for line in handle.report()["coverage"]] == ["nothing recorded"]
-    handle.record(times=False)
+    handle.record()
     model = nn.Linear(4, 4)
     model(torch.ones(2, 4))
     with torch.autocast("cpu", enabled=False):
@@ -134,21 +128,6 @@ def test_coverage_tells_of_autocast_regions_and_of_what_was_not_recorded() -> No
     lines = [line for line in handle.report()["coverage"] if line["what"] == "calls with casts off"]
     assert [line["count"] for line in lines] == [1]
     assert "linear at " in lines[0]["detail"]
-
-
-def test_coverage_tells_of_references_that_nobody_patched() -> None:
-    softmax = torch._C._nn.linear
-    handle: Any = autoamp.init(device_type="cpu", dtype=torch.bfloat16, rebind=False)
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handle.record(times=False)
-    for _ in range(4):
-        softmax(model(torch.ones(2, 4)).float(), torch.ones(4, 4)).sum().backward()
-        optimizer.step()
-    runtime_of(handle).recording.stop()
-    lines = [line for line in handle.report()["coverage"] if line["what"] == "unpatched references"]
-    assert len(lines) == 1
-    assert "aten::mm at " in lines[0]["detail"] or "aten::linear at " in lines[0]["detail"]
 
 
 def test_inf_and_nan_are_texts() -> None:

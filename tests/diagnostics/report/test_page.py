@@ -66,7 +66,7 @@ def test_a_page_is_small(document: dict[str, Any]) -> None:
 def test_two_runs_stand_side_by_side(document: dict[str, Any]) -> None:
     page = report_page([document, document], ["a.json", "b.json"])
     assert 'id="comparison"' in page
-    assert len(re.findall(r'class="pane" data-run="1"', page)) == 9
+    assert len(re.findall(r'class="pane" data-run="1"', page)) == 8
     assert 'id="comparison"' not in report_page([document])
 
 

@@ -25,10 +25,8 @@ def test_weights_are_bitwise_those_without() -> None:
 
 def test_plan_is_early_and_then_rare() -> None:
     looked_at = [step for step in range(3500) if plan(step)]
-    assert looked_at == [0, 1, 2, 10, 11, 12, 100, 101, 102, 1000, 1001, 1002, 2000, 2001, 2002, 3000, 3001, 3002]
-    assert [plan(step) for step in (0, 1, 2, 10, 11, 12, 2002, 2003)] == [
-        "casts", "times", "values", "casts", "times", "values", "values", None,
-    ]  # fmt: skip
+    assert looked_at == [0, 1, 10, 11, 100, 101, 1000, 1001, 2000, 2001, 3000, 3001]
+    assert [plan(step) for step in (0, 1, 2, 10, 11, 2001)] == ["casts", "values", None, "casts", "values", "values"]
 
 
 def test_steps_skips_and_samples() -> None:
@@ -39,7 +37,7 @@ def test_steps_skips_and_samples() -> None:
         (4, "half_precision_op"), (9, "half_precision_op"),
     ]  # fmt: skip
     found = handle.report()
-    assert looked_at(found) == [(0, "casts"), (2, "values"), (10, "casts"), (12, "values")]
+    assert looked_at(found) == [(0, "casts"), (1, "values"), (10, "casts"), (11, "values")]
     linear = [row for row in found["trace"]["rows"] if row["op"].endswith("linear")]
     # Three layers, in two steps. Input, weight and bias are cast; the input of the last is half already.
     assert sorted((row["calls"], row["casts"] + row["spared"]) for row in linear) == [(2, 4), (2, 6), (2, 6)]
@@ -71,16 +69,15 @@ def evaluated(calls: int, *, no_grad: bool) -> dict[str, Any]:
 def test_an_evaluation_between_steps_is_no_part_of_a_step() -> None:
     found = evaluated(50, no_grad=True)
     (row,) = [row for row in found["trace"]["rows"] if row["op"].endswith("linear")]
-    # Steps 0 and 10 were traced, steps 1 and 11 timed.
-    assert (row["calls"], row["timed_calls"]) == (2, 2)
-    assert row["cpu_us"] > 0.0
+    # Steps 0 and 10 were traced.
+    assert row["calls"] == 2
 
 
 def test_a_sample_has_an_end_and_the_report_tells_its_cost() -> None:
     found = evaluated(6_000, no_grad=False)
     assert 0 < sum(row["calls"] for row in found["trace"]["rows"]) < 6_000
     cut = [sample["step"] for sample in found["samples"]["steps"] if not sample["whole"]]
-    assert {1, 2} <= set(cut) or found["samples"]["left_out"]
+    assert 1 in cut or found["samples"]["left_out"]
     told = [line["what"] for line in found["coverage"]]
     assert "samples not to the end of the step" in told
     assert 0.0 < found["samples"]["sampled_seconds"] < found["samples"]["seconds"]
@@ -105,14 +102,14 @@ def test_nothing_observes_between_samples_and_after() -> None:
 def test_optimizers_that_nobody_guards_are_seen() -> None:
     found = evaluated(0, no_grad=True)
     assert found["timeline"]["steps"] == 12
-    assert looked_at(found)[:4] == [(0, "casts"), (1, "times"), (2, "values"), (10, "casts")]
+    assert looked_at(found)[:3] == [(0, "casts"), (1, "values"), (10, "casts")]
 
 
 def test_a_mode_of_the_program_ends_as_it_would() -> None:
     handle: Any = autoamp.init(device_type="cpu", dtype=torch.bfloat16)
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    recording = handle.record(times=False)
+    recording = handle.record()
     for _ in range(4):
         # It begins outside of our sample or within it, and ends after the step.
         with FlopCounterMode(display=False) as flops:
@@ -128,7 +125,7 @@ def test_a_mode_of_the_program_ends_as_it_would() -> None:
 def test_a_fork_is_not_looked_at() -> None:
     handle: Any = autoamp.init(device_type="cpu", dtype=torch.bfloat16)
     model = nn.Linear(4, 4)
-    handle.record(times=False)
+    handle.record()
     model(torch.ones(2, 4))
     assert dispatch_modes() == 1
     child = os.fork()

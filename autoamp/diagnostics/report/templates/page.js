@@ -344,76 +344,17 @@
     ], rows, { label: "values", sort: { column: 4, down: true } });
   };
 
-  /* The dtype that an op ran in: that of most of its results. */
-  const ran = (row) => {
-    const [most] = Object.entries(row.dtypes_out).sort((a, b) => b[1] - a[1]);
-    return most ? most[0] : "other";
-  };
-  const time = (row) => (row.cpu_us === null || !row.timed_calls ? null : Math.max(row.cpu_us, row.device_us || 0) / row.timed_calls);
-
-  const costs = (pane, run) => {
-    const place = pane.querySelector("[data-chart=costs]");
-    const rows = run.trace.rows;
-    const select = pane.querySelector(".measure");
-    if (!rows.length) {
-      select.closest("p").remove();
-      place.replaceWith(make("p", {}, "No step was traced."));
-      return;
-    }
-    const measures = [
-      ["time", "time, ms", (row) => (time(row) === null ? null : (time(row) * row.calls) / 1000)],
-      ["bytes cast", "KiB cast", (row) => row.bytes_cast / 1024],
-      ["calls", "calls", (row) => row.calls],
-    ].filter(([, , value]) => rows.some((row) => value(row)));
-    select.append(...measures.map(([name]) => make("option", {}, name)));
-    if (!measures.length) select.closest("p").remove();
-    const steps = run.trace.steps.length;
-    const paint = () => {
-      const [, unit, value] = measures.find(([name]) => name === select.value) ?? ["calls", "calls", (row) => row.calls];
-      const totals = new Map();
-      const parts = new Map();
-      for (const row of rows) {
-        const [op, dtype, cost] = [short(row.op), ran(row), value(row) || 0];
-        totals.set(op, (totals.get(op) || 0) + cost);
-        parts.set(dtype, parts.get(dtype) ?? new Map());
-        parts.get(dtype).set(op, (parts.get(dtype).get(op) || 0) + cost);
-      }
-      const ops = [...totals].filter(([, cost]) => cost > 0).sort((a, b) => b[1] - a[1]).slice(0, 15).map(([op]) => op).reverse();
-      const most = Math.max(...ops.map((op) => totals.get(op)), 0) || 1;
-      const widest = Math.max(...ops.map((op) => op.length), 4);
-      const { atX, atY, group } = axes(place,
-        { low: 0, high: most, ticks: numbered(ticks(0, most, narrow.matches ? 3 : 8)), title: `${unit}, ${steps} step${steps === 1 ? "" : "s"} together` },
-        { low: -0.5, high: ops.length - 0.5, ticks: ops.map((op, index) => [index, op]), title: "" },
-        [...parts.keys()].sort().map((dtype) => [dtype, colour(dtype)]), Math.min(widest * 7.5 + 12, place.clientWidth / 2));
-      const begins = new Map();
-      for (const [dtype, costs] of [...parts].sort()) {
-        const into = group(dtype);
-        ops.forEach((op, index) => {
-          const [cost, begin] = [costs.get(op) || 0, begins.get(op) || 0];
-          begins.set(op, begin + cost);
-          if (!cost) return;
-          into.append(shape("rect", {
-            x: atX(begin), width: atX(begin + cost) - atX(begin), y: atY(index + 0.4), height: atY(index - 0.4) - atY(index + 0.4),
-            style: `fill: ${colour(dtype)}`,
-          }, said(`${op} in ${dtype}: ${cost.toLocaleString("en", { maximumFractionDigits: 1 })} ${unit}`)));
-        });
-      }
-    };
-    select.addEventListener("change", paint);
-    drawn(paint);
-    table(pane.querySelector("[data-table=casts]"), [
-      { name: "op", value: (row) => short(row.op), code: true },
-      { name: "policy", value: (row) => row.policy },
-      { name: "module", value: (row) => row.module || (row.root ? `(${row.root})` : ""), code: true },
-      { name: "called at", value: (row) => row.location ?? "", code: true },
-      { name: "dtypes", value: (row) => `${dtypes(row.dtypes_in)} → ${dtypes(row.dtypes_out)}` },
-      { name: "calls", value: (row) => row.calls, text: (row) => count(row.calls), number: true },
-      { name: "casts", value: (row) => row.casts, text: (row) => count(row.casts), number: true },
-      { name: "spared", value: (row) => row.spared, text: (row) => count(row.spared), number: true },
-      { name: "cast", value: (row) => row.bytes_cast, text: (row) => bytes(row.bytes_cast), number: true },
-      { name: "µs a call", value: time, text: (row) => (time(row) === null ? "" : count(Math.round(time(row)))), number: true },
-    ], rows, { label: "call sites", sort: { column: 8, down: true } });
-  };
+  const casts = (place, run) => table(place, [
+    { name: "op", value: (row) => short(row.op), code: true },
+    { name: "policy", value: (row) => row.policy },
+    { name: "module", value: (row) => row.module || (row.root ? `(${row.root})` : ""), code: true },
+    { name: "called at", value: (row) => row.location ?? "", code: true },
+    { name: "dtypes", value: (row) => `${dtypes(row.dtypes_in)} → ${dtypes(row.dtypes_out)}` },
+    { name: "calls", value: (row) => row.calls, text: (row) => count(row.calls), number: true },
+    { name: "casts", value: (row) => row.casts, text: (row) => count(row.casts), number: true },
+    { name: "spared", value: (row) => row.spared, text: (row) => count(row.spared), number: true },
+    { name: "cast", value: (row) => row.bytes_cast, text: (row) => bytes(row.bytes_cast), number: true },
+  ], run.trace.rows, { label: "call sites", sort: { column: 8, down: true }, empty: "No step was traced." });
 
   const hints = (place, run) => table(place, [
     { name: "what", value: (row) => row.kind },
@@ -430,64 +371,6 @@
     { name: "written by", value: (row) => (row.shipped ? "autoamp" : "this project") },
     { name: "note", value: (row) => row.note },
   ], [...run.lists.rules, ...run.lists.modules], { label: "rules", sort: { column: 3, down: true } });
-
-  /* The module tree; children are made when their parent is opened. */
-  const tree = (pane, run) => {
-    const place = pane.querySelector("[data-tree]");
-    if (!run.modules.length) return void place.append(make("p", {}, "No model was seen in the steps that were looked at."));
-    const roots = new Map();
-    const node = (root, path) => {
-      if (!roots.has(root)) roots.set(root, { name: root, children: new Map(), about: null, below: new Map() });
-      let at = roots.get(root);
-      for (const part of path ? path.split(".") : []) {
-        if (!at.children.has(part)) at.children.set(part, { name: part, children: new Map(), about: null, below: new Map() });
-        at = at.children.get(part);
-      }
-      return at;
-    };
-    for (const about of run.modules) node(about.root, about.path).about = about;
-    const add = (at) => {
-      for (const [dtype, many] of Object.entries(at.about?.dtypes_out ?? {})) at.below.set(dtype, many);
-      for (const child of at.children.values()) {
-        add(child);
-        for (const [dtype, many] of child.below) at.below.set(dtype, (at.below.get(dtype) || 0) + many);
-      }
-    };
-    const seen = new Set();
-    const swatch = (name) => {
-      const element = make("span", { class: "swatch" });
-      element.style.background = `var(--${name}, var(--other))`;
-      return element;
-    };
-    const label = (at) => {
-      const found = [...at.below.keys()].sort();
-      const name = found.length > 1 ? "several" : found[0] ?? "other";
-      const says = found.length ? found.join(" and ") : "no listed op";
-      const params = at.about?.elements ? `, ${count(at.about.elements)} parameters in ${at.about.dtypes.join(" and ")}` : "";
-      return [swatch(name), make("code", {}, at.name), ` ${at.about?.class ?? ""}: ${says}${params}`];
-    };
-    const item = (at, open) => {
-      if (!at.children.size) return make("li", {}, make("div", { class: "leaf" }, ...label(at)));
-      const details = make("details", {}, make("summary", {}, ...label(at)));
-      const fill = () => {
-        if (details.children.length === 1) details.append(make("ul", {}, ...[...at.children.values()].map((child) => item(child, false))));
-      };
-      details.addEventListener("toggle", () => details.open && fill());
-      if (open) {
-        fill();
-        details.open = true;
-      }
-      return make("li", {}, details);
-    };
-    for (const root of roots.values()) {
-      add(root);
-      root.below.forEach((_, dtype) => seen.add(dtype));
-    }
-    place.append(make("ul", {}, ...[...roots.values()].map((root) => item(root, true))));
-    const names = [...[...seen].sort(), "several", "other"];
-    const said = { several: "several dtypes", other: "no listed op" };
-    pane.querySelector(".legend").append(...names.map((name) => make("span", {}, swatch(name), said[name] ?? name)));
-  };
 
   const copy = (pane) => {
     const button = pane.querySelector(".copy");
@@ -511,8 +394,7 @@
   panes("timeline", (pane, run) => timeline(pane.querySelector(".chart"), run));
   panes("ranges", exponents);
   panes("islands", (pane, run) => hints(pane.querySelector("[data-table]"), run));
-  panes("costs", costs);
-  panes("modules", tree);
+  panes("casts", (pane, run) => casts(pane.querySelector("[data-table]"), run));
   panes("lists", (pane, run) => rules(pane.querySelector("[data-table]"), run));
 
   const again = () => redraws.forEach((redraw) => redraw());
