@@ -38,7 +38,6 @@ __all__ = [
     "compiled_graphs",
     "compiler_callback",
     "current_graph_task",
-    "current_node",
     "default_store",
     "dispatch_modes",
     "flatten",
@@ -191,9 +190,6 @@ Where it is missing, always None."""
 
 current_graph_task: Callable[[], int] = _find("torch._C._current_graph_task_id", lambda: -1)
 """The number of the backward pass that runs in this thread, -1 for none. Where it is missing, always -1."""
-
-current_node: Any = _find("torch._C._current_autograd_node", None)
-"""Returns the node of the graph that runs in this thread, or None. Where it is missing, None itself."""
 
 next_sequence_number: Any = _find("torch.autograd._get_sequence_nr", None)
 """Returns the number that the next node gets that this thread makes. Where it is missing, None itself."""

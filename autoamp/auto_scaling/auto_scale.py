@@ -207,10 +207,6 @@ class AutoScale:
 
     # -- backward passes --
 
-    def scales_pass(self) -> bool:
-        """Tell whether the backward pass that runs in this thread is one that it scales."""
-        return self._passes.now() is not None
-
     def _around_backward(self, original: Any) -> Any:
         def backward(
             tensors: Any,

@@ -12,7 +12,7 @@ import json
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -22,7 +22,6 @@ from torch.nn import Module
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autoamp.casting import Casts
-from autoamp.diagnostics.activations import ActivationGradients, HalfResults
 from autoamp.diagnostics.call_sites import CallSite, in_scaling
 from autoamp.diagnostics.exponents import FORMATS, Exponents
 from autoamp.diagnostics.observer import Call, Observation, Observer, Watch, operator_mode
@@ -38,8 +37,7 @@ _MOST = 24
 _SHOWN = 20
 _LEGEND = """\
 largest: the power of two of the largest result. fp16 0, fp16 inf, bf16 0: how many results that dtype would make 0 or
-inf. error: how far the op is off on arguments in that dtype, as a part of its result (2-norm). gradient: how many
-gradients of the results, times the loss scale, fp16 would make 0 or inf. -: not looked at.
+inf. error: how far the op is off on arguments in that dtype, as a part of its result (2-norm). -: not looked at.
 """
 # What makes values of no argument's value.
 _MAKERS = ("aten::empty", "aten::new_", "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::rand")
@@ -56,8 +54,6 @@ class OpRange:
         site: Where it is called.
         calls: How often.
         values: The exponents of its results.
-        gradients: Those of the gradients of its results, without the loss scale, as far as a backward pass came by.
-        in_half: Whether its results would be in half precision by the lists in force, in its last call.
         errors: By half dtype the largest relative error of a call on half arguments, in the 2-norm beside fp32; inf
             where a finite result became inf or nan. A dtype is absent where no call could be run again.
         compared: How many calls were run again: the first ones.
@@ -69,34 +65,23 @@ class OpRange:
     site: CallSite
     calls: int = 0
     values: Exponents = field(default_factory=Exponents)
-    gradients: Exponents = field(default_factory=Exponents)
-    in_half: bool = False
     errors: dict[str, float] = field(default_factory=dict)
     compared: int = 0
     excluded: str | None = None
 
-    def badness(self, shift: int = 0) -> tuple[float, ...]:
-        """Return numbers by which places are sorted: overflows in fp16 first, then errors, then what becomes 0.
+    @property
+    def badness(self) -> tuple[float, ...]:
+        """Numbers by which places are sorted: overflows in fp16 first, then errors, then what becomes 0."""
+        half = self.values.in_format("float16")
+        return half["overflow"], max(self.errors.values(), default=0.0), half["underflow"]
 
-        Args:
-            shift: The binary logarithm of the loss scale for gradients.
-        """
-        half, back = self.values.in_format("float16"), self.gradients.in_format("float16", shift)
-        worst = max(self.errors.values(), default=0.0)
-        return half["overflow"] + back["overflow"], worst, half["underflow"] + back["underflow"]
-
-    def to_dict(self, shift: int = 0) -> dict[str, Any]:
-        """Return plain values: the attributes, the site as ``module`` and ``location``, and counts by half dtype.
-
-        Args:
-            shift: The binary logarithm of the loss scale for the counts of gradients.
-        """
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values: the attributes, the site as ``module`` and ``location``, and counts by half dtype."""
         return {
-            **{name: getattr(self, name) for name in ("op", "within", "calls", "compared", "excluded", "in_half")},
+            **{name: getattr(self, name) for name in ("op", "within", "calls", "compared", "excluded")},
             "module": self.site.module,
             "location": self.site.location,
             "errors": {name: error if math.isfinite(error) else "inf" for name, error in self.errors.items()},
-            "gradients": self.gradients.to_dict(shift),
             **self.values.to_dict(0),
         }
 
@@ -203,7 +188,6 @@ class RangeProfile(ValueProfile):
         observation: Tells where calls are made.
         start: Begins to tell this observer of calls.
         scale_of: Returns the present loss scale.
-        pass_scale: Returns what the backward pass that runs is scaled by, where no scaled loss is a part of its graph.
         every: Steps 0, ``every``, 2 * ``every``, ... of those that optimizers make are looked at.
         compare: How many calls of an operator at one place are run again in half precision.
 
@@ -211,7 +195,6 @@ class RangeProfile(ValueProfile):
         gradients: The exponents of each parameter's gradient, by its name.
         loss_scale: The loss scale at the end of the statement.
         steps: How many steps optimizers made.
-        sees_activations: Whether the gradients of operators' results were looked at.
 
     Raises:
         UsageError: ``every`` is below 1, or ``compare`` below 0.
@@ -224,7 +207,6 @@ class RangeProfile(ValueProfile):
         start: Callable[[Observer], Watch],
         scale_of: Callable[[], float],
         *,
-        pass_scale: Callable[[], float] = lambda: 1.0,
         every: int = 1,
         compare: int = 2,
     ) -> None:
@@ -236,20 +218,16 @@ class RangeProfile(ValueProfile):
         super().__init__(observation, start)
         self.loss_scale = 1.0
         self.steps = 0
-        self.sees_activations = self.sees_operators and ActivationGradients.available
         self._casts = casts
         self._scale_of = scale_of
         self._every = every
         self._compare = compare
         self._stepping = False
-        self._halves = HalfResults()
-        self._activations = ActivationGradients(pass_scale, observation.quietly)
 
     def _begin(self, stack: contextlib.ExitStack) -> None:
         stack.enter_context(self._casts.switched(False, forced_off=True))
         stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
-        stack.callback(self._activations.forget)
         super()._begin(stack)
 
     def __exit__(self, *exc_info: Any) -> None:
@@ -272,21 +250,11 @@ class RangeProfile(ValueProfile):
 
     def saw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> OpRange | None:
         """Take note of an operator that the mode has seen, and of what half precision would make of it."""
-        if self._stepping or not self._sampling or self._observation.telling:
+        if self._stepping or not self._sampling:
             return None
-        if current_graph_task() != -1:
-            if self.sees_activations:
-                self._activations.goes_back()
-            return None
-        inputs, outputs = _floating((args, kwargs)), _floating(result)
-        half = self._halves.note(self._observation.call, inputs, outputs, mutates=func._schema.is_mutable)
         row = super().saw(func, args, kwargs, result)
         if row is not None:
-            row.in_half = half
-            self._observation.quietly(lambda: self._run_again(row, func, args, kwargs, outputs))
-        if self.sees_activations:
-            scales = row is None and func.name().startswith("aten::mul.") and in_scaling(sys._getframe(1))
-            self._activations.ran(None if row is None else row.gradients, _factor(args) if scales else None)
+            self._observation.quietly(lambda: self._run_again(row, func, args, kwargs, _floating(result)))
         return row
 
     def _run_again(self, row: OpRange, func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
@@ -316,7 +284,6 @@ class RangeProfile(ValueProfile):
     def _after_step(self, *_: Any) -> None:
         self._stepping = False
         self.steps += 1
-        self._activations.forget()
         # Steps that are not looked at run without the mode, unless another one was entered above it.
         if self._sampling and not self._depth:
             self._enter_mode()
@@ -333,40 +300,32 @@ class RangeProfile(ValueProfile):
         """Return the exponents of all gradients of parameters together, unscaled."""
         return _sum(self.gradients.values())
 
-    def half_gradients(self) -> Exponents:
-        """Return the exponents of the gradients of all activations together that would be in half, unscaled."""
-        return _sum(row.gradients for row in self.ops if row.in_half)
-
     def loss_scales(self, dtype: str = "float16") -> tuple[float, ...]:
         """Return the powers of two from 1 to 2 ** 24 that lose fewest gradients to 0, of those without overflow.
 
-        Gradients are those of parameters, and of activations that would be in half. Empty where none was seen, or where
-        all these scales overflow.
+        Gradients are those of parameters. Empty where none was seen, or where all these scales overflow.
         """
-        found = _sum((self.all_gradients(), self.half_gradients()))
+        found = self.all_gradients()
         lost = {2.0**k: found.in_format(dtype, k) for k in range(_MOST + 1)} if found.elements else {}
         fitting = {scale: numbers["underflow"] for scale, numbers in lost.items() if not numbers["overflow"]}
         return tuple(scale for scale, underflow in fitting.items() if underflow == min(fitting.values()))
 
     def verdict(self) -> str:
         """Return a sentence for each half dtype, and what loss scales lose least."""
-        shift, gradients, halves = self._shift(), self.all_gradients(), self.half_gradients()
+        shift, gradients = self._shift(), self.all_gradients()
         lines = []
         if not self.sees_operators:
             lines.append("no operator was looked at: this torch has no TorchDispatchMode; gradients alone were")
         for dtype in FORMATS:
             errors = [row.errors[dtype] for row in self.ops if dtype in row.errors]
             scaled = f"gradients of parameters, times the loss scale {self.loss_scale:g},"
-            activations = "those of activations were not looked at"
-            if self.sees_activations:
-                activations = _lost(halves, "gradients of activations in half", dtype, shift)
             lines.append(
                 f"{dtype}: {_lost(self.all_values(), 'results', dtype)}; {_lost(gradients, scaled, dtype, shift)}; "
-                f"{activations}; largest relative error of an op {f'{max(errors):.2g}' if errors else 'unknown'}"
+                f"largest relative error of an op {f'{max(errors):.2g}' if errors else 'unknown'}"
             )
         if scales := self.loss_scales():
             lines.append(f"float16 loses fewest gradients at loss scales {scales[0]:g} to {scales[-1]:g}")
-        elif gradients.elements or halves.elements:
+        elif gradients.elements:
             lines.append("float16 gradients overflow at every loss scale from 1 on; bfloat16 needs none")
         return "\n".join(lines)
 
@@ -381,10 +340,10 @@ class RangeProfile(ValueProfile):
             "kind": "autoamp.ranges",
             "torch": torch.__version__,
             "every": self._every,
-            **{name: getattr(self, name) for name in ("steps", "sees_operators", "sees_activations", "loss_scale")},
+            **{name: getattr(self, name) for name in ("steps", "sees_operators", "loss_scale")},
             "loss_scales": list(self.loss_scales()),
             "verdict": self.verdict(),
-            "ops": [row.to_dict(shift) for row in self.ops],
+            "ops": [row.to_dict() for row in self.ops],
             "gradients": [{"parameter": name, **found.to_dict(shift)} for name, found in self.gradients.items()],
         }
 
@@ -395,29 +354,21 @@ class RangeProfile(ValueProfile):
     def __str__(self) -> str:
         headings = (
             "op", "module", "called at", "largest", "fp16 0", "fp16 inf", "bf16 0", "fp16 error", "bf16 error",
-            "gradient fp16 0", "gradient fp16 inf",
         )  # fmt: skip
-        lines, shift = [], self._shift()
-        for row in sorted(self.ops, key=lambda row: row.badness(shift), reverse=True)[:_SHOWN]:
+        lines = []
+        for row in sorted(self.ops, key=lambda row: row.badness, reverse=True)[:_SHOWN]:
             half, brain = row.values.in_format("float16"), row.values.in_format("bfloat16")
-            back, top = row.gradients.in_format("float16", shift), row.values.largest
+            top = row.values.largest
             lines.append((
                 row.op.removeprefix("aten::"), row.site.where, row.site.location or "-",
                 "-" if top is None else f"2^{top}", str(half["underflow"]), str(half["overflow"]),
                 str(brain["underflow"]),
                 *(f"{row.errors[d]:.1e}" if d in row.errors else "-" for d in ("float16", "bfloat16")),
-                *(str(back[what]) if row.gradients.elements else "-" for what in ("underflow", "overflow")),
             ))  # fmt: skip
         title = "Ranges in fp32, the worst places first"
         if len(self.ops) > _SHOWN:
             title += f": {_SHOWN} of {len(self.ops)}; to_json() has all, and so has --json FILE"
-        return as_table(title, headings, lines, 8) + (_LEGEND if lines else "") + self.verdict() + "\n"
-
-
-def _factor(args: Sequence[Any]) -> float | None:
-    """Return the number by which a loss is multiplied."""
-    found = args[1] if len(args) > 1 else None
-    return float(found) if isinstance(found, (int, float)) or (isinstance(found, Tensor) and found.dim() == 0) else None
+        return as_table(title, headings, lines, 6) + (_LEGEND if lines else "") + self.verdict() + "\n"
 
 
 def _narrower(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:

@@ -183,12 +183,8 @@ class BaseHandle:
         run = self._runtime
         run.check_active()
 
-        def pass_scale() -> float:
-            scales = run.auto_scaling is not None and run.auto_scaling.scales_pass()
-            return self.loss_scale if scales else 1.0
-
         return RangeProfile(
-            run.casts, run.observation, self.observe, lambda: self.loss_scale, pass_scale=pass_scale, every=every,
+            run.casts, run.observation, self.observe, lambda: self.loss_scale, every=every,
             compare=compare,
         )  # fmt: skip
 

@@ -1056,10 +1056,12 @@ def test_a_thread_s_hooks_are_those_of_its_own_pass(scaling: AutoScale) -> None:
 
 def test_passes_without_an_optimizer_are_left_alone(handle: autoamp.Handle, scaling: AutoScale) -> None:
     x = torch.ones(2, requires_grad=True)
-    seen: list[bool] = []
-    x.register_hook(lambda gradient: seen.append(scaling.scales_pass()))
-    x.sum().backward()
-    assert seen == [False]
+    loss: Any = x.sum()
+    seen: list[float] = []
+    # A hook of a node sees what the pass was begun with.
+    loss.grad_fn.register_prehook(lambda gradients: seen.append(gradients[0].item()))
+    loss.backward()
+    assert seen == [1.0]
     assert torch.equal(torch.autograd.grad(x.sum(), x)[0], torch.ones(2))
 
 
@@ -1165,13 +1167,13 @@ def test_an_autocast_region_is_left_to_do_it(scaling: AutoScale) -> None:
 def test_nothing_to_check_costs_nothing() -> None:
     handle = autoamp.init(device_type="cpu", dtype=torch.bfloat16)
     model, optimizer, x = make()
-    with handle.auto_scale() as scaling:
-        seen: list[bool] = []
-        loss = model(x).float().sum()
-        loss.register_hook(lambda gradient: seen.append(scaling.scales_pass()))
+    with handle.auto_scale():
+        loss: Any = model(x).float().sum()
+        seen: list[float] = []
+        loss.grad_fn.register_prehook(lambda gradients: seen.append(gradients[0].item()))
         loss.backward()
         optimizer.step()
-    assert seen == [False]
+    assert seen == [1.0]
     assert handle.loss_scale == 1.0
 
 
