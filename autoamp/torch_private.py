@@ -38,7 +38,6 @@ __all__ = [
     "compiled_graphs",
     "compiler_callback",
     "current_graph_task",
-    "default_store",
     "dispatch_modes",
     "flatten",
     "flatten_recurrent_weights",
@@ -203,9 +202,6 @@ def sequence_number(node: Any) -> int:
 
 TELLS_GRAPH_TASKS = "torch._C._current_graph_task_id" not in MISSING
 """Whether `current_graph_task` is torch's own, so that -1 means that no pass runs."""
-
-default_store: Callable[[], Any] = _find("torch.distributed.distributed_c10d._get_default_store", lambda: None)
-"""The store by which the ranks of the default process group met. Where it is missing, None: then they tell nothing."""
 
 mkldnn_enabled: Callable[[], bool] = _find("torch._C._get_mkldnn_enabled", lambda: False)
 """Whether the user lets torch call oneDNN."""

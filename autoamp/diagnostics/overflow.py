@@ -10,7 +10,7 @@ import contextlib
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import SupportsFloat
 
@@ -21,7 +21,6 @@ from torch.nn import Module
 from autoamp.casting import Casts
 from autoamp.diagnostics.capsule import CapsuleWriter
 from autoamp.diagnostics.inspector import flaw_of, worst_of
-from autoamp.diagnostics.ranks import TracingRanks
 from autoamp.diagnostics.records import Record, RecordedStep, Recorder
 from autoamp.diagnostics.replay import CannotReplay, RecordedCall, kept_state, unfit, unwrapped
 from autoamp.diagnostics.verdicts import Communication, NotFiniteInFp32, NotLocated, Overflow, ScaleSearch
@@ -80,7 +79,6 @@ class OverflowTrace:
         self._judged = self._earlier = _NOTHING
         # Of optimizers whose steps were heard of.
         self._several: weakref.WeakSet[Skips] = weakref.WeakSet()
-        self._ranks = TracingRanks()
         # An overflow of the first step is located in it.
         self.recorder.ops.armed = always
 
@@ -215,13 +213,9 @@ class OverflowTrace:
     def _explain(self, scale: float) -> Overflow:
         records = [*self._earlier.records, *self._judged.records]
         self.recorder.sums = self.recorder.sums or any(record.outputs_written_to() for record in records)
-        reducing = next((module for record in records if _reduces(module := record.module())), None)
-        ranks = self._ranks.begin(reducing) if several_processes() and reducing is not None else None
         found = self.explain_records(records, scale, self._judged)
-        if ranks is not None:
-            ranks.tell(None if found is not None and isinstance(found.verdict, NotLocated) else found is not None)
-        if found is None and reducing is not None and several_processes():
-            return self._over_ranks(None if ranks is None else ranks.hear())
+        if found is None and several_processes() and any(_reduces(record.module()) for record in records):
+            return Overflow(Communication())
         return found or self._unlocated(
             "run again, the step gave finite gradients" if records else "no call of a module was recorded in this step"
         )
@@ -254,17 +248,6 @@ class OverflowTrace:
         finally:
             self._casts.cache.clear()
             self.recorder.paused = paused
-
-    def _over_ranks(self, told: Mapping[int, bool | None] | None) -> Overflow:
-        """Return the finding of a rank whose own gradients are finite, by what the others told."""
-        if told is None:
-            return self._unlocated("the gradients of this rank are finite, and some ranks do not trace overflows")
-        blamed = tuple(rank for rank, blames in told.items() if blames)
-        unknown = [rank for rank, blames in told.items() if blames is None]
-        if not blamed and unknown:
-            ranks = ", ".join(map(str, unknown))
-            return self._unlocated(f"the gradients of this rank are finite, and rank {ranks} could not check its own")
-        return Overflow(Communication(blamed))
 
     def _locally(self, records: list[Record], step: RecordedStep, scale: float) -> Overflow | None:
         """Return the finding of this rank; None where its own gradients are finite."""

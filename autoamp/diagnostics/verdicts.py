@@ -78,12 +78,10 @@ class NotFiniteInFp32(OverflowVerdict):
 class Communication(OverflowVerdict):
     """The gradients of this rank are finite; those that came out of the reduction over ranks are not.
 
-    Attributes:
-        ranks: The ranks whose own gradients are not finite. Empty where all are: then their sum overflowed.
+    Those of another rank are not finite either, whose own finding says why, or their sum overflowed.
     """
 
     kind: ClassVar[str] = "communication"
-    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -176,11 +174,11 @@ class Overflow:
                 return f"the weight {name} holds {self.value or 'inf or nan'}"
             case NotFiniteInFp32(magnitudes=sizes):
                 return f"{self._made()}{_sizes(sizes)}, and in fp32 it is not finite either"
-            case Communication(ranks=()):
-                return "the gradients of every rank are finite, and overflowed as they were reduced"
-            case Communication(ranks=ranks):
-                named = ", ".join(map(str, ranks))
-                return f"the gradients of this rank are finite, and those of rank {named} are not"
+            case Communication():
+                return (
+                    "the gradients of this rank are finite, and overflowed as they were reduced: another rank tells "
+                    "what made inf or nan there, or their sum is too large"
+                )
             case NotLocated(why=why, watched=steps):
                 watch = f"; watching the next {steps} steps" if steps else ""
                 return f"{self._made() if self.op else 'not located'}: {why}{watch}"
