@@ -314,7 +314,7 @@ def scaled_gradients(roots: Sequence[Tensor], given: Sequence[Any], scale: float
     return [(torch.ones_like(root) if gradient is None else gradient) * scale for root, gradient in pairs]
 
 
-def reached_by(roots: Iterable[Any], inputs: Any) -> tuple[list[Tensor], set[Any]]:
+def reached_by(roots: Iterable[Any], inputs: Any = None) -> tuple[list[Tensor], set[Any]]:
     """Return the tensors into whose ``.grad`` a pass writes, and the nodes of its graph."""
     leaves: dict[int, Tensor] = {}
     nodes: set[Any] = set()

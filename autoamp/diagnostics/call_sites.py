@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch.nn import Module
 
-__all__ = ["CallSite", "ModulePaths", "in_scaling", "shown_file", "user_frame"]
+__all__ = ["CallSite", "ModulePaths", "in_scaling", "program_line", "shown_file", "user_frame"]
 
 # Frames of these directories are on the way to torch's ops, and not where somebody calls one.
 _LIBRARIES = tuple(os.path.join(path, "") for path in (Path(torch.__file__).parent, Path(__file__).parents[1]))
@@ -68,7 +68,7 @@ def _kind(file: str) -> str:
     """Return whether a file is the program's, scales losses and steps for autoamp, or is on the way there."""
     if file.startswith(_SCALING):
         return "scaling"
-    is_library = file.startswith((*_LIBRARIES, "<frozen")) or file == contextlib.__file__
+    is_library = file.startswith((*_LIBRARIES, "<frozen")) or file in (contextlib.__file__, functools.__file__)
     return "library" if is_library else "program"
 
 
@@ -77,6 +77,12 @@ def user_frame(frame: types.FrameType | None) -> types.FrameType | None:
     while frame is not None and _kind(frame.f_code.co_filename) != "program":
         frame = frame.f_back
     return frame
+
+
+def program_line(frame: types.FrameType | None) -> str | None:
+    """Return ``"file:line"`` of the first frame that is neither torch's nor autoamp's; None where all are."""
+    frame = user_frame(frame)
+    return None if frame is None else f"{shown_file(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def in_scaling(frame: types.FrameType | None) -> bool:

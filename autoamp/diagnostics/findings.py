@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from autoamp.diagnostics.call_sites import shown_file
 from autoamp.diagnostics.inspector import Backward, Flaw, Inspector, Origin, Site, flaw_of
 from autoamp.diagnostics.op_names import fp32_entry
 from autoamp.diagnostics.verdicts import (
@@ -26,7 +25,7 @@ from autoamp.diagnostics.verdicts import (
 )
 from autoamp.tensors import HALF_DTYPES, dtype_name
 
-__all__ = ["CannotReplay", "Trial", "Trials", "backward_finding", "of_site", "output_finding", "shown_line"]
+__all__ = ["CannotReplay", "Trial", "Trials", "backward_finding", "of_site", "output_finding"]
 
 
 class CannotReplay(Exception):
@@ -54,6 +53,15 @@ class Trial:
     results: dict[str, Tensor] = field(default_factory=dict)
     watch: Backward | None = None
     failure: CannotReplay | None = None
+
+    def backward_by(self, gradients: Sequence[Tensor | None]) -> Backward:
+        """Take the gradients of all leaves by those at the outputs, and keep them in ``results``."""
+        pairs = [
+            (output, gradient.to(output.dtype))
+            for output, gradient in zip(self.outputs, gradients, strict=True)
+            if output is not None and gradient is not None and output.requires_grad
+        ]
+        return self.differentiate([output for output, _ in pairs], [gradient for _, gradient in pairs])
 
     def differentiate(self, roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> Backward:
         """Take the gradients of all leaves, from some tensors and the gradients at these, and keep them."""
@@ -217,15 +225,9 @@ def of_site(site: Site, verdict: OverflowVerdict, phase: str, flaw: Flaw, otherw
     """Return the finding for what an op made, with the entry of a list file that avoids it, or with another remedy."""
     names = site.names if isinstance(verdict, HalfPrecisionOp) else ()
     return Overflow(
-        verdict, op=site.op, module=site.module, location=shown_line(site.location), phase=phase,
+        verdict, op=site.op, module=site.module, location=site.location, phase=phase,
         suggestion=fp32_entry(names, site.in_place) or otherwise, value=flaw.value, fp32_names=names,
     )  # fmt: skip
-
-
-def shown_line(location: str | None) -> str | None:
-    """Return ``"file:line"`` as people read it."""
-    file, _, line = (location or "").rpartition(":")
-    return f"{shown_file(file)}:{line}" if file else location
 
 
 def _finest_scale(scale: float, finite_at: Callable[[float], bool]) -> float:
@@ -296,7 +298,7 @@ def _with_all_names(found: Overflow, half: Inspector, wide: Trial) -> Overflow:
     suggestion = fp32_entry(all_names)
     casts = [line for node, line in wide.inspector.narrowed if node in too_large]
     if casts:
-        suggestion = f"{suggestion}, and make no half tensor at {shown_line(casts[0])}, whose gradient is as large"
+        suggestion = f"{suggestion}, and make no half tensor at {casts[0]}, whose gradient is as large"
     return replace(found, suggestion=suggestion, fp32_names=all_names)
 
 

@@ -25,7 +25,8 @@ from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
 from autoamp.casting import Casts
-from autoamp.diagnostics.op_names import spelled_at, spellings
+from autoamp.diagnostics.call_sites import program_line, shown_file, user_frame
+from autoamp.diagnostics.op_names import CASTS, bare_name, spelled_at, spellings
 from autoamp.patching import original_of
 from autoamp.tensors import HALF_DTYPES, iter_tensors, map_tensors
 from autoamp.torch_private import (
@@ -46,16 +47,13 @@ __all__ = [
     "Inspector",
     "Origin",
     "Site",
-    "bare_name",
     "flaw_of",
     "named_inputs",
     "sum_of",
-    "user_line",
     "worst_of",
 ]
 
 _OURS = __name__.partition(".")[0]
-_BETWEEN = frozenset((_OURS, "torch", "contextlib", "functools", "wrapt", "importlib", "runpy"))
 # What a program writes -inf with on purpose, as into the masked scores of an attention.
 _WRITERS = frozenset(
     ("masked_fill", "fill", "full", "full_like", "new_full", "where", "tensor", "new_tensor", "scalar_tensor", "triu",
@@ -72,7 +70,6 @@ _UNSET = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_em
 _OVERWRITES = frozenset(
     ("copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "set_")
 )
-_CASTS = frozenset(("half", "bfloat16", "to", "float", "type", "type_as"))
 # Where torch has none, a context that sees no operators.
 _DISPATCH_MODE: Any = DispatchMode or contextlib.nullcontext
 # Functions of which each does the work of several ops.
@@ -99,7 +96,7 @@ class Site:
     Attributes:
         op: Its bare name.
         module: The path of the module that made it.
-        location: The line of the program, as ``"file:line"``.
+        location: The line of the program, as people read it.
         dtype: Of its result.
         in_cast: Whether it is a cast that was made for the op.
         source: Where an inf or nan that went in or came out is from.
@@ -167,40 +164,6 @@ def largest(tensors: Sequence[Tensor]) -> tuple[float, ...]:
         return tuple(
             float(max(abs(float(t.detach().min())), abs(float(t.detach().max())))) for t in tensors if t.numel()
         )
-
-
-def bare_name(function: Any) -> str:
-    """Return the name of a function as lists have it: ``mul`` for ``Tensor.__rmul__`` and ``Tensor.mul_``."""
-    name = str(getattr(function, "__name__", type(function).__name__))
-    if name == "__get__":
-        return str(getattr(getattr(function, "__self__", None), "__name__", name))
-    if name.startswith("__") and name.endswith("__"):
-        name = name[2:-2]
-        short = name[1:] if name[:1] in "ri" and name[1:] in _OPERATORS else name
-        return _OPERATORS.get(short, short)
-    return name[:-1] if name.endswith("_") else name
-
-
-_OPERATORS = {name: name for name in ("add", "sub", "mul", "pow", "matmul", "neg", "abs")} | {
-    "truediv": "div", "div": "div", "floordiv": "floor_divide", "mod": "remainder",
-}  # fmt: skip
-
-
-def user_line(frame: types.FrameType | None) -> str | None:
-    """Return ``"file:line"`` of the innermost frame that is neither of torch nor of this package."""
-    frame = _user_frame(frame)
-    return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-def _user_frame(frame: types.FrameType | None) -> types.FrameType | None:
-    while frame is not None and _is_between(frame.f_globals.get("__name__", "")):
-        frame = frame.f_back
-    return frame
-
-
-@functools.lru_cache(maxsize=512)
-def _is_between(module: Any) -> bool:
-    return str(module).partition(".")[0] in _BETWEEN
 
 
 def _writes_in_place(function: Any) -> bool:
@@ -329,8 +292,8 @@ class Inspector(TorchFunctionMode):
         since = _next_number()
         if self._wide:
             args, kwargs = _widened(str(getattr(func, "__name__", "")), args, kwargs)
-            if name in _CASTS and inputs and inputs[0] is args[0] and _narrows(func, args, kwargs):
-                self.narrowed.append((args[0].grad_fn, user_line(caller)))
+            if name in CASTS and inputs and inputs[0] is args[0] and _narrows(func, args, kwargs):
+                self.narrowed.append((args[0].grad_fn, program_line(caller)))
                 return args[0]
         finite = [tensor for tensor, flaw in flaws if flaw is None]
         sizes = largest(finite) if finite and len(finite) < 16 else ()
@@ -352,7 +315,7 @@ class Inspector(TorchFunctionMode):
         self, casts: Casts, func: Any, args: Any, kwargs: Any, outputs: Sequence[Tensor]
     ) -> bool | None:
         """Run an op that made inf or nan of finite values again, in fp32; None if that does not tell."""
-        if bare_name(func) in _CASTS:
+        if bare_name(func) in CASTS:
             return True
         before = [site for site in self.sites.values() if site.dtype in HALF_DTYPES]
         if "out" in kwargs or _writes_in_place(func) or str(getattr(func, "__name__", "")).startswith("__i"):
@@ -375,12 +338,12 @@ class Inspector(TorchFunctionMode):
     ) -> None:  # fmt: skip
         """Take note of a call: the nodes that it made, and what became of inf and nan."""
         name = bare_name(func)
-        internal = name in _CASTS and str(caller.f_globals.get("__name__", "")).partition(".")[0] == _OURS
+        internal = name in CASTS and str(caller.f_globals.get("__name__", "")).partition(".")[0] == _OURS
         if name in ("data", "grad", "requires_grad_", "detach"):
             internal = False
-        site = Site(name, self.path_of(self._stack[-1] if self._stack else None), user_line(caller))
+        site = Site(name, self.path_of(self._stack[-1] if self._stack else None), program_line(caller))
         site.dtype = next((t.dtype for t in outputs), None)
-        site.names, site.in_place = spelled_at(name, func, _user_frame(caller)), _writes_in_place(func)
+        site.names, site.in_place = spelled_at(name, func, user_frame(caller)), _writes_in_place(func)
         if inner is not None and inner.name is not None:
             site.op, site.names = inner.name, spellings(inner.name)
         if internal:
@@ -391,7 +354,7 @@ class Inspector(TorchFunctionMode):
             # A cast that a replacement made is part of the op that it was made for.
             for tensor, _ in flaws:
                 known = self._cast_sites.get(id(tensor))
-                if known is not None and known[0] is tensor and known[1].in_cast and known[1].op in _CASTS:
+                if known is not None and known[0] is tensor and known[1].in_cast and known[1].op in CASTS:
                     known[1].op, known[1].names, known[1].in_place = name, site.names, site.in_place
         for output in outputs:
             self._own(output.grad_fn, site, since)
@@ -489,7 +452,9 @@ class Inspector(TorchFunctionMode):
         if function is None:
             return Site(str(node.name()), module, None)
         code = getattr(inspect.unwrap(function.backward), "__code__", None)
-        return Site(function.__name__, module, None if code is None else f"{code.co_filename}:{code.co_firstlineno}")
+        return Site(
+            function.__name__, module, None if code is None else f"{shown_file(code.co_filename)}:{code.co_firstlineno}"
+        )
 
 
 def _next_number() -> int:
@@ -559,21 +524,16 @@ class _Innermost(_DISPATCH_MODE):  # type: ignore[misc]
 
 def named_inputs(root: Module, args: Any, kwargs: Any) -> list[tuple[str, Tensor]]:
     """Return the tensors that a module is called with, by the names of the arguments of its ``forward``."""
-    code = getattr(getattr(type(root), "forward", None), "__code__", None)
-    names = code.co_varnames[1 : code.co_argcount] if code is not None else ()
-    found: list[tuple[str, Tensor]] = []
-    for place, value in enumerate(args):
-        name = names[place] if place < len(names) else f"args[{place}]"
-        found += _numbered(name, value)
-    for name, value in kwargs.items():
-        found += _numbered(name, value)
-    return found
-
-
-def _numbered(name: str, value: Any) -> list[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        return [(name, value)]
-    return [(f"{name}[{number}]", tensor) for number, tensor in enumerate(iter_tensors(value))]
+    try:
+        given = inspect.signature(root.forward).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        # What is no function, as that of a script, may not tell.
+        given = {f"args[{place}]": value for place, value in enumerate(args)} | kwargs
+    return [
+        (name if isinstance(value, Tensor) else f"{name}[{number}]", tensor)
+        for name, value in given.items()
+        for number, tensor in enumerate(iter_tensors(value))
+    ]
 
 
 @dataclass(eq=False)

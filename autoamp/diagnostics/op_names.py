@@ -13,7 +13,7 @@ from typing import Any
 
 from autoamp.ops import known_ops
 
-__all__ = ["fp32_entry", "spelled_at", "spellings"]
+__all__ = ["CASTS", "bare_name", "fp32_entry", "spelled_at", "spellings"]
 
 _OPERATORS = {
     "add": ("__add__", "__radd__"),
@@ -26,9 +26,28 @@ _OPERATORS = {
     "remainder": ("__mod__", "__rmod__"),
     "floor_divide": ("__floordiv__", "__rfloordiv__"),
 }
-# A rule on these would take away what a program asks for.
-_CASTS = frozenset(("half", "bfloat16", "to", "float", "type", "type_as"))
 _ALIASES = {"sub": ("subtract",), "mul": ("multiply",), "div": ("divide", "true_divide")}
+
+
+# What Python calls truediv torch calls div.
+_WORDS = {one.strip("_"): op for op, several in _OPERATORS.items() for one in several[:1] if op != "rsub"} | {
+    "div": "div"
+}
+
+CASTS = frozenset(("half", "bfloat16", "to", "float", "type", "type_as"))
+"""The bare names of casts. A rule on these would take away what a program asks for."""
+
+
+def bare_name(function: Any) -> str:
+    """Return the name of a function as lists have it: ``mul`` for ``Tensor.__rmul__`` and ``Tensor.mul_``."""
+    name = str(getattr(function, "__name__", type(function).__name__))
+    if name == "__get__":
+        return str(getattr(getattr(function, "__self__", None), "__name__", name))
+    if name.startswith("__") and name.endswith("__"):
+        word = name[2:-2]
+        # The reflected and the in-place form have an r or an i before it.
+        return _WORDS.get(word) or _WORDS.get(word[1:]) or word
+    return name[:-1] if name.endswith("_") else name
 
 
 def spellings(op: str) -> tuple[str, ...]:
@@ -62,7 +81,7 @@ def spelled_at(op: str, function: Any, frame: types.FrameType | None) -> tuple[s
 
 
 def _listed(names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(name for name in names if name in known_ops() and name not in _CASTS)
+    return tuple(name for name in names if name in known_ops() and name not in CASTS)
 
 
 def _is_operator(frame: types.FrameType) -> bool:

@@ -212,7 +212,6 @@ class OverflowTrace:
 
     def _explain(self, scale: float) -> Overflow:
         records = [*self._earlier.records, *self._judged.records]
-        self.recorder.sums = self.recorder.sums or any(record.outputs_written_to() for record in records)
         found = self.explain_records(records, scale, self._judged)
         if found is None and several_processes() and any(_reduces(record.module()) for record in records):
             return Overflow(Communication())
@@ -277,7 +276,7 @@ class OverflowTrace:
             if (between := step.ops.finding_of(one)) is not None:  # type: ignore[union-attr]
                 return between
         computed = [one for one in flawed if id(one) in record.wanted]
-        before = [one for one in records if one.number < record.number and (not one.passes or one.gave(computed))]
+        before = [one for one in records if one.number < record.number]
         earlier = self._suspect(records, step, before, scale)
         if earlier is not None or not computed:
             return earlier or found

@@ -35,14 +35,7 @@ __all__ = ["RandomStates", "Record", "RecordedStep", "Recorder"]
 _MAX_BYTES = 2**28
 _MAX_RECORDS = 256
 _MAX_BUFFER_ELEMENTS = 2**20
-# An output of so many elements is kept itself, a larger one by its sum.
-_MAX_OUTPUT_ELEMENTS = 2**12
-# After so many calls that drew no random numbers the state of the generator, 5 KB, is not kept any more.
-_ENOUGH = 4
 _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
-
-
-_cpu_state = torch.default_generator.get_state
 
 
 class RandomStates(NamedTuple):
@@ -58,7 +51,7 @@ class RandomStates(NamedTuple):
         """Return the states as they are. Those of Python and numpy take longer than the others."""
         device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
         others = (random.getstate(), numpy.random.get_state()) if all_of_them else ()
-        return cls(_cpu_state(), device, *others)
+        return cls(torch.get_rng_state(), device, *others)
 
     def restore(self) -> None:
         """Put the generators back."""
@@ -79,13 +72,12 @@ class Record:
         inputs: Its arguments and keyword arguments, tensors without their graph.
         wanted: The ids of those of its tensors that gradients go back to.
         versions: How often each tensor had been written to.
-        random: The random states before it; None where the module was seen to draw no numbers.
+        random: The random states before it.
         switches: How the thread cast.
         autocast: The dtype of the `torch.autocast` region it was in, if any.
         buffers: Copies of the buffers that it writes to.
         number: Of the call.
-        outputs: Of each floating output its fp32 sum, or the output without its graph and how often it had been written
-            to; None for another.
+        outputs: Of each floating output its fp32 sum; None for another.
         nodes: For each output the number of its node among those of the call, and of the output of that node.
         passes: What came back to each node, by the number of the loss since the last step, and by the node's.
         too_large: Whether gradients came back that are not kept, since they are too large.
@@ -95,12 +87,12 @@ class Record:
     inputs: tuple[Any, dict[str, Any]]
     wanted: set[int]
     versions: list[tuple[Tensor, int | None]]
-    random: RandomStates | None
+    random: RandomStates
     switches: Any
     autocast: torch.dtype | None
     buffers: dict[str, Tensor | None]
     number: int
-    outputs: list[Tensor | tuple[Tensor, int | None] | None] = field(default_factory=list)
+    outputs: list[Tensor | None] = field(default_factory=list)
     nodes: list[tuple[int, int] | None] = field(default_factory=list)
     passes: dict[int, dict[int, Sequence[Any]]] = field(default_factory=dict)
     too_large: bool = False
@@ -117,15 +109,6 @@ class Record:
     def written_to(self) -> bool:
         """Tell whether an input was written to since."""
         return any(version_of(tensor) != version for tensor, version in self.versions)
-
-    def outputs_written_to(self) -> bool:
-        """Tell whether an output that is kept was written to since."""
-        return any(isinstance(kept, tuple) and version_of(kept[0]) != kept[1] for kept in self.outputs)
-
-    def gave(self, tensors: Sequence[Tensor]) -> bool:
-        """Tell whether one of several tensors is an output of this call that is kept."""
-        kept = [one[0] for one in self.outputs if isinstance(one, tuple)]
-        return any(one.data_ptr() == other.data_ptr() and one.shape == other.shape for one in kept for other in tensors)
 
     def size(self) -> int:
         """Return the size of its inputs in bytes."""
@@ -144,22 +127,6 @@ class RecordedStep(NamedTuple):
     records: Sequence[Record] = ()
     losses: Sequence[Tensor] = ()
     ops: WatchedOps | None = None
-
-
-@dataclass(eq=False, slots=True)
-class _Known:
-    """What is known of a module.
-
-    Attributes:
-        buffers: That a call may write to and go by, each with its path, owner and name.
-        training: The mode in which it was called last.
-        undrawn: How many calls in a row drew no numbers of torch's generator in that mode, up to `_ENOUGH`; -1 once one
-            did.
-    """
-
-    buffers: list[tuple[str, weakref.ref[Module], str]]
-    training: bool
-    undrawn: int = 0
 
 
 _number_of = operator.attrgetter("number")
@@ -183,7 +150,6 @@ class Recorder:
         unscaled: Also where steps are not recorded, those that no scale of autoamp guards, each of one element.
         ops: Watches what is computed between calls and losses.
         paused: Whether nothing is kept, as in a step that is run again.
-        sums: Whether of all outputs sums are kept, since the program was found to write to its outputs.
     """
 
     def __init__(self, casts: Casts, *, armed: bool) -> None:
@@ -193,32 +159,21 @@ class Recorder:
         self.losses: list[Tensor] = []
         self.unscaled: list[Tensor] = []
         self.ops = OpWatch(casts)
-        self.paused = self.sums = False
+        self.paused = False
         self._inside = _Inside()
-        self._begun: list[weakref.ref[Record]] = []
-        # Those of the step that was taken last.
-        self._taken: list[weakref.ref[Record]] = []
-        self._number = 0
+        # How many calls were recorded since the last step.
+        self._calls = 0
         self._bytes = 0
         # How many losses were noted whose backward pass has not begun.
         self._told = 0
-        # Of each module, by a weak reference to it.
-        self._known: dict[weakref.ref[Module], _Known] = {}
 
     def take(self) -> RecordedStep:
         """Return what there is, and begin anew."""
-        self._taken, self._begun, self.unscaled = self._begun, [], []
-        records, self.records, self._bytes, self._told = self.records, [], 0, 0
-        losses, self.losses = self.losses, []
+        records, self.records, self._calls, self._bytes, self._told = self.records, [], 0, 0, 0
+        losses, self.losses, self.unscaled = self.losses, [], []
         if len(records) > 1:
             records.sort(key=_number_of)
         return RecordedStep(records, losses, self.ops.take())
-
-    @property
-    def latest(self) -> Record | None:
-        """The last call of the step at hand, if its graph lives: also where no gradient came back for a scaled loss."""
-        last = self._begun[-1:] or self._taken[-1:]
-        return last[0]() if last else None
 
     def close(self) -> None:
         """Drop all."""
@@ -282,14 +237,10 @@ class Recorder:
             self._inside.call = False
 
     def _begin(self, module: Module, args: Any, kwargs: Any) -> Record | None:
-        if len(self._begun) >= _MAX_RECORDS:
-            self._begun = [known for known in self._begun if known() is not None]
-            if len(self._begun) >= _MAX_RECORDS:
-                return None
         on_gpu = torch.cuda.is_initialized()
-        if on_gpu and torch.cuda.is_current_stream_capturing():
+        if self._calls >= _MAX_RECORDS or (on_gpu and torch.cuda.is_current_stream_capturing()):
             return None
-        thorough = self.ops.armed
+        self._calls += 1
         wanted: set[int] = set()
         versions: list[tuple[Tensor, int | None]] = []
 
@@ -305,48 +256,20 @@ class Recorder:
             own.append(keep(one) if type(one) is Tensor else map_tensors(one, keep))
         inputs = tuple(own), map_tensors(kwargs, keep) if kwargs else kwargs
         kind = self._casts.device_type
-        reference = weakref.ref(module)
-        known = self._known.get(reference) or self._get_to_know(module)
-        if known.training is not module.training:
-            known.training, known.undrawn = module.training, 0
-        if on_gpu or thorough:
-            states: RandomStates | None = RandomStates.now(all_of_them=thorough)
-        else:
-            states = None if known.undrawn >= _ENOUGH else RandomStates(_cpu_state())
-        self._number += 1
         return Record(
-            reference, inputs, wanted, versions, states,
+            weakref.ref(module), inputs, wanted, versions, RandomStates.now(all_of_them=self.ops.armed),
             self._casts.switches(), torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
-            _copies(known.buffers) if known.buffers else {}, self._number,
+            _buffers_of(module), self._calls,
         )  # fmt: skip
 
-    def _get_to_know(self, module: Module) -> _Known:
-        # What a batch norm computes in training does not depend on its running averages.
-        places = [
-            (f"{path}.{name}".removeprefix("."), weakref.ref(owner), name)
-            for path, owner in module.named_modules()
-            if not (isinstance(owner, _BATCH_NORMS) and owner.training)
-            for name in vars(owner)["_buffers"]
-        ]
-        if sum(buffer.numel() for buffer in module.buffers()) > _MAX_BUFFER_ELEMENTS:
-            places = []
-        known = self._known[weakref.ref(module, self._known.pop)] = _Known(places, module.training)
-        return known
-
     def _end(self, record: Record, outputs: Any) -> None:
-        if record.random is not None:
-            known = self._known[record.module]
-            if 0 <= known.undrawn < _ENOUGH:
-                known.undrawn = known.undrawn + 1 if torch.equal(_cpu_state(), record.random.cpu) else -1
         numbers: dict[Any, int] = {}
         for output in (outputs,) if type(outputs) is Tensor else iter_tensors(outputs):
             if not output.is_floating_point() or output.layout is not torch.strided:
                 record.outputs.append(None)
                 record.nodes.append(None)
                 continue
-            kept = output.detach()
-            small = kept.numel() <= _MAX_OUTPUT_ELEMENTS and not self.sums
-            record.outputs.append((kept, version_of(kept)) if small else sum_of(kept))
+            record.outputs.append(sum_of(output.detach()))
             node = output.grad_fn
             if node is None:
                 record.nodes.append(None)
@@ -357,7 +280,6 @@ class Recorder:
                 # From here on the graph holds the record.
                 node.register_prehook(functools.partial(self._arrived, record, number))
             record.nodes.append((number, output.output_nr))
-        self._begun.append(weakref.ref(record))
         self.ops.begin()
         if not numbers and self._bytes + (size := record.size()) <= _MAX_BYTES:
             self._bytes += size
@@ -383,12 +305,14 @@ class Recorder:
             self._bytes, given[number] = size, kept
 
 
-def _copies(places: Sequence[tuple[str, weakref.ref[Module], str]]) -> dict[str, Tensor | None]:
-    """Return copies of buffers."""
-    found: dict[str, Tensor | None] = {}
-    for path, reference, name in places:
-        owner = reference()
-        if owner is not None and name in (buffers := vars(owner)["_buffers"]):
-            buffer = buffers[name]
-            found[path] = None if buffer is None else buffer.detach().clone()
-    return found
+def _buffers_of(module: Module) -> dict[str, Tensor | None]:
+    """Return copies of the buffers that a call may write to and go by; none where they are large."""
+    if sum(buffer.numel() for buffer in module.buffers()) > _MAX_BUFFER_ELEMENTS:
+        return {}
+    # What a batch norm computes in training does not depend on its running averages.
+    return {
+        f"{path}.{name}".removeprefix("."): None if buffer is None else buffer.detach().clone()
+        for path, owner in module.named_modules()
+        if not (isinstance(owner, _BATCH_NORMS) and owner.training)
+        for name, buffer in vars(owner)["_buffers"].items()
+    }

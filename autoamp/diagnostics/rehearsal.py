@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autoamp.auto_scaling import reached_by
 from autoamp.casting import Casts
 from autoamp.diagnostics.findings import CannotReplay, Trial, backward_finding, output_finding
 from autoamp.diagnostics.inspector import Inspector, flaw_of
@@ -66,7 +67,7 @@ class Rehearsal(Trial):
         roots = [roots] if isinstance(roots, Tensor) else list(roots)
         given = [None] * len(roots) if given is None else [given] if isinstance(given, Tensor) else list(given)
         pairs = [(root, one) for root, one in zip(roots, given, strict=True) if root.requires_grad]
-        self.leaves = self._named(_leaves([root for root, _ in pairs]))
+        self.leaves = self._named(reached_by([root for root, _ in pairs])[0])
         if not pairs or not self.leaves:
             return
         gradients = []
@@ -87,22 +88,6 @@ class Rehearsal(Trial):
             names.get(id(leaf), f"tensor {number} of shape {tuple(leaf.shape)}"): leaf
             for number, leaf in enumerate(leaves)
         }
-
-
-def _leaves(roots: list[Tensor]) -> list[Tensor]:
-    """Return the leaves that a backward pass from some roots reaches."""
-    found: dict[int, Tensor] = {}
-    waiting, known = [root.grad_fn for root in roots], set()
-    while waiting:
-        node: Any = waiting.pop()
-        if node is None or node in known:
-            continue
-        known.add(node)
-        variable = getattr(node, "variable", None) if node.name().endswith("AccumulateGrad") else None
-        if variable is not None:
-            found[id(variable)] = variable
-        waiting.extend(following for following, _ in node.next_functions)
-    return list(found.values())
 
 
 def explain_step(

@@ -19,18 +19,17 @@ from torch.nn import Module
 
 from autoamp.casting import Casts
 from autoamp.diagnostics.findings import CannotReplay, Trial, backward_finding, output_finding
-from autoamp.diagnostics.inspector import Backward, Inspector, flaw_of, named_inputs, sum_of, worst_of
+from autoamp.diagnostics.inspector import Inspector, flaw_of, named_inputs, sum_of, worst_of
 from autoamp.diagnostics.records import RandomStates, Record
 from autoamp.diagnostics.verdicts import Overflow
 from autoamp.scaling import is_sharded
 from autoamp.stepping import several_processes
-from autoamp.tensors import iter_tensors, map_tensors, version_of
+from autoamp.tensors import iter_tensors, map_tensors
 
 __all__ = [
     "CannotReplay",
     "KeptState",
     "RecordedCall",
-    "Replayed",
     "kept_state",
     "replay",
     "unfit",
@@ -149,25 +148,6 @@ def _flat(container: Any) -> list[Any]:
 _OF_TORCH = frozenset(vars(Module()))
 
 
-class Replayed(Trial):
-    """A recorded call that was run again, with its graph."""
-
-    @property
-    def root(self) -> Module:
-        """The model."""
-        assert self.inspector.root is not None
-        return self.inspector.root
-
-    def backward(self, gradients: Sequence[Tensor | None]) -> Backward:
-        """Take the gradients of all leaves by those at the outputs, and keep them in ``results``."""
-        pairs = [
-            (output, gradient.to(output.dtype))
-            for output, gradient in zip(self.outputs, gradients, strict=True)
-            if output is not None and gradient is not None and output.requires_grad
-        ]
-        return self.differentiate([output for output, _ in pairs], [gradient for _, gradient in pairs])
-
-
 def _with_collectives(root: Module) -> str | None:
     """Return the class of what talks to other ranks in a model, which may not be run again at the same time."""
     for each in root.modules():
@@ -203,7 +183,7 @@ def unfit(module: Module) -> str | None:
     return None
 
 
-def replay(record: Record, casts: Casts, *, wide: bool = False, check: bool = True) -> Replayed:
+def replay(record: Record, casts: Casts, *, wide: bool = False, check: bool = True) -> Trial:
     """Run a recorded call again.
 
     Args:
@@ -238,19 +218,15 @@ def replay(record: Record, casts: Casts, *, wide: bool = False, check: bool = Tr
     own = {name.removeprefix("module.") if root is not module else name: b for name, b in record.buffers.items()}
     for name, value in own.items():
         _set_buffer(root, name, value)
-    if record.random is not None:
-        record.random.restore()
-    before = torch.get_rng_state()
+    record.random.restore()
     inspector = Inspector(root, wide=wide)
     switches = (False, True) if wide else record.switches
     kind = casts.device_type
     region = torch.autocast(kind, record.autocast or torch.float16, enabled=record.autocast is not None and not wide)
     with contextlib.nullcontext() if record.autocast is None else region, _switched(casts, switches), inspector:
         outputs = root(*args, **kwargs)
-    if record.random is None and not torch.equal(torch.get_rng_state(), before):
-        raise CannotReplay("the model draws random numbers, and did not when it was called before")
     found = [o if o.is_floating_point() and o.layout is torch.strided else None for o in iter_tensors(outputs)]
-    result = Replayed(inspector, found, named_inputs(root, args, kwargs))
+    result = Trial(inspector, found, named_inputs(root, args, kwargs))
     result.leaves = {name: p for name, p in root.named_parameters() if p.requires_grad}
     result.leaves.update({f"input {name}": t for name, t in result.inputs if t.requires_grad})
     if check and not wide:
@@ -267,16 +243,13 @@ def _switched(casts: Casts, switches: Any) -> Iterator[None]:
         casts.local.reset(token)
 
 
-def _check_same(record: Record, again: Replayed) -> None:
+def _check_same(record: Record, again: Trial) -> None:
     """Raise where a replay did not give what the step did; see `CannotReplay`."""
     if len(again.outputs) != len(record.outputs):
         raise CannotReplay("run again, the model gave other outputs")
     for output, before in zip(again.outputs, record.outputs, strict=True):
         if (output is None) is not (before is None):
             raise CannotReplay("run again, the model gave other outputs")
-        if isinstance(before, tuple):
-            # What the program has written to since is not compared.
-            before = sum_of(before[0]) if version_of(before[0]) == before[1] else None
         if output is None or before is None:
             continue
         now, then = float(sum_of(output.detach())), float(before)
@@ -308,17 +281,17 @@ class RecordedCall:
         self._casts = casts
         self._scale = scale
         self._half = replay(record, casts)
-        self._wide: Replayed | None = None
+        self._wide: Trial | None = None
         self._gradients: Sequence[Tensor | None] = ()
 
-    def trial(self, scale: float, *, wide: bool = False) -> Replayed:
+    def trial(self, scale: float, *, wide: bool = False) -> Trial:
         """Run the backward pass at a loss scale, of the call that ran again in half precision or in fp32."""
         if wide and self._wide is None:
             self._wide = replay(self.record, self._casts, wide=True)
         again = self._wide if wide and self._wide is not None else self._half
         if self._gradients:
             given = [one.float() if wide and one is not None else one for one in self._gradients]
-            again.backward([None if one is None else one * (scale / self._scale) for one in given])
+            again.backward_by([None if one is None else one * (scale / self._scale) for one in given])
         return again
 
     def forward_finding(self) -> Overflow | None:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from autoamp.diagnostics.inspector import bare_name
-from autoamp.diagnostics.op_names import fp32_entry, spelled_at, spellings
+from autoamp.diagnostics.op_names import bare_name, fp32_entry, spelled_at, spellings
 
 
 class Spelled(TorchFunctionMode):
@@ -41,6 +40,11 @@ def test_as_it_was_called(call: Callable[[Tensor], Tensor], names: tuple[str, ..
     with Spelled() as mode:
         call(torch.ones(2))
     assert mode.found == names
+
+
+def test_bare_names() -> None:
+    several = (Tensor.__rtruediv__, Tensor.__itruediv__, Tensor.__rmul__, Tensor.mul_, Tensor.__neg__)
+    assert [bare_name(one) for one in several] == ["div", "div", "mul", "mul", "neg"]
 
 
 def test_all_names() -> None:

@@ -344,12 +344,10 @@ def test_a_model_that_draws_numbers_from_some_step_on(since: int) -> None:
             return out
 
     handle = train(Plain(), data=data, steps=10)
-    first, second = handle.overflows
-    # In the first steps it drew none, so that states were not kept any more. From the first skip on they are.
-    assert isinstance(first.verdict, NotLocated if since else HalfPrecisionOp)
-    assert ("draws random numbers" in str(first)) is bool(since)
-    assert isinstance(second.verdict, HalfPrecisionOp)
-    assert (second.iteration, second.op, second.location) == (9, "mul", line_of(squared, "big * big"))
+    place = line_of(squared, "big * big")
+    assert [(one.kind, one.iteration, one.op, one.location) for one in handle.overflows] == [
+        ("half_precision_op", 8, "mul", place), ("half_precision_op", 9, "mul", place),
+    ]  # fmt: skip
 
 
 def test_a_half_op_of_the_loss() -> None:
@@ -565,7 +563,7 @@ def test_a_function_of_the_program_in_the_loss() -> None:
 
 
 def test_a_program_that_writes_to_the_outputs_of_its_model() -> None:
-    """Outputs are kept, to be compared with those of the replay: not what they became."""
+    """Their sums are kept, to be compared with those of the replay: not of what they became."""
 
     def loss(out: Tensor) -> Tensor:
         return mean_square(out.mul_(3.0))
@@ -574,11 +572,6 @@ def test_a_program_that_writes_to_the_outputs_of_its_model() -> None:
     found = found_in(handle)
     assert (found.op, found.module, found.location) == ("mul", "faulty", line_of(squared, "big * big"))
     assert [one.location for one in handle.overflows] == [found.location] * 2
-    run = current_runtime()
-    assert run is not None
-    assert run.overflows is not None
-    # From the first skip on sums are kept.
-    assert run.overflows.recorder.sums
 
 
 def test_an_inf_that_does_no_harm_is_not_blamed() -> None:
@@ -1433,6 +1426,6 @@ def test_what_a_clean_step_costs_more(loss: Callable[[Tensor], Tensor]) -> None:
         operators_of_step(layers, loss, traced=True) - operators_of_step(layers, loss, traced=False)
         for layers in (1, 3)
     ]
-    # None for the modules within the model: inputs, outputs and the loss without their graph.
+    # None for the modules within the model: inputs, outputs and the loss without their graph, and sums of outputs.
     assert more[0] == more[1]
-    assert 0 < more[0] <= 3
+    assert 0 < more[0] <= 4

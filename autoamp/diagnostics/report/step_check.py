@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoamp.diagnostics.findings import of_site
+from autoamp.diagnostics.findings import CannotReplay, Trial, of_site
 from autoamp.diagnostics.inspector import Backward, Flaw, Site, worst_of
 from autoamp.diagnostics.records import Record
-from autoamp.diagnostics.replay import CannotReplay, Replayed, replay
+from autoamp.diagnostics.replay import replay
 from autoamp.diagnostics.report.sampling import Allowance
 from autoamp.diagnostics.verdicts import HalfPrecisionOp, Overflow
 from autoamp.tensors import HALF_DTYPES, dtype_name
@@ -101,25 +101,21 @@ class StepCheck:
 
     def _fault_of_step(self, step: int) -> Fault | None:
         """Return what half precision spoils in the step at hand though its gradients are finite; None where nothing."""
-        latest = self._handle.overflows.recorder.latest
         recorded = [record for record in self._handle.overflows.records_of_step() if record.passes]
         # The program chose what is half there. Nobody runs its modules again in a step that is clean.
         records = [record for record in recorded if record.autocast is None]
-        if not records and (latest is None or latest.autocast is not None):
+        if not records:
             raise CannotReplay("no call of a module was recorded outside of torch.autocast")
         passes = [(one, one.gradients_of(loss)) for one in records if not one.too_large for loss in one.passes]
-        # Gradients are recorded where the loss is scaled. Elsewhere the last call of a model is looked at.
-        with self._handle.overflows.apart(records or [latest]):
-            found = (self._fault(step, record, given) for record, given in (passes if records else [(latest, None)]))
+        with self._handle.overflows.apart(records):
+            found = (self._fault(step, record, given) for record, given in passes)
             return next((fault for fault in found if fault is not None), None)
 
-    def _fault(self, step: int, record: Record, given: list[Tensor | None] | None) -> Fault | None:
-        if given is not None and worst_of(given) is not None:
+    def _fault(self, step: int, record: Record, given: list[Tensor | None]) -> Fault | None:
+        if worst_of(given) is not None:
             return None
         half = replay(record, self._handle.casts)
-        if given is None:
-            given = _probes([None if one is None or not one.requires_grad else one for one in half.outputs])
-        watch = half.backward(given)
+        watch = half.backward_by(given)
         zero = any(not bool(one.any()) for name, one in half.results.items() if not name.startswith("input "))
         origins = [one for one in half.inspector.origins if _is_half(one.site) and not one.intended]
         vain = not any(bool(one.any()) for one in given if one is not None)
@@ -129,9 +125,9 @@ class StepCheck:
         if vain:
             # Outputs of 0 may have a loss whose gradient is 0 there.
             given = _probes(given)
-            watch = half.backward(given)
+            watch = half.backward_by(given)
         wide = replay(record, self._handle.casts, wide=True)
-        wide.backward(given)
+        wide.backward_by(given)
         spoiled = _spoiled(half, wide)
         lost = [name for name, is_zero in spoiled.items() if is_zero]
         if not lost and not (origins and spoiled):
@@ -169,7 +165,7 @@ def _size(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor.detach().float(), dtype=torch.float64))
 
 
-def _spoiled(again: Replayed, in_fp32: Replayed) -> dict[str, bool]:
+def _spoiled(again: Trial, in_fp32: Trial) -> dict[str, bool]:
     """Return the parameters whose gradients are not those of fp32, and whether they are all 0."""
     wide = {name: one for name, one in in_fp32.results.items() if not name.startswith("input ")}
     sizes = {name: _size(one) / math.sqrt(max(one.numel(), 1)) for name, one in wide.items()}
