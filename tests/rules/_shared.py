@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import strategies as st
 
+from autoamp.errors import ListFileError
 from autoamp.rules.loader import load_table, located
 from autoamp.rules.table import CastTable
 
@@ -17,6 +20,15 @@ POLICY_KEYS = ("fp16", "fp32", "promote", "none")
 
 def load(lists: object = None, environ: Mapping[str, str] | None = None, **options: Any) -> CastTable:
     return load_table(lists, environ=environ or {}, **options)
+
+
+def check_refused(lists: object, path: object, line: int | None, words: list[str], **options: Any) -> None:
+    """Check that a list is refused with an error that names this file and line, and has these words."""
+    with pytest.raises(ListFileError) as caught:
+        load(lists, **options)
+    assert (caught.value.path, caught.value.line) == (str(path), line)
+    for word in words:
+        assert word in str(caught.value)
 
 
 def policies(table: CastTable) -> dict[str, str]:
@@ -29,6 +41,7 @@ def write(path: Path, text: str, *, schema: bool = True) -> Path:
     return path
 
 
+@functools.cache
 def shipped_file(name: str) -> Path:
     rule = load_table("default", environ={}).rules[0]
     return Path(located(rule.origin).rpartition(":")[0]).with_name(name)

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import autoamp
 from autoamp.errors import ListFileError
-from autoamp.rules import loader
 from autoamp.rules.loader import check_bare_names, load_table, located
 from autoamp.rules.table import CastPolicy, CastRule, CastTable, ModulePrecision, ModuleRule, Origin
-from tests.rules._shared import load, policies, write
+from tests.rules._shared import check_refused, load, policies, write
 
 # -- where sets are found --
+
+
+def printed(code: str, folder: Path, path: str, *arguments: str, **variables: str) -> str:
+    """Return what Python prints for a program without installed packages, whose modules come from ``path``."""
+    environ = {**os.environ, "PYTHONPATH": path, **variables}
+    command = [sys.executable, "-S", "-c", code, *arguments]
+    return subprocess.run(
+        command, cwd=folder, env=environ, stdout=subprocess.PIPE, text=True, timeout=60, check=True
+    ).stdout
 
 
 @pytest.mark.parametrize("lists_at", ["lists", "autoamp/lists"])
@@ -35,11 +43,7 @@ def test_sets_are_found_in_a_checkout_and_when_installed(tmp_path: Path, lists_a
         "from autoamp.rules import load_table, shipped_sets\ntable = load_table(environ={})\n"
         "print(shipped_sets(), table.rules[0].origin, len(table.rules))"
     )
-    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    run = subprocess.run(
-        [sys.executable, "-S", "-c", code], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True
-    )
-    assert run.stdout.split("\n")[0] == "('default', 'mine') lists/default.toml:2 1"
+    assert printed(code, tmp_path, str(tmp_path)) == "('default', 'mine') lists/default.toml:2 1\n"
 
 
 def test_a_rule_of_a_shipped_set_is_located_where_its_line_is(tmp_path: Path) -> None:
@@ -50,14 +54,6 @@ def test_a_rule_of_a_shipped_set_is_located_where_its_line_is(tmp_path: Path) ->
     mine = load(str(write(tmp_path / "mine.toml", 'fp16 = ["softmax"]'))).policy_of("softmax")
     assert mine is not None
     assert located(mine.origin) == f"{tmp_path}/mine.toml:2"
-
-
-@pytest.mark.parametrize(("name", "line"), [("autoamp.toml", ""), ("pyproject.toml", "[tool.autoamp]\n")])
-def test_a_rule_of_the_project_is_the_users(tmp_path: Path, name: str, line: str) -> None:
-    (tmp_path / name).write_text(f'{line}schema = 1\nfp16 = ["softmax"]', encoding="utf-8")
-    rule = load_table(start=tmp_path, environ={}).policy_of("softmax")
-    assert rule is not None
-    assert not rule.origin.shipped
 
 
 def without_torch(folder: Path) -> str:
@@ -78,31 +74,69 @@ def test_reading_a_list_imports_nothing_that_it_names(tmp_path: Path) -> None:
         f"table = rules.load_table({str(path)!r}, environ={{}})\n"
         "print(sorted(set(sys.modules) - before - {'autoamp.lists'}), len(table.modules), 'torch' in before)"
     )
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([without_torch(tmp_path), str(tmp_path)])}
-    run = subprocess.run(
-        [sys.executable, "-S", "-c", code], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True
-    )
-    assert run.stdout == "[] 1 False\n"
+    assert printed(code, tmp_path, os.pathsep.join([without_torch(tmp_path), str(tmp_path)])) == "[] 1 False\n"
 
 
 # -- sources and their order --
 
 
-def test_with_no_source_the_base_is_the_table(place: Path) -> None:
-    assert load() == load("default")
-    assert load(base="bf16") == load("bf16")
-    assert load().sources == ("lists/default.toml",)
+MINE = {"mine.toml": "none = ['gelu']"}
 
 
-def test_a_file_edits_the_base(place: Path) -> None:
-    path = write(place / "mine.toml", "fp32 = ['linear']\nnone = ['softmax', 'mypkg.f']")
-    table = load(path, base="apex")
-    assert table.sources == ("lists/default.toml", "lists/apex.toml", str(path))
-    assert policies(table)["linear"] == "fp32"
-    assert policies(table)["softmax"] == policies(table)["mypkg.f"] == "none"
-    assert policies(table)["gelu"] == "fp32"
-    assert len([rule for rule in table.rules if rule.target == "linear"]) == 1
-    assert table.rules[-3:] == tuple(rule for rule in table.rules if rule.origin.path == str(path))
+@pytest.mark.parametrize(
+    ("files", "given", "sources"),
+    [
+        ({}, {}, "default"),
+        ({}, {"base": "apex"}, "default apex"),
+        ({}, {"lists": "apex", "base": "bf16"}, "default apex"),
+        ({}, {"lists": ()}, "default"),
+        (MINE, {"lists": "./mine.toml"}, "default mine.toml"),
+        (MINE, {"lists": "mine.toml", "base": "apex"}, "default apex mine.toml"),
+        # A name chooses the base, wherever it stands.
+        (MINE, {"lists": ["mine.toml", "apex"]}, "default apex mine.toml"),
+        (MINE, {"lists": "mine.toml", "environ": {"AUTOAMP_LISTS": "apex"}, "base": "x"}, "default apex mine.toml"),
+        (
+            {"autoamp.toml": "", **MINE},
+            {"lists": {}, "environ": {"AUTOAMP_LISTS": os.pathsep.join(["apex", "mine.toml", ""])}},
+            "default apex autoamp.toml mine.toml lists=",
+        ),
+        # What a list extends lies below all own rules, once.
+        (
+            {
+                "common/common.toml": "extends = 'apex'",
+                "mine.toml": "extends = ['common/common.toml', 'default']",
+                "other.toml": "extends = 'apex'",
+            },
+            {"lists": ["mine.toml", "other.toml"]},
+            "default apex common/common.toml mine.toml other.toml",
+        ),
+        ({}, {"lists": {"extends": []}}, "lists="),
+        ({}, {"lists": CastTable()}, ""),
+    ],
+)
+def test_sources_and_their_order(place: Path, files: dict[str, str], given: dict[str, Any], sources: str) -> None:
+    for name, text in files.items():
+        write(place / name, text)
+    shipped = {"default": "lists/default.toml", "apex": "lists/apex.toml", "lists=": "lists="}
+    table = load(**given)
+    assert table.sources == tuple(shipped.get(name, str(place / name)) for name in sources.split())
+    assert all(rule.origin.path in table.sources for rule in table.rules)
+
+
+def test_later_sources_win(place: Path) -> None:
+    write(place / "autoamp.toml", "none = ['relu', 'gelu', 'silu', 'linear', 'softmax']")
+    env = write(place / "env.toml", "extends = './below.toml'\nfp32 = ['gelu', 'silu']")
+    write(place / "below.toml", "fp16 = ['gelu', 'softmax', 'prelu']\nfp32 = ['linear', 'mypkg.f']")
+    table = load({"fp16": ["silu"]}, environ={"AUTOAMP_LISTS": str(env)}, base="apex")
+    found = policies(table)
+    wanted = {
+        "relu": "none", "gelu": "fp32", "silu": "fp16", "linear": "none", "softmax": "none", "prelu": "fp16",
+        "mypkg.f": "fp32",
+    }  # fmt: skip
+    assert {name: found[name] for name in wanted} == wanted
+    assert [rule.target for rule in table.rules].count("linear") == 1
+    assert str(table.rules[-1].origin) == "lists="
+    assert load(table) == table
 
 
 def test_a_dotted_name_beats_a_bare_one_of_its_file_but_not_of_a_later_one(place: Path) -> None:
@@ -112,56 +146,13 @@ def test_a_dotted_name_beats_a_bare_one_of_its_file_but_not_of_a_later_one(place
     assert [rule.target for rule in load([first, second]).rules[-2:]] == ["torch.relu", "relu"]
 
 
-def test_extends_are_bases_below_every_own_rule_each_once(place: Path) -> None:
-    common = write(place / "common" / "common.toml", "extends = 'apex'\nfp16 = ['gelu', 'relu']")
-    mine = write(place / "mine.toml", "extends = ['common/common.toml', 'default']\nnone = ['relu']")
-    other = write(place / "other.toml", "fp32 = ['linear']\nextends = 'bf16'")
-    table = load([mine, other])
-    assert table.sources == (
-        "lists/default.toml", "lists/apex.toml", str(common), "lists/bf16.toml", str(mine), str(other),
-    )  # fmt: skip
-    found = policies(table)
-    assert (found["gelu"], found["relu"], found["linear"], found["sum"]) == ("fp16", "none", "fp32", "none")
-
-
-def test_work_does_not_double_with_every_level_of_extends(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_does_not_double_with_every_level_of_extends(place: Path) -> None:
     write(place / "z0.toml", "extends = 'default'")
-    for depth in range(1, 10):
+    for depth in range(1, 25):
         below = f"'z{depth - 1}.toml'"
         write(place / f"z{depth}.toml", f"extends = [{below}, {below}]")
-    reads: list[bytes] = []
-    parse = loader.parse_toml
-    monkeypatch.setattr(loader, "parse_toml", lambda raw: reads.append(raw) or parse(raw))
-    assert len(load("./z9.toml").sources) == 11
-    assert len(reads) < 25
-
-
-def test_names_choose_the_base_wherever_they_stand(place: Path) -> None:
-    mine = write(place / "mine.toml", "none = ['gelu']")
-    assert load([mine, "apex"]).sources == ("lists/default.toml", "lists/apex.toml", str(mine))
-    assert load(mine, environ={"AUTOAMP_LISTS": "bf16"}, base="apex").sources[:2] == (
-        "lists/default.toml",
-        "lists/bf16.toml",
-    )
-
-
-def test_no_base_where_none_is_wanted(place: Path) -> None:
-    assert load({"extends": []}).rules == ()
-    assert load(CastTable()) == CastTable()
-    table = load({"extends": [], "fp32": ["softmax"], "modules": {"head": "fp32"}})
-    assert load(table) == table
-
-
-def test_sources_come_in_order_the_later_over_the_earlier(place: Path) -> None:
-    write(place / "autoamp.toml", "none = ['relu', 'gelu', 'silu']")
-    env = write(place / "env.toml", "fp32 = ['gelu', 'silu']")
-    table = load({"fp16": ["silu"]}, environ={"AUTOAMP_LISTS": os.pathsep.join(["apex", str(env), ""])})
-    assert table.sources == (
-        "lists/default.toml", "lists/apex.toml", str(place / "autoamp.toml"), str(env), "lists=",
-    )  # fmt: skip
-    found = policies(table)
-    assert (found["relu"], found["gelu"], found["silu"]) == ("none", "fp32", "fp16")
-    assert str(table.rules[-1].origin) == "lists="
+    # Otherwise it would read 16 million files.
+    assert len(load("./z24.toml").sources) == 26
 
 
 def test_os_environ_is_the_default_environment(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,20 +192,14 @@ def test_a_mapping_is_a_list_and_is_not_changed(place: Path) -> None:
         ("./", ["cannot be read"]),
         ("nul\0/x.toml", ["cannot be read"]),
         (Path("gone"), ["gone", "cannot be read"]),
-        ({"fp32": "softmax"}, ["fp32 must be an array of strings"]),
         ({"fp32": [None]}, ["None (NoneType)"]),
         ({1: []}, ["unknown key 1"]),
         ({"schema": 3}, ["schema=3"]),
         ({"modules": {3: "fp32"}}, ["modules 3", "(int)"]),
-        ({"fp16": ["gelu"], "fp32": ["gelu"]}, ["'gelu'", "fp16", "fp32"]),
     ],
 )
 def test_a_wrong_argument(place: Path, lists: object, words: list[str]) -> None:
-    with pytest.raises(ListFileError) as caught:
-        load(lists)
-    assert (caught.value.path, caught.value.line) == ("lists=", None)
-    for word in words:
-        assert word in str(caught.value)
+    check_refused(lists, "lists=", None, words)
 
 
 def test_a_wrong_name_in_the_environment(place: Path) -> None:
@@ -242,9 +227,7 @@ def test_a_broken_pyproject_of_somebody_else_is_not_ours(place: Path) -> None:
     path = write(place / "pyproject.toml", "[tool\n", schema=False)
     assert load() == load("default")
     write(path, "[tool.autoamp\n", schema=False)
-    with pytest.raises(ListFileError, match="not valid TOML") as caught:
-        load()
-    assert (caught.value.path, caught.value.line) == (str(path), 1)
+    check_refused(None, path, 1, ["not valid TOML"])
 
 
 def test_pyproject_has_lines_names_and_paths(place: Path) -> None:
@@ -266,27 +249,19 @@ head = "fp32"
     assert table.sources == ("lists/default.toml", "lists/apex.toml", str(extra), str(path))
     assert table.policy_of("silu") == CastRule("silu", CastPolicy.FP32, Origin(str(path), 7, False))
     assert table.modules == (ModuleRule("head", ModulePrecision.FP32, Origin(str(path), 10, False)),)
-    write(path, "[tool]\nautoamp = 3", schema=False)
-    with pytest.raises(ListFileError, match="must be a table; got 3") as caught:
-        load()
-    assert caught.value.line == 2
-    write(path, "[tool.autoamp]\nlists = [\n'apex',\n'conf/gone.toml']", schema=False)
-    with pytest.raises(ListFileError, match="cannot be read") as caught:
-        load()
-    assert (caught.value.path, caught.value.line) == (str(path), 4)
-    write(path, "[tool.autoamp]\n\nfp32 = ['a b']", schema=False)
-    with pytest.raises(ListFileError, match="'a b'") as caught:
-        load()
-    assert caught.value.line == 3
+    for text, line, words in (
+        ("[tool]\nautoamp = 3", 2, "must be a table; got 3"),
+        ("[tool.autoamp]\nlists = [\n'apex',\n'conf/gone.toml']", 4, "cannot be read"),
+        ("[tool.autoamp]\n\nfp32 = ['a b']", 3, "'a b'"),
+    ):
+        write(path, text, schema=False)
+        check_refused(None, path, line, [words])
 
 
 def test_two_lists_in_one_folder_are_an_error_that_names_both(place: Path) -> None:
     write(place / "autoamp.toml", "")
     write(place / "pyproject.toml", "[tool.autoamp]", schema=False)
-    with pytest.raises(ListFileError) as caught:
-        load()
-    assert str(place / "autoamp.toml") in str(caught.value)
-    assert str(place / "pyproject.toml") in str(caught.value)
+    check_refused(None, place / "autoamp.toml", None, [str(place / "pyproject.toml")])
 
 
 SPECIAL = """
@@ -312,24 +287,14 @@ def test_a_list_file_is_a_regular_file(place: Path, tmp_path: Path, kind: str, n
     else:
         path.mkdir()
     asking = write(place / "mine.toml", "extends = 'special.toml'") if named_by == "extends" else path
-    environ = {**os.environ, "PYTHONPATH": without_torch(tmp_path)}
-    if named_by == "AUTOAMP_LISTS":
-        environ["AUTOAMP_LISTS"] = str(path)
+    variables = {"AUTOAMP_LISTS": str(path)} if named_by == "AUTOAMP_LISTS" else {}
     given = [str(asking)] if named_by in ("lists=", "extends") else []
-    run = subprocess.run(
-        [sys.executable, "-S", "-c", SPECIAL, *given],
-        cwd=place,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert run.returncode == 0, run.stderr
+    said = printed(SPECIAL, place, without_torch(tmp_path), *given, **variables)
     if named_by == "pyproject.toml":
         # A project's file that is not ours, and has nothing to say.
-        assert run.stdout == ""
+        assert said == ""
         return
-    where, message = run.stdout.split("|")
+    where, message = said.split("|")
     assert where == (str(asking) if named_by == "extends" else named_by)
     assert f"'{path}' cannot be read (not a regular file); give the path of a list file" in message
 
@@ -355,12 +320,8 @@ def test_a_chain_of_extends_has_an_end(place: Path) -> None:
         return place / "0.toml"
 
     assert policies(load(chain(32))) == {"linear": "fp32"}
-    for length in (33, 1500):
-        with pytest.raises(ListFileError, match=r"32 `extends`.*merge") as caught:
-            load(chain(length))
-        assert caught.value.path == str(place / "32.toml")
-        assert caught.value.line == 2
-        assert "'33.toml'" in str(caught.value)
+    for length in (33, 100):
+        check_refused(chain(length), place / "32.toml", 2, ["32 `extends`", "merge", "'33.toml'"])
 
 
 def test_a_cycle_of_extends_shows_the_chain(place: Path) -> None:
@@ -368,13 +329,9 @@ def test_a_cycle_of_extends_shows_the_chain(place: Path) -> None:
     write(a, "extends = ['b.toml']")
     write(b, "extends = ['default', 'sub/c.toml']")
     write(c, "\nextends = '../sub/../b.toml'")
-    with pytest.raises(ListFileError, match="circular") as caught:
-        load(a)
-    assert f"{b} -> {c} -> {b}" in str(caught.value)
-    assert (caught.value.path, caught.value.line) == (str(c), 3)
+    check_refused(a, c, 3, ["circular", f"{b} -> {c} -> {b}"])
     write(a, "extends = 'a.toml'")
-    with pytest.raises(ListFileError, match=f"{re.escape(str(a))} -> {re.escape(str(a))}"):
-        load(a)
+    check_refused(a, a, 2, [f"{a} -> {a}"])
 
 
 # -- bare names --
@@ -392,11 +349,8 @@ def test_an_unknown_op_of_a_user_is_an_error_with_the_nearest_names(place: Path)
         check_bare_names(load({"extends": [], "banned": {"zzz": "no"}}), ["softmax"])
 
 
-def test_dotted_and_known_names_pass() -> None:
-    assert check_bare_names(load({"extends": [], "fp32": ["softmax", "my.sofmax"]}), ["softmax"]) == ()
-
-
 def test_shipped_names_that_torch_lacks_are_returned() -> None:
+    assert check_bare_names(load({"extends": [], "fp32": ["softmax", "my.sofmax"]}), ["softmax"]) == ()
     table = load("apex")
     known = {rule.target for rule in table.rules if rule.bare} - {"gelu", "vecdot"}
     assert [rule.target for rule in check_bare_names(table, known)] == ["vecdot", "gelu"]

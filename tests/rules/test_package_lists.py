@@ -69,15 +69,14 @@ def test_a_package_brings_the_rules_of_its_own_ops(
     ]
 
 
-def test_an_explicit_choice_precedes_the_lists_of_packages(dtypes: Callable[..., Dtypes], tmp_path: Path) -> None:
-    install(tmp_path, LIST)
-    assert dtypes(lists={"extends": []}) == (torch.float32, torch.float16)
-
-
-def test_the_project_precedes_the_lists_of_packages(dtypes: Callable[..., Dtypes], tmp_path: Path) -> None:
+def test_explicit_choices_and_the_project_precede_the_lists_of_packages(
+    dtypes: Callable[..., Dtypes], tmp_path: Path
+) -> None:
     install(tmp_path, LIST)
     (tmp_path / "autoamp.toml").write_text('schema = 1\nnone = ["mylib.product"]')
     assert dtypes() == (torch.float32, torch.float32)
+    sys.modules.pop("mylib")
+    assert dtypes(lists={"extends": []}) == (torch.float32, torch.float16)
 
 
 @pytest.mark.parametrize(
@@ -87,12 +86,15 @@ def test_the_project_precedes_the_lists_of_packages(dtypes: Callable[..., Dtypes
         ("schema = 1\nextends = []", "mylib", "autoamp.toml:2: a package's list cannot have `extends`"),
         ("schema = 1\nfp16 = 3", "mylib", "autoamp.toml:2: "),
         (LIST, "absent", "no package 'absent' is installed"),
+        (LIST, "by_hand", "no package 'by_hand' is installed"),
         (LIST, "mylib.inner", "'mylib.inner' has no list"),
     ],
 )
 def test_a_broken_list_is_told_and_left_out(
-    dtypes: Callable[..., Dtypes], tmp_path: Path, rules: str, package: str, why: str
+    dtypes: Callable[..., Dtypes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rules: str, package: str, why: str
 ) -> None:
+    # It names no file: its `__spec__` is None.
+    monkeypatch.setitem(sys.modules, "by_hand", types.ModuleType("by_hand"))
     install(tmp_path, rules, package)
     with pytest.warns(UserWarning, match="the cast list of my-library 1.2 is ignored: ") as told:
         assert dtypes() == (torch.float32, torch.float16)
@@ -105,16 +107,6 @@ def test_a_name_that_the_package_no_longer_has_is_told_once_it_is_imported(
     install(tmp_path, 'schema = 1\nfp16 = ["mylib.gone", "mylib.product"]')
     with pytest.warns(UserWarning, match="'mylib.gone' names nothing"):
         assert dtypes() == (torch.float16, torch.float16)
-
-
-def test_a_package_that_was_made_by_hand_and_names_no_file_is_told(
-    dtypes: Callable[..., Dtypes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install(tmp_path, LIST, "by_hand")
-    # Its `__spec__` is None.
-    monkeypatch.setitem(sys.modules, "by_hand", types.ModuleType("by_hand"))
-    with pytest.warns(UserWarning, match="no package 'by_hand' is installed"):
-        assert dtypes() == (torch.float32, torch.float16)
 
 
 def test_ops_of_a_package_may_be_those_that_it_registers_with_torch(tmp_path: Path) -> None:
