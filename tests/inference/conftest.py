@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 import autoamp
@@ -11,8 +9,6 @@ from tests.inference.pinned import HALF
 
 
 @pytest.fixture
-def handle() -> Iterator[autoamp.Handle]:
-    # autoamp's casts alone, of linear and conv2d.
-    handle = autoamp.init(device_type="cpu", dtype=HALF, lists={"extends": [], "fp16": ["linear", "conv2d"]})
-    yield handle
-    handle.deactivate()
+def handle() -> autoamp.Handle:
+    lists = {"extends": [], "fp16": ["linear", "conv2d", "conv_transpose2d", "lstm"]}
+    return autoamp.init(device_type="cpu", dtype=HALF, lists=lists)
