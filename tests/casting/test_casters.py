@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import Parameter
@@ -65,7 +65,6 @@ def test_subclasses_keep_their_type() -> None:
     assert Tensor.half in Tagged.calls
 
 
-@settings(deadline=None, max_examples=150)
 @given(nested, st.sampled_from(HALVES))
 def test_nests_are_never_mutated_and_get_the_right_dtypes(value: Any, half: torch.dtype) -> None:
     casts = make(half)

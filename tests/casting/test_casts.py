@@ -6,32 +6,22 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from autoamp.casting.casts import Casts
 from autoamp.tensors import iter_tensors
 from tests.casting._shared import CAST_DTYPES, in_thread, make, nested, snapshot
 
 
-def test_shut_and_open_reach_every_thread() -> None:
-    casts = make()
-    casts.shut()
-    assert not casts.local.on
-    assert not in_thread(lambda: casts.local.on)
-    casts.open()
-    assert casts.local.on
-    assert in_thread(lambda: casts.local.on)
-
-
-def test_who_opens_or_shuts_twice_does_it_once() -> None:
+def test_shut_and_open_reach_every_thread_once() -> None:
     casts = Casts(torch.float16, "cpu")
     casts.shut()
-    for _ in range(2):
-        casts.open()
-        assert casts.deviations == []
-    for _ in range(2):
-        casts.shut()
-        assert casts.deviations == [None]
+    for change, on, deviations in ((casts.open, True, []), (casts.shut, False, [None])) * 2:
+        for _ in range(2):
+            change()
+            assert casts.local.on is on
+            assert in_thread(lambda: casts.local.on) is on
+            assert casts.deviations == deviations
 
 
 @pytest.mark.parametrize(("on", "may_cast"), [(True, True), (None, True), (False, False)])
@@ -46,25 +36,15 @@ def test_what_threads_do_by_default(on: bool | None, may_cast: bool) -> None:
         assert not casts.begin_call(torch.nn.Linear(1, 1))
 
 
-def test_a_region_of_torch_casts_and_we_do_not() -> None:
-    casts, x = make(), torch.ones(2)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert casts.args_to_half((x,))[0] is x
-        assert casts.args_to_fp32((x.half(),))[0].dtype is torch.float16
-    assert casts.args_to_half((x,))[0].dtype is torch.float16
-
-
-def test_devices_of_any_other_type_are_known_by_its_name() -> None:
-    casts, x = make(device="meta"), torch.ones(2)
-    assert casts.to_half(x) is x
-    assert casts.to_half(x.to("meta")).dtype is torch.float16
-
-
-def test_beside_a_sparse_argument_what_is_no_floating_tensor_stays() -> None:
+def test_tensors_that_stay_as_they_are() -> None:
+    of_meta, x = make(device="meta"), torch.ones(2)
+    assert of_meta.to_half(x) is x
+    assert of_meta.to_half(x.to("meta")).dtype is torch.float16
     casts, sparse = make(), torch.eye(2).to_sparse()
-    numbers, wide, elsewhere = torch.ones(2, dtype=torch.int32), torch.ones(2).double(), torch.ones(2, device="meta")
-    _, *rest = casts.args_to_half((sparse, numbers, wide, elsewhere))
-    assert all(one is other for one, other in zip(rest, (numbers, wide, elsewhere), strict=True))
+    # Beside a sparse argument.
+    others = torch.ones(2, dtype=torch.int32), x.double(), torch.ones(2, device="meta")
+    _, *rest = casts.args_to_half((sparse, *others))
+    assert all(one is other for one, other in zip(rest, others, strict=True))
 
 
 def test_two_handles_have_switches_of_their_own() -> None:
@@ -103,17 +83,20 @@ def test_switches_are_set_in_another_thread_as_they_are_here(on: bool, forced_of
     assert in_thread(there) == (on, forced_off)
 
 
-def test_autocast_of_another_device_type_leaves_tensors_to_us() -> None:
-    casts = make(torch.float16)
-    torch.set_autocast_enabled("cuda", True)
-    try:
-        assert not casts.autocast_rules()
-        assert casts.eligible(torch.ones(1))
-    finally:
-        torch.set_autocast_enabled("cuda", False)
+def test_a_region_of_torch_casts_its_own_device_type_and_we_do_not() -> None:
+    casts, x = make(), torch.ones(2)
+    for device_type, ours in (("cpu", False), ("cuda", True)):
+        torch.set_autocast_enabled(device_type, True)
+        try:
+            assert casts.autocast_rules() is not ours
+            assert casts.eligible(x) is ours
+            assert (casts.args_to_half((x,))[0] is not x) is ours
+            assert (casts.args_to_fp32((x.half(),))[0].dtype is torch.float32) is ours
+        finally:
+            torch.set_autocast_enabled(device_type, False)
+    assert casts.args_to_half((x,))[0].dtype is torch.float16
 
 
-@settings(deadline=None, max_examples=150)
 @given(nested)
 def test_promotion_goes_to_fp32_where_dtypes_differ_and_nowhere_else(value: Any) -> None:
     before = snapshot(value)
