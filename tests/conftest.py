@@ -141,6 +141,16 @@ def half(request: pytest.FixtureRequest) -> torch.dtype:
 
 
 @pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder on sys.path, whose modules are forgotten afterwards."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    known = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - known:
+        del sys.modules[name]
+
+
+@pytest.fixture
 def collected() -> Any:
     """Return a function that collects garbage, for tests that count what is alive."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 from autoamp.patching.marks import imitate
@@ -35,6 +36,13 @@ class Base:
 
 class Derived(Base):
     pass
+
+
+def package(folder: Path, name: str, **files: str) -> None:
+    """Write a package with these files; ``init`` is its own."""
+    (folder / name).mkdir()
+    for file, text in {"init": "", **files}.items():
+        (folder / name / f"{'__init__' if file == 'init' else file}.py").write_text(text)
 
 
 def module_with(name: str, **names: Any) -> types.ModuleType:

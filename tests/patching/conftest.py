@@ -1,11 +1,10 @@
-"""Fixtures for patching: a module to patch, a set of patches, a folder of modules to import."""
+"""Fixtures for patching: a module to patch, and a set of patches."""
 
 from __future__ import annotations
 
 import sys
 import types
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -29,13 +28,3 @@ def patches() -> Iterator[PatchSet]:
     made = PatchSet()
     yield made
     made.restore()
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder on sys.path, whose modules are forgotten afterwards."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    known = set(sys.modules)
-    yield tmp_path
-    for name in set(sys.modules) - known:
-        del sys.modules[name]

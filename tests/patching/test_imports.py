@@ -16,7 +16,7 @@ from autoamp.errors import PatchError
 from autoamp.patching.imports import nearest, resolve, spelled_out
 from autoamp.patching.marks import original_of
 from autoamp.patching.patches import PatchSet
-from tests.patching._shared import Base, replacement_of
+from tests.patching._shared import Base, package, replacement_of
 
 # -- waiting for an import --
 
@@ -37,7 +37,7 @@ def test_callbacks_come_once_the_module_is_there_and_not_after_restore(folder: P
 
 
 def test_a_module_that_is_imported_anew_is_seen_anew(folder: Path) -> None:
-    (folder / "again.py").write_text("VALUE = 1\n")
+    (folder / "again.py").touch()
     seen: list[types.ModuleType] = []
     for count in (1, 2):
         patches = PatchSet()
@@ -49,25 +49,19 @@ def test_a_module_that_is_imported_anew_is_seen_anew(folder: Path) -> None:
 
 
 def test_the_watcher_does_not_grow() -> None:
-    def cycle() -> None:
+    from wrapt.importer import _post_import_hooks
+
+    kept, hooks = set(), set()
+    for _ in range(20):
         patches = PatchSet()
         patches.when_imported("never_imported_by_anyone", print)
         patches.restore()
-
-    from wrapt.importer import _post_import_hooks
-
-    def kept() -> list[PatchSet]:
+        del patches
         gc.collect()
-        return [found for found in gc.get_objects() if type(found) is PatchSet]
-
-    cycle()
-    before, hooks = len(kept()), len(_post_import_hooks["never_imported_by_anyone"])
-    for _ in range(20):
-        cycle()
-    assert len(_post_import_hooks["never_imported_by_anyone"]) == hooks == 1
-    # The watcher knows sets that listen by themselves.
-    assert len(kept()) == before
-    assert not [found for found in kept() if len(found)]
+        kept.add(sum(type(found) is PatchSet for found in gc.get_objects()))
+        hooks.add(len(_post_import_hooks["never_imported_by_anyone"]))
+    assert hooks == {1}
+    assert len(kept) == 1
 
 
 def test_a_set_that_is_restored_while_an_import_runs_gets_no_patch(folder: Path) -> None:
@@ -101,7 +95,7 @@ def near_package(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     modules = {name: types.ModuleType(name) for name in ("near_pkg", "near_pkg.inner", "near_pkg.hidden")}
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-        module.Linear = type("Linear", (), {"forward": None, "for_ward": None, "forwards": None})
+        module.Linear = type("Linear", (), dict.fromkeys(["forward", "for_ward", "forwards", "forwarx"]))
         module.options = []
     modules["near_pkg"].inner = modules["near_pkg.inner"]
     return modules["near_pkg"]
@@ -135,33 +129,17 @@ def test_at_most_three_names_are_near(near_package: types.ModuleType) -> None:
 # -- resolve --
 
 
-def test_resolve_finds_functions_methods_and_modules(shelf: types.ModuleType) -> None:
-    shelf.Base = Base  # type: ignore[attr-defined]
-    assert resolve("shelf.work") == (shelf, "work", shelf.work)
+def test_resolve_finds_functions_methods_and_modules(shelf: types.ModuleType, patches: PatchSet) -> None:
+    shelf.Base, work = Base, shelf.work  # type: ignore[attr-defined]
+    assert resolve("shelf.work") == (shelf, "work", work)
     assert resolve("shelf.Base.method") == (Base, "method", vars(Base)["method"])
     assert resolve("shelf.Base.static") == (Base, "static", vars(Base)["static"])
+    assert resolve("os.path") == (os, "path", os.path)
     assert resolve("not_imported_at_all.work") is None
     with pytest.raises(PatchError, match=r"'shelf\.wrok' does not exist"):
         resolve("shelf.wrok")
-
-
-def test_resolve_takes_our_replacement_off(shelf: types.ModuleType, patches: PatchSet) -> None:
-    work = shelf.work
     patches.replace(shelf, "work", replacement_of(work))
     assert resolve("shelf.work") == (shelf, "work", work)
-
-
-def test_resolve_finds_a_module_by_its_whole_name() -> None:
-    assert resolve("os.path") == (os, "path", os.path)
-
-
-def test_resolve_tells_that_a_package_lacks_a_name(folder: Path) -> None:
-    package = folder / "small_pkg"
-    package.mkdir()
-    (package / "__init__.py").write_text("def work(): pass\n")
-    importlib.import_module("small_pkg")
-    with pytest.raises(PatchError, match=r"'small_pkg\.wrok' does not exist"):
-        resolve("small_pkg.wrok")
 
 
 @pytest.mark.parametrize(
@@ -184,12 +162,8 @@ def test_short_names_of_torch_are_spelled_out(folder: Path, short: str, whole: s
 
 
 def test_resolve_imports_nothing(folder: Path) -> None:
-    package = folder / "lazy_pkg"
-    package.mkdir()
-    (package / "__init__.py").write_text(
-        "import importlib\ndef __getattr__(name):\n    return importlib.import_module(f'lazy_pkg.{name}')\n"
-    )
-    (package / "losses.py").write_text("def focal(): pass\n")
+    lazily = "import importlib\ndef __getattr__(name):\n    return importlib.import_module(f'lazy_pkg.{name}')\n"
+    package(folder, "lazy_pkg", init=lazily, losses="def focal(): pass\n")
     assert resolve("lazy_pkg.losses.focal") is None
     assert "lazy_pkg" not in sys.modules
     importlib.import_module("lazy_pkg")
@@ -197,3 +171,10 @@ def test_resolve_imports_nothing(folder: Path) -> None:
     assert "lazy_pkg.losses" not in sys.modules
     losses = importlib.import_module("lazy_pkg.losses")
     assert resolve("lazy_pkg.losses.focal") == (losses, "focal", losses.focal)
+    with pytest.raises(PatchError, match=r"'lazy_pkg\.losses\.facol' does not exist"):
+        resolve("lazy_pkg.losses.facol")
+    package(folder, "small_pkg")
+    small = importlib.import_module("small_pkg")
+    with pytest.raises(PatchError, match=r"'small_pkg\.wrok' does not exist"):
+        resolve("small_pkg.wrok")
+    assert not hasattr(small, "wrok")
