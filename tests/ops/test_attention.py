@@ -28,6 +28,12 @@ class Attentions(TorchDispatchMode):
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def pretend_units(units: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make this an x86 CPU with these units, or without any."""
+    has = {"architecture": "x86_64", **({units: True} if units else {})}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
+
+
 @pytest.mark.parametrize(
     ("half", "tokens", "trained", "units", "computed"),
     [
@@ -43,8 +49,7 @@ HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def test_fp32_where_it_is_faster_and_a_half_result(
     half: str, tokens: int, trained: bool, units: str | None, computed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    has = {"architecture": "x86_64"} if units is None else {"architecture": "x86_64", units: True}
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
+    pretend_units(units, monkeypatch)
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, 2, tokens, 8, requires_grad=trained) for _ in range(3))
     mask = torch.ones(tokens, tokens).tril().log()
@@ -68,8 +73,7 @@ def test_fp32_where_it_is_faster_and_a_half_result(
 @pytest.mark.parametrize("level", ["O2", "O3"])
 @pytest.mark.parametrize("units", [None, "amx_bf16"])
 def test_half_models_compute_it_in_fp32_too(level: str, units: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    has = {"architecture": "x86_64"} if units is None else {"architecture": "x86_64", units: True}
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
+    pretend_units(units, monkeypatch)
     torch.manual_seed(0)
     model: Any = torch.nn.MultiheadAttention(16, 2, batch_first=True)
     x = torch.randn(2, 8, 16)

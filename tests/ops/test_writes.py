@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 import autoamp
 
@@ -22,7 +20,7 @@ def policy(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def listed(policy: str) -> Iterator[Any]:
+def listed(policy: str) -> Any:
     """Put ops under a policy that they do not have by default."""
 
     def init(*names: str) -> None:
@@ -38,65 +36,42 @@ def result_dtype(policy: str, *dtypes: torch.dtype) -> torch.dtype:
 
 
 @pytest.mark.parametrize("source", [FP32, HALF], ids=str)
-@pytest.mark.parametrize("weights", [FP32, None], ids=str)
-def test_batch_norm_keeps_its_statistics(
-    listed: Any, policy: str, source: torch.dtype, weights: torch.dtype | None
-) -> None:
-    def state() -> dict[str, Tensor | None]:
-        weight = None if weights is None else torch.linspace(0.5, 1.5, 3, dtype=weights)
-        bias = None if weights is None else torch.linspace(-1, 1, 3, dtype=weights)
+@pytest.mark.parametrize("weights", [True, False])
+def test_batch_norm_keeps_its_statistics(listed: Any, policy: str, source: torch.dtype, weights: bool) -> None:
+    def state() -> dict[str, Any]:
+        weight, bias = (torch.linspace(0.5, 1.5, 3), torch.linspace(-1, 1, 3)) if weights else (None, None)
         return {"running_mean": torch.zeros(3), "running_var": torch.ones(3), "weight": weight, "bias": bias}
 
     x = torch.linspace(-2, 3, 2 * 3 * 5).reshape(2, 3, 5).to(source)
-    control = state()
-    reference = F.batch_norm(x.float(), **control, training=True)  # type: ignore[arg-type]
+    control, found, again = state(), state(), state()
+    reference = F.batch_norm(x.float(), **control, training=True)
 
     listed("batch_norm")
-    found = state()
-    by_name = F.batch_norm(x, training=True, momentum=0.1, **found)  # type: ignore[arg-type]
-    again = state()
+    by_name = F.batch_norm(x, training=True, momentum=0.1, **found)
     by_place = torch.batch_norm(
         x, again["weight"], again["bias"], again["running_mean"], again["running_var"], True, 0.1, 1e-5, False
     )  # fmt: skip
 
-    # Without weights and statistics in another dtype than the input's there is nothing to promote.
-    expected = FP32 if policy == "promote" else result_dtype(policy)
     for output, running in ((by_name, found), (by_place, again)):
-        assert output.dtype == expected
+        # Statistics in another dtype than the input's are promoted with it.
+        assert output.dtype == (FP32 if policy == "promote" else result_dtype(policy))
         torch.testing.assert_close(output.float(), reference, rtol=5e-3, atol=5e-3)
         for name in ("running_mean", "running_var"):
-            assert running[name].dtype == FP32  # type: ignore[union-attr]
+            assert running[name].dtype == FP32
             torch.testing.assert_close(running[name], control[name], rtol=1e-3, atol=1e-3)
 
 
-def test_half_statistics_are_updated_too(listed: Any, policy: str) -> None:
-    mean, var = torch.zeros(3, dtype=HALF), torch.ones(3, dtype=HALF)
-    x = torch.linspace(-2, 3, 30).reshape(2, 3, 5).half()
-    listed("batch_norm")
-    F.batch_norm(x, mean, var, training=True)
-    torch.testing.assert_close(mean.float(), 0.1 * x.float().mean((0, 2)), rtol=2e-3, atol=2e-3)
-    assert var.dtype == HALF
-
-
-def test_instance_norm_keeps_its_statistics(listed: Any, policy: str) -> None:
-    x = torch.linspace(-2, 3, 30).reshape(2, 3, 5)
-    mean, var = torch.zeros(3), torch.ones(3)
-    listed("instance_norm")
-    output = F.instance_norm(x, mean, var, use_input_stats=True)
-    assert output.dtype == result_dtype(policy, FP32)
-    torch.testing.assert_close(mean, 0.1 * x.mean((0, 2)), rtol=2e-3, atol=2e-3)
-
-
-def test_modules_train_and_evaluate(listed: Any, policy: str) -> None:
-    torch.manual_seed(0)
-    model = torch.nn.BatchNorm2d(4)
-    listed("batch_norm")
-    x = 3 + torch.randn(8, 4, 6, 6)
-    for _ in range(60):
-        model(x).float().sum().backward()
-    torch.testing.assert_close(model.running_mean, x.mean((0, 2, 3)), rtol=2e-2, atol=2e-2)
-    model.eval()
-    torch.testing.assert_close(model(x).float().mean(), torch.tensor(0.0), rtol=0, atol=2e-2)
+@pytest.mark.parametrize("name", ["batch_norm", "instance_norm"])
+def test_statistics_of_any_dtype_are_updated(listed: Any, policy: str, name: str) -> None:
+    listed(name)
+    train = {"batch_norm": {"training": True}, "instance_norm": {"use_input_stats": True}}[name]
+    for dtype in (FP32, HALF):
+        x, mean, var = torch.linspace(-2, 3, 30).reshape(2, 3, 5).to(dtype), torch.zeros(3), torch.ones(3)
+        mean, var = mean.to(dtype), var.to(dtype)
+        output = getattr(F, name)(x, mean, var, **train)
+        assert output.dtype == result_dtype(policy, dtype)
+        torch.testing.assert_close(mean.float(), 0.1 * x.float().mean((0, 2)), rtol=2e-3, atol=2e-3)
+        assert var.dtype == dtype
 
 
 def test_embedding_renormalises_the_weight(listed: Any, policy: str) -> None:
@@ -113,19 +88,17 @@ def test_embedding_renormalises_the_weight(listed: Any, policy: str) -> None:
 @pytest.mark.parametrize(
     "name", ["relu", "leaky_relu", "hardswish", "silu", "mish", "elu", "selu", "relu6", "hardtanh"]
 )
-@pytest.mark.parametrize("source", [FP32, HALF], ids=str)
-def test_the_flag_inplace_writes_to_the_argument(listed: Any, policy: str, name: str, source: torch.dtype) -> None:
-    x = torch.linspace(-2, 2, 9).to(source)
-    reference = getattr(F, name)(x.clone())
+def test_the_flag_inplace_writes_to_the_argument(listed: Any, policy: str, name: str) -> None:
     listed(name)
     function = getattr(F, name)
-    output = function(x, inplace=True)
-    assert output is x
-    assert x.dtype == source
-    torch.testing.assert_close(x, reference, rtol=2e-3, atol=2e-3)
-    by_place = torch.linspace(-2, 2, 9).to(source)
-    assert function(by_place).dtype == result_dtype(policy, source)
-    assert torch.equal(by_place, torch.linspace(-2, 2, 9).to(source))
+    for source in (FP32, HALF):
+        given, x = torch.linspace(-2, 2, 9).to(source), torch.linspace(-2, 2, 9).to(source)
+        output = function(given)
+        assert output.dtype == result_dtype(policy, source)
+        assert torch.equal(given, x)
+        assert function(x, inplace=True) is x
+        assert x.dtype == source
+        torch.testing.assert_close(x.float(), output.float(), rtol=2e-3, atol=2e-3)
 
 
 def test_the_flag_inplace_has_gradients(listed: Any) -> None:
