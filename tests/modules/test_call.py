@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoamp
-from tests.modules.watches import FP32, HALF, LISTS, Outer, Watch, computed, marks, watches
+from tests.modules.watches import FP32, HALF, LISTS, Calls, Outer, Watch, watches
 
 
 def test_fp32_forward_and_backward(handle: autoamp.Handle) -> None:
@@ -47,20 +47,16 @@ def test_fp32_equals_plain_torch_on_fp32_inputs(handle: autoamp.Handle) -> None:
 
 
 def test_fp16_gives_half_inputs_and_the_lists_hold_within(handle: autoamp.Handle) -> None:
-    class Model(nn.Module):
-        def forward(self, x: Tensor) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-            return x.dtype, torch.mm(x, x).dtype, torch.exp(x).dtype
-
-    model = Model()
-    x = torch.randn(3, 3)
+    model, x = Calls(lambda x: (x.dtype, torch.mm(x, x).dtype, torch.exp(x).dtype)), torch.randn(3, 3)
     assert model(x) == (FP32, HALF, FP32)
-    with handle.override(model, "fp16"):
-        assert model(x) == (HALF, HALF, FP32)
-    with handle.override(model, "fp32"):
-        assert model(x.half()) == (FP32, FP32, FP32)
-    with handle.override(model, "none"):
-        assert model(x) == (FP32, FP32, FP32)
-        assert model(x.half()) == (HALF, HALF, HALF)
+    for precision, given, dtypes in (
+        ("fp16", x, (HALF, HALF, FP32)),
+        ("fp32", x.half(), (FP32, FP32, FP32)),
+        ("none", x, (FP32, FP32, FP32)),
+        ("none", x.half(), (HALF, HALF, HALF)),
+    ):
+        with handle.override(model, precision):
+            assert model(given) == dtypes
     assert model(x) == (FP32, HALF, FP32)
 
 
@@ -79,63 +75,27 @@ def test_fp16_inside_fp32_inside_fp16(handle: autoamp.Handle) -> None:
 def test_nested_arguments_are_cast_and_never_mutated(handle: autoamp.Handle) -> None:
     seen = []
 
-    class Model(nn.Module):
-        def forward(self, pair: Any, *, mapping: Any, number: int) -> Any:
-            seen.append((pair[0].dtype, mapping["a"][0].dtype, mapping["i"].dtype, number))
-            return pair
+    def note(pair: Any, *, mapping: Any, number: int) -> Any:
+        seen.append((pair[0].dtype, pair[2].dtype, mapping["a"][0].dtype, mapping["i"].dtype, number))
+        return pair
 
-    pair = [torch.ones(2).half(), None]
+    pair = [torch.ones(2).half(), None, torch.eye(3).to_sparse().half()]
     mapping = {"a": (torch.ones(2).half(),), "i": torch.ones(2, dtype=torch.int64)}
-    model = Model()
+    model = Calls(note)
     with handle.override(model, "fp32"):
         returned = model(pair, mapping=mapping, number=3)
-    assert seen == [(FP32, FP32, torch.int64, 3)]
+    assert seen == [(FP32, HALF, FP32, torch.int64, 3)]
     assert returned[0].dtype == FP32
     assert pair[0].dtype == HALF
     assert mapping["a"][0].dtype == HALF
 
 
-def test_sparse_inputs_are_left_as_they_are(handle: autoamp.Handle) -> None:
-    seen = []
-
-    class Model(nn.Module):
-        def forward(self, adjacency: Tensor, x: Tensor) -> Tensor:
-            seen.append((adjacency.dtype, x.dtype))
-            return x
-
-    model = Model()
-    with handle.override(model, "fp32"):
-        model(torch.eye(3).to_sparse().half(), torch.ones(3).half())
-    with handle.override(model, "fp16"):
-        model(torch.eye(3).to_sparse(), torch.ones(3))
-    assert seen == [(HALF, FP32), (FP32, HALF)]
-
-
-def test_precision_comes_back_after_an_exception(handle: autoamp.Handle) -> None:
-    class Fails(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            assert torch.mm(x, x).dtype == FP32
-            raise KeyError
-
-    model = Fails()
-    with handle.override(model, "fp32"), pytest.raises(KeyError):
-        model(torch.randn(3, 3))
-    assert torch.mm(torch.randn(3, 3), torch.randn(3, 3)).dtype == HALF
-    assert not marks(model)
-    assert len(handle.cache) == 0
-
-
-def test_disable_casts_goes_over_an_override(handle: autoamp.Handle) -> None:
-    model = Outer()
-    with handle.override(model, "fp16"), handle.disable_casts():
-        assert set(computed(model)) == {FP32}
-
-
-def test_an_autocast_region_goes_over_an_override(handle: autoamp.Handle) -> None:
+def test_what_goes_over_an_override(handle: autoamp.Handle) -> None:
     model = Watch()
-    with handle.override(model, "fp16"), torch.autocast("cpu", dtype=torch.bfloat16):
-        model(torch.randn(2, 4))
-    assert model.seen == [FP32, torch.bfloat16]
+    for around, dtype in ((handle.disable_casts(), FP32), (torch.autocast("cpu", torch.bfloat16), torch.bfloat16)):
+        with handle.override(model, "fp16"), around:
+            model(torch.randn(2, 4))
+        assert model.seen[1] == dtype
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
@@ -165,77 +125,48 @@ def test_the_outermost_module_may_be_the_overridden_one(handle: autoamp.Handle) 
 # -- threads --
 
 
+def in_thread(function: Callable[[], Any]) -> None:
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join(30)
+
+
 def test_other_threads_see_the_override_but_not_its_switch(handle: autoamp.Handle) -> None:
-    model, plain = Watch(), Watch()
-    meet = threading.Barrier(2)
-    seen = []
+    inner, plain, x = Watch(), Watch(), torch.randn(2, 4)
 
-    class Slow(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.watch = model
+    def forward(x: Tensor) -> Tensor:
+        in_thread(lambda: plain(x))
+        return inner(x)
 
-        def forward(self, x: Tensor) -> Tensor:
-            meet.wait(timeout=30)
-            y = self.watch(x)
-            meet.wait(timeout=30)
-            return y
-
-    slow = Slow()
-
-    def beside() -> None:
-        meet.wait(timeout=30)
-        plain(torch.randn(2, 4))
-        seen.append(plain.seen)
-        meet.wait(timeout=30)
-
-    thread = threading.Thread(target=beside)
-    with handle.override(slow, "fp32"):
-        thread.start()
-        slow(torch.randn(2, 4))
-        thread.join()
-        assert model.seen == [FP32, FP32]
-        thread = threading.Thread(target=lambda: computed_in_thread.append(watched(slow.watch, handle)))
-        computed_in_thread: list[Any] = []
-        thread.start()
-        thread.join()
-    assert seen == [[FP32, HALF]]
-    assert computed_in_thread == [[FP32, HALF]]
-
-
-def watched(model: Watch, handle: autoamp.Handle) -> list[torch.dtype]:
-    model(torch.randn(2, 4))
-    return model.seen
+    model = Calls(forward)
+    with handle.override(model, "fp32"):
+        model(x)
+        assert plain.seen == [FP32, HALF]
+        assert inner.seen == [FP32, FP32]
+        in_thread(lambda: model(x))
+        assert inner.seen == [FP32, FP32]
 
 
 def test_a_region_s_override_does_nothing_in_other_threads() -> None:
     model = Watch()
     with autoamp.region(device_type="cpu", dtype=HALF, lists=LISTS) as handle, handle.override(model, "fp16"):
-        thread = threading.Thread(target=model, args=(torch.randn(2, 4),))
-        thread.start()
-        thread.join()
-        assert model.seen == [FP32, FP32]
-        model(torch.randn(2, 4))
-        assert model.seen == [HALF, HALF]
+        for run, dtype in ((in_thread, FP32), (lambda function: function(), HALF)):
+            run(lambda: model(torch.randn(2, 4)))
+            assert model.seen == [dtype, dtype]
 
 
 # -- the patched call itself --
 
 
-def test_hooks_and_results_are_those_of_the_module(handle: autoamp.Handle) -> None:
+def test_hooks_and_keywords_are_those_of_the_module(handle: autoamp.Handle) -> None:
     model = nn.Linear(4, 4)
     order = []
     model.register_forward_pre_hook(lambda *_: order.append("before"))
     model.register_forward_hook(lambda *_: order.append("after"))
-    model(torch.randn(2, 4))
-    assert order == ["before", "after"]
-    assert nn.Module.__call__.__name__ == "_wrapped_call_impl"
-
-
-def test_modules_called_by_keyword(handle: autoamp.Handle) -> None:
-    model = nn.Linear(4, 4)
     with handle.override(model, "fp32"):
         assert model(input=torch.randn(2, 4).half()).dtype == FP32
+    assert order == ["before", "after"]
+    assert nn.Module.__call__.__name__ == "_wrapped_call_impl"
 
 
 def test_a_module_that_calls_itself(handle: autoamp.Handle) -> None:

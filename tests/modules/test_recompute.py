@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import sys
 import threading
 from typing import Any, ClassVar
@@ -11,26 +10,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
-import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
-from autoamp.modules.recompute import build_recompute
-from autoamp.runtime import runtime_of
-from tests.modules.watches import FP32, HALF, LISTS, Watch
-
-
-@pytest.fixture
-def recomputing(handle: autoamp.Handle, monkeypatch: pytest.MonkeyPatch) -> autoamp.Handle:
-    """What keeps a function for backward, patched; whether or not the handle patches it too."""
-    for owner, name, position in (
-        (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", 0),
-        (torch.utils.checkpoint.CheckpointFunction, "forward", 1),
-    ):
-        original = inspect.getattr_static(owner, name)
-        monkeypatch.setattr(owner, name, build_recompute(original, runtime_of(handle).casts, position))
-    return handle
+from tests.modules.watches import FP32, HALF, Watch
 
 
 class Checkpointed(nn.Module):
@@ -45,77 +29,53 @@ class Checkpointed(nn.Module):
         return checkpoint(self.watch, x, use_reentrant=self.use_reentrant)
 
 
+AROUND: dict[str, Any] = {
+    "nothing": lambda handle, model: contextlib.nullcontext(),
+    "override": lambda handle, model: handle.override(model, "fp32"),
+    "disable_casts": lambda handle, model: handle.disable_casts(),
+    "autocast off": lambda handle, model: torch.autocast("cpu", enabled=False),
+}
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("within", [False, True], ids=["backward after", "backward within"])
-def test_checkpoints_within_an_override(recomputing: autoamp.Handle, use_reentrant: bool, within: bool) -> None:
+@pytest.mark.parametrize("around", AROUND)
+def test_checkpoints_recompute_as_they_computed(
+    handle: autoamp.Handle, around: str, use_reentrant: bool, within: bool
+) -> None:
     model = Checkpointed(use_reentrant)
     x = torch.randn(2, 4, requires_grad=True)
-    with recomputing.override(model, "fp32"):
+    dtype = HALF if around == "nothing" else FP32
+    with AROUND[around](handle, model):
         output = model(x)
+        assert model.watch.seen == [FP32, dtype]
         if within:
-            output.sum().backward()
+            output.float().sum().backward()
     if not within:
-        output.sum().backward()
-    assert model.watch.seen == [FP32, FP32]
-    assert model.watch.returned == [FP32]
-    assert runtime_of(recomputing).casts.local.on
+        output.float().sum().backward()
+    # Without reentrance the recomputation ends as soon as backward has all tensors; of other dtypes torch refuses them.
+    assert model.watch.seen == [FP32, dtype]
+    assert set(model.watch.returned) == {dtype}
     assert model(x).dtype == HALF
 
 
-def test_checkpoints_within_disable_casts(recomputing: autoamp.Handle) -> None:
-    model = Checkpointed(use_reentrant=False)
-    with recomputing.disable_casts():
-        output = model(torch.randn(2, 4))
-    output.sum().backward()
-    assert model.watch.seen == [FP32, FP32]
-    assert runtime_of(recomputing).casts.local.on
-    assert not {"on", "forced_off"} & vars(runtime_of(recomputing).casts.local).keys()
-
-
-def test_recomputation_in_another_thread() -> None:
-    with autoamp.region(device_type="cpu", dtype=HALF, lists=LISTS) as handle:
-        kept = runtime_of(handle).casts.remembered(lambda x: torch.mm(x, x).dtype)
-        seen = []
-        thread = threading.Thread(
-            target=lambda: seen.extend([kept(torch.ones(2, 2)), runtime_of(handle).casts.local.on])
-        )
-        thread.start()
-        thread.join()
-        assert seen == [HALF, False]
-
-
-def test_checkpointed_override(handle: autoamp.Handle) -> None:
-    model = Watch()
-    x = torch.randn(2, 4, requires_grad=True)
-    with handle.override(model, "fp32"):
-        checkpoint(model, x, use_reentrant=False).sum().backward()
-        assert model.seen == [FP32, FP32]
-    assert x.grad is not None
-
-
-def test_threads_of_data_parallel_cast_as_the_thread_that_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    # What parallel_apply asks of an accelerator, answered by the CPU.
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.accelerator, "device_index", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
-    model, inputs, half = nn.Linear(3, 3), [(torch.randn(2, 3),)] * 2, torch.bfloat16
+def test_threads_of_data_parallel_cast_as_the_thread_that_calls(parallel_on_cpu: None) -> None:
+    model, inputs = nn.Linear(3, 3), [(torch.randn(2, 3),)] * 2
 
     def dtypes(function: Any) -> set[torch.dtype]:
         return {output.dtype for output in function([model, model], inputs)}
 
     names = ("torch.nn.parallel", "torch.nn.parallel.data_parallel", "torch.nn.parallel.parallel_apply")
-    with autoamp.region(device_type="cpu", dtype=half):
+    with autoamp.region(device_type="cpu", dtype=HALF):
         for name in names:
-            assert dtypes(sys.modules[name].parallel_apply) == {half}
-    handle = autoamp.init(device_type="cpu", dtype=half)
-    assert dtypes(torch.nn.parallel.parallel_apply) == {half}
-    with handle.disable_casts():
-        assert dtypes(torch.nn.parallel.parallel_apply) == {torch.float32}
-    with torch.autocast("cpu", enabled=False):
-        assert dtypes(torch.nn.parallel.parallel_apply) == {torch.float32}
+            assert dtypes(sys.modules[name].parallel_apply) == {HALF}
+    handle = autoamp.init(device_type="cpu", dtype=HALF)
+    assert dtypes(torch.nn.parallel.parallel_apply) == {HALF}
+    for off in (handle.disable_casts(), torch.autocast("cpu", enabled=False)):
+        with off:
+            assert dtypes(torch.nn.parallel.parallel_apply) == {FP32}
     handle.deactivate()
-    assert dtypes(torch.nn.parallel.parallel_apply) == {torch.float32}
+    assert dtypes(torch.nn.parallel.parallel_apply) == {FP32}
 
 
 class Projects(torch.autograd.Function):

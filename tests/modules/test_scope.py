@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import threading
 from collections.abc import Iterator
@@ -19,8 +18,7 @@ from autoamp.errors import UsageError
 from autoamp.modules.scope import ModuleCasts
 from autoamp.runtime import runtime_of
 from autoamp.runtime.handle import Handle
-
-DIM, POSITIONS = 64, 2048
+from tests.modules.watches import Calls
 
 
 @pytest.fixture
@@ -37,21 +35,6 @@ def casts_of(handle: Handle) -> ModuleCasts:
     return runtime_of(handle).casts
 
 
-class Rotary(nn.Module):
-    """Makes its table in its constructor, as rotary embeddings do, and calls a part of itself there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        frequencies = 1.0 / 10000 ** (torch.arange(0, DIM, 2) / DIM)
-        self.angles = torch.einsum("i,j->ij", torch.arange(float(POSITIONS)), frequencies)
-        self.part = nn.Linear(4, 4)
-        self.tried = self.part(torch.ones(1, 4))
-        self.later = torch.arange(float(POSITIONS))[:, None] @ frequencies[None]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.part(x)
-
-
 class Probe(nn.Module):
     """Notes the dtypes of what it computes."""
 
@@ -66,32 +49,22 @@ class Probe(nn.Module):
         return self.second(inner)
 
 
-def test_tables_of_a_constructor_stay_as_precise_as_plain_ones(handle: Handle) -> None:
-    made = Rotary()
-    handle.deactivate()
-    plain = Rotary()
-    assert torch.equal(made.angles.cos(), plain.angles.cos())
-    assert torch.equal(made.later, plain.later)
-    assert made.tried.dtype is torch.float32
+def test_outside_of_modules_nothing_is_cast(handle: Handle, half: torch.dtype) -> None:
+    weight, x = nn.Parameter(torch.randn(8, 8)), torch.full((64, 8), 100.0) + torch.randn(64, 8)
 
+    def results() -> list[Tensor]:
+        """Of weights, statistics and projections."""
+        products = [x @ weight, F.linear(x, weight), torch.einsum("ij,jk->ik", x, weight), F.softmax(x, -1)]
+        return [*products, x.t() @ x, torch.einsum("ij,ik->jk", x, x), torch.linalg.qr(x).Q @ x.t()[:, :8].t()]
 
-def test_weights_and_gradients_outside_of_modules_are_not_cast(handle: Handle, half: torch.dtype) -> None:
-    weight, x = nn.Parameter(torch.randn(4, 4)), torch.randn(2, 4)
-    for call in (lambda: x @ weight, lambda: F.linear(x, weight.t()), lambda: torch.einsum("ij,jk->ik", x, weight)):
-        found = call()
-        assert found.requires_grad
-        with autoamp.disable_casts():
-            assert torch.equal(found, call())
+    made = results()
+    # Nor after a call, as in a constructor that tries a part of its module before it computes a table.
+    nn.Linear(8, 8)(x)
+    made += results()
+    assert made[0].requires_grad
     assert (x.to(half) @ weight).dtype is half
-
-
-def test_statistics_and_projections_outside_of_modules_stay_fp32(handle: Handle) -> None:
-    x = torch.full((64, 8), 100.0) + torch.randn(64, 8)
-    made = [x.t() @ x, torch.linalg.qr(x).Q @ x.t()[:, :8].t(), torch.einsum("ij,ik->jk", x, x), F.softmax(x, -1)]
     handle.deactivate()
-    plain = [x.t() @ x, torch.linalg.qr(x).Q @ x.t()[:, :8].t(), torch.einsum("ij,ik->jk", x, x), F.softmax(x, -1)]
-    assert all(torch.equal(one, other) for one, other in zip(made, plain, strict=True))
-    assert made[0].isfinite().all()
+    assert all(torch.equal(one, other) for one, other in zip(made, results() * 2, strict=True))
 
 
 def test_a_call_of_a_module_is_cast_and_its_output_is_fp32(handle: Handle, half: torch.dtype) -> None:
@@ -106,16 +79,12 @@ def test_a_call_of_a_module_is_cast_and_its_output_is_fp32(handle: Handle, half:
     assert model.seen == [half, half]
 
 
-def test_outputs_in_containers_are_fp32(handle: Handle, half: torch.dtype) -> None:
-    class Several(nn.Module):
-        def forward(self, x: Tensor) -> dict[str, Any]:
-            return {"a": x @ x, "b": [(x @ x).int(), (x @ x, None)], "c": x.double()}
-
-    found = Several()(torch.ones(2, 2))
-    assert found["a"].dtype is torch.float32
-    assert found["b"][0].dtype is torch.int32
-    assert found["b"][1][0].dtype is torch.float32
-    assert found["c"].dtype is torch.float64
+def test_outputs_in_containers_are_fp32(handle: Handle) -> None:
+    model = Calls(lambda x: {"a": x @ x, "b": [(x @ x).int(), (x @ x, None)], "c": x.double()})
+    found = model(torch.ones(2, 2))
+    integers, (within, _) = found["b"]
+    dtypes = [tensor.dtype for tensor in (found["a"], integers, within, found["c"])]
+    assert dtypes == [torch.float32, torch.int32, torch.float32, torch.float64]
 
 
 def test_what_got_out_in_half_precision_is_computed_as_the_lists_say(handle: Handle, half: torch.dtype) -> None:
@@ -163,23 +132,6 @@ def test_every_kind_of_replacement_asks_its_arguments(half: torch.dtype) -> None
     assert found[0] == found[1]
 
 
-def test_a_model_learns_as_in_the_global_scope(half: torch.dtype) -> None:
-    found = []
-    for scope in ("global", "modules"):
-        handle = autoamp.init(dtype=half, device_type="cpu", scope=scope, loss_scale=1.0)
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        x, y = torch.randn(32, 8), torch.randint(4, (32,))
-        for _ in range(5):
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-        found.append(list(model.parameters()))
-        handle.deactivate()
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("in_module", [False, True])
 def test_checkpoints_recompute_as_they_computed(handle: Handle, reentrant: bool, in_module: bool) -> None:
@@ -192,16 +144,15 @@ def test_checkpoints_recompute_as_they_computed(handle: Handle, reentrant: bool,
         seen.extend([table.dtype, y.dtype])
         return F.softmax(y, -1) @ table
 
-    class Model(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            return checkpoint(block, x, use_reentrant=reentrant)
+    def checkpointed(x: Tensor) -> Any:
+        return checkpoint(block, x, use_reentrant=reentrant)
 
-    output = Model()(x) if in_module else checkpoint(block, x, use_reentrant=reentrant)
-    output.sum().backward()
+    run = Calls(checkpointed) if in_module else checkpointed
+    run(x).sum().backward()
     assert len(seen) == 4
     assert seen[:2] == seen[2:]
     expected, x.grad, weight.grad = (x.grad, weight.grad), None, None
-    (Model()(x) if in_module else block(x)).sum().backward()
+    (Calls(block) if in_module else block)(x).sum().backward()
     torch.testing.assert_close((x.grad, weight.grad), expected, rtol=0.0, atol=0.0)
 
 
@@ -211,11 +162,10 @@ def test_a_module_that_is_checkpointed_outside_of_modules_gives_fp32(handle: Han
     out = checkpoint(model, x, use_reentrant=reentrant)
     assert out.dtype == torch.float32
     assert torch.equal(out, model(x))
+    weights = list(model.parameters())
     checkpoint_sequential(model, 2, x, use_reentrant=reentrant).sum().backward()
-    gradients = [parameter.grad.clone() for parameter in model.parameters()]
-    model.zero_grad()
-    model(x).sum().backward()
-    torch.testing.assert_close(gradients, [parameter.grad for parameter in model.parameters()], rtol=1e-2, atol=1e-2)
+    expected = torch.autograd.grad(model(x).sum(), weights)
+    torch.testing.assert_close([weight.grad for weight in weights], list(expected), rtol=1e-2, atol=1e-2)
 
 
 def test_a_custom_functions_backward_casts_as_its_forward_did(handle: Handle, half: torch.dtype) -> None:
@@ -233,58 +183,35 @@ def test_a_custom_functions_backward_casts_as_its_forward_did(handle: Handle, ha
             seen.append((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
             return gradient * 2
 
-    class Model(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            return Product.apply(x)
-
-    Model()(torch.ones(2, 2, requires_grad=True)).sum().backward()
-    assert seen == [half, half]
-    seen.clear()
-    Product.apply(torch.ones(2, 2, requires_grad=True)).sum().backward()
-    assert seen == [torch.float32, torch.float32]
+    for run, dtype in ((Calls(Product.apply), half), (Product.apply, torch.float32)):
+        run(torch.ones(2, 2, requires_grad=True)).sum().backward()
+        assert seen == [dtype, dtype]
+        seen.clear()
 
 
 def test_threads_have_their_own_calls(handle: Handle, half: torch.dtype) -> None:
-    inside, done, seen = threading.Event(), threading.Event(), []
-
-    class Waits(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            inside.set()
-            assert done.wait(30)
-            return x @ x
-
-    model = Probe()
+    model, x, seen = Probe(), torch.ones(4, 4), []
 
     def other() -> None:
-        assert inside.wait(30)
-        x = torch.ones(4, 4)
         seen.append((x @ x).dtype)
         model(x)
         seen.append((x @ x).dtype)
-        done.set()
 
-    thread = threading.Thread(target=other)
-    thread.start()
-    Waits()(torch.ones(2, 2))
-    thread.join()
+    def in_thread() -> None:
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+
+    Calls(in_thread)()
     assert seen == [torch.float32, torch.float32]
     assert model.seen == [half, half]
-    assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
+    assert (x @ x).dtype is torch.float32
 
 
-def test_replicas_cast_as_their_caller(handle: Handle, half: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    # What parallel_apply asks of an accelerator, answered by the CPU.
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.accelerator, "device_index", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+def test_replicas_cast_as_their_caller(handle: Handle, half: torch.dtype, parallel_on_cpu: None) -> None:
     replicas = [Probe(), Probe()]
 
-    class Parallel(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            return nn.parallel.parallel_apply(replicas, [(x,), (x,)])
-
-    outputs = Parallel()(torch.ones(2, 4))
+    outputs = Calls(lambda x: nn.parallel.parallel_apply(replicas, [(x,), (x,)]))(torch.ones(2, 4))
     assert [replica.seen for replica in replicas] == [[half, half]] * 2
     assert [output.dtype for output in outputs] == [torch.float32] * 2
 
@@ -337,15 +264,7 @@ def test_a_closure_casts_as_around_the_step(handle: Handle, half: torch.dtype) -
 
 
 def test_recurrent_layers_take_half_inputs(handle: Handle) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.into, self.layer = nn.Linear(4, 4), nn.LSTM(4, 4)
-
-        def forward(self, x: Tensor) -> Any:
-            return self.layer(self.into(x))
-
-    output, (state, _) = Model()(torch.ones(3, 2, 4))
+    output, (state, _) = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4))(torch.ones(3, 2, 4))
     assert (output.dtype, state.dtype) == (torch.float32, torch.float32)
 
 

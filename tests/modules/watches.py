@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,17 @@ def start(modules: dict[str, str] | None = None, **settings: Any) -> autoamp.Han
     handle = autoamp.init(device_type="cpu", dtype=HALF, lists={**LISTS, "modules": modules or {}}, **settings)
     assert isinstance(handle, autoamp.Handle)
     return handle
+
+
+class Calls(nn.Module):
+    """A module whose call is that of a function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
 
 
 class Watch(nn.Module):
