@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import autoamp
-from autoamp.casting.casters import dtype_with_sparse
 from autoamp.tensors import iter_tensors
 from tests.casting._shared import CAST_DTYPES, HALVES, make, nested, snapshot
 
@@ -90,13 +89,14 @@ def test_a_function_gets_lists_as_lists_and_tuples_as_tuples(kind: Any) -> None:
 
 
 def test_of_several_sparse_arguments_and_of_odd_ones_nothing_is_cast_to_half() -> None:
-    matrix = torch.eye(2).to_sparse()
+    casts, matrix, halves = make(), torch.eye(2).to_sparse(), torch.ones(2, 2).half()
     batch, compressed = torch.ones(2, 2, 2).to_sparse(), torch.eye(2).to_sparse_csr()
-
-    def dtype_of(*tensors: Tensor, to_half: bool = True) -> torch.dtype:
-        return dtype_with_sparse([*tensors, torch.ones(2, 2)], torch.float16 if to_half else torch.float32)
-
-    assert dtype_of(matrix) is torch.float16
-    assert dtype_of(matrix, to_half=False) is torch.float32
-    for odd in ([matrix, matrix], [batch], [compressed]):
-        assert dtype_of(*odd) is torch.float32
+    for sparse, dtype in (
+        ([matrix], torch.float16),
+        ([matrix, matrix], torch.float32),
+        ([batch], torch.float32),
+        ([compressed], torch.float32),
+        ([matrix.clone().requires_grad_()], torch.float32),
+    ):
+        assert {tensor.dtype for tensor in casts.args_to_half([*sparse, halves])} == {dtype}
+    assert casts.args_to_fp32([matrix.half(), halves])[1].dtype is torch.float32

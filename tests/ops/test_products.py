@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 import autoamp
+from tests.modules.watches import Calls
 
 LISTS = {"extends": [], "fp16": ["linear", "__matmul__"]}
 
@@ -29,27 +30,19 @@ def test_errors_are_torch_s_own(other: Any) -> None:
 
 
 def test_query_key_and_value_share_a_cast_of_their_input(half: torch.dtype) -> None:
-    class Projections(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-        def forward(self, x: Tensor) -> list[Tensor]:
-            return [layer(x) for layer in self.layers]
-
-    saved: set[int] = set()
+    layers, saved = [nn.Linear(4, 4) for _ in range(3)], set[int]()
 
     def pack(tensor: Tensor) -> Tensor:
         if tensor.shape == (3, 4):
             saved.add(tensor.data_ptr())
         return tensor
 
-    model, x = Projections(), torch.randn(3, 4, requires_grad=True)
+    model, x = Calls(lambda x: [layer(x) for layer in layers]), torch.randn(3, 4, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         outputs = model(x)
     assert len(saved) == 1
     (gradient,) = torch.autograd.grad(sum(output.float().sum() for output in outputs), [x])
-    expected = sum(layer.weight.detach().to(half).float().sum(0) for layer in model.layers).expand(3, 4)
+    expected = sum(layer.weight.detach().to(half).float().sum(0) for layer in layers).expand(3, 4)
     torch.testing.assert_close(gradient, expected, rtol=2e-2, atol=2e-2)
 
 

@@ -154,15 +154,8 @@ _WIDE = torch.linspace(-9.0, 9.0, 64 * 515).reshape(64, 515).bfloat16()
 _WEIGHT = torch.linspace(-2.0, 2.0, 515).bfloat16()
 
 STAY_IN_BF16: dict[str, tuple[Callable[..., torch.Tensor], torch.Tensor]] = {
-    "acos": (torch.acos, _UNIT),
-    "arccos": (torch.arccos, _UNIT),
-    "arcsin": (torch.arcsin, _UNIT),
-    "asin": (torch.asin, _UNIT),
-    "cosh": (torch.cosh, _WIDE),
-    "erfinv": (torch.erfinv, _UNIT),
-    "exp": (torch.exp, _WIDE),
-    "exp2": (torch.exp2, _WIDE),
-    "expm1": (torch.expm1, _WIDE),
+    **{name: (getattr(torch, name), _UNIT) for name in ("acos", "arccos", "arcsin", "asin", "erfinv", "rsqrt", "tan")},
+    **{name: (getattr(torch, name), _WIDE) for name in ("cosh", "exp", "exp2", "expm1", "sinh")},
     "group_norm": (lambda a, w: F.group_norm(a[None], 8, w[:64], w[64:128]), _WIDE),
     "layer_norm": (lambda a, w: F.layer_norm(a, (515,), w, w), _WIDE),
     "ldexp": (lambda a, w: torch.ldexp(a, torch.tensor(3)), _WIDE),
@@ -173,13 +166,10 @@ STAY_IN_BF16: dict[str, tuple[Callable[..., torch.Tensor], torch.Tensor]] = {
     ),
     "native_layer_norm": (lambda a, w: torch.native_layer_norm(a, (515,), w, w, 1e-5)[0], _WIDE),
     "rms_norm": (lambda a, w: F.rms_norm(a, (515,), w, 1e-6), _WIDE),
-    "rsqrt": (torch.rsqrt, _UNIT),
-    "sinh": (torch.sinh, _WIDE),
     "softmax": (lambda a, w: F.softmax(a, -1), _WIDE),
     "softplus": (F.softplus, _WIDE),
     "sum": (lambda a, w: a.sum(-1), _UNIT),
     "sum_to_size": (lambda a, w: a.sum_to_size(1, 515), _UNIT),
-    "tan": (torch.tan, _UNIT),
 }
 
 
