@@ -1,6 +1,6 @@
-"""Runs command lines of autoamp as programs of their own, for the tests of several packages.
+"""Runs scripts and command lines of autoamp as programs of their own, for the tests of several packages.
 
-Importing torch takes seconds, so one process imports it and forks for each command line.
+Importing torch takes seconds, so one process imports it and forks for each program.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 # Forks for each line of arguments, and tells how the fork ended. What a child raises unwinds to the top of the
-# interpreter, as it would have.
+# interpreter, as it would have. A line is `autoamp`'s arguments, or "python" and a script, which runs in its folder.
 DRIVER = """
-import gc, json, os, sys, tempfile
+import gc, importlib, json, os, runpy, sys, tempfile
 gc.disable()
 import torch
 from autoamp_command import main
+
+for name in sys.argv[2:]:
+    importlib.import_module(name)
 
 # The first optimizer of a process imports torch's compiler, which takes as long as torch.
 torch.optim.SGD([torch.ones(1)], lr=1.0)
@@ -51,9 +54,15 @@ for argv in json.loads(sys.argv[1]):
         ended = None
         break
     ended.append(result)
-if ended is None:
+if ended is not None:
+    print(json.dumps(ended))
+elif argv[0] == "python":
+    sys.argv = argv[1:]
+    sys.path[0], script = os.path.split(os.path.abspath(argv[1]))
+    os.chdir(sys.path[0])
+    runpy.run_path(script, run_name="__main__")
+else:
     sys.exit(main())
-print(json.dumps(ended))
 """
 
 
@@ -89,11 +98,18 @@ def written(folder: Path, texts: Mapping[str, str]) -> Path:
     return folder
 
 
-def launched(folder: Path, runs: Mapping[str, Sequence[str]], **variables: str) -> dict[str, Ended]:
-    """Run each command line of autoamp in ``folder``, and return how each ended."""
+def launched(
+    folder: Path, runs: Mapping[str, Sequence[str]], imports: Sequence[str] = (), **variables: str | None
+) -> dict[str, Ended]:
+    """Run each script or command line of autoamp in ``folder``, and return how each ended.
+
+    What all of them import is best imported once, before the forks: ``imports``. A variable that is None is unset.
+    """
+    variables = {**environment(), **variables}
     done = subprocess.run(
-        [sys.executable, "-c", DRIVER, json.dumps(list(runs.values()))],
-        cwd=folder, env={**environment(), **variables}, capture_output=True, text=True, timeout=480,
+        [sys.executable, "-c", DRIVER, json.dumps(list(runs.values())), *imports],
+        cwd=folder, env={name: value for name, value in variables.items() if value is not None},
+        capture_output=True, text=True, timeout=800,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return {name: Ended(*result) for name, result in zip(runs, json.loads(done.stdout), strict=True)}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import torch
 
 import autoamp
 from autoamp.half_units import has_units
-from tests.launches import ROOT
+from tests.launches import Ended, launched, written
 
 SCRIPT = """
 import torch
@@ -42,55 +40,39 @@ with autoamp.region(loss_scale=1.0, **({{}} if dtype is None else {{"dtype": dty
 REAL_BF16 = torch.cpu.get_capabilities().get("avx512_bf16")
 
 
-def ended(folder: Path, *argv: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run Python as a user does, on the units that the machine has."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("AUTOAMP")}
-    done = subprocess.run(
-        [sys.executable, *argv], cwd=folder,
-        # Two threads wait for each other on a busy machine, which makes a short product as slow as a long one.
-        env={**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables},
-        capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done
+def run_as(folder: Path, runs: dict[str, list[str]], isa: str | None = None) -> dict[str, Ended]:
+    """Run programs as a user does, on the units that the machine has, up to those of an instruction set."""
+    texts = {"script.py": SCRIPT, "own.py": INIT.format(dtype=None), "named.py": INIT.format(dtype="torch.bfloat16")}
+    runs = {name: ["run", "--quiet", *argv] if argv[0] == "script.py" else argv for name, argv in runs.items()}
+    return launched(written(folder, texts), runs, AUTOAMP_HALF_UNITS=None, ONEDNN_MAX_CPU_ISA=isa)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ONEDNN_MAX_CPU_ISA is tested on Linux")
 @pytest.mark.skipif("x86" not in torch.cpu.get_capabilities()["architecture"], reason="AVX2 is of x86")
-def test_without_units_a_program_runs_in_fp32_and_is_told_so_once(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
-    (tmp_path / "own.py").write_text(INIT.format(dtype=None), encoding="utf-8")
-    done = ended(tmp_path, "-m", "autoamp", "run", "--quiet", "script.py", ONEDNN_MAX_CPU_ISA="AVX2")
-    assert done.stdout == "torch.float32\n"
-    (line,) = done.stderr.splitlines()
+def test_without_units_a_program_runs_in_fp32_unless_it_names_a_dtype_and_is_told_so_once(tmp_path: Path) -> None:
+    runs = {
+        "default": ["script.py"], "own": ["python", "own.py"], "doctor": ["doctor", "--quick"],
+        "named": ["run", "--quiet", "--dtype", "bf16", "script.py"], "own named": ["python", "named.py"],
+    }  # fmt: skip
+    ended = run_as(tmp_path, runs, "AVX2")
+    assert ended["default"].out == "torch.float32\n"
+    (line,) = ended["default"].err.splitlines()
     assert "no bf16 units (ONEDNN_MAX_CPU_ISA=AVX2)" in line
     assert "--dtype bf16" in line
-    own = ended(tmp_path, "own.py", ONEDNN_MAX_CPU_ISA="AVX2")
-    assert own.stdout.split() == ["torch.float32"] * 3
-    doctor = ended(tmp_path, "-m", "autoamp", "doctor", "--quick", ONEDNN_MAX_CPU_ISA="AVX2")
-    assert "no bf16 units (ONEDNN_MAX_CPU_ISA=AVX2)" in doctor.stdout
-    assert "float32; float32 for `autoamp run`" in doctor.stdout
+    assert ended["own"].out.split() == ["torch.float32"] * 3
+    assert "no bf16 units (ONEDNN_MAX_CPU_ISA=AVX2)" in ended["doctor"].out
+    assert "float32; float32 for `autoamp run`" in ended["doctor"].out
+    assert ended["named"].out == "torch.bfloat16\n"
+    assert ended["own named"].out.split() == ["torch.bfloat16"] * 3
+    for name in ("named", "own named"):
+        assert ended[name].err.count("times as long as in fp32") == 1
+        assert "enabled=False" in ended[name].err
 
 
 @pytest.mark.skipif(not REAL_BF16, reason="this CPU has no bf16 units")
 def test_with_units_the_default_is_bf16_and_nothing_is_told(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
-    done = ended(tmp_path, "-m", "autoamp", "run", "--quiet", "script.py")
-    assert (done.stdout, done.stderr) == ("torch.bfloat16\n", "")
-
-
-@pytest.mark.skipif("x86" not in torch.cpu.get_capabilities()["architecture"], reason="AVX2 is of x86")
-def test_a_named_dtype_without_units_is_taken_and_warned_of_once_with_a_factor(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
-    (tmp_path / "own.py").write_text(INIT.format(dtype="torch.bfloat16"), encoding="utf-8")
-    argv = ("-m", "autoamp", "run", "--quiet", "--dtype", "bf16", "script.py")
-    done = ended(tmp_path, *argv, ONEDNN_MAX_CPU_ISA="AVX2")
-    assert done.stdout == "torch.bfloat16\n"
-    own = ended(tmp_path, "own.py", ONEDNN_MAX_CPU_ISA="AVX2")
-    assert own.stdout.split() == ["torch.bfloat16"] * 3
-    for run in (done, own):
-        assert run.stderr.count("times as long as in fp32") == 1
-        assert "enabled=False" in run.stderr
+    ended = run_as(tmp_path, {"default": ["script.py"]})["default"]
+    assert (ended.out, ended.err) == ("torch.bfloat16\n", "")
 
 
 @pytest.fixture

@@ -2,47 +2,44 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.docs.pages import BLOCKS, ROOT, Block, train_script
+from tests.launches import Ended, environment, launched
 
-RUN = [block for block in BLOCKS if block.left_out is None and block.language in ("bash", "python")]
+PYTHON, BASH = (
+    [block for block in BLOCKS if block.left_out is None and block.language == language]
+    for language in ("python", "bash")
+)
 
 
 def environ() -> dict[str, str]:
+    """Commands find the Python of this environment, and the tree."""
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
-    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    return {**environment(), "PATH": path, "PYTHONUNBUFFERED": "1"}
 
 
 @pytest.fixture(scope="module")
-def run_python() -> Iterator[Callable[[Path], tuple[int, str]]]:
-    """Run a script in a process of its own; return its exit code and what it printed."""
-    command = [sys.executable, "-m", "tests.docs.forks"]
-    server = subprocess.Popen(
-        command, cwd=ROOT, env=environ(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[Block, Ended]:
+    """The blocks of Python, each in a process and a folder of its own."""
+    scripts = {block: at_hand(tmp_path_factory.mktemp("block")) / "script.py" for block in PYTHON}
+    for block, script in scripts.items():
+        script.write_text(block.code, encoding="utf-8")
+    runs = launched(ROOT, {str(block): ["python", str(scripts[block])] for block in PYTHON})
+    return {block: runs[str(block)] for block in PYTHON}
 
-    def run(script: Path) -> tuple[int, str]:
-        assert server.stdin is not None
-        assert server.stdout is not None
-        output = script.with_suffix(".txt")
-        asked = {"script": str(script), "folder": str(script.parent), "output": str(output)}
-        server.stdin.write(json.dumps(asked) + "\n")
-        server.stdin.flush()
-        code = int(server.stdout.readline())
-        return code, output.read_text(encoding="utf-8")
 
-    with server:
-        yield run
-        server.communicate()
+def at_hand(folder: Path) -> Path:
+    """Give a folder what a reader has at hand: a script of his own, and the examples."""
+    (folder / "train.py").write_text(train_script(), encoding="utf-8")
+    (folder / "examples").symlink_to(ROOT / "examples")
+    return folder
 
 
 def is_shown(shown: str, printed: str) -> bool:
@@ -56,24 +53,29 @@ def words(text: str) -> str:
     return " ".join(re.sub(r"\b(\d[\d,.]*(e-?\d+)?|nan)(?!\w)", "#", text).split())
 
 
-@pytest.mark.docs
-@pytest.mark.parametrize("block", RUN, ids=str)
-def test_a_block_runs_by_itself(block: Block, tmp_path: Path, run_python: Callable[[Path], tuple[int, str]]) -> None:
-    # What a reader has at hand: a script of his own, and the examples.
-    (tmp_path / "train.py").write_text(train_script(), encoding="utf-8")
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    if block.language == "python":
-        script = tmp_path / "script.py"
-        script.write_text(block.code, encoding="utf-8")
-        code, printed = run_python(script)
-    else:
-        command = ["bash", "-euo", "pipefail", "-c", block.code]
-        both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        done = subprocess.run(command, cwd=tmp_path, env=environ(), timeout=600, **both)
-        code, printed = done.returncode, done.stdout
+def check(block: Block, code: int, printed: str) -> None:
     assert code == 0, f"{block}\n{block.code}\n{printed}"
     if block.shown is not None:
         assert is_shown(block.shown, printed), f"{block} shows\n{block.shown}\nand it prints\n{printed}"
+
+
+# One worker runs them all.
+@pytest.mark.docs
+@pytest.mark.xdist_group("python")
+@pytest.mark.parametrize("block", PYTHON, ids=str)
+def test_a_block_of_python_runs_by_itself(block: Block, ended: dict[Block, Ended]) -> None:
+    check(block, ended[block].code, ended[block].out + ended[block].err)
+
+
+@pytest.mark.docs
+@pytest.mark.parametrize("block", BASH, ids=str)
+def test_a_block_of_commands_runs_by_itself(block: Block, tmp_path: Path) -> None:
+    command = ["bash", "-euo", "pipefail", "-c", block.code]
+    done = subprocess.run(
+        command, cwd=at_hand(tmp_path), env=environ(), timeout=600, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    check(block, done.returncode, done.stdout)
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 import autoamp
-from autoamp.errors import CheckpointError
-from autoamp.fp16_utils.models import convert_network
+from autoamp.fp16_utils import convert_network
+from tests.states import differences
 
 LISTS = {"extends": [], "fp16": ["linear", "conv2d"], "fp32": ["cross_entropy"]}
 OPTIMIZERS: dict[str, Any] = {
@@ -119,21 +119,6 @@ class Run:
         }
 
 
-def differences(one: Any, other: Any, path: str = "") -> list[str]:
-    """Name the places where two states differ in a bit."""
-    if isinstance(one, Tensor):
-        same = isinstance(other, Tensor) and one.dtype is other.dtype and torch.equal(one, other)
-        return [] if same else [path]
-    if isinstance(one, dict):
-        keys = [f"{path} keys"] if one.keys() != other.keys() else []
-        return keys + [d for k in one.keys() & other.keys() for d in differences(one[k], other[k], f"{path}/{k}")]
-    if isinstance(one, (list, tuple)):
-        lengths = [f"{path} length"] if len(one) != len(other) else []
-        pairs = enumerate(zip(one, other, strict=False))
-        return lengths + [d for i, (a, b) in pairs for d in differences(a, b, f"{path}/{i}")]
-    return [] if type(one) is type(other) and one == other else [path]
-
-
 def resume_all(folder: Path, threads: int) -> None:
     """Resume every checkpoint of a folder and save what came of it. Run in a process of its own.
 
@@ -203,40 +188,3 @@ def test_a_checkpoint_of_one_level_loads_at_another() -> None:
     other = Run("O1", "sgd", "fp16", saved)
     assert differences(saved["model"], other.model.state_dict()) == []
     assert differences(saved["optimizer"]["state"], other.optimizer.state_dict()["state"]) == []
-
-
-# -- what cannot be loaded --
-
-WRONG: dict[str, tuple[Any, str]] = {
-    "torn": ({"loss_scaler0": {"loss_scale": 2.0, "unskipped": 1}}, "'loss_scaler1' is missing"),
-    "torn within": ({"loss_scaler1": {"loss_scale": 2.0}}, "'loss_scaler1' is not a dict of 'loss_scale' and"),
-    "unknown": ({"loss_scaler2": {"loss_scale": 2.0, "unskipped": 1}}, "'loss_scaler2' is unknown"),
-    "unknown within": ({"loss_scaler0": {"loss_scale": 2.0, "unskipped": 1, "x": 0}}, "'loss_scaler0' .* 'x'"),
-    "foreign": ({"scale": 3.0, "growth_factor": 2.0}, "'loss_scaler0' is missing"),
-    "scale": ({"loss_scaler1": {"loss_scale": "big", "unskipped": 1}}, "'loss_scaler1': 'loss_scale' is 'big'"),
-    "count": ({"loss_scaler1": {"loss_scale": 2.0, "unskipped": -1}}, "'loss_scaler1': 'unskipped' is -1"),
-    "skips": ({"skipped_steps": "many"}, "'skipped_steps': 'many' is not a whole number"),
-    "no dict": ([1], "the state is a list"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_what_cannot_be_loaded_changes_nothing(case: str) -> None:
-    run = Run("O2", "sgd", "fp16")
-    run.train(2)
-    before = copy.deepcopy(autoamp.state_dict())
-    given, message = WRONG[case]
-    if case not in ("torn", "foreign", "no dict"):
-        fine = {f"loss_scaler{i}": {"loss_scale": 4.0, "unskipped": 0} for i in range(2)}
-        given = {**fine, "skipped_steps": 9, **given}
-    with pytest.raises(CheckpointError, match=message):
-        autoamp.load_state_dict(given)
-    assert autoamp.state_dict() == before
-
-
-def test_a_checkpoint_of_apex() -> None:
-    Run("O2", "sgd", "fp16")
-    older = {f"loss_scaler{i}": {"loss_scale": 64.0, "unskipped": 1} for i in range(2)}
-    autoamp.load_state_dict(older)
-    assert autoamp.state_dict() == {**older, "skipped_steps": 0}
-    assert autoamp.state_dict()["loss_scaler0"]["loss_scale"] == 64.0

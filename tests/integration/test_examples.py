@@ -1,65 +1,258 @@
-"""The examples and the code in the documentation run, and say what they should."""
+"""The examples run, print what they should, and refuse what they must."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-DIGITS = ROOT / "examples" / "digits.py"
+from tests.launches import ROOT, Ended, environment, launched
+from tests.states import differences
 
-needs_example_packages = pytest.mark.skipif(
+EXAMPLES = ROOT / "examples"
+TINY_IMAGENET = ("--images", "40", "--batch-size", "10", "--device", "cpu", "--seed", "3")
+RESUMED = (*TINY_IMAGENET, "--opt-level", "O2", "--loss-scale", "dynamic", "--dtype", "bf16")
+
+pytestmark = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("sklearn", "rich")),
     reason="the extra 'examples' is not installed",
 )
 
 
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    """Run a script with the tree on the path, so that the package need not be installed."""
-    return subprocess.run(
-        [sys.executable, *command],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the examples write."""
+    return tmp_path_factory.mktemp("examples")
+
+
+@pytest.fixture(scope="module")
+def ended(folder: Path) -> dict[str, Ended]:
+    """What became of each example."""
+    cpu = ("--device", "cpu")
+    saved = {name: ("--save", str(folder / f"{name}.pt")) for name in ("whole", "half", "resumed")}
+    run = ("run", "--device-type", "cpu", "--dtype")
+    runs: dict[str, Sequence[str]] = {
+        "whole": ("python", "imagenet.py", *RESUMED, "--epochs", "2", *saved["whole"]),
+        "half": ("python", "imagenet.py", *RESUMED, "--epochs", "1", *saved["half"]),
+        "resumed": (
+            "python", "imagenet.py", *RESUMED, "--epochs", "2", "--resume", str(folder / "half.pt"), *saved["resumed"]
+        ),
+        "dcgan": ("python", "dcgan.py", "--synthetic", "--opt-level", "O2", "--epochs", "1", "--batch-size", "256",
+                  "--out", str(folder / "grid.png"), *cpu),
+        "checkpoint": ("python", "checkpoint.py", "--steps", "20", "--stop", "9", "--optimizer", "SGD", "Adam", *cpu),
+        "fp16_optimizer": ("python", "fp16_optimizer.py", "--epochs", "3", *cpu),
+        "levels": ("python", "digits.py", "--all-levels", "--seeds", "1", "--epochs", "6", "--dtype", "bf16", "--json",
+                   *cpu),
+        "plain": ("python", "plain_digits.py"),
+        "mixed": (*run, "bf16", "plain_digits.py"),
+        "overflow": (*run, "fp16", "--report", str(folder / "one.json"), "overflow.py", "--steps", "40"),
+    }  # fmt: skip
+    return launched(EXAMPLES, runs, ["sklearn.datasets"], COLUMNS="120")
+
+
+def printed(ended: Ended) -> str:
+    """Return what an example printed, which ended well."""
+    assert ended.code == 0, ended.out + ended.err
+    return ended.out
+
+
+def rows_of(table: str) -> list[list[str]]:
+    """Return the cells of a printed table, but for its head."""
+    lines = [line.strip("│ ").split("│") for line in table.splitlines() if line.startswith("│")]
+    return [[cell.strip() for cell in cells] for cells in lines]
+
+
+Loader = Callable[[str], ModuleType]
 
 
 @pytest.fixture
-def digits() -> ModuleType:
-    """The example as a module."""
-    spec = importlib.util.spec_from_file_location("digits_example", DIGITS)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def example(monkeypatch: pytest.MonkeyPatch) -> Loader:
+    """Return a function that loads an example as a module."""
+    # As for a script, where what examples share is found.
+    monkeypatch.syspath_prepend(EXAMPLES)
+
+    def load(name: str) -> ModuleType:
+        spec = importlib.util.spec_from_file_location(f"{name}_example", EXAMPLES / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        return module
+
+    return load
 
 
-QUICK = ("--width", "16", "--device", "cpu")
+# -- imagenet --
 
 
-@needs_example_packages
+def epochs_of(output: str) -> list[tuple[float, float, float]]:
+    """Return training loss, validation loss and top-1 accuracy of each epoch that was printed."""
+    found = re.findall(r"epoch \d+/\d+: train loss ([\d.]+), val loss ([\d.]+), top-1 ([\d.]+) %", output)
+    return [(float(train), float(val), float(top1)) for train, val, top1 in found]
+
+
+def test_imagenet_resumes_bitwise(folder: Path, ended: dict[str, Ended]) -> None:
+    epochs = epochs_of(printed(ended["whole"]))
+    assert epochs_of(printed(ended["half"])) == epochs[:1]
+    out = printed(ended["resumed"])
+    assert out.startswith("resnet18 at O2 on 1 x cpu: 40 training and 10 validation images")
+    assert "loss scale 65536, skipped 0" in out
+    assert re.search(r"^best top-1: [\d.]+ %$", out, re.MULTILINE)
+    assert epochs_of(out) == epochs[1:]
+    whole, half, resumed = (torch.load(folder / f"{name}.pt") for name in ("whole", "half", "resumed"))
+    assert set(whole) == {"epoch", "best", "model", "optimizer", "amp"}
+    assert whole["epoch"] == 2
+    assert whole["amp"]["loss_scaler0"]["unskipped"] == 8
+    assert {value.dtype for value in whole["model"].values()} == {torch.float32, torch.int64}
+    assert differences(whole, resumed) == []
+    assert differences(whole, half) != []
+
+
+@pytest.mark.processes
+def test_imagenet_trains_on_two_processes() -> None:
+    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "imagenet.py", *TINY_IMAGENET)
+    done = subprocess.run(
+        [sys.executable, *command, "--epochs", "1", "--opt-level", "O2", "--dtype", "bf16"],
+        cwd=EXAMPLES, env=environment(), capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("resnet18 at O2 on 2 x cpu: 40 training") == 1
+    ((train_loss, _, top1),) = epochs_of(done.stdout)
+    assert 0 < train_loss < 10
+    # All ten validation images are counted, five by each process.
+    assert top1 % 10 == 0
+
+
+def test_imagenet_reads_its_options(example: Loader, capsys: pytest.CaptureFixture[str]) -> None:
+    parse = example("imagenet").parse
+    options = parse(["data", "--loss-scale", "128.0", "--keep-batchnorm-fp32", "False", "--epochs", "5"])
+    assert (options.loss_scale, options.keep_batchnorm_fp32, options.synthetic) == (128.0, False, False)
+    assert (options.epochs, options.image_size, options.batch_size) == (5, 224, 256)
+    for wrong in (
+        ["--keep-batchnorm-fp32", "maybe"],
+        ["--loss-scale", "big"],
+        ["data", "--synthetic"],
+        ["--image-size", "31"],
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            parse(wrong)
+        assert wrong[0] in capsys.readouterr().err
+
+
+def test_imagenet_reads_a_directory(example: Loader, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pillow = pytest.importorskip("PIL.Image")
+    for part, count in (("train", 6), ("val", 2)):
+        for name, colour in (("blue", (0, 0, 255)), ("red", (255, 0, 0))):
+            folder = tmp_path / part / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                suffix = "png" if number % 2 else "jpg"
+                pillow.new("RGB", (30 + number, 40), colour).save(folder / f"{number}.{suffix}")
+    imagenet = example("imagenet")
+    images = imagenet.ImageFolder(tmp_path / "train", None, 16, augmented=True, seed=0)
+    assert (len(images), images.classes) == (12, ["blue", "red"])
+    image, label = images[11]
+    assert (image.shape, image.dtype, label) == ((3, 16, 16), torch.uint8, 1)
+    assert image.flatten(1).float().mean(dim=1).tolist() == pytest.approx([255, 0, 0], abs=3)
+    tiny = ["--image-size", "32", "--batch-size", "4", "--epochs", "1", "--device", "cpu", "--opt-level", "O0"]
+    assert imagenet.main([str(tmp_path), *tiny]) == 0
+    out = capsys.readouterr().out
+    assert "12 training and 4 validation images" in out
+    assert len(epochs_of(out)) == 1
+
+
+# -- dcgan, checkpoint, fp16_optimizer --
+
+
+def test_dcgan_prints_losses_scales_and_skips(folder: Path, ended: dict[str, Ended]) -> None:
+    (first,) = rows_of(printed(ended["dcgan"]))
+    assert first[0] == "1"
+    assert all(0 < float(loss) < 20 for loss in first[1:4])
+    assert all(0 < float(probability) < 1 for probability in first[4:6])
+    scales = [float(scale) for scale in first[6].split()]
+    assert len(scales) == 3
+    assert all(scale in {2.0**power for power in range(8, 17)} for scale in scales)
+    assert re.fullmatch(r"\d+, \d+", first[7])
+    assert f"wrote 64 generated images to {folder / 'grid.png'}" in " ".join(ended["dcgan"].out.split())
+    assert (folder / "grid.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_checkpoint_agrees_bitwise(ended: dict[str, Ended]) -> None:
+    rows = rows_of(printed(ended["checkpoint"]))
+    assert [row[:2] for row in rows] == [[f"O{level}", name] for level in range(4) for name in ("SGD", "Adam")]
+    for level, _, skipped, scale, loss, resumed, bits in rows:
+        assert loss == resumed
+        assert bits == "equal"
+        before, after = map(int, skipped.split(" + "))
+        # fp32 does not overflow; in fp16 there are skips on both sides of the stop.
+        assert (level == "O0") == (before == after == 0) == (scale == "16777216")
+    assert "every resumed run agrees bitwise with the one without a stop" in ended["checkpoint"].out
+
+
+def test_checkpoint_notices_what_is_not_restored(
+    example: Loader, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = example("checkpoint")
+
+    def resume_from_torn(command: Sequence[str], *, check: bool) -> None:
+        path = Path(command[-1])
+        state = torch.load(path)
+        state["amp"]["loss_scaler0"]["loss_scale"] /= 2
+        torch.save(state, path)
+        checkpoint.resume([path])
+
+    monkeypatch.setattr(checkpoint.subprocess, "run", resume_from_torn)
+    arguments = ["--opt-level", "O2", "--optimizer", "SGD", "--steps", "12", "--stop", "8", "--device", "cpu"]
+    assert checkpoint.main(arguments) == 1
+    out = capsys.readouterr().out
+    assert rows_of(out)[0][-1] == "differs"
+    assert "O2, SGD: ['amp']" in out
+    assert out.rstrip().endswith("a resumed run differs")
+
+
+def test_fp16_optimizer_prints_a_table(ended: dict[str, Ended]) -> None:
+    rows = rows_of(printed(ended["fp16_optimizer"]))
+    assert [row[0] for row in rows] == ["1", "2", "3"]
+    accuracies, rates, scales, norms, skips = ([float(row[i]) for row in rows] for i in range(2, 7))
+    assert accuracies[-1] > 90
+    assert rates == pytest.approx([0.2, 0.15, 0.05])
+    assert all(norm > 0 for norm in norms)
+    # The scale begins at 2**20, and is halved by each skip.
+    assert skips[0] > 0
+    assert [scale * 2**skip for scale, skip in zip(scales, skips, strict=True)] == [2.0**20] * 3
+
+
+def test_fp16_optimizer_takes_a_closure_and_a_static_scale(example: Loader, capsys: pytest.CaptureFixture[str]) -> None:
+    main = example("fp16_optimizer").main
+    assert main(["--optimizer", "LBFGS", "--epochs", "2", "--loss-scale", "128", "--device", "cpu"]) == 0
+    first, second = rows_of(capsys.readouterr().out)
+    assert float(second[1]) < float(first[1]) / 2
+    assert first[4:] == second[4:] == ["128", "-", "0"]
+
+
+# -- digits --
+
+
 @pytest.mark.parametrize("rich", [True, False])
 def test_digits_prints_a_table_with_and_without_rich(
-    digits: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rich: bool
+    example: Loader, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rich: bool
 ) -> None:
+    digits = example("digits")
     if not rich:
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
         monkeypatch.setitem(sys.modules, "rich", None)
     # Of the accuracy of one epoch nothing is asked.
     monkeypatch.setattr(digits, "TOLERANCE", 100.0)
-    assert digits.main(["--seeds", "2", "--epochs", "1", *QUICK]) == 0
+    assert digits.main(["--seeds", "2", "--epochs", "1", "--width", "16", "--device", "cpu"]) == 0
     captured = capsys.readouterr()
     table = {line.split()[0]: line for line in captured.out.splitlines() if line}
     assert re.match(r"\W*mode +accuracy % +kept +epoch +speed +skipped", table["mode"])
@@ -72,7 +265,6 @@ def test_digits_prints_a_table_with_and_without_rich(
     assert ("run 4 of 4: bf16, seed 1" in captured.err) is not rich
 
 
-@needs_example_packages
 @pytest.mark.parametrize(
     ("times", "said", "pays"),
     [
@@ -80,11 +272,11 @@ def test_digits_prints_a_table_with_and_without_rich(
         ((0.5, 0.4, 0.6), "bf16 does not pay here: 0.50 (0.40-0.60) times the speed of fp32; it keeps 40% less", False),
         ((1.0, 0.98, 1.02), "bf16 takes about the time of fp32 here", False),
         ((1.3, 0.6, 1.9), "bf16: too noisy to tell whether it is faster: speed 1.30 (0.60-1.90)", True),
-        ((2.5, 1.5, 4.0), "bf16 pays here", True),
         ((2.0,), "bf16: one seed cannot tell whether it is faster", True),
     ],
 )
-def test_digits_says_whether_it_pays(digits: ModuleType, times: tuple[float, ...], said: str, pays: bool) -> None:
+def test_digits_says_whether_it_pays(example: Loader, times: tuple[float, ...], said: str, pays: bool) -> None:
+    digits = example("digits")
     exact = [digits.Run(98.0, 1000, 0, 1.0, seconds) for seconds in times]
     mixed = [digits.Run(98.5, 600, 0, 1.0, 1.0) for _ in times]
     one = digits.Compared.of("bf16", mixed, exact)
@@ -93,51 +285,50 @@ def test_digits_says_whether_it_pays(digits: ModuleType, times: tuple[float, ...
     assert one.pays is pays
 
 
-@needs_example_packages
-@pytest.mark.parametrize(
-    ("command", "said"),
-    [((), ""), (("-m", "autoamp", "run", "--device-type", "cpu"), "autoamp: bfloat16 on cpu (O1); ")],
-    ids=["plain", "autoamp"],
-)
-def test_plain_digits_is_as_accurate_in_mixed_precision(command: tuple[str, ...], said: str) -> None:
-    done = run(*command, str(ROOT / "examples" / "plain_digits.py"))
-    assert done.returncode == 0, done.stdout + done.stderr
-    accuracy = re.fullmatch(r"accuracy on 400 held-out images: ([0-9.]+) %", done.stdout.splitlines()[-1])
+def test_digits_trains_at_all_levels(ended: dict[str, Ended]) -> None:
+    modes = json.loads(printed(ended["levels"]))["modes"]
+    runs = {name: mode["runs"][0] for name, mode in modes.items()}
+    assert list(runs) == ["fp32", "bf16", "O1 bf16", "O2 bf16", "FP16_Optimizer"]
+    assert all(one["accuracy"] > 90 for one in runs.values())
+    # O1 is what init() does. At O2 and by hand no copies of the weights are saved.
+    told = ("accuracy", "saved_bytes", "skipped_steps", "loss_scale")
+    assert [runs["O1 bf16"][name] for name in told] == [runs["bf16"][name] for name in told]
+    saved = {name: one["saved_bytes"] for name, one in runs.items()}
+    assert saved["O2 bf16"] == saved["FP16_Optimizer"] < saved["O1 bf16"] < saved["fp32"]
+    assert [one["loss_scale"] for one in runs.values()] == [1, 1, 1, 1, 65536]
+    assert modes["bf16"]["memory"] == saved["bf16"] / saved["fp32"]
+    assert modes["bf16"]["speed"] == [runs["fp32"]["epoch_seconds"] / runs["bf16"]["epoch_seconds"]]
+    assert modes["bf16"]["verdict"].startswith("bf16: one seed cannot tell")
+
+
+@pytest.mark.parametrize(("name", "said"), [("plain", ""), ("mixed", "autoamp: bfloat16 on cpu (O1); ")])
+def test_plain_digits_is_as_accurate_in_mixed_precision(name: str, said: str, ended: dict[str, Ended]) -> None:
+    accuracy = re.fullmatch(r"accuracy on 400 held-out images: ([0-9.]+) %", printed(ended[name]).splitlines()[-1])
     assert accuracy is not None
     assert float(accuracy[1]) > 97
-    assert done.stderr.startswith(said)
+    assert ended[name].err.startswith(said)
     # The summary of a run is one line in a pipe.
-    assert done.stderr.count("\n") == len(command[:1])
+    assert ended[name].err.count("\n") == len(said[:1])
 
 
-def test_the_planted_fault_is_found_and_its_entry_avoids_it(tmp_path: Path) -> None:
-    command = (
-        "-m",
-        "autoamp",
-        "run",
-        "--device-type",
-        "cpu",
-        "--dtype",
-        "fp16",
-        "--report",
-        str(tmp_path / "one.json"),
-    )
-    done = run(*command, str(ROOT / "examples" / "overflow.py"), "--steps", "40")
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "one.json").read_text(encoding="utf-8"))
-    lines = (ROOT / "examples" / "overflow.py").read_text(encoding="utf-8").splitlines()
+# -- overflow --
+
+
+def test_the_planted_fault_is_found_and_its_entry_avoids_it(folder: Path, ended: dict[str, Ended]) -> None:
+    printed(ended["overflow"])
+    found = json.loads((folder / "one.json").read_text(encoding="utf-8"))
+    lines = (EXAMPLES / "overflow.py").read_text(encoding="utf-8").splitlines()
     line = 1 + next(number for number, text in enumerate(lines) if "square = " in text)
     assert found["verdict"]["sentence"].startswith(
         "2 of 40 steps skipped, all half-precision op; forward overflow in mul"
     )
     assert found["skips"]["groups"][0]["overflow"]["location"].endswith(f"overflow.py:{line}")
     entries = [one["op"] for one in found["remedies"] if one["policy"] == "fp32"]
-    mended = tmp_path / "mended.toml"
-    mended.write_text(f"schema = 1\nfp32 = {json.dumps(entries)}\n", encoding="utf-8")
-    command = (*command[:-1], str(tmp_path / "two.json"), "--lists", str(mended))
-    done = run(*command, str(ROOT / "examples" / "overflow.py"), "--steps", "40")
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "two.json").read_text(encoding="utf-8"))
+    (folder / "mended.toml").write_text(f"schema = 1\nfp32 = {json.dumps(entries)}\n", encoding="utf-8")
+    options = ("--dtype", "fp16", "--report", str(folder / "two.json"), "--lists", str(folder / "mended.toml"))
+    command = ("run", "--device-type", "cpu", *options, "overflow.py", "--steps", "40")
+    printed(launched(EXAMPLES, {"mended": command})["mended"])
+    found = json.loads((folder / "two.json").read_text(encoding="utf-8"))
     # With the large values in it the first scale may be too large for the backward pass.
     assert "; no forward overflow" in found["verdict"]["sentence"]
     assert {group["kind"] for group in found["skips"]["groups"]} <= {"scale_search"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import importlib.metadata
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -15,8 +16,10 @@ import tomllib
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import autoamp
 from autoamp.rules import shipped_table
@@ -25,39 +28,87 @@ ROOT = Path(__file__).resolve().parents[2]
 SHIPPED_SETS = {path.name for path in (ROOT / "lists").glob("*.toml")}
 # Beside the package: the command, and what Python reads at its start.
 TOP_LEVEL = ("autoamp_command.py", "autoamp_startup.py", "autoamp.pth")
+TORCH = Path(torch.__file__).parents[1]
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
 
+# What a module computes with is seen by a function that autoamp does not cast.
+PROGRAM = """\
+import torch
+class Seen(torch.nn.Module):
+    def forward(self, x):
+        return torch.mm(x, x).dtype
+print(Seen()(torch.ones(2, 2)))
+"""
+# -S leaves out the environment's own install of autoamp, which may be an editable one of this tree.
+READ_LISTS = """
+import site, sys
+site.addsitedir({site!r})
+sys.path.append({dependencies!r})
+import autoamp, autoamp.rules
+print(autoamp.__file__)
+print(*autoamp.rules.shipped_sets())
+print(*(rule.target for rule in autoamp.rules.shipped_table("default").rules))
+"""
+
 needs_build_tools = pytest.mark.skipif(
-    importlib.util.find_spec("setuptools") is None or importlib.util.find_spec("pip") is None,
-    reason="a wheel is built by setuptools and pip",
+    any(importlib.util.find_spec(name) is None for name in ("build", "setuptools", "pip")),
+    reason="needs build, setuptools and pip",
 )
 
 
-def run(command: Sequence[str]) -> str:
+def run(command: Sequence[str], **options: Any) -> str:
     """Run a command and return what it printed; fail with all of it where the command fails."""
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what a build reads, since a build writes beside it; with tests, which are not to be shipped."""
-    target = tmp_path_factory.mktemp("sources")
-    for name in ("autoamp", "lists", "tests"):
-        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.cfg", "setup.py", "pyproject.toml", "README.md", "LICENSE", *TOP_LEVEL):
-        shutil.copy(ROOT / name, target)
-    return target
+    """A copy of the tree, since a build writes beside it."""
+    left_out = shutil.ignore_patterns("__pycache__", ".*", "build", "*.egg-info", "*.so")
+    return Path(shutil.copytree(ROOT, tmp_path_factory.mktemp("tree") / "sources", ignore=left_out))
 
 
 @pytest.fixture(scope="module")
-def wheel(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """The wheel, built without a network."""
-    target = tmp_path_factory.mktemp("wheel")
-    run([*PIP, "wheel", "--no-build-isolation", "--no-deps", "--no-index", "-w", str(target), str(sources)])
-    (path,) = target.glob("*.whl")
-    return zipfile.ZipFile(path)
+def built(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the sdist and the wheel, built as for a release, without a network."""
+    out = tmp_path_factory.mktemp("dist")
+    run([sys.executable, "-m", "build", "--no-isolation", "-o", str(out), str(sources)])
+    return out
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> zipfile.ZipFile:
+    return zipfile.ZipFile(next(built.glob("*.whl")))
+
+
+@pytest.fixture(scope="module")
+def editable(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment that has an editable install, and nothing else."""
+    folder = tmp_path_factory.mktemp("editable")
+    run([sys.executable, "-m", "venv", "--without-pip", str(folder)])
+    isolated = ["--no-build-isolation", "--no-deps", "--no-index", "--ignore-installed", "--no-warn-script-location"]
+    run([*PIP, "install", *isolated, "--prefix", str(folder), "-e", str(sources)])
+    return folder / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def python(wheel: zipfile.ZipFile, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment that has the wheel, the requirements, and of the repository nothing."""
+    folder = tmp_path_factory.mktemp("env")
+    run([sys.executable, "-m", "venv", "--without-pip", str(folder)])
+    site = site_of(folder)
+    wheel.extractall(site)
+    # As a path alone, so that .pth files there do not lead to the repository.
+    (site / "a_requirements.pth").write_text("\n".join({str(TORCH), sysconfig.get_path("purelib")}))
+    return folder / "bin" / "python"
+
+
+def site_of(environment: Path) -> Path:
+    """Return where an environment has its packages."""
+    (site,) = environment.glob("lib/python*/site-packages")
+    return site
 
 
 @needs_build_tools
@@ -71,13 +122,13 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> Non
 
 
 @needs_build_tools
-def test_source_distribution_holds_the_lists(sources: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(sources, tmp_path / "sources")
-    script = "import setuptools.build_meta as build; print(build.build_sdist('dist'))"
-    name = subprocess.run([sys.executable, "-c", script], cwd=copy, check=True, capture_output=True, text=True).stdout
-    with tarfile.open(copy / "dist" / name.splitlines()[-1]) as archive:
-        members = {"/".join(Path(member).parts[1:]) for member in archive.getnames()}
-    assert {"setup.py", "setup.cfg", *(f"lists/{name}" for name in ("__init__.py", *SHIPPED_SETS))} <= members
+def test_source_distribution_holds_the_tree(built: Path) -> None:
+    with tarfile.open(next(built.glob("*.tar.gz"))) as sdist:
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+    examples = {f"examples/{file.name}" for file in (ROOT / "examples").glob("*.py")}
+    lists = {f"lists/{name}" for name in ("__init__.py", *SHIPPED_SETS)}
+    wanted = {"setup.py", "setup.cfg", "CHANGELOG.md", "docs/lists.md", "docs/howto/index.md", "tests/conftest.py"}
+    assert {*wanted, *lists, *examples} <= names
 
 
 @needs_build_tools
@@ -100,63 +151,83 @@ def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
     assert {"test", "examples"} <= set(metadata.get_all("Provides-Extra"))
 
 
-READ_LISTS = """
-import site, sys
-site.addsitedir({site!r})
-sys.path.append({dependencies!r})
-import autoamp, autoamp.rules
-print(autoamp.__file__)
-print(*autoamp.rules.shipped_sets())
-print(*(rule.target for rule in autoamp.rules.shipped_table("default").rules))
-"""
-
-
 @needs_build_tools
-@pytest.mark.parametrize("editable", [False, True], ids=["regular", "editable"])
-def test_installed_package_reads_its_lists(sources: Path, tmp_path: Path, editable: bool) -> None:
-    what = ["-e", str(sources)] if editable else [str(sources)]
-    isolated = ["--no-build-isolation", "--no-deps", "--no-index", "--ignore-installed", "--no-warn-script-location"]
-    run([*PIP, "install", *isolated, "--prefix", str(tmp_path), *what])
-    (site,) = {path.parent for path in tmp_path.rglob("autoamp-*.dist-info")}
-    # -S leaves out the environment's own install of autoamp, which may be an editable one of this tree.
-    script = READ_LISTS.format(site=str(site), dependencies=sysconfig.get_path("purelib"))
+@pytest.mark.parametrize("kind", ["regular", "editable"])
+def test_installed_package_reads_its_lists(python: Path, editable: Path, sources: Path, kind: str) -> None:
+    environment = (python if kind == "regular" else editable).parents[1]
+    script = READ_LISTS.format(site=str(site_of(environment)), dependencies=str(TORCH))
     where, sets, rules = run([sys.executable, "-I", "-S", "-c", script]).splitlines()
-    assert Path(where).is_relative_to(sources if editable else tmp_path)
+    assert Path(where).is_relative_to(sources if kind == "editable" else environment)
     assert {f"{name}.toml" for name in sets.split()} == SHIPPED_SETS
     assert rules.split() == [rule.target for rule in shipped_table("default").rules]
-    if editable:
-        # What type checkers and editors can follow: the folder, in a line of a .pth file, and no import hook.
-        (pth,) = site.glob("*autoamp*.pth")
-        assert [Path(line).resolve() for line in pth.read_text(encoding="utf-8").split("\n") if line] == [sources]
-        assert not list(site.glob("*finder*"))
 
 
 @needs_build_tools
 @pytest.mark.parametrize("checker", ["mypy", "basedpyright"])
-def test_type_checkers_find_the_editable_install(sources: Path, tmp_path: Path, checker: str) -> None:
+def test_type_checkers_find_the_editable_install(editable: Path, sources: Path, tmp_path: Path, checker: str) -> None:
     pytest.importorskip(checker)
-    environment = tmp_path / "environment"
-    run([sys.executable, "-m", "venv", "--without-pip", str(environment)])
-    python = str(environment / "bin" / "python")
-    isolated = ["--no-build-isolation", "--no-deps", "--no-index", "--ignore-installed", "--no-warn-script-location"]
-    run([*PIP, "install", *isolated, "--prefix", str(environment), "-e", str(sources)])
+    # What they can follow: the folder, in a line of a .pth file, and no import hook.
+    (pth,) = site_of(editable.parents[1]).glob("*autoamp*.pth")
+    assert [Path(line).resolve() for line in pth.read_text(encoding="utf-8").split("\n") if line] == [sources]
+    assert not list(pth.parent.glob("*finder*"))
     program, wrong = tmp_path / "program.py", tmp_path / "wrong.py"
     program.write_text("import autoamp\nimport autoamp.compat.fastai1\n", encoding="utf-8")
     wrong.write_text("import autoamp_of_no_one\n", encoding="utf-8")
     command = [sys.executable, "-m", checker]
     if checker == "mypy":
-        command += [
-            "--config-file=",
-            "--follow-imports=skip",
-            "--cache-dir",
-            str(tmp_path),
-            "--python-executable",
-            python,
-        ]
+        command += ["--config-file=", "--follow-imports=skip", "--cache-dir", str(tmp_path)]
+        command += ["--python-executable", str(editable)]
     else:
-        command += ["--level", "error", "--pythonpath", python]
+        command += ["--level", "error", "--pythonpath", str(editable)]
     run([*command, str(program)])
     assert subprocess.run([*command, str(wrong)], capture_output=True, timeout=300).returncode == 1
+
+
+# -- the wheel in an environment of its own --
+
+
+def started(python: Path, folder: Path, *args: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run([python, *args], cwd=folder, env={**kept, **environ}, capture_output=True, text=True)
+
+
+@pytest.mark.processes
+@needs_build_tools
+def test_the_wheel_works_without_the_repository(python: Path, tmp_path: Path) -> None:
+    where = started(python, tmp_path, "-c", "import autoamp; print(autoamp.__file__)").stdout
+    assert str(ROOT / "autoamp") not in where
+    assert started(python, tmp_path, "-m", "autoamp", "--version").stdout.startswith(f"autoamp {autoamp.__version__} ")
+    assert "lists/default.toml" in started(python, tmp_path, "-m", "autoamp", "lists").stdout
+
+
+@pytest.mark.processes
+@needs_build_tools
+def test_the_environment_turns_on_what_a_program_starts_itself(python: Path, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    start = "import subprocess, sys; sys.exit(subprocess.run([sys.executable, *sys.argv[1:]]).returncode)"
+    on = {"AUTOAMP": "1", "AUTOAMP_DEVICE_TYPE": "cpu", "AUTOAMP_DTYPE": "fp16"}
+    child = ("-c", start, "program.py")
+    assert started(python, tmp_path, *child, **on).stdout == "torch.float16\n"
+    assert started(python, tmp_path, *child, **{**on, "AUTOAMP_DTYPE": "bf16"}).stdout == "torch.bfloat16\n"
+    assert started(python, tmp_path, *child, **{**on, "AUTOAMP": "0"}).stdout == "torch.float32\n"
+    ranks = started(python, tmp_path, "-m", "torch.distributed.run", "--nproc-per-node", "2", "program.py", **on)
+    assert ranks.stdout == "torch.float16\n" * 2, ranks.stderr
+    launch = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "program.py")
+    if importlib.util.find_spec("accelerate") is not None:
+        assert started(python, tmp_path, *launch, **on).stdout == "torch.float16\n"
+    # The program prints while pytest collects it.
+    collected = started(
+        python, tmp_path, "-m", "pytest", "-s", "-q", "--co", "-p", "no:cacheprovider", "program.py", **on
+    )
+    assert collected.stdout.startswith("torch.float16\n")
+    quiet = started(python, tmp_path, "-c", "import sys; print({'torch', 'autoamp'} & set(sys.modules))", **on)
+    assert quiet.stdout == "set()\n"
+    wrong = started(python, tmp_path, "program.py", **{**on, "AUTOAMP_OPT_LEVEL": "O7"})
+    assert (wrong.returncode, wrong.stdout) == (1, "")
+    assert "'O7' is unknown" in wrong.stderr
+
+
+# -- what the files say --
 
 
 def test_every_package_is_named_in_setup_cfg() -> None:
