@@ -1,9 +1,13 @@
-"""On any mesh of ranks a step is skipped on all of them or on none. On four spawned processes, over gloo."""
+"""On any mesh of ranks a step is skipped on all of them or on none, and a rank without gradients hangs nobody.
+
+On four spawned processes over gloo, whose collectives give up after a minute.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,12 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.parallel import DistributedDataParallel
 
 import autoamp
 from autoamp.fp16_utils import FP16_Optimizer
-from tests.integration.collectives import counted
 from tests.integration.spawned import on_ranks
 
 pytestmark = pytest.mark.processes
@@ -28,12 +33,42 @@ NO_CASTS: dict[str, Any] = {"device_type": "cpu", "dtype": torch.float16, "lists
 KINDS = ("replicated", "sharded", "plain")
 LAYOUTS = ("1-D", "2-D", "two meshes")
 WAYS = ("scale_loss", "auto_scale", "O1", "O2", "FP16_Optimizer")
-# All of them for one way. For each other way every layout once and every kind once.
+# Each layout in each way; which kind of gradient comes first takes turns.
 CASES = [
-    (layout, first, way)
-    for (row, layout), (column, first), (turn, way) in itertools.product(*map(enumerate, (LAYOUTS, KINDS, WAYS)))
-    if turn == 0 or (row + column + turn) % 3 == 0
+    (layout, KINDS[(row + turn) % 3], way)
+    for (row, layout), (turn, way) in itertools.product(enumerate(LAYOUTS), enumerate(WAYS))
 ]
+# In these steps rank 1 has no gradient: an expert without tokens, a frozen stage. The second step overflows on rank 0.
+IDLE, BUSY, STEPS, BAD_STEP = 1, 0, 4, 1
+WHEN = {"never": (), "first": (0,), "as rank 0 overflows": (1,), "always": (0, 1, 2, 3)}
+# A parameter on a mesh, one of each rank in a group that was asked for in either way, and such a one beside another one
+# that the program reduces by hand.
+IDLE_KINDS = ("mesh", "stage", "process_group", "experts")
+IDLE_CASES = [
+    (way, kind, when, clips)
+    for (turn, way), kind, (place, when) in itertools.product(
+        enumerate(("scale_loss", "auto_scale", "O2")), IDLE_KINDS, enumerate(WHEN)
+    )
+    for clips in (False, True)
+    if clips == ((turn + place) % 2 == 0) and (way == "scale_loss" or kind != "process_group")
+]
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Callable[[], int]]:
+    """Count the calls of `torch.distributed.all_reduce`, which costs less than to look at every operator."""
+    calls, original = 0, dist.all_reduce
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return original(*args, **kwargs)
+
+    dist.all_reduce = count
+    try:
+        yield lambda: calls
+    finally:
+        dist.all_reduce = original
 
 
 class Layouts:
@@ -76,45 +111,55 @@ class Holder(nn.Module):
         return loss_of(list(self.own), factors)
 
 
-Step = Callable[[list[float]], None]
+class Training:
+    """A program that trains parameters in one of `WAYS`."""
 
-
-@contextlib.contextmanager
-def training(way: str, params: list[nn.Parameter]) -> Iterator[tuple[Step, Callable[[], float], Any]]:
-    """Give what takes a step with these factors, what tells the scale, and the optimizer."""
-    optimizer: Any = torch.optim.SGD(params, lr=0.5, foreach=False)
-    model = Holder(params)
-    if way in ("O1", "O2"):
-        lists = None if way == "O2" else NO_CASTS["lists"]
-        options: dict[str, Any] = {"device_type": "cpu", "dtype": torch.float16, "lists": lists, "verbosity": 0}
-        autoamp.initialize(model, optimizer, opt_level=way, loss_scale="dynamic", **options)
-        handle: Any = autoamp.current_handle()
-    else:
-        handle = autoamp.init(**NO_CASTS)
-    if way == "FP16_Optimizer":
-        optimizer = FP16_Optimizer(optimizer, dynamic_loss_scale=True)
-
-    def backward(factors: list[float]) -> None:
-        loss = loss_of(params, factors)
-        if way == "FP16_Optimizer":
-            optimizer.backward(loss)
-        elif way == "auto_scale":
-            loss.backward()
+    def __init__(self, way: str, params: list[nn.Parameter], group: Any = None) -> None:
+        self.way, self.params = way, params
+        self.optimizer: Any = torch.optim.SGD(params, lr=0.5, foreach=False)
+        if way in ("O1", "O2") or group is not None:
+            options = NO_CASTS if way != "O2" else {**NO_CASTS, "lists": None}
+            options = {**options, "opt_level": "O2" if way == "O2" else "O1", "loss_scale": "dynamic", "verbosity": 0}
+            autoamp.initialize(Holder(params), self.optimizer, process_group=group, **options)
+            self.handle: Any = autoamp.current_handle()
         else:
-            with autoamp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
+            self.handle = autoamp.init(**NO_CASTS)
+        if way == "FP16_Optimizer":
+            self.optimizer = FP16_Optimizer(self.optimizer, dynamic_loss_scale=True)
+        if way == "auto_scale":
+            self.handle.auto_scale()
 
-    def step(factors: list[float]) -> None:
-        optimizer.zero_grad()
-        backward(factors)
-        optimizer.step()
+    def __enter__(self) -> Training:
+        return self
 
-    if way == "auto_scale":
-        handle.auto_scale()
-    try:
-        yield step, (lambda: optimizer.loss_scale if way == "FP16_Optimizer" else handle.loss_scale), optimizer
-    finally:
-        handle.deactivate()
+    def __exit__(self, *error: object) -> None:
+        self.handle.deactivate()
+
+    @property
+    def scale(self) -> float:
+        return float((self.optimizer if self.way == "FP16_Optimizer" else self.handle).loss_scale)
+
+    def stepped(self) -> list[Tensor]:
+        """Return copies of what the optimizer steps, this rank's part."""
+        return [local(param).detach().clone() for group in self.optimizer.param_groups for param in group["params"]]
+
+    def backward(self, factors: list[float], idle: bool = False) -> None:
+        """Run a backward pass of a loss that takes each parameter times its factor; the first is left out if idle."""
+        used = self.params[idle:]
+        loss = loss_of(used, factors[idle:]) if used else torch.zeros(())
+        if self.way == "FP16_Optimizer":
+            self.optimizer.backward(loss)
+        elif self.way != "auto_scale":
+            with autoamp.scale_loss(loss, self.optimizer) as scaled:
+                if used:
+                    scaled.backward()
+        elif used:
+            loss.backward()
+
+    def step(self, factors: list[float]) -> None:
+        self.optimizer.zero_grad()
+        self.backward(factors)
+        self.optimizer.step()
 
 
 def one_case(layouts: Layouts, layout: str, first: str, way: str) -> list[Any]:
@@ -123,20 +168,47 @@ def one_case(layouts: Layouts, layout: str, first: str, way: str) -> list[Any]:
     dtype = torch.float16 if way == "FP16_Optimizer" else torch.float32
     params = [layouts.parameter(layout, kind, dtype) for kind in kinds]
     told = []
-    with training(way, params) as (step, scale, _):
+    with Training(way, params) as training:
         factors = [0.25] * len(kinds)
-        step(factors)
-        for bad, place in itertools.product(range(RANKS), range(len(kinds))):
-            before, scale_before = [local(param).detach().clone() for param in params], scale()
+        training.step(factors)
+        for bad, place in itertools.product((0, RANKS - 1), range(len(kinds))):
+            before, scale_before = [local(param).detach().clone() for param in params], training.scale
             spoilt = [INF if index == place and dist.get_rank() == bad else one for index, one in enumerate(factors)]
             with counted() as calls, CommDebugMode() if not told else contextlib.nullcontext() as comms:
-                step(spoilt)
+                training.step(spoilt)
             same = all(torch.equal(local(param), old) for param, old in zip(params, before, strict=True))
-            step(factors)
+            training.step(factors)
             moved = [
                 float((old - local(param).detach()).float().mean()) for param, old in zip(params, before, strict=True)
             ]
-            told.append((same, scale_before, scale(), max(calls(), comms.get_total_counts() if comms else 0), moved))
+            collectives = max(calls(), comms.get_total_counts() if comms else 0)
+            told.append((same, scale_before, training.scale, collectives, moved))
+    return told
+
+
+def idle_case(layouts: Layouts, way: str, kind: str, when: str, clips: bool) -> list[Any]:
+    """For each step whether parameters stayed, the scale, the collectives of the step, and the norm."""
+    own = layouts.parameter("1-D", "sharded" if kind == "mesh" else "plain", torch.float32)
+    params = [own, layouts.parameter("1-D", "plain", torch.float32)] if kind == "experts" else [own]
+    told: list[Any] = []
+    with Training(way, params, dist.group.WORLD if kind == "process_group" else None) as training:
+        if kind in ("stage", "experts"):
+            training.handle.sync_over(dist.group.WORLD, replicas=1)
+        for number in range(STEPS):
+            idle = dist.get_rank() == IDLE and number in WHEN[when]
+            before = training.stepped()
+            training.optimizer.zero_grad()
+            bad = number == BAD_STEP and dist.get_rank() == BUSY
+            factors = [INF if bad else 0.5, 0.5][: len(params)]
+            training.backward(factors, idle)
+            if kind == "experts":
+                dist.all_reduce(params[1].grad)
+            with counted() as calls:
+                norm = float(training.handle.clip_grad_norm_(training.optimizer, 1e9)) if clips else None
+                training.optimizer.step()
+            stayed = torch.equal(before[0], training.stepped()[0])
+            told.append((stayed, training.scale, calls(), norm))
+        told.append(training.handle.state_dict())
     return told
 
 
@@ -148,17 +220,14 @@ def clipped(layouts: Layouts) -> dict[str, Any]:
     params = [layouts.parameter("2-D", kind, torch.float32) for kind in KINDS]
     found: dict[str, Any] = {}
     for norm_type in (2.0, 3.0, INF):
-        with training("scale_loss", params):
-            optimizer = torch.optim.SGD(params, lr=1.0, foreach=False)
-            handle: Any = autoamp.current_handle()
-            with handle.scale_loss(loss_of(params, [1.0, 2.0, 3.0]), optimizer) as scaled:
-                scaled.backward()
+        with Training("scale_loss", params) as training:
+            training.backward([1.0, 2.0, 3.0])
             with CommDebugMode() as comms:
-                norm = handle.clip_grad_norm_(optimizer, 1.0, norm_type)
-                optimizer.step()
+                norm = training.handle.clip_grad_norm_(training.optimizer, 1.0, norm_type)
+                training.optimizer.step()
             gradients = [local(param.grad) for param in params]
             found[str(norm_type)] = (float(norm), comms.get_total_counts(), [float(g.max()) for g in gradients])
-            optimizer.zero_grad()
+            training.optimizer.zero_grad()
     return found
 
 
@@ -174,36 +243,6 @@ def partial(layouts: Layouts, dtype: torch.dtype) -> list[Any]:
             param.grad = DTensor.from_local(scaled, layouts.line, [Partial()], run_check=False)
         optimizer.step()
         told.append((handle.skipped_steps, float(local(param).detach()[0])))
-        handle.deactivate()
-    return told
-
-
-def asked(layouts: Layouts, way: str) -> list[Any]:
-    """Stages of a pipeline: ranks with parameters of their own, of which one overflows, or has no gradient."""
-    stage = nn.Parameter(torch.full((dist.get_rank() + 1,), 3.0))
-    told = []
-    with training("scale_loss", [stage]):
-        handle: Any = autoamp.current_handle()
-        if way == "initialize":
-            holder, optimizer = Holder([stage]), torch.optim.SGD([stage], lr=1.0)
-            options: dict[str, Any] = {**NO_CASTS, "loss_scale": "dynamic", "verbosity": 0}
-            autoamp.initialize(holder, optimizer, process_group=dist.group.WORLD, **options)
-            handle = autoamp.current_handle()
-        else:
-            optimizer = torch.optim.SGD([stage], lr=1.0)
-            handle.sync_over(dist.group.WORLD, replicas=1)
-        for factor, skips in ((1.0, None), (INF, 2), (1.0, None), (1.0, 1)):
-            optimizer.zero_grad()
-            before = stage.detach().clone()
-            if dist.get_rank() != skips or factor == INF:
-                mine = factor if dist.get_rank() == 2 else 1.0
-                with handle.scale_loss(loss_of([stage], [mine]), optimizer) as scaled:
-                    scaled.backward()
-            with CommDebugMode() as comms:
-                norm = float(handle.clip_grad_norm_(optimizer, 1e9)) if way == "sync_over" else 0.0
-                optimizer.step()
-            told.append((torch.equal(before, stage), handle.loss_scale, comms.get_total_counts(), norm))
-        told.append(handle.state_dict())
         handle.deactivate()
     return told
 
@@ -227,89 +266,102 @@ def several_losses(layouts: Layouts) -> list[Any]:
     return told
 
 
-def dropped(layouts: Layouts) -> list[Any]:
-    """Gradients that overflowed on one rank and were dropped on all, without a step: the scale goes lower on all."""
-    told = []
-    for clears in (True, False):
-        params = [layouts.parameter("1-D", kind, torch.float32) for kind in KINDS]
-        with training("scale_loss", params) as (step, scale, optimizer):
-            for factor in (INF if dist.get_rank() == 1 else 1.0, 1.0):
-                with autoamp.scale_loss(loss_of(params, [1.0, factor, 1.0]), optimizer) as scaled:
-                    scaled.backward()
-                optimizer.zero_grad(set_to_none=clears)
-            step([1.0, 1.0, 1.0])
-            told.append((scale(), autoamp.current_handle().skipped_steps))  # type: ignore[union-attr]
-    return told
-
-
-def idle(layouts: Layouts) -> list[float]:
+def idle_in_the_first_block(layouts: Layouts) -> list[float]:
     """A rank that has no gradients in the first of two blocks of a step, as an expert without tokens."""
     params = [layouts.parameter("1-D", "sharded", torch.float32)]
-    with training("scale_loss", params) as (_, _, optimizer):
-        before = local(params[0]).detach().clone()
+    with Training("scale_loss", params) as training:
+        before = training.stepped()[0]
         for block in range(2):
-            loss = torch.ones((), requires_grad=True) if block == 0 and dist.get_rank() == 3 else loss_of(params, [1.0])
-            with autoamp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-        optimizer.step()
-    return (before - local(params[0]).detach()).tolist()
+            training.backward([1.0], idle=block == 0 and dist.get_rank() == 3)
+        training.optimizer.step()
+        return (before - training.stepped()[0]).tolist()
 
 
-def clipped_and_dropped(layouts: Layouts, kind: str) -> list[Any]:
+def dropped(layouts: Layouts, kind: str) -> list[Any]:
     """Programs that look at the norm, and drop the gradients without a step where it is not finite."""
     params = [layouts.parameter("1-D", "plain" if kind == "asked" else kind, torch.float32)]
     told = []
-    with training("scale_loss", params):
-        handle: Any = autoamp.current_handle()
-        optimizer = torch.optim.SGD(params, lr=0.5, foreach=False)
+    with Training("scale_loss", params) as training:
         if kind == "asked":
-            handle.sync_over(dist.group.WORLD, replicas=1)
+            training.handle.sync_over(dist.group.WORLD, replicas=1)
         for number in range(5):
             bad = number == 1
-            optimizer.zero_grad()
-            before = local(params[0]).detach().clone()
+            training.optimizer.zero_grad()
+            before = training.stepped()[0]
             # In a group that was asked for a rank may have nothing to drop.
             if not (bad and kind == "asked" and dist.get_rank() == 1):
-                loss = loss_of(params, [INF if bad and dist.get_rank() == 3 else 1.0])
-                with handle.scale_loss(loss, optimizer) as scaled:
-                    scaled.backward()
-            norm = float(handle.clip_grad_norm_(optimizer, 1e9))
+                training.backward([INF if bad and dist.get_rank() == 3 else 1.0])
+            norm = float(training.handle.clip_grad_norm_(training.optimizer, 1e9))
             if norm < INF:
-                optimizer.step()
-            moved = not torch.equal(before, local(params[0]))
-            told.append((norm < INF, moved, handle.skipped_steps, handle.loss_scale))
+                training.optimizer.step()
+            moved = not torch.equal(before, training.stepped()[0])
+            told.append((norm < INF, moved, training.handle.skipped_steps, training.scale))
     return told
 
 
 def sharded_adam(layouts: Layouts) -> list[Any]:
     """A fused optimizer that takes the flag of an overflow, given flags of all ranks."""
-    params = [layouts.parameter("1-D", "sharded", torch.float32)]
-    optimizer = torch.optim.Adam(params, lr=0.5, fused=True)
-    handle = autoamp.init(**NO_CASTS)
-    told = []
-    for factor in (1.0, INF if dist.get_rank() == 0 else 1.0, 1.0):
-        optimizer.zero_grad()
-        with handle.scale_loss(loss_of(params, [factor]), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        told.append((local(params[0]).tolist(), handle.loss_scale))
-    handle.deactivate()
+    with Training("scale_loss", [layouts.parameter("1-D", "sharded", torch.float32)]) as training:
+        training.optimizer = torch.optim.Adam(training.params, lr=0.5, fused=True)
+        told = []
+        for factor in (1.0, INF if dist.get_rank() == 0 else 1.0, 1.0):
+            training.step([factor])
+            told.append((local(training.params[0]).tolist(), training.scale))
     return told
 
 
 def refusals(layouts: Layouts) -> list[str]:
     messages = []
-    with training("scale_loss", [layouts.parameter("two meshes", "sharded", torch.float32)]) as (step, _, _optimizer):
-        handle: Any = autoamp.current_handle()
+    with Training("scale_loss", [layouts.parameter("two meshes", "sharded", torch.float32)]) as training:
         for group, replicas in ((None, None), (dist.group.WORLD, 3)):
             with pytest.raises(autoamp.UsageError) as caught:
-                handle.sync_over(group, replicas=replicas)
+                training.handle.sync_over(group, replicas=replicas)
             messages.append(str(caught.value))
-        handle.sync_over(layouts.square["data"].get_group())
+        training.handle.sync_over(layouts.square["data"].get_group())
         with pytest.raises(autoamp.UsageError) as caught:
-            step([1.0])
+            training.step([1.0])
         messages.append(str(caught.value))
     return messages
+
+
+class TwoLayers(nn.Module):
+    """Ranks use one layer, or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return (y if dist.get_rank() == IDLE else self.second(y)).float().sum()
+
+
+def wrapped(way: str, wrap: Callable[[nn.Module], Any], model: nn.Module) -> list[Any]:
+    """For each step the norm, the scale, and the parameters."""
+    # Gradients of the first step have room in fp16.
+    scaler = autoamp.DynamicLossScaler(2.0**10)
+    options: dict[str, Any] = {"dtype": torch.float16, "device_type": "cpu", "loss_scale": scaler}
+    if way == "O2":
+        autoamp.initialize(model, opt_level="O2", verbosity=0, **options)
+    else:
+        autoamp.init(**options)
+    handle: Any = autoamp.current_handle()
+    if way == "auto_scale":
+        handle.auto_scale()
+    model = wrap(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    told: list[Any] = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).float().sum() * (INF if step == BAD_STEP and dist.get_rank() == BUSY else 1.0)
+        with contextlib.nullcontext(loss) if way == "auto_scale" else handle.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        norm = float(handle.clip_grad_norm_(optimizer, 1e9))
+        optimizer.step()
+        told.append((norm, handle.loss_scale, [local(param).detach().clone() for param in model.parameters()]))
+    handle.deactivate()
+    return told
 
 
 def found_by_rank() -> dict[Any, Any]:
@@ -317,13 +369,18 @@ def found_by_rank() -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     for layout, first, way in CASES:
         found[layout, first, way] = one_case(layouts, layout, first, way)
+    for case in IDLE_CASES:
+        found[case] = idle_case(layouts, *case)
+    for way in ("scale_loss", "auto_scale", "O2"):
+        ddp = lambda model: DistributedDataParallel(model, find_unused_parameters=True)  # noqa: E731
+        found["unused", way] = wrapped(way, ddp, TwoLayers())
+        # The weight and the bias have one row: three of the ranks have nothing of either.
+        found["empty", way] = wrapped(way, fully_shard, nn.Linear(4, 1))
     found["clipped"] = clipped(layouts)
     found["partial"] = {str(dtype): partial(layouts, dtype) for dtype in (torch.float16, torch.float32)}
-    found["asked"] = {way: asked(layouts, way) for way in ("sync_over", "initialize")}
     found["losses"] = several_losses(layouts)
-    found["dropped"] = dropped(layouts)
-    found["clipped and dropped"] = {kind: clipped_and_dropped(layouts, kind) for kind in ("sharded", "asked")}
-    found["idle"] = idle(layouts)
+    found["dropped"] = {kind: dropped(layouts, kind) for kind in ("sharded", "asked")}
+    found["idle"] = idle_in_the_first_block(layouts)
     found["adam"] = sharded_adam(layouts)
     found["refusals"] = refusals(layouts)
     return found
@@ -332,7 +389,7 @@ def found_by_rank() -> dict[Any, Any]:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What each of four processes found."""
-    return on_ranks(tmp_path_factory, RANKS, found_by_rank)
+    return on_ranks(tmp_path_factory, RANKS, found_by_rank, timeout=60.0)
 
 
 @pytest.mark.parametrize(("layout", "first", "way"), CASES)
@@ -363,27 +420,27 @@ def test_gradients_that_are_added_up_are_looked_at_as_sums(ranks: list[Any]) -> 
         assert found["partial"]["torch.float32"] == [(0, -4.0), (0, -120000.0)]
 
 
-@pytest.mark.parametrize("way", ["sync_over", "initialize"])
-def test_stages_agree_where_they_are_asked_to(ranks: list[Any], way: str) -> None:
-    for found in ranks:
-        *steps, state = found["asked"][way]
-        assert [same for same, *_ in steps][:3] == [False, True, False]
+@pytest.mark.parametrize(("way", "kind", "when", "clips"), IDLE_CASES)
+def test_a_rank_without_gradients_agrees_with_the_others(
+    ranks: list[Any], way: str, kind: str, when: str, clips: bool
+) -> None:
+    for index, found in enumerate(ranks):
+        *steps, state = found[way, kind, when, clips]
+        assert state == ranks[0][way, kind, when, clips][-1]
+        assert state["skipped_steps"] == 1
         assert [scale for _, scale, *_ in steps] == [2.0**16, 2.0**15, 2.0**15, 2.0**15]
-        assert [collectives for *_, collectives, _ in steps] == [1] * 4
-        assert state == ranks[0]["asked"][way][-1]
-        if way == "sync_over":
-            # Each rank's part counts once: 1 + 2 + 3 + 4 elements.
-            assert steps[0][3] == pytest.approx(10.0**0.5)
+        # A rank that knows nothing of an overflow yet has to ask in each step, and never twice.
+        assert [collectives for *_, collectives, _ in steps] == [1] * STEPS
+        idle = WHEN[when] if index == IDLE else ()
+        assert [stayed for stayed, *_ in steps] == [step == BAD_STEP or step in idle for step in range(STEPS)]
+        if clips and kind == "stage" and when == "never":
+            # Each rank's part counts once.
+            assert steps[0][3] == pytest.approx(0.5 * (RANKS * 8) ** 0.5)
 
 
 def test_each_loss_has_its_own_scale_on_all_ranks(ranks: list[Any]) -> None:
     for found in ranks:
         assert found["losses"] == [[2.0**16, 2.0**16], [2.0**15, 2.0**16], [2.0**15, 2.0**15]]
-
-
-def test_dropped_gradients_lower_the_scale_of_all_ranks(ranks: list[Any]) -> None:
-    for found in ranks:
-        assert found["dropped"] == [(2.0**15, 1), (2.0**15, 1)]
 
 
 def test_a_rank_may_be_idle_in_the_first_of_several_blocks(ranks: list[Any]) -> None:
@@ -394,12 +451,29 @@ def test_a_rank_may_be_idle_in_the_first_of_several_blocks(ranks: list[Any]) -> 
 @pytest.mark.parametrize("kind", ["sharded", "asked"])
 def test_gradients_dropped_for_their_norm_lower_the_scale_of_all_ranks(ranks: list[Any], kind: str) -> None:
     for found in ranks:
-        told = found["clipped and dropped"][kind]
+        told = found["dropped"][kind]
         assert [finite for finite, *_ in told] == [True, False, True, True, True]
         # A rank may have had nothing to drop: it is the next step that tells all of them, and is skipped.
         assert [moved for _, moved, *_ in told] == [True, False, False, True, True]
         assert [skipped for *_, skipped, _ in told] == [0, 0, 1, 1, 1]
         assert [scale for *_, scale in told] == [2.0**16, 2.0**16, 2.0**15, 2.0**15, 2.0**15]
+
+
+@pytest.mark.parametrize("way", ["scale_loss", "auto_scale", "O2"])
+@pytest.mark.parametrize("name", ["unused", "empty"])
+def test_a_rank_without_some_of_the_parameters(ranks: list[Any], name: str, way: str) -> None:
+    for found in ranks:
+        norms, scales, values = zip(*found[name, way], strict=True)
+        assert list(scales) == [2.0**10, 2.0**9, 2.0**9, 2.0**9]
+        assert [math.isfinite(norm) for norm in norms] == [step != BAD_STEP for step in range(STEPS)]
+        assert list(norms) == pytest.approx([norm for norm, *_ in ranks[0][name, way]], nan_ok=True)
+        assert all(map(torch.equal, values[0], values[1]))
+        if name == "unused":
+            assert not any(map(torch.equal, values[1], values[2]))
+            assert all(map(torch.equal, values[2], ranks[0][name, way][2][2]))
+        else:
+            # Of two samples of ones: 2 for each of four weights and the bias.
+            assert norms[0] == pytest.approx(20.0**0.5)
 
 
 def test_a_fused_optimizer_takes_the_flag_of_all_ranks(ranks: list[Any]) -> None:

@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from tests.states import differences, flat
+
 ROOT = Path(__file__).resolve().parents[2]
 FAULTY = Path(__file__).with_name("faulty.py")
 TINY = ("--steps", "8", "--every", "3", "--batch-size", "4", "--length", "16", "--width", "16", "--depth", "2")
@@ -39,35 +41,17 @@ def torchrun(processes: int, *command: str, restarts: int = 0) -> str:
 
 
 def bits_of(checkpoint: Path) -> dict[str, Any]:
-    """Return all that a checkpoint holds, tensors by their bytes."""
+    """Return all that a checkpoint holds."""
     whole = checkpoint.with_suffix(".pt")
     dcp_to_torch_save(checkpoint, whole)
-    flat: dict[str, Any] = {}
-
-    def take(value: Any, name: str) -> None:
-        if isinstance(value, dict):
-            for key, item in value.items():
-                take(item, f"{name}.{key}")
-        elif isinstance(value, torch.Tensor):
-            flat[name] = (
-                value.dtype,
-                tuple(value.shape),
-                value.contiguous().flatten().view(torch.uint8).numpy().tobytes(),
-            )
-        else:
-            flat[name] = value
-
-    take(torch.load(whole, weights_only=False), "")
-    return flat
+    return flat(torch.load(whole, weights_only=False))
 
 
 @pytest.mark.parametrize(
     ("example", "options"),
     [
-        ("ddp", ("--opt-level", "O2", "--dtype", "fp16")),
         ("ddp", ("--opt-level", "O1", "--dtype", "fp16")),
         ("fsdp2", ("--opt-level", "O2", "--dtype", "fp16")),
-        ("fsdp2", ("--opt-level", "O1", "--dtype", "fp16")),
     ],
 )
 def test_a_rank_that_is_killed_in_mid_step(example: str, options: tuple[str, ...], tmp_path: Path) -> None:
@@ -78,9 +62,9 @@ def test_a_rank_that_is_killed_in_mid_step(example: str, options: tuple[str, ...
     assert "Signal 9 (SIGKILL)" in printed or "exitcode: -9" in printed
     assert "goes on after step 3" in printed
     whole = bits_of(tmp_path / "whole" / "step-000008")
-    assert bits_of(killed / "step-000008") == whole
+    assert differences(bits_of(killed / "step-000008"), whole) == []
     assert whole[".training.amp.loss_scaler0.unskipped"] == 8
-    assert whole[".training.optimizer.state.head.weight.exp_avg"][0] is torch.float32
+    assert whole[".training.optimizer.state.head.weight.exp_avg"].dtype is torch.float32
     # On another number of ranks it goes on too, to sums in another order, and so it does in the other wrapper.
     printed = torchrun(1, "ddp.py", *TINY, *options, "--steps", "9", "--checkpoints", str(killed))
     assert "goes on after step 8" in printed

@@ -8,7 +8,6 @@ from __future__ import annotations
 import datetime
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +15,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import autoamp
+from tests.states import differences, flat
 
 pytestmark = pytest.mark.processes
 
@@ -66,20 +66,7 @@ class Training:
 
     def whole(self) -> dict[str, Any]:
         """Return all that a checkpoint would hold, in whole tensors; by all ranks."""
-        flat: dict[str, Any] = {}
-
-        def take(value: Any, name: str) -> None:
-            if isinstance(value, dict):
-                for key, item in value.items():
-                    take(item, f"{name}.{key}")
-            elif isinstance(value, Tensor):
-                tensor: Any = value
-                flat[name] = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
-            else:
-                flat[name] = value
-
-        take(self.state()["training"].state_dict(), "")
-        return flat
+        return flat(self.state()["training"].state_dict())
 
 
 def write(case: tuple[str, str], path: str, group: Any) -> dict[str, Any]:
@@ -148,21 +135,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[Any, 
     folder = tmp_path_factory.mktemp("resume")
     for world, reads in ((2, ["2"]), (4, ["4", "2"]), (1, ["4"])):
         mp.spawn(work, (world, str(folder), reads), nprocs=world)
-    return {world: load_all(folder, world) for world in (1, 2, 4)}
-
-
-def load_all(folder: Path, world: int) -> list[dict[Any, Any]]:
-    return [torch.load(folder / f"{world}-{index}.pt") for index in range(world)]
-
-
-def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Name what differs in a bit."""
-    keys = sorted(one.keys() ^ other.keys())
-    return keys + [
-        key
-        for key in one.keys() & other.keys()
-        if not (torch.equal(one[key], other[key]) if isinstance(one[key], Tensor) else one[key] == other[key])
-    ]
+    return {world: [torch.load(folder / f"{world}-{index}.pt") for index in range(world)] for world in (1, 2, 4)}
 
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)

@@ -1,10 +1,13 @@
-"""Torch's wrappers under opt levels, on four processes over gloo, beside plain torch and one process on all samples.
+"""Torch's wrappers at opt levels and under automatic scaling, on four processes over gloo.
+
+They are compared with plain torch, and with one process on all samples.
 
 The third of five steps overflows on one rank alone.
 """
 
 # No `annotations` from __future__: DistributedDataParallel wants types themselves in a hook's signature.
 import contextlib
+import itertools
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -74,26 +77,46 @@ def whole(tensor: Any) -> Tensor:
     return found
 
 
+Scaled = Callable[[Tensor, Any], contextlib.AbstractContextManager[Tensor]]
+LEVELS = ("fp32", "auto", "O1", "O2")
+
+
 @contextlib.contextmanager
-def amp(level: str, model: nn.Module, optimizer: Any = None) -> Iterator[None]:
-    """Set up what a level means here: ``torch`` is without autoamp, ``fp32`` scales and casts nothing."""
-    scaler = autoamp.DynamicLossScaler(SCALE)
-    options: dict[str, Any] = {"device_type": "cpu", "dtype": HALF, "verbosity": 0, "loss_scale": scaler}
-    if level == "fp32":
+def amp(level: str, model: nn.Module, optimizer: Any = None) -> Iterator[Scaled]:
+    """Set up what a level means here, and give what scales a loss.
+
+    ``torch`` is without autoamp, ``fp32`` scales and casts nothing, ``auto`` does so by `Handle.auto_scale`.
+    """
+    options: dict[str, Any] = {"device_type": "cpu", "dtype": HALF, "loss_scale": autoamp.DynamicLossScaler(SCALE)}
+    if level in ("fp32", "auto"):
         options["lists"] = {"extends": []}
-    if level != "torch":
-        autoamp.initialize(model, optimizer, opt_level="O1" if level == "fp32" else level, **options)
+    if level == "auto":
+        autoamp.init(**options).auto_scale()
+    elif level != "torch":
+        autoamp.initialize(model, optimizer, opt_level="O1" if level == "fp32" else level, verbosity=0, **options)
     try:
-        yield
+        yield autoamp.scale_loss if level in ("fp32", "O1", "O2") else lambda loss, _: contextlib.nullcontext(loss)
     finally:
         if (handle := autoamp.current_handle()) is not None:
             handle.deactivate()
 
 
+def nothing(model: Any) -> None:
+    """Leave gradients as they are."""
+
+
 def train(
-    model: Any, optimizer: Any, batch: Callable[[int], tuple[Tensor, Tensor]], accumulates: str = ""
+    model: Any,
+    optimizer: Any,
+    batch: Callable[[int], tuple[Tensor, Tensor]],
+    scaled_loss: Scaled,
+    accumulates: str = "",
+    between: Callable[[Any], None] = nothing,
 ) -> dict[str, Any]:
-    """Take the steps; returns what each has left: the loss, true gradients and values by parameter."""
+    """Take the steps; returns what each has left: the loss, true gradients and values by parameter.
+
+    ``between`` is what the program does to gradients after the backward pass.
+    """
     handle, left = autoamp.current_handle(), []
     module = model.module if isinstance(model, DistributedDataParallel) else model
 
@@ -109,7 +132,7 @@ def train(
 
     def backward(x: Tensor, y: Tensor, factor: float) -> float:
         loss = (model(x).float() - y).square().mean() * factor
-        with contextlib.nullcontext(loss) if handle is None else autoamp.scale_loss(loss, optimizer) as scaled:
+        with scaled_loss(loss, optimizer) as scaled:
             scaled.backward()
         return float(loss.detach())
 
@@ -123,6 +146,7 @@ def train(
             loss += backward(x[2:], y[2:], 0.5)
         else:
             loss = backward(x, y, INF if bad else 1.0)
+        between(model)
         params = [param for group in optimizer.param_groups for param in group["params"]]
         grads = [None if param.grad is None else whole(param.grad) for param in params]
         if handle is not None or step != BAD_STEP:
@@ -141,14 +165,16 @@ def sgd(model: nn.Module) -> torch.optim.SGD:
 # -- wrappers, each as a program with a level --
 
 
-def ddp(level: str, model: nn.Module | None = None, hook: Any = None, accumulates: str = "", **settings: Any) -> Any:
-    model = model or Used()
+def ddp(level: str, model: nn.Module, hook: Any = None, hides: bool = False, **settings: Any) -> Any:
     optimizer = sgd(model)
-    with amp(level, model, optimizer):
+    of_training = {name: settings.pop(name) for name in ("accumulates", "between") if name in settings}
+    with amp(level, model, optimizer) as scaled_loss:
+        for param in model.parameters() if hides else ():
+            param.register_hook(lambda gradient: gradient.nan_to_num(0.0, 1.0, -1.0))
         wrapped = DistributedDataParallel(model, **settings)
         if hook is not None:
             wrapped.register_comm_hook(*hook())
-        return train(wrapped, optimizer, part, accumulates)
+        return train(wrapped, optimizer, part, scaled_loss, **of_training)
 
 
 def bf16_hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -159,21 +185,69 @@ def bf16_hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     return done.then(lambda future: bucket.buffer().copy_(future.value()[0]))
 
 
-def fsdp(level: str, mesh: Any = None, accumulates: str = "", **policy: Any) -> Any:
+def clip(model: nn.Module) -> None:
+    """Write to gradients that were reduced."""
+    nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+
+
+def average(model: nn.Module) -> None:
+    """Reduce by hand what no wrapper has reduced."""
+    for param in model.parameters():
+        if param.grad is not None and not isinstance(param, DTensor):
+            dist.all_reduce(param.grad)
+            param.grad.div_(RANKS)
+
+
+def average_by_messages(model: nn.Module) -> None:
+    """Reduce without a collective, and past the count of writes."""
+    for distance in (1, 2):
+        other = dist.get_rank() ^ distance
+        for param in model.parameters():
+            assert param.grad is not None
+            received = torch.empty_like(param.grad)
+            for work in (dist.isend(param.grad, other), dist.irecv(received, other)):
+                work.wait()  # type: ignore[union-attr]
+            param.grad.data.add_(received).div_(2)
+
+
+def by_hand(level: str, between: Callable[[Any], None]) -> Any:
+    model = Used()
+    optimizer = sgd(model)
+    with amp(level, model, optimizer) as scaled_loss:
+        return train(model, optimizer, part, scaled_loss, between=between)
+
+
+def fsdp(level: str, mesh: Any = None, accumulates: str = "", part_alone: bool = False, **policy: Any) -> Any:
     """The order that goes at all levels: initialize, fully_shard, the optimizer."""
     model = Used()
-    with amp(level, model):
-        for module in (model.first, model):
+    with amp(level, model) as scaled_loss:
+        for module in (model.first,) if part_alone else (model.first, model):
             fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy))
-        return train(model, sgd(model), part, accumulates)
+        return train(model, sgd(model), part, scaled_loss, accumulates, average if part_alone else nothing)
 
 
 def fsdp_first(level: str) -> Any:
     model = Used()
     fully_shard(model)
     optimizer = sgd(model)
-    with amp(level, model, optimizer):
-        return train(model, optimizer, part)
+    with amp(level, model, optimizer) as scaled_loss:
+        return train(model, optimizer, part, scaled_loss)
+
+
+def flat_shards() -> list[str]:
+    """Return what `FullyShardedDataParallel` is refused with: of a part, or of all, in both of its ways."""
+    messages = []
+    for keeps_originals, of_a_part in itertools.product((False, True), repeat=2):
+        model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
+        with amp("auto", model):
+            settings: Any = {"use_orig_params": keeps_originals, "device_id": torch.device("cpu")}
+            wrapped: nn.Module = FullyShardedDataParallel(model[0] if of_a_part else model, **settings)
+            wrapped = nn.Sequential(wrapped, model[1]) if of_a_part else wrapped
+            _optimizer = sgd(wrapped)
+            with pytest.raises(autoamp.UsageError) as caught:
+                wrapped(part(0)[0]).sum().backward()
+            messages.append(str(caught.value))
+    return messages
 
 
 def hsdp(level: str) -> Any:
@@ -192,11 +266,11 @@ def tensor_parallel(level: str, first: bool = False) -> Any:
     if first:
         parallelize_module(model, mesh, plan)
         optimizer = sgd(model)
-        with amp(level, model, optimizer):
-            return train(model, optimizer, samples)
-    with amp(level, model):
+        with amp(level, model, optimizer) as scaled_loss:
+            return train(model, optimizer, samples, scaled_loss)
+    with amp(level, model) as scaled_loss:
         parallelize_module(model, mesh, plan)
-        return train(model, sgd(model), samples)
+        return train(model, sgd(model), samples, scaled_loss)
 
 
 def fsdp_of_tensor_parallel(level: str) -> Any:
@@ -204,48 +278,16 @@ def fsdp_of_tensor_parallel(level: str) -> Any:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     model = Used()
     plan = plan_of_layers()
-    with amp(level, model):
+    with amp(level, model) as scaled_loss:
         parallelize_module(model, mesh["tensor"], plan)
         fully_shard(model, mesh=mesh["data"])
         place = mesh.get_local_rank("data")
-        return train(model, sgd(model), lambda step: tuple(one.chunk(2)[place] for one in samples(step)))  # type: ignore[arg-type,return-value]
 
+        def batch(step: int) -> tuple[Tensor, Tensor]:
+            x, y = samples(step)
+            return x.chunk(2)[place], y.chunk(2)[place]
 
-def pipeline(level: str) -> Any:
-    """A layer on each rank; that of one rank alone overflows, in its own parameters."""
-    rank = dist.get_rank()
-    torch.manual_seed(rank)
-    stage = nn.Linear(8, 8)
-    optimizer = sgd(stage)
-    with amp(level, stage, optimizer):
-        handle: Any = autoamp.current_handle()
-        handle.sync_over(dist.group.WORLD, replicas=1)
-        factor = 1.0
-        stage.weight.register_hook(lambda grad: grad * factor)
-        told = []
-        for step in range(STEPS):
-            factor = INF if step == BAD_STEP and rank == BAD_RANK else 1.0
-            before = whole(optimizer.param_groups[0]["params"][0])
-            optimizer.zero_grad()
-            x, came = samples(step)[0][:4], torch.zeros(4, 8)
-            if rank:
-                dist.recv(x, rank - 1)
-                x.requires_grad_()
-            out = stage(x).float()
-            if rank < RANKS - 1:
-                dist.send(out.detach(), rank + 1)
-                dist.recv(came, rank + 1)
-            loss = out.square().mean() if rank == RANKS - 1 else torch.zeros(())
-            with handle.scale_loss(loss, optimizer) as scaled:
-                if rank == RANKS - 1:
-                    scaled.backward()
-                else:
-                    out.backward(came)
-            if rank:
-                dist.send(x.grad, rank - 1)
-            optimizer.step()
-            told.append((torch.equal(before, whole(optimizer.param_groups[0]["params"][0])), handle.loss_scale))
-        return told
+        return train(model, sgd(model), batch, scaled_loss)
 
 
 DDPS: dict[str, dict[str, Any]] = {
@@ -257,6 +299,7 @@ DDPS: dict[str, dict[str, Any]] = {
     "small buckets": {"bucket_cap_mb": 1e-4},
     "fp16 hook": {"hook": lambda: (None, default_hooks.fp16_compress_hook)},
     "bf16 hook": {"hook": lambda: (None, bf16_hook)},
+    "clipped": {"between": clip},
 }
 
 
@@ -274,6 +317,9 @@ WRAPPERS: dict[str, Callable[[str], Any]] = {
     "HSDP": hsdp,
     "tensor parallel": tensor_parallel,
     "2-D": fsdp_of_tensor_parallel,
+    "a part sharded": lambda level: fsdp(level, part_alone=True),
+    "by hand": lambda level: by_hand(level, average),
+    "by messages": lambda level: by_hand(level, average_by_messages),
 }
 ORDERS: dict[str, Callable[[str], Any]] = {
     "fully_shard first": fsdp_first,
@@ -300,16 +346,16 @@ def found_by_rank() -> dict[Any, Any]:
     warnings.simplefilter("ignore")
     found: dict[Any, Any] = {}
     for name, program in WRAPPERS.items():
-        for level in ("torch", "fp32", "O1", "O2"):
+        for level in ("torch", *LEVELS):
             found[name, level] = attempt(program, level)
+    found["hidden", "auto"] = attempt(ddp, "auto", Used(), hides=True)
     for name, program in ORDERS.items():
         for level in ("O1", "O2"):
             found[name, level] = attempt(program, level)
     for name, policy in POLICIES.items():
         for level in ("fp32", "O2"):
             found["policy " + name, level] = attempt(fsdp, level, **policy)
-    for level in ("O1", "O2"):
-        found["pipeline", level] = attempt(pipeline, level)
+    found["flat"] = flat_shards()
     return found
 
 
@@ -323,11 +369,12 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 def alone() -> dict[str, Any]:
     """What one process does with all samples, by level."""
     found = {}
-    for level in ("torch", "fp32", "O1", "O2"):
+    for level in ("fp32", "O1", "O2"):
         model = Used()
         optimizer = sgd(model)
-        with amp(level, model, optimizer):
-            found[level] = train(model, optimizer, samples)
+        with amp(level, model, optimizer) as scaled_loss:
+            found[level] = train(model, optimizer, samples, scaled_loss)
+    found["auto"] = found["fp32"]
     return found
 
 
@@ -344,7 +391,8 @@ def assert_like(left: dict[str, Any], other: dict[str, Any], tolerance: float, *
 
 GOOD = [step for step in range(STEPS) if step != BAD_STEP]
 PROGRAMS = [
-    *((name, level) for name in WRAPPERS for level in ("fp32", "O1", "O2")),
+    *((name, level) for name in WRAPPERS for level in LEVELS),
+    ("hidden", "auto"),
     *((name, "O1") for name in ORDERS),
     *(("policy " + name, level) for name in POLICIES for level in ("fp32", "O2")),
 ]
@@ -369,11 +417,12 @@ def test_the_overflow_of_one_rank_skips_the_step_of_all(ranks: list[Any], name: 
 ROUNDING = {"fp16 hook": 1e-3, "bf16 hook": 0.0}
 
 
+@pytest.mark.parametrize("level", ["fp32", "auto"])
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_in_fp32_gradients_and_steps_are_those_of_plain_torch(ranks: list[Any], name: str) -> None:
+def test_in_fp32_gradients_and_steps_are_those_of_plain_torch(ranks: list[Any], name: str, level: str) -> None:
     for found in ranks:
         for step in GOOD:
-            plain, own = (found[name, level]["left"][step] for level in ("torch", "fp32"))
+            plain, own = (found[name, one]["left"][step] for one in ("torch", level))
             assert_like(own, plain, ROUNDING.get(name, 0.0), "grads", "values")
             assert own["loss"] == plain["loss"] or name in ROUNDING
 
@@ -382,7 +431,7 @@ def test_in_fp32_gradients_and_steps_are_those_of_plain_torch(ranks: list[Any], 
 def test_gradients_and_losses_are_those_of_one_process(
     ranks: list[Any], alone: dict[str, Any], name: str, level: str
 ) -> None:
-    halved = level != "fp32" or "policy" in name
+    halved = level in ("O1", "O2") or "policy" in name
     bfloat = "bf16" in name
     tolerance = 0.03 if bfloat else 4e-3 if halved or "hook" in name else 2e-6
     for step in GOOD:
@@ -398,8 +447,7 @@ def test_a_model_that_is_cast_is_initialized_before_it_is_distributed(ranks: lis
             assert "call initialize(model) first, then fully_shard or parallelize_module" in found[name, "O2"]
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_stage_that_overflowed_stops_the_steps_of_the_others(ranks: list[Any], level: str) -> None:
+def test_flat_parameters_are_refused_with_the_remedy(ranks: list[Any]) -> None:
     for found in ranks:
-        assert [same for same, _ in found["pipeline", level]] == [step == BAD_STEP for step in range(STEPS)]
-        assert [scale for _, scale in found["pipeline", level]] == [SCALE] * BAD_STEP + [SCALE / 2] * (STEPS - BAD_STEP)
+        assert len(found["flat"]) == 4
+        assert all("use bf16, which needs no loss scale" in message for message in found["flat"])
