@@ -6,7 +6,6 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -96,11 +95,6 @@ def assert_pristine() -> None:
         and not ((owner, name) not in _PRISTINE and isinstance(getattr(torch, name, None), type(torch)))
     ]
     assert not changed, f"torch is not what it was: {changed}"
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Take the file that the sweep's results go to; the sweep itself is `pytest -m sweep`."""
-    parser.addoption("--op-matrix", type=Path, default=None, help="write the sweep's matrix of results to this CSV")
 
 
 @pytest.hookimpl(trylast=True)

@@ -162,15 +162,6 @@ def test_kernels_change_nothing_but_rounding(
         torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
-def test_without_weights_by_kernels(by_kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    norm, value = norms.FusedRMSNorm(SHAPE, elementwise_affine=False), torch.randn(4, *SHAPE).half()
-    with_kernels = trained(norm, value)
-    assert len(by_kernels) == 1
-    monkeypatch.setattr(kernels, "find", lambda *_: None)
-    for got, want in zip(with_kernels, trained(norm, value), strict=True):
-        torch.testing.assert_close(got, want, rtol=4e-3, atol=4e-3)
-
-
 def test_second_derivatives_are_torchs(by_kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def penalised() -> list[Tensor]:
         norm, value = made(norms.FusedRMSNorm), torch.linspace(-3, 3, 60).view(4, *SHAPE).half().requires_grad_()

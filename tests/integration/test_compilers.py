@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import autoamp
+from tests.launches import plainly, written
 
 # What torch says of its older compilers, and of recurrent layers that are traced.
 pytestmark = [
@@ -128,23 +125,23 @@ def assert_same(one: tuple[Tensor, list[Tensor | None]], other: tuple[Tensor, li
 # -- torch.compile --
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("cls", MODELS)
-def test_compiled_training_is_eager_training(cls: Any, backend: str, half: torch.dtype) -> None:
+def test_compiled_training_is_eager_training(cls: Any) -> None:
     model, x = cls(), torch.randn(cls.shape)
-    handle = autoamp.init(device_type="cpu", dtype=half)
+    handle = autoamp.init(device_type="cpu", dtype=torch.bfloat16)
     expected = trained(handle, model, model, x)
     # In eager mode a second training pass finds other running statistics.
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert_same(trained(handle, model, compiled, x), expected)
 
 
 @pytest.mark.parametrize("cls", MODELS)
-def test_the_graph_holds_the_casts(cls: Any, half: torch.dtype) -> None:
-    model, x, graphs = cls(), torch.randn(cls.shape), Graphs()
-    autoamp.init(device_type="cpu", dtype=half)
+def test_the_graph_holds_the_casts(cls: Any) -> None:
+    model, x, graphs, half = cls(), torch.randn(cls.shape), Graphs(), torch.float16
+    handle = autoamp.init(device_type="cpu", dtype=half)
+    expected = trained(handle, model, model, x)
     dynamo.utils.counters.clear()
-    torch.compile(model, backend=graphs, fullgraph=True)(x)
+    assert_same(trained(handle, model, torch.compile(model, backend=graphs, fullgraph=True), x), expected)
     assert len(graphs.graphs) == 1
     assert not dynamo.utils.counters["graph_break"]
     heavy = ("linear", "conv2d", "lstm", "einsum", "scaled_dot_product_attention")
@@ -152,10 +149,9 @@ def test_the_graph_holds_the_casts(cls: Any, half: torch.dtype) -> None:
     assert graphs.dtypes(lambda node: "softmax" in str(node.target)) <= {torch.float32}
 
 
-@pytest.mark.parametrize("cls", [nn.LSTM, nn.GRU, nn.RNN])
-def test_ops_that_torch_does_not_compile_are_not_compiled_by_themselves(cls: Any) -> None:
+def test_ops_that_torch_does_not_compile_are_not_compiled_by_themselves() -> None:
     """Dynamo skips recurrent layers by default. Inductor cannot train `torch.lstm`, if it gets that op alone."""
-    layer, x, graphs = cls(6, 8, 2), torch.randn(4, 2, 6), Graphs()
+    layer, x, graphs = nn.LSTM(6, 8, 2), torch.randn(4, 2, 6), Graphs()
 
     def function(x: Tensor) -> Tensor:
         return layer(torch.sin(x))[0].square()
@@ -217,8 +213,8 @@ def test_blocks_in_compiled_functions_leave_later_losses_to_auto_scale() -> None
 
 
 @pytest.mark.parametrize("compiled_first", [False, True])
-def test_compiled_before_or_after_init_and_used_after_deactivate(compiled_first: bool, half: torch.dtype) -> None:
-    model, x = Transformer(), torch.randn(Transformer.shape)
+def test_compiled_before_or_after_init_and_used_after_deactivate(compiled_first: bool) -> None:
+    model, x, half = nn.Linear(4, 4), torch.randn(2, 4), torch.bfloat16
     compiled: Any = None
     if compiled_first:
         compiled = torch.compile(model, backend="eager", fullgraph=True)
@@ -233,40 +229,34 @@ def test_compiled_before_or_after_init_and_used_after_deactivate(compiled_first:
 
 
 INDUCTOR = """
-    import torch
-    import tests_of_compilers as tests
+import torch
+from torch import nn
+import autoamp
 
-    with torch.backends.mkldnn.flags(enabled=False):
-        tests.compare_with_inductor(getattr(torch, {half!r}))
-    print("close")
+model, x = nn.Sequential(nn.Linear(6, 8), nn.Softmax(-1), nn.Linear(8, 3)), torch.randn(4, 6)
+for half in (torch.float16, torch.bfloat16):
+    handle = autoamp.init(device_type="cpu", dtype=half)
+    found = []
+    for function in (model, torch.compile(model, fullgraph=True)):
+        model.zero_grad()
+        output = function(x)
+        with handle.scale_loss(output.float().square().mean(), []) as scaled_loss:
+            scaled_loss.backward()
+        found.append([output.detach(), *(parameter.grad for parameter in model.parameters())])
+    # Inductor fuses, and rounds in fewer places.
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.dtype is theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05 * float(theirs.abs().max()))
+print("close")
 """
 
 
 # The default suite compiles for aot_eager, which takes no C++ compiler.
 @pytest.mark.variants
-def test_inductor(half: torch.dtype, tmp_path: Path) -> None:
+def test_inductor(tmp_path: Path) -> None:
     # In a process of its own: its C++ compiler comes through setuptools, which must be the first to import distutils.
-    (tmp_path / "tests_of_compilers.py").symlink_to(Path(__file__).resolve())
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(INDUCTOR).format(half=str(half).removeprefix("torch.")), encoding="utf-8")
-    root = Path(autoamp.__file__).resolve().parent.parent
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=300)
-    assert done.stdout == "close\n", done.stderr
-
-
-def compare_with_inductor(half: torch.dtype) -> None:
-    """Fail where compiled training is not eager training to the precision of the half dtype."""
-    model, x = nn.Sequential(nn.Linear(6, 8), nn.Softmax(-1), nn.Linear(8, 3)), torch.randn(4, 6)
-    handle = autoamp.init(device_type="cpu", dtype=half)
-    expected = trained(handle, model, model, x)
-    got = trained(handle, model, torch.compile(model, fullgraph=True), x)
-    # Inductor fuses, and rounds in fewer places.
-    for ours, theirs in zip([got[0], *got[1]], [expected[0], *expected[1]], strict=True):
-        assert ours is not None
-        assert theirs is not None
-        assert ours.dtype is theirs.dtype
-        torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05 * float(theirs.abs().max()))
+    ended = plainly(written(tmp_path, {"script.py": INDUCTOR}), "script.py")
+    assert ended.out == "close\n", ended.err
 
 
 # -- torch.jit --
@@ -303,9 +293,9 @@ def test_functions_are_scripted() -> None:
 
 
 @pytest.mark.parametrize("cls", [ConvNet, Recurrent])
-def test_a_trace_holds_the_casts_and_is_loaded_without_us(cls: Any, half: torch.dtype) -> None:
+def test_a_trace_holds_the_casts_and_is_loaded_without_us(cls: Any) -> None:
     model, x = cls().eval(), torch.randn(cls.shape)
-    handle = autoamp.init(device_type="cpu", dtype=half)
+    handle = autoamp.init(device_type="cpu", dtype=torch.bfloat16)
     expected, buffer = model(x), io.BytesIO()
     torch.jit.save(torch.jit.trace(model, x), buffer)
     handle.deactivate()
@@ -333,21 +323,21 @@ def test_a_symbolic_trace_casts_while_we_are_active(cls: Any) -> None:
 
 
 @pytest.mark.parametrize("cls", [ConvNet, Transformer])
-def test_make_fx_holds_the_casts(cls: Any, half: torch.dtype) -> None:
+def test_make_fx_holds_the_casts(cls: Any) -> None:
     model, x = cls().eval(), torch.randn(cls.shape)
-    handle = autoamp.init(device_type="cpu", dtype=half)
+    handle = autoamp.init(device_type="cpu", dtype=torch.bfloat16)
     expected, graph = model(x), make_fx(model)(x)
     handle.deactivate()
     assert torch.equal(graph(x), expected)
 
 
 LOADS = """
-    import sys, torch
-    x, expected = torch.load(sys.argv[1] + ".pt")
-    got = torch.export.load(sys.argv[1] + ".pt2").module()(x)
-    assert got.dtype is expected.dtype and torch.equal(got, expected)
-    assert not any(name.partition(".")[0] == "autoamp" for name in sys.modules)
-    print("loaded")
+import sys, torch
+x, expected = torch.load(sys.argv[1] + ".pt")
+got = torch.export.load(sys.argv[1] + ".pt2").module()(x)
+assert got.dtype is expected.dtype and torch.equal(got, expected)
+assert not any(name.partition(".")[0] == "autoamp" for name in sys.modules)
+print("loaded")
 """
 
 
@@ -362,13 +352,8 @@ def test_exported_programs_hold_the_casts_and_run_without_us(tmp_path: Path) -> 
                 assert torch.equal(program.module()(x), expected)
         torch.export.save(program, tmp_path / f"{cls.__name__}.pt2")
         torch.save((x, expected), tmp_path / f"{cls.__name__}.pt")
-    script = tmp_path / "loads.py"
-    script.write_text(textwrap.dedent(LOADS), encoding="utf-8")
-    # A folder that is not ours, and no path to us.
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script), str(tmp_path / ConvNet.__name__)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300)
-    assert done.stdout == "loaded\n", done.stderr
+    ended = plainly(written(tmp_path, {"loads.py": LOADS}), "loads.py", ConvNet.__name__)
+    assert ended.out == "loaded\n", ended.err
 
 
 def test_onnx_holds_the_casts() -> None:

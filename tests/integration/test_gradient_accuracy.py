@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 import autoamp
 
 SCALE = 512.0
-SEEDS = 4
+SEEDS = 2
 
 
 def convnet() -> tuple[nn.Module, Tensor]:
@@ -24,11 +24,6 @@ def convnet() -> tuple[nn.Module, Tensor]:
         nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(256, 10),
     )  # fmt: skip
     return model, torch.randn(32, 1, 8, 8)
-
-
-def mlp() -> tuple[nn.Module, Tensor]:
-    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 10))
-    return model, torch.randn(32, 64)
 
 
 class Encoder(nn.Module):
@@ -85,7 +80,7 @@ WAYS: dict[str, Callable[..., Tensor]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("make", [convnet, mlp, transformer])
+@pytest.mark.parametrize("make", [convnet, transformer])
 def test_no_worse_than_torch_amp(make: Any, half: torch.dtype, device: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Relative errors ``|g - g64| / |g64|`` over all parameters, mean of the seeds, in a table."""
     errors = dict.fromkeys(WAYS, 0.0)

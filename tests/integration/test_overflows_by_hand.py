@@ -29,7 +29,6 @@ print(f"accuracy: {(net(x).argmax(1) == y).float().mean():.3f}")
 # By the name of the program: how large its data is, its formula, and the op that overflows.
 FORMULAS = {
     "rms": (900, "x / ((x * x).mean(-1, keepdim=True) + 1e-8).sqrt()", "mul"),
-    "variance": (900, "(x - (m := x.mean(-1, True))) / ((x * x).mean(-1, True) - m * m + 1e-5).sqrt()", "mul"),
     "long_norm": (900, "8 * x / torch.einsum('bi,bi->b', x, x).sqrt()[:, None]", "einsum"),
     "softmax": (300, "(x / 50).float().tanh() + (e := x * x / 64 * x * x / 64) / (e.sum(-1, True) + 1)", "mul"),
     "log_sum_exp": (300, "x / 50 + (s := x * x) * 0 + torch.log(1 + (s * s).sum(-1, True)) / 9", "mul"),

@@ -48,14 +48,13 @@ def close(got: Tensor, expected: Tensor, half: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("where", ["inside", "after"])
-@pytest.mark.parametrize("clear", ["optimizer", "model"])
-def test_clipping(level: str, where: str, clear: str, half: torch.dtype) -> None:
+@pytest.mark.parametrize(("where", "clear"), [("inside", "optimizer"), ("after", "model")])
+def test_clipping(level: str, where: str, clear: str) -> None:
     """Inside of the block gradients have its scale, and so has the norm to clip to."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     scale, limit = 16.0, 0.01
-    initialize(model, optimizer, opt_level=level, dtype=half, loss_scale=scale)
+    initialize(model, optimizer, opt_level=level, dtype=torch.float16, loss_scale=scale)
     inputs, targets = data()
     for _ in range(3):
         (optimizer if clear == "optimizer" else model).zero_grad()
@@ -73,18 +72,6 @@ def test_clipping(level: str, where: str, clear: str, half: torch.dtype) -> None
             moved = [a - b for a, b in zip(before, autoamp.master_params(optimizer), strict=True)]
             length = torch.cat([m.flatten() for m in moved]).norm().item()
             torch.testing.assert_close(length, limit, atol=0, rtol=0.01)
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_clipping_of_the_models_own_parameters_counts_too(level: str) -> None:
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), 1.0)
-    initialize(model, optimizer, opt_level=level, dtype=torch.float16, loss_scale=16.0)
-    inputs, targets = data()
-    with autoamp.scale_loss(mse_loss(model(inputs).float(), targets), optimizer) as scaled:
-        scaled.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-    torch.testing.assert_close(gradients(autoamp.master_params(optimizer)).norm().item(), 0.01, atol=1e-6, rtol=1e-4)
 
 
 # -- double backward --
@@ -139,17 +126,6 @@ def test_double_backward_through_the_scaled_loss(level: str, half: torch.dtype) 
     close(gradients(autoamp.master_params(optimizer)), gradients(reference.parameters()), half)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_gradients_of_inputs_alone(level: str) -> None:
-    model = network()
-    initialize(model, None, opt_level=level, dtype=torch.float16, loss_scale=4.0)
-    leaf = data()[0].requires_grad_()
-    with autoamp.scale_loss(model(leaf).sum(), []) as scaled:
-        (got,) = torch.autograd.grad(scaled, leaf)
-    (expected,) = torch.autograd.grad(model(leaf).float().sum(), leaf)
-    torch.testing.assert_close(got, expected * 4, atol=1e-2, rtol=1e-2)
-
-
 # -- accumulation --
 
 
@@ -184,19 +160,6 @@ def test_small_batches_add_up_to_the_large_one(level: str, way: str, half: torch
     wanted = torch.cat([p.detach().flatten() for p in reference.parameters()])
     got = torch.cat([p.detach().float().flatten() for p in model.parameters()])
     torch.testing.assert_close(got, wanted, atol=2e-2, rtol=2e-2)
-
-
-def test_accumulation_across_blocks_adds_up_in_fp32() -> None:
-    """A thousand small gradients beside a large one: in fp16 each would be rounded away."""
-    model = nn.Linear(1, 1, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    initialize(model, optimizer, opt_level="O2", dtype=torch.float16, loss_scale=1.0)
-    for value in (1.0, *[2.0**-12] * 256):
-        with autoamp.scale_loss(model(torch.full((1, 1), value)).sum(), optimizer) as scaled:
-            scaled.backward()
-    (master,) = autoamp.master_params(optimizer)
-    assert master.grad is not None
-    assert master.grad.item() == 1.0 + 256 * 2.0**-12
 
 
 # -- two networks, two optimizers, three losses --
@@ -242,8 +205,8 @@ def moved(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_two_optimizers_are_skipped_apart(level: str, half: torch.dtype) -> None:
-    game = Game(level, half)
+def test_two_optimizers_are_skipped_apart(level: str) -> None:
+    game = Game(level, torch.float16)
     start = game.weights()
     game.play()
     after = game.weights()
@@ -262,24 +225,3 @@ def test_two_optimizers_are_skipped_apart(level: str, half: torch.dtype) -> None
         now = [s["loss_scale"] for s in list(autoamp.state_dict().values())[:3]]
         assert [a / b for a, b in zip(now, scales, strict=True)] == [0.5 if i == blamed else 1.0 for i in range(3)]
     assert autoamp.state_dict()["skipped_steps"] == 3
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_two_optimizers_of_one_loss_are_skipped_together(level: str) -> None:
-    one, two = nn.Linear(2, 2), nn.Linear(2, 2)
-    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (one, two)]
-    scaler = autoamp.DynamicLossScaler(init_scale=2.0**8)
-    initialize([one, two], optimizers, opt_level=level, dtype=torch.float16, loss_scale=scaler)
-    for factor, expected in ((1.0, True), (torch.inf, False), (1.0, True)):
-        before = [p.detach().clone() for m in (one, two) for p in m.parameters()]
-        # The overflow is in the first model's gradients alone.
-        loss = one(torch.ones(1, 2)).float().sum() * factor + two(torch.ones(1, 2)).float().sum()
-        with autoamp.scale_loss(loss, optimizers) as scaled:
-            scaled.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        after = [p.detach().clone() for m in (one, two) for p in m.parameters()]
-        assert moved(before[:2], after[:2]) is expected
-        assert moved(before[2:], after[2:]) is expected
-    assert autoamp.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**7

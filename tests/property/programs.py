@@ -22,7 +22,6 @@ from torch import Tensor, nn
 import autoamp
 from autoamp import optimizers
 from autoamp.fp16_utils import FP16_Optimizer, network_to_half
-from tests.property.readers import READERS
 
 __all__ = ["OPTIMIZERS", "AddGroup", "Backward", "Clear", "Fill", "Freeze", "Load", "Read", "Save", "Setup", "Step",
            "Write", "run"]  # fmt: skip
@@ -159,9 +158,8 @@ class ProgramError(Exception):
 
 @dataclass(frozen=True)
 class Read:
-    """Read gradients of the model, or of what the optimizer steps, in one of the ways of `READERS`."""
+    """Compare gradients of the model, or of what the optimizer steps."""
 
-    how: str
     masters: bool = False
 
 
@@ -390,13 +388,6 @@ def with_grads(params: list[Tensor]) -> Iterator[tuple[Tensor, Any]]:
 # -- writing and clearing --
 
 
-def clip_by_hand(world: Plain) -> None:
-    grads = [grad for _, grad in with_grads(world.stepped())]
-    norm = sum(float(grad.float().square().sum()) for grad in grads) ** 0.5
-    for grad in grads:
-        grad.mul_(min(1.0, 2.0 / (norm + 1e-6)))
-
-
 def replace(params: list[Tensor], half: bool = False) -> None:
     for p, grad in with_grads(params):
         p.grad = (grad * 2).to(p.dtype) if half else grad * 2
@@ -412,11 +403,7 @@ def set_data(grad: Tensor) -> None:
 
 
 WRITES: dict[str, Callable[[Any], object]] = {
-    "clip masters": lambda w: torch.nn.utils.clip_grad_norm_(w.masters(), 2.0),
     "clip model": lambda w: torch.nn.utils.clip_grad_norm_(w.model.parameters(), 2.0),
-    "clip model foreach": lambda w: torch.nn.utils.clip_grad_norm_(w.model.parameters(), 2.0, foreach=True),
-    "clip values": lambda w: torch.nn.utils.clip_grad_value_(w.model.parameters(), 1.5),
-    "clip by hand": clip_by_hand,
     "clip by autoamp": lambda w: w.clip(2.0),
     "replace": lambda w: replace(w.stepped()),
     "replace by the parameter's dtype": lambda w: replace(w.stepped(), half=True),
@@ -424,10 +411,6 @@ WRITES: dict[str, Callable[[Any], object]] = {
     "replace the first": lambda w: replace([w.model.first.weight]),
     "replace masters": lambda w: replace(w.masters()),
     "mul_": lambda w: in_place(w.stepped(), lambda g: g.mul_(2)),
-    "mul_ masters": lambda w: in_place(w.masters(), lambda g: g.mul_(2)),
-    "copy_": lambda w: in_place(w.stepped(), lambda g: g.copy_(torch.ones_like(g))),
-    "index": lambda w: in_place(w.stepped(), lambda g: g.__setitem__(0, 3.0)),
-    "foreach": lambda w: torch._foreach_mul_([g for _, g in with_grads(w.stepped())] or [torch.ones(1)], 2.0),
     "data": lambda w: in_place(w.stepped(), lambda g: g.data.mul_(2)),
     "set data": lambda w: in_place(w.stepped(), set_data),
 }
@@ -529,14 +512,13 @@ class Course:
         return bool(dropped)
 
     def read(self, action: Read) -> None:
-        side, reader = ("masters" if action.masters else "model"), READERS[action.how]
+        side = "masters" if action.masters else "model"
         for p in self.world.masters() if action.masters else self.world.stepped():
-            found = None if p.grad is None else reader(p.grad)
-            expected = self.noted(lambda found=found: None if found is None else found.clone())
+            expected = self.noted(lambda p=p: None if p.grad is None else p.grad.clone())
             if self.side in (None, side):
-                assert (found is None) is (expected is None), "a gradient is None in one world alone"
-                if found is not None and not self.overflowed and not self.delayed:
-                    self.close(found, expected, "what was read of a gradient")
+                assert (p.grad is None) is (expected is None), "a gradient is None in one world alone"
+                if p.grad is not None and not self.overflowed and not self.delayed:
+                    self.close(p.grad, expected, "a gradient")
 
     def compare_grads(self, factor: float = 1.0) -> None:
         for p in self.world.stepped():

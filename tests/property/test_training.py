@@ -26,7 +26,6 @@ from tests.property.programs import (
     Write,
     run,
 )
-from tests.property.readers import READERS
 
 # Programs are tiny: two hundred of them take some seconds.
 MANY = settings(max_examples=2 * settings.default.max_examples)
@@ -54,7 +53,7 @@ BACKWARDS = st.builds(
     clear=st.sampled_from([None] * 10 + list(CLEARS)),
     fails=st.sampled_from([False] * 9 + [True]),
 )
-READS = st.builds(Read, st.sampled_from(list(READERS)), st.booleans())
+READS = st.builds(Read, st.booleans())
 CLEARINGS = st.builds(Clear, st.sampled_from(list(CLEARS)))
 BETWEEN = st.one_of(READS, READS, st.builds(Write, st.sampled_from(list(WRITES))), CLEARINGS)
 OTHERS = st.one_of(

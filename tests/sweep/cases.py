@@ -23,7 +23,7 @@ from autoamp.rules.table import CastPolicy
 
 FP32, FP64 = torch.float32, torch.float64
 FLOATS = frozenset({torch.float16, torch.bfloat16, FP32})
-HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+HALVES = (torch.float16, torch.bfloat16)
 # The arguments' dtypes, by position among the floating ones.
 MODES: dict[str, Callable[[torch.dtype, int], torch.dtype]] = {
     "half": lambda half, index: half,
@@ -121,7 +121,7 @@ def variants(op: Any) -> Iterator[Variant]:
         yield _looked_up("function", parent, last)
     else:
         # A function of the test helpers, which calls the op in its own way.
-        by_half = {half: _by_name(last, half) for half in HALVES.values()}
+        by_half = {half: _by_name(last, half) for half in HALVES}
         yield Variant("function", op.op, by_half, strict=False)
     if op.method_variant is not None and getattr(Tensor, last, None) is op.method_variant:
         yield _looked_up("method", Tensor, last)
@@ -130,12 +130,12 @@ def variants(op: Any) -> Iterator[Variant]:
     for name, function in (("operator", op.operator_variant), ("in-place operator", op.inplace_operator_variant)):
         dunder = None if function is None else f"__{getattr(function, '__name__', '').strip('_')}__"
         if dunder is not None and function is getattr(operator, dunder, None) and hasattr(Tensor, dunder):
-            by_half = {half: policies_by_place(half).get((id(Tensor), dunder)) for half in HALVES.values()}
+            by_half = {half: policies_by_place(half).get((id(Tensor), dunder)) for half in HALVES}
             yield Variant(name, function, by_half, strict=True)
 
 
 def _looked_up(name: str, parent: Any, attribute: str) -> Variant:
-    by_half = {half: policies_by_place(half).get((id(parent), attribute)) for half in HALVES.values()}
+    by_half = {half: policies_by_place(half).get((id(parent), attribute)) for half in HALVES}
     # What is written in Python and has no policy is as its patched parts make it.
     held = getattr(parent, attribute)
     strict = by_half[torch.float16] is not None or not isinstance(held, types.FunctionType)

@@ -41,20 +41,6 @@ SLOW = {"grid_sampler_3d": 2}
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """One result of the matrix; `remark` is empty where all holds."""
-
-    op: str
-    half: str
-    arguments: str
-    variant: str
-    policy: str
-    result: str
-    error: float
-    remark: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
 class Before:
     """What a call comes to without autoamp."""
 
@@ -160,32 +146,30 @@ def _out(known: Before, variant: Variant) -> Iterator[str]:
                 yield f"out= {kind} differs from the result by {error:.0f} units"
 
 
-def faults(known: Before, variant: Variant, half: torch.dtype, part: Callable[[Any], Any]) -> tuple[list[str], float]:
-    """Run a call under autoamp, which is active, and return what is wrong with it, and its error."""
+def faults(known: Before, variant: Variant, half: torch.dtype, part: Callable[[Any], Any]) -> Iterator[str]:
+    """Run a call under autoamp, which is active, and tell what is wrong with it."""
     grad = bool(known.by_hand.gradients) and known.by_hand.backward_error is None
     got = run(variant.function, known.call, part, grad=grad)
     if got.error is not None:
-        return list(_wrongly_raised(known, got.error)), 0.0
-    found, error = [], 0.0
+        yield from _wrongly_raised(known, got.error)
+        return
     if known.by_hand.error is None:
-        found += _dtypes(known, variant, got, half)
+        yield from _dtypes(known, variant, got, half)
     if grad and got.backward_error is not None:
-        found.append(f"backward raised {got.backward_error!r:.120}")
+        yield f"backward raised {got.backward_error!r:.120}"
     if known.plain.error is None or known.by_hand.error is None:
-        found += _written(known, variant, got)
-    found += _out(known, variant)
+        yield from _written(known, variant, got)
+    yield from _out(known, variant)
     if known.exact.error is None and known.comparable:
         unit = _unit(known, variant, got, half)
         error = _error(got.tensors, known.exact.tensors, unit)
         if error > BOUND and not (unit == UNITS[FP32] and _no_worse(got.tensors, known.by_hand.tensors)):
-            found.append(f"differs from fp64 by {error:.0f} units")
+            yield f"differs from fp64 by {error:.0f} units"
         if grad and got.gradients and known.exact.gradients:
             pairs = [(a, b) for a, b in zip(got.gradients, known.exact.gradients, strict=True) if a is not None]
             off = _error([a for a, _ in pairs], [b for _, b in pairs], max(unit, _coarsest(known.call)))
             if off > BOUND and not _no_worse(got.gradients, known.by_hand.gradients):
-                found.append(f"gradient differs from fp64 by {off:.0f} units")
-            error = max(error, off)
-    return found, error
+                yield f"gradient differs from fp64 by {off:.0f} units"
 
 
 def _no_worse(got: Iterable[Tensor | None], by_hand: Iterable[Tensor | None]) -> bool:
@@ -266,9 +250,9 @@ def _error(got: list[Tensor], wanted: list[Tensor], unit: float) -> float:
     )
 
 
-def sweep(name: str, half_name: str, half: torch.dtype, op: Any, limit: int | None = None) -> Iterator[Row]:
-    """Yield the rows of one op in one half dtype; `limit` is the most samples to take."""
-    cases = list(itertools.islice(samples(op), SLOW.get(name, limit)))
+def sweep(name: str, half: torch.dtype, op: Any) -> Iterator[str]:
+    """Tell what is wrong with an op in one half dtype."""
+    cases = list(itertools.islice(samples(op), SLOW.get(name)))
     work: list[tuple[Variant, str, list[tuple[Before, Callable[[Any], Any]]]]] = []
     for variant in variants(op):
         for mode, dtype_of in MODES.items():
@@ -278,16 +262,16 @@ def sweep(name: str, half_name: str, half: torch.dtype, op: Any, limit: int | No
                 for call, part in (cases[:FEW] if mixed or variant.name != "function" else cases)
                 if not mixed or len(call.floating) > 1
             ]
-            if given:
-                grad = op.supports_autograd and not variant.in_place
-                known = [
-                    (before(op, variant, call, part, half, grad=grad and bool(call.wanting)), part)
-                    for call, part in given
-                ]
-                work.append((variant, mode, known))
+            grad = op.supports_autograd and not variant.in_place
+            known = [
+                (before(op, variant, call, part, half, grad=grad and bool(call.wanting)), part) for call, part in given
+            ]
+            work.append((variant, mode, known))
     with active(half):
         for variant, mode, known in work:
-            yield _row(Row(name, half_name, mode, variant.name, "", "", 0.0), variant, half, known)
+            remarks = dict.fromkeys(fault for one, part in known for fault in faults(one, variant, half, part))
+            if remarks:
+                yield f"{half}, {mode}, {variant.name} ({variant.policies[half]}): {'; '.join(remarks)}"
 
 
 @contextlib.contextmanager
@@ -298,20 +282,3 @@ def active(half: torch.dtype) -> Iterator[None]:
         yield
     finally:
         handle.deactivate()
-
-
-def _row(row: Row, variant: Variant, half: torch.dtype, known: list[tuple[Before, Callable[[Any], Any]]]) -> Row:
-    worst, remarks = 0.0, []
-    for item, part in known:
-        found, error = faults(item, variant, half, part)
-        worst = max(worst, error)
-        remarks += found
-    policy = variant.policies[half]
-    results = {str(tensor.dtype).removeprefix("torch.") for item, _ in known for tensor in item.by_hand.tensors}
-    return dataclasses.replace(
-        row,
-        policy="none" if policy is None else policy.value,
-        result="/".join(sorted(results)) or "raises",
-        error=worst,
-        remark="; ".join(dict.fromkeys(remarks)),
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import tomllib
 import warnings
 from pathlib import Path
@@ -21,7 +20,6 @@ from .checks import active, sweep
 pytestmark = pytest.mark.sweep
 
 GAPS: dict[str, str] = tomllib.loads(Path(__file__).with_name("known_gaps.toml").read_text(encoding="utf-8"))["gaps"]
-Matrix = list[tuple[object, ...]]
 
 
 def test_the_sweep_is_whole() -> None:
@@ -32,10 +30,8 @@ def test_the_sweep_is_whole() -> None:
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_op(name: str, matrix: Matrix) -> None:
-    rows = [row for half_name, half in HALVES.items() for row in sweep(name, half_name, half, OPS[name])]
-    matrix += [dataclasses.astuple(row) for row in rows]
-    found = [f"{row.half}, {row.arguments}, {row.variant} ({row.policy}): {row.remark}" for row in rows if row.remark]
+def test_op(name: str) -> None:
+    found = [remark for half in HALVES for remark in sweep(name, half, OPS[name])]
     if name in GAPS:
         assert found, f"{name} has no gap any more; take it out of known_gaps.toml"
     else:
