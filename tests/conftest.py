@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ import torch
 
 # Importing Dynamo replaces `torch.manual_seed`; the originals are counted after that.
 import torch._dynamo
+import torch.distributed as dist
 import torch.utils.checkpoint
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autoamp
 from autoamp.runtime import active
@@ -143,6 +145,27 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
     for name in set(sys.modules) - known:
         del sys.modules[name]
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[None]:
+    """Make a process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def fake_ranks() -> Iterator[Callable[[int], None]]:
+    """Return a function that makes this process rank 0 of so many, none for 1. Collectives change nothing."""
+
+    def make(world_size: int) -> None:
+        if world_size > 1:
+            dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+
+    yield make
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture

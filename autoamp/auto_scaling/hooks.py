@@ -201,9 +201,8 @@ def _returned(result: Any, given: Any, scale: float) -> Any:
         return type(result)(_returned(one, of, scale) for one, of in pairs)
     if not isinstance(result, Tensor):
         return result
-    before = given[0] if isinstance(given, (tuple, list)) and len(given) == 1 else given
     result = _times(result, scale)
-    return result.to(before.dtype) if isinstance(before, Tensor) else result
+    return result.to(given.dtype) if isinstance(given, Tensor) else result
 
 
 def _same(value: Any) -> Any:

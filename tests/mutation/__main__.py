@@ -36,10 +36,20 @@ TESTS = {
     "patching": ["tests/patching"],
     "casting": ["tests/casting", "tests/property/test_casts.py", "tests/inference"],
     "ops": ["tests/ops", "tests/property/test_casts.py"],
-    "scaling": ["tests/scaling", "tests/stepping"],
-    "stepping": ["tests/stepping", "tests/levels", "tests/auto_scaling", "tests/property/test_training.py"],
-    "auto_scaling": ["tests/auto_scaling"],
+    "scaling": ["tests/scaling", "tests/stepping/test_loss_scalers.py", "tests/stepping/test_optimizers.py"],
+    "stepping": [
+        "tests/stepping",
+        "tests/auto_scaling",
+        "tests/property/test_training.py",
+        "tests/levels",
+        "tests/fp16_utils",
+        "tests/runtime",
+    ],
+    "rank_consistency": ["-m processes", "tests/stepping/test_rank_consistency.py"],
+    "auto_scaling": ["tests/auto_scaling", "tests/stepping/test_closures.py"],
 }
+# Modules apart from their package: their tests start processes, which takes long.
+APART = {"rank_consistency": "autoamp/stepping/rank_consistency.py"}
 # What runs on CUDA alone, where `python -m tests.null_cuda` looks at it.
 ON_CUDA_ALONE = ["autoamp/casting/flat_weights.py"]
 # A mutant in an annotation changes nothing, as nobody evaluates it; and what these do to numbers and strings that are
@@ -109,8 +119,10 @@ def results(package: str, size: int, seed: int) -> Iterator[tuple[str, str, str,
         folder = Path(name)
         copied_tree(folder)
         tests = " ".join(TESTS[package])
+        excluded = [*ON_CUDA_ALONE, *(path for name, path in APART.items() if name != package)]
+        path = APART.get(package, f"autoamp/{package}")
         (folder / "mutation.toml").write_text(
-            f"[cosmic-ray]\nmodule-path = 'autoamp/{package}'\ntimeout = 300.0\nexcluded-modules = {ON_CUDA_ALONE}\n"
+            f"[cosmic-ray]\nmodule-path = '{path}'\ntimeout = 300.0\nexcluded-modules = {excluded}\n"
             f"test-command = '{sys.executable} -m pytest -x -q -n 0 -p no:cacheprovider {tests}'\n"
             "[cosmic-ray.distributor]\nname = 'local'\n",
             encoding="utf-8",

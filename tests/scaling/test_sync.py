@@ -1,51 +1,31 @@
-"""Which ranks agree and what they tell one another, on one rank. With spawned ranks: integration/test_agreement.py."""
+"""Which ranks agree on a step, and what they exchange. With spawned ranks: integration/test_agreement.py."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autoamp.errors import UsageError
 from autoamp.scaling import FoundInfReduction, RequestedGroup, SyncGroup, SyncGroups, clip_, powered_norm
 
 
-@pytest.fixture
-def one_process(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_plain_parameters_ask_nobody() -> None:
+def test_plain_parameters_need_no_agreement() -> None:
     assert SyncGroups().among([nn.Parameter(torch.ones(1))], None) is None
     with pytest.raises(UsageError, match="no process group yet"):
         RequestedGroup.of(None, None)
 
 
 @pytest.mark.usefixtures("one_process")
-def test_what_was_asked_for_is_found_and_remembered() -> None:
-    asked = RequestedGroup.of(dist.group.WORLD, None)
-    assert asked.replicas == 1
-    with pytest.raises(UsageError, match="does not divide the 1 ranks"):
-        RequestedGroup.of(dist.group.WORLD, 2)
-    groups, params = SyncGroups(), [nn.Parameter(torch.ones(1))]
-    group = groups.among(params, asked)
-    assert group is not None
-    assert (group.group, group.copies_of(params[0])) == (dist.group.WORLD, 1)
-    assert groups.among(params, asked) is group
-    assert groups.among(params, None) is None
-
-
-@pytest.mark.usefixtures("one_process")
-@pytest.mark.parametrize("norm", [7.0, math.inf, math.nan])
-@pytest.mark.parametrize("count", [1, 3, 40])
-def test_each_scaler_hears_of_its_own_checks(count: int, norm: float) -> None:
+@pytest.mark.parametrize(("norm", "count"), [(7.0, 1), (7.0, 3), (math.inf, 3), (math.nan, 1)])
+def test_each_scaler_gets_what_its_own_checks_found(norm: float, count: int) -> None:
     group = SyncGroup(dist.group.WORLD, torch.device("cpu"), 1)
     found = [[torch.tensor([float(place == count - 1)]), torch.zeros(1)] for place in range(count)]
     told = FoundInfReduction.of(group, found, [], has_checks=True, norm=torch.tensor(norm))
@@ -56,6 +36,70 @@ def test_each_scaler_hears_of_its_own_checks(count: int, norm: float) -> None:
     silent = FoundInfReduction.of(group, [[]] * count, [torch.zeros(1)], has_checks=False, loss_is_nonfinite=True)
     assert (bool(silent.now), silent.has_checks(), silent.loss_is_nonfinite()) == (False, False, True)
     assert not any(bool(silent.of_scaler(place)) for place in range(count))
+
+
+def tensors_on(mesh: Any, dims: Sequence[str]) -> list[nn.Parameter]:
+    """Return a parameter for each text: sharded over the dimensions that it names, plain for none, "=" not sharded."""
+    params = []
+    for names in dims:
+        value: Any = torch.ones(2)
+        if names:
+            part = mesh[tuple(names.strip("="))]
+            placement = Replicate() if "=" in names else Shard(0)
+            value = DTensor.from_local(value, part, [placement] * part.ndim, run_check=False)
+        params.append(nn.Parameter(value))
+    return params
+
+
+@pytest.mark.parametrize(
+    ("dims", "requested", "ranks", "copies"),
+    [
+        # The ranks of one mesh, and of the widest of several within one another.
+        (["abc"], None, range(8), [1]), (["a"], None, [0, 4], [1]), (["b"], None, [0, 2], [1]),
+        (["ab", "a"], None, [0, 2, 4, 6], [1, 2]), (["=ab"], None, [0, 2, 4, 6], [4]),
+        # The product of orthogonal meshes, where that is all ranks.
+        (["ab", "c"], None, range(8), [2, 4]), (["a", "b", "c"], None, range(8), [4, 4, 4]),
+        (["a", "b"], None, r"orthogonal meshes, of the ranks \[0, 2\] and \[0, 4\]; call handle.sync_over", []),
+        # What the program asked for, its ranks and how many of them are replicas.
+        (["a", ""], (range(8), None), range(8), [4, 8]), (["a", ""], (range(8), 2), range(8), [1, 2]),
+        (["ab", ""], ([0, 4], 2), [0, 2, 4, 6], [1, 4]), (["ab", ""], ([0, 4], 1), [0, 2, 4, 6], [1, 2]),
+        (["a", ""], ([0, 4], 1), [0, 4], [1, 1]), ([""], ([0, 1], 2), [0, 1], [2]),
+        (["a"], ([0, 1], 1), r"got the ranks \[0, 1\], and parameters are on meshes of the ranks \[0, 4\]", []),
+    ],
+)  # fmt: skip
+def test_the_ranks_that_agree_on_a_step(
+    dims: list[str], requested: Any, ranks: Any, copies: list[int], fake_ranks: Callable[[int], None]
+) -> None:
+    fake_ranks(8)
+    params = tensors_on(init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c")), dims)
+    asked = None
+    if requested is not None:
+        named = list(requested[0])
+        asked = RequestedGroup.of(dist.group.WORLD if len(named) == 8 else dist.new_group(named), requested[1])
+    groups = SyncGroups()
+    if isinstance(ranks, str):
+        with pytest.raises(UsageError, match=ranks):
+            groups.among(params, asked)
+        return
+    group = groups.among(params, asked)
+    assert group is not None
+    assert sorted(dist.get_process_group_ranks(group.group)) == list(ranks)
+    assert (group.device, [group.copies_of(param) for param in params]) == (torch.device("cpu"), copies)
+    # A process group that is there is taken.
+    again = SyncGroups().among(params, asked)
+    assert again is not None
+    assert again.group is group.group
+    assert groups.among(params, asked) is group
+
+
+@pytest.mark.parametrize("replicas", [0, -1, True, 1.0, 3])
+def test_wrong_replicas_are_named(replicas: Any, fake_ranks: Callable[[int], None]) -> None:
+    fake_ranks(4)
+    assert [RequestedGroup.of(dist.group.WORLD, count).replicas for count in (None, 1, 2, 4)] == [4, 1, 2, 4]
+    with pytest.raises(UsageError, match=f"replicas={replicas!r} does not divide the 4 ranks"):
+        RequestedGroup.of(dist.group.WORLD, replicas)
+    with pytest.raises(UsageError, match="group='world' is not a process group of this rank"):
+        RequestedGroup.of("world", None)
 
 
 def with_gradients() -> list[nn.Parameter]:

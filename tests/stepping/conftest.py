@@ -1,26 +1,14 @@
-"""What tests of steps count, passes over gradients and reads that wait for a device; and a process group of one."""
+"""What tests of steps count: passes over gradients, and reads that wait for a device."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.waits import counted_reads
-
-
-@pytest.fixture
-def one_process(tmp_path: Path, collected: Any) -> Iterator[None]:
-    """A group of this process alone, in which nobody has a DistributedDataParallel yet."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    # Wrappers lie in cycles.
-    collected()
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture

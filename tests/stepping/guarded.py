@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,19 +15,19 @@ from autoamp.stepping import StepGuard, scaled_block
 
 
 class Owner:
-    """A `GuardOwner` of its own: it casts by what it is given, and counts."""
+    """A `GuardOwner` that casts nothing, and counts skips."""
 
-    watch = None
+    watch = casts = None
 
-    def __init__(self, casts: Any = None, scalers: Sequence[LossScaler] = ()) -> None:
-        self.casts, self.scalers = casts, list(scalers)
-        self.begun = self.ended = self.skipped = 0
+    def __init__(self) -> None:
+        self.scalers: list[LossScaler] = []
+        self.skipped = 0
 
     def step_begins(self, guard: StepGuard) -> None:
-        self.begun += 1
+        """Do nothing."""
 
     def step_ended(self, guard: StepGuard) -> None:
-        self.ended += 1
+        """Do nothing."""
 
     def step_skipped(self) -> None:
         self.skipped += 1
@@ -36,8 +36,8 @@ class Owner:
         return None
 
 
-def guard_of(optimizer: Any, *, casts: Any = None, masters: Any = None, max_consecutive_skips: int = 50) -> StepGuard:
-    guard = StepGuard(optimizer, Owner(casts), masters=masters)
+def guard_of(optimizer: Any, *, masters: Any = None, max_consecutive_skips: int = 50) -> StepGuard:
+    guard = StepGuard(optimizer, Owner(), masters=masters)
     guard.max_consecutive_skips = max_consecutive_skips
     guard.install()
     return guard

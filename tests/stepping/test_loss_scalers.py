@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from autoamp.errors import CheckpointError, UsageError
 from autoamp.scaling import DynamicLossScaler, LossScaler, StaticLossScaler
@@ -119,7 +117,11 @@ def edited(**changes: Any) -> dict[str, Any]:
         (edited(loss_scaler0=7), "'loss_scaler0' is not a dict of 'loss_scale' and 'unskipped' alone, but int"),
         (edited(loss_scaler1={"loss_scale": 2.0}), "'loss_scaler1' is not a dict of 'loss_scale' and 'unskipped'"),
         (edited(loss_scaler1={"loss_scale": 0.0, "unskipped": 0}), "'loss_scaler1': 'loss_scale' is 0.0"),
+        (edited(loss_scaler1={"loss_scale": 10**400, "unskipped": 0}), "'loss_scaler1': 'loss_scale' is 1000"),
+        (edited(loss_scaler1={"loss_scale": True, "unskipped": 0}), "'loss_scaler1': 'loss_scale' is True"),
         (edited(loss_scaler1={"loss_scale": 2.0, "unskipped": -1}), "'loss_scaler1': 'unskipped' is -1"),
+        (edited(loss_scaler0={"loss_scale": 2.0, "unskipped": 1.5}), "'loss_scaler0': 'unskipped' is 1.5"),
+        (edited(loss_scaler0={"loss_scale": 2.0, "unskipped": 0, "tracker": 1}), "but .'loss_scale', 'tracker', 'uns"),
     ],
 )
 def test_a_wrong_state_names_the_key_and_loads_nothing(state: Any, message: str) -> None:
@@ -128,57 +130,4 @@ def test_a_wrong_state_names_the_key_and_loads_nothing(state: Any, message: str)
     with pytest.raises(CheckpointError, match=message) as caught:
         scalers.load_state_dict(state)
     assert str(caught.value).endswith("nothing was loaded")
-    assert scalers.state_dict(0) == before
-
-
-# No key of these can be what it stands for.
-JUNK = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.text(max_size=5),
-    st.integers(max_value=-1),
-    st.floats(max_value=0.0),
-    st.sampled_from([float("nan"), float("inf"), 2.0**200]),
-    st.lists(st.integers(), max_size=2),
-    st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
-)
-
-
-@st.composite
-def corrupted(draw: st.DrawFn) -> tuple[dict[str, Any], str]:
-    """A good state with one thing wrong, and the key at fault."""
-    state: dict[str, Any] = {key: dict(value) if isinstance(value, dict) else value for key, value in GOOD.items()}
-    order = draw(st.permutations(list(state)))
-    state = {key: state[key] for key in order}
-    scaler = draw(st.sampled_from(["loss_scaler0", "loss_scaler1"]))
-    entry = draw(st.sampled_from(["loss_scale", "unskipped"]))
-    match draw(st.sampled_from(["drop", "replace", "drop entry", "replace entry", "add", "add entry"])):
-        case "drop":
-            del state[scaler]
-        case "replace":
-            scaler = draw(st.sampled_from(list(state)))
-            state[scaler] = draw(JUNK)
-        case "drop entry":
-            del state[scaler][entry]
-        case "replace entry":
-            state[scaler][entry] = draw(JUNK)
-        case "add":
-            scaler = draw(st.text(max_size=14).filter(lambda text: text not in GOOD))
-            state[scaler] = draw(st.sampled_from(list(GOOD.values())))
-        case "add entry":
-            name = draw(st.text(max_size=14).filter(lambda text: text not in ("loss_scale", "unskipped")))
-            state[scaler][name] = 1
-    return state, scaler
-
-
-# The first text that is drawn builds a table of Unicode, which takes seconds on a busy machine.
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(corrupted())
-def test_no_corrupted_state_is_loaded_by_half(corruption: tuple[dict[str, Any], str]) -> None:
-    state, key = corruption
-    scalers = two()
-    before = scalers.state_dict(0)
-    with pytest.raises(CheckpointError) as caught:
-        scalers.load_state_dict(state)
-    assert repr(key) in str(caught.value)
     assert scalers.state_dict(0) == before

@@ -12,7 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autoamp.stepping.replicas import Sync, Wrappers, kept_equal, next_sync, several_processes
 
-pytestmark = pytest.mark.usefixtures("one_process")
+
+@pytest.fixture(autouse=True)
+def no_wrapper_is_left(one_process: None, collected: Any) -> None:
+    """Collect the wrappers of other tests, which lie in cycles."""
+    collected()
 
 
 class Watcher:
