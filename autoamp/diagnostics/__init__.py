@@ -7,19 +7,18 @@ from autoamp.diagnostics.capsule import Capsule, CapsuleWriter, capsule_versions
 from autoamp.diagnostics.counts import Counts, sum_of
 from autoamp.diagnostics.drift import check_lists
 from autoamp.diagnostics.explain import Explanation, explain
-from autoamp.diagnostics.exponents import FORMATS, Exponents
+from autoamp.diagnostics.exponents import Exponents
 from autoamp.diagnostics.monitors import Followers, write_scalars
 from autoamp.diagnostics.nonfinite import NonFiniteStep, NonFiniteSteps
-from autoamp.diagnostics.observer import Call, Observation, Observer, Op, Watch
+from autoamp.diagnostics.observer import Call, Observation, Observer, Watch
 from autoamp.diagnostics.op_names import spellings
 from autoamp.diagnostics.overflow import OverflowTrace
-from autoamp.diagnostics.ranges import OpRange, RangeProfile, ValueProfile
+from autoamp.diagnostics.ranges import OpRange, RangeProfile
 from autoamp.diagnostics.rehearsal import explain_step
 from autoamp.diagnostics.report.document import failures, report_of
 from autoamp.diagnostics.report.page import check_report_tools, is_page, load_report, report_page, write_report
 from autoamp.diagnostics.report.recording import Recording
 from autoamp.diagnostics.rows import Hint, Row
-from autoamp.diagnostics.tables import as_csv, as_table
 from autoamp.diagnostics.trace import CastTrace
 from autoamp.diagnostics.verdicts import (
     Communication,
@@ -32,7 +31,6 @@ from autoamp.diagnostics.verdicts import (
 )
 
 __all__ = [
-    "FORMATS",
     "Call",
     "CallSite",
     "Capsule",
@@ -51,7 +49,6 @@ __all__ = [
     "NotLocated",
     "Observation",
     "Observer",
-    "Op",
     "OpRange",
     "Overflow",
     "OverflowTrace",
@@ -60,10 +57,7 @@ __all__ = [
     "Recording",
     "Row",
     "ScaleSearch",
-    "ValueProfile",
     "Watch",
-    "as_csv",
-    "as_table",
     "capsule_versions",
     "check_lists",
     "check_report_tools",

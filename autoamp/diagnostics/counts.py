@@ -1,7 +1,6 @@
-"""Counting: how often each function of the cast lists was called, in which dtype it ran, and what was cast for it.
+"""Counts of the calls of listed functions, by the dtype that they run in, and of the casts of their arguments.
 
-The counts observe the calls, so that they cost nothing where nobody asks. They tell by a function's policy what its
-replacement does with the arguments, and so know nothing of how it does it.
+The counts are an observer, so they cost nothing unless asked for. They derive the casts from the policy of a function.
 """
 
 from __future__ import annotations
@@ -9,52 +8,46 @@ from __future__ import annotations
 import functools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from autoamp.casting import Casts, dtype_with_sparse
-from autoamp.diagnostics.observer import Call, Observer
+from autoamp.diagnostics.observer import Call, Observer, Watch
 from autoamp.rules import CastPolicy
 from autoamp.tensors import CASTABLE_LAYOUTS, dtype_name, iter_tensors
 
 __all__ = ["Counts", "floating_tensors", "sum_of", "target_of"]
 
 
-class Counts(Observer):
+class Counts(Observer, Watch):
     """The calls since ``handle.count()``; also a context manager, which stops at its end.
 
-    Not counted are functions under no rule, what torch.compile compiles, and calls where casts are off: in
-    ``optimizer.step()``, within a composite function that runs in fp32, in `disable_casts`. In a torch.autocast region
-    of the program calls are counted by the dtype of their result; what torch casts there is not. The numbers stay
-    after `stop`.
+    Not counted are functions under no rule, code that torch.compile compiles, and calls with casts off: in
+    ``optimizer.step()``, in a composite function that runs in fp32, in `disable_casts`. In a torch.autocast region of
+    the program calls are counted by the dtype of their result, without torch's casts. The numbers stay after `stop`.
 
     Args:
-        casts: The state that replacements read; None for numbers that are only added.
+        casts: The state that replacements read; None for a sum of counts.
         on_stop: Called once by `stop`, with the counts.
     """
 
     def __init__(self, casts: Casts | None = None, on_stop: Callable[[Counts], object] | None = None) -> None:
+        super().__init__(None if on_stop is None else functools.partial(on_stop, self))
         self._casts_of_handle = casts
-        self._on_stop = on_stop
         self._lock = threading.Lock()
-        self._ops: Counter[tuple[str, torch.dtype]] = Counter()
-        self._casts: Counter[tuple[torch.dtype, torch.dtype]] = Counter()
-
-    @property
-    def active(self) -> bool:
-        """Whether calls are counted now."""
-        return self._on_stop is not None
+        self._ops: Counter[tuple[str, str]] = Counter()
+        self._casts: Counter[tuple[str, str]] = Counter()
 
     @property
     def ops(self) -> dict[str, dict[str, int]]:
         """Calls by function and dtype, of several the widest: ``{"torch.matmul": {"float16": 3}}``."""
         found: dict[str, dict[str, int]] = {}
         with self._lock:
-            for (name, dtype), calls in sorted(self._ops.items(), key=lambda item: (item[0][0], str(item[0][1]))):
-                found.setdefault(name, {})[dtype_name(dtype)] = calls
+            for (name, dtype), calls in sorted(self._ops.items()):
+                found.setdefault(name, {})[dtype] = calls
         return found
 
     @property
@@ -64,10 +57,10 @@ class Counts(Observer):
         A parameter whose cast serves again counts at each use.
         """
         with self._lock:
-            return {(dtype_name(before), dtype_name(after)): count for (before, after), count in self._casts.items()}
+            return dict(self._casts)
 
     def by_dtype(self) -> dict[str, int]:
-        """Return the calls by the dtype they ran in, of all functions together."""
+        """Return the calls of all functions together by the dtype that they ran in."""
         found: Counter[str] = Counter()
         for calls in self.ops.values():
             found.update(calls)
@@ -78,65 +71,49 @@ class Counts(Observer):
         casts = {f"{before}->{after}": count for (before, after), count in sorted(self.casts.items())}
         return {"ops": self.ops, "by_dtype": self.by_dtype(), "casts": casts}
 
-    def stop(self) -> None:
-        """Count no more."""
-        on_stop, self._on_stop = self._on_stop, None
-        if on_stop is not None:
-            on_stop(self)
+    def ended(self) -> None:
+        """End the counting: the handle was deactivated."""
+        self._stop = None
+
+    def reset(self) -> None:
+        """Set all numbers to 0, in a fork whose parent has them. Only the thread that forked is there."""
+        self._lock = threading.Lock()
+        self._ops.clear()
+        self._casts.clear()
 
     def before(self, call: Call) -> bool:
-        """Count a call; tell whether it is to be counted by its result."""
+        """Count a call. Return True if it is to be counted by its result."""
         casts = self._casts_of_handle
         if casts is None or not self.active:
             return False
         if casts.autocast_rules():
             return call.outer is None
         if call.casting:
-            self._count(call, casts)
+            tensors = floating_tensors(call)
+            target = target_of(tensors, call.op.rule.policy, casts)
+            after = [t.dtype if target is None or not casts.eligible(t) else target for t in tensors]
+            self._add(call, [t.dtype for t in tensors], after)
         return False
 
-    def after(self, call: Call, state: Any, result: Any) -> None:
+    def after(self, call: Call, state: bool, result: Any) -> None:
         """Count a call in an autocast region."""
         if state:
-            found = next((tensor.dtype for tensor in iter_tensors(result) if tensor.is_floating_point()), None)
-            if found is not None:
-                self.add(call.op.name, found, ())
+            found = [tensor.dtype for tensor in iter_tensors(result) if tensor.is_floating_point()][:1]
+            self._add(call, found, found)
 
-    def reset(self) -> None:
-        """Forget the numbers: for a fork, whose parent has them. Only the thread that forked is there."""
-        self._lock = threading.Lock()
-        self._ops.clear()
-        self._casts.clear()
-
-    begin_anew = reset  # The name of version 0.1.
-
-    def _count(self, call: Call, casts: Casts) -> None:
-        tensors = floating_tensors(call)
-        target = target_of(tensors, call.op.policy, casts)
-        after = [t.dtype if target is None or not casts.eligible(t) else target for t in tensors]
-        if after:
-            made = [(t.dtype, dtype) for t, dtype in zip(tensors, after, strict=True) if dtype is not t.dtype]
-            self.add(call.op.name, functools.reduce(torch.promote_types, after), made)
-
-    def ended(self) -> None:
-        """Count no more, as the handle has ended."""
-        self._on_stop = None
-
-    def add(self, name: str, dtype: torch.dtype, casts: Iterable[tuple[torch.dtype, torch.dtype]]) -> None:
-        """Take note of one call: the function, the dtype it runs in, and the casts as (from, to)."""
+    def _add(self, call: Call, before: Sequence[torch.dtype], after: Sequence[torch.dtype]) -> None:
+        """Count a call by the dtypes of its floating arguments before and after the casts."""
+        if not after:
+            return
+        widest = dtype_name(functools.reduce(torch.promote_types, after))
+        casts = [(dtype_name(old), dtype_name(new)) for old, new in zip(before, after, strict=True) if old is not new]
         with self._lock:
-            self._ops[name, dtype] += 1
+            self._ops[call.op.name, widest] += 1
             self._casts.update(casts)
-
-    def __enter__(self) -> Counts:
-        return self
-
-    def __exit__(self, *exc_info: Any) -> None:
-        self.stop()
 
 
 def sum_of(several: Iterable[Counts]) -> Counts:
-    """Return counts that hold the numbers of several, and are not active."""
+    """Return the sum of several counts, which is not active."""
     total = Counts()
     for counts in several:
         with counts._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -47,10 +48,14 @@ class Exponents:
             self.zeros += int(found[0])
             self.counts += found[1:]
 
-    def include(self, other: Exponents) -> None:
-        """Add another histogram."""
-        self.counts += other.counts
-        self.zeros += other.zeros
+    @classmethod
+    def total(cls, several: Iterable[Exponents]) -> Exponents:
+        """Return the sum of several histograms."""
+        total = cls()
+        for found in several:
+            total.counts += found.counts
+            total.zeros += found.zeros
+        return total
 
     @property
     def elements(self) -> int:
@@ -82,16 +87,16 @@ class Exponents:
         parts = {"underflow": slice(zero), "subnormal": slice(zero, normal), "overflow": slice(top, None)}
         return {name: int(self.counts[:-1][part].sum()) for name, part in parts.items()}
 
-    def to_dict(self, shift: int | None = None) -> dict[str, Any]:
-        """Return ``{"exponents": {"-3": 17, ...}, "zeros": ..., "nonfinite": ..., "largest": ...}``.
+    def to_dict(self, shift: int = 0) -> dict[str, Any]:
+        """Return ``{"exponents": {"-3": 17, ...}, "zeros": ..., "nonfinite": ..., "largest": ..., "float16": ...}``.
 
         Args:
-            shift: With it, `in_format` of each half dtype is added by the dtype's name.
+            shift: That of `in_format`, whose result is added for each half dtype.
         """
         return {
             "exponents": {str(int(e) - _BIAS): int(self.counts[e]) for e in self.counts[:-1].nonzero().flatten()},
             "zeros": self.zeros,
             "nonfinite": self.nonfinite,
             "largest": self.largest,
-            **({} if shift is None else {dtype: self.in_format(dtype, shift) for dtype in FORMATS}),
+            **{dtype: self.in_format(dtype, shift) for dtype in FORMATS},
         }

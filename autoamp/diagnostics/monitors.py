@@ -1,10 +1,11 @@
-"""Where users look already: scalars for TensorBoard and Weights & Biases, and what follows landed steps alone."""
+"""Scalars for TensorBoard and Weights & Biases, and schedulers and averages that follow optimizer steps."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch.nn import Module
@@ -14,68 +15,70 @@ from autoamp.errors import UsageError
 __all__ = ["Followers", "write_scalars"]
 
 
-class Followers:
-    """Called after each step of an optimizer, once weights are as the step left them.
+@dataclass(frozen=True, eq=False)
+class _Entry:
+    call: Callable[[], object]
+    after_skips: bool
 
-    Attributes:
-        after_all: Called after every step, skips included.
-        after_landed: Called after steps that were taken.
-    """
+
+class Followers:
+    """Functions that are called after each step of an optimizer, when the weights have been updated."""
 
     def __init__(self) -> None:
-        self.after_all: list[Callable[[], object]] = []
-        self.after_landed: list[Callable[[], object]] = []
+        self._entries: list[_Entry] = []
 
-    def follow(self, followers: Sequence[Any]) -> Callable[[], None]:
-        """Let these step on landed steps; return what ends that.
+    def add(self, call: Callable[[], object], *, after_skips: bool) -> Callable[[], None]:
+        """Call a function after each step from now on; return a function that ends it.
 
-        Raises:
-            UsageError: One of them is neither callable nor has ``step()`` or ``update()``, or needs arguments.
+        Args:
+            call: The function.
+            after_skips: Whether it is called after skipped steps too.
         """
-        found = [_stepping(one) for one in followers]
-        self.after_landed += found
+        entry = _Entry(call, after_skips)
+        self._entries.append(entry)
 
         def end() -> None:
-            for one in found:
-                with contextlib.suppress(ValueError):
-                    self.after_landed.remove(one)
-            found.clear()
+            self._entries = [other for other in self._entries if other is not entry]
 
         return end
 
-    def forget(self, call: Callable[[], object]) -> None:
-        """Call one of ``after_all`` no more. Does nothing the second time."""
-        with contextlib.suppress(ValueError):
-            self.after_all.remove(call)
+    def follow(self, followers: Sequence[Any]) -> Callable[[], None]:
+        """Step these after each step that was not skipped; return a function that ends it.
+
+        Raises:
+            UsageError: One of them cannot be called without arguments, nor has such a ``step()`` or ``update()``.
+        """
+        added = contextlib.ExitStack()
+        for call in list(map(_stepping, followers)):
+            added.callback(self.add(call, after_skips=False))
+        return added.close
 
     def stepped(self, skipped: Callable[[], bool]) -> None:
-        """Hear that an optimizer's step has ended."""
-        if self.after_landed and not skipped():
-            for one in list(self.after_landed):
-                one()
-        for one in list(self.after_all):
-            one()
+        """Call the functions: an optimizer's step has ended.
+
+        Args:
+            skipped: Tells whether the step was skipped. It may wait for the device.
+        """
+        for entry in self._entries:
+            if entry.after_skips or not skipped():
+                entry.call()
 
 
 def _stepping(follower: Any) -> Callable[[], object]:
+    """Return what steps a follower; see `Followers.follow`."""
     name = next((name for name in ("step", "update") if callable(getattr(follower, name, None))), None)
     method = follower if name is None else getattr(follower, name)
-    # A model is called to compute something, as is that of torch's AveragedModel.
-    if not callable(method) or (name is None and isinstance(follower, Module)):
-        raise UsageError(
-            f"follow() cannot step a {type(follower).__name__}; give an object with step() or update(), or a function "
-            "such as lambda: averaged.update_parameters(model)"
-        )
     try:
+        if name is None and isinstance(follower, Module):
+            raise TypeError("calling a module computes its output")
         inspect.signature(method).bind()
     except TypeError as error:
-        called = type(follower).__name__ if name is None else f"{type(follower).__name__}.{name}"
         raise UsageError(
-            f"follow() calls {called}() with no arguments ({error}); give a function that has them, such as "
-            "lambda: ema.update(model)"
+            f"follow() cannot step a {type(follower).__name__} ({error}); give an object whose step() or update() "
+            "takes no arguments, or a function such as lambda: averaged.update_parameters(model)"
         ) from None
     except ValueError:
-        # What is written in C may not tell.
+        # Functions in C may have no signature.
         pass
     return method  # type: ignore[no-any-return]
 
@@ -87,16 +90,10 @@ def write_scalars(writer: Any, values: Mapping[str, float], step: int) -> None:
         writer: Either of them.
         values: Numbers by name; they are written as ``autoamp/NAME``.
         step: The number of the step.
-
-    Raises:
-        UsageError: It is neither.
     """
+    named = {f"autoamp/{name}": value for name, value in values.items()}
     if callable(getattr(writer, "add_scalar", None)):
-        for name, value in values.items():
-            writer.add_scalar(f"autoamp/{name}", value, step)
-    elif callable(getattr(writer, "log", None)):
-        writer.log({f"autoamp/{name}": value for name, value in values.items()})
+        for name, value in named.items():
+            writer.add_scalar(name, value, step)
     else:
-        raise UsageError(
-            f"log_to() cannot write to a {type(writer).__name__}; give an object with add_scalar() or log()"
-        )
+        writer.log(named)

@@ -20,33 +20,12 @@ from torch.nn import Module
 
 from autoamp.casting import Casts
 from autoamp.diagnostics.call_sites import CallSite, ModulePaths, user_frame
+from autoamp.errors import UsageError
+from autoamp.ops import Target
 from autoamp.patching import mark, original_of
-from autoamp.rules import CastPolicy, CastRule
 from autoamp.torch_private import DispatchMode
 
-__all__ = ["Call", "Observation", "Observer", "Op", "Watch", "operator_mode"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Op:
-    """A patched function.
-
-    Attributes:
-        name: Its dotted name, such as ``"torch.nn.functional.linear"``; one of several.
-        rule: The rule that applies to it, with the list file and line.
-        original: The function below the replacement.
-        functional: For an in-place form the function that computes the same out of place, else None.
-    """
-
-    name: str
-    rule: CastRule
-    original: Any
-    functional: Any = None
-
-    @property
-    def policy(self) -> CastPolicy:
-        """What the rule does with the arguments."""
-        return self.rule.policy
+__all__ = ["Call", "Observation", "Observer", "OperatorObserver", "Watch"]
 
 
 @dataclass(slots=True, eq=False)
@@ -54,22 +33,22 @@ class Call:
     """One call of a patched function. Use it only while the call runs.
 
     Attributes:
-        op: The function.
+        op: The function: its dotted ``name``, its ``rule`` with the list file and line, and the ``original`` below.
         args, kwargs: Its arguments, before casts.
         casting: Whether casts are on for this call. They are off in ``optimizer.step()``, inside a composite function
             that runs in fp32, and in ``disable_casts``.
         outer: The call of a patched function around this one, in this thread; None for most.
         modules: The modules whose calls are around this one, outermost first.
-        frame: The frame that makes the call; None once it has ended.
+        frame: The frame that makes the call.
     """
 
-    op: Op
+    op: Target
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     casting: bool
     outer: Call | None
     modules: tuple[Module, ...]
-    frame: types.FrameType | None
+    frame: types.FrameType
     _observation: Observation
     _site: CallSite | None = None
 
@@ -101,37 +80,19 @@ class Observer:
         """The observation ended. Called once, also when the handle is deactivated."""
 
 
-def operator_mode(saw: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], object]) -> Any:
-    """Return a `TorchDispatchMode` that shows each operator of one thread; None where torch has no such modes.
-
-    Args:
-        saw: Called with the operator, its arguments and its result.
-    """
-    if DispatchMode is None:
-        return None
-
-    class Mode(DispatchMode):  # type: ignore[misc]
-        @classmethod
-        def ignore_compile_internals(cls) -> bool:
-            # torch.compile compiles as without it.
-            return True
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            result = func(*args, **(kwargs or {}))
-            saw(func, args, kwargs or {}, result)
-            return result
-
-    return Mode()
-
-
 class Watch:
     """A running observation. `stop`, or the end of a ``with`` statement, ends it."""
 
-    def __init__(self, stop: Callable[[], None]) -> None:
-        self._stop: Callable[[], None] | None = stop
+    def __init__(self, stop: Callable[[], object] | None) -> None:
+        self._stop = stop
+
+    @property
+    def active(self) -> bool:
+        """Whether it has not ended."""
+        return self._stop is not None
 
     def stop(self) -> None:
-        """Let the observer look on no more."""
+        """End the observation. Does nothing the second time."""
         stop, self._stop = self._stop, None
         if stop is not None:
             stop()
@@ -144,25 +105,25 @@ class Watch:
 
 
 class _Thread(threading.local):
-    """What is going on in a thread.
+    """The state of a thread.
 
     Attributes:
-        modules: The modules that are being called, outermost first.
-        call: The innermost call of a patched function.
-        telling: Whether an observer is being told, so that what it calls is not told of.
+        modules: The modules whose calls are running, outermost first.
+        call: The innermost running call of a patched function.
+        paused: Whether calls are not reported, as those that an observer makes.
     """
 
     modules: tuple[Module, ...] = ()
     call: Call | None = None
-    telling = False
+    paused = False
 
 
 class Observation:
-    """The observers of one handle, and the layer above replacements that tells them.
+    """The observers of one handle, and the layer above replacements that calls them.
 
     Attributes:
-        observers: Who is told, in this order before a call and in reverse after it.
-        on_model: Called before each outermost module call; None where nobody asks.
+        observers: The observers, in the order in which their `before` is called. `after` is called in reverse.
+        on_model: Called before each outermost module call; None for nothing.
     """
 
     def __init__(self, casts: Casts) -> None:
@@ -174,12 +135,12 @@ class Observation:
         self._lock = threading.Lock()
 
     def add(self, observer: Observer) -> None:
-        """Tell one more observer from now on."""
+        """Report calls to an observer from now on."""
         with self._lock:
             self.observers = (*self.observers, observer)
 
     def remove(self, observer: Observer) -> bool:
-        """Tell an observer no more. Return False where it was not told anyway."""
+        """Report calls to an observer no more. Return False if none were reported to it."""
         with self._lock:
             left = tuple(other for other in self.observers if other is not observer)
             found = len(left) < len(self.observers)
@@ -194,87 +155,86 @@ class Observation:
             self.remove(observer)
 
     def site_here(self) -> CallSite:
-        """Return where this thread is: for modes, which see ops that are in no list."""
+        """Return the site at which this thread is, for operators that no patched function called."""
         return self.site_of(sys._getframe(1), self._thread.modules)
 
     def site_of(self, frame: types.FrameType | None, modules: tuple[Module, ...]) -> CallSite:
-        """Return the site for the innermost of these modules, and the first frame of a user from this one outwards."""
+        """Return the site of the innermost module, and of the first frame of the program from a frame outwards."""
         path = self._paths.find(modules)
         frame = user_frame(frame)
         return CallSite(*path, *((None, None) if frame is None else (frame.f_code.co_filename, frame.f_lineno)))
 
     @property
     def call(self) -> Call | None:
-        """The innermost call of a patched function that this thread is in."""
+        """The innermost running call of a patched function in this thread."""
         return self._thread.call
 
     @property
-    def telling(self) -> bool:
-        """Whether an observer of this thread is being told."""
-        return self._thread.telling
+    def paused(self) -> bool:
+        """Whether calls of this thread are not reported, as those that an observer makes."""
+        return self._thread.paused
 
     @contextlib.contextmanager
     def unobserved(self) -> Iterator[None]:
-        """Tell observers of nothing that this thread calls within a ``with`` statement."""
+        """Within a ``with`` statement, report no call of this thread to observers."""
         thread = self._thread
-        before, thread.telling = thread.telling, True
+        before, thread.paused = thread.paused, True
         try:
             yield
         finally:
-            thread.telling = before
+            thread.paused = before
 
-    def watched(self, replacement: Any, op: Op) -> Any:
-        """Return a replacement of the same kind that tells the observers of each call.
+    @contextlib.contextmanager
+    def quietly(self) -> Iterator[None]:
+        """Within a ``with`` statement, cast nothing in this thread, and report no call of it."""
+        local = self._casts.local
+        token = local.set(False)
+        try:
+            with self.unobserved():
+                yield
+        finally:
+            local.reset(token)
+
+    def watched(self, replacement: Any, op: Target) -> Any:
+        """Return a replacement of the same kind that reports each call to the observers.
 
         Args:
             replacement: A function, staticmethod or classmethod that `autoamp.ops.build_replacement` made.
-            op: What it stands for.
+            op: The function that it replaces.
         """
         if isinstance(replacement, (staticmethod, classmethod)):
             return type(replacement)(self.watched(replacement.__func__, op))
         compiling, thread = torch.compiler.is_compiling, self._thread
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if compiling() or thread.telling or not self.observers:
+            if compiling() or thread.paused or not self.observers:
                 return replacement(*args, **kwargs)
-            observers = self.observers
-            outer = thread.call
+            observers, outer = self.observers, thread.call
             casting = self._casts.wants(args, kwargs)
             call = Call(op, args, kwargs, casting, outer, thread.modules, sys._getframe(1), self)
-            states: list[tuple[Observer, Any]] = []
-            self.quietly(lambda: states.extend([(observer, observer.before(call)) for observer in observers]))
+            with self.quietly():
+                states = [(observer, observer.before(call)) for observer in observers]
             thread.call = call
             try:
                 result = replacement(*args, **kwargs)
             except BaseException as error:
-                # Else the name of the exception would be a circle of frames.
-                failure = error
-                self.quietly(lambda: [observer.failed(call, state, failure) for observer, state in reversed(states)])
-                call.frame = None
+                with self.quietly():
+                    for observer, state in reversed(states):
+                        observer.failed(call, state, error)
                 raise
             finally:
                 thread.call = outer
-            self.quietly(lambda: [observer.after(call, state, result) for observer, state in reversed(states)])
-            call.frame = None
+            with self.quietly():
+                for observer, state in reversed(states):
+                    observer.after(call, state, result)
             return result
 
         watching: Any = functools.update_wrapper(run, replacement, updated=())
         watching.__wrapped__ = getattr(replacement, "__wrapped__", replacement)
         return watching
 
-    def quietly(self, tell: Callable[[], Any]) -> None:
-        """Call what looks at tensors, with casts off and unobserved."""
-        thread, local = self._thread, self._casts.local
-        thread.telling = True
-        token = local.set(False)
-        try:
-            tell()
-        finally:
-            local.reset(token)
-            thread.telling = False
-
     def watched_modules(self, replacement: types.FunctionType) -> Any:
-        """Return a replacement of ``torch.nn.Module.__call__`` that notes which modules are being called."""
+        """Return a replacement of ``torch.nn.Module.__call__`` that keeps the running module calls of each thread."""
         compiling, thread, observation = torch.compiler.is_compiling, self._thread, self
 
         def call(self: Module, *args: Any, **kwargs: Any) -> Any:
@@ -292,3 +252,62 @@ class Observation:
         watching: Any = functools.update_wrapper(call, replacement, updated=())
         watching.__wrapped__ = original_of(replacement)
         return mark(watching, original_of(replacement))
+
+
+class OperatorObserver(Observer):
+    """An observer that, inside a ``with`` statement, also sees each operator of the thread, listed or not.
+
+    The operators come from a `TorchDispatchMode` below torch's autocast. It sees nothing of compiled code.
+
+    Args:
+        observation: Knows where calls are made.
+        start: Starts an observer: ``handle.observe``.
+    """
+
+    def __init__(self, observation: Observation, start: Callable[[Observer], Watch]) -> None:
+        self._observation = observation
+        self._start = start
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            self._enter(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._stack.close()
+
+    def _enter(self, stack: contextlib.ExitStack) -> None:
+        stack.enter_context(self._start(self))
+        stack.enter_context(self._operator_mode())
+
+    def saw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> object:
+        """An operator of the program returned ``result``. A subclass overrides this."""
+
+    def _operator_mode(self) -> Any:
+        """Return a mode that calls `saw` after each operator of this thread, those of observers left out.
+
+        Raises:
+            UsageError: This torch has no such modes.
+        """
+        if DispatchMode is None:
+            raise UsageError(
+                "expected torch.utils._python_dispatch.TorchDispatchMode, which shows operators; torch "
+                f"{torch.__version__} lacks it. handle.count() works without it"
+            )
+        observer = self
+
+        class Mode(DispatchMode):  # type: ignore[misc]
+            @classmethod
+            def ignore_compile_internals(cls) -> bool:
+                # torch.compile compiles as without it.
+                return True
+
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                result = func(*args, **(kwargs or {}))
+                if not observer._observation.paused:
+                    observer.saw(func, args, kwargs or {}, result)
+                return result
+
+        return Mode()

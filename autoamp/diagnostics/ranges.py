@@ -1,20 +1,19 @@
-"""The range profile: which values a model computes in fp32, and what fp16 and bf16 would make of them.
+"""The range profile: the values that a model computes in fp32, and how many of them fp16 and bf16 would lose.
 
-A `TorchDispatchMode` sees each operator with its result, whatever list it is on. Operators that write to nothing and
-draw no random numbers are run again on half arguments, below autograd, which leaves no trace.
+A `TorchDispatchMode` sees each operator with its result, on a list or not. The first calls at each line are run again
+on half arguments, below autograd, so that nothing is recorded. Operators that write or draw random numbers are not.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,24 +23,24 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from autoamp.casting import Casts
 from autoamp.diagnostics.call_sites import CallSite, in_scaling
 from autoamp.diagnostics.exponents import FORMATS, Exponents
-from autoamp.diagnostics.observer import Call, Observation, Observer, Watch, operator_mode
+from autoamp.diagnostics.observer import Call, Observation, Observer, OperatorObserver, Watch
 from autoamp.diagnostics.tables import as_table
 from autoamp.errors import UsageError
 from autoamp.tensors import HALF_DTYPES, dtype_name, iter_tensors, map_tensors
-from autoamp.torch_private import current_graph_task, dispatch_modes
+from autoamp.torch_private import current_graph_task
 
-__all__ = ["OpRange", "RangeProfile", "ValueProfile"]
+__all__ = ["OpRange", "RangeProfile", "ValueProfile", "relative_error"]
 
-_MOST = 24
-# Of so many places the table has a row.
-_SHOWN = 20
+_LARGEST_SCALE_EXPONENT = 24
+_ROWS_SHOWN = 20
 _LEGEND = """\
 largest: the power of two of the largest result. fp16 0, fp16 inf, bf16 0: how many results that dtype would make 0 or
 inf. error: how far the op is off on arguments in that dtype, as a part of its result (2-norm). -: not looked at.
 """
-# What makes values of no argument's value.
+# Operators that make values without reading those of their arguments.
 _MAKERS = ("aten::empty", "aten::new_", "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::rand")
-_REFUSED = (RuntimeError, NotImplementedError, TypeError)
+# Calls of an operator at each line that are run again.
+_COMPARED = 2
 
 
 @dataclass(slots=True)
@@ -56,8 +55,7 @@ class OpRange:
         values: The exponents of its results.
         errors: By half dtype the largest relative error of a call on half arguments, in the 2-norm beside fp32; inf
             where a finite result became inf or nan. A dtype is absent where no call could be run again.
-        compared: How many calls were run again: the first ones.
-        excluded: Why it was not run again, None where it was.
+        compared: How many calls were run again: the first ones. 0 if the operator writes or draws random numbers.
     """
 
     op: str
@@ -67,7 +65,6 @@ class OpRange:
     values: Exponents = field(default_factory=Exponents)
     errors: dict[str, float] = field(default_factory=dict)
     compared: int = 0
-    excluded: str | None = None
 
     @property
     def badness(self) -> tuple[float, ...]:
@@ -78,7 +75,7 @@ class OpRange:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values: the attributes, the site as ``module`` and ``location``, and counts by half dtype."""
         return {
-            **{name: getattr(self, name) for name in ("op", "within", "calls", "compared", "excluded")},
+            **{name: getattr(self, name) for name in ("op", "within", "calls", "compared")},
             "module": self.site.module,
             "location": self.site.location,
             "errors": {name: error if math.isfinite(error) else "inf" for name, error in self.errors.items()},
@@ -86,75 +83,44 @@ class OpRange:
         }
 
 
-class ValueProfile(Observer):
+class ValueProfile(OperatorObserver):
     """The exponents of values as a program computes them, within a ``with`` statement.
 
-    Values that half precision has made 0 or inf are counted as such. Call `read_gradients` at each step.
+    Values that half precision has made 0 or inf are counted as such. Call `step_begins` at each step.
 
     Args:
-        observation: Tells where calls are made.
-        start: Begins to tell this observer of calls.
+        observation: Knows where calls are made.
+        start: Starts an observer.
 
     Attributes:
         gradients: The exponents of each parameter's gradient, by its name.
     """
 
     def __init__(self, observation: Observation, start: Callable[[Observer], Watch]) -> None:
+        super().__init__(observation, start)
         self.gradients: dict[str, Exponents] = {}
-        self._observation = observation
-        self._start = start
         self._ops: dict[tuple[str, CallSite], OpRange] = {}
         self._roots: weakref.WeakSet[Module] = weakref.WeakSet()
-        self._stack = contextlib.ExitStack()
-        self._mode = operator_mode(self.saw)
-        # Of the stack of modes, while ours is on it.
-        self._depth = 0
-
-    @property
-    def sees_operators(self) -> bool:
-        """Whether operators are looked at, for which torch must have a `TorchDispatchMode`."""
-        return self._mode is not None
-
-    def __enter__(self) -> Self:
-        with contextlib.ExitStack() as stack:
-            self._begin(stack)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *exc_info: Any) -> None:
-        self._stack.close()
-
-    def _begin(self, stack: contextlib.ExitStack) -> None:
-        stack.enter_context(self._start(self))
-        stack.callback(self._leave_mode)
-        self._enter_mode()
-
-    def _enter_mode(self) -> None:
-        if self._mode is not None:
-            self._mode.__enter__()
-            self._depth = dispatch_modes()
-
-    def _leave_mode(self) -> None:
-        if self._depth:
-            self._depth = 0
-            self._mode.__exit__(None, None, None)
+        self._stepping = False
 
     def before(self, call: Call) -> None:
         """Remember the outermost module, for the names of parameters."""
+        # A step that raised an exception has ended, and a closure within one is a forward pass.
+        self._stepping = False
         if call.modules:
             self._roots.add(call.modules[0])
 
     @property
     def ops(self) -> tuple[OpRange, ...]:
-        """Each operator at each place, in the order of their first calls."""
+        """Each operator at each line, in the order of the first calls."""
         return tuple(self._ops.values())
 
     def saw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> OpRange | None:
-        """Take note of an operator that the mode has seen, and return its row; None for one without a row."""
-        if self._observation.telling or current_graph_task() != -1:
+        """Count the results of an operator, and return its row; None if it computes nothing of the model."""
+        if self._stepping or current_graph_task() != -1:
             return None
         outputs, name = _floating(result), func.name().partition(".")[0]
-        # A view computes nothing; what has no floating argument makes values that are not computed.
+        # A view computes nothing, and an operator without floating arguments only makes values.
         is_view = any(found.alias_info is not None and not found.alias_info.is_write for found in func._schema.returns)
         if is_view or not outputs or not _floating((args, kwargs)) or name.startswith(_MAKERS):
             return None
@@ -165,31 +131,47 @@ class ValueProfile(Observer):
         if row is None:
             row = self._ops[name, site] = OpRange(name, None if call is None else call.op.name, site)
         row.calls += 1
-        self._observation.quietly(functools.partial(row.values.add, *outputs))
+        with self._observation.quietly():
+            row.values.add(*outputs)
         return row
 
-    def read_gradients(self, params: Iterable[Tensor]) -> None:
-        """Count the exponents of the gradients of some parameters."""
+    def step_begins(self, optimizer: Any) -> None:
+        """Count the gradients that an optimizer is about to use, and no operator until its step has ended."""
+        self._stepping = True
+        self._read_gradients([param for group in optimizer.param_groups for param in group["params"]])
+
+    def tables(self, scale_exponent: int = 0) -> dict[str, list[dict[str, Any]]]:
+        """Return ``ops`` and ``gradients`` as rows of plain values.
+
+        Args:
+            scale_exponent: The binary logarithm of the loss scale at which gradients are counted as lost.
+        """
+        gradients = self.gradients.items()
+        return {
+            "ops": [row.to_dict() for row in self.ops],
+            "gradients": [{"parameter": name, **found.to_dict(scale_exponent)} for name, found in gradients],
+        }
+
+    def _read_gradients(self, params: Iterable[Tensor]) -> None:
         names = {id(p): name for root in self._roots for name, p in root.named_parameters()}
         for number, param in enumerate(params):
             if param.grad is not None and not param.grad.is_sparse:
                 name = names.get(id(param), f"parameter {number} of shape {tuple(param.shape)}")
-                found = self.gradients.setdefault(name, Exponents())
-                self._observation.quietly(functools.partial(found.add, param.grad))
+                with self._observation.quietly():
+                    self.gradients.setdefault(name, Exponents()).add(param.grad)
 
 
 class RangeProfile(ValueProfile):
     """The profile of a ``with handle.profile_ranges()`` statement, within which this thread computes in fp32.
 
-    Gradients are read when an optimizer steps, unscaled; where none stepped, at the end of the statement.
+    Gradients are counted when an optimizer steps, unscaled; without a step, at the end of the statement.
 
     Args:
-        casts: What is switched off meanwhile.
-        observation: Tells where calls are made.
-        start: Begins to tell this observer of calls.
+        casts: Casts of this thread, which are off meanwhile.
+        observation: Knows where calls are made.
+        start: Starts an observer.
         scale_of: Returns the present loss scale.
-        every: Steps 0, ``every``, 2 * ``every``, ... of those that optimizers make are looked at.
-        compare: How many calls of an operator at one place are run again in half precision.
+        every: Steps 0, ``every``, 2 * ``every``, ... of all optimizers are profiled.
 
     Attributes:
         gradients: The exponents of each parameter's gradient, by its name.
@@ -197,7 +179,7 @@ class RangeProfile(ValueProfile):
         steps: How many steps optimizers made.
 
     Raises:
-        UsageError: ``every`` is below 1, or ``compare`` below 0.
+        UsageError: ``every`` is below 1.
     """
 
     def __init__(
@@ -208,97 +190,71 @@ class RangeProfile(ValueProfile):
         scale_of: Callable[[], float],
         *,
         every: int = 1,
-        compare: int = 2,
     ) -> None:
-        if every < 1 or compare < 0:
-            raise UsageError(
-                f"every={every!r}, compare={compare!r}: look at every step or every n-th (every >= 1), and compare the "
-                "first calls of each operator, or none (compare >= 0)"
-            )
+        if every < 1:
+            raise UsageError(f"every={every!r}: expected 1 for every step, or n for every n-th")
         super().__init__(observation, start)
         self.loss_scale = 1.0
         self.steps = 0
         self._casts = casts
         self._scale_of = scale_of
         self._every = every
-        self._compare = compare
-        self._stepping = False
 
-    def _begin(self, stack: contextlib.ExitStack) -> None:
+    def _enter(self, stack: contextlib.ExitStack) -> None:
         stack.enter_context(self._casts.switched(False, forced_off=True))
         stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
-        super()._begin(stack)
+        super()._enter(stack)
 
     def __exit__(self, *exc_info: Any) -> None:
         super().__exit__(*exc_info)
         self.loss_scale = self._scale_of()
         if not self.steps:
-            self.read_gradients([p for root in self._roots for p in root.parameters()])
+            self._read_gradients([p for root in self._roots for p in root.parameters()])
 
-    def before(self, call: Call) -> None:
-        """Remember the outermost module, for the names of parameters."""
-        # A step that raised an exception has ended, and a closure within one is a forward pass.
-        self._stepping = False
-        super().before(call)
-
-    # -- looking --
+    # -- profiling --
 
     @property
-    def _sampling(self) -> bool:
+    def _profiles_step(self) -> bool:
         return self.steps % self._every == 0
 
     def saw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> OpRange | None:
-        """Take note of an operator that the mode has seen, and of what half precision would make of it."""
-        if self._stepping or not self._sampling:
-            return None
-        row = super().saw(func, args, kwargs, result)
+        """Count the results of an operator, and run it again in half precision."""
+        row = super().saw(func, args, kwargs, result) if self._profiles_step else None
         if row is not None:
-            self._observation.quietly(lambda: self._run_again(row, func, args, kwargs, _floating(result)))
+            with self._observation.quietly():
+                self._run_again(row, func, args, kwargs, _floating(result))
         return row
 
     def _run_again(self, row: OpRange, func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
-        """Run an operator on half arguments, unless that writes or draws, or was done as often as it is to be."""
-        if func._schema.is_mutable:
-            row.excluded = "writes to its arguments"
-        elif torch.Tag.nondeterministic_seeded in func.tags:
-            row.excluded = "draws random numbers"
-        if row.compared >= self._compare or (row.excluded is not None and not row.errors):
+        """Run one of the first calls again on half arguments, unless it writes to them or draws random numbers."""
+        if row.compared >= _COMPARED or func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
             return
         row.compared += 1
         for dtype in HALF_DTYPES:
-            short = dtype_name(dtype)
-            try:
+            # Some operators have no kernel for half arguments.
+            with contextlib.suppress(RuntimeError, NotImplementedError, TypeError):
                 again = func(*map_tensors(args, _narrower(dtype)), **map_tensors(kwargs, _narrower(dtype)))
-            except _REFUSED as error:
-                row.excluded = f"{short}: {str(error).partition(chr(10))[0]}"
-                continue
-            error_ = max(map(_relative_error, _floating(again), outputs), default=0.0)
-            row.errors[short] = max(error_, row.errors.get(short, 0.0))
+                worst = max(map(relative_error, _floating(again), outputs), default=0.0)
+                row.errors[dtype_name(dtype)] = max(worst, row.errors.get(dtype_name(dtype), 0.0))
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
-        self._stepping = True
-        if self._sampling:
-            self.read_gradients([param for group in optimizer.param_groups for param in group["params"]])
+        if self._profiles_step:
+            self.step_begins(optimizer)
 
     def _after_step(self, *_: Any) -> None:
         self._stepping = False
         self.steps += 1
-        # Steps that are not looked at run without the mode, unless another one was entered above it.
-        if self._sampling and not self._depth:
-            self._enter_mode()
-        elif not self._sampling and dispatch_modes() == self._depth:
-            self._leave_mode()
 
     # -- what it says --
 
     def all_values(self) -> Exponents:
         """Return the exponents of all results together."""
-        return _sum(row.values for row in self.ops)
+        return Exponents.total(row.values for row in self.ops)
 
     def all_gradients(self) -> Exponents:
         """Return the exponents of all gradients of parameters together, unscaled."""
-        return _sum(self.gradients.values())
+        return Exponents.total(self.gradients.values())
 
     def loss_scales(self, dtype: str = "float16") -> tuple[float, ...]:
         """Return the powers of two from 1 to 2 ** 24 that lose fewest gradients to 0, of those without overflow.
@@ -306,21 +262,20 @@ class RangeProfile(ValueProfile):
         Gradients are those of parameters. Empty where none was seen, or where all these scales overflow.
         """
         found = self.all_gradients()
-        lost = {2.0**k: found.in_format(dtype, k) for k in range(_MOST + 1)} if found.elements else {}
+        lost = {2.0**k: found.in_format(dtype, k) for k in range(_LARGEST_SCALE_EXPONENT + 1)} if found.elements else {}
         fitting = {scale: numbers["underflow"] for scale, numbers in lost.items() if not numbers["overflow"]}
         return tuple(scale for scale, underflow in fitting.items() if underflow == min(fitting.values()))
 
     def verdict(self) -> str:
         """Return a sentence for each half dtype, and what loss scales lose least."""
-        shift, gradients = self._shift(), self.all_gradients()
+        values, gradients = self.all_values(), self.all_gradients()
+        scaled = f"gradients of parameters, times the loss scale {self.loss_scale:g},"
         lines = []
-        if not self.sees_operators:
-            lines.append("no operator was looked at: this torch has no TorchDispatchMode; gradients alone were")
         for dtype in FORMATS:
             errors = [row.errors[dtype] for row in self.ops if dtype in row.errors]
-            scaled = f"gradients of parameters, times the loss scale {self.loss_scale:g},"
             lines.append(
-                f"{dtype}: {_lost(self.all_values(), 'results', dtype)}; {_lost(gradients, scaled, dtype, shift)}; "
+                f"{dtype}: {_lost(values, 'results', dtype)}; "
+                f"{_lost(gradients, scaled, dtype, self._scale_exponent())}; "
                 f"largest relative error of an op {f'{max(errors):.2g}' if errors else 'unknown'}"
             )
         if scales := self.loss_scales():
@@ -329,22 +284,21 @@ class RangeProfile(ValueProfile):
             lines.append("float16 gradients overflow at every loss scale from 1 on; bfloat16 needs none")
         return "\n".join(lines)
 
-    def _shift(self) -> int:
+    def _scale_exponent(self) -> int:
         return round(math.log2(self.loss_scale)) if self.loss_scale > 0 else 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values: ``loss_scale``, ``loss_scales``, ``ops`` and ``gradients`` as rows, and ``verdict``."""
-        shift = self._shift()
         return {
-            "schema": 1,
+            "schema": 2,
             "kind": "autoamp.ranges",
             "torch": torch.__version__,
             "every": self._every,
-            **{name: getattr(self, name) for name in ("steps", "sees_operators", "loss_scale")},
+            "steps": self.steps,
+            "loss_scale": self.loss_scale,
             "loss_scales": list(self.loss_scales()),
             "verdict": self.verdict(),
-            "ops": [row.to_dict() for row in self.ops],
-            "gradients": [{"parameter": name, **found.to_dict(shift)} for name, found in self.gradients.items()],
+            **self.tables(self._scale_exponent()),
         }
 
     def to_json(self) -> str:
@@ -356,7 +310,7 @@ class RangeProfile(ValueProfile):
             "op", "module", "called at", "largest", "fp16 0", "fp16 inf", "bf16 0", "fp16 error", "bf16 error",
         )  # fmt: skip
         lines = []
-        for row in sorted(self.ops, key=lambda row: row.badness, reverse=True)[:_SHOWN]:
+        for row in sorted(self.ops, key=lambda row: row.badness, reverse=True)[:_ROWS_SHOWN]:
             half, brain = row.values.in_format("float16"), row.values.in_format("bfloat16")
             top = row.values.largest
             lines.append((
@@ -366,8 +320,8 @@ class RangeProfile(ValueProfile):
                 *(f"{row.errors[d]:.1e}" if d in row.errors else "-" for d in ("float16", "bfloat16")),
             ))  # fmt: skip
         title = "Ranges in fp32, the worst places first"
-        if len(self.ops) > _SHOWN:
-            title += f": {_SHOWN} of {len(self.ops)}; to_json() has all, and so has --json FILE"
+        if len(self.ops) > _ROWS_SHOWN:
+            title += f": {_ROWS_SHOWN} of {len(self.ops)}; to_json() has all, and so has --json FILE"
         return as_table(title, headings, lines, 6) + (_LEGEND if lines else "") + self.verdict() + "\n"
 
 
@@ -375,8 +329,8 @@ def _narrower(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     return lambda tensor: tensor.to(dtype) if tensor.dtype is torch.float32 else tensor
 
 
-def _relative_error(half: Tensor, full: Tensor) -> float:
-    """Return the 2-norm of the difference over that of the fp32 result, where that is finite."""
+def relative_error(half: Tensor, full: Tensor) -> float:
+    """Return the 2-norm of the difference from the fp32 tensor, divided by that of it, where it is finite."""
     if half.shape != full.shape:
         return 0.0
     fine = full.isfinite()
@@ -402,10 +356,3 @@ def _lost(found: Exponents, what: str, dtype: str, shift: int = 0) -> str:
         f"of {found.elements:,} {what} {lost['overflow']:,} overflow, {lost['underflow']:,} become 0, "
         f"{lost['subnormal']:,} are subnormal"
     )
-
-
-def _sum(several: Iterable[Exponents]) -> Exponents:
-    total = Exponents()
-    for found in several:
-        total.include(found)
-    return total

@@ -1,11 +1,16 @@
-"""What a trace consists of: a row for each op at each place, and hints."""
+"""The rows of a trace, one for each op at each line, and its hints."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from torch import Tensor
+
 from autoamp.diagnostics.call_sites import CallSite
+from autoamp.tensors import dtype_name
 
 __all__ = ["COLUMNS", "Hint", "Row"]
 
@@ -25,13 +30,7 @@ class Row:
         spared: The number of arguments that needed no copy: the cast was cached, or torch's op reads one dtype and
             computes in the other.
         bytes_cast: The size of the copies in bytes.
-        elements_cast: The size of the copies in elements.
-        work: The multiply-adds of products (by torch's formulas). For other ops the number of elements of its arguments
-            or of its results, whichever is larger.
-        exact: Whether every copy was counted. False in ``handle.inference()`` and for cuDNN's recurrent layers, where
-            counting would change which kernel runs. There ``casts`` is the number that the policy asks for.
         dtypes_in, dtypes_out: The number of floating arguments and results of each dtype.
-        cpu_us, device_us: Total microseconds by torch.profiler, with casts; None if it did not run.
     """
 
     op: str
@@ -43,13 +42,19 @@ class Row:
     casts: int = 0
     spared: int = 0
     bytes_cast: int = 0
-    elements_cast: int = 0
-    work: int = 0
-    exact: bool = True
-    dtypes_in: dict[str, int] = field(default_factory=dict)
-    dtypes_out: dict[str, int] = field(default_factory=dict)
-    cpu_us: float | None = None
-    device_us: float | None = None
+    dtypes_in: Counter[str] = field(default_factory=Counter)
+    dtypes_out: Counter[str] = field(default_factory=Counter)
+
+    def add_call(self, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
+        """Count a call and the dtypes of its tensors."""
+        self.calls += 1
+        self.dtypes_in.update(dtype_name(tensor.dtype) for tensor in inputs)
+        self.dtypes_out.update(dtype_name(tensor.dtype) for tensor in outputs)
+
+    def add_cast(self, size: int) -> None:
+        """Count a copy of so many bytes."""
+        self.casts += 1
+        self.bytes_cast += size
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values by the names in `COLUMNS`."""
@@ -63,7 +68,7 @@ class Row:
         return f"{op}{inside} ({self.site.location or 'no Python frame'})"
 
 
-_OF_SITE = ("module", "module_class", "location")
+_OF_SITE = ("module", "module_class", "root", "location")
 COLUMNS = tuple(name for one in fields(Row) for name in (_OF_SITE if one.name == "site" else (one.name,)))
 """The keys of a row in `CastTrace.to_dict`, and the columns of `CastTrace.to_csv`."""
 
@@ -73,11 +78,10 @@ class Hint:
     """Something that a trace suggests.
 
     Attributes:
-        kind: ``"casts more than it computes"``, ``"activation cast several times"``, ``"fp32 island"`` or ``"mixed
-            dtypes on no list"``.
+        kind: ``"fp32 island"`` or ``"mixed dtypes on no list"``.
         where: The op and its place.
         figure: What was found, with numbers.
-        remedy: What may be done.
+        remedy: What to change.
         bytes: The size of the copies in question.
     """
 

@@ -151,49 +151,41 @@ class BaseHandle:
             self.observe(run.counts)
         return run.counts
 
-    def trace(self, *, profile: bool = False) -> CastTrace:
+    def trace(self) -> CastTrace:
         """Trace the casts inside a ``with`` statement: for each op and line the casts, the spared casts and the dtypes.
 
-        Results are bitwise the same as without a trace. ``print(trace)`` shows a table with hints. The trace also has
-        ``to_dict``, ``to_json`` and ``to_csv``.
-
-        Args:
-            profile: Whether torch.profiler measures times too.
+        Results are bitwise the same as without a trace, but for code that takes another kernel while a
+        `TorchDispatchMode` is active: packed weights in `inference`, and cuDNN's recurrent layers. ``print(trace)``
+        shows a table with hints. The trace also has ``to_dict``, ``to_json`` and ``to_csv``.
 
         Raises:
             UsageError: The handle is not active.
         """
         run = self._runtime
         run.check_active()
-        return CastTrace(run.casts, run.observation, self.observe, profile=profile)
+        return CastTrace(run.casts, run.observation, self.observe)
 
-    def profile_ranges(self, *, every: int = 1, compare: int = 2) -> RangeProfile:
+    def profile_ranges(self, *, every: int = 1) -> RangeProfile:
         """Profile the ranges of values inside a ``with`` statement. Casts are off in this thread meanwhile.
 
         Results are bitwise those of fp32. ``print(ranges)`` shows a table and a verdict on fp16 and bf16. The profile
         also has ``to_dict`` and ``to_json``.
 
         Args:
-            every: Profile one of so many optimizer steps; the others run at nearly full speed.
-            compare: How many calls of each operator at each line are repeated in both half dtypes to get their errors.
+            every: Profile one of so many optimizer steps. The others take some microseconds more for each operator.
 
         Raises:
-            UsageError: The handle is not active, or an argument is out of range.
+            UsageError: The handle is not active, or ``every`` is below 1.
         """
         run = self._runtime
         run.check_active()
-
-        return RangeProfile(
-            run.casts, run.observation, self.observe, lambda: self.loss_scale, every=every,
-            compare=compare,
-        )  # fmt: skip
+        return RangeProfile(run.casts, run.observation, self.observe, lambda: self.loss_scale, every=every)
 
     def record(self, *, sample: bool = True) -> Recording:
         """Record for `report`: the loss scale and the skips of all steps, casts and values of sampled steps.
 
-        Steps 0, 1, 10, 11, 100, 101, and two of each 1000 are sampled. A sample starts at the first model call
-        that records gradients, and ends after 5,000 calls or 2 GiB of arguments. All samples together take at most 2 s
-        plus a tenth of the run's time. No result changes.
+        Steps 0, 10 and 100, and each 1000th are sampled. A sample starts at the first model call that records
+        gradients. It ends with the step, or after 5,000 calls of listed functions. No result changes.
 
         Args:
             sample: Whether to sample steps.
@@ -219,7 +211,8 @@ class BaseHandle:
                 handle returns ``{}`` and writes no file.
 
         Raises:
-            UsageError: The page needs ``pip install 'autoamp[report]'``, or the file cannot be written.
+            UsageError: Nothing was recorded, the page needs ``pip install 'autoamp[report]'``, or the file cannot be
+                written.
         """
         if not self.settings.enabled:
             return {}

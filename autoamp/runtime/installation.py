@@ -15,7 +15,7 @@ import torch.utils.checkpoint
 
 from autoamp import torch_private
 from autoamp.casting import Casts
-from autoamp.diagnostics import Observation, Op
+from autoamp.diagnostics import Observation
 from autoamp.errors import ListFileError, PatchError, warn_user
 from autoamp.modules import build_function_backward, build_function_context, build_parallel_apply, build_recompute
 from autoamp.ops import (
@@ -130,8 +130,7 @@ class Installation:
                 remedy=rule.remedy, allow_banned=self._settings.allow_banned,
             )  # fmt: skip
             if self._observation.observers:
-                op = Op(target.name, rule, target.original, target.functional)
-                replacement = self._observation.watched(replacement, op)
+                replacement = self._observation.watched(replacement, target)
             # With its target, which keeps the objects alive whose ids are in the key.
             self._built[key] = (target, mark(replacement, target.original))
             self._let_torchscript_know(target.original, replacement)

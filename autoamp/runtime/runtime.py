@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -226,9 +225,8 @@ class Runtime:
 
     def on_step(self, told: Callable[[], object]) -> Callable[[], None]:
         """Call this after each step of a guarded optimizer, skips included; return what ends that."""
-        self.followers.after_all.append(told)
         self.tell_followers()
-        return functools.partial(self.followers.forget, told)
+        return self.followers.add(told, after_skips=True)
 
     def tell_followers(self) -> None:
         """Tell the followers of each step of a guarded optimizer from now on; of any optimizer where it is disabled."""

@@ -15,6 +15,8 @@ from autoamp.errors import UsageError
 from autoamp.runtime import runtime_of
 from autoamp.scaling import UnreadFlags, make_scaler
 
+INF = float("inf")
+
 
 class Writer:
     def __init__(self) -> None:
@@ -22,6 +24,9 @@ class Writer:
 
     def add_scalar(self, name: str, value: float, step: int) -> None:
         self.scalars.append((name, value, step))
+
+    def skipped(self) -> list[tuple[float, int]]:
+        return [(value, step) for name, value, step in self.scalars if name == "autoamp/skipped"]
 
 
 class Run:
@@ -32,27 +37,41 @@ class Run:
         self.logged.append(values)
 
 
-def train(handle: Any, overflowing: list[bool], optimizer: torch.optim.Optimizer, net: nn.Module) -> None:
-    for overflows in overflowing:
+def init(**options: Any) -> Any:
+    return autoamp.init(device_type="cpu", **{"dtype": torch.float16, "loss_scale": 64.0, **options})
+
+
+@pytest.fixture
+def net() -> nn.Module:
+    return nn.Linear(2, 2)
+
+
+def sgd(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=1.0)
+
+
+def loss_of(net: nn.Module, factor: float) -> torch.Tensor:
+    loss: torch.Tensor = net(torch.ones(2, 2)).float().mean() * 0.1 * factor
+    return loss
+
+
+def train(handle: Any, factors: list[float], optimizer: torch.optim.Optimizer, net: nn.Module) -> None:
+    for factor in factors:
         optimizer.zero_grad()
-        loss = net(torch.ones(2, 2)).float().mean() * 0.1 * (float("inf") if overflows else 1.0)
-        with handle.scale_loss(loss, optimizer) as scaled:
+        with handle.scale_loss(loss_of(net, factor), optimizer) as scaled:
             scaled.backward()
         optimizer.step()
 
 
-def test_followers_step_on_landed_steps_alone() -> None:
-    handle = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale="dynamic")
-    assert isinstance(handle, autoamp.Handle)
-    net = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+def test_followers_step_on_landed_steps_alone(net: Any) -> None:
+    handle, optimizer = init(loss_scale="dynamic"), sgd(net)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     seen: list[float] = []
     end = handle.follow(scheduler, lambda: seen.append(float(net.weight.detach()[0, 0])))
     writer, run = Writer(), Run()
     handle.log_to(writer, every=1)
     handle.log_to(run, every=2)
-    train(handle, [False, True, False, True], optimizer, net)
+    train(handle, [1.0, INF, 1.0, INF], optimizer, net)
     assert optimizer.param_groups[0]["lr"] == 0.25
     # The weights as each step left them.
     assert seen[-1] == float(net.weight.detach()[0, 0])
@@ -62,26 +81,14 @@ def test_followers_step_on_landed_steps_alone() -> None:
         "found_inf": [2], "nonfinite": 0, "casts": {}, "overflows": {},
     }  # fmt: skip
     assert handle.postfix() == {"scale": "16384", "skipped": "2"}
-    skips = [(value, step) for name, value, step in writer.scalars if name == "autoamp/skipped"]
-    assert skips == [(0.0, 1), (1.0, 2), (1.0, 3), (2.0, 4)]
+    assert writer.skipped() == [(0.0, 1), (1.0, 2), (1.0, 3), (2.0, 4)]
     assert run.logged == [
         {"autoamp/loss_scale": 32768.0, "autoamp/skipped": 1.0},
         {"autoamp/loss_scale": 16384.0, "autoamp/skipped": 2.0},
     ]
     end()
-    train(handle, [False], optimizer, net)
+    train(handle, [1.0], optimizer, net)
     assert len(seen) == 2
-
-
-def test_what_cannot_be_followed_or_written_to() -> None:
-    handle = autoamp.init(device_type="cpu", dtype=torch.float16)
-    assert isinstance(handle, autoamp.Handle)
-    with pytest.raises(UsageError, match="cannot step a int"):
-        handle.follow(3)
-    with pytest.raises(UsageError, match="add_scalar"):
-        handle.log_to(object())
-    with pytest.raises(UsageError, match="every=0"):
-        handle.log_to(Writer(), every=0)
 
 
 class Ema:
@@ -104,94 +111,92 @@ class EmaOfModel(nn.Module):
         pass
 
 
-def test_averages_of_weights_follow_landed_steps() -> None:
-    handle = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=64.0)
-    assert isinstance(handle, autoamp.Handle)
-    net = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+def test_averages_of_weights_follow_landed_steps(net: Any) -> None:
+    handle, optimizer = init(), sgd(net)
     ema, averaged = Ema(net), torch.optim.swa_utils.AveragedModel(net)
     expected = net.weight.detach().clone()
     handle.follow(ema, lambda: averaged.update_parameters(net))
-    for overflows in (False, True, False):
-        train(handle, [overflows], optimizer, net)
-        expected.lerp_(net.weight.detach(), 0.0 if overflows else 0.5)
+    for factor in (1.0, INF, 1.0):
+        train(handle, [factor], optimizer, net)
+        expected.lerp_(net.weight.detach(), 0.0 if factor == INF else 0.5)
     assert (ema.updates, int(averaged.n_averaged)) == (2, 2)
     assert torch.equal(ema.averages[0], expected)
 
 
-def test_what_needs_arguments_is_refused_at_once() -> None:
-    handle = autoamp.init(device_type="cpu", dtype=torch.float16)
-    assert isinstance(handle, autoamp.Handle)
-    net = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
-    for follower, named in (
-        (torch.optim.swa_utils.AveragedModel(net), "cannot step a AveragedModel.*update_parameters"),
-        (EmaOfModel(), r"EmaOfModel.update\(\) with no arguments .*'model'"),
-        (torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), r"ReduceLROnPlateau.step\(\) with no arguments"),
-        (lambda model: None, "missing a required argument"),
-    ):
-        with pytest.raises(UsageError, match=named):
-            handle.follow(follower)
+@pytest.mark.parametrize(
+    ("follower", "message"),
+    [
+        (lambda net: 3, "cannot step a int"),
+        (torch.optim.swa_utils.AveragedModel, "cannot step a AveragedModel.*update_parameters"),
+        (lambda net: EmaOfModel(), "cannot step a EmaOfModel.*'model'.*update"),
+        (
+            lambda net: torch.optim.lr_scheduler.ReduceLROnPlateau(sgd(net)),
+            "cannot step a ReduceLROnPlateau.*'metrics'",
+        ),
+        (lambda net: lambda model: None, "missing a required argument"),
+    ],
+)
+def test_what_cannot_be_called_without_arguments_is_refused(follower: Any, message: str, net: nn.Module) -> None:
+    with pytest.raises(UsageError, match=message):
+        init().follow(follower(net))
 
 
-def test_found_inf_by_loss_and_casts() -> None:
-    handle = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=64.0, trace_overflow=True)
-    assert isinstance(handle, autoamp.Handle)
-    net = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    runtime_of(handle).optimizers.use_scalers(
-        [make_scaler(64.0, torch.float16), make_scaler("dynamic", torch.float16)], []
-    )
+@pytest.mark.parametrize(("writer", "every", "message"), [(object(), 1, "add_scalar"), (Writer(), 0, "every=0")])
+def test_what_cannot_be_logged_to_is_refused(writer: Any, every: int, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        init().log_to(writer, every=every)
+
+
+def test_found_inf_by_loss_and_casts(net: nn.Module) -> None:
+    handle, optimizer = init(trace_overflow=True), sgd(net)
+    scalers = runtime_of(handle).optimizers
+    scalers.use_scalers([make_scaler(64.0, torch.float16), make_scaler("dynamic", torch.float16)], [])
     with handle.count():
-        for loss_id, factor in ((0, 1.0), (1, float("inf")), (1, float("inf"))):
+        for loss_id, factor in ((0, 1.0), (1, INF), (1, INF)):
             optimizer.zero_grad()
-            with handle.scale_loss(net(torch.ones(2, 2)).float().mean() * factor, optimizer, loss_id) as scaled:
+            with handle.scale_loss(loss_of(net, factor), optimizer, loss_id) as scaled:
                 scaled.backward()
             optimizer.step()
     found = handle.stats
     assert (found["found_inf"], found["loss_scales"]) == ([0, 0, 2], [64.0, 64.0, 16384.0])
     assert found["casts"] == {"float32->float16": 9}
     assert sum(found["overflows"].values()) == 2
-    assert pickle.loads(pickle.dumps(runtime_of(handle).optimizers.scalers[2])).overflows == 2
+    assert pickle.loads(pickle.dumps(scalers.scalers[2])).overflows == 2
 
 
-def test_an_optimizer_within_fp16_optimizer() -> None:
-    handle = autoamp.init(device_type="cpu", dtype=torch.float16)
-    assert isinstance(handle, autoamp.Handle)
-    net = nn.Linear(2, 2)
-    optimizer = autoamp.FP16_Optimizer(torch.optim.SGD(net.parameters(), lr=0.1), static_loss_scale=8.0)
+def test_an_optimizer_within_fp16_optimizer(net: nn.Module) -> None:
+    handle = init(loss_scale=None)
+    optimizer = autoamp.FP16_Optimizer(sgd(net), static_loss_scale=8.0)
     seen: list[int] = []
     writer = Writer()
     handle.follow(lambda: seen.append(1))
     handle.log_to(writer, every=2)
-    for factor in (1.0, float("inf"), 1.0, float("inf")):
+    for factor in (1.0, INF, 1.0, INF):
         optimizer.zero_grad()
-        optimizer.backward(net(torch.ones(2, 2)).float().mean() * factor)
+        optimizer.backward(loss_of(net, factor))
         optimizer.step()
     assert len(seen) == 2
     now = handle.stats
     assert (now["loss_scale"], now["loss_scales"], now["found_inf"]) == (8.0, [8.0], [2])
     assert (now["steps"], now["skipped"], now["last_step_skipped"]) == (4, 2, True)
-    assert [step for name, _, step in writer.scalars if name == "autoamp/skipped"] == [2, 4]
+    assert [step for _, step in writer.skipped()] == [2, 4]
 
 
 @pytest.mark.parametrize("enabled", [False, True])
-def test_losses_that_nobody_scales(enabled: bool) -> None:
+def test_losses_that_nobody_scales(enabled: bool, net: nn.Module) -> None:
     """In bf16, as with enabled=False, programs need no scale_loss(): all steps land."""
     handle = autoamp.init(device_type="cpu", dtype=torch.bfloat16, enabled=enabled)
-    net = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = sgd(net)
     seen: list[int] = []
     end = handle.follow(lambda: seen.append(1))
     for _ in range(3):
-        net(torch.ones(2, 2)).float().mean().backward()
+        loss_of(net, 1.0).backward()
         optimizer.step()
     assert len(seen) == 3
     assert handle.stats.keys() == autoamp.init(enabled=False).stats.keys()
     end()
     end()
     optimizer.step()
-    assert len(seen) == 3
     handle.follow(lambda: seen.append(1))
     handle.deactivate()
     optimizer.step()
@@ -199,37 +204,33 @@ def test_losses_that_nobody_scales(enabled: bool) -> None:
 
 
 @pytest.mark.parametrize("follows", [False, True])
-def test_a_fused_optimizer_is_followed_and_logged(follows: bool) -> None:
+def test_a_fused_optimizer_is_followed_and_logged(follows: bool, net: nn.Module) -> None:
     """Flags stay on the device until a follower asks, or the log's turn has come."""
-    handle = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=64.0)
-    assert isinstance(handle, autoamp.Handle)
+    handle = init()
     unread = runtime_of(handle).optimizers.scalers[0].unread = UnreadFlags(("cpu",))
-    net = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=True)
     seen: list[int] = []
     if follows:
         handle.follow(lambda: seen.append(1))
     writer = Writer()
     handle.log_to(writer, every=4)
-    train(handle, [False, True, False], optimizer, net)
+    train(handle, [1.0, INF, 1.0], optimizer, net)
     assert (len(unread), len(seen)) == ((0, 2) if follows else (3, 0))
-    train(handle, [True], optimizer, net)
+    train(handle, [INF], optimizer, net)
     assert len(unread) == 0
-    assert ("autoamp/skipped", 2.0, 4) in writer.scalars
+    assert writer.skipped() == [(2.0, 4)]
     assert handle.stats["found_inf"] == [2]
 
 
-def test_the_writer_of_tensorboard(tmp_path: Path) -> None:
+def test_the_writer_of_tensorboard(tmp_path: Path, net: nn.Module) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
 
-    handle = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale="dynamic")
-    assert isinstance(handle, autoamp.Handle)
-    net = nn.Linear(2, 2)
+    handle = init(loss_scale="dynamic")
     with SummaryWriter(str(tmp_path)) as writer:
         handle.log_to(writer, every=1)
-        train(handle, [False, True], torch.optim.SGD(net.parameters(), lr=0.1), net)
+        train(handle, [1.0, INF], sgd(net), net)
     read = EventAccumulator(str(tmp_path))
     read.Reload()
     scalars = {name: [(event.step, event.value) for event in read.Scalars(name)] for name in read.Tags()["scalars"]}

@@ -12,14 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import autoamp
+from autoamp.diagnostics import OpRange, RangeProfile
 from autoamp_command import main
-from tests.diagnostics.profiles import op
 
 ROOT = Path(__file__).parents[2]
+
+
+def op(ranges: RangeProfile, name: str) -> OpRange:
+    (found,) = [row for row in ranges.ops if row.op == f"aten::{name}"]
+    return found
 
 
 def test_an_op_beside_numpy(handle: Any) -> None:
@@ -29,7 +33,7 @@ def test_an_op_beside_numpy(handle: Any) -> None:
         result = torch.mm(a, b)
     assert result.dtype is torch.float32
     row = op(ranges, "mm")
-    assert (row.within, row.calls, row.excluded, row.values.elements) == ("torch.mm", 1, None, 128)
+    assert (row.within, row.calls, row.compared, row.values.elements) == ("torch.mm", 1, 1, 128)
     expected = np.unique(np.frexp(result.numpy())[1] - 1, return_counts=True)
     assert row.to_dict()["exponents"] == {str(int(e)): int(n) for e, n in zip(*expected, strict=True)}
     exact = result.numpy().astype(np.float64)
@@ -72,90 +76,55 @@ def test_what_writes_or_draws_is_not_run_again(handle: Any) -> None:
         x.add_(1)
         torch.bernoulli(x / 4)
     assert x.tolist() == [2.0] * 8
-    assert op(ranges, "add_").excluded == "writes to its arguments"
-    assert op(ranges, "bernoulli").excluded == "draws random numbers"
-    assert op(ranges, "add_").errors == op(ranges, "bernoulli").errors == {}
-
-
-def test_training_is_bitwise_that_of_fp32(handle: Any) -> None:
-    def trained(around: Any) -> list[Tensor]:
-        torch.manual_seed(1)
-        model = nn.Sequential(
-            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Dropout(0.3), nn.Linear(8, 2)
-        )
-        optimizer = torch.optim.Adam(model.parameters())
-        with around:
-            for _ in range(3):
-                loss = F.mse_loss(model(torch.randn(5, 4)), torch.randn(5, 2))
-                with handle.scale_loss(loss, optimizer) as scaled:
-                    scaled.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        return [*(p.detach() for p in model.parameters()), *model.buffers(), torch.get_rng_state()]
-
-    assert all(map(torch.equal, trained(handle.disable_casts()), trained(handle.profile_ranges())))
-    assert F.linear(torch.ones(1, 1), torch.ones(1, 1)).dtype is torch.float16
+    for row in (op(ranges, "add_"), op(ranges, "bernoulli")):
+        assert (row.calls, row.compared, row.errors) == (1, 0, {})
 
 
 def test_the_first_calls_at_a_place_are_compared_and_every_nth_step_is_looked_at(handle: Any) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with handle.profile_ranges(every=3, compare=1) as ranges:
+    with handle.profile_ranges(every=2) as ranges:
         for step in range(7):
             model(torch.full((1, 2), 3e5 if step == 1 else 1.0)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
     row = op(ranges, "addmm")
-    assert (ranges.steps, row.calls, row.compared, row.values.elements) == (7, 3, 1, 6)
+    assert (ranges.steps, row.calls, row.compared, row.values.elements) == (7, 4, 2, 8)
     assert row.values.in_format("float16")["overflow"] == 0
-    assert ranges.gradients["bias"].elements == 6
-    assert ranges.to_dict()["every"] == 3
+    assert ranges.gradients["bias"].elements == 8
+    assert ranges.to_dict()["every"] == 2
     with pytest.raises(autoamp.UsageError, match="every=0"):
         handle.profile_ranges(every=0)
 
 
-def test_a_torch_without_dispatch_modes_is_told_of(handle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autoamp.diagnostics.observer.DispatchMode", None)
+def test_without_a_step_gradients_are_read_at_the_end(handle: Any) -> None:
     model = nn.Linear(2, 2)
     with handle.profile_ranges() as ranges:
         model(torch.ones(1, 2)).sum().backward()
-    # Without a step gradients are read at the end.
-    assert set(ranges.gradients) == {"weight", "bias"}
-    assert "no operator was looked at" in ranges.verdict()
-    assert ranges.to_dict()["sees_operators"] is False
-    assert ranges.ops == ()
+    assert {name: found.elements for name, found in ranges.gradients.items()} == {"weight": 4, "bias": 2}
 
 
 def test_what_it_computes_itself_is_not_observed(handle: Any) -> None:
-    with handle.count() as counts, handle.profile_ranges() as ranges:
+    observed: list[str] = []
+
+    class Names(autoamp.diagnostics.Observer):
+        def before(self, call: Any) -> None:
+            observed.append(call.op.name)
+
+    with handle.count() as counts, handle.observe(Names()), handle.profile_ranges() as ranges:
         torch.mm(torch.ones(2, 2), torch.ones(2, 2))
-        observed: list[str] = []
-
-        class Names(autoamp.diagnostics.Observer):
-            def before(self, call: Any) -> None:
-                observed.append(call.op.name)
-
-        with handle.observe(Names()):
-            torch.mm(torch.ones(2, 3), torch.ones(3, 2))
     assert observed == ["torch.mm"]
-    assert [row.op for row in ranges.ops] == ["aten::mm"] * 2
+    assert [row.op for row in ranges.ops] == ["aten::mm"]
     assert counts.ops == {}
 
 
 def test_an_exception_in_the_program_ends_it(handle: Any) -> None:
     ranges = handle.profile_ranges()
-
-    def program() -> None:
-        with ranges:
-            torch.exp(torch.ones(2))
-            raise ValueError("mine")
-
-    with pytest.raises(ValueError, match="mine"):
-        program()
-    assert len(ranges.ops) == 1
-    assert "exp" in str(ranges)
+    with pytest.raises(IndexError), ranges:
+        torch.exp(torch.ones(2))[2]
     torch.exp(torch.ones(2))
     assert len(ranges.ops) == 1
+    assert "exp" in str(ranges)
 
 
 def test_the_table_has_the_worst_places_first_and_says_what_its_figures_are(handle: Any) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from autoamp.diagnostics import CallSite, Hint, Row, as_csv, as_table
+from autoamp.diagnostics import CallSite, Hint, Row
 from autoamp.diagnostics.rows import COLUMNS
+from autoamp.diagnostics.tables import as_csv, as_table
 
 
 def test_a_table_shows_text_as_it_is_and_whole() -> None:

@@ -59,8 +59,7 @@ def test_the_reference_has_no_name_that_is_not_there() -> None:
 # Made by the package, and by nobody else: their docstrings say what one does with them.
 MADE_FOR_USERS = {
     "autoamp.BaseHandle", "autoamp.Handle", "autoamp.NoOpHandle", "autoamp.Region", "autoamp.casting.CastCache",
-    "autoamp.diagnostics.Call", "autoamp.diagnostics.Observation", "autoamp.diagnostics.ValueProfile",
-    "autoamp.rules.CastPolicy",
+    "autoamp.diagnostics.Call", "autoamp.diagnostics.Observation", "autoamp.rules.CastPolicy",
 }  # fmt: skip
 
 

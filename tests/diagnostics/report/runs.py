@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -43,6 +44,19 @@ def train(steps: int, *, faults: tuple[int, ...] = (), **options: Any) -> tuple[
             scaled.backward()
         optimizer.step()
     return handle, [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def train_linear(handle: Any, factor: float = 1.0, steps: int = 2, *, scales: bool = True) -> None:
+    """Train one layer; the loss is the sum of its outputs, times a factor."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).float().sum() * factor
+        with handle.scale_loss(loss, optimizer) if scales else contextlib.nullcontext(loss) as scaled:
+            scaled.backward()
+        optimizer.step()
 
 
 def many(document: dict[str, Any], rows: int = 10_000) -> dict[str, Any]:

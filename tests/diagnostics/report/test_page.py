@@ -6,7 +6,6 @@ import importlib.util
 import json
 import re
 from collections.abc import Iterator
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -26,48 +25,25 @@ def document() -> Iterator[dict[str, Any]]:
     handle.deactivate()
 
 
-class Scripts(HTMLParser):
-    """Notes the scripts of a page, and what it would load."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-        self.loads: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.loads += [
-            value or "" for name, value in attrs if name in ("src", "href") and not (value or "").startswith("#")
-        ]
-        if tag == "script":
-            self.texts.append("")
-
-    def handle_data(self, data: str) -> None:
-        if self.lasttag == "script" and self.cdata_elem == "script":
-            self.texts[-1] += data
-
-
 @needs_tools
 def test_names_cannot_inject(document: dict[str, Any]) -> None:
     page = report_page([many(document, rows=3)])
     assert EVIL not in page
-    scripts = Scripts()
-    scripts.feed(page)
-    assert len(scripts.texts) == 2
-    assert scripts.loads == []
-    assert json.loads(scripts.texts[0])[0]["trace"]["rows"][0]["op"] == EVIL
-
-
-@needs_tools
-def test_a_page_is_small(document: dict[str, Any]) -> None:
-    assert len(report_page([document])) < 1_000_000
+    scripts = re.findall(r"<script[^>]*>(.*?)</script>", page, re.DOTALL | re.IGNORECASE)
+    assert len(scripts) == page.lower().count("<script") == 2
+    assert json.loads(scripts[0])[0]["trace"]["rows"][0]["op"] == EVIL
+    # It loads nothing.
+    assert re.findall(r"""(?:src|href)\s*=\s*["']?(?!["']?#)""", page) == []
 
 
 @needs_tools
 def test_two_runs_stand_side_by_side(document: dict[str, Any]) -> None:
     page = report_page([document, document], ["a.json", "b.json"])
     assert 'id="comparison"' in page
-    assert len(re.findall(r'class="pane" data-run="1"', page)) == 8
-    assert 'id="comparison"' not in report_page([document])
+    assert len(re.findall(r'class="pane" data-run="1"', page)) == 7
+    one = report_page([document])
+    assert 'id="comparison"' not in one
+    assert len(one) < 1_000_000
 
 
 def test_json_is_read_back(document: dict[str, Any], tmp_path: Path) -> None:

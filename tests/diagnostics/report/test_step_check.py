@@ -1,4 +1,4 @@
-"""What half precision spoils in steps that are taken."""
+"""Ops that overflow in steps that are not skipped."""
 
 from __future__ import annotations
 
@@ -36,14 +36,12 @@ class Masked(nn.Module):
         return F.softmax(scores, -1) @ x
 
 
-def report_of(
-    model: nn.Module, x: Tensor, steps: int = 3, dtype: torch.dtype = torch.float16, loss_scale: float = 64.0
-) -> dict[str, Any]:
-    """Train in half precision, and return the report."""
-    handle: Any = autoamp.init(device_type="cpu", dtype=dtype, loss_scale=loss_scale, trace_overflow=True)
+def report_of(model: nn.Module, x: Tensor, loss_scale: float = 64.0) -> dict[str, Any]:
+    """Train in fp16, and return the report."""
+    handle: Any = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=loss_scale, trace_overflow=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     handle.record(sample=False)
-    for _ in range(steps):
+    for _ in range(3):
         optimizer.zero_grad()
         loss = (model(x).float() * torch.arange(1.0, 9.0)).square().mean()
         with handle.scale_loss(loss, optimizer) as scaled:
@@ -59,7 +57,7 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
-# At a scale of 1 nobody looks at gradients.
+# At a scale of 1 gradients are not checked.
 @pytest.mark.parametrize("loss_scale", [64.0, 1.0])
 def test_an_op_that_overflows_though_all_gradients_are_finite_is_named(loss_scale: float) -> None:
     model = nn.Sequential(nn.Linear(8, 8), Unit())
@@ -78,47 +76,14 @@ def test_a_mask_of_an_attention_is_no_fault(by_sum: bool) -> None:
     assert report_of(nn.Sequential(Masked(by_sum), nn.Linear(8, 8)), torch.rand(4, 8))["faults"] == []
 
 
-def test_gradients_that_are_0_in_fp32_too_are_no_fault() -> None:
+def test_an_overflow_without_an_effect_on_gradients_is_no_fault() -> None:
     class Unused(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.used, self.unused = nn.Linear(8, 8), nn.Linear(8, 8)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.used(x) + 0.0 * self.unused(x)
+            too_large = (self.unused(x).detach() + 500.0).square()
+            return self.used(x) + 1.0 / too_large
 
     assert report_of(Unused(), torch.rand(4, 8))["faults"] == []
-
-
-@pytest.mark.parametrize(("dtype", "loss_scale"), [(torch.float16, 64.0), (torch.bfloat16, 1.0)])
-def test_an_activation_that_saturates_in_half_alone_is_one(dtype: torch.dtype, loss_scale: float) -> None:
-    class Gate(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.project = nn.Linear(8, 8)
-            nn.init.constant_(self.project.bias, 9.5)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * torch.sigmoid(self.project(x))
-
-    model = nn.Sequential(Gate(), nn.Linear(8, 8))
-    (fault,) = report_of(model, torch.rand(4, 8), dtype=dtype, loss_scale=loss_scale)["faults"]
-    assert fault["overflow"]["op"] == "sigmoid"
-    assert fault["overflow"]["fp32_names"] == ["sigmoid"]
-    assert set(fault["zero_gradients"]) <= {"0.project.weight", "0.project.bias"}
-
-
-def test_gradients_that_vanish_in_half_alone_are_one() -> None:
-    class Faint(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.project = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.project(x) * 1e-4 * 1e-4 * 1e-4 + x
-
-    (fault,) = report_of(nn.Sequential(Faint()), torch.rand(4, 8))["faults"]
-    assert fault["zero_gradients"] == ["0.project.weight", "0.project.bias"]
-    assert fault["sentence"].startswith(
-        "gradients vanish in half precision in the backward pass of mul in module 0 at "
-    )

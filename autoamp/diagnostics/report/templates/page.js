@@ -92,7 +92,7 @@
       const value = (row) => this.columns[column].value(row.data);
       const compare = (a, b) => {
         const [one, other] = [value(a), value(b)];
-        // What is not known comes last, whichever way.
+        // Unknown values come last in both orders.
         if (one === null || one === undefined) return other === null || other === undefined ? 0 : 1;
         if (other === null || other === undefined) return -1;
         const order = typeof one === "number" ? one - other : String(one).localeCompare(String(other), "en");
@@ -354,7 +354,7 @@
     { name: "casts", value: (row) => row.casts, text: (row) => count(row.casts), number: true },
     { name: "spared", value: (row) => row.spared, text: (row) => count(row.spared), number: true },
     { name: "cast", value: (row) => row.bytes_cast, text: (row) => bytes(row.bytes_cast), number: true },
-  ], run.trace.rows, { label: "call sites", sort: { column: 8, down: true }, empty: "No step was traced." });
+  ], run.trace.rows, { label: "call sites", sort: { column: 8, down: true }, empty: "No step was sampled." });
 
   const hints = (place, run) => table(place, [
     { name: "what", value: (row) => row.kind },
@@ -362,15 +362,7 @@
     { name: "figure", value: (row) => row.figure },
     { name: "remedy", value: (row) => row.remedy },
     { name: "cast", value: (row) => row.bytes, text: (row) => bytes(row.bytes), number: true },
-  ], run.trace.hints, { label: "hints", sort: { column: 4, down: true }, empty: "No cast that was seen is one too many." });
-
-  const rules = (place, run) => table(place, [
-    { name: "target", value: (row) => row.target, code: true },
-    { name: "policy", value: (row) => row.policy },
-    { name: "from", value: (row) => row.origin, code: true },
-    { name: "written by", value: (row) => (row.shipped ? "autoamp" : "this project") },
-    { name: "note", value: (row) => row.note },
-  ], [...run.lists.rules, ...run.lists.modules], { label: "rules", sort: { column: 3, down: true } });
+  ], run.trace.hints, { label: "hints", sort: { column: 4, down: true }, empty: "No hint." });
 
   const copy = (pane) => {
     const button = pane.querySelector(".copy");
@@ -395,7 +387,6 @@
   panes("ranges", exponents);
   panes("islands", (pane, run) => hints(pane.querySelector("[data-table]"), run));
   panes("casts", (pane, run) => casts(pane.querySelector("[data-table]"), run));
-  panes("lists", (pane, run) => rules(pane.querySelector("[data-table]"), run));
 
   const again = () => redraws.forEach((redraw) => redraw());
   window.addEventListener("resize", again);
