@@ -52,10 +52,8 @@ __all__ = [
     "mkldnn",
     "mkldnn_enabled",
     "names_of_builtins",
-    "next_sequence_number",
     "normed_weight",
     "remove_function_mode",
-    "sequence_number",
     "start_no_graph",
     "tracing_state",
     "two_in_one",
@@ -189,16 +187,6 @@ Where it is missing, always None."""
 
 current_graph_task: Callable[[], int] = _find("torch._C._current_graph_task_id", lambda: -1)
 """The number of the backward pass that runs in this thread, -1 for none. Where it is missing, always -1."""
-
-next_sequence_number: Any = _find("torch.autograd._get_sequence_nr", None)
-"""Returns the number that the next node gets that this thread makes. Where it is missing, None itself."""
-
-
-def sequence_number(node: Any) -> int:
-    """Return the number that a node of the graph got as it was made; -1 where torch does not tell."""
-    number = getattr(node, "_sequence_nr", None)
-    return -1 if number is None else int(number())
-
 
 TELLS_GRAPH_TASKS = "torch._C._current_graph_task_id" not in MISSING
 """Whether `current_graph_task` is torch's own, so that -1 means that no pass runs."""

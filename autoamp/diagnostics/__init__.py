@@ -14,7 +14,6 @@ from autoamp.diagnostics.observer import Call, Observation, Observer, Watch
 from autoamp.diagnostics.op_names import spellings
 from autoamp.diagnostics.overflow import OverflowTrace
 from autoamp.diagnostics.ranges import OpRange, RangeProfile
-from autoamp.diagnostics.rehearsal import explain_step
 from autoamp.diagnostics.report.document import failures, report_of
 from autoamp.diagnostics.report.page import check_report_tools, is_page, load_report, report_page, write_report
 from autoamp.diagnostics.report.recording import Recording
@@ -62,7 +61,6 @@ __all__ = [
     "check_lists",
     "check_report_tools",
     "explain",
-    "explain_step",
     "failures",
     "is_page",
     "load_capsule",

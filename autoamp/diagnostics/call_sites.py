@@ -100,10 +100,11 @@ class ModulePaths:
     """
 
     def __init__(self) -> None:
-        # By id of the outermost and of the module itself; the references tell whether the ids are still theirs.
-        self._found: dict[tuple[int, int], tuple[weakref.ref[Module], weakref.ref[Module], tuple[str, str, str]]] = {}
-        # By id: the outermost module that a module was seen in.
-        self._roots: dict[int, tuple[weakref.ref[Module], weakref.ref[Module]]] = {}
+        # By outermost module and module: the path, and the classes of the module and of the home.
+        self._found: weakref.WeakKeyDictionary[Module, weakref.WeakKeyDictionary[Module, tuple[str, str, str]]]
+        self._found = weakref.WeakKeyDictionary()
+        # By module: the outermost module that it was seen in.
+        self._homes: weakref.WeakKeyDictionary[Module, weakref.ref[Module]] = weakref.WeakKeyDictionary()
 
     def find(self, modules: tuple[Module, ...]) -> tuple[str, str, str] | tuple[None, None, None]:
         """Return the path, the class and the outermost module's class for modules that call each other.
@@ -114,32 +115,28 @@ class ModulePaths:
         if not modules:
             return None, None, None
         root, module = modules[0], modules[-1]
-        key = id(root), id(module)
-        entry = self._found.get(key)
-        if entry is not None and entry[0]() is root and entry[1]() is module:
-            return entry[2]
+        known = self._found.get(root)
+        if known is not None and module in known:
+            return known[module]
         home = self._home_of(root)
-        names = {id(inner): name for name, inner in home.named_modules()}
-        path = names.get(id(module))
+        names = {inner: name for name, inner in home.named_modules()}
+        path = names.get(module)
         if path is None:
             # It is called, and registered in none of those around it.
-            around = next((names[id(outer)] for outer in reversed(modules) if id(outer) in names), "")
+            around = next((names[outer] for outer in reversed(modules) if outer in names), "")
             path = f"{around}.<{type(module).__name__}>".removeprefix(".")
         found = path, type(module).__name__, type(home).__name__
-        self._found[key] = weakref.ref(root), weakref.ref(module), found
+        self._found.setdefault(root, weakref.WeakKeyDictionary())[module] = found
         return found
 
     def _home_of(self, root: Module) -> Module:
         """Return the module within which an outermost one was seen before, or itself."""
-        entry = self._roots.get(id(root))
-        if entry is not None and entry[0]() is root:
-            home = entry[1]()
-            # It may have been taken out since.
-            if home is not None and (home is root or any(inner is root for inner in home.modules())):
-                return home
-        reference = weakref.ref(root)
-        # What was called by itself before has its place in this one from now on.
+        reference = self._homes.get(root)
+        home = None if reference is None else reference()
+        # It may have been taken out since.
+        if home is not None and any(inner is root for inner in home.modules()):
+            return home
+        # A module that was called by itself before has its place in this one from now on.
         self._found.clear()
-        for inner in root.modules():
-            self._roots[id(inner)] = weakref.ref(inner), reference
+        self._homes.update((inner, weakref.ref(root)) for inner in root.modules())
         return root

@@ -1,15 +1,16 @@
 """A capsule: one file with all that is needed to run a recorded step again in another process.
 
-The file is a `torch.save` of plain values and tensors, which ``torch.load(weights_only=True)`` reads. One of them,
-``code``, is a pickle of the model, its arguments and the settings, whose tensors are numbers of those beside it. It
-is loaded last: loading a pickle runs code.
+The file is a zip archive of two files. ``finding.json`` has what the run found. ``step.pt`` is a `torch.save` of the
+model with its code, the arguments and the settings. It is loaded last: loading a pickle runs code.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import itertools
+import json
 import logging
 import pickle
 import platform
@@ -18,13 +19,13 @@ import sysconfig
 import types
 import weakref
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from autoamp.diagnostics.records import Record
 from autoamp.diagnostics.replay import unwrapped
@@ -32,13 +33,13 @@ from autoamp.diagnostics.verdicts import HalfPrecisionOp, NotFiniteInFp32, Overf
 from autoamp.errors import UsageError
 from autoamp.rules import ModulePrecision
 from autoamp.stepping import several_processes
-from autoamp.tensors import version_of
+from autoamp.tensors import iter_tensors, map_tensors, version_of
 
 __all__ = ["Capsule", "CapsuleWriter", "capsule_versions", "load_capsule"]
 
 log = logging.getLogger(__name__)
 
-_FORMAT = 1
+_FORMAT = 2
 # Packages that are not put into the file, wherever they lie.
 _INSTALLED = frozenset(("autoamp", "autoamp_command", "autoamp_kernels", "autoamp_startup", "cloudpickle", "torch"))
 _UNPICKLABLE = (pickle.PicklingError, TypeError, AttributeError, RuntimeError, ValueError)
@@ -110,16 +111,8 @@ class CapsuleWriter:
         try:
             if again is None or again.place != found.place:
                 raise UsageError("the inf or nan is not made within the calls of modules, which a capsule holds")
-            content = self._content(found, records, scale)
-            size = sum(tensor.untyped_storage().nbytes() for tensor in content["tensors"]) + content["code"].nbytes
             path = self._free_path(f"step-{found.iteration}-{found.op or found.kind}")
-            log.warning("writing %s, %.1f MiB: it holds the weights and inputs of the step", path, size / 2**20)
-            try:
-                torch.save(content, path)
-            except BaseException:
-                # On a full disk a part of the file is there.
-                path.unlink(missing_ok=True)
-                raise
+            self._write(path, found, records, scale)
         except (UsageError, OSError, *_UNPICKLABLE) as error:
             # The program goes on without it.
             log.warning("no capsule of step %s: %s", found.iteration, error)
@@ -132,21 +125,26 @@ class CapsuleWriter:
         paths = (self._folder / f"{name}{rank}{f'-{n}' if n else ''}.capsule" for n in itertools.count())
         return next(path for path in paths if not path.exists())
 
-    def _content(self, found: Overflow, records: Sequence[Record], scale: float) -> dict[str, Any]:
-        tensors: list[Tensor] = []
+    def _write(self, path: Path, found: Overflow, records: Sequence[Record], scale: float) -> None:
         parts = [_parts_of(record) for record in records]
         modules = dict.fromkeys(module for one in parts for module in one["module"].modules())
         precisions = [(module, given.value) for module in modules if (given := self._precision_of(module)) is not None]
-        code = _pickled({"records": parts, "precisions": precisions, "settings": self._settings}, tensors)
-        return {
-            "format": _FORMAT,
-            "overflow": found.to_dict(),
-            "text": str(found),
-            "versions": capsule_versions(),
-            "scale": scale,
-            "tensors": tensors,
-            "code": torch.frombuffer(bytearray(code), dtype=torch.uint8),
-        }
+        step = {"records": parts, "precisions": precisions, "settings": self._settings, "scale": scale}
+        finding = {
+            "format": _FORMAT, "overflow": found.to_dict(), "text": str(found), "versions": capsule_versions(),
+        }  # fmt: skip
+        weights = {tensor for module in modules for tensor in (*module.parameters(False), *module.buffers(False))}
+        size = sum(tensor.nbytes for tensor in (*weights, *iter_tensors([one["inputs"] for one in parts])))
+        log.warning("writing %s, %.1f MiB: it holds the weights and inputs of the step", path, size / 2**20)
+        try:
+            with zipfile.ZipFile(path, "w") as archive, _own_code_by_value() as cloudpickle:
+                archive.writestr("finding.json", json.dumps(finding))
+                with archive.open("step.pt", "w", force_zip64=True) as file:
+                    torch.save(step, file, pickle_module=cloudpickle, pickle_protocol=pickle.HIGHEST_PROTOCOL)
+        except BaseException:
+            # On a full disk a part of the file is there.
+            path.unlink(missing_ok=True)
+            raise
 
 
 def load_capsule(path: str | Path, tell: Callable[[str], None]) -> Capsule:
@@ -160,34 +158,34 @@ def load_capsule(path: str | Path, tell: Callable[[str], None]) -> Capsule:
         UsageError: The file is no capsule, or needs a device or a module that is not here.
     """
     try:
-        with open(path, "rb") as file:
-            is_capsule = zipfile.is_zipfile(file)
-        content = torch.load(path, weights_only=True) if is_capsule else None
+        with zipfile.ZipFile(path) as archive:
+            finding = json.loads(archive.read("finding.json"))
+            step = io.BytesIO(archive.read("step.pt"))
     except OSError as error:
         raise UsageError(f"cannot read {str(path)!r}: {error.strerror}") from None
-    except pickle.UnpicklingError:
-        content = None
-    except RuntimeError as error:
-        # As of a capsule of CUDA tensors on a machine without.
-        raise UsageError(f"cannot load {str(path)!r}: {str(error).splitlines()[0]}") from None
-    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+    except (zipfile.BadZipFile, KeyError):
+        finding = {}
+    if finding.get("format") != _FORMAT:
         raise UsageError(f"{str(path)!r} is no capsule of this version of autoamp; give a file of run --capsule")
-    tell(content["text"])
-    python = content["versions"]["Python"]
+    tell(finding["text"])
+    python = finding["versions"]["Python"]
     if python.rpartition(".")[0] != platform.python_version().rpartition(".")[0]:
         raise UsageError(
             f"{str(path)!r} has code of Python {python}, this is {platform.python_version()}; use that one"
         )
     try:
-        loaded = _Unpickler(io.BytesIO(content["code"].numpy().tobytes()), content["tensors"]).load()
+        loaded = torch.load(step, weights_only=False)
+    except RuntimeError as error:
+        # As of a capsule of CUDA tensors on a machine without.
+        raise UsageError(f"cannot load {str(path)!r}: {str(error).splitlines()[0]}") from None
     except (ImportError, AttributeError, TypeError) as error:
-        versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
+        versions = ", ".join(f"{name} {version}" for name, version in finding["versions"].items())
         raise UsageError(f"{str(path)!r} needs code that is not here: {error}; it was written by {versions}") from None
     records = [_record_of(parts) for parts in loaded["records"]]
     modules = [parts["module"] for parts in loaded["records"]]
     return Capsule(
-        content["overflow"], content["text"], content["versions"], records, modules, loaded["precisions"],
-        loaded["settings"], content["scale"],
+        finding["overflow"], finding["text"], finding["versions"], records, modules, loaded["precisions"],
+        loaded["settings"], loaded["scale"],
     )  # fmt: skip
 
 
@@ -197,34 +195,26 @@ def capsule_versions() -> dict[str, str]:
     return {"autoamp": ours, "torch": str(torch.__version__), "Python": platform.python_version()}
 
 
-# -- records --
-
-
 def _parts_of(record: Record) -> dict[str, Any]:
-    """Return the attributes of a record. What goes by identity stands as the tensors themselves."""
+    """Return the attributes of a record, by name. The versions of tensors are those of this process."""
     parts = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
     module = record.module()
     assert module is not None
-    parts["module"] = unwrapped(module)
-    if parts["module"] is not module:
-        parts["buffers"] = {name.removeprefix("module."): value for name, value in record.buffers.items()}
-    parts["versions"] = [tensor for tensor, _ in record.versions]
-    parts["wanted"] = [tensor for tensor, _ in record.versions if id(tensor) in record.wanted]
-    return parts
+    changed = {name: map_tensors(parts[name], _compact) for name in ("inputs", "passes")}
+    return {**parts, **changed, "module": unwrapped(module), "versions": []}
 
 
 def _record_of(parts: dict[str, Any]) -> Record:
     """Return a record of what `_parts_of` returned; its module lives as long as ``parts``."""
-    changed = {
-        "module": weakref.ref(parts["module"]),
-        "versions": [(tensor, version_of(tensor)) for tensor in parts["versions"]],
-        "wanted": {id(tensor) for tensor in parts["wanted"]},
-        "outputs": [(kept[0], version_of(kept[0])) if isinstance(kept, tuple) else kept for kept in parts["outputs"]],
-    }
-    return Record(**{**parts, **changed})
+    versions = [(tensor, version_of(tensor)) for tensor in iter_tensors(parts["inputs"])]
+    return Record(**{**parts, "module": weakref.ref(parts["module"]), "versions": versions})
 
 
-# -- pickles --
+def _compact(tensor: Tensor) -> Tensor:
+    """Return a tensor without the rest of a larger one that it is a part of."""
+    if tensor.layout is not torch.strided or tensor.untyped_storage().nbytes() <= tensor.nbytes:
+        return tensor
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _cloudpickle() -> Any:
@@ -235,41 +225,17 @@ def _cloudpickle() -> Any:
     return cloudpickle
 
 
-def _pickled(value: Any, tensors: list[Tensor]) -> bytes:
-    """Return a pickle with the program's own code, and append its tensors to a list."""
-    cloudpickle = _cloudpickle()
-    numbers: dict[int, int] = {}
-    # Ids are not reused while the tensors live.
-    alive: list[Tensor] = []
-
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc,name-defined]
-        def persistent_id(self, one: Any) -> int | None:
-            if type(one) not in (Tensor, Parameter):
-                return None
-            if id(one) not in numbers:
-                numbers[id(one)] = len(tensors)
-                alive.append(one)
-                tensors.append(_compact(one))
-            return numbers[id(one)]
-
-    own = _own_modules()
+@contextlib.contextmanager
+def _own_code_by_value() -> Iterator[Any]:
+    """Yield cloudpickle, which puts the code of the program's own modules into a file."""
+    cloudpickle, own = _cloudpickle(), _own_modules()
     for module in own:
         cloudpickle.register_pickle_by_value(module)
-    file = io.BytesIO()
     try:
-        Pickler(file).dump(value)
+        yield cloudpickle
     finally:
         for module in own:
             cloudpickle.unregister_pickle_by_value(module)
-    return file.getvalue()
-
-
-def _compact(tensor: Tensor) -> Tensor:
-    """Return a tensor without its graph, and without the rest of a larger one that it is a part of."""
-    if isinstance(tensor, Parameter):
-        return tensor
-    kept = tensor.detach()
-    return kept.clone() if kept.layout is torch.strided and kept.untyped_storage().nbytes() > kept.nbytes else kept
 
 
 def _own_modules() -> list[types.ModuleType]:
@@ -288,13 +254,3 @@ def _own_modules() -> list[types.ModuleType]:
             if not any(path.startswith(folder) for folder in installed) and "site-packages" not in path:
                 found.append(module)
     return found
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
-        super().__init__(file)
-        self._tensors = tensors
-
-    def persistent_load(self, number: Any) -> Tensor:
-        tensor: Tensor = self._tensors[number]
-        return tensor

@@ -1,20 +1,21 @@
-"""What is found where a step, or a call of a model, is run again: which op made inf or nan, and whether fp32 cures it.
-
-Whoever runs it again offers trials: at a loss scale, in half precision or in fp32. Each is looked on at op by op.
-"""
+"""What is found where the calls of a step run again: which op made inf or nan, and whether fp32 cures it."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from autoamp.diagnostics.inspector import Backward, Flaw, Inspector, Origin, Site, flaw_of
+from autoamp.casting import Casts
+from autoamp.diagnostics.inspector import NodeResult, Origin, Site, nonfinite_value
 from autoamp.diagnostics.op_names import fp32_entry
+from autoamp.diagnostics.op_watch import OpWatch
+from autoamp.diagnostics.records import Record, RecordedStep
+from autoamp.diagnostics.replay import CannotReplay, RecordedCall, Trial
 from autoamp.diagnostics.verdicts import (
     HalfPrecisionOp,
     NotFiniteInFp32,
@@ -23,145 +24,201 @@ from autoamp.diagnostics.verdicts import (
     OverflowVerdict,
     ScaleSearch,
 )
-from autoamp.tensors import HALF_DTYPES, dtype_name
+from autoamp.tensors import HALF_DTYPES
 
-__all__ = ["CannotReplay", "Trial", "Trials", "backward_finding", "of_site", "output_finding"]
-
-
-class CannotReplay(Exception):
-    """What is to run again cannot; its message says why."""
+__all__ = ["first_cause", "unlocated"]
 
 
-@dataclass(eq=False)
-class Trial:
-    """What ran once more.
-
-    Attributes:
-        inspector: What looked on at the forward pass.
-        outputs: The losses of a step, or what a call returned; None in the place of what has no floating dtype.
-        inputs: The tensors that went in, with the names of the arguments.
-        leaves: What gradients are taken of, by name.
-        results: These gradients.
-        watch: What looked on at the last backward pass.
-        failure: Why that pass could not be run; None where it was.
-    """
-
-    inspector: Inspector
-    outputs: list[Tensor | None] = field(default_factory=list)
-    inputs: list[tuple[str, Tensor]] = field(default_factory=list)
-    leaves: dict[str, Tensor] = field(default_factory=dict)
-    results: dict[str, Tensor] = field(default_factory=dict)
-    watch: Backward | None = None
-    failure: CannotReplay | None = None
-
-    def backward_by(self, gradients: Sequence[Tensor | None]) -> Backward:
-        """Take the gradients of all leaves by those at the outputs, and keep them in ``results``."""
-        pairs = [
-            (output, gradient.to(output.dtype))
-            for output, gradient in zip(self.outputs, gradients, strict=True)
-            if output is not None and gradient is not None and output.requires_grad
-        ]
-        return self.differentiate([output for output, _ in pairs], [gradient for _, gradient in pairs])
-
-    def differentiate(self, roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> Backward:
-        """Take the gradients of all leaves, from some tensors and the gradients at these, and keep them."""
-        watch = self.watch = Backward(self.inspector)
-        self.results, self.failure = {}, None
-        if roots and self.leaves:
-            try:
-                with watch:
-                    found = torch.autograd.grad(
-                        roots, list(self.leaves.values()), gradients, retain_graph=True, allow_unused=True
-                    )
-            except RuntimeError as error:
-                first = str(error).partition("\n")[0]
-                self.failure = CannotReplay(f"running the step again raised {type(error).__name__}: {first}")
-                return watch
-            self.results = {name: one for name, one in zip(self.leaves, found, strict=True) if one is not None}
-        return watch
-
-    def flawed(self) -> dict[int, str]:
-        """Return the names of the leaves whose gradients are not finite, by their ids.
-
-        Raises:
-            CannotReplay: The backward pass raised, as that of a checkpoint does that cannot be run in this way.
-        """
-        if self.failure is not None:
-            raise self.failure
-        return {id(self.leaves[name]): name for name, one in self.results.items() if flaw_of(one) is not None}
-
-    def producer(self) -> Any:
-        """Return the call whose node made inf or nan of finite gradients, and what it got and gave; None if unknown."""
-        flawed = self.flawed()
-        return None if self.watch is None else self.watch.producer(lambda tensor: id(tensor) in flawed)
-
-
-class Trials(Protocol):
-    """What can be run again."""
-
-    def trial(self, scale: float, *, wide: bool = False) -> Trial:
-        """Run it at a loss scale, in fp32 where ``wide`` says so."""
-
-
-def output_finding(trials: Trials, first: Trial, number: int, *, intended: bool) -> Overflow | None:
-    """Return the finding for an output that is not finite.
+def first_cause(records: Sequence[Record], step: RecordedStep, casts: Casts, scale: float) -> Overflow | None:
+    """Run the calls of a step again, and return what made inf or nan; None if all gradients are finite.
 
     Args:
-        trials: What is run again.
-        first: How it ran in half precision.
-        number: Of the output.
-        intended: Whether -inf is blamed as well that may have been written on purpose.
-    """
-    output = first.outputs[number]
-    if output is None or flaw_of(output) is None:
-        return None
-    origin = first.inspector.origin_of(output)
-    if origin.intended and not intended:
-        return None
-    if origin.site is None:
-        return _given_finding(origin, first)
-    try:
-        wide = trials.trial(1.0, wide=True)
-    except (CannotReplay, RuntimeError) as error:
-        return of_site(origin.site, _unknown_in_fp32(error), "forward", origin.flaw)
-    value = wide.outputs[number] if number < len(wide.outputs) else None
-    found = None if value is None or flaw_of(value) is None else wide.inspector.origin_of(value)
-    return _origin_finding(origin, None if found is not None and found.intended and not intended else found, wide)
-
-
-def backward_finding(trials: Trials, first: Trial, scale: float) -> Overflow | None:
-    """Return the finding for gradients that are not finite though outputs are; None where all gradients are finite.
-
-    Lower scales are tried, of which the highest that does is found, and fp32.
-
-    Args:
-        trials: What is run again.
-        first: How it ran at the loss scale.
+        records: The calls, in their order.
+        step: The losses, and the ops outside of the calls if they were watched.
+        casts: How threads cast.
         scale: The loss scale.
+
+    Raises:
+        CannotReplay: A call that gradients came back to cannot run again.
     """
-    flawed = first.flawed()
-    if not flawed:
+    found = None if step.ops is None else step.ops.forward_finding() or step.ops.backward_finding()
+    if found is not None and isinstance(found.verdict, ScaleSearch):
+        return found
+    # Findings that are harmless as a rule, by the number of the call.
+    suspects: dict[int, Overflow] = {}
+    in_backward = None
+    for record in records:
+        try:
+            call = RecordedCall(record, casts, scale)
+        except (CannotReplay, RuntimeError):
+            if record.passes:
+                raise
+            continue
+        if (in_forward := _forward_finding(call)) is not None:
+            return _before_data(record, in_forward, suspects, step.ops)
+        if (suspect := _suspect_finding(call)) is not None:
+            suspects[record.number] = _before_data(record, suspect, suspects, step.ops)
+        if (gradient := _gradient_finding(call)) is not None:
+            # The backward pass of the last call ran first.
+            in_backward = _before_data(record, gradient, suspects, step.ops)
+    if found is None and nonfinite_value(*step.losses):
+        found = unlocated("the loss is inf or nan, and its ops were not watched in this step")
+    found = found or in_backward
+    if found is None or found.phase == "forward":
+        return next(iter(suspects.values()), found)
+    return found
+
+
+def unlocated(why: str) -> Overflow:
+    """Return the finding for a cause that was not found."""
+    return Overflow(NotLocated(why))
+
+
+def _before_data(record: Record, found: Overflow, suspects: Mapping[int, Overflow], ops: OpWatch | None) -> Overflow:
+    """Return a finding, or if inf or nan came in by an input, that of the op or call which computed the input."""
+    if not isinstance(found.verdict, NotFiniteInFp32) or found.verdict.cause != "data":
+        return found
+    inputs = [tensor for tensor, _ in record.versions if nonfinite_value(tensor)]
+    between = [] if ops is None else [one for tensor in inputs if (one := ops.finding_of(tensor)) is not None]
+    earlier = [one for number, one in suspects.items() if number < record.number]
+    if between or earlier or not any(tensor.requires_grad for tensor in inputs):
+        return next(iter((*between, *earlier)), found)
+    # A gradient goes back to it: as a rule another op computed it, so it is not called data.
+    return unlocated(
+        f"the input {found.verdict.tensor} of {found.module} holds {found.value} already, and the op that made it "
+        "was not recorded; use explain_overflow()"
+    )
+
+
+def _forward_finding(call: RecordedCall) -> Overflow | None:
+    """Return the finding for an output that holds inf or nan and spoils the gradients; None if none does."""
+    outputs = [number for number in _nonfinite_outputs(call) if call.record.has_gradient(number)]
+    return None if not outputs or _is_finite_at_one(call) else _first_finding(call, outputs, intended=False)
+
+
+def _suspect_finding(call: RecordedCall) -> Overflow | None:
+    """Return the finding for an output that is harmless as a rule: without gradients, or -inf maybe on purpose."""
+    outputs = [
+        number
+        for number in _nonfinite_outputs(call)
+        if call.record.has_gradient(number) or not getattr(call.half.outputs[number], "requires_grad", True)
+    ]
+    return _first_finding(call, outputs, intended=True)
+
+
+def _gradient_finding(call: RecordedCall) -> Overflow | None:
+    """Return the finding for gradients that hold inf or nan; None if all are finite."""
+    if call.record.too_large:
+        return unlocated("the gradients at the outputs are too large to keep; use explain_overflow()")
+    for loss in call.record.passes:
+        arrived = call.record.gradients_of(loss)
+        value = nonfinite_value(*arrived)
+        if value is None:
+            try:
+                found = _backward_finding(call, loss)
+            except CannotReplay as error:
+                return unlocated(str(error))
+            if found is not None:
+                return found
+            continue
+        wide = [one for one in arrived if one is not None and one.dtype not in HALF_DTYPES]
+        if call.scale > 1.0 and value == "inf" and not nonfinite_value(*wide):
+            # No half tensor can hold it. If a lower scale does not help, the next step tells.
+            return Overflow(ScaleSearch(), phase="backward")
+        return unlocated(
+            f"the gradients hold {value} where they come to {type(call.record.module()).__name__}, and the ops between "
+            "its call and the loss were not watched in this step"
+        )
+    return None
+
+
+def _nonfinite_outputs(call: RecordedCall) -> list[int]:
+    return [number for number, one in enumerate(call.half.outputs) if nonfinite_value(one)]
+
+
+def _is_finite_at_one(call: RecordedCall) -> bool:
+    """Tell whether all gradients are finite at a loss scale of 1: no inf of the forward pass is to blame then."""
+    return call.scale > 1.0 and not any(
+        nonfinite_value(*call.record.gradients_of(loss)) or call.nonfinite_at(1.0, loss) for loss in call.record.passes
+    )
+
+
+def _first_finding(call: RecordedCall, outputs: list[int], *, intended: bool) -> Overflow | None:
+    """Return the first finding for outputs that hold inf or nan.
+
+    Args:
+        call: The call.
+        outputs: The numbers of the outputs.
+        intended: Whether to blame a -inf too that may have been written on purpose.
+    """
+    for number in outputs:
+        origin = _origin_of(call.half, number, intended)
+        if origin is None:
+            continue
+        if origin.site is None:
+            return _given_finding(origin, call.half)
+        try:
+            wide = call.wide
+        except (CannotReplay, RuntimeError) as error:
+            return origin.site.finding(_unknown_in_fp32(error), "forward", origin.value)
+        return _origin_finding(origin, _origin_of(wide, number, intended), wide)
+    return None
+
+
+def _origin_of(trial: Trial, number: int, intended: bool) -> Origin | None:
+    output = trial.outputs[number] if number < len(trial.outputs) else None
+    if output is None or not nonfinite_value(output):
         return None
-    made = first.producer()
-    parameter = next((name for name in flawed.values() if not name.startswith("input ")), next(iter(flawed.values())))
-    if scale > 1.0 and not trials.trial(1.0).flawed():
-        finite = _finest_scale(scale, lambda lower: not trials.trial(lower).flawed())
-        return _found_backward(made, ScaleSearch(finite), parameter)
-    source = None if made is None else made[0].source
-    if source is not None and source.site is None and not source.intended:
-        return replace(_given_finding(source, first), parameter=parameter)
+    origin = trial.inspector.origin_of(output)
+    return None if origin.intended and not intended else origin
+
+
+def _backward_finding(call: RecordedCall, loss: int) -> Overflow | None:
+    """Return the finding for gradients of a loss that hold inf or nan, though those at the outputs do not.
+
+    Lower loss scales are tried, and fp32.
+    """
+    leaves = call.nonfinite_at(call.scale, loss)
+    if not leaves:
+        return None
+    parameter = next((name for name in leaves if not name.startswith("input ")), next(iter(leaves)))
+    return replace(_cause_of_gradients(call, loss), parameter=parameter)
+
+
+def _cause_of_gradients(call: RecordedCall, loss: int) -> Overflow:
+    made = call.half.producer()
+    if call.scale > 1.0 and not call.nonfinite_at(1.0, loss):
+        return _of_node(made, ScaleSearch(_highest_finite_scale(call, loss)))
+    source = None if made is None or made[0].source is None or made[0].source.intended else made[0].source
+    if source is not None and source.site is None:
+        return _given_finding(source, call.half)
     try:
-        wide = trials.trial(1.0, wide=True)
-        wide_flawed = wide.flawed()
+        wide = call.wide
+        finite_in_fp32 = not call.nonfinite_at(1.0, loss, wide)
     except (CannotReplay, RuntimeError) as error:
-        return _found_backward(made, _unknown_in_fp32(error), parameter)
-    if source is not None and not source.intended:
+        return _of_node(made, _unknown_in_fp32(error))
+    if source is not None:
         # The forward pass made it, though the outputs do not show it.
-        origins = [one for one in wide.inspector.origins if not one.intended] if wide_flawed else []
-        found = _origin_finding(source, origins[0] if origins else None, wide)
-        return replace(found, parameter=parameter)
-    found = _found_backward(made, None, parameter, wide.producer(), finite_in_fp32=not wide_flawed)
-    return _with_all_names(found, first.inspector, wide)
+        origins = [] if finite_in_fp32 else [one for one in wide.inspector.origins if not one.intended]
+        return _origin_finding(source, origins[0] if origins else None, wide)
+    if not finite_in_fp32:
+        made = wide.producer() or made
+    if made is None:
+        return _of_node(None, NotLocated("gradients have inf or nan, and no recorded op made them from finite values"))
+    site, result = made
+    if not finite_in_fp32:
+        return _of_node(made, NotFiniteInFp32(magnitudes=result.magnitudes))
+    found = _of_node(made, HalfPrecisionOp(result.magnitudes, site.half_name, site.in_cast))
+    return _with_all_names(found, call) if found.fp32_names else found
+
+
+def _highest_finite_scale(call: RecordedCall, loss: int) -> float:
+    """Halve the loss scale until gradients are finite. At 1.0 they are."""
+    low, high = 0, max(1, math.ceil(math.log2(call.scale)))
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if call.nonfinite_at(call.scale * 2.0**-middle, loss) else (low, middle)
+    return max(call.scale * 2.0**-high, 1.0)
 
 
 def _unknown_in_fp32(why: object) -> NotLocated:
@@ -169,142 +226,76 @@ def _unknown_in_fp32(why: object) -> NotLocated:
 
 
 def _origin_finding(origin: Origin, in_fp32: Origin | None, wide: Trial) -> Overflow:
-    """Return the finding for an inf or nan of the forward pass, by where it is from in half precision and in fp32."""
+    """Return the finding for an inf or nan of the forward pass, by its origin in half precision and in fp32."""
     assert origin.site is not None
-    wide_site = None if in_fp32 is None else in_fp32.site
-    if wide_site is not None and wide_site.dtype in HALF_DTYPES:
-        if _place(wide_site) == _place(origin.site):
+    if in_fp32 is not None and in_fp32.site is not None and in_fp32.site.dtype in HALF_DTYPES:
+        if in_fp32.site.place == origin.site.place:
             why = _unknown_in_fp32("it writes to a half tensor in place")
-            return of_site(origin.site, why, "forward", origin.flaw)
+            return origin.site.finding(why, "forward", origin.value)
         # In fp32 it was finite until it was written to a tensor that the program made half.
         in_fp32 = None
     if in_fp32 is None:
-        half = origin.site.dtype if origin.site.dtype in HALF_DTYPES else torch.float16
-        verdict = HalfPrecisionOp(origin.magnitudes, dtype_name(half), origin.site.in_cast)
-        return of_site(origin.site, verdict, "forward", origin.flaw)
+        verdict = HalfPrecisionOp(origin.magnitudes, origin.site.half_name, origin.site.in_cast)
+        return origin.site.finding(verdict, "forward", origin.value)
     if in_fp32.site is None:
         return _given_finding(in_fp32, wide)
-    return of_site(in_fp32.site, NotFiniteInFp32(magnitudes=in_fp32.magnitudes), "forward", in_fp32.flaw)
+    return in_fp32.site.finding(NotFiniteInFp32(magnitudes=in_fp32.magnitudes), "forward", in_fp32.value)
 
 
 def _given_finding(origin: Origin, trial: Trial) -> Overflow:
     """Return the finding for an inf or nan that no op made: an input, a parameter or a buffer holds it."""
-    tensor, root = origin.tensor, trial.inspector.root
-    name = None if root is None else type(root).__name__
-    common = {"phase": "forward", "value": origin.flaw.value}
-    for argument, one in trial.inputs:
-        if tensor is not None and _is(one, tensor):
-            index = batch_index(one)
-            verdict = NotFiniteInFp32(cause="data", tensor=argument, batch_index=index)
-            return Overflow(verdict, module=name, suggestion="look at the data of this batch", **common)  # type: ignore[arg-type]
-    for path, one in [] if root is None else [*root.named_parameters(), *root.named_buffers()]:
-        if tensor is not None and _is(one, tensor):
-            verdict = NotFiniteInFp32(cause="weights", tensor=path)
-            owner = path.rpartition(".")[0] or name
-            return Overflow(
-                verdict, module=owner, suggestion="load an earlier checkpoint, or initialize it again", **common  # type: ignore[arg-type]
-            )  # fmt: skip
+    given, root = origin.tensor, trial.inspector.root
+    assert given is not None
+    assert root is not None
+    model = type(root).__name__
+    held = Overflow(NotLocated(), module=model, phase="forward", value=origin.value)
+    for name, tensor in trial.inspector.inputs:
+        if _is(tensor, given):
+            data = NotFiniteInFp32(cause="data", tensor=name, batch_index=_batch_index(tensor))
+            return replace(held, verdict=data, suggestion="look at the data of this batch")
+    for name, tensor in (*root.named_parameters(), *root.named_buffers()):
+        if _is(tensor, given):
+            advice = "load an earlier checkpoint, or initialize it again"
+            weight = NotFiniteInFp32(cause="weights", tensor=name)
+            return replace(held, verdict=weight, module=name.rpartition(".")[0] or model, suggestion=advice)
     why = "it comes from code that is not recorded, such as TorchScript, torch.func, numpy or another library"
-    return Overflow(NotLocated(why), **common)  # type: ignore[arg-type]
+    return replace(held, verdict=NotLocated(why), module=None)
 
 
 def _is(one: Tensor, other: Tensor) -> bool:
     return one is other or (one.data_ptr() == other.data_ptr() and one.shape == other.shape)
 
 
-def batch_index(tensor: Tensor) -> int | None:
-    """Return the first index along the first dimension at which a tensor is not finite; None for a scalar."""
+def _batch_index(tensor: Tensor) -> int | None:
+    """Return the first index along the first dimension at which a tensor holds inf or nan; None for a scalar."""
     if tensor.dim() == 0:
         return None
-    bad = ~torch.isfinite(tensor.detach())
-    rows = bad.reshape(bad.shape[0], -1).any(dim=1).nonzero()
-    return int(rows[0]) if len(rows) else None
+    bad = ~tensor.detach().isfinite()
+    return int(bad.reshape(len(bad), -1).any(1).nonzero()[0])
 
 
-def of_site(site: Site, verdict: OverflowVerdict, phase: str, flaw: Flaw, otherwise: str | None = None) -> Overflow:
-    """Return the finding for what an op made, with the entry of a list file that avoids it, or with another remedy."""
-    names = site.names if isinstance(verdict, HalfPrecisionOp) else ()
-    return Overflow(
-        verdict, op=site.op, module=site.module, location=site.location, phase=phase,
-        suggestion=fp32_entry(names, site.in_place) or otherwise, value=flaw.value, fp32_names=names,
-    )  # fmt: skip
-
-
-def _finest_scale(scale: float, finite_at: Callable[[float], bool]) -> float:
-    """Return the highest scale, by halving, at which gradients are finite.
-
-    Args:
-        scale: One at which they are not; at 1.0 they are.
-        finite_at: Tells whether they are at a scale.
-    """
-    low, high = 0, max(1, math.ceil(math.log2(scale)))
-    # The least number of halvings that does; `high` does.
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if finite_at(scale * 2.0**-middle) else (middle, high)
-    return max(scale * 2.0**-high, 1.0)
-
-
-def _found_backward(
-    made: Any,
-    search: ScaleSearch | NotLocated | None,
-    parameter: str,
-    in_fp32: Any = None,
-    *,
-    finite_in_fp32: bool = True,
-) -> Overflow:
-    """Return the finding for gradients that are not finite.
-
-    Args:
-        made: The call, and what its node got and gave, that made inf or nan of finite gradients; None if unknown.
-        search: The verdict where a lower scale does, or where fp32 could not be tried.
-        parameter: The first parameter whose gradient is not finite.
-        in_fp32: As ``made``, in fp32.
-        finite_in_fp32: Whether gradients are finite in fp32.
-    """
-    if not finite_in_fp32 and in_fp32 is not None:
-        made = in_fp32
+def _of_node(made: tuple[Site, NodeResult] | None, verdict: OverflowVerdict) -> Overflow:
+    """Return the finding for gradients, by the call whose node made inf or nan of finite ones, if it is known."""
     if made is None:
-        unknown = NotLocated("gradients have inf or nan, and no recorded op made them from finite values")
-        return Overflow(search or unknown, phase="backward", parameter=parameter)
-    site, result = made
-    verdict: OverflowVerdict = search or NotFiniteInFp32(magnitudes=result.magnitudes)
-    if search is None and finite_in_fp32:
-        verdict = HalfPrecisionOp(result.magnitudes, _dtype_name(site), in_cast=site.in_cast)
-    return replace(of_site(site, verdict, "backward", result.flaw), parameter=parameter)
+        return Overflow(verdict, phase="backward")
+    return made[0].finding(verdict, "backward", made[1].gave)
 
 
-def _with_all_names(found: Overflow, half: Inspector, wide: Trial) -> Overflow:
-    """Return a finding of the backward pass whose entry names all ops that are to be in fp32 for it to be avoided.
+def _with_all_names(found: Overflow, call: RecordedCall) -> Overflow:
+    """Return a finding of the backward pass whose entry names all ops that must be in fp32 to avoid it.
 
-    The gradient that overflows may be too large for the results of ops before as well: these have it in their dtype.
-
-    Args:
-        found: The finding.
-        half: What looked on in half precision.
-        wide: The same in fp32, at a loss scale of 1.
+    The gradient that overflows may be too large for the results of earlier ops as well: it has their dtype.
     """
-    in_fp32 = wide.watch
-    if not isinstance(found.verdict, HalfPrecisionOp) or in_fp32 is None or not found.fp32_names:
-        return found
-    halves = {_place(site) for site in half.sites.values() if site.dtype in HALF_DTYPES and not site.in_cast}
+    assert isinstance(found.verdict, HalfPrecisionOp)
+    sites = call.half.inspector.sites.values()
+    halves = {site.place for site in sites if site.dtype in HALF_DTYPES and not site.in_cast}
     limit = torch.finfo(getattr(torch, found.verdict.dtype)).max
-    names = list(found.fp32_names)
-    too_large = [node for node, result in in_fp32.results.items() if max(result.magnitudes, default=0.0) > limit]
-    for node in too_large:
-        site = in_fp32.sites[node]
-        names += site.names if _place(site) in halves else ()
-    all_names = tuple(dict.fromkeys(names))
-    suggestion = fp32_entry(all_names)
-    casts = [line for node, line in wide.inspector.narrowed if node in too_large]
+    watch = call.wide.watch
+    too_large = [node for node, one in watch.results.items() if max(one.magnitudes, default=0.0) > limit]
+    named = [site.names for node in too_large if (site := watch.sites[node]).place in halves]
+    names = tuple(dict.fromkeys(itertools.chain(found.fp32_names, *named)))
+    suggestion = fp32_entry(names)
+    casts = [line for node, line in call.wide.inspector.narrowed if node in too_large]
     if casts:
         suggestion = f"{suggestion}, and make no half tensor at {casts[0]}, whose gradient is as large"
-    return replace(found, suggestion=suggestion, fp32_names=all_names)
-
-
-def _place(site: Site) -> tuple[str, str | None, str | None]:
-    return site.op, site.module, site.location
-
-
-def _dtype_name(site: Site) -> str:
-    return dtype_name(site.dtype if site.dtype in HALF_DTYPES else torch.float16)
+    return replace(found, suggestion=suggestion, fp32_names=names)

@@ -1,21 +1,21 @@
-"""Looking on at every op of a replayed step: which made inf or nan of finite values, and what became of them.
+"""Looks at the output of each op: which op made inf or nan of finite values, and what became of it.
 
-Forward, each call of torch's functions is seen, with the module and the line of the program that made it. An inf or nan
-is followed from the op that made it (its *origin*) through those that hand it on, until it ends in a finite result, as
-that of a mask does in a softmax. Backward, each node of the graph is seen, and belongs to the call that made it.
+Forward, a function mode sees each call of torch's functions, with the module and the line of the program. An inf or nan
+is followed from the op that made it (its *origin*) through the ops that pass it on, until an op gives a finite result,
+as a softmax does of a mask. Backward, hooks see each node of the graph. A node belongs to the call that made it.
+
+The same class looks at a step that runs again (see `autoamp.diagnostics.findings`) and at ops outside of module calls
+while they run for the first time (see `autoamp.diagnostics.op_watch`).
 """
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import functools
 import inspect
 import math
-import operator
 import sys
-import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,67 +26,36 @@ from torch.overrides import TorchFunctionMode
 
 from autoamp.casting import Casts
 from autoamp.diagnostics.call_sites import program_line, shown_file, user_frame
-from autoamp.diagnostics.op_names import CASTS, bare_name, spelled_at, spellings
+from autoamp.diagnostics.op_names import CASTS, bare_name, fp32_entry, spelled_at, spellings
+from autoamp.diagnostics.verdicts import HalfPrecisionOp, Overflow, OverflowVerdict
 from autoamp.patching import original_of
-from autoamp.tensors import HALF_DTYPES, iter_tensors, map_tensors
+from autoamp.tensors import HALF_DTYPES, dtype_name, iter_tensors, map_tensors
 from autoamp.torch_private import (
-    MODULES_OF_NORMS,
     DispatchMode,
-    current_graph_task,
     function_of_node,
     insert_function_mode,
     is_transformed,
-    next_sequence_number,
     remove_function_mode,
-    sequence_number,
 )
 
-__all__ = [
-    "Backward",
-    "Flaw",
-    "Inspector",
-    "Origin",
-    "Site",
-    "flaw_of",
-    "named_inputs",
-    "sum_of",
-    "worst_of",
-]
+__all__ = ["Backward", "Inspector", "NodeResult", "Origin", "Site", "nonfinite_value", "sum_of"]
 
-_OURS = __name__.partition(".")[0]
-# What a program writes -inf with on purpose, as into the masked scores of an attention.
+_AUTOAMP = __name__.partition(".")[0]
+# With these a program writes -inf on purpose, as into the masked scores of an attention.
 _WRITERS = frozenset(
-    ("masked_fill", "fill", "full", "full_like", "new_full", "where", "tensor", "new_tensor", "scalar_tensor", "triu",
-     "tril", "masked_scatter", "setitem")
+    ("masked_fill", "index_fill", "fill", "full", "full_like", "new_full", "where", "tensor", "new_tensor",
+     "scalar_tensor", "setitem")
 )  # fmt: skip
-# These make -inf of 0, as of a mask of zeros and ones. If a later op makes nan of it, it was not on purpose.
-_LOGARITHMS = frozenset(("log", "log2", "log10"))
-# These take -inf as a mask, and make nan of a row that is masked whole.
-_TAKE_MASKS = frozenset(
-    ("softmax", "log_softmax", "logsumexp", "scaled_dot_product_attention", "multi_head_attention_forward")
-)
-# These give memory as it is, or write over all that their first argument held.
-_UNSET = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
+# These overwrite all of their first argument.
 _OVERWRITES = frozenset(
     ("copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "set_")
 )
-# Where torch has none, a context that sees no operators.
-_DISPATCH_MODE: Any = DispatchMode or contextlib.nullcontext
-# Functions of which each does the work of several ops.
+# In training these write their running statistics, which the result does not depend on.
+_NORMS = frozenset(("batch_norm", "instance_norm"))
+# Each of these functions calls several ops, which no function mode sees.
 _COMPOSITES = frozenset(("multi_head_attention_forward",))
-
-
-@dataclass(frozen=True)
-class Flaw:
-    """What is not finite in a tensor."""
-
-    inf: bool
-    nan: bool
-
-    @property
-    def value(self) -> str:
-        """Nan, where there are both."""
-        return "nan" if self.nan else "inf"
+# Where torch has no dispatch mode, a context that sees no operators.
+_DISPATCH_MODE: Any = DispatchMode or contextlib.nullcontext
 
 
 @dataclass(eq=False)
@@ -94,13 +63,13 @@ class Site:
     """A call of an op.
 
     Attributes:
-        op: Its bare name.
-        module: The path of the module that made it.
-        location: The line of the program, as people read it.
-        dtype: Of its result.
-        in_cast: Whether it is a cast that was made for the op.
-        source: Where an inf or nan that went in or came out is from.
-        names: Those under which lists have what was called.
+        op: The bare name of the op.
+        module: The path of the module that called it.
+        location: ``"file:line"`` of the program.
+        dtype: The dtype of the first result.
+        in_cast: Whether it is a cast that autoamp made for the op.
+        source: The origin of inf or nan in its arguments or results.
+        names: The names under which lists have the called function.
         in_place: Whether it writes to its first argument.
     """
 
@@ -113,38 +82,70 @@ class Site:
     names: tuple[str, ...] = ()
     in_place: bool = False
 
+    @property
+    def half_name(self) -> str:
+        """The name of its half dtype, float16 if the result is none."""
+        return dtype_name(self.dtype if self.dtype in HALF_DTYPES else torch.float16)
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """The op, the module and the line."""
+        return self.op, self.module, self.location
+
+    def finding(
+        self, verdict: OverflowVerdict, phase: str, value: str | None, otherwise: str | None = None
+    ) -> Overflow:
+        """Return the finding for what the op made.
+
+        Args:
+            verdict: The verdict.
+            phase: ``"forward"`` or ``"backward"``.
+            value: What it made, ``"inf"`` or ``"nan"``.
+            otherwise: The remedy if no entry of a list file avoids it.
+        """
+        names = self.names if isinstance(verdict, HalfPrecisionOp) else ()
+        return Overflow(
+            verdict, op=self.op, module=self.module, location=self.location, phase=phase,
+            suggestion=fp32_entry(names, self.in_place) or otherwise, value=value, fp32_names=names,
+        )  # fmt: skip
+
 
 @dataclass(eq=False)
 class Origin:
-    """Where an inf or nan came from.
+    """Where inf or nan came from.
 
     Attributes:
-        site: The call that made it, of finite values; None where it was given.
-        flaw: What it is.
+        site: The call that made it of finite values; None if no call did.
+        value: ``"inf"``, or ``"nan"`` if there is any.
         magnitudes: The largest absolute value of each floating tensor that the call got.
-        tensor: What held it when it was first seen.
-        intended: Whether the call is one by which programs write inf on purpose.
-        finite_in_fp32: Whether the call gives finite values in fp32; None if that was not tried or is not known.
+        tensor: The tensor in which it was first seen.
+        intended: Whether programs write such an inf on purpose.
+        finite_in_fp32: Whether the call alone is finite in fp32; None if that is not known.
     """
 
     site: Site | None
-    flaw: Flaw
+    value: str
     magnitudes: tuple[float, ...] = ()
     tensor: Tensor | None = None
     intended: bool = False
     finite_in_fp32: bool | None = None
 
 
-def flaw_of(tensor: Tensor) -> Flaw | None:
-    """Return what is not finite in a tensor; None where all is. One fp32 sum tells, as a rule."""
-    if not tensor.is_floating_point() or tensor.numel() == 0 or tensor.is_sparse:
-        return None
-    value = tensor.detach()
-    # A finite sum has finite terms. One that is not may have overflowed itself.
-    if math.isfinite(sum_of(value).item()):
-        return None
-    inf, nan = bool(torch.isinf(value).any()), bool(torch.isnan(value).any())
-    return Flaw(inf, nan) if inf or nan else None
+def nonfinite_value(*tensors: Tensor | None) -> str | None:
+    """Return ``"nan"`` if any tensor holds nan, else ``"inf"`` if any holds inf, else None."""
+    found = None
+    for tensor in tensors:
+        if tensor is None or not tensor.is_floating_point() or tensor.numel() == 0 or tensor.is_sparse:
+            continue
+        value = tensor.detach()
+        # A finite sum has finite terms. A sum of finite terms may overflow.
+        if math.isfinite(sum_of(value).item()):
+            continue
+        if bool(torch.isnan(value).any()):
+            return "nan"
+        if bool(torch.isinf(value).any()):
+            found = "inf"
+    return found
 
 
 @functools.cache
@@ -158,64 +159,45 @@ def sum_of(tensor: Tensor) -> Tensor:
     return result
 
 
-def largest(tensors: Sequence[Tensor]) -> tuple[float, ...]:
+def _largest(tensors: Sequence[Tensor]) -> tuple[float, ...]:
     """Return the largest absolute value of each tensor."""
-    with torch.no_grad():
-        return tuple(
-            float(max(abs(float(t.detach().min())), abs(float(t.detach().max())))) for t in tensors if t.numel()
-        )
-
-
-def _writes_in_place(function: Any) -> bool:
-    name = str(getattr(function, "__name__", ""))
-    return name.endswith("_") and not name.endswith("__")
-
-
-@dataclass(eq=False)
-class _Seen:
-    """A tensor that is not finite, with where that came from."""
-
-    tensor: Tensor
-    origin: Origin
+    return tuple(float(tensor.detach().abs().max()) for tensor in tensors if tensor.numel())
 
 
 class Inspector(TorchFunctionMode):
-    """Looks on at all that a ``with`` statement computes.
+    """Looks at all that a ``with`` statement computes.
 
     Args:
-        root: The model; None where that is the first module to be called.
-        wide: Whether all that would be computed in half precision is computed in fp32.
-        casts: How threads cast, where what it looks at is not run again: then ops that make inf or nan are, alone, in
-            fp32.
+        root: The model; None if only ops outside of modules are looked at.
+        wide: Whether to compute in fp32 all that the program computes in half precision.
+        casts: How threads cast. Give it if the ops do not run again: each op that makes inf or nan then runs once
+            more in fp32, alone.
 
     Attributes:
+        root: As given.
         sites: The call that made each node of the graph.
-        origins: All that was seen, in order.
-        inputs: The tensors that outermost modules were called with, by the names of their arguments.
-        entered: Called with each module that is called.
-        narrowed: Casts of the program to half that were left out, since all is wide: the node of what they got, and
-            their lines.
+        origins: All origins, in the order in which they were seen.
+        inputs: The tensors that the model is called with, by the names of its arguments.
+        narrowed: Casts to half that the program makes and ``wide`` left out: the node of the argument, and the line.
     """
 
     def __init__(self, root: Module | None = None, *, wide: bool = False, casts: Casts | None = None) -> None:
         super().__init__()
-        self._wide = wide
-        self._casts = casts
+        self.root = root
         self.sites: dict[Any, Site] = {}
         self.origins: list[Origin] = []
-        self.root = root
-        self._paths: dict[Module, str] | None = None
-        self._stack: list[Module] = []
-        self._flawed: dict[int, _Seen] = {}
-        self._cast_sites: dict[int, tuple[Tensor, Site]] = {}
-        self._hooks: list[Any] = []
         self.inputs: list[tuple[str, Tensor]] = []
         self.narrowed: list[tuple[Any, str | None]] = []
-        self.entered: Callable[[Module], None] = lambda module: None
-        # By id: running statistics that a norm writes, and does not go by.
-        self._written: dict[int, Tensor] = {}
-        # The number of the next node, and the module that is called, whenever one begins or ends.
-        self._turns: list[tuple[int, Module | None]] = []
+        self._wide = wide
+        self._casts = casts
+        self._paths = {} if root is None else {module: name for name, module in root.named_modules()}
+        self._stack: list[Module] = []
+        self._hooks: list[Any] = []
+        self._origin_of: dict[Tensor, Origin] = {}
+        # Results of casts that autoamp made, until the op takes them.
+        self._cast_sites: dict[Tensor, Site] = {}
+        # Nodes of ops that the mode did not see.
+        self._unseen: set[Any] = set()
 
     # -- modules --
 
@@ -232,9 +214,13 @@ class Inspector(TorchFunctionMode):
             hook.remove()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
-    def begin_between(self) -> None:
-        """Look on outside of module calls, in this thread, until `end_between`."""
-        self._turns = [(_next_number(), None)]
+    def begin_between(self, outputs: Any) -> None:
+        """Look outside of module calls, in this thread, until `end_between`.
+
+        Args:
+            outputs: The outputs of the module call that has just ended, whose own ops were not looked at.
+        """
+        self._unseen.update(tensor.grad_fn for tensor in iter_tensors(outputs))
         insert_function_mode(self)
 
     def end_between(self) -> None:
@@ -242,7 +228,7 @@ class Inspector(TorchFunctionMode):
         remove_function_mode(self)
 
     def begin_function(self) -> None:
-        """Look on at the backward pass of a function of the program: torch's engine turns modes off."""
+        """Look at the backward pass of a function of the program, for which torch's engine turns modes off."""
         super().__enter__()  # type: ignore[no-untyped-call]
 
     def end_function(self) -> None:
@@ -250,29 +236,19 @@ class Inspector(TorchFunctionMode):
         super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _enter_module(self, module: Module, inputs: Any) -> None:
-        if self.root is None:
-            self.root = module
-        # A checkpoint calls modules in the backward pass again.
-        if not self._stack and current_graph_task() == -1:
-            self.inputs += named_inputs(module, inputs, {})
-        if isinstance(module, MODULES_OF_NORMS) and module.training:
-            self._written.update((id(buffer), buffer) for buffer in module.buffers(recurse=False))
+        self.take_functions(inputs)
         self._stack.append(module)
-        self._turns.append((_next_number(), module))
-        self.entered(module)
 
     def _leave_module(self, module: Module, inputs: Any, outputs: Any) -> None:
         if self._stack and self._stack[-1] is module:
+            self.take_functions(outputs)
             self._stack.pop()
-            self._turns.append((_next_number(), self._stack[-1] if self._stack else None))
 
-    def path_of(self, module: Module | None) -> str | None:
-        """Return the path of a module within the model; the name of its class where it is none of the model's."""
-        if module is None:
+    def path_of_module(self) -> str | None:
+        """Return the path of the module that runs, or its class if it is not part of the model; None outside."""
+        if not self._stack:
             return None
-        if self._paths is None:
-            self._paths = {} if self.root is None else {each: name for name, each in self.root.named_modules()}
-        return self._paths.get(module) or type(module).__name__
+        return self._paths.get(self._stack[-1]) or type(self._stack[-1]).__name__
 
     # -- calls --
 
@@ -285,189 +261,156 @@ class Inspector(TorchFunctionMode):
         func = original_of(func)
         caller = sys._getframe(1)
         name = bare_name(func)
-        read = args[1:] if getattr(func, "__name__", None) in _OVERWRITES else args
-        read = _floating((read, {key: value for key, value in kwargs.items() if key != "out"}))
-        inputs = [tensor for tensor in read if id(tensor) not in self._written]
-        flaws = [(tensor, flaw_of(tensor)) for tensor in inputs]
-        since = _next_number()
+        inputs = _read_by(func, name, args, kwargs)
+        flawed = [tensor for tensor in inputs if nonfinite_value(tensor)]
+        self.take_functions(inputs)
         if self._wide:
-            args, kwargs = _widened(str(getattr(func, "__name__", "")), args, kwargs)
+            args, kwargs = _widened(func, args, kwargs)
             if name in CASTS and inputs and inputs[0] is args[0] and _narrows(func, args, kwargs):
                 self.narrowed.append((args[0].grad_fn, program_line(caller)))
                 return args[0]
-        finite = [tensor for tensor, flaw in flaws if flaw is None]
-        sizes = largest(finite) if finite and len(finite) < 16 else ()
-        inner: _Innermost | None = None
-        if name in _COMPOSITES:
-            with _Innermost() as inner:
-                result = func(*args, **kwargs)
-        else:
+        sizes = _largest([tensor for tensor in inputs if all(tensor is not one for one in flawed)])
+        inner = _Innermost() if name in _COMPOSITES else contextlib.nullcontext()
+        with inner:
             result = func(*args, **kwargs)
         outputs = _floating(result) or ([args[0]] if name == "setitem" and isinstance(args[0], Tensor) else [])
-        if outputs and name not in _UNSET:
-            seen = len(self.origins)
-            self._take(func, caller, flaws, sizes, outputs, inner, since)
-            if self._casts is not None and len(self.origins) > seen and self.origins[-1].site is not None:
-                self.origins[-1].finite_in_fp32 = self._is_finite_in_fp32(self._casts, func, args, kwargs, outputs)
+        # torch.empty and the like return memory as it is.
+        if not outputs or "empty" in name:
+            return result
+        site = Site(
+            name, self.path_of_module(), program_line(caller), outputs[0].dtype,
+            names=spelled_at(name, func, user_frame(caller)), in_place=_writes_in_place(func),
+        )  # fmt: skip
+        if (innermost := getattr(inner, "name", None)) is not None:
+            site.op, site.names = innermost, spellings(innermost)
+        if name in CASTS and str(caller.f_globals.get("__name__", "")).partition(".")[0] == _AUTOAMP:
+            site.in_cast = True
+            self._cast_sites.update(dict.fromkeys(outputs, site))
+        else:
+            # A cast that autoamp made is part of the op that it was made for.
+            for tensor in inputs:
+                if (cast := self._cast_sites.pop(tensor, None)) is not None:
+                    cast.op, cast.names, cast.in_place = name, site.names, site.in_place
+        self._own(outputs, site)
+        for origin in self._follow(site, name, flawed, sizes, outputs) if flawed or nonfinite_value(*outputs) else ():
+            if self._casts is not None:
+                origin.finite_in_fp32 = self._is_finite_in_fp32(self._casts, func, args, kwargs, site)
         return result
 
-    def _is_finite_in_fp32(
-        self, casts: Casts, func: Any, args: Any, kwargs: Any, outputs: Sequence[Tensor]
-    ) -> bool | None:
+    def _follow(
+        self, site: Site, name: str, flawed: Sequence[Tensor], sizes: tuple[float, ...], outputs: Sequence[Tensor]
+    ) -> list[Origin]:
+        """Follow inf and nan through a call. Returns the origins that are the call itself."""
+        given = sorted((self.origin_of(tensor) for tensor in flawed), key=lambda origin: origin.intended)
+        nan_came = nonfinite_value(*flawed) == "nan"
+        site.source = given[0] if given else None
+        made = []
+        for output in outputs:
+            value = nonfinite_value(output)
+            if value is None:
+                self._origin_of.pop(output, None)
+                continue
+            if given and (not given[0].intended or value != "nan" or nan_came):
+                origin = given[0]
+            elif data := [one for one in given if any(one.tensor is tensor for _, tensor in self.inputs)]:
+                # The op made nan of an inf in the data.
+                origin = replace(data[0], intended=False)
+                self.origins.append(origin)
+            else:
+                intended = name in _WRITERS and value != "nan"
+                origin = Origin(site, value, sizes, output.detach(), intended)
+                self.origins.append(origin)
+                made.append(origin)
+            self._origin_of[output] = origin
+            site.source = site.source or origin
+        return made
+
+    def _is_finite_in_fp32(self, casts: Casts, func: Any, args: Any, kwargs: Any, site: Site) -> bool | None:
         """Run an op that made inf or nan of finite values again, in fp32; None if that does not tell."""
-        if bare_name(func) in CASTS:
+        if site.op in CASTS:
             return True
-        before = [site for site in self.sites.values() if site.dtype in HALF_DTYPES]
-        if "out" in kwargs or _writes_in_place(func) or str(getattr(func, "__name__", "")).startswith("__i"):
+        if "out" in kwargs or site.in_place or str(getattr(func, "__name__", "")).startswith("__i"):
             return None
-        devices = [outputs[0].device] if outputs[0].is_cuda else []
+        devices = [one.device for one in iter_tensors((args, kwargs)) if one.is_cuda][:1]
         try:
             with torch.no_grad(), casts.switched(False, forced_off=True), torch.random.fork_rng(devices):
                 wide = func(*map_tensors(args, _to_fp32), **map_tensors(kwargs, _to_fp32))
         except Exception:
             return None
-        if worst_of(_floating(wide)) is None:
+        if nonfinite_value(*_floating(wide)) is None:
             return True
-        # What is 0 in half precision may be none in fp32.
-        own = outputs[0].grad_fn
-        return None if any(self.sites.get(own) is not site for site in before) else False
+        # A value that is 0 in half precision may be other than 0 in fp32.
+        return None if self.has_half_ops(site) else False
 
-    def _take(
-        self, func: Any, caller: types.FrameType, flaws: Sequence[tuple[Tensor, Flaw | None]],
-        sizes: tuple[float, ...], outputs: Sequence[Tensor], inner: _Innermost | None, since: int,
-    ) -> None:  # fmt: skip
-        """Take note of a call: the nodes that it made, and what became of inf and nan."""
-        name = bare_name(func)
-        internal = name in CASTS and str(caller.f_globals.get("__name__", "")).partition(".")[0] == _OURS
-        if name in ("data", "grad", "requires_grad_", "detach"):
-            internal = False
-        site = Site(name, self.path_of(self._stack[-1] if self._stack else None), program_line(caller))
-        site.dtype = next((t.dtype for t in outputs), None)
-        site.names, site.in_place = spelled_at(name, func, user_frame(caller)), _writes_in_place(func)
-        if inner is not None and inner.name is not None:
-            site.op, site.names = inner.name, spellings(inner.name)
-        if internal:
-            site.in_cast = True
-            for output in outputs:
-                self._cast_sites[id(output)] = (output, site)
-        else:
-            # A cast that a replacement made is part of the op that it was made for.
-            for tensor, _ in flaws:
-                known = self._cast_sites.get(id(tensor))
-                if known is not None and known[0] is tensor and known[1].in_cast and known[1].op in CASTS:
-                    known[1].op, known[1].names, known[1].in_place = name, site.names, site.in_place
-        for output in outputs:
-            self._own(output.grad_fn, site, since)
-        for tensor, before in flaws:
-            if before is not None and (site.source is None or site.source.intended):
-                site.source = self.origin_of(tensor, before)
-        for output in outputs:
-            flaw = flaw_of(output)
-            if flaw is None:
-                self._flawed.pop(id(output), None)
-                continue
-            origin = self._origin(site, name, flaw, flaws, sizes, output)
-            self._flawed[id(output)] = _Seen(output, origin)
-            site.source = site.source or origin
+    def has_half_ops(self, but: Site) -> bool:
+        """Tell whether a call other than this one gave a half tensor that has a gradient."""
+        return any(site.dtype in HALF_DTYPES for site in self.sites.values() if site is not but)
 
-    def _origin(
-        self, site: Site, name: str, flaw: Flaw, flaws: Sequence[tuple[Tensor, Flaw | None]],
-        sizes: tuple[float, ...], output: Tensor,
-    ) -> Origin:  # fmt: skip
-        given: list[Origin] = []
-        nan_came = False
-        for tensor, before in flaws:
-            if before is not None:
-                nan_came = nan_came or before.nan
-                given.append(self.origin_of(tensor, before))
-        real = [origin for origin in given if not origin.intended]
-        if real:
-            return real[0]
-        if given and not (flaw.nan and not nan_came):
-            return given[0]
-        # Nan of an inf that seemed to be there on purpose. That one is to blame unless a program wrote it, or a row is
-        # masked whole.
-        seemed = [
-            one
-            for one in given
-            if (
-                name not in _TAKE_MASKS and self._is_input(one.tensor)
-                if one.site is None
-                else one.site.op in _LOGARITHMS
-            )
-        ]
-        if seemed:
-            origin = replace(seemed[0], intended=False)
-        else:
-            may_be_meant = name in _WRITERS or name in _LOGARITHMS
-            origin = Origin(site, flaw, sizes, output.detach(), intended=may_be_meant and not flaw.nan)
-        self.origins.append(origin)
-        return origin
-
-    def _is_input(self, tensor: Tensor | None) -> bool:
-        return any(tensor is one for _, one in self.inputs)
-
-    def origin_of(self, tensor: Tensor, flaw: Flaw | None = None) -> Origin:
-        """Return where the inf or nan of a tensor came from: one that no op made was given."""
-        seen = self._flawed.get(id(tensor))
-        if seen is not None and seen.tensor is tensor:
-            return seen.origin
-        flaw = flaw or flaw_of(tensor) or Flaw(False, False)
-        # A mask that the program made beforehand holds -inf alone, on purpose.
-        origin = Origin(None, flaw, (), tensor, intended=not flaw.nan and not _has_plus_inf(tensor))
-        self._flawed[id(tensor)] = _Seen(tensor, origin)
-        self.origins.append(origin)
+    def origin_of(self, tensor: Tensor) -> Origin:
+        """Return where the inf or nan of a tensor came from. No op made it if none was seen to."""
+        origin = self._origin_of.get(tensor)
+        if origin is None:
+            value = nonfinite_value(tensor) or "inf"
+            # A mask that the program made beforehand holds -inf alone, on purpose.
+            intended = value == "inf" and not bool(torch.isposinf(tensor.detach()).any())
+            origin = self._origin_of[tensor] = Origin(None, value, (), tensor, intended)
+            self.origins.append(origin)
         return origin
 
     def origin_in_memory(self, tensor: Tensor) -> Origin | None:
         """Return where the inf or nan of a tensor came from that has the memory of one that was seen."""
-        for seen in self._flawed.values():
-            if seen.tensor.data_ptr() == tensor.data_ptr() and seen.tensor.shape == tensor.shape:
-                return seen.origin
+        for seen, origin in self._origin_of.items():
+            if seen.data_ptr() == tensor.data_ptr() and seen.shape == tensor.shape:
+                return origin
         return None
 
-    def take_function(self, tensor: Tensor) -> None:
-        """Take note of functions of the program that made a tensor: no mode sees them, and no op after them did."""
-        self._own(tensor.grad_fn, Site("", None, None), _next_number())
+    # -- nodes of the graph --
 
-    def _own(self, node: Any, site: Site, since: int) -> None:
-        waiting = [node]
+    def take_functions(self, values: Any) -> None:
+        """Take note of functions of the program that made tensors: no mode sees these calls."""
+        self._own(list(iter_tensors(values)), None)
+
+    def _own(self, tensors: Sequence[Tensor], site: Site | None) -> None:
+        """Give the new nodes of tensors to a call; without one, to the functions of the program that made them."""
+        waiting = [tensor.grad_fn for tensor in tensors]
         while waiting:
             node = waiting.pop()
-            if node is None or node in self.sites or getattr(node, "variable", None) is not None:
+            is_leaf = node is None or getattr(node, "variable", None) is not None
+            if is_leaf or node in self.sites or node in self._unseen:
                 continue
-            # A node that is older than the call is of something that no mode sees, such as a function of the program.
-            number = sequence_number(node)
-            # It is of a module call, which is not looked at.
-            if self._casts is not None and number < self._turns[0][0]:
-                continue
-            self.sites[node] = self._unseen(node, number) if 0 <= number < since else site
+            if site is not None:
+                self.sites[node] = site
+            elif (function := function_of_node(node)) is not None:
+                self.sites[node] = self._site_of(function)
+            else:
+                self._unseen.add(node)
             waiting.extend(following for following, _ in node.next_functions)
 
-    def _unseen(self, node: Any, number: int) -> Site:
-        """Return the site of a node whose call was not seen; for a function of the program its backward pass."""
-        turn = bisect.bisect_right(self._turns, number, key=operator.itemgetter(0))
-        module = self.path_of(self._turns[turn - 1][1]) if turn else None
-        function = function_of_node(node)
-        if function is None:
-            return Site(str(node.name()), module, None)
+    def _site_of(self, function: Any) -> Site:
+        """Return the site of a function of the program: the line of its backward pass."""
         code = getattr(inspect.unwrap(function.backward), "__code__", None)
-        return Site(
-            function.__name__, module, None if code is None else f"{shown_file(code.co_filename)}:{code.co_firstlineno}"
-        )
+        line = None if code is None else f"{shown_file(code.co_filename)}:{code.co_firstlineno}"
+        return Site(function.__name__, self.path_of_module(), line)
 
 
-def _next_number() -> int:
-    """Return the number that the next node of the graph gets; 0 where torch does not tell."""
-    return 0 if next_sequence_number is None else int(next_sequence_number())
+def _read_by(func: Any, name: str, args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the floating tensors that a call reads."""
+    if getattr(func, "__name__", None) in _OVERWRITES:
+        args = args[1:]
+    elif name in _NORMS and (kwargs.get("training") or kwargs.get("use_input_stats")):
+        args, kwargs = args[:1], {key: kwargs.get(key) for key in ("weight", "bias")}
+    return _floating((args, {key: value for key, value in kwargs.items() if key != "out"}))
 
 
-def _widened(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return arguments with fp32 in the place of half tensors, but for one that is to be written to."""
-    if name.startswith("__") or not args or not isinstance(args[0], Tensor) or not name.endswith("_"):
-        return map_tensors((args, kwargs), _to_fp32)  # type: ignore[no-any-return]
-    rest, named = map_tensors((args[1:], kwargs), _to_fp32)
-    return (args[0], *rest), named
+def _writes_in_place(function: Any) -> bool:
+    name = str(getattr(function, "__name__", ""))
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _widened(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return arguments with fp32 in the place of half tensors, but for one that is written to."""
+    wide = map_tensors((args, kwargs), _to_fp32)
+    return ((args[0], *wide[0][1:]), wide[1]) if args and _writes_in_place(func) else wide
 
 
 def _to_fp32(tensor: Tensor) -> Tensor:
@@ -476,19 +419,8 @@ def _to_fp32(tensor: Tensor) -> Tensor:
 
 def _narrows(func: Any, args: Any, kwargs: Any) -> bool:
     """Tell whether a cast goes to a half dtype."""
-    if bare_name(func) in ("half", "bfloat16"):
-        return True
-    asked = [*args[1:], *kwargs.values()]
-    return any(
-        one in HALF_DTYPES or (isinstance(one, Tensor) and one.dtype in HALF_DTYPES)
-        for one in asked
-        if isinstance(one, (torch.dtype, Tensor))
-    )
-
-
-def _has_plus_inf(tensor: Tensor) -> bool:
-    with torch.no_grad():
-        return bool(torch.isposinf(tensor.detach()).any())
+    wanted = [getattr(one, "dtype", one) for one in (*args[1:], *kwargs.values())]
+    return bare_name(func) in ("half", "bfloat16") or any(one in HALF_DTYPES for one in wanted)
 
 
 def _floating(value: Any) -> list[Tensor]:
@@ -515,132 +447,111 @@ class _Innermost(_DISPATCH_MODE):  # type: ignore[misc]
         self.name: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        finite = self.name is None and all(flaw_of(tensor) is None for tensor in _floating((args, kwargs)))
+        finite = self.name is None and nonfinite_value(*_floating((args, kwargs))) is None
         result = func(*args, **(kwargs or {}))
-        if finite and any(flaw_of(tensor) is not None for tensor in _floating(result)):
+        if finite and nonfinite_value(*_floating(result)):
             self.name = str(func.overloadpacket.__name__).strip("_")
         return result
 
 
-def named_inputs(root: Module, args: Any, kwargs: Any) -> list[tuple[str, Tensor]]:
-    """Return the tensors that a module is called with, by the names of the arguments of its ``forward``."""
-    try:
-        given = inspect.signature(root.forward).bind(*args, **kwargs).arguments
-    except (TypeError, ValueError):
-        # What is no function, as that of a script, may not tell.
-        given = {f"args[{place}]": value for place, value in enumerate(args)} | kwargs
-    return [
-        (name if isinstance(value, Tensor) else f"{name}[{number}]", tensor)
-        for name, value in given.items()
-        for number, tensor in enumerate(iter_tensors(value))
-    ]
-
-
 @dataclass(eq=False)
-class _NodeResult:
-    """What a node of the graph got and gave, as far as it is not finite."""
+class NodeResult:
+    """The inf or nan in the gradients that a node of the graph got and gave.
 
-    got: Flaw | None
-    gave: Flaw | None
+    Attributes:
+        got: ``"inf"``, ``"nan"`` or None.
+        gave: ``"inf"``, ``"nan"`` or None.
+        magnitudes: The largest absolute value of each gradient that it got.
+        finite_at_one: Whether it gives finite gradients at a loss scale of 1; None if that was not tried.
+        finite_in_fp32: Whether fp32 would give finite gradients; None if that is not known.
+    """
+
+    got: str | None
+    gave: str | None
     magnitudes: tuple[float, ...]
     finite_at_one: bool | None = None
     finite_in_fp32: bool | None = None
 
     @property
-    def flaw(self) -> Flaw:
-        """What it made."""
-        return self.gave or Flaw(False, False)
+    def made_here(self) -> bool:
+        """Whether it made inf or nan of finite gradients."""
+        return self.got is None and self.gave is not None
 
 
 @dataclass(eq=False)
 class Backward:
-    """Looks on at a backward pass over nodes whose calls are known.
+    """Looks at a backward pass over nodes whose calls are known, within a ``with`` statement.
 
     Attributes:
-        inspector: What looked on at the forward pass.
+        inspector: Looked at the forward pass.
+        scale: The loss scale of a pass that does not run again: a node that makes inf or nan then runs once more, at a
+            scale of 1 and by gradients that are small enough for half precision. None if the pass runs again.
         sites: The call that made each node.
-        results: What each node got and gave, in the order in which they ran.
-        scale: The loss scale of a pass that is not run again: then nodes that make inf or nan are, alone, at a scale
-            of 1 and by gradients that are small enough for half precision. None where the pass is run again.
+        results: The gradients of each node, in the order in which the nodes ran.
     """
 
     inspector: Inspector
     scale: float | None = None
     sites: dict[Any, Site] = field(default_factory=dict)
-    results: dict[Any, _NodeResult] = field(default_factory=dict)
+    results: dict[Any, NodeResult] = field(default_factory=dict)
     _known: int = 0
     _handles: list[Any] = field(default_factory=list)
 
     def __enter__(self) -> Backward:
         self.sites = dict(self.inspector.sites)
-        functions = [node for node in self.sites if function_of_node(node) is not None]
-        self._handles = [node.register_hook(self._hook(node)) for node in self.sites]
-        self._handles += [node.register_prehook(self._begin) for node in functions]
+        for node in self.sites:
+            self._handles.append(node.register_hook(functools.partial(self._ran, node)))
+            if function_of_node(node) is not None:
+                self._handles.append(node.register_prehook(self._begin_function))
         return self
 
     def __exit__(self, *error: object) -> None:
         while self._handles:
             self._handles.pop().remove()
 
-    def _begin(self, got: Any) -> None:
+    def _begin_function(self, got: Any) -> None:
         self._known = len(self.inspector.origins)
         self.inspector.begin_function()
 
-    def _hook(self, node: Any) -> Callable[[Any, Any], None]:
+    def _ran(self, node: Any, gave: Any, got: Any) -> None:
         is_function = function_of_node(node) is not None
+        if is_function:
+            self.inspector.end_function()
+        given, made = _floating(got), _floating(gave)
+        result = self.results[node] = NodeResult(nonfinite_value(*given), nonfinite_value(*made), _largest(given))
+        if not result.made_here:
+            return
+        if self.scale is not None:
+            result.finite_at_one = _gives_finite(node, got, 1.0 / self.scale)
+            # A derivative that half precision holds makes small gradients of small ones.
+            if _gives_finite(node, got, 2.0**-30) and any(one.dtype in HALF_DTYPES for one in (*given, *made)):
+                result.finite_in_fp32 = True
+            elif not self.inspector.has_half_ops(self.sites[node]):
+                result.finite_in_fp32 = False
+        origins = [one for one in self.inspector.origins[self._known :] if not one.intended] if is_function else []
+        if origins and origins[0].site is not None:
+            self.sites[node] = replace(self.sites[node], location=origins[0].site.location)
+            result.magnitudes = origins[0].magnitudes
 
-        def ran(gave: Any, got: Any) -> None:
-            if is_function:
-                self.inspector.end_function()
-            given, made = _floating(got), _floating(gave)
-            result = self.results[node] = _NodeResult(worst_of(given), worst_of(made), largest(given))
-            if self.scale is not None and result.got is None and result.gave is not None:
-                result.finite_at_one = _gives_finite(node, got, 1.0 / self.scale)
-                # A derivative that half precision holds makes small gradients of small ones.
-                small = _gives_finite(node, got, 2.0**-30)
-                result.finite_in_fp32 = small if small and _has_half((*given, *made)) else self._unless_half(node)
-            if is_function and result.got is None and result.gave is not None:
-                made_here = [one for one in self.inspector.origins[self._known :] if not one.intended]
-                if made_here and made_here[0].site is not None:
-                    self.sites[node] = replace(self.sites[node], location=made_here[0].site.location)
-                    result.magnitudes = made_here[0].magnitudes
-
-        return ran
-
-    def _unless_half(self, node: Any) -> bool | None:
-        """Return False for what half precision cannot have caused, None where a value of another op may be half."""
-        others = (site for other, site in self.sites.items() if other is not node)
-        return None if any(site.dtype in HALF_DTYPES for site in others) else False
-
-    def producer(self, reached: Callable[[Any], bool]) -> tuple[Site, _NodeResult] | None:
-        """Return the first node that made inf or nan of finite gradients, if these came to a parameter that has them.
-
-        Args:
-            reached: Tells of a tensor whether its gradient is not finite.
-        """
+    def producer(self, leaves: Sequence[Tensor]) -> tuple[Site, NodeResult] | None:
+        """Return the first node that made inf or nan of finite gradients which came to one of these leaves."""
         for node, result in self.results.items():
-            if result.got is None and result.gave is not None and self._arrives(node, reached):
+            if result.made_here and self._reaches(node, set(leaves)):
                 return self.sites[node], result
         return None
 
-    def _arrives(self, node: Any, reached: Callable[[Any], bool]) -> bool:
-        waiting, known = [node], set()
+    def _reaches(self, node: Any, leaves: set[Tensor]) -> bool:
+        waiting, known = [node], {node}
         while waiting:
-            for following, _ in waiting.pop().next_functions:
-                if following is None or following in known:
-                    continue
-                known.add(following)
-                variable = getattr(following, "variable", None)
-                if variable is not None and reached(variable):
+            following = {one for one, _ in waiting.pop().next_functions if one is not None} - known
+            known |= following
+            for one in following:
+                if getattr(one, "variable", None) in leaves:
                     return True
-                result = self.results.get(following)
-                if result is not None and result.got is not None and result.gave is not None:
-                    waiting.append(following)
+                result = self.results.get(one)
+                if result is None or (result.got is not None and result.gave is not None):
+                    waiting.append(one)
         return False
-
-
-def _has_half(tensors: Sequence[Tensor]) -> bool:
-    return any(tensor.dtype in HALF_DTYPES for tensor in tensors)
 
 
 def _gives_finite(node: Any, got: Sequence[Any], factor: float) -> bool | None:
@@ -648,11 +559,6 @@ def _gives_finite(node: Any, got: Sequence[Any], factor: float) -> bool | None:
     # The node of a function that is written in Python cannot be called itself.
     run = getattr(node, "apply", node)
     with torch.no_grad(), contextlib.suppress(Exception):
-        return worst_of(list(iter_tensors(run(*(one if one is None else one * factor for one in got))))) is None
+        gave = run(*(one if one is None else one * factor for one in got))
+        return nonfinite_value(*iter_tensors(gave)) is None
     return None
-
-
-def worst_of(tensors: Sequence[Tensor | None]) -> Flaw | None:
-    """Return what is not finite in any of several tensors; None where all is."""
-    flaws = [flaw for tensor in tensors if tensor is not None and (flaw := flaw_of(tensor)) is not None]
-    return Flaw(any(f.inf for f in flaws), any(f.nan for f in flaws)) if flaws else None

@@ -145,18 +145,37 @@ class NonFiniteSteps:
     # -- a step --
 
     def _look(self, optimizer: Any) -> None:
-        """Look at the gradients that an optimizer is about to step by."""
-        if self.own_scaler.stepping and not _is_capturing() and getattr(optimizer, "found_inf", None) is None:
-            self._look_at_losses(optimizer)
-        if self._is_checked(optimizer) or _is_capturing():
+        """Look at the gradients or losses that an optimizer is about to step by."""
+        if _is_capturing():
+            return
+        own = self.own_scaler
+        if own.stepping and getattr(optimizer, "found_inf", None) is None:
+            # The program's own scaler has found the gradients to be finite.
+            self._check(optimizer, (), own.losses, waits=False)
+        if self._is_checked(optimizer):
             return
         params = stepped_params(optimizer)
         watch = self._optimizers.watch
         waits = self.action != "warn" or (watch is not None and watch.wants_flags)
         # A loss is of one rank. Unless that rank only warns, all ranks are to do the same.
         losses = [] if watch is None or (self.action != "warn" and several_processes()) else watch.unscaled
+        if self.action == "skip" and several_processes() and any(is_sharded(p) or is_flat(p) for p in params):
+            raise UsageError(
+                "on_nonfinite='skip' looks at the shards of this rank alone, and others would take the step; "
+                "choose on_nonfinite='raise'"
+            )
         looked_at = params if waits or not losses else itertools.islice(filter(_is_vector_on_cpu, params), _VECTORS)
-        grads = [param.grad for param in looked_at if param.grad is not None]
+        self._check(optimizer, [param.grad for param in looked_at if param.grad is not None], losses, waits)
+
+    def _check(self, optimizer: Any, grads: Sequence[Tensor], losses: Sequence[Tensor], waits: bool) -> None:
+        """Take note of a step if its gradients or losses hold inf or nan.
+
+        Args:
+            optimizer: The optimizer.
+            grads: The gradients to look at.
+            losses: The losses to look at.
+            waits: Whether to wait for the device.
+        """
         flag = _holds_non_finite(grads, losses)
         if flag is None:
             return
@@ -165,30 +184,14 @@ class NonFiniteSteps:
         if not waits and self._unread.serves(flag.device):
             self._unread.add(flag, functools.partial(self._known, number, weakref.ref(optimizer)), urgent=True)
             return
-        if self.action == "skip" and several_processes() and any(is_sharded(p) or is_flat(p) for p in params):
-            raise UsageError(
-                "on_nonfinite='skip' looks at the shards of this rank alone, and others would take the step; "
-                "choose on_nonfinite='raise'"
-            )
-        named = ((name, param.grad) for name, param in named_params(optimizer) if param.grad is not None)
+        unchecked = [] if self.own_scaler.stepping else named_params(optimizer)
+        named = ((name, param.grad) for name, param in unchecked if param.grad is not None)
         # The sum of large finite squares is inf as well.
         if not bool(flag) or not ((names := non_finite(named)) or non_finite(("", loss) for loss in losses)):
             self._in_a_row = 0
             return
-        self._take_note(NonFiniteStep(number, type(optimizer).__name__, tuple(names), self.action == "skip"), params)
-
-    def _look_at_losses(self, optimizer: Any) -> None:
-        """Look at the losses of a step whose gradients the program's own scaler has found to be finite."""
-        flag = _holds_non_finite([], self.own_scaler.losses)
-        if flag is None:
-            return
-        number = self._optimizers.counts.all
-        if self._unread.serves(flag.device):
-            self._unread.add(flag, functools.partial(self._known, number, weakref.ref(optimizer)), urgent=True)
-        elif bool(flag):
-            self._take_note(NonFiniteStep(number, type(optimizer).__name__, (), False), ())
-        else:
-            self._in_a_row = 0
+        skips = self.action == "skip" and not self.own_scaler.stepping
+        self._take_note(NonFiniteStep(number, type(optimizer).__name__, tuple(names), skips), optimizer)
 
     def _is_checked(self, optimizer: Any) -> bool:
         """Tell whether the step is left out by others where gradients overflowed."""
@@ -199,7 +202,7 @@ class NonFiniteSteps:
             return has_other_guard(optimizer)
         return guard.checks.last is not None and guard.checks.last[0].checks
 
-    def _take_note(self, found: NonFiniteStep, params: Sequence[Tensor]) -> None:
+    def _take_note(self, found: NonFiniteStep, optimizer: Any) -> None:
         self._in_a_row += 1
         # In a row of steps that are taken the weights are not finite any more.
         if self._in_a_row == 1 or found.skipped:
@@ -209,8 +212,8 @@ class NonFiniteSteps:
         if self.action == "raise":
             raise NonFiniteGradientsError(f"{found}; {self._remedy(found)}", found.overflow)
         if found.skipped:
-            self._hidden = [(param, param.grad) for param in params if param.grad is not None]
-            for param in params:
+            self._hidden = [(param, param.grad) for param in stepped_params(optimizer) if param.grad is not None]
+            for param, _ in self._hidden:
                 param.grad = None
             self.last_skipped = True
             self._optimizers.counts.add_skip()

@@ -17,15 +17,16 @@ from typing import SupportsFloat
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from autoamp.casting import Casts
 from autoamp.diagnostics.capsule import CapsuleWriter
-from autoamp.diagnostics.inspector import flaw_of, worst_of
+from autoamp.diagnostics.findings import first_cause, unlocated
 from autoamp.diagnostics.records import Record, RecordedStep, Recorder
-from autoamp.diagnostics.replay import CannotReplay, RecordedCall, kept_state, unfit, unwrapped
-from autoamp.diagnostics.verdicts import Communication, NotFiniteInFp32, NotLocated, Overflow, ScaleSearch
+from autoamp.diagnostics.rehearsal import Rehearsal
+from autoamp.diagnostics.replay import CannotReplay, KeptState, unwrapped
+from autoamp.diagnostics.verdicts import Communication, NotLocated, Overflow, ScaleSearch
 from autoamp.stepping import Skips, several_processes
-from autoamp.tensors import HALF_DTYPES
 from autoamp.torch_private import compiler_callback
 
 __all__ = ["OverflowTrace"]
@@ -37,7 +38,6 @@ WATCHED_STEPS = 8
 # A search for the loss scale takes two skips in a row where a scale has held: at twice that, and at itself. Where none
 # has held the search begins at 2**16, and as a rule ends above this.
 _SEARCHES, _LOW_SCALE = 2, 2.0**10
-_NOTHING = RecordedStep()
 
 
 class OverflowTrace:
@@ -76,11 +76,9 @@ class OverflowTrace:
         self.unscaled: list[Tensor] = []
         self._steps = 0
         self._watched = 0
-        self._judged = self._earlier = _NOTHING
+        self._judged = self._earlier = RecordedStep()
         # Of optimizers whose steps were heard of.
         self._several: weakref.WeakSet[Skips] = weakref.WeakSet()
-        # An overflow of the first step is located in it.
-        self.recorder.ops.armed = always
 
     @property
     def last(self) -> Overflow | None:
@@ -94,8 +92,8 @@ class OverflowTrace:
 
     def close(self) -> None:
         """Drop what was recorded: the handle is no longer active."""
-        self.recorder.close()
-        self._judged = self._earlier = _NOTHING
+        self.recorder.take()
+        self._judged = self._earlier = RecordedStep()
 
     # -- what steps tell; see `autoamp.stepping.StepWatch` --
 
@@ -106,225 +104,172 @@ class OverflowTrace:
     def step_begins(self) -> None:
         """Hear that an optimizer is called: what was recorded is of its step."""
         self._steps += 1
-        self.unscaled = self.recorder.unscaled
+        self.unscaled = self.recorder.step.unscaled
         # With several optimizers a part of what this one steps by may have been computed before the last step.
-        self._earlier = self._judged if len(self._several) > 1 else _NOTHING
+        self._earlier = self._judged if len(self._several) > 1 else RecordedStep()
         self._judged = self.recorder.take()
-        if self.recorder.ops.armed:
+        if self.recorder.watches_ops:
             self._watch(max(0, self._watched - 1))
 
     def step_known(
         self, skips: Skips, skipped: bool, scale: float | None, next_scale: float | None, late: bool
     ) -> Overflow | None:
         """Hear what became of a step, and explain it if it was a skip; see `autoamp.stepping.StepWatch`."""
-        if skips not in self._several:
-            self._several.add(skips)
+        self._several.add(skips)
         if not skipped or scale is None:
             if not late and len(self._several) < 2:
-                self._judged = _NOTHING
+                self._judged = RecordedStep()
             return None
+        is_fixed = next_scale is not None and next_scale >= scale
         if not self.recorder.armed:
-            if torch.compiler.is_dynamo_compiling() or compiler_callback():
-                # What records and explains would be compiled, again and again.
-                return None
-            fixed = next_scale is not None and next_scale >= scale
             searched = skips.in_a_row > _SEARCHES and (scale <= _LOW_SCALE or skips.has_held)
-            if fixed or searched:
+            # Within torch.compile what records and explains would be compiled, again and again.
+            if (is_fixed or searched) and not torch.compiler.is_dynamo_compiling() and not compiler_callback():
                 self._watch(WATCHED_STEPS)
             return None
-        found = self._found(scale, late)
-        if isinstance(found.verdict, ScaleSearch) and next_scale is not None and next_scale >= scale:
-            found = self._at_fixed_scale(found, scale)
-        # Whoever did not ask is told of each cause once.
-        again = not self.always and self.last is not None and self.last.place == found.place
+        found = self._explain(scale, late)
+        if is_fixed and isinstance(found.verdict, ScaleSearch):
+            found = _at_fixed_scale(found, found.verdict, scale)
+        # Without trace_overflow each cause is logged once.
+        is_known = not self.always and self.last is not None and self.last.place == found.place
         found = replace(found, loss_scale=None if math.isnan(scale) else scale)
-        quiet = again or isinstance(found.verdict, ScaleSearch)
-        return self._noted(found, late, logging.INFO if quiet else logging.WARNING, self.listeners)
+        level = logging.INFO if is_known or isinstance(found.verdict, ScaleSearch) else logging.WARNING
+        return self._noted(found, late, level, self.listeners)
 
     def step_not_finite(self, late: bool = False) -> Overflow | None:
         """Explain a step that no loss scale guards; see `autoamp.stepping.StepWatch`."""
         if not self.recorder.armed:
             self._watch(WATCHED_STEPS)
             return None
-        return self._noted(self._found(1.0, late), late, logging.DEBUG, ())
+        return self._noted(self._explain(1.0, late), late, logging.DEBUG, ())
 
     def _watch(self, steps: int) -> None:
         """Watch so many steps; 0 goes back to what is recorded always."""
         self._watched = steps
-        self.recorder.ops.armed = steps > 0
+        self.recorder.watches_ops = steps > 0
         self.recorder.armed = self.always or steps > 0
-
-    def _found(self, scale: float, late: bool) -> Overflow:
-        try:
-            return self._late() if late else self._explain(scale)
-        except Exception as error:
-            # Whatever it is, the program goes on as without anybody who looks.
-            log.debug("the overflow could not be explained", exc_info=True)
-            return self._unlocated(f"explaining it raised {type(error).__name__}: {error}")
 
     def _noted(
         self, found: Overflow, late: bool, level: int, listeners: Sequence[Callable[[Overflow], object]]
     ) -> Overflow:
+        if isinstance(found.verdict, NotLocated):
+            found = replace(found, verdict=replace(found.verdict, watched=WATCHED_STEPS))
         found = replace(found, iteration=None if late else self._steps - 1)
-        try:
-            self._note(found)
-            log.log(level, "%s", found)
-            for listener in list(listeners):
-                listener(found)
-            self._write_capsule(found)
-        finally:
-            if not late:
-                self._judged = _NOTHING
-        return found
-
-    def records_of_step(self) -> Sequence[Record]:
-        """Return what was recorded of the step at hand: one that is about to be taken, or was skipped just now."""
-        return self.recorder.records or self._judged.records
-
-    def _note(self, found: Overflow) -> None:
         goes_on = not self.always and not isinstance(found.verdict, ScaleSearch)
         if isinstance(found.verdict, NotLocated) or found.module is None or goes_on:
             self._watch(WATCHED_STEPS)
         self.all.append(found)
         del self.all[: -self.keeps]
+        try:
+            log.log(level, "%s", found)
+            for listener in list(listeners):
+                listener(found)
+            # The records of a step whose overflow is known late are gone by then.
+            if self.capsules is not None and not late and self.capsules.wants(found):
+                records, scale = self._records_of_skip(), found.loss_scale or 1.0
+                self.capsules.write(found, self.explain_records(records, scale), records, scale)
+        finally:
+            if not late:
+                self._judged = RecordedStep()
+        return found
 
-    def _write_capsule(self, found: Overflow) -> None:
-        """Write a capsule if asked for. The records of a step whose overflow is known late are gone by then."""
-        if self.capsules is not None and found.iteration is not None and self.capsules.wants(found):
-            records, scale = [*self._earlier.records, *self._judged.records], found.loss_scale or 1.0
-            self.capsules.write(found, self.explain_records(records, scale), records, scale)
-
-    def _late(self) -> Overflow:
-        return self._unlocated("the device reported the overflow after later steps had begun")
-
-    def _at_fixed_scale(self, found: Overflow, scale: float) -> Overflow:
-        """Return the finding for a scale that is too large and does not move."""
-        if found.op is None:
-            return self._unlocated("gradients of the loss overflow in half precision; its ops were not watched")
-        lower = None if not isinstance(found.verdict, ScaleSearch) else found.verdict.finite_at
-        below = f"at most {lower:g}" if lower is not None else f"lower than {scale:g}"
-        return replace(found, suggestion=f'use loss_scale="dynamic", or a static scale of {below}')
-
-    def _unlocated(self, why: str) -> Overflow:
-        return Overflow(NotLocated(why, watched=WATCHED_STEPS))
+    def records_of_step(self) -> Sequence[Record]:
+        """Return what was recorded of the step at hand: one that is about to be taken, or was skipped just now."""
+        return self.recorder.step.records or self._judged.records
 
     # -- finding it --
 
-    def _explain(self, scale: float) -> Overflow:
-        records = [*self._earlier.records, *self._judged.records]
+    def _explain(self, scale: float, late: bool) -> Overflow:
+        if late:
+            return unlocated("the device reported the overflow after later steps had begun")
+        records = self._records_of_skip()
         found = self.explain_records(records, scale, self._judged)
-        if found is None and several_processes() and any(_reduces(record.module()) for record in records):
+        if found is not None:
+            return found
+        if several_processes() and any(unwrapped(module) is not module for module in _modules_of(records)):
             return Overflow(Communication())
-        return found or self._unlocated(
+        return unlocated(
             "run again, the step gave finite gradients" if records else "no call of a module was recorded in this step"
         )
 
-    def explain_records(self, records: list[Record], scale: float, step: RecordedStep = _NOTHING) -> Overflow | None:
+    def _records_of_skip(self) -> list[Record]:
+        return [*self._earlier.records, *self._judged.records]
+
+    def explain_records(self, records: list[Record], scale: float, step: RecordedStep | None = None) -> Overflow | None:
         """Return what made inf or nan; None if all gradients of this rank are finite.
 
         Args:
             records: The calls to run again.
             scale: The loss scale.
-            step: What is known beside the calls.
+            step: The losses, and the ops outside of the calls if they were watched.
         """
         try:
-            return self._locally(records, step, scale)
+            with self.apart(records):
+                return first_cause(records, step or RecordedStep(), self._casts, scale)
         except CannotReplay as error:
-            return self._unlocated(str(error))
+            return unlocated(str(error))
         except Exception as error:
             log.debug("the step could not be run again", exc_info=True)
-            return self._unlocated(f"running the step again raised {type(error).__name__}: {error}")
+            return unlocated(f"running the step again raised {type(error).__name__}: {error}")
+
+    def explain_step(
+        self, step: Callable[[], object], scale: float, use: Callable[[Rehearsal | None], None]
+    ) -> Overflow | None:
+        """Run a step of the program, and return what overflows in it; None if nothing does.
+
+        Args:
+            step: Computes a loss, and returns it or runs its backward pass, scaled as the program does or not at all.
+            scale: The loss scale.
+            use: Lets ``scale_loss`` and optimizers use a rehearsal; None ends that.
+        """
+        state, rehearsal = KeptState(), Rehearsal(self.recorder, scale)
+        hook = register_module_forward_pre_hook(lambda module, inputs: state.keep(module))
+        use(rehearsal)
+        self._casts.cache.clear()
+        try:
+            with self._unobserved(), torch.enable_grad(), self.recorder.one_step():
+                rehearsal.run(step)
+                recorded = self.recorder.take()
+                # The calls run again from the state in which the step began.
+                state.restore()
+                found = None
+                if rehearsal.failure is not None or not recorded.losses:
+                    found = unlocated(rehearsal.failure or "the step neither returned a loss nor ran a backward pass")
+                elif rehearsal.overflowed:
+                    found = self.explain_records(recorded.records, scale, recorded)
+                    found = found or unlocated("run again, the step gave finite gradients")
+        finally:
+            hook.remove()
+            use(None)
+            state.restore()
+            self._casts.cache.clear()
+        return None if found is None else replace(found, loss_scale=scale)
 
     @contextlib.contextmanager
     def apart(self, records: Iterable[Record]) -> Iterator[None]:
         """Run modules again within a ``with`` statement: nothing of it is recorded, observed, or left behind."""
-        modules = [module for record in records if (module := record.module()) is not None]
+        state = KeptState()
+        for module in _modules_of(records):
+            for each in module.modules():
+                state.keep(each)
         paused, self.recorder.paused = self.recorder.paused, True
         self._casts.cache.clear()
         try:
-            with self._unobserved(), kept_state(modules):
+            with self._unobserved(), torch.enable_grad():
                 yield
         finally:
+            state.restore()
             self._casts.cache.clear()
             self.recorder.paused = paused
 
-    def _locally(self, records: list[Record], step: RecordedStep, scale: float) -> Overflow | None:
-        """Return the finding of this rank; None where its own gradients are finite."""
-        with self.apart(records):
-            in_loss = None if step.ops is None else step.ops.forward_finding() or step.ops.backward_finding()
-            if in_loss is not None and isinstance(in_loss.verdict, ScaleSearch):
-                return in_loss
-            for record in records:
-                if record.passes:
-                    found = RecordedCall(record, self._casts, scale).forward_finding()
-                    if found is not None:
-                        return self._from_before(records, step, record, found, scale)
-            found = in_loss or self._backward(records, step, scale)
-            if found is None or found.phase == "forward":
-                # Now what is harmless as a rule: outputs without gradients, and -inf that may be on purpose.
-                found = self._suspect(records, step, records, scale) or found
-            return found
 
-    def _from_before(
-        self, records: list[Record], step: RecordedStep, record: Record, found: Overflow, scale: float
-    ) -> Overflow:
-        """Return the finding, or where inf or nan came in by an input, that of the call whose output it was."""
-        if not isinstance(found.verdict, NotFiniteInFp32) or found.verdict.cause != "data":
-            return found
-        flawed = [one for one, _ in record.versions if flaw_of(one) is not None]
-        for one in flawed if step.ops is not None else []:
-            if (between := step.ops.finding_of(one)) is not None:  # type: ignore[union-attr]
-                return between
-        computed = [one for one in flawed if id(one) in record.wanted]
-        before = [one for one in records if one.number < record.number]
-        earlier = self._suspect(records, step, before, scale)
-        if earlier is not None or not computed:
-            return earlier or found
-        # A gradient goes back to it: as a rule another op computed it, so it is not called data.
-        return self._unlocated(
-            f"the input {found.verdict.tensor} of {found.module} holds {found.value} already, and the op that made it "
-            "was not recorded; use explain_overflow()"
-        )
-
-    def _suspect(self, records: list[Record], step: RecordedStep, among: list[Record], scale: float) -> Overflow | None:
-        for record in among:
-            module = record.module()
-            if module is not None and unfit(module) is None:
-                found = RecordedCall(record, self._casts, scale).suspect()
-                if found is not None:
-                    return self._from_before(records, step, record, found, scale)
-        return None
-
-    def _backward(self, records: list[Record], step: RecordedStep, scale: float) -> Overflow | None:
-        if worst_of(step.losses) is not None:
-            return self._unlocated("the loss is inf or nan, and its ops were not watched in this step")
-        for record in reversed(records):
-            if record.too_large:
-                raise CannotReplay("the gradients at the outputs are too large to keep; use explain_overflow()")
-            for loss in record.passes:
-                flaw = worst_of(arrived := record.gradients_of(loss))
-                if flaw is None:
-                    found = RecordedCall(record, self._casts, scale).backward_finding(loss)
-                    if found is not None:
-                        return self._from_before(records, step, record, found, scale)
-                elif scale > 1.0 and not flaw.nan and worst_of([one for one in arrived if not _is_half(one)]) is None:
-                    # What no half tensor can hold. If a lower scale does not mend it, the next step tells.
-                    return Overflow(ScaleSearch(), phase="backward")
-                else:
-                    return self._unlocated(
-                        f"the gradients hold {flaw.value} where they come to {_name_of(record)}, and the ops between "
-                        "its call and the loss were not watched in this step"
-                    )
-        return None
+def _at_fixed_scale(found: Overflow, verdict: ScaleSearch, scale: float) -> Overflow:
+    """Return the finding for a scale that is too large and does not change."""
+    if found.op is None:
+        return unlocated("gradients of the loss overflow in half precision; its ops were not watched")
+    below = f"lower than {scale:g}" if verdict.finite_at is None else f"at most {verdict.finite_at:g}"
+    return replace(found, suggestion=f'use loss_scale="dynamic", or a static scale of {below}')
 
 
-def _is_half(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.dtype in HALF_DTYPES
-
-
-def _name_of(record: Record) -> str:
-    return type(record.module()).__name__
-
-
-def _reduces(module: Module | None) -> bool:
-    return module is not None and unwrapped(module) is not module
+def _modules_of(records: Iterable[Record]) -> list[Module]:
+    return [module for record in records if (module := record.module()) is not None]

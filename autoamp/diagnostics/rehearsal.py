@@ -1,165 +1,118 @@
-"""Running a whole step of the program several times, on demand, to find what overflows in it.
+"""Runs a step of the program once, on demand, to record it.
 
-The step is a function of the program. While it is rehearsed its losses are scaled as a trial says, its backward passes
-leave no gradients, and it ends where an optimizer is called.
+The step is a function of the program. While it runs, its losses are scaled by a given scale, its backward passes leave
+no gradients, and it ends where an optimizer is called.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from autoamp.auto_scaling import reached_by
-from autoamp.casting import Casts
-from autoamp.diagnostics.findings import CannotReplay, Trial, backward_finding, output_finding
-from autoamp.diagnostics.inspector import Inspector, flaw_of
-from autoamp.diagnostics.replay import KeptState
-from autoamp.diagnostics.verdicts import NotLocated, Overflow
+from autoamp.diagnostics.inspector import nonfinite_value
+from autoamp.diagnostics.records import Recorder
 from autoamp.patching import PatchSet
 from autoamp.scaling import scaled_loss
 
-__all__ = ["Rehearsal", "StepReached", "explain_step"]
+__all__ = ["Rehearsal"]
 
 
-class StepReached(BaseException):
-    """Leaves a rehearsed step at its ``optimizer.step()``, or where enough was seen."""
+class _StepReached(BaseException):
+    """Leaves a step at its ``optimizer.step()``, or after a backward pass with inf or nan."""
 
 
-class Rehearsal(Trial):
-    """One trial of a step. Its outputs are the losses, as they were before scaling.
+class Rehearsal:
+    """One run of a step; see `autoamp.stepping.Rehearsing`.
 
     Args:
-        scale: What losses are scaled by.
-        inspector: What looks on.
+        recorder: Records the step.
+        scale: The loss scale.
+
+    Attributes:
+        passes: The number of backward passes.
+        overflowed: Whether a loss or a gradient holds inf or nan.
+        failure: Why a backward pass could not run; None if all ran.
     """
 
-    def __init__(self, scale: float, inspector: Inspector) -> None:
-        super().__init__(inspector, inputs=inspector.inputs)
+    def __init__(self, recorder: Recorder, scale: float) -> None:
         self.passes = 0
+        self.overflowed = False
+        self.failure: str | None = None
+        self._recorder = recorder
         self._scale = scale
-        # The losses that were scaled, by their ids.
-        self._scaled: dict[int, Tensor] = {}
+        self._scaled: set[Tensor] = set()
+
+    def run(self, step: Callable[[], Any]) -> None:
+        """Run a step, and the backward pass of the loss that it returns if it ran none."""
+        patches = PatchSet()
+        patches.replace(torch.autograd, "backward", self._build_backward())
+        try:
+            result = step()
+            if not self.passes and isinstance(result, Tensor) and result.requires_grad:
+                self.backward(result)
+        except _StepReached:
+            pass
+        finally:
+            patches.restore()
 
     @contextlib.contextmanager
     def scaled(self, loss: Tensor) -> Iterator[Tensor]:
-        """Yield a loss multiplied by the scale of the trial: what ``scale_loss`` does in a rehearsal."""
-        self.outputs.append(loss)
+        """Yield a loss multiplied by the scale, as ``scale_loss`` does."""
+        self._note(loss)
         scaled = scaled_loss(loss, self._scale)
-        self._scaled[id(scaled)] = scaled
+        self._scaled.add(scaled)
         yield scaled
 
     def backward(self, loss: Tensor) -> None:
         """Scale a loss and run its backward pass."""
         with self.scaled(loss) as scaled:
-            self.run([scaled], None)
+            self._run_backward([scaled], None)
 
     def step_reached(self) -> BaseException:
         """Return what leaves the step where an optimizer is called."""
-        return StepReached()
+        return _StepReached()
 
-    def run(self, roots: Any, given: Any) -> None:
-        """Run a backward pass that leaves no gradients: what ``torch.autograd.backward`` does in a rehearsal."""
+    def _note(self, loss: Tensor) -> None:
+        self.overflowed = self.overflowed or nonfinite_value(loss) is not None
+        self._recorder.note_loss(loss, self._scale)
+
+    def _build_backward(self) -> Any:
+        def backward(
+            tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, create_graph: bool = False,
+            grad_variables: Any = None, inputs: Any = None,
+        ) -> None:  # fmt: skip
+            self._run_backward(tensors, grad_tensors if grad_variables is None else grad_variables)
+
+        return backward
+
+    def _run_backward(self, roots: Any, given: Any) -> None:
+        """Run a backward pass that leaves no gradients."""
         roots = [roots] if isinstance(roots, Tensor) else list(roots)
         given = [None] * len(roots) if given is None else [given] if isinstance(given, Tensor) else list(given)
-        pairs = [(root, one) for root, one in zip(roots, given, strict=True) if root.requires_grad]
-        self.leaves = self._named(reached_by([root for root, _ in pairs])[0])
-        if not pairs or not self.leaves:
+        wanted, gradients = [], []
+        for root, gradient in zip(roots, given, strict=True):
+            if root.requires_grad:
+                gradient = torch.ones_like(root) if gradient is None else gradient
+                if root not in self._scaled:
+                    self._note(root)
+                    gradient = gradient * self._scale
+                wanted.append(root)
+                gradients.append(gradient)
+        leaves = reached_by(wanted)[0]
+        if not leaves:
             return
-        gradients = []
-        for root, one in pairs:
-            if id(root) not in self._scaled:
-                self.outputs.append(root)
-                one = (torch.ones_like(root) if one is None else one) * self._scale
-            gradients.append(torch.ones_like(root) if one is None else one)
         self.passes += 1
-        self.differentiate([root for root, _ in pairs], gradients)
-        if self.failure is not None or self.flawed():
-            raise StepReached
-
-    def _named(self, leaves: list[Tensor]) -> dict[str, Tensor]:
-        root = self.inspector.root
-        names = {} if root is None else {id(param): name for name, param in root.named_parameters()}
-        return {
-            names.get(id(leaf), f"tensor {number} of shape {tuple(leaf.shape)}"): leaf
-            for number, leaf in enumerate(leaves)
-        }
-
-
-def explain_step(
-    step: Callable[[], Any], casts: Casts, scale: float, use: Callable[[Rehearsal | None], None]
-) -> Overflow | None:
-    """Rehearse a step, and return what overflows in it; None where nothing does.
-
-    Args:
-        step: Computes a loss, and returns it or runs its backward pass, scaled as the program does or not at all.
-        casts: How threads cast.
-        scale: The loss scale.
-        use: Lets ``scale_loss`` and optimizers use a rehearsal; None ends that.
-    """
-    stage = _Stage(step, casts, use)
-    try:
-        first = stage.trial(scale)
-        if not first.outputs:
-            return Overflow(NotLocated("the step neither returned a loss nor ran a backward pass"), loss_scale=scale)
-        bad = next((number for number, loss in enumerate(first.outputs) if loss is not None and flaw_of(loss)), None)
-        if bad is not None:
-            found = output_finding(stage, first, bad, intended=True)
-        else:
-            found = backward_finding(stage, first, scale)
-    except CannotReplay as error:
-        found = Overflow(NotLocated(str(error)))
-    finally:
-        stage.state.restore()
-    return None if found is None else replace(found, loss_scale=scale)
-
-
-class _Stage:
-    """What a step is rehearsed on.
-
-    Attributes:
-        state: Random generators and modules as they were at first, and are each time.
-    """
-
-    def __init__(self, step: Callable[[], Any], casts: Casts, use: Callable[[Rehearsal | None], None]) -> None:
-        self._step = step
-        self._casts = casts
-        self._use = use
-        self.state = KeptState()
-
-    def trial(self, scale: float, *, wide: bool = False) -> Rehearsal:
-        """Run the step once."""
-        self.state.restore()
-        self._casts.cache.clear()
-        rehearsal = Rehearsal(scale, Inspector(wide=wide))
-        rehearsal.inspector.entered = self.state.keep
-        self._use(rehearsal)
-        patches = PatchSet()
-        patches.replace(torch.autograd, "backward", _rehearsed_backward(rehearsal))
-        off = self._casts.switched(False, forced_off=True) if wide else contextlib.nullcontext()
         try:
-            with torch.enable_grad(), off, rehearsal.inspector:
-                result = self._step()
-            if not rehearsal.passes and isinstance(result, Tensor) and result.requires_grad:
-                rehearsal.backward(result)
-        except StepReached:
-            pass
-        finally:
-            patches.restore()
-            self._use(None)
-            self._casts.cache.clear()
-        return rehearsal
-
-
-def _rehearsed_backward(rehearsal: Rehearsal) -> Any:
-    def backward(
-        tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, create_graph: bool = False,
-        grad_variables: Any = None, inputs: Any = None,
-    ) -> None:  # fmt: skip
-        rehearsal.run(tensors, grad_tensors if grad_variables is None else grad_variables)
-
-    return backward
+            found = torch.autograd.grad(wanted, leaves, gradients, retain_graph=True, allow_unused=True)
+        except RuntimeError as error:
+            first = str(error).partition("\n")[0]
+            self.failure = f"running the step again raised {type(error).__name__}: {first}"
+            raise _StepReached from None
+        if self.overflowed or nonfinite_value(*found):
+            self.overflowed = True
+            raise _StepReached

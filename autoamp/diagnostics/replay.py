@@ -1,168 +1,136 @@
-"""Running recorded module calls again."""
+"""Runs recorded module calls again."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import copy
 import functools
+import inspect
 import math
-import random
-import types
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 from torch.nn import Module
 
 from autoamp.casting import Casts
-from autoamp.diagnostics.findings import CannotReplay, Trial, backward_finding, output_finding
-from autoamp.diagnostics.inspector import Inspector, flaw_of, named_inputs, sum_of, worst_of
+from autoamp.diagnostics.inspector import Backward, Inspector, NodeResult, Site, nonfinite_value, sum_of
 from autoamp.diagnostics.records import RandomStates, Record
-from autoamp.diagnostics.verdicts import Overflow
 from autoamp.scaling import is_sharded
 from autoamp.stepping import several_processes
 from autoamp.tensors import iter_tensors, map_tensors
 
-__all__ = [
-    "CannotReplay",
-    "KeptState",
-    "RecordedCall",
-    "kept_state",
-    "replay",
-    "unfit",
-    "unwrapped",
-]
+__all__ = ["CannotReplay", "KeptState", "RecordedCall", "Trial", "replay", "unfit", "unwrapped"]
 
-
-class KeptState:
-    """Random generators, and what modules have beside their parameters, as they were when each was first kept.
-
-    Of lists, dicts, sets and generators of random numbers that are attributes of modules the contents are kept too;
-    what lies deeper is not.
-    """
-
-    def __init__(self) -> None:
-        self._states = RandomStates.now(all_of_them=True)
-        self._modules: dict[Module, _Attributes] = {}
-
-    def keep(self, module: Module) -> None:
-        """Keep what a module has."""
-        if module not in self._modules:
-            self._modules[module] = _Attributes(module)
-
-    def restore(self) -> None:
-        """Put all back."""
-        self._states.restore()
-        for attributes in self._modules.values():
-            attributes.put_back()
-
-
-@contextlib.contextmanager
-def kept_state(modules: Sequence[Module]) -> Iterator[None]:
-    """Put all of `KeptState` back at the end of a ``with`` statement, in which gradients are recorded."""
-    state = KeptState()
-    for module in modules:
-        for each in module.modules():
-            state.keep(each)
-    try:
-        with torch.enable_grad():
-            yield
-    finally:
-        state.restore()
-
-
-def _write(buffer: Tensor, value: Tensor) -> None:
-    """Give a buffer another value, unless it has it. A graph that is kept for another backward pass stays valid."""
-    if buffer.dtype is not value.dtype or not torch.equal(buffer, value):
-        with torch.no_grad():
-            # Not counted as a write, since whoever reads the buffer finds what was there.
-            buffer.data.copy_(value)
-
-
-def _set_buffer(root: Module, path: str, value: Tensor | None) -> None:
-    """Give a model a buffer's value: in place where it fits, else as another tensor."""
-    owner, _, name = path.rpartition(".")
-    buffers = vars(root.get_submodule(owner))["_buffers"]
-    if value is not None and buffers[name] is not None and buffers[name].shape == value.shape:
-        _write(buffers[name], value)
-    else:
-        buffers[name] = None if value is None else value.clone()
-
-
-class _Attributes:
-    """What a module has beside its parameters and modules: buffers, counters, caches, generators.
-
-    Args:
-        module: The module.
-    """
-
-    def __init__(self, module: Module) -> None:
-        self._own = vars(module)
-        self._before = dict(self._own)
-        self._put_back: list[Callable[[], object]] = []
-        for name, value in self._before.items():
-            if name == "_buffers":
-                tensors = [one for one in value.values() if one is not None]
-                self._put_back += [functools.partial(_write, one, one.detach().clone()) for one in tensors]
-            elif name.startswith("_") and name in _OF_TORCH:
-                continue
-            if isinstance(value, (list, collections.deque)):
-                self._put_back.append(functools.partial(_refill, value, value.extend, list(value)))
-            elif isinstance(value, (dict, set)):
-                self._put_back.append(functools.partial(_refill, value, value.update, value.copy()))
-            elif isinstance(value, torch.Generator):
-                self._put_back.append(functools.partial(value.set_state, value.get_state()))
-            elif isinstance(value, random.Random):
-                self._put_back.append(functools.partial(value.setstate, value.getstate()))
-            elif isinstance(value, numpy.random.Generator):
-                state = copy.deepcopy(value.bit_generator.state)
-                self._put_back.append(functools.partial(setattr, value.bit_generator, "state", state))
-
-    def put_back(self) -> None:
-        """Put all back."""
-        for name in [name for name in self._own if name not in self._before]:
-            del self._own[name]
-        for name, value in self._before.items():
-            if self._own.get(name, self) is not value:
-                self._own[name] = value
-        for put_back in self._put_back:
-            put_back()
-
-
-def _refill(container: Any, add: Callable[[Any], object], contents: Any) -> None:
-    """Give a container what it held."""
-    if len(container) != len(contents) or any(
-        one is not other for one, other in zip(_flat(container), _flat(contents), strict=True)
-    ):
-        container.clear()
-        add(contents)
-
-
-def _flat(container: Any) -> list[Any]:
-    return [*container, *container.values()] if isinstance(container, dict) else list(container)
-
-
-_OF_TORCH = frozenset(vars(Module()))
-
-
-def _with_collectives(root: Module) -> str | None:
-    """Return the class of what talks to other ranks in a model, which may not be run again at the same time."""
-    for each in root.modules():
-        kinds = {kind.__name__ for kind in type(each).__mro__}
-        if several_processes() and kinds & _COLLECTIVE:
-            return type(each).__name__
-    if any(is_sharded(param) for param in root.parameters()):
-        return "DTensors"
-    return None
-
-
-# As parts of a model. A DistributedDataParallel that is the whole model is taken off.
+# As parts of a model these talk to other ranks. A DistributedDataParallel that is the whole model is taken off.
 _COLLECTIVE = frozenset(
     ("SyncBatchNorm", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "PipelineStage")
 )
+
+
+class CannotReplay(Exception):
+    """A step cannot run again. The message says why."""
+
+
+@dataclass(eq=False)
+class Trial:
+    """A recorded call that ran again.
+
+    Attributes:
+        inspector: Looked at the forward pass.
+        outputs: The results; None for one without a floating dtype.
+        leaves: The tensors that gradients are taken of, by name. The name of an input begins with ``"input "``.
+        results: The gradients of the last backward pass.
+        watch: Looked at that pass.
+    """
+
+    inspector: Inspector
+    outputs: list[Tensor | None]
+    leaves: dict[str, Tensor]
+    results: dict[str, Tensor] = field(default_factory=dict)
+    watch: Backward = field(init=False)
+
+    def backward_by(self, gradients: Sequence[Tensor | None]) -> Backward:
+        """Take the gradients of all leaves by those at the outputs, and keep them in ``results``.
+
+        Raises:
+            CannotReplay: The backward pass raised, as that of some checkpoints does.
+        """
+        self.results, self.watch = {}, Backward(self.inspector)
+        pairs = [
+            (output, gradient.to(output.dtype))
+            for output, gradient in zip(self.outputs, gradients, strict=True)
+            if output is not None and gradient is not None and output.requires_grad
+        ]
+        if pairs and self.leaves:
+            roots, given = zip(*pairs, strict=True)
+            leaves = list(self.leaves.values())
+            try:
+                with self.watch:
+                    found = torch.autograd.grad(roots, leaves, given, retain_graph=True, allow_unused=True)
+            except RuntimeError as error:
+                first = str(error).partition("\n")[0]
+                raise CannotReplay(f"running the step again raised {type(error).__name__}: {first}") from None
+            self.results = {name: one for name, one in zip(self.leaves, found, strict=True) if one is not None}
+        return self.watch
+
+    def nonfinite_leaves(self) -> dict[str, Tensor]:
+        """Return the leaves whose gradients hold inf or nan."""
+        return {name: self.leaves[name] for name, one in self.results.items() if nonfinite_value(one)}
+
+    def producer(self) -> tuple[Site, NodeResult] | None:
+        """Return the call whose node made inf or nan of finite gradients, and its gradients; None if unknown."""
+        return self.watch.producer(list(self.nonfinite_leaves().values()))
+
+
+class KeptState:
+    """Random generators, and the attributes of modules, as they were when each module was first kept.
+
+    Buffers get their values back. Lists, dicts, sets and generators that are attributes get their contents back, but
+    not those of other objects.
+    """
+
+    def __init__(self) -> None:
+        self._random = RandomStates.now()
+        self._modules: dict[Module, list[Callable[[], object]]] = {}
+
+    def keep(self, module: Module) -> None:
+        """Keep the attributes of a module."""
+        if module not in self._modules:
+            self._modules[module] = list(_ways_back(module))
+
+    def restore(self) -> None:
+        """Put all back."""
+        self._random.restore()
+        for ways_back in self._modules.values():
+            for put_back in ways_back:
+                put_back()
+
+
+def _ways_back(module: Module) -> Iterator[Callable[[], object]]:
+    own = vars(module)
+    for container in (own, *own.values()):
+        if isinstance(container, (dict, set)):
+            yield functools.partial(_refill, container, container.update, container.copy())
+        elif isinstance(container, (list, collections.deque)):
+            yield functools.partial(_refill, container, container.extend, container.copy())
+        elif isinstance(container, torch.Generator):
+            yield functools.partial(container.set_state, container.get_state())
+    for buffer in own["_buffers"].values():
+        if buffer is not None:
+            yield functools.partial(_write, buffer, buffer.detach().clone())
+
+
+def _refill(container: Any, add: Callable[[Any], object], contents: Any) -> None:
+    container.clear()
+    add(contents)
+
+
+def _write(buffer: Tensor, value: Tensor) -> None:
+    # Not counted as a write: a graph that is kept for another backward pass stays valid.
+    buffer.data.copy_(value)
 
 
 def unwrapped(module: Module) -> Module:
@@ -173,24 +141,43 @@ def unwrapped(module: Module) -> Module:
 
 
 def unfit(module: Module) -> str | None:
-    """Return why calls of a module cannot be run again, as far as the module itself tells; None where they can."""
+    """Return why calls of a module cannot run again, as far as the module itself tells; None if they can."""
     if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
         return "the model is a compiled region"
-    if isinstance(module, (torch.jit.ScriptModule, types.FunctionType)):
+    if isinstance(module, torch.jit.ScriptModule):
         return "the model is a TorchScript module"
     if type(module).__name__ in ("FullyShardedDataParallel", "DataParallel"):
         return f"{type(module).__name__} gathers the model from several devices"
+    root = unwrapped(module)
+    talks = [each for each in root.modules() if {kind.__name__ for kind in type(each).__mro__} & _COLLECTIVE]
+    if talks and several_processes():
+        return f"the model has collectives of its own, those of {type(talks[0]).__name__}"
+    if any(is_sharded(param) for param in root.parameters()):
+        return "the model has collectives of its own, those of DTensors"
     return None
 
 
-def replay(record: Record, casts: Casts, *, wide: bool = False, check: bool = True) -> Trial:
-    """Run a recorded call again.
+def _named_inputs(root: Module, args: Any, kwargs: Any) -> list[tuple[str, Tensor]]:
+    """Return the tensors that a module is called with, by the names of the arguments of its ``forward``."""
+    try:
+        given = inspect.signature(root.forward).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        # A forward that is not a Python function has no signature.
+        given = {f"args[{place}]": value for place, value in enumerate(args)} | kwargs
+    return [
+        (name if isinstance(value, Tensor) else f"{name}[{number}]", tensor)
+        for name, value in given.items()
+        for number, tensor in enumerate(iter_tensors(value))
+    ]
+
+
+def replay(record: Record, casts: Casts, *, wide: bool = False) -> Trial:
+    """Run a recorded call again, and compare its outputs with those of the step unless ``wide``.
 
     Args:
         record: The call.
         casts: How threads cast.
-        wide: Compute in fp32.
-        check: Compare the outputs with those of the step, unless all is wide.
+        wide: Whether to compute in fp32.
 
     Raises:
         CannotReplay: The model, or an input, is not as it was.
@@ -203,74 +190,55 @@ def replay(record: Record, casts: Casts, *, wide: bool = False, check: bool = Tr
     if record.written_to():
         raise CannotReplay("inputs of the model were written to")
     root = unwrapped(module)
-    if (name := _with_collectives(root)) is not None:
-        raise CannotReplay(f"the model has collectives of its own, those of {name}")
-    again: list[Tensor] = []
-
-    def leaf(kept: Tensor) -> Tensor:
-        fresh = kept.detach()
-        if id(kept) in record.wanted:
-            fresh.requires_grad_()
-        again.append(fresh)
-        return fresh
-
-    args, kwargs = map_tensors(record.inputs, leaf)
-    own = {name.removeprefix("module.") if root is not module else name: b for name, b in record.buffers.items()}
-    for name, value in own.items():
-        _set_buffer(root, name, value)
+    args, kwargs = map_tensors(record.inputs, lambda kept: kept.detach().requires_grad_(kept.requires_grad))
     record.random.restore()
     inspector = Inspector(root, wide=wide)
-    switches = (False, True) if wide else record.switches
-    kind = casts.device_type
-    region = torch.autocast(kind, record.autocast or torch.float16, enabled=record.autocast is not None and not wide)
-    with contextlib.nullcontext() if record.autocast is None else region, _switched(casts, switches), inspector:
-        outputs = root(*args, **kwargs)
-    found = [o if o.is_floating_point() and o.layout is torch.strided else None for o in iter_tensors(outputs)]
-    result = Trial(inspector, found, named_inputs(root, args, kwargs))
-    result.leaves = {name: p for name, p in root.named_parameters() if p.requires_grad}
-    result.leaves.update({f"input {name}": t for name, t in result.inputs if t.requires_grad})
-    if check and not wide:
-        _check_same(record, result)
-    return result
-
-
-@contextlib.contextmanager
-def _switched(casts: Casts, switches: Any) -> Iterator[None]:
-    token = casts.local.set(*switches)
+    inspector.inputs = _named_inputs(root, args, kwargs)
+    region: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if record.autocast is not None:
+        region = torch.autocast(casts.device_type, record.autocast, enabled=not wide)
+    token = casts.local.set(*((False, True) if wide else record.switches))
     try:
-        yield
+        with region, inspector:
+            outputs = root(*args, **kwargs)
     finally:
         casts.local.reset(token)
+    found = [o if o.is_floating_point() and o.layout is torch.strided else None for o in iter_tensors(outputs)]
+    leaves = {name: param for name, param in root.named_parameters() if param.requires_grad}
+    leaves.update({f"input {name}": tensor for name, tensor in inspector.inputs if tensor.requires_grad})
+    if not wide and not _are_same(record.outputs, found):
+        raise CannotReplay(
+            "run again, the model gave other outputs: it draws from a generator of its own, or its weights or buffers "
+            "have changed"
+        )
+    return Trial(inspector, found, leaves)
 
 
-def _check_same(record: Record, again: Trial) -> None:
-    """Raise where a replay did not give what the step did; see `CannotReplay`."""
-    if len(again.outputs) != len(record.outputs):
-        raise CannotReplay("run again, the model gave other outputs")
-    for output, before in zip(again.outputs, record.outputs, strict=True):
-        if (output is None) is not (before is None):
-            raise CannotReplay("run again, the model gave other outputs")
-        if output is None or before is None:
-            continue
-        now, then = float(sum_of(output.detach())), float(before)
-        rough = 1e-2 * float(output.detach().float().abs().sum()) if math.isfinite(now) else 0.0
-        if not (now == then or (math.isnan(now) and math.isnan(then)) or abs(now - then) <= rough):
-            raise CannotReplay(
-                "run again, the model gave other outputs: it draws random numbers of Python or numpy, or its weights "
-                "or buffers have changed"
-            )
-
-
-# -- what is found in calls --
+def _are_same(sums: list[Tensor | None], outputs: list[Tensor | None]) -> bool:
+    """Tell whether outputs have these sums, but for rounding."""
+    if [one is None for one in sums] != [one is None for one in outputs]:
+        return False
+    for before, output in zip(sums, outputs, strict=True):
+        if before is not None and output is not None:
+            then, now = float(before), float(sum_of(output.detach()))
+            rough = 1e-2 * float(output.detach().float().abs().sum()) if math.isfinite(now) else 0.0
+            if not (now == then or (math.isnan(now) and math.isnan(then)) or abs(now - then) <= rough):
+                return False
+    return True
 
 
 class RecordedCall:
-    """A recorded call of which trials are made.
+    """A recorded call that runs again in half precision, and in fp32 if that is asked for.
 
     Args:
         record: The call.
         casts: How threads cast.
-        scale: The loss scale by which gradients came back to the outputs.
+        scale: The loss scale of the gradients that came back to the outputs.
+
+    Attributes:
+        record: As given.
+        scale: As given.
+        half: The run in half precision.
 
     Raises:
         CannotReplay: See `replay`.
@@ -278,56 +246,19 @@ class RecordedCall:
 
     def __init__(self, record: Record, casts: Casts, scale: float) -> None:
         self.record = record
+        self.scale = scale
+        self.half = replay(record, casts)
         self._casts = casts
-        self._scale = scale
-        self._half = replay(record, casts)
-        self._wide: Trial | None = None
-        self._gradients: Sequence[Tensor | None] = ()
 
-    def trial(self, scale: float, *, wide: bool = False) -> Trial:
-        """Run the backward pass at a loss scale, of the call that ran again in half precision or in fp32."""
-        if wide and self._wide is None:
-            self._wide = replay(self.record, self._casts, wide=True)
-        again = self._wide if wide and self._wide is not None else self._half
-        if self._gradients:
-            given = [one.float() if wide and one is not None else one for one in self._gradients]
-            again.backward_by([None if one is None else one * (scale / self._scale) for one in given])
-        return again
+    @functools.cached_property
+    def wide(self) -> Trial:
+        """The run in fp32."""
+        return replay(self.record, self._casts, wide=True)
 
-    def forward_finding(self) -> Overflow | None:
-        """Return the finding where an output is not finite and spoils the gradients; None where none does."""
-        outputs = [number for number in self._flawed_outputs() if self.record.takes_part(number)]
-        return None if not outputs or self._finite_at_one() else self._first_finding(outputs, intended=False)
-
-    def suspect(self) -> Overflow | None:
-        """Return the finding for an output that is harmless as a rule: without gradients, or -inf maybe on purpose."""
-        outputs = self._half.outputs
-        return self._first_finding(
-            [
-                number
-                for number in self._flawed_outputs()
-                if self.record.takes_part(number) or not getattr(outputs[number], "requires_grad", True)
-            ],
-            intended=True,
-        )
-
-    def backward_finding(self, loss: int) -> Overflow | None:
-        """Return the finding for gradients that are not finite though those at the outputs are, in a loss's pass."""
-        self._gradients = self.record.gradients_of(loss)
-        return backward_finding(self, self.trial(self._scale), self._scale)
-
-    def _flawed_outputs(self) -> list[int]:
-        return [number for number, one in enumerate(self._half.outputs) if one is not None and flaw_of(one)]
-
-    def _first_finding(self, outputs: Sequence[int], *, intended: bool) -> Overflow | None:
-        self._gradients = ()
-        findings = (output_finding(self, self._half, number, intended=intended) for number in outputs)
-        return next((found for found in findings if found is not None), None)
-
-    def _finite_at_one(self) -> bool:
-        """Tell whether all gradients are finite at a loss scale of 1: no inf of the forward pass is to blame then."""
-        for loss in self.record.passes if self._scale > 1.0 else ():
-            self._gradients = self.record.gradients_of(loss)
-            if worst_of(self._gradients) is not None or self.trial(1.0).flawed():
-                return False
-        return self._scale > 1.0
+    def nonfinite_at(self, scale: float, loss: int, trial: Trial | None = None) -> dict[str, Tensor]:
+        """Run the backward pass of a loss at a scale, in half precision as a rule; see `Trial.nonfinite_leaves`."""
+        trial = trial or self.half
+        given = self.record.gradients_of(loss)
+        # In half precision a small factor would be 0.
+        trial.backward_by([None if one is None else one.float() * (scale / self.scale) for one in given])
+        return trial.nonfinite_leaves()

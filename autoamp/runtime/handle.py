@@ -24,7 +24,6 @@ from autoamp.diagnostics import (
     Recording,
     Watch,
     explain,
-    explain_step,
     report_of,
     write_report,
     write_scalars,
@@ -386,10 +385,11 @@ class BaseHandle:
         return end
 
     def explain_overflow(self, step_fn: Callable[[], Any]) -> Overflow | None:
-        """Run a step of the program several times and return what overflows in it.
+        """Run a step of the program and return what overflows in it.
 
-        The step runs at the current loss scale, at lower ones and in fp32. Random generators, buffers and gradients are
-        restored afterwards, and no optimizer steps. ``trace_overflow`` is not needed.
+        The step runs once, at the current loss scale. If it overflows, the calls of its modules run again, at lower
+        loss scales and in fp32. Random generators, buffers and gradients are restored afterwards, and no optimizer
+        steps. ``trace_overflow`` is not needed.
 
         Args:
             step_fn: Computes the loss, and returns it or runs its backward pass as the program does: in ``scale_loss``,
@@ -412,8 +412,7 @@ class BaseHandle:
         if auto_scale is not None:
             auto_scale.pause()
         try:
-            with run.overflows.apart(()):
-                return explain_step(step_fn, run.casts, scale, functools.partial(setattr, run.optimizers, "rehearsal"))
+            return run.overflows.explain_step(step_fn, scale, functools.partial(setattr, run.optimizers, "rehearsal"))
         finally:
             if auto_scale is not None:
                 auto_scale.resume()

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoamp.diagnostics.findings import CannotReplay, Trial, of_site
-from autoamp.diagnostics.inspector import Origin, worst_of
+from autoamp.diagnostics.inspector import Origin, nonfinite_value
 from autoamp.diagnostics.ranges import relative_error
 from autoamp.diagnostics.records import Record
-from autoamp.diagnostics.replay import replay
+from autoamp.diagnostics.replay import CannotReplay, Trial, replay
 from autoamp.diagnostics.verdicts import HalfPrecisionOp, Overflow
 from autoamp.tensors import HALF_DTYPES, dtype_name
 
@@ -97,7 +96,7 @@ class StepCheck:
 
     def _fault_of_call(self, step: int, record: Record, given: list[Tensor | None]) -> Fault | None:
         """Return the first op of a call that overflows in half precision, if that changes gradients."""
-        if worst_of(given) is not None:
+        if nonfinite_value(*given):
             return None
         half = replay(record, self._handle.casts)
         origin = next((one for one in half.inspector.origins if _overflows_in_half(one)), None)
@@ -107,7 +106,7 @@ class StepCheck:
             # The overflow may have made all outputs 0, at which a loss may have the gradient 0.
             given = _probes(given)
         half.backward_by(given)
-        if half.flawed():
+        if half.nonfinite_leaves():
             # The step will be skipped, and that overflow is explained.
             return None
         wide = replay(record, self._handle.casts, wide=True)
@@ -117,7 +116,7 @@ class StepCheck:
             return None
         site = origin.site
         verdict = HalfPrecisionOp(origin.magnitudes, dtype_name(site.dtype), site.in_cast)
-        overflow = of_site(site, verdict, "forward", origin.flaw)
+        overflow = site.finding(verdict, "forward", origin.value)
         first = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         sentence = f"{overflow.cause}; the step was taken, and the gradients of {first} are not those of fp32"
         return Fault(step, sentence, replace(overflow, iteration=step, parameter=names[0]))
