@@ -113,23 +113,25 @@ def _gradient_finding(call: RecordedCall) -> Overflow | None:
     for loss in call.record.passes:
         arrived = call.record.gradients_of(loss)
         value = nonfinite_value(*arrived)
-        if value is None:
-            try:
-                found = _backward_finding(call, loss)
-            except CannotReplay as error:
-                return unlocated(str(error))
-            if found is not None:
-                return found
-            continue
-        wide = [one for one in arrived if one is not None and one.dtype not in HALF_DTYPES]
-        if call.scale > 1.0 and value == "inf" and not nonfinite_value(*wide):
-            # No half tensor can hold it. If a lower scale does not help, the next step tells.
-            return Overflow(ScaleSearch(), phase="backward")
-        return unlocated(
-            f"the gradients hold {value} where they come to {type(call.record.module()).__name__}, and the ops between "
-            "its call and the loss were not watched in this step"
-        )
+        try:
+            found = _backward_finding(call, loss) if value is None else _loss_finding(call, arrived, value)
+        except CannotReplay as error:
+            found = unlocated(str(error))
+        if found is not None:
+            return found
     return None
+
+
+def _loss_finding(call: RecordedCall, arrived: Sequence[Tensor | None], value: str) -> Overflow:
+    """Return the finding for gradients that hold inf or nan as they come from the loss to a call."""
+    wide = [one for one in arrived if one is not None and one.dtype not in HALF_DTYPES]
+    if call.scale > 1.0 and value == "inf" and not nonfinite_value(*wide):
+        # No half tensor can hold it. If a lower scale does not help, the next step tells.
+        return Overflow(ScaleSearch(), phase="backward")
+    return unlocated(
+        f"the gradients hold {value} where they come to {type(call.record.module()).__name__}, and the ops between its "
+        "call and the loss were not watched in this step"
+    )
 
 
 def _nonfinite_outputs(call: RecordedCall) -> list[int]:

@@ -292,9 +292,9 @@ class Inspector(TorchFunctionMode):
                 if (cast := self._cast_sites.pop(tensor, None)) is not None:
                     cast.op, cast.names, cast.in_place = name, site.names, site.in_place
         self._own(outputs, site)
-        for origin in self._follow(site, name, flawed, sizes, outputs) if flawed or nonfinite_value(*outputs) else ():
-            if self._casts is not None:
-                origin.finite_in_fp32 = self._is_finite_in_fp32(self._casts, func, args, kwargs, site)
+        made = self._follow(site, name, flawed, sizes, outputs)
+        for origin in made if self._casts is not None else ():
+            origin.finite_in_fp32 = self._is_finite_in_fp32(func, args, kwargs, site)
         return result
 
     def _follow(
@@ -325,15 +325,16 @@ class Inspector(TorchFunctionMode):
             site.source = site.source or origin
         return made
 
-    def _is_finite_in_fp32(self, casts: Casts, func: Any, args: Any, kwargs: Any, site: Site) -> bool | None:
+    def _is_finite_in_fp32(self, func: Any, args: Any, kwargs: Any, site: Site) -> bool | None:
         """Run an op that made inf or nan of finite values again, in fp32; None if that does not tell."""
         if site.op in CASTS:
             return True
         if "out" in kwargs or site.in_place or str(getattr(func, "__name__", "")).startswith("__i"):
             return None
+        assert self._casts is not None
         devices = [one.device for one in iter_tensors((args, kwargs)) if one.is_cuda][:1]
         try:
-            with torch.no_grad(), casts.switched(False, forced_off=True), torch.random.fork_rng(devices):
+            with torch.no_grad(), self._casts.switched(False, forced_off=True), torch.random.fork_rng(devices):
                 wide = func(*map_tensors(args, _to_fp32), **map_tensors(kwargs, _to_fp32))
         except Exception:
             return None

@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, SupportsFloat
+from typing import Any, SupportsFloat
 
 import numpy
 import torch
@@ -30,34 +30,27 @@ from autoamp.patching import imitate
 from autoamp.tensors import iter_tensors, map_tensors, version_of
 from autoamp.torch_private import compiled_graphs, current_graph_task
 
-__all__ = ["RandomStates", "Record", "RecordedStep", "Recorder"]
+__all__ = ["Record", "RecordedStep", "Recorder", "random_states", "set_random_states"]
 
 # Of one step: the bytes of gradients at outputs, and the number of calls and losses.
 _MAX_BYTES = 2**28
 _MAX_RECORDS = 256
 
 
-class RandomStates(NamedTuple):
-    """The states of the random generators of torch on the CPU and the current GPU, of Python and of numpy."""
+def random_states() -> tuple[Any, ...]:
+    """Return the states of the random generators of torch on the CPU and the current GPU, of Python and of numpy."""
+    gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    return torch.get_rng_state(), gpu, random.getstate(), numpy.random.get_state()
 
-    cpu: Tensor
-    gpu: Tensor | None
-    python: Any
-    numpy: Any
 
-    @classmethod
-    def now(cls) -> RandomStates:
-        """Return the states as they are."""
-        gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-        return cls(torch.get_rng_state(), gpu, random.getstate(), numpy.random.get_state())
-
-    def restore(self) -> None:
-        """Put the generators back."""
-        torch.set_rng_state(self.cpu)
-        if self.gpu is not None:
-            torch.cuda.set_rng_state(self.gpu)
-        random.setstate(self.python)
-        numpy.random.set_state(self.numpy)
+def set_random_states(states: tuple[Any, ...]) -> None:
+    """Put the generators back to what `random_states` returned."""
+    cpu, gpu, python, of_numpy = states
+    torch.set_rng_state(cpu)
+    if gpu is not None:
+        torch.cuda.set_rng_state(gpu)
+    random.setstate(python)
+    numpy.random.set_state(of_numpy)
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -80,7 +73,7 @@ class Record:
     module: weakref.ref[Module]
     inputs: tuple[Any, dict[str, Any]]
     versions: list[tuple[Tensor, int | None]]
-    random: RandomStates
+    random: tuple[Any, ...]
     switches: Any
     autocast: torch.dtype | None
     number: int
@@ -251,7 +244,7 @@ class Recorder:
         inputs = map_tensors(args, keep), map_tensors(kwargs, keep) if kwargs else kwargs
         kind = self._casts.device_type
         return Record(
-            weakref.ref(module), inputs, versions, RandomStates.now(), self._casts.switches(),
+            weakref.ref(module), inputs, versions, random_states(), self._casts.switches(),
             torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None, self.step.calls,
         )  # fmt: skip
 

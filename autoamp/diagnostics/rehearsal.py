@@ -50,7 +50,7 @@ class Rehearsal:
     def run(self, step: Callable[[], Any]) -> None:
         """Run a step, and the backward pass of the loss that it returns if it ran none."""
         patches = PatchSet()
-        patches.replace(torch.autograd, "backward", self._build_backward())
+        patches.replace(torch.autograd, "backward", self._backward)
         try:
             result = step()
             if not self.passes and isinstance(result, Tensor) and result.requires_grad:
@@ -71,7 +71,7 @@ class Rehearsal:
     def backward(self, loss: Tensor) -> None:
         """Scale a loss and run its backward pass."""
         with self.scaled(loss) as scaled:
-            self._run_backward([scaled], None)
+            self._backward([scaled])
 
     def step_reached(self) -> BaseException:
         """Return what leaves the step where an optimizer is called."""
@@ -81,19 +81,10 @@ class Rehearsal:
         self.overflowed = self.overflowed or nonfinite_value(loss) is not None
         self._recorder.note_loss(loss, self._scale)
 
-    def _build_backward(self) -> Any:
-        def backward(
-            tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, create_graph: bool = False,
-            grad_variables: Any = None, inputs: Any = None,
-        ) -> None:  # fmt: skip
-            self._run_backward(tensors, grad_tensors if grad_variables is None else grad_variables)
-
-        return backward
-
-    def _run_backward(self, roots: Any, given: Any) -> None:
-        """Run a backward pass that leaves no gradients."""
-        roots = [roots] if isinstance(roots, Tensor) else list(roots)
-        given = [None] * len(roots) if given is None else [given] if isinstance(given, Tensor) else list(given)
+    def _backward(self, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Run a backward pass that leaves no gradients: what `torch.autograd.backward` does in a rehearsal."""
+        roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        given = [grad_tensors] if isinstance(grad_tensors, Tensor) else grad_tensors or [None] * len(roots)
         wanted, gradients = [], []
         for root, gradient in zip(roots, given, strict=True):
             if root.requires_grad:

@@ -6,7 +6,6 @@ import collections
 import contextlib
 import functools
 import inspect
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,7 @@ from torch.nn import Module
 
 from autoamp.casting import Casts
 from autoamp.diagnostics.inspector import Backward, Inspector, NodeResult, Site, nonfinite_value, sum_of
-from autoamp.diagnostics.records import RandomStates, Record
+from autoamp.diagnostics.records import Record, random_states, set_random_states
 from autoamp.scaling import is_sharded
 from autoamp.stepping import several_processes
 from autoamp.tensors import iter_tensors, map_tensors
@@ -93,7 +92,7 @@ class KeptState:
     """
 
     def __init__(self) -> None:
-        self._random = RandomStates.now()
+        self._random = random_states()
         self._modules: dict[Module, list[Callable[[], object]]] = {}
 
     def keep(self, module: Module) -> None:
@@ -103,7 +102,7 @@ class KeptState:
 
     def restore(self) -> None:
         """Put all back."""
-        self._random.restore()
+        set_random_states(self._random)
         for ways_back in self._modules.values():
             for put_back in ways_back:
                 put_back()
@@ -191,7 +190,7 @@ def replay(record: Record, casts: Casts, *, wide: bool = False) -> Trial:
         raise CannotReplay("inputs of the model were written to")
     root = unwrapped(module)
     args, kwargs = map_tensors(record.inputs, lambda kept: kept.detach().requires_grad_(kept.requires_grad))
-    record.random.restore()
+    set_random_states(record.random)
     inspector = Inspector(root, wide=wide)
     inspector.inputs = _named_inputs(root, args, kwargs)
     region: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -206,7 +205,7 @@ def replay(record: Record, casts: Casts, *, wide: bool = False) -> Trial:
     found = [o if o.is_floating_point() and o.layout is torch.strided else None for o in iter_tensors(outputs)]
     leaves = {name: param for name, param in root.named_parameters() if param.requires_grad}
     leaves.update({f"input {name}": tensor for name, tensor in inspector.inputs if tensor.requires_grad})
-    if not wide and not _are_same(record.outputs, found):
+    if not wide and (len(found) != len(record.outputs) or not all(map(_is_same, record.outputs, found))):
         raise CannotReplay(
             "run again, the model gave other outputs: it draws from a generator of its own, or its weights or buffers "
             "have changed"
@@ -214,17 +213,13 @@ def replay(record: Record, casts: Casts, *, wide: bool = False) -> Trial:
     return Trial(inspector, found, leaves)
 
 
-def _are_same(sums: list[Tensor | None], outputs: list[Tensor | None]) -> bool:
-    """Tell whether outputs have these sums, but for rounding."""
-    if [one is None for one in sums] != [one is None for one in outputs]:
-        return False
-    for before, output in zip(sums, outputs, strict=True):
-        if before is not None and output is not None:
-            then, now = float(before), float(sum_of(output.detach()))
-            rough = 1e-2 * float(output.detach().float().abs().sum()) if math.isfinite(now) else 0.0
-            if not (now == then or (math.isnan(now) and math.isnan(then)) or abs(now - then) <= rough):
-                return False
-    return True
+def _is_same(before: Tensor | None, output: Tensor | None) -> bool:
+    """Tell whether an output has the sum that it had in the step, but for rounding."""
+    if before is None or output is None:
+        return before is output
+    value = output.detach()
+    rough = 1e-2 * float(value.float().abs().sum().nan_to_num(0.0, posinf=0.0))
+    return torch.allclose(sum_of(value), before, rtol=0.0, atol=rough, equal_nan=True)
 
 
 class RecordedCall:
