@@ -373,7 +373,7 @@ class Inspector(TorchFunctionMode):
 
     def _own(self, tensors: Sequence[Tensor], site: Site | None) -> None:
         """Give the new nodes of tensors to a call; without one, to the functions of the program that made them."""
-        waiting = [tensor.grad_fn for tensor in tensors]
+        waiting: list[Any] = [tensor.grad_fn for tensor in tensors]
         while waiting:
             node = waiting.pop()
             is_leaf = node is None or getattr(node, "variable", None) is not None

@@ -203,7 +203,7 @@ def replay(record: Record, casts: Casts, *, wide: bool = False) -> Trial:
     finally:
         casts.local.reset(token)
     found = [o if o.is_floating_point() and o.layout is torch.strided else None for o in iter_tensors(outputs)]
-    leaves = {name: param for name, param in root.named_parameters() if param.requires_grad}
+    leaves: dict[str, Tensor] = {name: param for name, param in root.named_parameters() if param.requires_grad}
     leaves.update({f"input {name}": tensor for name, tensor in inspector.inputs if tensor.requires_grad})
     if not wide and (len(found) != len(record.outputs) or not all(map(_is_same, record.outputs, found))):
         raise CannotReplay(
