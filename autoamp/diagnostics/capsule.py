@@ -240,17 +240,14 @@ def _own_code_by_value() -> Iterator[Any]:
 
 def _own_modules() -> list[types.ModuleType]:
     """Return the modules of the program itself, whose code goes into the file: all that are not installed."""
-    installed = {
-        str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "platstdlib", "purelib", "platlib")
-    }
+    paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    installed = tuple(str(Path(path).resolve()) for path in paths)
     registered = _cloudpickle().list_registry_pickle_by_value()
     found = []
     for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if file is None or name in registered or name == "__main__" or name.partition(".")[0] in _INSTALLED:
-            continue
-        if getattr(module, "__name__", None) == name and file.endswith(".py"):
-            path = str(Path(file).resolve())
-            if not any(path.startswith(folder) for folder in installed) and "site-packages" not in path:
-                found.append(module)
+        path = str(Path(getattr(module, "__file__", None) or "").resolve())
+        is_listed = name in registered or name == "__main__" or name.partition(".")[0] in _INSTALLED
+        is_installed = path.startswith(installed) or "site-packages" in path
+        if path.endswith(".py") and getattr(module, "__name__", None) == name and not is_listed and not is_installed:
+            found.append(module)
     return found

@@ -52,6 +52,8 @@ _OVERWRITES = frozenset(
 )
 # In training these write their running statistics, which the result does not depend on.
 _NORMS = frozenset(("batch_norm", "instance_norm"))
+# Torch's own, also if this file is imported while lists are in force.
+_SUM: Any = original_of(Tensor.sum)
 # Each of these functions calls several ops, which no function mode sees.
 _COMPOSITES = frozenset(("multi_head_attention_forward",))
 # Where torch has no dispatch mode, a context that sees no operators.
@@ -148,14 +150,9 @@ def nonfinite_value(*tensors: Tensor | None) -> str | None:
     return found
 
 
-@functools.cache
-def _plain_sum() -> Any:
-    return original_of(Tensor.sum)
-
-
 def sum_of(tensor: Tensor) -> Tensor:
     """Return the fp32 sum of a tensor, without casts."""
-    result: Tensor = _plain_sum()(tensor, dtype=torch.float32)
+    result: Tensor = _SUM(tensor, dtype=torch.float32)
     return result
 
 

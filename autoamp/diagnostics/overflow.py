@@ -222,45 +222,51 @@ class OverflowTrace:
             scale: The loss scale.
             use: Lets ``scale_loss`` and optimizers use a rehearsal; None ends that.
         """
-        state, rehearsal = KeptState(), Rehearsal(self.recorder, scale)
-        hook = register_module_forward_pre_hook(lambda module, inputs: state.keep(module))
-        use(rehearsal)
-        self._casts.cache.clear()
-        try:
-            with self._unobserved(), torch.enable_grad(), self.recorder.one_step():
+        rehearsal, found = Rehearsal(self.recorder, scale), None
+        with (
+            self._unnoticed() as state,
+            self.recorder.one_step(),
+            register_module_forward_pre_hook(lambda module, inputs: state.keep(module)),
+        ):
+            use(rehearsal)
+            try:
                 rehearsal.run(step)
-                recorded = self.recorder.take()
-                # The calls run again from the state in which the step began.
-                state.restore()
-                found = None
-                if rehearsal.failure is not None or not recorded.losses:
-                    found = unlocated(rehearsal.failure or "the step neither returned a loss nor ran a backward pass")
-                elif rehearsal.overflowed:
-                    found = self.explain_records(recorded.records, scale, recorded)
-                    found = found or unlocated("run again, the step gave finite gradients")
-        finally:
-            hook.remove()
-            use(None)
+            finally:
+                use(None)
+            recorded = self.recorder.take()
+            # The calls run again from the state in which the step began.
             state.restore()
-            self._casts.cache.clear()
+            if rehearsal.failure is not None or not recorded.losses:
+                found = unlocated(rehearsal.failure or "the step neither returned a loss nor ran a backward pass")
+            elif rehearsal.overflowed:
+                found = self.explain_records(recorded.records, scale, recorded)
+                found = found or unlocated("run again, the step gave finite gradients")
         return None if found is None else replace(found, loss_scale=scale)
 
     @contextlib.contextmanager
     def apart(self, records: Iterable[Record]) -> Iterator[None]:
         """Run modules again within a ``with`` statement: nothing of it is recorded, observed, or left behind."""
-        state = KeptState()
-        for module in _modules_of(records):
-            for each in module.modules():
-                state.keep(each)
         paused, self.recorder.paused = self.recorder.paused, True
+        try:
+            with self._unnoticed() as state:
+                for module in _modules_of(records):
+                    for each in module.modules():
+                        state.keep(each)
+                yield
+        finally:
+            self.recorder.paused = paused
+
+    @contextlib.contextmanager
+    def _unnoticed(self) -> Iterator[KeptState]:
+        """Keep observers from what runs within a ``with`` statement, and put back what it changes."""
+        state = KeptState()
         self._casts.cache.clear()
         try:
             with self._unobserved(), torch.enable_grad():
-                yield
+                yield state
         finally:
             state.restore()
             self._casts.cache.clear()
-            self.recorder.paused = paused
 
 
 def _at_fixed_scale(found: Overflow, verdict: ScaleSearch, scale: float) -> Overflow:

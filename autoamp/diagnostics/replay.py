@@ -27,6 +27,8 @@ __all__ = ["CannotReplay", "KeptState", "RecordedCall", "Trial", "replay", "unfi
 _COLLECTIVE = frozenset(
     ("SyncBatchNorm", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "PipelineStage")
 )
+# Classes of a program's own may refuse to be cleared.
+_CONTAINERS = (dict, collections.OrderedDict, collections.defaultdict, set, list, collections.deque)
 
 
 class CannotReplay(Exception):
@@ -110,13 +112,12 @@ class KeptState:
 
 def _ways_back(module: Module) -> Iterator[Callable[[], object]]:
     own = vars(module)
-    for container in (own, *own.values()):
-        if isinstance(container, (dict, set)):
-            yield functools.partial(_refill, container, container.update, container.copy())
-        elif isinstance(container, (list, collections.deque)):
-            yield functools.partial(_refill, container, container.extend, container.copy())
-        elif isinstance(container, torch.Generator):
-            yield functools.partial(container.set_state, container.get_state())
+    for value in (own, *own.values()):
+        if type(value) in _CONTAINERS:
+            add = getattr(value, "extend", None) or value.update
+            yield functools.partial(_refill, value, add, value.copy())
+        elif isinstance(value, torch.Generator):
+            yield functools.partial(value.set_state, value.get_state())
     for buffer in own["_buffers"].values():
         if buffer is not None:
             yield functools.partial(_write, buffer, buffer.detach().clone())

@@ -171,33 +171,28 @@ def test_an_own_scaler_keeps_its_numbers() -> None:
         assert [one.iteration for one in handle.overflows] == [5, 6]
 
 
-def test_a_nan_loss_with_finite_gradients_under_an_own_scaler() -> None:
+@pytest.mark.parametrize(
+    ("kind", "skipped", "nonfinite"), [("nan loss", 0, 1), ("inf gradient", 1, 0), ("inf gradient, fused", 1, 0)]
+)
+def test_the_second_of_three_steps_under_an_own_scaler(kind: str, skipped: int, nonfinite: int) -> None:
     handle: Any = autoamp.init(device_type="cpu", dtype=torch.float16)
     weight = torch.nn.Parameter(torch.ones(4))
-    optimizer, scaler = torch.optim.SGD([weight], lr=0.1), torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD([weight], lr=0.1, fused=kind.endswith("fused"))
+    scaler = torch.amp.GradScaler("cpu")
+    told = []
     for step in range(3):
-        scaler.scale(weight.sum() + (math.nan if step == 1 else 1.0)).backward()
-        if step != 1:
+        size = math.inf if step == 1 and kind != "nan loss" else 1.0
+        scaler.scale((weight * size).sum() + (math.nan if step == 1 and kind == "nan loss" else 0.0)).backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
             scaler.step(optimizer)
-        else:
-            with pytest.warns(UserWarning, match="step 1 of SGD has inf or nan in the loss"):
-                scaler.step(optimizer)
-        scaler.update()
-    assert (handle.stats["steps"], handle.stats["skipped"], handle.stats["nonfinite"]) == (3, 0, 1)
-    handle.deactivate()
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_an_own_scaler_with_an_optimizer_that_skips_itself(fused: bool) -> None:
-    handle: Any = autoamp.init(device_type="cpu", dtype=torch.float16)
-    weight = torch.nn.Parameter(torch.ones(4))
-    optimizer, scaler = torch.optim.SGD([weight], lr=0.1, fused=fused), torch.amp.GradScaler("cpu")
-    for step in range(3):
-        scaler.scale((weight * (math.inf if step == 1 else 1.0)).sum()).backward()
-        scaler.step(optimizer)
+        told += [str(one.message) for one in caught]
         scaler.update()
         optimizer.zero_grad()
-    assert (handle.stats["steps"], handle.stats["skipped"], handle.stats["loss_scale"]) == (3, 1, 32768.0)
+    stats = handle.stats
+    assert (stats["steps"], stats["skipped"], stats["nonfinite"]) == (3, skipped, nonfinite)
+    assert stats["loss_scale"] == 65536.0 / 2**skipped
+    assert any("step 1 of SGD has inf or nan in the loss" in one for one in told) is bool(nonfinite)
     handle.deactivate()
 
 
