@@ -1,4 +1,4 @@
-"""Looks on and changes nothing: observers of calls, counts, lists compared with the installed torch."""
+"""Tools that observe a program and change no result: counts, traces, range profiles, explained overflows, reports."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Drift: what the shipped list sets say, compared with the torch that is installed.
+"""Drift: differences between the shipped list sets and the installed torch.
 
-`autoamp lists --check` prints what `check_lists` finds. torch's own policies are read from `ATen/autocast_mode.h`,
+`autoamp lists --check` prints the result of `check_lists`. torch's own policies are read from `ATen/autocast_mode.h`,
 which torch installs among its headers.
 """
 
@@ -26,9 +26,9 @@ _POLICIES = {
     "DIFFERENT_REDISPATCH_SIGNATURE": CastPolicy.FP32,
     "PROMOTE": CastPolicy.PROMOTE,
 }
-# The dispatcher's ops that Python sees by another name, or through the function that calls them.
+# The dispatcher's ops whose Python function has another name.
 _PYTHON_NAMES = {"nll_loss2d": "nll_loss", "_thnn_fused_lstm_cell": "lstm", "_thnn_fused_gru_cell": "gru"}
-# What Python 3.14 adds to a class with annotations.
+# Python 3.14 adds these to a class with annotations.
 _OF_CLASSES = frozenset({"__annotate__", "__annotate_func__", "__annotations_cache__"})
 
 
@@ -38,10 +38,10 @@ class Drift(NamedTuple):
     Attributes:
         torch: The version of the installed torch.
         header: The header that was read, None where this torch has none; policies are not compared then.
-        lines: A line for each difference: the name, what is the matter with it, and what to do. Named are public names
-            of torch that the default set neither lists nor leaves alone with a reason, rules on names that this torch
-            lacks though no version limit says so, rules that a version limit keeps from this torch though it has the
-            name, and ops whose policy differs from the one in torch's header.
+        lines: A line for each difference, with the name, the difference and a remedy. There are four kinds: public
+            names of torch that are not in the default set, rules on names that this torch lacks although their version
+            limit admits it, rules whose version limit excludes this torch although it has the name, and ops whose
+            policy differs from the one in torch's header.
     """
 
     torch: str
@@ -50,7 +50,7 @@ class Drift(NamedTuple):
 
 
 def public_names() -> frozenset[str]:
-    """Return the names of torch's public callables that are no classes, operators included, Python's own left out."""
+    """Return the names of torch's public functions and methods, operators included, without those of `object`."""
     return frozenset(
         name
         for name in known_ops() - _OF_CLASSES
@@ -92,7 +92,7 @@ def parse_autocast(text: str) -> dict[str, CastPolicy]:
 def check_lists() -> Drift:
     """Compare the shipped list sets with the installed torch: its public names, and the policies of its autocast.
 
-    Project lists are not looked at: an unknown name in one of those is an error when it is loaded.
+    Project lists are not compared: an unknown name in one of those is an error when it is loaded.
 
     Raises:
         ValueError: The form of torch's header has changed.
@@ -122,7 +122,7 @@ def check_lists() -> Drift:
 
 
 def _covered(name: str, listed: set[str]) -> bool:
-    """Tell whether a name stands in the lists, or is the in-place form of one that does."""
+    """Tell whether a name is in the lists, or is the in-place form of a name that is."""
     if name in listed:
         return True
     if name.startswith("__i") and f"__{name[3:]}" in listed:

@@ -17,8 +17,8 @@ _HALF_BIT = 0x1000
 _NO_CARRY = 0x7F7FF000
 
 FORMATS: dict[str, tuple[int, int, int]] = {"float16": (-25, -14, 16), "bfloat16": (-134, -126, 128)}
-"""By half dtype three binary exponents: what is below the first becomes 0, what is below the second subnormal, and what
-has the third or more overflows (IEEE 754 binary16; bfloat16 has the exponents of binary32)."""
+"""By half dtype three binary exponents. Values below the first become 0, values below the second become subnormal, and
+values from the third on overflow (IEEE 754 binary16; bfloat16 has the exponents of binary32)."""
 
 
 class Exponents:

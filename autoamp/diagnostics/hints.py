@@ -47,18 +47,22 @@ class Islands:
         # By fp32 result: the op, and the bytes of the casts of its arguments. Entries end with their tensor.
         self._source_of: Any = WeakIdKeyDictionary()
 
-    def add_call(self, row: Row, inputs: Sequence[Tensor], outputs: Iterable[Tensor]) -> None:
-        """Note a call of a listed op."""
-        halves = [tensor for tensor in inputs if tensor.dtype in HALF_DTYPES]
-        if halves and row.policy != "fp16":
-            self._note(outputs, (row, sum(tensor.numel() * 4 for tensor in halves)))
+    def add_call(self, row: Row | None, inputs: Sequence[Tensor], outputs: Iterable[Tensor]) -> None:
+        """Note a call of a listed op, or of an op on no list, whose results belong to the island of its arguments.
 
-    def add_unlisted(self, inputs: Sequence[Tensor], outputs: Iterable[Tensor]) -> None:
-        """Note an op on no list: its results belong to the island of its arguments."""
-        sources = (self._source_of.get(tensor) for tensor in inputs)
-        source = next((found for found in sources if found is not None), None)
-        if source is not None:
-            self._note(outputs, source)
+        Args:
+            row: The listed op; None for an op on no list.
+            inputs: The floating arguments.
+            outputs: The floating results.
+        """
+        source = None
+        if row is None:
+            source = next(filter(None, map(self._source_of.get, inputs)), None)
+        elif row.policy != "fp16" and any(tensor.dtype in HALF_DTYPES for tensor in inputs):
+            source = row, sum(tensor.numel() * 4 for tensor in inputs if tensor.dtype in HALF_DTYPES)
+        for output in outputs:
+            if source is not None and output.dtype is torch.float32:
+                self._source_of[output] = source
 
     def add_cast(self, tensor: Tensor, result: Tensor, back: Row | None) -> None:
         """Note a cast, for an argument of an op or by the program itself."""
@@ -69,11 +73,6 @@ class Islands:
             island.back = back
             island.count += 1
             island.bytes += widened + result.nbytes
-
-    def _note(self, outputs: Iterable[Tensor], source: tuple[Row, int]) -> None:
-        for output in outputs:
-            if output.dtype is torch.float32:
-                self._source_of[output] = source
 
 
 def hints_of(unlisted: Iterable[Row], islands: Islands) -> tuple[Hint, ...]:

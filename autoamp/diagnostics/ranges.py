@@ -35,7 +35,7 @@ _LARGEST_SCALE_EXPONENT = 24
 _ROWS_SHOWN = 20
 _LEGEND = """\
 largest: the power of two of the largest result. fp16 0, fp16 inf, bf16 0: how many results that dtype would make 0 or
-inf. error: how far the op is off on arguments in that dtype, as a part of its result (2-norm). -: not looked at.
+inf. error: how far the op is off on arguments in that dtype, as a part of its result (2-norm). -: not known.
 """
 # Operators that make values without reading those of their arguments.
 _MAKERS = ("aten::empty", "aten::new_", "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::rand")

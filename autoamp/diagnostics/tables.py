@@ -18,11 +18,10 @@ def as_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]],
     """Return a table as text.
 
     Args:
-        title: What stands above it.
+        title: The line above the table.
         headings: The columns' names.
         rows: The cells, as many in each row as there are columns.
-        numbers: How many columns at the end are numbers, which are aligned at the right, below a word of the heading
-            a line.
+        numbers: The number of columns at the end that are aligned at the right, with a word of the heading a line.
     """
     if not rows:
         return f"{title}: nothing\n"
@@ -45,7 +44,7 @@ def as_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]],
 
 
 def counted(number: int, what: str) -> str:
-    """Return a number with what is counted, in the plural unless it is one."""
+    """Return a number and a noun, such as ``"1 skip"`` or ``"2 skips"``."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 

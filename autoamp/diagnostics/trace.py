@@ -169,7 +169,7 @@ class CastTrace(OperatorObserver):
         mixed = len({tensor.dtype for tensor in promoted}) > 1 and name != "aten::copy_"
         site = self._observation.site_here() if mixed else None
         with self._lock:
-            self._islands.add_unlisted(tensors, outputs)
+            self._islands.add_call(None, tensors, outputs)
             if site is None:
                 return
             row = self._row(name, site, None)

@@ -106,11 +106,16 @@ def test_names_registrations_and_scaling_outlive_it(handle: autoamp.Handle, x: t
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit")
-def test_compiled_code_is_not_counted(handle: autoamp.Handle, x: torch.Tensor) -> None:
-    layer = nn.Linear(2, 2)
-    with handle.count() as counts:
-        compiled = torch.compile(layer, backend="eager", fullgraph=True)
+def test_compiled_code_is_neither_counted_nor_traced(handle: autoamp.Handle, x: torch.Tensor) -> None:
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    with handle.count() as counts, handle.trace() as trace:
+        compiled = torch.compile(nn.Linear(2, 2), backend=backend, fullgraph=True)
         assert compiled(x).dtype is torch.float16
         assert torch.jit.script(nn.Linear(2, 2))(x).dtype is torch.float32
-    assert counts.ops == {}
+    assert (counts.ops, trace.rows, len(graphs)) == ({}, (), 1)
     torch._dynamo.reset()

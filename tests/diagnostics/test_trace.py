@@ -126,6 +126,7 @@ def test_hints_have_figures_and_remedies(handle: Any) -> None:
 def test_an_island_ends_with_a_cast_of_the_program(handle: Any) -> None:
     x = torch.ones(2, 2).half()
     with handle.trace() as trace:
+        F.linear(torch.randn(64, 2), x)
         (F.softmax(x, -1) + 1).half()
         # Arguments that were not half make no island.
         F.softmax(torch.ones(2, 2), -1).half()
@@ -145,13 +146,6 @@ def test_nothing_is_kept_of_dead_tensors(handle: Any) -> None:
     assert len(trace._islands._source_of) == 0
 
 
-def test_a_quiet_model_has_no_hints(handle: Any) -> None:
-    model = nn.Linear(8, 8)
-    with handle.trace() as trace:
-        model(torch.randn(64, 8))
-    assert trace.hints == ()
-
-
 def test_dict_json_csv_and_print(handle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "250")
     with handle.trace() as trace:
@@ -165,20 +159,6 @@ def test_dict_json_csv_and_print(handle: Any, monkeypatch: pytest.MonkeyPatch) -
     text = str(trace)
     assert "nn.functional.linear" in text
     assert "fp32 island" in text
-
-
-def test_compiled_code_is_left_alone(handle: Any) -> None:
-    graphs = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    model, x = nn.Linear(2, 2), torch.ones(1, 2)
-    with handle.trace() as trace:
-        assert torch.compile(model, backend=backend)(x).dtype is torch.float16
-    assert (len(graphs), trace.rows) == (1, ())
-    torch._dynamo.reset()
 
 
 def test_a_call_that_raises_is_not_counted(handle: Any) -> None:

@@ -1,1 +1,1 @@
-"""The report of a run: what is recorded for it, its values, and the page that shows them."""
+"""The report of a run: the recording, its plain values, and the page that shows them."""

@@ -1,4 +1,4 @@
-"""Reports as files: JSON, and a page of HTML that holds all it needs, by Jinja2."""
+"""Reports as files: JSON, and a self-contained page of HTML."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _FOLDER = Path(__file__).parent / "templates"
 
 
 def is_page(path: str | os.PathLike[str]) -> bool:
-    """Tell whether a file of this ``path`` is to be a page of HTML: one that ends in .html or .htm."""
+    """Tell whether the name of a file at this ``path`` is that of a page of HTML: .html or .htm."""
     return Path(path).suffix.lower() in (".html", ".htm")
 
 
 def check_report_tools() -> None:
-    """Check that what a page is made with is there, without importing it.
+    """Check that Jinja2, which makes pages, is installed, without importing it.
 
     Raises:
-        UsageError: It is not.
+        UsageError: It is not installed.
     """
     if importlib.util.find_spec("jinja2") is None:
         raise UsageError(
@@ -36,14 +36,14 @@ def check_report_tools() -> None:
 
 
 def report_page(documents: Sequence[Mapping[str, Any]], names: Sequence[str] = ()) -> str:
-    """Return a page of HTML for one run, or for two side by side. It asks for nothing from elsewhere.
+    """Return a self-contained page of HTML for one run, or for two side by side.
 
     Args:
-        documents: What `report_of` returned, of one or two runs.
-        names: What the runs are called.
+        documents: The results of `report_of`, of one or two runs.
+        names: The names of the runs.
 
     Raises:
-        UsageError: `check_report_tools` does.
+        UsageError: Jinja2 is not installed.
     """
     check_report_tools()
     import jinja2
@@ -72,10 +72,10 @@ def write_report(
     Args:
         path: The file; its folder must exist.
         documents: Reports of runs, one or two, as `report_of` and `load_report` return them.
-        names: What the page calls them, where there are two.
+        names: The names of the runs on the page, if there are two.
 
     Raises:
-        UsageError: `check_report_tools` does, or the file cannot be written.
+        UsageError: Jinja2 is not installed, or the file cannot be written.
     """
     text = report_page(documents, names) if is_page(path) else json.dumps(plain(documents[0]), indent=1) + "\n"
     try:
@@ -88,7 +88,7 @@ def load_report(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the report in a file of JSON.
 
     Args:
-        path: What ``autoamp run --report FILE.json`` or `Handle.report` wrote.
+        path: A file that ``autoamp run --report FILE.json`` or `Handle.report` wrote.
 
     Raises:
         UsageError: It cannot be read, or is no report of a run.

@@ -86,7 +86,7 @@ class Recording(Watch):
             self.samples.await_step(self.steps)
 
     def _waits_for_device(self) -> bool:
-        """Tell whether only the device knows the scale, and the host is to wait for it no earlier than the end."""
+        """Tell whether reading the scale would wait for the device, which only the end of the recording may do."""
         return self.active and any(len(scaler.unread) for scaler in self._handle.optimizers.scalers)
 
     def _note_scale(self) -> None:
