@@ -146,14 +146,9 @@ def test_the_slider_moves_gradients_alone(shown: Any) -> None:
     assert len(histogram()) == 1
 
 
-def test_keys(shown: Any) -> None:
-    body = one(shown, "body")
-    body.send_keys("\ue004")
+def test_the_tab_key_skips_to_the_report(shown: Any) -> None:
+    one(shown, "body").send_keys("\ue004")
     assert shown.switch_to.active_element.text == "Skip to the report"
-    body.send_keys("/")
-    assert shown.switch_to.active_element.get_attribute("type") == "search"
-    shown.switch_to.active_element.send_keys("\ue004")
-    assert shown.switch_to.active_element.tag_name in ("button", "input")
 
 
 @pytest.mark.parametrize("width", [360, 390, 768])

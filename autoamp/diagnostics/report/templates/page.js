@@ -390,12 +390,4 @@
 
   const again = () => redraws.forEach((redraw) => redraw());
   window.addEventListener("resize", again);
-  document.addEventListener("keydown", (event) => {
-    if (event.key !== "/" || /^(INPUT|SELECT|TEXTAREA)$/.test(document.activeElement?.tagName)) return;
-    const visible = [...document.querySelectorAll(".tools input")].find((input) => input.getBoundingClientRect().bottom > 0);
-    if (visible) {
-      event.preventDefault();
-      visible.focus();
-    }
-  });
 })();
