@@ -14,7 +14,7 @@ import torch
 from autoamp.diagnostics.observer import Call, Observer
 from autoamp.diagnostics.ranges import ValueProfile
 from autoamp.diagnostics.trace import CastTrace
-from autoamp.torch_private import dispatch_modes
+from autoamp.torch_private import DispatchMode, dispatch_modes
 
 __all__ = ["Sample", "Samples", "is_sampled"]
 
@@ -87,8 +87,8 @@ class Samples(Observer):
             self._begin(step)
 
     def _begin(self, step: int) -> None:
-        if dispatch_modes():
-            # The program's own mode may end before the step, and modes end in the order in which they began.
+        # The program's own mode may end before the step, and the mode that began last ends first.
+        if DispatchMode is None or dispatch_modes():
             return
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.trace)
