@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import gc
 import os
 import sys
@@ -16,8 +17,8 @@ import torch
 # Importing Dynamo replaces `torch.manual_seed`; the originals are counted after that.
 import torch._dynamo
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg
 import torch.utils.checkpoint
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autoamp
 from autoamp.runtime import active
@@ -157,11 +158,14 @@ def one_process(tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture
 def fake_ranks() -> Iterator[Callable[[int], None]]:
-    """Return a function that makes this process rank 0 of so many, none for 1. Collectives change nothing."""
+    """Return a function that makes this process rank 0 of so many, without a group for 1. Collectives do nothing."""
 
     def make(world_size: int) -> None:
         if world_size > 1:
-            dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+            store = dist.HashStore()
+            # How long a test waits for another rank, which never answers.
+            store.set_timeout(datetime.timedelta(seconds=0.1))
+            dist.init_process_group("fake", rank=0, world_size=world_size, store=store)
 
     yield make
     if dist.is_initialized():

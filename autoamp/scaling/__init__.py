@@ -12,7 +12,7 @@ from autoamp.scaling.gradients import (
     widened,
 )
 from autoamp.scaling.loss_scale import DynamicLossScaler, LossScaler, StaticLossScaler, is_count, make_scaler
-from autoamp.scaling.shards import has_shards, is_flat, is_sharded, local_of, reduce_partial
+from autoamp.scaling.shards import is_flat, is_sharded, local_of, reduce_partial
 from autoamp.scaling.sync import FoundInfReduction, RequestedGroup, SyncGroup, SyncGroups, clip_, powered_norm
 from autoamp.scaling.unread_flags import Scale, UnreadFlags, is_same_scale, scale_ratio, scaled_loss
 
@@ -28,7 +28,6 @@ __all__ = [
     "UnreadFlags",
     "clip_",
     "found_any",
-    "has_shards",
     "is_count",
     "is_flat",
     "is_same_scale",

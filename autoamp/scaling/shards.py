@@ -16,7 +16,6 @@ from autoamp.tensors import HALF_DTYPES
 
 __all__ = [
     "copies_in_mesh",
-    "has_shards",
     "is_flat",
     "is_sharded",
     "local_of",
@@ -37,13 +36,6 @@ def is_sharded(tensor: Tensor) -> bool:
 def is_flat(tensor: Tensor) -> bool:
     """Tell whether a tensor is a flat parameter of `FullyShardedDataParallel`."""
     return bool(getattr(tensor, "_is_flat_param", False))
-
-
-def has_shards(tensors: Iterable[Tensor]) -> bool:
-    """Tell whether a DTensor is among some tensors. Cheap where they are torch's own tensors and parameters."""
-    tensors = list(tensors)
-    # A parameter that is a DTensor has the type of a DTensor.
-    return not _PLAIN.issuperset(map(type, tensors)) and any(map(is_sharded, tensors))
 
 
 def local_of(tensor: Tensor) -> Tensor:

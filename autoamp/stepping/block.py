@@ -44,7 +44,7 @@ def _count(change: int) -> None:
 
 @contextlib.contextmanager
 def scaled_loss_block(
-    loss: Tensor, guards: Sequence[StepGuard], scaler: LossScaler, casts: Casts, *, delay_unscale: bool = False
+    loss: Tensor, guards: Sequence[StepGuard], scaler: LossScaler, casts: Casts, *, delay_unscale: bool
 ) -> Iterator[Tensor]:
     """`scaled_block` that yields the loss times its scale, and drops kept casts at its end.
 

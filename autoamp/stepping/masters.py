@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from autoamp.scaling import has_shards, is_sharded, local_of, widened
+from autoamp.scaling import is_sharded, local_of, widened
 from autoamp.stepping.attach import AttachedMethod
 from autoamp.stepping.links import Link, check_shapes, equalized, linked, refresh_masters, release_master
 from autoamp.stepping.replicas import WRAPPERS, Sync, broadcast, kept_equal, next_sync, several_processes
@@ -203,7 +203,7 @@ class MasterWeights:
         original(*args, **kwargs)
         self.adopt()
 
-    def begin_step(self, *, local: bool = False) -> None:
+    def begin_step(self, *, local: bool) -> None:
         """Copy what was written into the half parameters to the masters, which are authoritative from here on.
 
         Args:
@@ -230,9 +230,7 @@ class MasterWeights:
         """Write the masters into the half parameters, in one multi-tensor copy."""
         pairs = self._pairs.values()
         if pairs:
-            halves, masters = [half for half, _ in pairs], [link.master for _, link in pairs]
-            if has_shards(halves):
-                halves, masters = list(map(local_of, halves)), list(map(local_of, masters))
+            halves, masters = [local_of(half) for half, _ in pairs], [local_of(link.master) for _, link in pairs]
             try:
                 torch._foreach_copy_(halves, masters)
             except RuntimeError:

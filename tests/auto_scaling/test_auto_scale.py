@@ -1,4 +1,4 @@
-"""Scaling for programs that know nothing of it: true gradients wherever they look, and no step that overflowed."""
+"""`auto_scale()`: gradients are true wherever a program looks, and steps that overflowed are skipped."""
 
 from __future__ import annotations
 
@@ -268,6 +268,8 @@ def looks_at_gradients_from_hooks() -> Any:
         torch.autograd.Variable._execution_engine.queue_callback(at_the_end)
 
     model[2].weight.register_post_accumulate_grad_hook(clips_in_place)
+    x.requires_grad_()
+    x.register_post_accumulate_grad_hook(clips_in_place)
     model[0].register_full_backward_hook(within)
     model[0].bias.register_hook(lambda gradient: seen.extend([gradient.clone(), *gradients(model)]))
     for _ in range(2):
@@ -331,6 +333,25 @@ def steps_what_is_in_no_optimizer() -> Any:
     for _ in range(3):
         by_hand(model(x)).square().mean().backward()
     return list(by_hand.parameters()), gradients(model)
+
+
+def runs_a_pass_within_a_function() -> Any:
+    model, _optimizer, x = make()
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            with torch.enable_grad():
+                (model[0].bias.sum() * 3).backward()
+                torch.autograd.backward([model[0].weight.sum(), model[2].bias], [None, gradient[0, :2]])
+            return gradient
+
+    model[2](Function.apply(model[0](x))).square().mean().backward()
+    return gradients(model)
 
 
 def adds_a_group_late() -> Any:
@@ -428,10 +449,11 @@ def asks_for_gradients_from_hooks() -> Any:
 
 
 PROGRAMS = [
-    accumulates, adds_a_group_late, asks_for_gradients_from_hooks, catches_exceptions, checkpoints_what_shares_memory,
-    has_a_deep_graph, has_closures, has_double_backward, has_hooks_of_modules, has_hooks_of_tensors,
-    has_several_losses, limits_the_inputs, looks_at_gradients_from_hooks, retains_gradients, reverses_gradients,
-    runs_backward_in_threads, runs_passes_with_gradients_of_hooks, shares_parameters, steps_what_is_in_no_optimizer,
+    accumulates, adds_a_group_late, asks_for_gradients_from_hooks, catches_exceptions,
+    checkpoints_what_shares_memory, has_a_deep_graph, has_closures, has_double_backward, has_hooks_of_modules,
+    has_hooks_of_tensors, has_several_losses, limits_the_inputs, looks_at_gradients_from_hooks, retains_gradients,
+    reverses_gradients, runs_a_pass_within_a_function, runs_backward_in_threads,
+    runs_passes_with_gradients_of_hooks, shares_parameters, steps_what_is_in_no_optimizer,
 ]  # fmt: skip
 
 
@@ -744,23 +766,25 @@ def test_hooks_of_leaves_from_before_auto_scale_see_true_gradients(handle: autoa
     assert [gradient.tolist() for gradient in seen] == [[5.0, 5.0]] * 2
 
 
-def root_gradient(loss: Tensor) -> float:
-    """Run a loss backward, and return the gradient with which the pass began."""
+def root_gradient(root: Tensor, gradient: Tensor | None = None) -> float:
+    """Run a backward pass, and return the first element of the gradient with which it began."""
     seen: list[float] = []
-    loss.grad_fn.register_prehook(lambda gradients: seen.append(gradients[0].item()))  # type: ignore[union-attr]
-    loss.backward()
+    root.grad_fn.register_prehook(lambda gradients: seen.append(gradients[0].flatten()[0].item()))  # type: ignore[union-attr]
+    root.backward(gradient)
     return seen[0]
 
 
 def test_passes_that_need_no_scale_are_left_alone(handle: autoamp.Handle, scaling: AutoScale) -> None:
     x = torch.ones(2, requires_grad=True)
+    model, _optimizer, data = make()
+    assert root_gradient(model(data).sum()) == 2.0**16
+    assert root_gradient(model(data), torch.full((5, 2), 3.0)) == 3.0 * 2.0**16
     # No optimizer steps it.
     assert root_gradient(x.sum()) == 1.0
     assert torch.equal(torch.autograd.grad(x.sum(), x)[0], torch.ones(2))
     handle.deactivate()
     # bf16 has no loss scale.
     bf16 = autoamp.init(device_type="cpu", dtype=torch.bfloat16)
-    model, _optimizer, data = make()
     with bf16.auto_scale():
         assert root_gradient(model(data).float().sum()) == 1.0
     assert bf16.loss_scale == 1.0

@@ -36,11 +36,17 @@ TESTS = {
     "patching": ["tests/patching"],
     "casting": ["tests/casting", "tests/property/test_casts.py", "tests/inference"],
     "ops": ["tests/ops", "tests/property/test_casts.py"],
-    "scaling": ["tests/scaling", "tests/stepping/test_loss_scalers.py", "tests/stepping/test_optimizers.py"],
+    "scaling": [
+        "tests/scaling",
+        "tests/stepping/test_loss_scalers.py",
+        "tests/stepping/test_optimizers.py",
+        "tests/integration/test_device_steps.py",
+    ],
     "stepping": [
         "tests/stepping",
         "tests/auto_scaling",
         "tests/property/test_training.py",
+        "tests/integration/test_device_steps.py",
         "tests/levels",
         "tests/fp16_utils",
         "tests/runtime",
@@ -52,8 +58,7 @@ TESTS = {
 APART = {"rank_consistency": "autoamp/stepping/rank_consistency.py"}
 # What runs on CUDA alone, where `python -m tests.null_cuda` looks at it.
 ON_CUDA_ALONE = ["autoamp/casting/flat_weights.py"]
-# A mutant in an annotation changes nothing, as nobody evaluates it; and what these do to numbers and strings that are
-# compared depends on which objects Python shares.
+# What these do to numbers and strings that are compared depends on which objects Python shares.
 POINTLESS = ("core/ReplaceComparisonOperator_Eq_Is", "core/ReplaceComparisonOperator_NotEq_Is")
 
 
@@ -67,11 +72,17 @@ def copied_tree(folder: Path) -> None:
             shutil.copy2(ROOT / name, folder / name)
 
 
-def annotated_lines(source: str) -> set[tuple[int, int]]:
-    """Return the places in a source text, each by line and column, that are within annotations."""
+def pointless_places(source: str) -> set[tuple[int, int]]:
+    """Return the places in a source text, each by line and column, at which a mutant changes nothing on a CPU.
+
+    Nobody evaluates annotations. Lengths that `zip` compares are equal, and copies on a CPU block.
+    """
     found = set()
     for node in ast.walk(ast.parse(source)):
-        for note in (getattr(node, "annotation", None), getattr(node, "returns", None)):
+        notes = [getattr(node, "annotation", None), getattr(node, "returns", None)]
+        if isinstance(node, ast.keyword) and node.arg in ("strict", "non_blocking"):
+            notes.append(node.value)
+        for note in notes:
             if note is None:
                 continue
             for line in range(note.lineno, note.end_lineno + 1):
@@ -83,14 +94,14 @@ def annotated_lines(source: str) -> set[tuple[int, int]]:
 
 def chosen(database: Any, folder: Path, size: int, seed: int) -> set[str]:
     """Return the jobs to run: one mutant at each place, then another, until there are enough."""
-    notes: dict[Path, set[tuple[int, int]]] = {}
+    pointless: dict[Path, set[tuple[int, int]]] = {}
     places: dict[Any, list[str]] = {}
     for item in sorted(database.work_items, key=lambda item: _order(item.mutations[0])):
         mutation = item.mutations[0]
         path = mutation.module_path
-        if path not in notes:
-            notes[path] = annotated_lines((folder / path).read_text(encoding="utf-8"))
-        if mutation.start_pos not in notes[path] and not mutation.operator_name.startswith(POINTLESS):
+        if path not in pointless:
+            pointless[path] = pointless_places((folder / path).read_text(encoding="utf-8"))
+        if mutation.start_pos not in pointless[path] and not mutation.operator_name.startswith(POINTLESS):
             places.setdefault((path, mutation.start_pos), []).append(item.job_id)
     numbers = random.Random(seed)
     jobs = list(places.values())

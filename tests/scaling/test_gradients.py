@@ -87,19 +87,20 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_gradients_of_a_dtype_are_one_operator() -> None:
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_gradients_of_a_dtype_are_one_operator(scale: float) -> None:
     params = [with_grad(torch.ones(2, dtype=dtype)) for dtype in REAL[:3] * 10]
     with Operators() as operators:
-        (found,) = unscale_(params, 2.0)
+        (found,) = unscale_(params, scale)
     assert (operators.calls, float(found)) == (3, 0.0)
-    assert all(grad_of(param).eq(0.5).all() for param in params)
+    assert all(grad_of(param).eq(1.0 / scale).all() for param in params)
 
 
 def test_without_gradients_there_is_no_flag() -> None:
     assert unscale_([Parameter(torch.zeros(2))], 2.0) == unscale_([], 2.0) == found_any([]) == []
 
 
-def test_what_comes_twice_is_unscaled_once() -> None:
+def test_a_gradient_of_two_parameters_is_unscaled_once() -> None:
     shared = with_grad(torch.full((2,), 8.0))
     twin = with_grad(grad_of(shared))
     unscale_([shared, shared, twin], 2.0)
@@ -203,7 +204,7 @@ def test_fp64_keeps_its_digits() -> None:
     assert grad.tolist() == [(1.0 + 2.0**-40) * (1 / 3)] * 2
 
 
-def test_what_cannot_be_scaled_is_named_and_nothing_is_changed() -> None:
+def test_a_dtype_that_cannot_be_scaled_is_named_and_nothing_is_changed() -> None:
     params = [with_grad(torch.ones(2)), with_grad(torch.ones(2).to(torch.float8_e4m3fn))]
     for do in (unscale_, scale_):
         with pytest.raises(UsageError, match="float8_e4m3fn cannot be scaled"):
@@ -348,13 +349,13 @@ def test_gradients_of_a_true_gradient_are_not_recorded() -> None:
         assert not total_norm([grad]).requires_grad
 
 
-def test_a_true_gradient_of_sparse_halves_is_judged_by_its_sums() -> None:
+def test_a_true_gradient_of_sparse_halves_is_checked_after_coalescing() -> None:
     for value, dtype in ((6e4, torch.float16), (2e4, torch.float32)):
         true, found = true_of(sparse(torch.full((2,), value, dtype=dtype), [1, 1]))
         assert found is (dtype is torch.float16)
         assert true.to_dense().tolist() == [0.0, 0.0 if found else 5e3, 0.0, 0.0]
 
 
-def test_a_gradient_of_no_known_dtype_has_no_true_one() -> None:
+def test_a_true_gradient_of_an_unknown_dtype_is_an_error() -> None:
     with pytest.raises(UsageError, match="float8_e4m3fn cannot be scaled"):
         true_of(torch.zeros(2).to(torch.float8_e4m3fn))

@@ -89,8 +89,11 @@ def test_make_scaler_knows_all_spellings(loss_scale: Any, dtype: torch.dtype, sc
     made = make_scaler(loss_scale, dtype, min_loss_scale=2.0, max_loss_scale=64.0)
     assert isinstance(made, DynamicLossScaler if scale == "dynamic" else StaticLossScaler)
     assert make_scaler(made, torch.float16) is made
+    default = make_scaler(loss_scale, dtype)
     if isinstance(made, DynamicLossScaler):
+        assert isinstance(default, DynamicLossScaler)
         assert (made.min_loss_scale, made.loss_scale) == (2.0, 64.0)
+        assert (default.loss_scale, default.max_loss_scale) == (2.0**16, 2.0**24)
     else:
         assert made.loss_scale == scale
 
@@ -184,8 +187,10 @@ def test_the_rule_on_the_host_and_on_a_device_is_that_of_torch(
     scales: list[float] = []
     for step, found_inf in enumerate(found):
         scales.append(host.loss_scale)
-        # Reads no flag.
+        unread = len(device.unread)
         assert float(device.scale_at_hand()) == host.loss_scale == scale.item()
+        # No flag was read for that.
+        assert len(device.unread) == unread
         action = asked.get(step)
         if action in SETTINGS:
             for scaler in (host, device):
@@ -225,7 +230,7 @@ def test_a_static_scale_is_known_and_its_count_comes_later() -> None:
     assert (scaler.state_dict(), scaler.overflows) == ({"loss_scale": 8.0, "unskipped": 2}, 1)
 
 
-def test_a_checkpoint_puts_an_end_to_what_is_under_way() -> None:
+def test_loading_a_checkpoint_ends_pending_updates() -> None:
     scaler, told = on_device(DynamicLossScaler(64.0)), []
     update(scaler, True, lambda found: told.append((found, scaler.scale_before)))
     scaler.load_state_dict({"loss_scale": 128.0, "unskipped": 5000})
@@ -237,7 +242,7 @@ def test_a_checkpoint_puts_an_end_to_what_is_under_way() -> None:
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))])
 @pytest.mark.parametrize("make", [DynamicLossScaler, StaticLossScaler])
-def test_a_copy_has_what_was_under_way_and_goes_its_own_way(copied: Any, make: Any) -> None:
+def test_a_copy_has_the_pending_updates_and_is_independent(copied: Any, make: Any) -> None:
     scaler = on_device(make(64.0))
     update(scaler, True)
     other = on_device(copied(scaler))
@@ -270,7 +275,7 @@ def test_which_rules_run_on_a_device(scaler: LossScaler, serves: bool) -> None:
 
 
 @pytest.mark.parametrize(("scale", "most"), [(2.0**24, 16), (2.0**10, 5), (8.0, 1)])
-def test_far_above_one_flags_are_read_together_and_near_it_at_once(scale: float, most: int) -> None:
+def test_flags_are_read_together_unless_the_scale_is_near_one(scale: float, most: int) -> None:
     scaler, unread = on_device(DynamicLossScaler(scale), 16), set()
     for _ in range(40):
         update(scaler, False)

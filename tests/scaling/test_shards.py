@@ -1,4 +1,4 @@
-"""What is a part of a tensor, on one rank. With really spawned ranks: tests/integration/test_agreement.py."""
+"""DTensors and flat parameters, on one rank. With spawned ranks: tests/integration/test_agreement.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from autoamp.scaling.shards import (
     copies_in_mesh,
-    has_shards,
     is_flat,
     is_sharded,
     local_of,
@@ -31,7 +30,6 @@ def test_a_plain_parameter_is_no_shard() -> None:
     parameter = nn.Parameter(torch.ones(2))
     assert not is_sharded(parameter)
     assert not is_flat(parameter)
-    assert not has_shards([parameter, torch.ones(2)])
     assert local_of(parameter) is parameter
     assert meshes_of([parameter]) == []
 
@@ -40,7 +38,6 @@ def test_a_distributed_tensor_is_worked_on_by_its_part() -> None:
     value = torch.ones(2)
     whole = shard(Replicate(), value)
     assert is_sharded(whole)
-    assert has_shards([value, nn.Parameter(whole)])
     local_of(whole).mul_(2.0)
     assert torch.equal(value, torch.full((2,), 2.0))
     assert meshes_of([value, whole, whole]) == [whole.device_mesh]

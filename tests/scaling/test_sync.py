@@ -24,14 +24,14 @@ def test_plain_parameters_need_no_agreement() -> None:
 
 
 @pytest.mark.usefixtures("one_process")
-@pytest.mark.parametrize(("norm", "count"), [(7.0, 1), (7.0, 3), (math.inf, 3), (math.nan, 1)])
+@pytest.mark.parametrize(("norm", "count"), [(2.0**24 + 1, 1), (7.0, 3), (math.inf, 3), (math.nan, 1)])
 def test_each_scaler_gets_what_its_own_checks_found(norm: float, count: int) -> None:
     group = SyncGroup(dist.group.WORLD, torch.device("cpu"), 1)
     found = [[torch.tensor([float(place == count - 1)]), torch.zeros(1)] for place in range(count)]
-    told = FoundInfReduction.of(group, found, [], has_checks=True, norm=torch.tensor(norm))
+    told = FoundInfReduction.of(group, found, [], has_checks=True, norm=torch.tensor(norm, dtype=torch.float64))
     assert [bool(told.of_scaler(place)) for place in range(count)] == [False] * (count - 1) + [True]
     # A norm of inf or nan says nothing of the rest.
-    assert float(told.norm) == pytest.approx(norm, nan_ok=True)
+    assert float(told.norm) == pytest.approx(norm, rel=0, abs=0, nan_ok=True)
     assert (bool(told.now), told.has_checks(), told.loss_is_nonfinite()) == (True, True, False)
     silent = FoundInfReduction.of(group, [[]] * count, [torch.zeros(1)], has_checks=False, loss_is_nonfinite=True)
     assert (bool(silent.now), silent.has_checks(), silent.loss_is_nonfinite()) == (False, False, True)

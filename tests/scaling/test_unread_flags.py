@@ -1,4 +1,4 @@
-"""Flags that are read later: in order, many at a time, by one wait for who asks. And scales that a device knows."""
+"""Flags that are read later, in order and many at a time; and scales that only the device knows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def expected(values: str) -> Told:
     return [(place, letter == "x") for place, letter in enumerate(values)]
 
 
-def test_flags_are_told_in_order_a_full_batch_at_a_time(device: str) -> None:
+def test_flags_are_reported_in_order_by_full_batches(device: str) -> None:
     values = "x--xx-x"
     unread, told = filled(values, 3, device)
     assert told == expected(values)[: len(told)]
@@ -41,12 +41,12 @@ def test_flags_are_told_in_order_a_full_batch_at_a_time(device: str) -> None:
     assert (told, len(unread)) == (expected(values), 0)
 
 
-def test_an_urgent_flag_takes_the_others_along() -> None:
+def test_an_urgent_flag_is_read_with_those_before_it() -> None:
     assert filled("-x-", 10)[1] == []
     assert filled("-x-", 10, at=1)[1] == expected("-x")
 
 
-def test_a_flag_that_comes_while_others_are_told_is_told_after_them() -> None:
+def test_a_flag_that_a_callback_adds_is_reported_after_the_others() -> None:
     unread, told = UnreadFlags(("cpu",)), list[str]()
 
     def first(found: bool) -> None:
@@ -62,7 +62,7 @@ def test_a_flag_that_comes_while_others_are_told_is_told_after_them() -> None:
     assert told == ["first", "second", "third"]
 
 
-def test_who_is_told_may_ask_what_is_known_by_then() -> None:
+def test_a_callback_may_catch_up() -> None:
     unread, told = UnreadFlags(("cpu",)), Told()
 
     def tell(found: bool) -> None:
@@ -108,7 +108,7 @@ def test_a_ratio_is_that_of_the_floats(above: float, below: float) -> None:
             assert not is_same_scale(one, other) or above == below
 
 
-def test_scales_are_the_same_where_that_is_sure() -> None:
+def test_scales_on_the_device_are_compared_by_identity() -> None:
     scale = torch.tensor(8.0)
     assert is_same_scale(scale, scale)
     assert is_same_scale(8.0, 8.0)
@@ -119,7 +119,7 @@ def test_scales_are_the_same_where_that_is_sure() -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**16, 1000.1])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_a_loss_is_multiplied_alike(scale: float, dtype: torch.dtype) -> None:
+def test_a_scale_on_the_device_multiplies_as_the_float(scale: float, dtype: torch.dtype) -> None:
     loss = torch.tensor([1.37, -2.0], dtype=dtype, requires_grad=True)
     outcomes: list[Any] = []
     for given in (scale, torch.tensor(scale)):

@@ -1,4 +1,4 @@
-"""Warnings where training would silently go wrong: each with what it says, and where there is nothing to say."""
+"""Warnings of settings with which training would silently go wrong."""
 
 from __future__ import annotations
 
@@ -123,6 +123,6 @@ def test_a_batch_norm_in_half_at_o3() -> None:
 
 @pytest.mark.parametrize("level", ["O0", "O1"])
 @pytest.mark.parametrize("keep", [True, False])
-def test_keep_batchnorm_fp32_where_it_says_nothing(level: str, keep: bool) -> None:
+def test_keep_batchnorm_fp32_without_effect_warns(level: str, keep: bool) -> None:
     found = messages(lambda: initialize(nn.Linear(1, 1), opt_level=level, keep_batchnorm_fp32=keep))
     assert found == [f"keep_batchnorm_fp32={keep!r} has no effect at opt_level={level!r}, which leaves models in fp32"]

@@ -228,17 +228,18 @@ def test_delayed_gradients_of_which_one_was_dropped_are_unscaled() -> None:
 
 def test_inf_that_a_reduction_brings_after_a_block_skips_the_step(fake_ranks: Callable[[int], None]) -> None:
     fake_ranks(2)
-    setup, other = Setup(), DynamicLossScaler(8.0)
+    setup, others = Setup(), [DynamicLossScaler(8.0), DynamicLossScaler(16.0)]
     setup.backward(1.0)
-    with scale_loss(setup.param.sum(), setup.guard, other) as scaled:
-        scaled.backward()
+    for other in others:
+        with scale_loss(setup.param.sum(), setup.guard, other) as scaled:
+            scaled.backward()
     assert setup.param.grad is not None
     setup.param.grad[0] = math.inf
     setup.optimizer.step()
     assert setup.param.tolist() == [1.0, 1.0]
     assert setup.guard.skips.total == 1
     # The scaler of the last block is to blame.
-    assert (setup.scaler.loss_scale, other.loss_scale) == (1024.0, 4.0)
+    assert [scaler.loss_scale for scaler in (setup.scaler, *others)] == [1024.0, 8.0, 8.0]
 
 
 # -- LR schedulers --

@@ -1,4 +1,4 @@
-"""Which scaler a loss gets, scalers that optimizers have for themselves, and checkpoints of them all."""
+"""The scaler of each loss, scalers of single optimizers, and the checkpoint of all."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_an_optimizer_has_the_scalers_of_the_call_that_named_it() -> None:
     assert scalers.all == [checked]
 
 
-def test_losses_are_off_where_all_their_optimizers_are() -> None:
+def test_a_loss_is_not_scaled_if_all_its_optimizers_are_off() -> None:
     scalers, first, second = two(), Optimizer(), Optimizer()
     assert not scalers.is_off(first)
     scalers.switch_off([first])
@@ -60,7 +60,7 @@ def test_losses_are_off_where_all_their_optimizers_are() -> None:
     assert not scalers.is_off(first)
 
 
-def test_a_scaler_serves_one_loss_alone() -> None:
+def test_each_loss_has_a_scaler_of_its_own() -> None:
     first, second, scalers = Optimizer(), Optimizer(), two()
     shared: LossScaler = DynamicLossScaler(8.0)
     scalers.give_own(first, [shared, shared], skips())

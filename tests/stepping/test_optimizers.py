@@ -1,4 +1,4 @@
-"""Guarded optimizers: one guard each, the skips of all, the scalers' states, and how everything is given back."""
+"""Guarded optimizers: one guard each, the skips of all, ranks that agree, scalers of their own, and the release."""
 
 from __future__ import annotations
 
@@ -323,6 +323,17 @@ def test_ranks_agree_on_a_skip(agreeing: GuardedOptimizers, overflow: str, clips
     assert (agreeing.scalers[0].loss_scale, agreeing.scalers[0].unskipped) == (512.0, 1)
 
 
+def test_a_rank_that_takes_no_first_step_is_named(fake_ranks: Callable[[int], None]) -> None:
+    fake_ranks(2)
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16)
+    handle.sync_over(dist.group.WORLD)
+    parameter, optimizer = sgd()
+    with handle.scale_loss(parameter.sum(), optimizer) as scaled:
+        scaled.backward()
+    with pytest.raises(UsageError, match="rank 1 sent nothing at the first step, and rank 0 waits for it"):
+        optimizer.step()
+
+
 def test_dropped_gradients_skip_the_next_step_where_ranks_agree(agreeing: GuardedOptimizers) -> None:
     """Another rank may have dropped none."""
     parameter, optimizer = sgd()
@@ -447,7 +458,7 @@ def test_gradients_that_were_left_scaled_are_true_once_there_are_masters(optimiz
     assert (master.tolist(), parameter.tolist()) == ([0.5, 0.5], [0.5, 0.5])
 
 
-def test_an_eps_that_is_zero_in_half_precision_is_told_once() -> None:
+def test_an_eps_that_is_zero_in_half_precision_warns_once() -> None:
     handle = autoamp.init(device_type="cpu", dtype=torch.float16)
     model = nn.Linear(4, 2).half()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -500,7 +511,7 @@ def test_step_hooks_of_the_program_are_called(level: str, name: str) -> None:
     autoamp.current_handle().deactivate()
 
 
-def test_a_group_that_was_asked_for_by_an_optimizer_precedes_that_for_all() -> None:
+def test_the_group_of_an_optimizer_precedes_that_of_all() -> None:
     every, own = (RequestedGroup(name, 1) for name in ("every", "own"))
     first, second = (torch.optim.SGD([torch.ones(1)], lr=1.0) for _ in range(2))
     asked = RequestedGroups()

@@ -1,4 +1,4 @@
-"""Ranks with other settings are found at the first step and named, on two processes over gloo that serve all cases."""
+"""Ranks whose settings differ are named at the first step: two processes over gloo serve all cases."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def test_one_process_is_not_several() -> None:
     assert not several_processes()
 
 
-def test_wrappers_from_before_and_later_are_seen(collected: Any) -> None:
+def test_wrappers_made_before_and_after_are_seen(collected: Any) -> None:
     earlier = DistributedDataParallel(nn.Linear(2, 2))
     wrappers, watcher = Wrappers(), Watcher()
     before = hooks()
@@ -49,7 +49,7 @@ def test_wrappers_from_before_and_later_are_seen(collected: Any) -> None:
     assert hooks() == before
 
 
-def test_who_stops_watching_ends_it_for_nobody_else() -> None:
+def test_a_watcher_that_stops_leaves_the_others() -> None:
     wrappers, one, other = Wrappers(), Watcher(), Watcher()
     before = hooks()
     stop = wrappers.watch(one)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_process")
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_optimizer_from_before_is_told_of(level: Any) -> None:
+def test_an_optimizer_made_before_sharding_warns(level: Any) -> None:
     model = network()
     optimizer = sgd(model.parameters())
     autoamp.initialize(model, optimizer, opt_level=level, **OPTIONS)

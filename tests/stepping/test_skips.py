@@ -1,4 +1,4 @@
-"""What is counted of steps and skips, also where a step is heard of later than it is taken."""
+"""Counts of steps and skips, also of flags that are read later."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 
 from autoamp.scaling import StaticLossScaler, UnreadFlags
 from autoamp.stepping import Skips
+from autoamp.stepping.skips import OwnSteps, StepCounts
 from tests.stepping.guarded import Owner, Setup
 
 
-def test_steps_that_are_heard_of_later_are_waited_for_and_counted_in_order() -> None:
+def test_steps_whose_flags_are_read_later_are_counted_in_order() -> None:
     owner = Owner()
     skips, scaler = Skips("SGD", owner), StaticLossScaler(4.0)
     unread = UnreadFlags(("cpu",))
@@ -25,6 +26,20 @@ def test_steps_that_are_heard_of_later_are_waited_for_and_counted_in_order() -> 
     assert skips.in_a_row_known == 2
     skips.count(False)
     assert (skips.total, skips.in_a_row, skips.last) == (2, 0, False)
+
+
+def test_steps_of_all_kinds_are_counted_together() -> None:
+    counts, own = StepCounts(lambda: None), Skips("FP16_Optimizer", Owner())
+    assert (counts.all, counts.all_skipped, counts.loss_scale(2.0)) == (0, 0, 2.0)
+    counts.steps, counts.plain = 4, 2
+    counts.add_skip()
+    counts.own_scale = 16.0
+    assert (counts.all, counts.skipped, counts.all_skipped, counts.loss_scale(2.0)) == (6, 1, 1, 16.0)
+    counts.own, own.steps = OwnSteps({own: StaticLossScaler(8.0)}), 3
+    own.count(True, StaticLossScaler(8.0), 8.0)
+    assert (counts.all, counts.skipped, counts.all_skipped, counts.loss_scale(2.0)) == (9, 1, 2, 8.0)
+    counts.reset(5)
+    assert (counts.all, counts.skipped) == (5, 5)
 
 
 def test_skips_are_logged_at_powers_of_two(caplog: pytest.LogCaptureFixture) -> None:

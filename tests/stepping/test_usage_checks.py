@@ -1,4 +1,4 @@
-"""Mistakes of a program: what is run backward, clipped, stepped twice or not loaded, and what vanishes unscaled."""
+"""Mistakes of a program: the wrong loss backward, scaled gradients clipped, steps repeated, gradients underflowing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def losses() -> tuple[Tensor, Tensor]:
     return loss, loss * 8.0
 
 
-def test_the_scaled_loss_is_proven_and_the_loss_alone_is_an_error() -> None:
+def test_a_backward_pass_of_the_unscaled_loss_is_an_error() -> None:
     loss, scaled = losses()
     watch = BackwardWatch(loss, scaled)
     watch.check("SGD")
@@ -59,7 +59,7 @@ def test_a_loss_without_gradients_is_not_watched() -> None:
         ([], None),
     ],
 )
-def test_gradients_below_what_fp16_holds_are_told_once(grads: list[float], told: str | None) -> None:
+def test_gradients_that_underflow_in_fp16_warn_once(grads: list[float], told: str | None) -> None:
     param = torch.ones(len(grads), requires_grad=True)
     param.grad = torch.tensor(grads)
     optimizer, vanishing = torch.optim.SGD([param], lr=0.1), UnderflowWatch()
@@ -70,7 +70,7 @@ def test_gradients_below_what_fp16_holds_are_told_once(grads: list[float], told:
     assert [str(one.message).split()[0] for one in caught] == ([] if told is None else [told])
 
 
-def test_steps_are_looked_at_now_and_then() -> None:
+def test_underflow_is_checked_at_some_steps() -> None:
     param = torch.ones(1, requires_grad=True)
     optimizer, vanishing = torch.optim.SGD([param], lr=0.1), UnderflowWatch()
     with warnings.catch_warnings(record=True) as caught:
@@ -110,7 +110,7 @@ def loss_of(model: torch.nn.Module) -> Tensor:
 
 @pytest.mark.parametrize("opt_level", [None, "O2"])
 @pytest.mark.parametrize("name", ["clip_grad_norm_", "clip_grad_value_"])
-def test_clipping_of_scaled_gradients_is_told_once_at_the_line(name: str, opt_level: str | None) -> None:
+def test_clipping_of_scaled_gradients_warns_once_at_the_line(name: str, opt_level: str | None) -> None:
     model, optimizer, handle = begun(opt_level, loss_scale=128.0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -126,7 +126,7 @@ def test_clipping_of_scaled_gradients_is_told_once_at_the_line(name: str, opt_le
     assert all(param.grad is not None and float(param.grad.abs().max()) <= 1 / 128 for param in model.parameters())
 
 
-def test_clipping_that_is_right_is_not_told() -> None:
+def test_clipping_of_true_gradients_does_not_warn() -> None:
     model, optimizer, handle = begun(loss_scale=128.0)
     other = torch.nn.Linear(4, 4)
     other(torch.ones(1, 4)).sum().backward()
@@ -146,7 +146,7 @@ def test_clipping_that_is_right_is_not_told() -> None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
-def test_names_of_clipping_that_were_taken_before_are_watched_too() -> None:
+def test_clipping_by_names_taken_before_warns_too() -> None:
     model, optimizer, handle = begun(loss_scale=128.0)
     with handle.scale_loss(loss_of(model), optimizer) as scaled:
         scaled.backward()
