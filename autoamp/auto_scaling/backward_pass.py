@@ -307,7 +307,6 @@ def largest_scale(roots: Sequence[Tensor]) -> float:
     return 2.0**15 if any(root.dtype is torch.float16 for root in roots) else math.inf
 
 
-@torch.no_grad()
 def scaled_gradients(roots: Sequence[Tensor], given: Sequence[Any], scale: float) -> list[Tensor]:
     """Return the gradients of the roots, 1 where none is given, times the scale."""
     pairs = zip(roots, given or [None] * len(roots), strict=True)

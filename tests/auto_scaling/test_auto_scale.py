@@ -365,20 +365,26 @@ def adds_a_group_late() -> Any:
 
 
 def runs_passes_with_gradients_of_hooks() -> Any:
-    """What a hook runs backward begins with true gradients, and is a pass of its own."""
+    """What a hook runs backward begins with true gradients, and is a pass of its own. So is one within that."""
     model, optimizer, x = make()
-    other = nn.Linear(2, 2)
-    optimizer.add_param_group({"params": other.parameters()})
+    other, third = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer.add_param_group({"params": [*other.parameters(), *third.parameters()]})
     output = model(x)
+
+    def innermost(gradient: Tensor) -> None:
+        with torch.enable_grad():
+            third(torch.ones(5, 2)).backward(gradient)
 
     def hook(gradient: Tensor) -> None:
         with torch.enable_grad():
-            other(torch.ones(5, 2)).backward(gradient)
+            hidden = other(torch.ones(5, 2))
+            hidden.register_hook(innermost)
+            hidden.backward(gradient)
             checkpoint(other, torch.ones(5, 2, requires_grad=True), use_reentrant=True).backward(gradient)
 
     output.register_hook(hook)
     output.square().sum().backward()
-    return gradients(model), gradients(other)
+    return gradients(model), gradients(other), gradients(third)
 
 
 def retains_gradients() -> Any:
