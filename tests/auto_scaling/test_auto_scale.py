@@ -523,9 +523,12 @@ def test_optimizers_that_step_in_backward_update_the_scaler_once(handle: autoamp
 def test_the_scale_of_a_half_loss_is_in_its_range(scaling: AutoScale) -> None:
     layer = nn.Linear(2, 2).half()
     _optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    seen: list[Tensor] = []
+    layer.bias.register_hook(seen.append)
     for count in (1, 2):
         (layer(torch.ones(1, 2).half()) * 2.0**-5).sum().backward()
         assert torch.equal(layer.bias.grad, torch.full((2,), count * 2.0**-5).half())
+    assert [gradient.dtype for gradient in seen] == [torch.float16] * 2
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
