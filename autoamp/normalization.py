@@ -45,17 +45,8 @@ __all__ = [
 Shape = int | Sequence[int]
 
 
-class FusedLayerNorm(torch.nn.LayerNorm):
-    """`torch.nn.LayerNorm` that takes half input beside fp32 weights.
-
-    Args:
-        normalized_shape: The shape of the last dimensions, over which the mean and the variance are taken; an int for
-            the last one alone.
-        eps: Added to the variance.
-        elementwise_affine: Whether there are a weight and a bias, of shape ``normalized_shape``.
-        memory_efficient: Has no effect: torch saves the input and two numbers for each row in any case.
-        **factory: What else `torch.nn.LayerNorm` takes: ``bias``, ``device`` and ``dtype``.
-    """
+class _Fused(torch.nn.Module):
+    """The constructor of a fused norm, before torch's norm among the base classes."""
 
     def __init__(
         self,
@@ -68,12 +59,39 @@ class FusedLayerNorm(torch.nn.LayerNorm):
         super().__init__(normalized_shape, eps, elementwise_affine, **factory)
         self.memory_efficient = memory_efficient
 
+
+class _Mixed(torch.nn.Module):
+    """The constructor of a norm whose output has the dtype of its weights: it has weights."""
+
+    def __init__(
+        self, normalized_shape: Any, eps: float = 1e-5, *, memory_efficient: bool = False, **factory: Any
+    ) -> None:
+        if not factory.pop("elementwise_affine", True):
+            raise UsageError(
+                f"{type(self).__name__} got elementwise_affine=False, but its output takes the dtype of its weights; "
+                "use the norm without 'Mixed'"
+            )
+        super().__init__(normalized_shape, eps, True, memory_efficient, **factory)
+
+
+class FusedLayerNorm(_Fused, torch.nn.LayerNorm):
+    """`torch.nn.LayerNorm` that takes half input beside fp32 weights.
+
+    Args:
+        normalized_shape: The shape of the last dimensions, over which the mean and the variance are taken; an int for
+            the last one alone.
+        eps: Added to the variance.
+        elementwise_affine: Whether there are a weight and a bias, of shape ``normalized_shape``.
+        memory_efficient: Has no effect: torch saves the input and two numbers for each row in any case.
+        **factory: What else `torch.nn.LayerNorm` takes: ``bias``, ``device`` and ``dtype``.
+    """
+
     def forward(self, input: Tensor) -> Tensor:
         """Return the normalised input, shape ``(*, *normalized_shape)``, in its own dtype."""
         return _layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps, input.dtype)
 
 
-class MixedFusedLayerNorm(FusedLayerNorm):
+class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
     """`FusedLayerNorm` whose output has the dtype of its weights.
 
     Args:
@@ -86,18 +104,12 @@ class MixedFusedLayerNorm(FusedLayerNorm):
         UsageError: ``elementwise_affine=False``.
     """
 
-    def __init__(
-        self, normalized_shape: Any, eps: float = 1e-5, *, memory_efficient: bool = False, **factory: Any
-    ) -> None:
-        _check_affine(type(self).__name__, factory.pop("elementwise_affine", True))
-        super().__init__(normalized_shape, eps, True, memory_efficient, **factory)
-
     def forward(self, input: Tensor) -> Tensor:
         """Return the normalised input, shape ``(*, *normalized_shape)``, in the weights' dtype."""
         return _layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps, self.weight.dtype)
 
 
-class FusedRMSNorm(torch.nn.RMSNorm):
+class FusedRMSNorm(_Fused, torch.nn.RMSNorm):
     """`torch.nn.RMSNorm` that takes half input beside fp32 weights.
 
     Args:
@@ -108,23 +120,12 @@ class FusedRMSNorm(torch.nn.RMSNorm):
         **factory: What else `torch.nn.RMSNorm` takes: ``device`` and ``dtype``.
     """
 
-    def __init__(
-        self,
-        normalized_shape: Any,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-        **factory: Any,
-    ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, **factory)
-        self.memory_efficient = memory_efficient
-
     def forward(self, input: Tensor) -> Tensor:
         """Return the normalised input, shape ``(*, *normalized_shape)``, in its own dtype."""
         return _rms_norm(input, self.normalized_shape, self.weight, self.eps, input.dtype)
 
 
-class MixedFusedRMSNorm(FusedRMSNorm):
+class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
     """`FusedRMSNorm` whose output has the dtype of its weights.
 
     Args:
@@ -136,12 +137,6 @@ class MixedFusedRMSNorm(FusedRMSNorm):
     Raises:
         UsageError: ``elementwise_affine=False``.
     """
-
-    def __init__(
-        self, normalized_shape: Any, eps: float = 1e-5, *, memory_efficient: bool = False, **factory: Any
-    ) -> None:
-        _check_affine(type(self).__name__, factory.pop("elementwise_affine", True))
-        super().__init__(normalized_shape, eps, True, memory_efficient, **factory)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the normalised input, shape ``(*, *normalized_shape)``, in the weights' dtype."""
@@ -274,14 +269,6 @@ def manual_rms_norm(input: Tensor, normalized_shape: Shape, weight: Tensor | Non
         eps: Added to the mean square.
     """
     return wide_rms_norm(input, normalized_shape, weight, eps, input.dtype if weight is None else weight.dtype)
-
-
-def _check_affine(name: str, affine: bool) -> None:
-    if not affine:
-        raise UsageError(
-            f"{name} got elementwise_affine=False, but its output takes the dtype of its weights; "
-            "use the norm without 'Mixed'"
-        )
 
 
 def wide_layer_norm(
