@@ -203,7 +203,7 @@ class Run:
 
     def _note_parameters(self, handle: BaseHandle) -> None:
         """Count the parameters of the models that the program gave to `initialize`, while they are there."""
-        models = [model for setup in runtime_of(handle).setups for model in setup.models]
+        models = list(runtime_of(handle).setups)
         if models:
             found: Counter[str] = Counter()
             for param in {param for model in models for param in model.parameters()}:
@@ -233,7 +233,7 @@ class Run:
             casts_left_to=None if scoped is None else scoped.yielded_to,
             own_dtypes=own,
             parameters=self._parameters,
-            masters=now.keeps_masters,
+            masters=now.optimizers.has_masters,
             rank=self._ranks[0],
             ranks=self._ranks[1],
             memory=self._memory,
@@ -245,7 +245,7 @@ class Run:
         yielded_to = now.casts.yielded_to if isinstance(now.casts, ModuleCasts) else None
         if yielded_to is not None and (own or yielded_to == AUTOCAST):
             return next(iter(own), "float32")
-        if now.setups and not any(setup.patches for setup in now.setups):
+        if now.settings.opt_level is not None and not now.settings.table.rules:
             # O0: nothing is cast, and no parameter is in half precision.
             halves = [dtype_name(dtype) for dtype in HALF_DTYPES if dtype_name(dtype) in (self._parameters or {})]
             return halves[0] if halves else "float32"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, cast, overload
@@ -12,30 +12,19 @@ from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from autoamp.errors import UsageError
+from autoamp.errors import UsageError, warn_user
 from autoamp.half_units import falls_back_to_fp32
-from autoamp.levels.checks import (
-    checked_flag,
-    checked_models,
-    checked_optimizers,
-    refuse_sharded,
-    warn_of_settings,
-)
-from autoamp.levels.opt_levels import LEVELS, OptLevel, kind_of_scale, level_with, scalers_for
-from autoamp.levels.setup import earlier_setups, leave_off, runtime_for, set_up_models, set_up_optimizers
+from autoamp.levels.opt_levels import LEVELS, OptLevel, level_with
+from autoamp.levels.setup import end, set_up
 from autoamp.ops import expand
 from autoamp.rules import CastTable
-from autoamp.runtime import (
-    Settings,
-    Setup,
-    check_device,
-    current_runtime,
-    needed_handle,
-    put_handle,
-)
-from autoamp.scaling import LossScaler, RequestedGroup
+from autoamp.runtime import Settings, Setup, check_device, current_runtime, needed_handle
+from autoamp.scaling import LossScaler, RequestedGroup, is_count, make_scaler
+from autoamp.stepping import check_half_norms, check_optimizer, is_optimizer, refuse_own_scaler
 from autoamp.tensors import HALF_DTYPES
+from autoamp.torch_private import is_parallelized
 
 __all__ = ["initialize", "load_state_dict", "master_params", "scale_loss", "state_dict"]
 
@@ -44,24 +33,22 @@ log = logging.getLogger(__name__)
 # One module, or several; and what is given comes back as it is.
 Models = TypeVar("Models", bound="Module | Sequence[Module]")
 Optimizers = TypeVar("Optimizers")
-Others = ParamSpec("Others")
+P = ParamSpec("P")
 
 
-class _Initialize(Protocol[Others]):
+class _Initialize(Protocol[P]):
     """What a type checker knows of `initialize`: it returns what it was given."""
 
     @overload
-    def __call__(
-        self, models: Models, optimizers: None = None, *others: Others.args, **named: Others.kwargs
-    ) -> Models: ...
+    def __call__(self, models: Models, optimizers: None = None, *others: P.args, **named: P.kwargs) -> Models: ...
     @overload
     def __call__(
-        self, models: Models, optimizers: Optimizers, *others: Others.args, **named: Others.kwargs
+        self, models: Models, optimizers: Optimizers, *others: P.args, **named: P.kwargs
     ) -> tuple[Models, Optimizers]: ...
 
 
-def _returns_its_arguments(function: Callable[Concatenate[Any, Any, Others], Any]) -> _Initialize[Others]:
-    return cast("_Initialize[Others]", function)
+def _returns_its_arguments(function: Callable[Concatenate[Any, Any, P], Any]) -> _Initialize[P]:
+    return cast("_Initialize[P]", function)
 
 
 @_returns_its_arguments
@@ -97,7 +84,7 @@ def initialize(
     Args:
         models: A module or a list of modules, in fp32, not yet wrapped in DataParallel or DistributedDataParallel.
         optimizers: An optimizer, a list of them, or None for inference.
-        enabled: False returns the arguments unchanged; ``scale_loss`` yields the unchanged loss.
+        enabled: False ends earlier calls and returns the arguments; ``scale_loss`` yields the unchanged loss.
         opt_level: ``"O0"``: fp32. ``"O1"``: torch is patched by the cast lists. ``"O2"``: models in half precision,
             norms and master weights in fp32. ``"O3"``: models in half precision.
         cast_model_type: Overrides that of the level. False casts neither models nor their inputs and outputs.
@@ -129,17 +116,17 @@ def initialize(
         ListFileError: A list cannot be used. Nothing was changed.
         LossScaleError: The loss scale is invalid. Nothing was changed.
     """
-    model_list, optimizer_list = checked_models(models), checked_optimizers(optimizers)
+    model_list, optimizer_list = _checked_models(models), _checked_optimizers(optimizers)
     result = models if optimizers is None else (models, optimizers)
-    if not checked_flag("enabled", enabled):
-        leave_off(model_list, optimizer_list)
+    if not _checked_flag("enabled", enabled):
+        end(model_list)
         return result
     level = level_with(
         opt_level,
         cast_model_type=cast_model_type,
-        patch_torch_functions=checked_flag("patch_torch_functions", patch_torch_functions),
-        keep_batchnorm_fp32=checked_flag("keep_batchnorm_fp32", keep_batchnorm_fp32),
-        master_weights=checked_flag("master_weights", master_weights),
+        patch_torch_functions=_checked_flag("patch_torch_functions", patch_torch_functions),
+        keep_batchnorm_fp32=_checked_flag("keep_batchnorm_fp32", keep_batchnorm_fp32),
+        master_weights=_checked_flag("master_weights", master_weights),
         loss_scale=loss_scale,
     )
     if scope not in ("global", "models"):
@@ -147,57 +134,106 @@ def initialize(
     if cast_model_outputs not in (None, torch.float32, torch.float64, *HALF_DTYPES):
         raise UsageError(f"cast_model_outputs={cast_model_outputs!r} is not a floating dtype; choose torch.float32")
     if level.casts_models:
-        refuse_sharded(model_list, opt_level)
+        _refuse_sharded(model_list, opt_level)
     asked = None if process_group is None else RequestedGroup.of(process_group, None)
     half = level.cast_model_type if level.cast_model_type in HALF_DTYPES else dtype
     settings = Settings.of(lists, device_type, half, loss_scale=level.loss_scale, on_nonfinite=on_nonfinite,
                            trace_overflow=trace_overflow)  # fmt: skip
-    level = _on_device(level, half, settings.device_type)
+    check_device(settings.device_type)
+    casts = level.casts_models or level.patch_torch_functions
+    if casts and falls_back_to_fp32(half, settings.device_type):
+        level = replace(LEVELS["O0"], loss_scale=level.loss_scale)
     table = settings.table if level.patch_torch_functions else CastTable(modules=settings.table.modules)
     expand(table)
     settings = replace(settings, table=table, opt_level=level.name, verbose=verbosity > 1)
-    scalers = scalers_for(level, settings.dtype, num_losses, min_loss_scale, max_loss_scale)
+    if not is_count(num_losses, 1):
+        raise UsageError(f"num_losses={num_losses!r} must be a whole number of 1 or more")
+    scaler = make_scaler(level.loss_scale, settings.dtype, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
     setup = Setup(
         settings,
         patches=level.patch_torch_functions,
         on=level.patch_torch_functions and scope == "global",
         masters=level.master_weights,
-        key=(kind_of_scale(level, scalers[0]), min_loss_scale, max_loss_scale),
-        scalers=scalers,
-        models=weakref.WeakSet(model_list),
+        # A scaler that was given serves this call alone.
+        key=loss_scale if isinstance(loss_scale, LossScaler) else repr(scaler),
+        # Copies: an overflow of one loss leaves the scale of the others.
+        scalers=[scaler, *(copy.copy(scaler) for _ in range(num_losses - 1))],
     )
     # Every argument was checked: from here on what was set up before for these models is undone.
-    runtime = runtime_for(setup, earlier_setups(model_list), model_list, optimizer_list)
-    setup = runtime.setups[-1]
-    try:
-        set_up_models(runtime, setup, level, model_list, cast_model_outputs)
-        runtime.optimizers.use_scalers(setup.scalers, optimizer_list)
-        put_handle(runtime.handle)
-        for model in model_list:
-            runtime.handle.override(model)
-        set_up_optimizers(runtime, level, optimizer_list)
-    except BaseException:
-        runtime.deactivate()
-        raise
+    runtime = set_up(setup, level, model_list, optimizer_list, cast_model_outputs)
     if asked is not None:
         runtime.optimizers.asked.put(asked, optimizer_list or None)
-    warn_of_settings(level, model_list, optimizer_list, keep_batchnorm_fp32, table)
+    _warn_of_settings(level, model_list, optimizer_list, keep_batchnorm_fp32, table)
     if verbosity:
         log.info("%s, half dtype %s, %s losses, scope %s", level, settings.dtype, num_losses, scope)
     return result
 
 
-def _on_device(level: OptLevel, half: torch.dtype | None, device_type: str) -> OptLevel:
-    """Return the level; O0 where it casts to a half dtype that the call does not name and the device is slow in.
+def _checked_models(models: Any) -> list[Module]:
+    """Return the models as a list. UsageError: one is wrapped already, or is no module."""
+    found = list(models) if isinstance(models, (list, tuple)) else [models]
+    for model in found:
+        if isinstance(model, (DataParallel, DistributedDataParallel)):
+            raise UsageError(
+                f"a model is wrapped in {type(model).__name__} already; call initialize() first and wrap what "
+                "it returns"
+            )
+        if not isinstance(model, Module):
+            raise UsageError(f"models takes a torch.nn.Module or a list of them, not {type(model).__name__}")
+    return found
 
-    Raises:
-        UsageError: There is no such device.
-    """
-    check_device(device_type)
-    casts = level.casts_models or level.patch_torch_functions
-    if not (casts and falls_back_to_fp32(half, device_type)):
-        return level
-    return replace(LEVELS["O0"], loss_scale=level.loss_scale)
+
+def _refuse_sharded(models: Sequence[Module], opt_level: str) -> None:
+    """Raise UsageError for a model that `fully_shard` or `parallelize_module` has distributed, where it is cast."""
+    for model in models:
+        for name, module in model.named_modules():
+            if is_parallelized(module) or any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+                raise UsageError(
+                    f"opt_level={opt_level!r} casts the model, and fully_shard or parallelize_module has sharded "
+                    f"{name or 'it'!r} already, in the dtype it had; call initialize(model) first, then shard the "
+                    "model, then make the optimizer"
+                )
+
+
+def _checked_optimizers(optimizers: Any) -> list[Any]:
+    """Return the optimizers as a list. UsageError: one is no optimizer, or scales its losses itself."""
+    if optimizers is None:
+        return []
+    found = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+    for optimizer in found:
+        if not is_optimizer(optimizer):
+            raise UsageError(
+                f"optimizers takes an optimizer or a list of them, not {type(optimizer).__name__}: it needs "
+                "`param_groups` and `step()`"
+            )
+        refuse_own_scaler(optimizer)
+    return found
+
+
+def _checked_flag(name: str, value: Any) -> bool | None:
+    """Return a switch that is a bool or None. UsageError: it is neither."""
+    if value is None or isinstance(value, bool):
+        return value
+    remedy = f"pass opt_level={value!r} by its name" if name == "enabled" and value in tuple(LEVELS) else ""
+    raise UsageError(f"{name}={value!r} is not a bool; {remedy or 'choose True, False or None'}")
+
+
+def _warn_of_settings(
+    level: OptLevel, models: Sequence[Module], optimizers: Sequence[Any], keep_norms: Any, table: CastTable
+) -> None:
+    """Warn of arguments that say nothing at this level, and of models and optimizers that it does not suit."""
+    if level.cast_model_type in (None, torch.float32) and keep_norms is not None:
+        warn_user(
+            f"keep_batchnorm_fp32={keep_norms!r} has no effect at opt_level={level.name!r}, which leaves models in fp32"
+        )
+    if table.modules and level.cast_model_type in ("half", *HALF_DTYPES):
+        warn_user(
+            f"{table.modules[0].origin}: [modules] has no effect at opt_level={level.name!r}, which casts "
+            "whole models; use opt_level='O1' for precision by module"
+        )
+    check_half_norms(models)
+    for optimizer in optimizers:
+        check_optimizer(optimizer)
 
 
 def scale_loss(

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from autoamp.errors import UsageError
-from autoamp.scaling import LossScaler, is_count, make_scaler
 from autoamp.tensors import HALF_DTYPES
 
-__all__ = ["LEVELS", "OptLevel", "check_level", "kind_of_scale", "level_with", "scalers_for"]
+__all__ = ["LEVELS", "OptLevel", "check_level", "level_with"]
 
 
 @dataclass(frozen=True)
@@ -73,32 +71,3 @@ def level_with(opt_level: str, **overrides: Any) -> OptLevel:
             "none; choose one of the two"
         )
     return level
-
-
-def scalers_for(
-    level: OptLevel, dtype: torch.dtype, num_losses: int, lowest: float | None, highest: float
-) -> list[LossScaler]:
-    """Return a scaler for each loss.
-
-    Args:
-        level: Its ``loss_scale`` is the first scale, or the scaler itself of the first loss.
-        dtype: The half dtype, which decides where the level says nothing.
-        num_losses: How many.
-        lowest: The lowest dynamic scale; None for no other bound than fp32's.
-        highest: The highest dynamic scale.
-
-    Raises:
-        UsageError: ``num_losses`` is no number of losses.
-        LossScaleError: The scale or its bounds are none.
-    """
-    if not is_count(num_losses, 1):
-        raise UsageError(f"num_losses={num_losses!r} must be a whole number of 1 or more")
-    first = make_scaler(level.loss_scale, dtype, min_loss_scale=lowest, max_loss_scale=highest)
-    # Copies: an overflow of one loss leaves the scale of the others.
-    return [first, *(copy.copy(first) for _ in range(num_losses - 1))]
-
-
-def kind_of_scale(level: OptLevel, scaler: LossScaler) -> Any:
-    """Return a key that is equal for calls that want the same scale. A scaler that was given equals only itself."""
-    given = isinstance(level.loss_scale, LossScaler)
-    return level.loss_scale if given else (type(scaler), scaler.loss_scale)

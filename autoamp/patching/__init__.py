@@ -6,11 +6,13 @@ back when a module is imported.
 
 from __future__ import annotations
 
+from autoamp.patching.compilers import CompilerTables
 from autoamp.patching.imports import nearest, resolve, spelled_out
 from autoamp.patching.marks import imitate, mark, name_by, original_of
 from autoamp.patching.patches import PatchSet, check_writable
 
 __all__ = [
+    "CompilerTables",
     "PatchSet",
     "check_writable",
     "imitate",

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from autoamp.runtime.active import current_handle, current_runtime, needed_handle, put_handle
 from autoamp.runtime.api import (
+    Region,
     disable_casts,
     float_function,
     half_function,
     init,
     promote_function,
+    region,
     register_float_function,
     register_half_function,
     register_promote_function,
 )
 from autoamp.runtime.events import activated, suspended
 from autoamp.runtime.handle import BaseHandle, Handle, NoOpHandle, runtime_of
-from autoamp.runtime.regions import Region, region
 from autoamp.runtime.runtime import Runtime
 from autoamp.runtime.settings import Settings, Setup, check_device, device_type_of
 

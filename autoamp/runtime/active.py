@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from autoamp.casting import Casts
 from autoamp.errors import UsageError
 from autoamp.rules import CastPolicy
 from autoamp.runtime.handle import BaseHandle, Handle, runtime_of
@@ -15,21 +15,14 @@ from autoamp.runtime.runtime import Runtime
 from autoamp.runtime.settings import Settings
 from autoamp.stepping import announce_disabled, announce_enabled
 
-__all__ = [
-    "ActiveHandles",
-    "current_handle",
-    "current_runtime",
-    "handles",
-    "needed_handle",
-    "put_handle",
-]
+__all__ = ["ActiveHandles", "current_handle", "current_runtime", "handles", "needed_handle", "put_handle"]
 
 
 class ActiveHandles:
-    """Which handle is active, since torch's namespace is one to a process; and what was registered for all handles.
+    """Which handle is active, since a process has one torch; and what was registered for all handles.
 
-    ``init`` sets the base handle. Each open region is above it, with the handle that serves it: the base, or one of
-    its own, for whose time the handle below is suspended.
+    ``init`` sets the base handle. Regions are above it, each with the handle that serves it: the base, or one of its
+    own. While that is active, the handle below is suspended.
 
     Attributes:
         lock: Taken while handles come and go.
@@ -38,11 +31,10 @@ class ActiveHandles:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.registry = Registry(self.casts)
+        self.registry = Registry(self.lock)
         self._handle: Handle | None = None
         self._base: BaseHandle | None = None
         self._open: list[tuple[Handle, int]] = []
-        self._suspended: set[Handle] = set()
 
     @property
     def handle(self) -> Handle | None:
@@ -55,11 +47,6 @@ class ActiveHandles:
         """The handle outside of regions: an active one, or the disabled one of ``enabled=False``; else None."""
         handle = self._base
         return handle if handle is not None and (handle.is_active() or not handle.settings.enabled) else None
-
-    def casts(self) -> Casts | None:
-        """Return the casts of the active handle, None where they are off."""
-        casts = None if self.handle is None else runtime_of(self.handle).casts
-        return casts if casts is not None and casts.local.on is not False else None
 
     def put_base(self, handle: BaseHandle | None) -> None:
         """Make ``handle`` the one outside of regions, and deactivate the one before. On an error nothing changes.
@@ -79,11 +66,11 @@ class ActiveHandles:
             if handle is not None:
                 (announce_enabled if isinstance(handle, Handle) else announce_disabled)()
             if before is not None:
-                self._suspended.discard(before)
                 before.deactivate()
 
-    def enter(self, settings: Settings | None, own: Callable[[], Handle]) -> Handle:
-        """Open a region and return the handle that serves it: the active one where its settings fit, else ``own()``.
+    @contextlib.contextmanager
+    def region(self, settings: Settings | None, own: Callable[[], Handle]) -> Iterator[Handle]:
+        """Open a region. Yields the handle that serves it: the active one if its settings fit, else ``own()``.
 
         Args:
             settings: Those of the region; None for any.
@@ -104,40 +91,38 @@ class ActiveHandles:
                 handle = own()
                 self._switch(handle)
             self._open.append((handle, thread))
-            return handle
-
-    def leave(self, handle: Handle) -> None:
-        """Close this thread's latest region of ``handle``; with the last one the handle before becomes active again."""
-        with self.lock:
-            at = max(i for i, entry in enumerate(self._open) if entry == (handle, threading.get_ident()))
-            del self._open[at]
-            below = self._open[-1][0] if self._open else self._base
-            # One that its owner deactivated is not ours to bring back.
-            below = below if isinstance(below, Handle) and not runtime_of(below).ended else None
-            if handle is self._handle and handle is not below:
-                self._switch(below if below in self._suspended else None)
-                self._suspended.discard(handle)
+        try:
+            yield handle
+        finally:
+            with self.lock:
+                # The latest one of this thread: regions of a handle may lie within one another.
+                del self._open[-1 - self._open[::-1].index((handle, thread))]
+                below = self._open[-1][0] if self._open else self._base
+                if handle is self._handle and handle is not below:
+                    # A handle that its owner deactivated stays so.
+                    self._switch(below if isinstance(below, Handle) and not runtime_of(below).ended else None)
 
     def _switch(self, handle: Handle | None) -> None:
         """Suspend the active handle and activate another. On an error nothing changes."""
         before = self.handle
         if before is not None:
             runtime_of(before).suspend()
+        self._handle = None
+        if handle is None:
+            return
+        try:
+            self._activate(handle)
+        except BaseException:
+            runtime_of(handle).suspend()
+            if before is not None:
+                self._activate(before)
+            raise
+
+    def _activate(self, handle: Handle) -> None:
         # Set before `activate`, whose listeners look for it here.
         self._handle = handle
-        try:
-            if handle is not None:
-                self.registry.prepare(runtime_of(handle).casts)
-                runtime_of(handle).activate(self.registry.targets())
-        except BaseException:
-            self._handle = before
-            if before is not None:
-                runtime_of(before).activate(self.registry.targets())
-            raise
-        if before is not None:
-            self._suspended.add(before)
-        if handle is not None:
-            self._suspended.discard(handle)
+        self.registry.use(runtime_of(handle).casts)
+        runtime_of(handle).activate(self.registry.targets())
 
     def register(self, module: Any, name: str, policy: CastPolicy) -> None:
         """Put ``module.name`` under a policy, now and for handles to come."""
@@ -148,8 +133,6 @@ class ActiveHandles:
 
 
 handles = ActiveHandles()
-
-
 put_handle = handles.put_base
 
 

@@ -54,6 +54,11 @@ class BaseHandle:
         self._runtime = Runtime(settings, self, on=on, scalers=scalers)
 
     @property
+    def _active(self) -> Runtime:
+        self._runtime.check_active()
+        return self._runtime
+
+    @property
     def settings(self) -> Settings:
         """The settings of the handle: ``dtype``, ``device_type``, the ``table`` of rules and others."""
         return self._runtime.settings
@@ -143,8 +148,7 @@ class BaseHandle:
         Raises:
             UsageError: The handle is not active.
         """
-        run = self._runtime
-        run.check_active()
+        run = self._active
         if run.counts is None or not run.counts.active:
             run.counts = Counts(run.casts, run.observe_no_more)
             self.observe(run.counts)
@@ -160,8 +164,7 @@ class BaseHandle:
         Raises:
             UsageError: The handle is not active.
         """
-        run = self._runtime
-        run.check_active()
+        run = self._active
         return CastTrace(run.casts, run.observation, self.observe)
 
     def profile_ranges(self, *, every: int = 1) -> RangeProfile:
@@ -176,8 +179,7 @@ class BaseHandle:
         Raises:
             UsageError: The handle is not active, or ``every`` is below 1.
         """
-        run = self._runtime
-        run.check_active()
+        run = self._active
         return RangeProfile(run.casts, run.observation, self.observe, lambda: self.loss_scale, every=every)
 
     def record(self, *, sample: bool = True) -> Recording:
@@ -195,8 +197,7 @@ class BaseHandle:
         Raises:
             UsageError: The handle is not active.
         """
-        run = self._runtime
-        run.check_active()
+        run = self._active
         if run.recording is None or not run.recording.active:
             run.recording = Recording(run, sample=sample)
             (run.recording.start if self.settings.enabled else run.recording.stop)()
@@ -357,8 +358,7 @@ class BaseHandle:
         def write() -> None:
             if self._runtime.optimizers.counts.all % every == 0:
                 now = self.stats
-                numbers = {name: float(now[name]) for name in ("loss_scale", "skipped")}
-                write_scalars(writer, numbers, now["steps"])
+                write_scalars(writer, {name: float(now[name]) for name in ("loss_scale", "skipped")}, now["steps"])
 
         return self._runtime.on_step(write)
 
@@ -402,20 +402,17 @@ class BaseHandle:
         Raises:
             UsageError: The handle is not active, or this is called inside ``step_fn``.
         """
-        run = self._runtime
-        run.check_active()
+        run = self._active
         if not self.settings.enabled:
             return None
         if run.optimizers.rehearsal is not None:
             raise UsageError("explain_overflow() was called within a step that is being explained; call it outside")
-        auto_scale, scale = run.auto_scaling, run.optimizers.counts.loss_scale(run.loss_scale)
-        if auto_scale is not None:
-            auto_scale.pause()
-        try:
+        scale = run.optimizers.counts.loss_scale(run.loss_scale)
+        with contextlib.ExitStack() as stack:
+            if run.auto_scaling is not None:
+                run.auto_scaling.pause()
+                stack.callback(run.auto_scaling.resume)
             return run.overflows.explain_step(step_fn, scale, functools.partial(setattr, run.optimizers, "rehearsal"))
-        finally:
-            if auto_scale is not None:
-                auto_scale.resume()
 
     @property
     def max_consecutive_skips(self) -> int:
@@ -444,19 +441,18 @@ class BaseHandle:
             delay_unscale: Leave the gradients scaled until a later call without it, or until the step.
 
         Returns:
-            A context manager that yields ``loss.float() * scale``, or the unchanged loss for optimizers that were
-            passed to `initialize` with ``enabled=False``.
+            A context manager that yields ``loss.float() * scale``; the unchanged loss if the handle is disabled.
 
         Raises:
             UsageError: The handle is not active, or ``wrap_optimizer`` was used.
         """
-        self._runtime.check_active()
-        scalers = self._runtime.optimizers.loss_scalers
-        if not self.settings.enabled or scalers.is_off(optimizers):
+        guarded = self._active.optimizers
+        scalers = guarded.loss_scalers
+        if not self.settings.enabled:
             return contextlib.nullcontext(loss)
         if scalers.with_own():
             raise UsageError("after wrap_optimizer() use `with optimizer.scale_loss(loss)`, not handle.scale_loss")
-        return self._runtime.optimizers.scaled(loss, optimizers, scalers.choose(loss_id, optimizers), delay_unscale)
+        return guarded.scaled(loss, optimizers, scalers.choose(loss_id, optimizers), delay_unscale)
 
     def clip_grad_norm_(self, optimizers: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients down in place so that their total norm is at most ``max_norm``.
@@ -477,11 +473,11 @@ class BaseHandle:
         Raises:
             UsageError: The handle is not active, a block is open, or ``norm_type`` is not above 0.
         """
-        self._runtime.check_active()
+        guarded = self._active.optimizers
         if not self.settings.enabled:
             params = [param for optimizer in listed(optimizers) for param in stepped_params(optimizer)]
             return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
-        return clip_grad_norm_(self._runtime.optimizers, optimizers, max_norm, norm_type)
+        return clip_grad_norm_(guarded, optimizers, max_norm, norm_type)
 
     def sync_over(self, group: Any, *, replicas: int | None = None, optimizers: Any = None) -> None:
         """Let all ranks of a process group skip the same steps and keep equal loss scales.
@@ -519,14 +515,14 @@ class BaseHandle:
         Raises:
             UsageError: The handle is not active, ``num_loss`` is below 1, or ``optimizer`` is not an optimizer.
         """
-        self._runtime.check_active()
+        guarded = self._active.optimizers
         if not self.settings.enabled:
             optimizer.scale_loss = _unscaled
             return optimizer
         if not is_count(num_loss, 1):
             raise UsageError(f"num_loss={num_loss!r} must be a whole number of 1 or more")
         scalers = [make_scaler(self.settings.loss_scale, self.settings.dtype) for _ in range(num_loss)]
-        return wrap_optimizer(self._runtime.optimizers, optimizer, scalers)
+        return wrap_optimizer(guarded, optimizer, scalers)
 
     def auto_scale(self) -> AutoScale:
         """Scale every ``loss.backward()`` of the program, and skip the steps that overflow.
@@ -541,12 +537,10 @@ class BaseHandle:
         Raises:
             UsageError: The handle is not active, or its optimizers step master weights.
         """
-        run = self._runtime
-        run.check_active()
+        run = self._active
         if run.auto_scaling is None or not run.auto_scaling.active:
-            scaler = run.optimizers.loss_scalers.choose(0)
-            # Who scales its losses by torch's own means casts by them too.
-            auto_scaling = AutoScale(run.optimizers, scaler, on_aside=run.yield_to)
+            # A program that scales its losses by torch's own means casts by them too.
+            auto_scaling = AutoScale(run.optimizers, run.optimizers.loss_scalers.choose(0), on_aside=run.yield_to)
             if not self.settings.enabled:
                 return auto_scaling
             run.auto_scaling = auto_scaling.start()
@@ -589,9 +583,8 @@ class NoOpHandle(BaseHandle):
         super().__init__(Settings("cpu", torch.float16, CastTable(), loss_scale=1.0, enabled=False))
 
 
-@contextlib.contextmanager
-def _unscaled(loss: Any, *, delay_unscale: bool = False) -> Iterator[Any]:
-    yield loss
+def _unscaled(loss: Any, *, delay_unscale: bool = False) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext(loss)
 
 
 def runtime_of(handle: BaseHandle) -> Runtime:

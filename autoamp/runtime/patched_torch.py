@@ -1,25 +1,31 @@
-"""The patches of one runtime: built for its present state, put in place, taken back, built anew."""
+"""The patches of one runtime: a table's targets, the module call and others, put in place together or not at all."""
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Callable, Sequence
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from autoamp.errors import warn_user
-from autoamp.modules import ModuleCasts, build_module_call
-from autoamp.ops import Target, expand
-from autoamp.patching import imitate
-from autoamp.rules import CastRule
-from autoamp.runtime.installation import Installation
+from autoamp import modules, ops, torch_private
+from autoamp.errors import ListFileError, PatchError, warn_user
+from autoamp.patching import CompilerTables, PatchSet, mark, name_by, original_of
+from autoamp.rules import CastPolicy, CastRule
 from autoamp.stepping import ClippingWatch, OptimizerSteps, scaled_params
 
 __all__ = ["PatchedTorch"]
 
 log = logging.getLogger(__name__)
+
+# A handle that comes while another goes, in another thread, would take its replacements for torch's own functions.
+_one_at_a_time = threading.RLock()
 
 
 class PatchedTorch:
@@ -29,94 +35,98 @@ class PatchedTorch:
         runtime: Whose casts, models, optimizers and diagnostics the patches serve.
 
     Attributes:
-        installation: The patches; None where torch is not patched.
+        in_place: Whether torch is patched.
         skipped_rules: Rules of shipped list sets on ops that this torch lacks.
         step_hooks: Hooks on the steps of all optimizers, to be removed with the patches.
     """
 
     def __init__(self, runtime: Any) -> None:
-        self.installation: Installation | None = None
+        self.in_place = False
         self.skipped_rules: tuple[CastRule, ...] = ()
         self.step_hooks: list[Any] = []
         self._runtime = runtime
+        self._patches = PatchSet()
+        self._compilers = CompilerTables()
         self._steps = OptimizerSteps(runtime.optimizers)
-        self._registered: list[Target] = []
+        self._registered: list[ops.Target] = []
+        # The rules that patched nothing so far: their module is not imported, or has no such name.
+        self._waiting: list[CastRule] = []
+        # One replacement for each original, policy and in-place form, so that aliases stay the same object.
+        self._built: dict[tuple[int, CastPolicy, int], tuple[ops.Target, Any]] = {}
         self._classes_checked = False
 
-    def patch(self, registered: Sequence[Target]) -> None:
-        """Put the patches in place. Where one fails torch is left as it was."""
+    @property
+    def late_bound(self) -> tuple[str, ...]:
+        """Names that other modules had taken from torch before ``init()``, and that were rebound."""
+        return self._patches.late_bound
+
+    # -- putting patches in place, and taking them back --
+
+    def patch(self, registered: Sequence[ops.Target]) -> None:
+        """Put the patches in place. If one fails torch is left as it was."""
         run = self._runtime
         casts, settings = run.casts, run.settings
-        expansion = expand(settings.table)
-        installation = Installation(casts, settings, run.observation, self._builders())
-        casts.open()
-        try:
-            installation.install(expansion, tuple(registered))
-        except BaseException:
-            casts.shut()
-            raise
-        self.installation, self._registered, self.skipped_rules = installation, list(registered), expansion.skipped
-        self._steps.start(installation.patches)
+        expansion = ops.expand(settings.table)
+        with _one_at_a_time:
+            casts.open()
+            try:
+                with self._patches.all_or_nothing():
+                    functions = self._patch_beside_lists()
+                    # One target for each attribute, the last: a registration goes before the lists.
+                    targets = {(id(one.parent), one.attribute): one for one in (*expansion.targets, *registered)}
+                    self._patch_targets(targets.values(), functions)
+                    for rule in expansion.deferred:
+                        self._defer(rule)
+                    self._compilers.teach_dynamo(self._patches)
+            except BaseException:
+                casts.shut()
+                self._take_back()
+                raise
+            self.in_place = True
+        self._registered, self.skipped_rules = list(registered), expansion.skipped
+        self._steps.start(self._patches)
         # After the hook that ends a rehearsed step.
         run.nonfinite.start()
         if settings.table.modules:
             self.step_hooks.append(register_optimizer_step_pre_hook(lambda *_: self._check_classes()))
-        if isinstance(casts, ModuleCasts):
+        if isinstance(casts, modules.ModuleCasts):
             note_step = casts.note_step
             self.step_hooks.append(register_optimizer_step_pre_hook(lambda *_: note_step()))
         if run.auto_scaling is not None:
             run.auto_scaling.resume()
         log.log(
-            logging.INFO if settings.verbose else logging.DEBUG,
+            # A program that has not set up logging shows warnings alone.
+            logging.WARNING if settings.verbose else logging.DEBUG,
             "casting to %s on %s: %d targets patched, %d names rebound, %d rules skipped",
             settings.dtype, settings.device_type, len(expansion.targets), len(self.late_bound), len(self.skipped_rules),
         )  # fmt: skip
 
-    def _builders(self) -> list[tuple[Any, str, Callable[[Any], Any]]]:
-        """Return what the state of the runtime needs besides the rules: owners, attributes, replacements' builders."""
-        run = self._runtime
-        clipping = ClippingWatch(lambda: scaled_params(run.optimizers))
-        return [
-            (torch.nn.utils, "clip_grad_norm_", clipping.around),
-            (torch.nn.utils, "clip_grad_value_", clipping.around),
-            (torch.nn.Module, "__call__", self._module_call),
-            *((torch.nn.Module, name, builder) for name, builder in run.models.builders()),
-            *([(torch.optim.Optimizer, "__init__", self._optimizer_init)] if run.keeps_masters else []),
-            *run.overflows.recorder.builders(),
-            *run.nonfinite.own_scaler.builders(),
-        ]
-
-    def _module_call(self, original: Any) -> Any:
-        run = self._runtime
-        forward_dtypes, recorder = run.models.forward_dtypes, run.overflows.recorder
-        call = build_module_call(original, run.casts, run.precisions, forward_dtypes, recorder)
-        return run.observation.watched_modules(call) if run.observation.observers else call
-
-    def _optimizer_init(self, original: Any) -> Any:
-        def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            original(optimizer, *args, **kwargs)
-            self._runtime.optimizer_made(optimizer)
-
-        return imitate(init, original)
-
     def restore(self) -> tuple[str, ...]:
         """Take the patches back and return the names that others patched on top."""
-        installation, self.installation = self.installation, None
-        if installation is None:
-            # Another thread has restored it since.
-            return ()
-        run = self._runtime
-        if run.auto_scaling is not None:
-            run.auto_scaling.pause()
-        run.casts.shut()
-        self.remove_hooks()
-        self._steps.stop()
-        run.nonfinite.stop()
-        return installation.remove()
+        with _one_at_a_time:
+            if not self.in_place:
+                # Another thread has restored torch since.
+                return ()
+            self.in_place = False
+            run = self._runtime
+            if run.auto_scaling is not None:
+                run.auto_scaling.pause()
+            run.casts.shut()
+            self.remove_hooks()
+            self._steps.stop()
+            run.nonfinite.stop()
+            return self._take_back()
+
+    def _take_back(self) -> tuple[str, ...]:
+        foreign = self._patches.restore()
+        self._compilers.forget()
+        self._built.clear()
+        self._waiting.clear()
+        return foreign
 
     def patch_anew(self) -> None:
         """Take the patches back and put them in place again, as the state of the runtime asks for now."""
-        if self.installation is not None:
+        if self.in_place:
             self.restore()
             self.patch(self._registered)
 
@@ -125,16 +135,118 @@ class PatchedTorch:
         while self.step_hooks:
             self.step_hooks.pop().remove()
 
-    def add(self, target: Target) -> None:
-        """Patch one more target, where torch is patched."""
-        if self.installation is not None:
-            self.installation.add(target)
-            self._registered.append(target)
+    def add(self, target: ops.Target) -> None:
+        """Patch one more target, now and when torch is patched anew."""
+        self._patch_more([target])
+        self._registered.append(target)
 
-    @property
-    def late_bound(self) -> tuple[str, ...]:
-        """Names that other modules had taken from torch before ``init()``, and that were rebound."""
-        return self.installation.patches.late_bound if self.installation is not None else ()
+    # -- the rules of the table, and registrations --
+
+    def _patch_more(self, targets: Iterable[ops.Target]) -> None:
+        with self._patches.all_or_nothing():
+            self._patch_targets(targets, {})
+
+    def _patch_targets(self, targets: Iterable[ops.Target], functions: dict[int, tuple[Any, Any]]) -> None:
+        """Patch targets, and rebind the names by which other modules hold them or the given functions."""
+        pairs = []
+        for target in targets:
+            if target.rule.policy is not CastPolicy.NONE:
+                replacement = self._replacement(target)
+                self._patches.replace(target.parent, target.attribute, replacement)
+                pairs.append((target, replacement))
+        if self._runtime.settings.rebind:
+            wanted = {id(target.original): (target.original, replacement) for target, replacement in pairs}
+            self._patches.rebind({**wanted, **functions}, ops.owns_its_names)
+        for target, replacement in pairs:
+            name_by(replacement, target.module, target.qualname)
+
+    def _replacement(self, target: ops.Target) -> Any:
+        run, rule = self._runtime, target.rule
+        key = (id(target.original), rule.policy, id(target.functional))
+        if key not in self._built:
+            replacement = ops.build_replacement(
+                target.original, rule.policy, run.casts,
+                module=target.module, qualname=target.qualname, functional=target.functional,
+                remedy=rule.remedy, allow_banned=run.settings.allow_banned,
+            )  # fmt: skip
+            if run.observation.observers:
+                replacement = run.observation.watched(replacement, target)
+            # With its target, which keeps the objects alive whose ids are in the key.
+            self._built[key] = (target, mark(replacement, target.original))
+            self._compilers.add(target.original, replacement)
+        return self._built[key][1]
+
+    def _defer(self, rule: CastRule) -> None:
+        """Patch a target once its module is imported: any of the packages on the way may be the one."""
+        self._waiting.append(rule)
+
+        def imported(_: types.ModuleType) -> None:
+            if rule not in self._waiting:
+                return
+            try:
+                found = ops.locate(rule)
+                if found is not None:
+                    self._waiting.remove(rule)
+                    self._patch_more(found)
+            except (ListFileError, PatchError) as error:
+                # The import of somebody's package must not fail for a typo in a list.
+                warn_user(f"a rule has no effect: {error}")
+
+        parts = rule.target.split(".")
+        for end in range(1, len(parts)):
+            self._patches.when_imported(".".join(parts[:end]), imported)
+
+    # -- what is on no list --
+
+    def _patch_beside_lists(self) -> dict[int, tuple[Any, Any]]:
+        """Patch what is on no list. Returns the functions of modules among it, which programs may hold by name."""
+        functions: dict[int, tuple[Any, Any]] = {}
+        for owner, name, builder in self._builders():
+            if owner is None or name is None:
+                # This torch has no such thing; `torch_private` says what goes without.
+                continue
+            original = original_of(inspect.getattr_static(owner, name))
+            replacement = builder(original)
+            self._patches.replace(owner, name, replacement)
+            if isinstance(owner, types.ModuleType):
+                self._compilers.add(original, replacement)
+                functions[id(original)] = (original, replacement)
+        # A function that lies in three modules of torch, two of which it hides by its name.
+        replacement = modules.build_parallel_apply(original_of(torch.nn.parallel.parallel_apply), self._runtime.casts)
+        for module_name in ("torch.nn.parallel", "torch.nn.parallel.data_parallel", "torch.nn.parallel.parallel_apply"):
+            self._patches.replace(sys.modules[module_name], "parallel_apply", replacement)
+        return functions
+
+    def _builders(self) -> list[tuple[Any, str | None, Callable[[Any], Any]]]:
+        """Return owners, attributes, and what builds each replacement."""
+        run, checkpoint = self._runtime, torch.utils.checkpoint
+        casts, context = run.casts, torch_private.CUSTOM_FUNCTION_CONTEXT
+        regions, clipping = ops.AutocastRegions(casts), ClippingWatch(lambda: scaled_params(run.optimizers))
+        return [
+            (torch.autocast, "__enter__", regions.build_enter),
+            (torch.autocast, "__exit__", regions.build_exit),
+            (torch.nn.RNNBase, torch_private.CHECK_INPUT, lambda original: ops.build_check_input(original, casts)),
+            (checkpoint, torch_private.RECOMPUTATION, lambda f: modules.build_recompute(f, casts, 0)),
+            (checkpoint.CheckpointFunction, "forward", lambda f: modules.build_recompute(f, casts, 1)),
+            (context, "__init__", lambda original: modules.build_function_context(original, casts)),
+            (context, "apply", lambda original: modules.build_function_backward(original, casts)),
+            (torch.nn.utils, "clip_grad_norm_", clipping.around),
+            (torch.nn.utils, "clip_grad_value_", clipping.around),
+            (torch.nn.Module, "__call__", self._module_call),
+            *((torch.nn.Module, name, builder) for name, builder in run.models.builders()),
+            *run.overflows.recorder.builders(),
+            *run.nonfinite.own_scaler.builders(),
+            *casts.builders(),
+            *ops.builders_for_half_models(casts),
+        ]
+
+    def _module_call(self, original: Any) -> Any:
+        run = self._runtime
+        forward_dtypes, recorder = run.models.forward_dtypes, run.overflows.recorder
+        call = modules.build_module_call(original, run.casts, run.precisions, forward_dtypes, recorder)
+        return run.observation.watched_modules(call) if run.observation.observers else call
+
+    # -- rules without effect --
 
     def _check_classes(self) -> None:
         """At the first step, warn of classes in lists that waited for their definition: what trains is defined now."""
@@ -145,7 +257,6 @@ class PatchedTorch:
 
     def unmatched_rules(self) -> dict[str, str]:
         """Return what of the user's lists has had no effect so far, by name, each with a message for the user."""
-        waiting = () if self.installation is None else self.installation.waiting
-        ops = [rule for rule in waiting if not rule.origin.shipped]
+        ops = [rule for rule in self._waiting if not rule.origin.shipped]
         unmet = {rule.target: f"{rule.target!r} ({rule.origin}) names nothing that was imported" for rule in ops}
         return {**unmet, **self._runtime.precisions.unmatched()}

@@ -8,7 +8,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from autoamp.casting import Casts
 from autoamp.errors import ListFileError, PatchError, TargetError, warn_user
@@ -18,42 +18,45 @@ from autoamp.rules import CastPolicy, CastRule, Origin
 
 __all__ = ["Registry"]
 
+# A decorator returns what it was given: its parameters, overloads and descriptors stay known to type checkers.
+_Function = TypeVar("_Function", bound="Callable[..., Any] | staticmethod[..., Any] | classmethod[Any, ..., Any]")
+
 
 class _Decorated:
-    """A decorated function, and how it runs under the handle that it was last built for."""
+    """A decorated function, and ``current``, what a call of it runs.
+
+    That is the replacement for the handle that was activated last. It passes calls through while that handle is not
+    active.
+    """
 
     def __init__(self, function: Any, policy: CastPolicy) -> None:
-        self.function = function
-        self.policy = policy
-        # One tuple, set in one step: a thread never reads the casts of one handle and the replacement of another.
-        self.built: tuple[Casts | None, Any] = (None, None)
+        self._function = function
+        self._policy = policy
+        self.current = function
 
-    def build(self, casts: Casts) -> Any:
-        name = getattr(self.function, "__qualname__", type(self.function).__name__)
-        replacement = build_replacement(
-            self.function, self.policy, casts, module=str(self.function.__module__), qualname=name
-        )
-        self.built = (casts, replacement)
-        return replacement
+    def build(self, casts: Casts) -> None:
+        function = self._function
+        name = getattr(function, "__qualname__", type(function).__name__)
+        self.current = build_replacement(function, self._policy, casts, module=str(function.__module__), qualname=name)
 
 
 class Registry:
     """The decorated functions and the registrations of this process. They outlast handles.
 
     Args:
-        active_casts: Returns the active handle's casts, None where nothing is to be cast.
+        lock: Held while handles come and go.
 
     Attributes:
         rules: The registrations, by the ``id`` of the module and the name in it.
     """
 
-    def __init__(self, active_casts: Callable[[], Casts | None]) -> None:
-        self._active_casts = active_casts
-        self._lock = threading.Lock()
+    def __init__(self, lock: threading.RLock) -> None:
+        self._lock = lock
         self._decorated: weakref.WeakSet[_Decorated] = weakref.WeakSet()
+        self._casts: Casts | None = None
         self.rules: dict[tuple[int, str], tuple[Any, CastRule]] = {}
 
-    def decorate(self, function: Any, policy: CastPolicy) -> Any:
+    def decorate(self, function: _Function, policy: CastPolicy) -> _Function:
         """Wrap a function so that each call follows the handle that is active then.
 
         Args:
@@ -71,30 +74,22 @@ class Registry:
             raise TypeError(f"{function.__name__} is a class; decorate its method, such as forward")
         if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
             raise TypeError(f"{function!r} runs after the call has returned; decorate the functions that it calls")
-        decorated, active_casts = _Decorated(function, policy), self._active_casts
+        decorated = _Decorated(function, policy)
         with self._lock:
             self._decorated.add(decorated)
-        casts_now = active_casts()
-        if casts_now is not None:
-            decorated.build(casts_now)
+            if self._casts is not None:
+                decorated.build(self._casts)
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            casts = active_casts()
-            if casts is None:
-                return function(*args, **kwargs)
-            known, replacement = decorated.built
-            if known is not casts:
-                replacement = decorated.build(casts)
-            return replacement(*args, **kwargs)
+            return decorated.current(*args, **kwargs)
 
-        return wrapper
+        return wrapper  # type: ignore[return-value]
 
-    def prepare(self, casts: Casts) -> None:
-        """Build all decorated functions for a handle: a compiler that meets a call first could not trace that."""
-        with self._lock:
-            known = list(self._decorated)
-        for decorated in known:
+    def use(self, casts: Casts) -> None:
+        """Let all decorated functions follow a handle's casts from now on."""
+        self._casts = casts
+        for decorated in list(self._decorated):
             decorated.build(casts)
 
     def add(self, module: Any, name: str, policy: CastPolicy) -> Target:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -32,7 +33,6 @@ from autoamp.runtime.patched_torch import PatchedTorch
 from autoamp.runtime.settings import Settings, Setup
 from autoamp.scaling import LossScaler, make_scaler
 from autoamp.stepping import GuardedOptimizers, stepped_params
-from autoamp.tensors import HALF_DTYPES
 
 __all__ = ["Runtime", "kind_of"]
 
@@ -41,20 +41,20 @@ class Runtime:
     """Patched torch, and the loss scaling that goes with it. One serves each `Handle`; one of them is active at a time.
 
     Attributes:
-        settings: What it was made with.
+        settings: The settings of the handle.
         handle: The handle that it serves, which listeners of events get.
         precisions: Which modules run in a precision of their own.
         models: The models that it set up: those in half precision, and those whose inputs or outputs are cast.
         optimizers: The optimizers that it guards, and the loss scalers.
         patched: The patches of torch.
-        ended: Whether ``deactivate`` was called; one that was only suspended may come back.
-        setups: The calls of `initialize` that it serves, in their order.
-        observation: Who looks on at the calls of patched functions.
-        nonfinite: Looks at steps that no loss scale guards.
+        ended: Whether ``deactivate`` was called. A suspended runtime may be activated again.
+        setups: The call of `initialize` that set up each model, in the order of the calls.
+        observation: The observers of patched functions.
+        nonfinite: Checks steps without a loss scale.
         overflows: Explains skipped steps, all of them with ``trace_overflow=True``.
         recording: What `Handle.record` began last; None before.
         counts: What `Handle.count` began last; None before.
-        followers: What is told of steps.
+        followers: Functions that are called after steps.
         auto_scaling: What `Handle.auto_scale` began last; None before.
     """
 
@@ -73,7 +73,7 @@ class Runtime:
         self.counts: Counts | None = None
         self.recording: Recording | None = None
         self.ended = False
-        self.setups: list[Setup] = []
+        self.setups: weakref.WeakKeyDictionary[Module, Setup] = weakref.WeakKeyDictionary()
 
     def _casts_for(self, settings: Settings, on: bool) -> Casts:
         if settings.scope == "global":
@@ -100,7 +100,7 @@ class Runtime:
 
     def is_active(self) -> bool:
         """Tell whether the patches are in place."""
-        return self.patched.installation is not None
+        return self.patched.in_place
 
     def check_active(self) -> None:
         """Raise `UsageError` where the patches are not in place, though the settings ask for them."""
@@ -108,14 +108,10 @@ class Runtime:
             raise UsageError("this handle is not active; call autoamp.init() and use the handle that it returns")
 
     def activate(self, registered: tuple[Target, ...] = ()) -> None:
-        """Put the patches in place. Where one fails torch is left as it was. Called by ``init`` and ``region``."""
+        """Put the patches in place. If one fails torch is left as it was. Called by ``init`` and ``region``."""
         self.patched.patch(registered)
         self.ended = False
-        try:
-            activated.tell(self.handle)
-        except BaseException:
-            self.suspend()
-            raise
+        activated.tell(self.handle)
 
     def suspend(self) -> tuple[str, ...]:
         """Restore torch and keep the rest, so that ``activate`` can go on where this handle stopped."""
@@ -148,26 +144,22 @@ class Runtime:
         self.observation.end()
         return foreign
 
-    def grow(
-        self, settings: Settings, setups: Sequence[Setup], models: Sequence[Module], optimizers: Any, *, on: bool
-    ) -> None:
+    def grow(self, settings: Settings, models: Sequence[Module], optimizers: Sequence[Any], *, on: bool) -> None:
         """Make room for another call of `initialize`. Torch is restored until the handle is activated again.
 
         Args:
             settings: What all calls agree on, from now on.
-            setups: The earlier calls of which something is left.
             models: The models of the new call. What is named again is let go.
             optimizers: Its optimizers.
             on: Whether casts act everywhere.
         """
         self._end_diagnostics()
         self.let_go(models, optimizers)
-        precisions, self.setups = self.precisions, list(setups)
+        precisions = self.precisions
         self.optimizers.casts = self._casts_for(settings, on)
         self._apply(settings)
         self.precisions.join(precisions)
         self.optimizers.masters_for = None
-        self.optimizers.loss_scalers.forget_but(scaler for setup in setups for scaler in setup.scalers)
 
     def let_go(self, models: Sequence[Module], optimizers: Sequence[Any]) -> None:
         """Give these models, and the optimizers that step their parameters, back what they had."""
@@ -180,28 +172,15 @@ class Runtime:
         self.optimizers.let_go(optimizers, params.values())
         self.models.let_go(self.models.overlapping(models))
 
-    @property
-    def keeps_masters(self) -> bool:
-        """Whether optimizers of the models of any call of `initialize` step masters."""
-        return any(setup.masters for setup in self.setups)
+    def give_masters(self) -> None:
+        """Let optimizers that come later have masters, if they step parameters of models that have masters."""
+        has_masters = any(setup.masters for setup in self.setups.values())
+        self.optimizers.masters_for = self._wants_masters if has_masters else None
 
-    def wants_masters(self, optimizer: Any) -> bool:
-        """Tell whether an optimizer gets masters: not if all its half parameters are of models that have none."""
-        without = self._halves_among(optimizer, masters=False)
-        return not without or not all(without)
-
-    def _halves_among(self, optimizer: Any, *, masters: bool) -> list[bool]:
-        """Tell of each half parameter of an optimizer whether it is of a model that has masters, or has none."""
-        models = [model for setup in self.setups if setup.masters is masters for model in setup.models]
+    def _wants_masters(self, optimizer: Any) -> bool:
+        models = [model for model, setup in self.setups.items() if setup.masters]
         params = {id(param) for model in models for param in model.parameters()}
-        return [id(param) in params for param in stepped_params(optimizer) if param.dtype in HALF_DTYPES]
-
-    def optimizer_made(self, optimizer: Any) -> None:
-        """Give an optimizer that was made after `initialize` masters, before anything is loaded into it."""
-        with contextlib.suppress(AttributeError):
-            # A half-built optimizer has no groups.
-            if any(self._halves_among(optimizer, masters=True)):
-                self.optimizers.keep_masters(optimizer)
+        return any(id(param) in params for param in stepped_params(optimizer))
 
     # -- diagnostics --
 
@@ -212,9 +191,8 @@ class Runtime:
             raise UsageError(f"observe() takes an autoamp.diagnostics.Observer, not {kind_of(observer)}")
         if not self.settings.enabled:
             return Watch(observer.ended)
-        first = not self.observation.observers
         self.observation.add(observer)
-        if first:
+        if len(self.observation.observers) == 1:
             self.patched.patch_anew()
         return Watch(lambda: self.observe_no_more(observer))
 
@@ -248,18 +226,13 @@ class Runtime:
     @property
     def stats(self) -> dict[str, Any]:
         """How training goes, as plain JSON values; see `Handle.stats`."""
-        kinds: dict[str, int] = {}
-        for found in self.overflows.all:
-            kinds[found.kind] = kinds.get(found.kind, 0) + 1
         counts, own = self.optimizers.counts, self.optimizers.counts.own
         self.nonfinite.own_scaler.catch_up()
-        # Catches up: scalers hear of steps no earlier than that.
+        # Waits for the device: only then scalers know of the last steps.
         skipped = counts.all_skipped
         # Scalers of a handle that guards no optimizer say nothing.
-        scalers = [
-            *(self.optimizers.scalers if self.settings.enabled and (own is None or counts.steps) else []),
-            *(() if own is None else own.losses),
-        ]
+        ours = self.optimizers.scalers if self.settings.enabled and (own is None or counts.steps) else []
+        scalers = [*ours, *(() if own is None else own.losses)]
         return {
             "loss_scale": counts.loss_scale(self.loss_scale),
             "loss_scales": [scaler.loss_scale for scaler in scalers],
@@ -269,7 +242,7 @@ class Runtime:
             "last_step_skipped": self.last_step_skipped,
             "nonfinite": self.nonfinite.total,
             "casts": {} if self.counts is None else self.counts.as_dict()["casts"],
-            "overflows": kinds,
+            "overflows": dict(Counter(found.kind for found in self.overflows.all)),
         }
 
     def yield_to(self, whom: str, dtypes: Iterable[torch.dtype] = ()) -> None:

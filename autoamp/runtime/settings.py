@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch.nn import Module
 
 from autoamp.errors import UsageError
 from autoamp.modules import check_module_rules
@@ -76,17 +74,13 @@ class Settings:
 
     def facts(self) -> dict[str, str]:
         """Return what ranks that train together have to have alike, by name."""
+        # trace_overflow: all ranks or none run a step that failed again, since its collectives wait for all.
+        names = ("opt_level", "device_type", "scope", "enable_caching", "trace_overflow", "on_nonfinite")
         return {
             "the version of autoamp": str(getattr(sys.modules.get("autoamp"), "__version__", "unknown")),
             "the version of torch": torch.__version__,
-            "opt_level": str(self.opt_level),
             "the half dtype": str(self.dtype),
-            "device_type": self.device_type,
-            "scope": self.scope,
-            "enable_caching": str(self.enable_caching),
-            # A step that failed is run again on all ranks or on none: its collectives wait for all.
-            "trace_overflow": str(self.trace_overflow),
-            "on_nonfinite": self.on_nonfinite,
+            **{name: str(getattr(self, name)) for name in names},
         }
 
     def rules(self) -> dict[str, str]:
@@ -111,18 +105,14 @@ def device_type_of(device: Any = None) -> str:
 
 def check_device(device_type: str) -> None:
     """Raise UsageError for a type of accelerator that is not there: nothing would ever be cast."""
-    accelerator = torch.accelerator.current_accelerator()
-    built = accelerator is not None and accelerator.type == device_type
+    built = getattr(torch.accelerator.current_accelerator(), "type", None) == device_type
     # Not is_available(), which fixes which GPUs a process and its forks see.
-    if device_type == "cuda" and torch.cuda.device_count() == 0:
-        why = "no GPU is visible" if built else f"torch {torch.__version__} was built without it"
+    found = torch.cuda.device_count() > 0 if device_type == "cuda" else built
+    if device_type in ("cuda", "xpu", "mps") and not found:
+        why = "none is visible" if built else f"torch {torch.__version__} was built without it"
         raise UsageError(
-            f"device_type='cuda': there is no CUDA device here, as {why}; choose device_type='cpu', "
-            "leave it out, or see to it that torch.cuda.is_available()"
-        )
-    if device_type in ("xpu", "mps") and not built:
-        raise UsageError(
-            f"device_type={device_type!r}: there is no such device here; choose device_type='cpu', or leave it out"
+            f"device_type={device_type!r}: there is no {device_type.upper()} device here, as {why}; choose "
+            "device_type='cpu', or leave it out"
         )
 
 
@@ -136,7 +126,7 @@ def _half_dtype_of(device_type: str) -> torch.dtype:
         ) from None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Setup:
     """What one call of `initialize` set up.
 
@@ -147,7 +137,6 @@ class Setup:
         masters: Whether optimizers of its models step master weights.
         key: Equal for calls that share their loss scalers.
         scalers: One for each ``loss_id``.
-        models: Those that the call named, held weakly.
     """
 
     settings: Settings
@@ -156,4 +145,3 @@ class Setup:
     masters: bool
     key: Any
     scalers: list[LossScaler]
-    models: weakref.WeakSet[Module]

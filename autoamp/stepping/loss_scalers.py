@@ -35,7 +35,6 @@ class LossScalers:
         self._latest: list[LossScaler] | None = None
         # By which losses were scaled since the last call.
         self._used: set[LossScaler] = set()
-        self._off: weakref.WeakSet[Any] = weakref.WeakSet()
         self._own: weakref.WeakKeyDictionary[Any, OwnScalers] = weakref.WeakKeyDictionary()
 
     @property
@@ -78,7 +77,6 @@ class LossScalers:
         self._used.clear()
         for optimizer in optimizers:
             self._of[optimizer] = scalers
-            self._off.discard(optimizer)
 
     def forget_but(self, scalers: Iterable[LossScaler]) -> None:
         """Forget all scalers but these, and the optimizers' own."""
@@ -91,19 +89,6 @@ class LossScalers:
         """Let all scalers hear of what became of the last steps. Waits for the device where that alone knows."""
         for scaler in self.all:
             scaler.unread.catch_up()
-
-    # -- losses that stay as they are --
-
-    def switch_off(self, optimizers: Iterable[Any]) -> None:
-        """Leave the losses of these optimizers as they are."""
-        self._off.update(optimizers)
-
-    def is_off(self, optimizers: Any) -> bool:
-        """Tell whether losses of these optimizers, one or a list or tuple, stay as they are."""
-        if not self._off:
-            return False
-        named = listed(optimizers)
-        return bool(named) and all(optimizer in self._off for optimizer in named)
 
     # -- optimizers with scalers of their own --
 

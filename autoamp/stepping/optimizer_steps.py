@@ -64,6 +64,7 @@ class OptimizerSteps:
             original(optimizer, *args, **kwargs)
             if self._hooks:
                 self._reach(type(optimizer), patches)
+                self._optimizers.optimizer_made(optimizer)
 
         return replacement
 

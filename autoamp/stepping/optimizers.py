@@ -13,7 +13,7 @@ from torch import Tensor
 from autoamp.casting import Casts
 from autoamp.errors import UsageError
 from autoamp.scaling import LossScaler, RequestedGroup, clip_, is_same_scale, total_norm
-from autoamp.stepping.attach import is_optimizer, refuse_own_scaler, stepped_params
+from autoamp.stepping.attach import ScalesItself, is_optimizer, refuse_own_scaler, stepped_params
 from autoamp.stepping.block import open_blocks, scaled_loss_block
 from autoamp.stepping.checks import check_optimizer
 from autoamp.stepping.guard import StepGuard
@@ -272,6 +272,15 @@ class GuardedOptimizers:
         else:
             masters.adopt(originals)
         return masters
+
+    def optimizer_made(self, optimizer: Any) -> None:
+        """Give a new optimizer masters, if it gets some, before a state is loaded into it."""
+        if self.masters_for is None or isinstance(optimizer, ScalesItself):
+            return
+        # A half-built optimizer has no groups.
+        with contextlib.suppress(AttributeError):
+            if self.masters_for(optimizer):
+                self.keep_masters(optimizer)
 
     def hand_over(self, optimizer: Any) -> MasterWeights | None:
         """Let go of an optimizer and return its masters, which stay in place."""

@@ -134,8 +134,23 @@ def test_what_two_calls_cannot_both_have_is_refused_and_the_first_goes_on(given:
     step(d, opt_d, 0)
     assert d(torch.ones(2, 6)).dtype is torch.float16
     # As the message says, after the first has ended.
-    initialize(d, opt_d, enabled=False)
+    first.deactivate()
     initialize(g, opt_g, opt_level="O1", **given)
+
+
+def test_enabled_false_ends_all_or_is_refused_while_another_network_is_in_use() -> None:
+    d, opt_d = pair(1)
+    g, opt_g = pair(2)
+    initialize(d, opt_d, opt_level="O2")
+    initialize(g, opt_g, opt_level="O1")
+    with pytest.raises(autoamp.UsageError, match=r"end all earlier calls by autoamp\.current_handle\(\)\.deactivate"):
+        initialize(g, opt_g, enabled=False)
+    step(d, opt_d, 0)
+    step(g, opt_g, 0)
+    initialize([d, g], [opt_d, opt_g], enabled=False)
+    assert autoamp.current_handle() is None
+    assert {p.dtype for p in d.parameters()} == {torch.float32}
+    assert opt_d.param_groups[0]["params"] == list(d.parameters())
 
 
 def test_calls_of_one_kind_share_their_scalers() -> None:
@@ -228,37 +243,6 @@ def test_one_optimizer_over_both_networks() -> None:
     assert torch.equal(g[0].weight, master_of(g[0].weight).half())
     handle().deactivate()
     assert optimizer.param_groups[0]["params"] == [*d.parameters(), *g.parameters()]
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_network_that_is_left_off_leaves_the_other_one_on(level: str) -> None:
-    d, opt_d = pair(1)
-    g, opt_g = pair(2)
-    initialize(d, opt_d, opt_level=level)
-    assert initialize(g, opt_g, enabled=False) == (g, opt_g)
-    loss = g(torch.ones(2, 6)).sum()
-    assert loss.dtype is torch.float32
-    with autoamp.scale_loss(loss, opt_g) as scaled:
-        assert scaled is loss
-    step(g, opt_g, 0)
-    step(d, opt_d, 0)
-    assert runtime_of(handle()).optimizers.counts.steps == 1
-    assert d[0](torch.ones(2, 6).half()).dtype is torch.float16
-    initialize(d, opt_d, enabled=False)
-    assert autoamp.current_handle() is None
-
-
-def test_leaving_off_the_one_with_masters_leaves_none_for_others() -> None:
-    d, opt_d = pair(1)
-    g, opt_g = pair(2)
-    initialize(d, opt_d, opt_level="O2")
-    initialize(g, opt_g, opt_level="O1")
-    initialize(d, opt_d, enabled=False)
-    assert {p.dtype for p in d.parameters()} == {torch.float32}
-    assert opt_d.param_groups[0]["params"] == list(d.parameters())
-    assert not runtime_of(handle()).optimizers.has_masters
-    step(g, opt_g, 0)
-    step(d, opt_d, 0)
 
 
 def test_a_part_of_an_earlier_model_is_that_model() -> None:

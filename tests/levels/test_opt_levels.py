@@ -100,18 +100,6 @@ def test_bounds_of_the_loss_scale() -> None:
     assert scalers()[0].loss_scale == 2.0**15
 
 
-def test_each_loss_has_a_scaler() -> None:
-    model = network()
-    model, optimizer = initialize(model, sgd(model), opt_level="O2", num_losses=3)
-    with autoamp.scale_loss(model(batch()[0]).sum() * torch.inf, optimizer, loss_id=1) as scaled:
-        scaled.backward()
-    optimizer.step()
-    state = autoamp.state_dict()
-    assert [state[f"loss_scaler{i}"]["loss_scale"] for i in range(3)] == [2.0**16, 2.0**15, 2.0**16]
-    with pytest.raises(UsageError, match="loss_id=3 has no scaler; choose 0 or 1 or 2"):
-        autoamp.scale_loss(torch.ones(()), optimizer, loss_id=3)
-
-
 def test_a_given_scaler_serves_one_loss() -> None:
     given = DynamicLossScaler(init_scale=8.0)
     initialize(network(), opt_level="O1", loss_scale=given, num_losses=2)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -46,21 +46,8 @@ def patched() -> bool:
 
 def in_thread(function: Callable[[], Any]) -> Any:
     """Call a function in a thread of its own, and return what it returned or raise what it raised."""
-    result: list[Any] = []
-
-    def target() -> None:
-        try:
-            result.append(function())
-        except BaseException as error:
-            result.append(error)
-
-    thread = threading.Thread(target=target)
-    thread.start()
-    thread.join(60)
-    assert result, "the thread did not end"
-    if isinstance(result[0], BaseException):
-        raise result[0]
-    return result[0]
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result(60)
 
 
 class Training:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -73,42 +74,35 @@ def test_a_handle_may_be_deactivated_within_its_region() -> None:
     assert not patched()
 
 
-class Meeting:
-    """Two threads that take turns: each waits for the other's word."""
+def overlapping(first: autoamp.Region, second: autoamp.Region) -> list[Any]:
+    """Enter two regions in two threads and leave the first one earlier; return what the second thread saw."""
+    barrier, seen = threading.Barrier(2), []
 
-    def __init__(self) -> None:
-        self.events = {name: threading.Event() for name in ("second is in", "first is out")}
+    def other() -> None:
+        with second:
+            seen.append(runs_in())
+            barrier.wait(30)
+            barrier.wait(30)
+            seen.append(runs_in())
+        seen.append(patched())
 
-    def tell(self, name: str) -> None:
-        self.events[name].set()
-
-    def wait(self, name: str) -> None:
-        assert self.events[name].wait(30), name
+    with ThreadPoolExecutor(1) as pool:
+        with first:
+            ended = pool.submit(other)
+            barrier.wait(30)
+            seen.append(runs_in())
+        seen.append(runs_in())
+        seen.append(autoamp.current_handle())
+        barrier.wait(30)
+        ended.result(30)
+    return seen
 
 
 @pytest.mark.parametrize("block", ["one region", "two regions of the same settings"])
 def test_two_threads_share_a_region_and_the_last_one_out_restores(block: str) -> None:
-    first, meeting = region(), Meeting()
-    second = first if block == "one region" else region()
-    outcome: list[Any] = []
-
-    def other() -> None:
-        with second:
-            outcome.append(runs_in())
-            meeting.tell("second is in")
-            meeting.wait("first is out")
-            outcome.append(runs_in())
-        outcome.append(patched())
-
-    thread = threading.Thread(target=other)
-    with first:
-        thread.start()
-        meeting.wait("second is in")
-        assert runs_in() is HALF
-    assert runs_in() is FULL
-    meeting.tell("first is out")
-    thread.join(30)
-    assert outcome == [HALF, HALF, False]
+    first = region()
+    seen = overlapping(first, first if block == "one region" else region())
+    assert [*seen[:3], *seen[4:]] == [HALF, HALF, FULL, HALF, False]
 
 
 def test_regions_of_other_settings_in_two_threads_at_once_are_refused() -> None:
@@ -126,21 +120,10 @@ def test_regions_of_other_settings_in_two_threads_at_once_are_refused() -> None:
 
 
 def test_the_handle_before_comes_back_when_the_last_thread_leaves() -> None:
-    handle, block, meeting = init(), region(dtype=BF16), Meeting()
-
-    def other() -> None:
-        with block:
-            meeting.tell("second is in")
-            meeting.wait("first is out")
-
-    thread = threading.Thread(target=other)
-    with block as inner:
-        thread.start()
-        meeting.wait("second is in")
-    assert autoamp.current_handle() is inner
-    assert runs_in() is FULL
-    meeting.tell("first is out")
-    thread.join(30)
+    handle, block = init(), region(dtype=BF16)
+    seen = overlapping(block, block)
+    assert seen[2] is FULL
+    assert seen[3] is not handle
     assert autoamp.current_handle() is handle
     assert runs_in() is HALF
 
@@ -165,25 +148,17 @@ def test_init_within_a_region_that_the_base_serves_is_allowed() -> None:
 
 
 def test_regions_in_threads_while_others_call() -> None:
-    block, problems = region(), []
+    block = region()
 
     def work() -> None:
-        try:
-            for _ in range(5):
-                if runs_in() is not FULL:
-                    problems.append("cast outside of the region")
-                with block:
-                    if runs_in() is not HALF:
-                        problems.append("not cast within the region")
-        except Exception as error:
-            problems.append(error)
+        for _ in range(5):
+            assert runs_in() is FULL
+            with block:
+                assert runs_in() is HALF
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert problems == []
+    with ThreadPoolExecutor() as pool:
+        calls = [pool.submit(work) for _ in range(4)]
+    assert [one.result() for one in calls] == [None] * 4
     assert not patched()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +16,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import autoamp
-from autoamp.errors import ListFileError, UsageError
 from autoamp.runtime.handle import Handle
 from tests.runtime.shared import BF16, FULL, HALF, LISTS, in_thread, init, ones, patched, region, runs_in
 
 # -- init --
-
-
-@pytest.mark.parametrize(
-    ("enabled", "shown"),
-    [
-        ("False", "'False'"),
-        (torch.nn.Linear(1, 1), "a Linear|Linear"),
-        (torch.float16, "torch.float16"),
-        ([], "\\[\\]"),
-    ],
-)
-def test_init_refuses_what_is_no_switch(enabled: Any, shown: str) -> None:
-    with pytest.raises(UsageError, match=rf"enabled=({shown}).*autoamp.initialize\(model, optimizer\)"):
-        autoamp.init(enabled)
-    assert autoamp.current_handle() is None
 
 
 @pytest.mark.parametrize("enabled", [False, 0, None, numpy.bool_(False)])
@@ -120,30 +105,16 @@ def test_an_edited_list_file_is_picked_up(tmp_path: Path) -> None:
     assert F.linear(ones().half(), ones().half()).dtype is FULL
 
 
-def test_a_wrong_list_file_leaves_the_handle_active(tmp_path: Path) -> None:
-    path = tmp_path / "mine.toml"
-    path.write_text('schema = 1\nfp32 = ["softmaxx"]\n')
-    first = init()
-    with pytest.raises(ListFileError, match=r"mine\.toml:2: unknown op 'softmaxx'.*'softmax'"):
-        init(lists=str(path))
-    assert autoamp.current_handle() is first
-    assert runs_in() is HALF
-
-
 def test_threads_that_call_init_at_once_get_one_handle() -> None:
-    barrier, handles = threading.Barrier(4), []
+    barrier = threading.Barrier(4)
 
-    def call() -> None:
+    def call() -> Handle:
         barrier.wait(30)
-        handles.append(init())
+        return init()
 
-    threads = [threading.Thread(target=call) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert len(handles) == 4
-    assert set(map(id, handles)) == {id(autoamp.current_handle())}
+    with ThreadPoolExecutor() as pool:
+        calls = [pool.submit(call) for _ in range(4)]
+    assert {one.result() for one in calls} == {autoamp.current_handle()}
     assert in_thread(runs_in) is HALF
 
 

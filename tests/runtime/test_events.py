@@ -50,6 +50,7 @@ def test_handles_are_told_of_as_they_come_and_go() -> None:
 
 def test_a_listener_that_fails_leaves_the_handle_before() -> None:
     one = autoamp.init(device_type="cpu", dtype=torch.float16)
+    decorated = autoamp.half_function(lambda x: x.dtype)
 
     def refuse(handle: Handle) -> None:
         if handle is not one:
@@ -63,3 +64,4 @@ def test_a_listener_that_fails_leaves_the_handle_before() -> None:
         forget()
     assert autoamp.current_handle() is one
     assert one.is_active()
+    assert decorated(torch.ones(1)) is torch.float16

@@ -8,7 +8,6 @@ import inspect
 import pickle
 import sys
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -233,13 +232,6 @@ def test_a_registration_stands_above_the_lists_and_a_later_one_above_an_earlier(
     assert F.linear(ones(), ones()).dtype == HALF
 
 
-def test_promotion_by_registration() -> None:
-    autoamp.register_promote_function(torch, "sub")
-    init()
-    assert torch.sub(ones(HALF), ones()).dtype == torch.float32
-    assert torch.sub(ones(HALF), ones(HALF)).dtype == HALF
-
-
 def test_a_function_of_an_object_that_knows_no_module() -> None:
     library = types.SimpleNamespace(distance=lambda a, b: (a - b).square().sum())
     original = library.distance
@@ -248,17 +240,6 @@ def test_a_function_of_an_object_that_knows_no_module() -> None:
     assert library.distance(ones(HALF), ones(HALF)).dtype == torch.float32
     handle.deactivate()
     assert library.distance is original
-
-
-@pytest.mark.parametrize(("module", "name"), [(torch, "sigmoid"), (torch, "einsum"), (F, "embedding")])
-def test_common_registrations(module: Any, name: str) -> None:
-    original = getattr(module, name)
-    autoamp.register_float_function(module, name)
-    handle = init()
-    assert getattr(module, name) is not original
-    assert pickle.loads(pickle.dumps(getattr(module, name))) is getattr(module, name)
-    handle.deactivate()
-    assert getattr(module, name) is original
 
 
 def test_a_class_of_modules_or_autograd_functions() -> None:
@@ -371,15 +352,6 @@ def test_a_name_that_is_gone_is_warned_of_and_the_rest_holds(library: types.Modu
     with pytest.warns(UserWarning, match=r"registration of 'some_library\.nms' has no effect"):
         init()
     assert torch.sigmoid(ones()).dtype == HALF
-
-
-def test_registering_needs_no_handle_and_patches_nothing(library: types.ModuleType) -> None:
-    nms = library.nms
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        autoamp.register_half_function(library, "nms")
-    assert library.nms is nms
-    assert autoamp.current_handle() is None
 
 
 def test_what_cannot_be_decorated_says_what_to_decorate() -> None:

@@ -50,11 +50,3 @@ def test_optimizers_and_models_can_be_dropped_while_the_handle_stays(
     assert handle.skipped_steps == 1
     # And the losses of optimizers that nobody wrapped can be scaled again.
     steps(handle, Training(), 1.0)
-
-
-def test_an_optimizer_goes_without_waiting_for_the_garbage_collector(handle: Handle) -> None:
-    training = Training()
-    steps(handle, training, 1.0)
-    reference = weakref.ref(training.optimizer)
-    del training.optimizer
-    assert reference() is None

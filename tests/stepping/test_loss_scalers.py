@@ -49,17 +49,6 @@ def test_an_optimizer_has_the_scalers_of_the_call_that_named_it() -> None:
     assert scalers.all == [checked]
 
 
-def test_a_loss_is_not_scaled_if_all_its_optimizers_are_off() -> None:
-    scalers, first, second = two(), Optimizer(), Optimizer()
-    assert not scalers.is_off(first)
-    scalers.switch_off([first])
-    assert scalers.is_off(first)
-    assert not scalers.is_off([first, second])
-    assert not scalers.is_off([])
-    scalers.use(scalers.all, [first])
-    assert not scalers.is_off(first)
-
-
 def test_each_loss_has_a_scaler_of_its_own() -> None:
     first, second, scalers = Optimizer(), Optimizer(), two()
     shared: LossScaler = DynamicLossScaler(8.0)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import importlib
-import inspect
 import os
 import pickle
 import subprocess
@@ -17,6 +15,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,13 +23,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-import wrapt
 from torch import Tensor, nn
 from torch.jit._builtins import _get_builtin_table
 
 import autoamp
+from autoamp import modules, ops
 from autoamp.patching.marks import original_of
-from autoamp.runtime import installation, patched_torch
+from autoamp.runtime import patched_torch
 
 HALF = torch.float16
 LISTS: dict[str, Any] = {
@@ -123,12 +122,12 @@ def test_an_init_that_fails_leaves_torch_and_the_handle_before_as_they_were(
             raise RuntimeError("half way")
         return build_replacement(*args, **kwargs)
 
-    build_replacement = installation.build_replacement
+    build_replacement = ops.build_replacement
     owner, name = {
-        "builder": (installation, "build_replacement"),
-        "module call": (patched_torch, "build_module_call"),
-        "rebind": (installation.PatchSet, "rebind"),
-        "deferred": (installation.PatchSet, "when_imported"),
+        "builder": (ops, "build_replacement"),
+        "module call": (modules, "build_module_call"),
+        "rebind": (patched_torch.PatchSet, "rebind"),
+        "deferred": (patched_torch.PatchSet, "when_imported"),
     }[failing]
     monkeypatch.setattr(owner, name, fail)
     with pytest.raises(RuntimeError, match="half way"):
@@ -143,7 +142,7 @@ def test_an_init_that_fails_leaves_torch_and_the_handle_before_as_they_were(
 def test_a_first_init_that_fails_leaves_torch_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
     before = dict(vars(F)), dict(vars(Tensor))
     scripted = dict(_get_builtin_table())
-    monkeypatch.setattr(installation, "name_by", mock.Mock(side_effect=RuntimeError("at the very end")))
+    monkeypatch.setattr(patched_torch, "name_by", mock.Mock(side_effect=RuntimeError("at the very end")))
     with pytest.raises(RuntimeError, match="at the very end"):
         init()
     assert autoamp.current_handle() is None
@@ -151,61 +150,26 @@ def test_a_first_init_that_fails_leaves_torch_untouched(monkeypatch: pytest.Monk
     assert _get_builtin_table() == scripted
 
 
-def test_a_target_more_that_fails_leaves_the_handle_active() -> None:
-    init()
-    with pytest.raises(ValueError, match="cannot be registered"):
-        autoamp.register_half_function(int, "bit_length")
-    assert F.linear(ones(), ones()).dtype == HALF
-
-
 # -- others who patch --
 
 
-def layered(kind: str, below: Any) -> Any:
-    def plain(*args: Any, **kwargs: Any) -> Any:
-        return below(*args, **kwargs)
-
-    if kind == "wrapt":
-        return wrapt.FunctionWrapper(below, lambda wrapped, instance, args, kwargs: wrapped(*args, **kwargs))
-    return functools.wraps(below)(plain) if kind == "wraps" else plain
-
-
-@pytest.mark.parametrize("kind", ["plain", "wraps", "wrapt"])
-def test_a_foreign_patch_above_ours_is_left_and_reported_and_nothing_deepens(kind: str) -> None:
-    linear = F.linear
-    first = init()
-    F.linear = foreign = layered(kind, F.linear)
+def test_a_patch_above_ours_is_left_and_reported_and_nothing_deepens() -> None:
+    linear, first = F.linear, init()
+    below = F.linear
+    F.linear = foreign = lambda *args: below(*args)
     try:
         assert F.linear(ones(), ones()).dtype == HALF
         assert first.deactivate() == ("torch.nn.functional.linear",)
-        assert F.linear is foreign
-        assert F.linear(ones(), ones()).dtype == torch.float32
         for _ in range(3):
+            assert F.linear is foreign
+            assert F.linear(ones(), ones()).dtype == torch.float32
             handle = init()
             # Ours is above theirs now, and theirs is called.
             assert original_of(F.linear) is foreign
             assert F.linear(ones(), ones()).dtype == HALF
             assert handle.deactivate() == ()
-            assert F.linear is foreign
     finally:
         F.linear = linear
-
-
-@pytest.mark.parametrize(("parent", "name"), [(F, "linear"), (Tensor, "matmul")])
-def test_a_foreign_patch_that_is_removed_after_us(parent: Any, name: str) -> None:
-    held = inspect.getattr_static(parent, name)
-    first = init()
-    with mock.patch.object(parent, name):
-        assert len(first.deactivate()) == 1
-    # What the mock put back is ours, and dead: it passes calls through.
-    leftover = vars(parent)[name]
-    assert leftover is not held
-    assert leftover(ones(), ones()).dtype == torch.float32
-    second = init()
-    assert vars(parent)[name](ones(), ones()).dtype == HALF
-    assert original_of(vars(parent)[name]) is held
-    assert second.deactivate() == ()
-    assert inspect.getattr_static(parent, name) is held
 
 
 # -- names that others took --
@@ -229,18 +193,6 @@ def test_rebind_false_leaves_what_was_taken_before(user: types.ModuleType) -> No
     assert handle.late_bound == ()
     assert dict(vars(user)) == before
     assert F.linear(ones(), ones()).dtype == HALF
-
-
-@pytest.mark.parametrize("rebind", [True, False])
-def test_names_taken_meanwhile_are_restored(rebind: bool, folder: Path) -> None:
-    (folder / "late_module.py").write_text("from torch.nn.functional import linear\nfrom torch import matmul\n")
-    handle = init(rebind=rebind)
-    module = importlib.import_module("late_module")
-    assert module.linear is F.linear
-    handle.deactivate()
-    assert module.linear is F.linear
-    assert module.matmul is torch.matmul
-    assert original_of(module.linear) is module.linear
 
 
 def test_a_dotted_name_rebinds_no_other_spelling_of_torch() -> None:
@@ -281,20 +233,6 @@ def test_deferred_targets_are_patched_once_their_module_is_there(folder: Path) -
     assert dict(vars(later.Net)) == before
     assert trainer.focal is losses.focal
     assert trainer.train(ones()) == torch.float32
-
-
-def test_a_deferred_fp32_target_casts_nothing_within(folder: Path) -> None:
-    (folder / "later_loss.py").write_text("import torch\ndef loss(x): return torch.matmul(x, x).dtype\n")
-    init(lists=with_targets(fp32=["later_loss.loss"]))
-    assert importlib.import_module("later_loss").loss(ones(HALF)) == torch.float32
-
-
-def test_after_deactivation_an_import_brings_no_patch(folder: Path) -> None:
-    (folder / "too_late.py").write_text("def loss(x): return x.dtype\n")
-    handle = init(lists=with_targets(fp16=["too_late.loss"]))
-    handle.deactivate()
-    module = importlib.import_module("too_late")
-    assert original_of(module.loss) is module.loss
 
 
 def test_a_typo_in_a_deferred_target_warns_once_and_the_import_goes_on(folder: Path) -> None:
@@ -367,22 +305,6 @@ def test_a_model_that_holds_a_patched_function_is_saved_and_copied(tmp_path: Pat
     assert loaded.act is torch.exp
 
 
-@pytest.mark.parametrize("name", PICKLED)
-def test_name_docstring_and_signature_are_the_originals(name: str) -> None:
-    original = eval(name)
-    init()
-    ours = eval(name)
-    assert ours is not original
-    assert (ours.__name__, ours.__doc__) == (original.__name__, original.__doc__)
-    results = []
-    for function in (original, ours):
-        try:
-            results.append(str(inspect.signature(function)))
-        except ValueError:
-            results.append("no signature")
-    assert results[0] == results[1]
-
-
 # -- many cycles --
 
 
@@ -421,68 +343,38 @@ def test_fifty_cycles_leave_nothing_behind(collected: Any) -> None:
     assert now[0] - counts[0] < 25
 
 
-def test_a_model_is_collectable_while_the_handle_is_active(collected: Any) -> None:
-    init()
-    model = nn.Linear(2, 2)
-    model(ones()).sum().backward()
-    reference = weakref.ref(model)
-    del model
-    collected()
-    assert reference() is None
-
-
 # -- threads --
 
 
 def test_patching_in_one_thread_while_others_call() -> None:
-    stop, problems = threading.Event(), []
-    x = ones()
+    stop, x = threading.Event(), ones()
 
-    def call() -> None:
+    def call() -> set[torch.dtype]:
+        seen: set[torch.dtype] = set()
         while not stop.is_set():
-            try:
-                dtypes = {F.linear(x, x).dtype, (x @ x).dtype, torch.einsum("ij,jk->ik", x, x).dtype, x.exp().dtype}
-            except Exception as error:
-                problems.append(error)
-                return
-            if not dtypes <= {HALF, torch.float32}:
-                problems.append(dtypes)
+            seen |= {F.linear(x, x).dtype, (x @ x).dtype, torch.einsum("ij,jk->ik", x, x).dtype, x.exp().dtype}
+        return seen
 
-    threads = [threading.Thread(target=call) for _ in range(3)]
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
-    try:
-        for thread in threads:
-            thread.start()
-        for _ in range(20):
-            init().deactivate()
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join(30)
-        sys.setswitchinterval(interval)
-    assert problems == []
+    with ThreadPoolExecutor() as pool:
+        calls = [pool.submit(call) for _ in range(3)]
+        try:
+            for _ in range(20):
+                init().deactivate()
+        finally:
+            stop.set()
+            sys.setswitchinterval(interval)
+    assert all(one.result() <= {HALF, torch.float32} for one in calls)
 
 
 def test_handles_that_come_and_go_in_several_threads_at_once() -> None:
-    problems = []
-
     def come_and_go(dtype: torch.dtype) -> None:
-        try:
-            for _ in range(8):
-                init(dtype=dtype).deactivate()
-        except Exception as error:
-            problems.append(error)
+        for _ in range(8):
+            init(dtype=dtype).deactivate()
 
-    threads = [threading.Thread(target=come_and_go, args=(dtype,)) for dtype in (HALF, torch.bfloat16, HALF)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    handle = autoamp.current_handle()
-    if handle is not None:
-        handle.deactivate()
-    assert problems == []
+    with ThreadPoolExecutor() as pool:
+        assert list(pool.map(come_and_go, (HALF, torch.bfloat16, HALF))) == [None] * 3
 
 
 # -- compilers --
@@ -562,6 +454,9 @@ COMPILED = """
     with handle.override(net.last, "fp32"):
         assert fast(x).dtype == full, "casts by module are lost"
     assert fast(x).dtype == half
+    with handle.disable_casts():
+        assert fast(x).dtype == full
+    assert fast(x).dtype == half
     expected = dtypes(ops)
     assert half in expected and full in expected
     from autoamp.patching import original_of
@@ -639,38 +534,3 @@ def test_a_call_in_progress_ends_well_when_its_handle_is_deactivated() -> None:
             return F.linear(x, x)
 
     assert Deactivates()(ones()).dtype == torch.float32
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_checkpoint_recomputes_in_the_precision_of_its_forward(use_reentrant: bool) -> None:
-    handle = autoamp.init(device_type="cpu", dtype=torch.float16)
-    layer = torch.nn.Linear(4, 4)
-    x = torch.randn(2, 4, requires_grad=True)
-    seen = []
-
-    def block(value: torch.Tensor) -> torch.Tensor:
-        hidden = layer(value)
-        seen.append(hidden.dtype)
-        return layer(hidden)
-
-    with handle.disable_casts():
-        out = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=use_reentrant)
-    out.sum().backward()
-    assert seen == [torch.float32, torch.float32]
-    assert layer.weight.grad is not None
-    seen.clear()
-    torch.utils.checkpoint.checkpoint(block, x, use_reentrant=use_reentrant).float().sum().backward()
-    assert seen == [torch.float16, torch.float16]
-
-
-def test_compiled_code_sees_a_block_without_casts() -> None:
-    handle = autoamp.init(device_type="cpu", dtype=torch.float16)
-    compiled = torch.compile(lambda a: torch.nn.functional.linear(a, a), backend="eager", fullgraph=True)
-    x = torch.randn(4, 4)
-    assert compiled(x).dtype is torch.float16
-    with handle.disable_casts():
-        assert compiled(x).dtype is torch.float32
-    assert compiled(x).dtype is torch.float16
-    handle.deactivate()
-    assert compiled(x).dtype is torch.float32
-    torch._dynamo.reset()
