@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.launches import Ended, launched, plainly, written
+from tests.launches import Ended, launched, written
 
 HEAD = """
 import torch, torch.nn as nn, torch.nn.functional as F
@@ -48,18 +48,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def plain(folder: Path) -> dict[str, float]:
-    """The accuracy of each in fp32."""
-    found = plainly(folder, "all_of_them.py")
-    assert found.code == 0, found.err
-    return dict(zip(FORMULAS, map(accuracy, found.out.splitlines()), strict=True))
-
-
-@pytest.fixture(scope="module")
 def ended(folder: Path) -> dict[str, Ended]:
-    """Each in fp16, with a page; one without a page, and in bf16."""
+    """All in fp32; each in fp16, with a page; one without a page, and in bf16."""
     fp16 = [*RUN, "--dtype", "fp16", "--fail-on", "overflow"]
-    runs = {name: [*fp16, "--report", f"{name}.html", f"{name}.py"] for name in FORMULAS}
+    runs = {"plain": ["python", "all_of_them.py"]}
+    runs |= {name: [*fp16, "--report", f"{name}.html", f"{name}.py"] for name in FORMULAS}
     runs["without a page"] = [*fp16, "rms.py"]
     runs["bf16"] = [*RUN, "--dtype", "bf16", "--fail-on", "overflow", "rms.py"]
     return launched(folder, runs)
@@ -72,6 +65,13 @@ def cured(folder: Path, ended: dict[str, Ended]) -> dict[str, Ended]:
         (folder / f"{name}.toml").write_text(lines_of(folder / f"{name}.html"), encoding="utf-8")
     fp16 = [*RUN, "--dtype", "fp16", "--fail-on", "overflow"]
     return launched(folder, {name: [*fp16, "--lists", f"{name}.toml", f"{name}.py"] for name in FORMULAS})
+
+
+@pytest.fixture(scope="module")
+def plain(ended: dict[str, Ended]) -> dict[str, float]:
+    """The accuracy of each in fp32."""
+    assert ended["plain"].code == 0, ended["plain"].err
+    return dict(zip(FORMULAS, map(accuracy, ended["plain"].out.splitlines()), strict=True))
 
 
 def accuracy(out: str) -> float:

@@ -419,3 +419,27 @@ def test_blocks_that_end_in_another_order(handle: autoamp.Handle) -> None:
         assert len(handle.cache) == 0
         model(x)
     assert counter[model.weight] == 2
+
+
+def test_inference_from_many_threads(handle: autoamp.Handle) -> None:
+    layer = nn.Linear(4, 4, bias=False)
+    x = torch.randn(3, 4)
+    reference = expected(x, layer.weight)
+    wrong: list[Any] = []
+
+    def serve() -> None:
+        try:
+            for _ in range(50):
+                with handle.inference(layer), torch.no_grad():
+                    if not torch.equal(layer(x).float(), reference):
+                        wrong.append("value")
+        except Exception as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=serve) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert len(handle.cache) == 0
