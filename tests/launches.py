@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Forks for each line of arguments, and tells how the fork ended. What a child raises unwinds to the top of the
 # interpreter, as it would have. A line is `autoamp`'s arguments, or "python" and a script, which runs in its folder.
+# Items NAME=value before it are environment variables.
 DRIVER = """
 import gc, importlib, json, os, runpy, sys, tempfile
 gc.disable()
@@ -38,6 +39,8 @@ def run(argv):
     if pid == 0:
         gc.enable()
         os.dup2(out.fileno(), 1), os.dup2(err.fileno(), 2)
+        while "=" in argv[0]:
+            name, _, os.environ[name] = argv.pop(0).partition("=")
         sys.argv = ["autoamp", *argv]
         return None
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from autoamp.cli.output import say
-from autoamp.cli.program_runs import exit_code_of, program_runs, seconds_of, why_unknown
+from autoamp.cli.program_runs import MetricUnknown, program_runs
 from autoamp.tuning import Bisection, Outcome, list_text, units_of
 
 __all__ = ["bisect"]
@@ -22,37 +22,43 @@ def bisect(chosen: argparse.Namespace) -> int:
     """Search, and print the lines for autoamp.toml on stdout, everything else on stderr. Returns the exit code."""
     with program_runs(chosen) as runs:
         say(f"surveying {chosen.survey_steps} steps of {chosen.program} in fp32")
-        units = units_of(runs.survey(seconds_of(chosen.budget) / 2, timed=False))
+        units = units_of(runs.survey(runs.budget / 2, timed=False))
         say(f"{len(units)} modules and ops are candidates")
         search = Bisection(runs.run, units, chosen.seed, chosen.tolerance)
-        search.search()
-    if (unknown := why_unknown(search.fp32, runs, chosen.metric)) is not None:
-        say(unknown, wrong=True)
-        return 1
+        try:
+            search.search()
+        except MetricUnknown as error:
+            say(str(error), wrong=True)
+            return 1
     lines = _summary(search, chosen.metric, runs.made)
     for line in lines:
         say(line)
     if search.culprits:
         entries = {one.name: one for unit in search.culprits for one in unit}
         sys.stdout.write(list_text(list(entries.values()), comments=lines))
-    elif search.stopped is None and search.half is not None and not search.is_restored(search.half):
-        return 1
-    return exit_code_of(search.stopped)
+    if search.stopped is not None:
+        return search.stopped.exit_code
+    return int(_is_wrong(search) and not search.culprits)
+
+
+def _is_wrong(search: Bisection) -> bool:
+    """Return whether the metric in half precision differs from fp32."""
+    return search.half is not None and not search.is_restored(search.half)
 
 
 def _summary(search: Bisection, metric: str, runs: int) -> list[str]:
     """Return the result as lines of text."""
-    named = [("in fp32", search.fp32[0] if search.fp32 else None), ("in half precision", search.half)]
-    named.append(("with these entries", search.restored))
+    fp32 = Outcome(search.fp32[0]) if search.fp32 else None
+    named = [("in fp32", fp32), ("in half precision", search.half), ("with these entries", search.restored)]
     lines = [f"{metric} {where}: {_shown(outcome)}" for where, outcome in named if outcome is not None]
     if search.half is not None:
         lines.append(f"allowed difference from fp32: {search.allowed:.3g}")
-        if search.is_restored(search.half):
+        if not _is_wrong(search):
             lines.append("half precision is within the allowed difference: no rule has to change")
     lines.append(f"{runs} runs")
     if search.stopped is not None:
         lines.append(f"stopped early: {search.stopped}" + ("; fewer entries may be enough" if search.culprits else ""))
-    elif search.half is not None and not search.culprits and not search.is_restored(search.half):
+    elif _is_wrong(search) and not search.culprits:
         lines.append(_NOT_RESTORED)
     if any(one.of_module for unit in search.culprits for one in unit):
         lines.append(_PATHS)

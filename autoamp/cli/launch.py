@@ -20,7 +20,6 @@ import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.machinery import PathFinder
 from typing import Any
 
 from autoamp.errors import UsageError
@@ -38,7 +37,7 @@ class Program:
     """What is run.
 
     Attributes:
-        name: The path of a script, of a directory or zip archive with a ``__main__``, or the dotted name of a module.
+        name: The path of a script, or the dotted name of a module.
         args: The program's own arguments.
         is_module: Whether ``name`` is that of a module, as after ``python -m``.
     """
@@ -46,11 +45,6 @@ class Program:
     name: str
     args: Sequence[str] = ()
     is_module: bool = False
-
-    @property
-    def is_script(self) -> bool:
-        """Whether this is a file of source, and not a module, or a directory or archive with a ``__main__``."""
-        return not self.is_module and pkgutil.get_importer(self.name) is None
 
 
 def prepared(program: Program, options: Mapping[str, Any]) -> Callable[[], None]:
@@ -72,7 +66,7 @@ def prepared(program: Program, options: Mapping[str, Any]) -> Callable[[], None]
         main.__annotations__ = {}
     vars(main)["__builtins__"] = sys.modules["builtins"]
     try:
-        code = _script_code(program.name, main) if program.is_script else _module_code(program, main)
+        code = _module_code(program.name, main) if program.is_module else _script_code(program.name, main)
     except SyntaxError:
         _begin_tracebacks_at(vars(main))
         raise
@@ -91,20 +85,15 @@ def prepared(program: Program, options: Mapping[str, Any]) -> Callable[[], None]
 
 
 def take_path(program: Program) -> None:
-    """Let ``sys.path`` begin where it does under plain Python. UsageError: there is no such script."""
+    """Let ``sys.path`` begin as under plain Python. UsageError: there is no such script."""
+    remedy = "give the path of a script, or -m a module"
     if not program.is_module and not os.path.exists(program.name):
-        raise UsageError(
-            f"can't open file {program.name!r}: {os.strerror(errno.ENOENT)}; give the path of a script, or -m a module"
-        )
-    if program.is_script:
-        begins = os.path.dirname(os.path.realpath(program.name))
-    else:
-        begins = os.getcwd() if program.is_module else os.path.abspath(program.name)
-    # Python's safe path leaves out the places of a script and of a module, but not a directory or archive itself.
+        raise UsageError(f"can't open file {program.name!r}: {os.strerror(errno.ENOENT)}; {remedy}")
+    if not program.is_module and pkgutil.get_importer(program.name) is not None:
+        raise UsageError(f"{program.name!r} is a directory or an archive, not a script; {remedy}")
+    # Python's safe path leaves it out.
     if not sys.flags.safe_path:
-        sys.path[0] = begins
-    elif not program.is_script and not program.is_module:
-        sys.path.insert(0, begins)
+        sys.path[0] = os.getcwd() if program.is_module else os.path.dirname(os.path.realpath(program.name))
 
 
 def _script_code(path: str, main: types.ModuleType) -> types.CodeType:
@@ -119,8 +108,7 @@ def _script_code(path: str, main: types.ModuleType) -> types.CodeType:
         with io.open_code(file) as stream:
             source = stream.read()
     except OSError as error:
-        remedy = "give the path of a script, or -m and the name of a module"
-        raise UsageError(f"can't open file {path!r}: {error.strerror}; {remedy}") from None
+        raise UsageError(f"can't open file {path!r}: {error.strerror}") from None
     main.__file__ = file
     main.__loader__ = importlib.machinery.SourceFileLoader("__main__", file)
     # As Python has it for a script: None, by which multiprocessing knows to look at the file.
@@ -130,21 +118,13 @@ def _script_code(path: str, main: types.ModuleType) -> types.CodeType:
     return code
 
 
-def _module_code(program: Program, main: types.ModuleType) -> types.CodeType:
-    spec = (
-        _spec_of(program.name)
-        if program.is_module
-        else PathFinder.find_spec("__main__", [os.path.abspath(program.name)])
-    )
+def _module_code(name: str, main: types.ModuleType) -> types.CodeType:
+    spec = _spec_of(name)
     loader: Any = None if spec is None else spec.loader
     code: types.CodeType | None = None if spec is None or loader is None else loader.get_code(spec.name)
     if spec is None or code is None:
-        if program.is_module:
-            raise UsageError(
-                f"no module named {program.name!r} can be run; give a module, or a package with a __main__"
-            )
-        raise UsageError(f"can't find '__main__' in {program.name!r}; give the path of a script, or add a __main__.py")
-    main.__file__ = spec.origin or loader.get_filename(spec.name)
+        raise UsageError(f"no module named {name!r} can be run; give a module, or a package with a __main__")
+    main.__file__ = spec.origin
     main.__loader__ = loader
     main.__package__ = spec.parent
     main.__spec__ = spec
@@ -216,9 +196,9 @@ def names_of_main(set_up: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]
     program = Program(parent["name"], is_module=parent["is_module"])
     # Grandchildren want the same.
     _tell_children(program, parent["options"])
-    if program.is_script:
+    if not program.is_module:
         return runpy.run_path(program.name, run_name="__mp_main__")
-    spec = _spec_of(program.name) if program.is_module else None
+    spec = _spec_of(program.name)
     if spec is None or spec.name.endswith(".__main__"):
         # As multiprocessing has it: the __main__ of a package is run, and not imported.
         return {}

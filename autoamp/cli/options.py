@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -38,7 +38,7 @@ class Options:
 
     dtype: str | None = None
     device_type: str | None = None
-    lists: tuple[str, ...] = ()
+    lists: list[str] = field(default_factory=list)
     opt_level: str = "O1"
     loss_scale: str | None = None
     apex: bool = True
@@ -52,12 +52,11 @@ class Options:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Options:
         """Take the options out of a mapping that may have more, such as a parsed command line or JSON."""
-        chosen = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
-        return cls(**{**chosen, "lists": tuple(chosen.get("lists", ()))})
+        return cls(**{name: values[name] for name in cls.__dataclass_fields__ if name in values})
 
     def as_dict(self) -> dict[str, Any]:
         """Return the options as JSON has them."""
-        return {**asdict(self), "lists": list(self.lists)}
+        return asdict(self)
 
 
 def loss_scale_of(text: str | None) -> Literal["dynamic"] | float | None:
@@ -73,6 +72,6 @@ def loss_scale_of(text: str | None) -> Literal["dynamic"] | float | None:
     try:
         scale = float(text)
         make_scaler(scale, torch.float16)
-        return scale
     except ValueError:
         raise UsageError(f"--loss-scale {text!r}: expected 'dynamic' or a number above 0") from None
+    return scale

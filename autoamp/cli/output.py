@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from autoamp.errors import UsageError
 
-__all__ = ["COLUMNS", "aligned", "folded", "is_read", "say", "show", "writable"]
-
-COLUMNS = 80
-"""How wide a summary is at most, so that it stays whole in any terminal."""
+__all__ = ["aligned", "say", "show", "writable"]
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return a line for each row, with each column as wide as its widest cell. All rows have as many cells."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def folded(text: str) -> str:
-    """Return a text in lines of `COLUMNS` columns at most, the later ones indented. No word is divided."""
-    return textwrap.fill(text, COLUMNS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def writable(option: str, name: str) -> Path:
@@ -50,14 +41,6 @@ def say(line: str, *, wrong: bool = False) -> None:
     except (AttributeError, OSError, ValueError):
         # There is no stderr, or it is closed.
         pass
-
-
-def is_read() -> bool:
-    """Tell whether stderr is a terminal; what goes to a file or a pipe is not folded."""
-    try:
-        return sys.stderr.isatty()
-    except (AttributeError, ValueError):
-        return False
 
 
 def show(heading: str) -> None:

@@ -6,7 +6,6 @@ Returns plain values; `doctor` prints them.
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import os
 import platform
 import sys
@@ -19,19 +18,20 @@ import torch
 
 from autoamp.cli.report import versions
 from autoamp.compat import added_to_real_apex, real_apex
-from autoamp.errors import UsageError
 from autoamp.half_units import HALF_NAMES, half_dtype_with_units, has_units, missing_units
 from autoamp.kernels import backends
+from autoamp.memory import why_not_kept
 from autoamp.ops import expand, owns_its_names
 from autoamp.patching import original_of
 from autoamp.rules import ENVIRONMENT_VARIABLE, CastTable, shipped_sets
-from autoamp.runtime import Region, Settings, device_type_of
-from autoamp.tensors import default_device_type, default_half_dtype, dtype_name
+from autoamp.runtime import Region, Settings, check_device, device_type_of
+from autoamp.tensors import default_half_dtype, dtype_name
 
 __all__ = [
     "bound_names",
     "default_table",
     "device_of",
+    "freed_memory",
     "kernels",
     "lists_of",
     "packages",
@@ -59,10 +59,7 @@ def device_of(kind: str | None = None) -> dict[str, str]:
         cast; and ``fp32_matmul``, torch's setting: ``"highest"`` is true fp32, others allow TF32 or bf16.
     """
     kind = device_type_of(kind)
-    if kind != "cpu" and (not torch.accelerator.is_available() or default_device_type() != kind):
-        raise UsageError(
-            f"--device-type {kind}: there is no such device here; choose {default_device_type()!r}, or leave it out"
-        )
+    check_device(kind)
     name = _name_of_cpu() if kind == "cpu" else _name_of_accelerator(kind)
     default, in_runs = default_half_dtype(kind), half_dtype_with_units(kind) or torch.float32
     taken = default if has_units(default, kind) else torch.float32
@@ -97,22 +94,21 @@ def _name_of_accelerator(kind: str) -> str:
 
 
 def packages() -> dict[str, str | None]:
-    """Tell which of the packages that matter are there: a version or a path, None where one is absent."""
+    """Return the versions of the packages that matter, and the path of a real apex, None if there is none."""
     real, added = real_apex(), added_to_real_apex()
     adds = "; autoamp adds the modules that it lacks, such as apex.amp" if "amp" in added else ""
-    return {**versions(), "apex": f"{real}{adds}" if real else _distribution("apex")}
+    return {**versions(), "apex": f"{real}{adds}" if real else None}
 
 
 def kernels() -> list[str]:
-    """Tell for each type of device whether there are compiled kernels for it, and why not."""
+    """Return for each type of device whether there are compiled kernels for it, and why not."""
     return [str(one) for one in backends()]
 
 
-def _distribution(name: str) -> str | None:
-    for found in importlib.metadata.distributions(name=name):
-        if type(found).__module__.partition(".")[0] != "autoamp":
-            return f"{name} {found.version}, installed but not importable"
-    return None
+def freed_memory(kind: str) -> str:
+    """Return whether `autoamp run` keeps freed memory, and why not."""
+    why = why_not_kept() if kind == "cpu" else "only where a run computes on a CPU"
+    return "kept by `autoamp run`" if why is None else f"not kept: {why}"
 
 
 def lists_of(kind: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 
 from autoamp.cli.launch import Program, prepared, take_path
 from autoamp.cli.options import Options
-from autoamp.cli.output import say, writable
+from autoamp.cli.output import writable
 from autoamp.runtime import Handle, Settings, check_device, put_handle
 
 __all__ = ["prepared_profile"]
@@ -47,9 +47,6 @@ def prepared_profile(chosen: argparse.Namespace) -> Callable[[], None]:
             if os.getpid() == process:
                 sys.stdout.write(str(ranges))
                 if path is not None:
-                    try:
-                        path.write_text(ranges.to_json(), encoding="utf-8")
-                    except OSError as error:
-                        say(f"the profile could not be written: {error}")
+                    path.write_text(ranges.to_json(), encoding="utf-8")
 
     return run

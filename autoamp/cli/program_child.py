@@ -1,7 +1,7 @@
 """One run of a program for `autoamp tune` or `bisect`: ``python -m autoamp.cli.program_child SPEC program args...``.
 
-SPEC is a JSON file with the options of `autoamp run`, the mode (``"survey"``, ``"fp32"`` or ``"lists"``), the seed,
-the name of the metric, the file for the outcome, and the paths and classes of modules that a list under test names.
+SPEC is JSON: the options of `autoamp run`, the mode (``"survey"``, ``"fp32"`` or ``"lists"``), the seed, the name of
+the metric, the file for the outcome, and the paths and classes of modules that a list under test names.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ __all__ = ["main"]
 _WARM_UP = 2
 
 
-def main(spec_file: str, program_args: list[str]) -> None:
-    """Run the program, and write the outcome. What the program raises goes on after that."""
-    spec = json.loads(Path(spec_file).read_text(encoding="utf-8"))
+def main(spec_text: str, program_args: list[str]) -> None:
+    """Run the program, and write the outcome. An exception of the program propagates after that."""
+    spec = json.loads(spec_text)
     program = Program(program_args[0], tuple(program_args[1:]), spec["is_module"])
     take_path(program)
     options = Options.of(spec["options"])
@@ -56,7 +56,7 @@ def main(spec_file: str, program_args: list[str]) -> None:
     process = os.getpid()
     try:
         if spec["mode"] == "survey":
-            outcome["survey"] = _surveyed(program_runs, run.handle, spec)
+            outcome["survey"] = _surveyed(program_runs, run, spec)
         else:
             with _paths_applied(frozenset(spec["modules"])):
                 outcome |= _timed(program_runs, run, in_fp32=spec["mode"] == "fp32")
@@ -68,19 +68,16 @@ def main(spec_file: str, program_args: list[str]) -> None:
             Path(spec["outcome"]).write_bytes(pickle.dumps(outcome))
 
 
-def _surveyed(program_runs: Callable[[], None], handle: BaseHandle, spec: dict[str, Any]) -> Survey:
+def _surveyed(program_runs: Callable[[], None], run: Run, spec: dict[str, Any]) -> Survey:
     """Run the program up to the end of the survey, and return that."""
     surveyors: list[Surveyor] = []
     with contextlib.ExitStack() as stack:
 
         def begin(handle: BaseHandle) -> None:
             surveyors.append(Surveyor(handle, steps=spec["steps"], seconds=spec["seconds"]))
-            stack.enter_context(surveyors[-1])
+            stack.enter_context(surveyors[-1].observing())
 
-        if handle.settings.enabled:
-            begin(handle)
-        # The program may set amp up itself, with a handle of its own.
-        stack.callback(runtime.activated.listen(begin))
+        stack.callback(run.follow(begin))
         with contextlib.suppress(SurveyEnded, SystemExit):
             program_runs()
     return max(surveyors, key=lambda one: one.seen).survey(spec["timing"])
@@ -113,7 +110,7 @@ def _timed(program_runs: Callable[[], None], run: Run, *, in_fp32: bool) -> dict
     times: list[float] = []
     with contextlib.ExitStack() as stack:
         if in_fp32:
-            stack.callback(runtime.activated.listen(lambda handle: stack.enter_context(handle.disable_casts())))
+            stack.callback(run.follow(lambda handle: stack.enter_context(handle.disable_casts())))
         stack.callback(register_optimizer_step_post_hook(lambda *_: times.append(time.perf_counter())).remove)
         start = time.perf_counter()
         try:
@@ -122,7 +119,8 @@ def _timed(program_runs: Callable[[], None], run: Run, *, in_fp32: bool) -> dict
             # Programs end so, also where all is well.
             if ended.code not in (None, 0):
                 raise
-        _wait()
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         spent = time.perf_counter() - start
     steps = [after - before for before, after in itertools.pairwise(times)][_WARM_UP:]
     handle = runtime.current_handle() or run.handle
@@ -130,11 +128,6 @@ def _timed(program_runs: Callable[[], None], run: Run, *, in_fp32: bool) -> dict
     seconds = statistics.median(steps) if steps else None if has_optimizer else spent
     peak = int(torch.cuda.max_memory_allocated()) if torch.cuda.is_initialized() else peak_rss()
     return {"seconds": seconds, "peak_bytes": peak}
-
-
-def _wait() -> None:
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

@@ -94,18 +94,12 @@ class Report:
         scales = [one.loss_scale for one in (main, *working) if one.loss_scale is not None]
         return replace(
             main,
-            program=self.program,
-            seconds=self.seconds,
-            exit_code=self.exit_code,
-            rank=self.rank,
-            ranks=self.ranks,
+            **{name: getattr(self, name) for name in ("program", "seconds", "exit_code", "rank", "ranks")},
+            **{name: sum(getattr(one, name) for one in everyone) for name in ("steps", "skipped", "nonfinite")},
             ops=_sum(one.ops for one in everyone),
             casts=_sum(one.casts for one in everyone),
             functions=_sums(one.functions for one in everyone),
             loss_scale=scales[0] if scales else None,
-            steps=sum(one.steps for one in everyone),
-            skipped=sum(one.skipped for one in everyone),
-            nonfinite=sum(one.nonfinite for one in everyone),
             unmatched={
                 name: why for name, why in main.unmatched.items() if all(name in one.unmatched for one in working)
             },
@@ -119,55 +113,48 @@ class Report:
         return self.exit_code == 2 and self.is_idle
 
     def summary(self) -> str:
-        """Return what is told at the end: a line, and one for each rule that had no effect."""
-        parts = self._without_casts() or [
-            *self._casts(),
-            *self._counts(),
-            *self._parameters(),
-            *self._scaling(),
-            *self._memory(),
-            f"{self.seconds:.1f} s",
-        ]
+        """Return the result as text: a line, and one for each rule that had no effect."""
+        if self.dtype is None:
+            parts = [self._why_no_casts(), *self._memory()]
+        else:
+            parts = [*self._casts(), *self._counts(), *self._parameters(), *self._scaling(), *self._memory()]
         unmatched = () if self.casts_left_to is not None else self.unmatched.values()
-        return "\n".join(["autoamp: " + "; ".join(parts), *(f"autoamp: no effect: {why}" for why in unmatched)])
+        lines = ["; ".join([*parts, f"{self.seconds:.1f} s"]), *(f"no effect: {why}" for why in unmatched)]
+        return "\n".join(f"autoamp: {line}" for line in lines)
 
     def _counts(self) -> list[str]:
-        """Return what was counted. Models in half precision, and torch's own regions, need no casts of ours.
+        """Return the counts. Models in half precision, and the program's own casts, need none of ours.
 
-        In regions counts are of functions that our lists name, and torch casts by its own.
+        In regions of torch.autocast counts are of functions that our lists name, and torch casts by its own.
         """
         if self.casts_left_to == AUTOCAST:
             return []
         needless = self._parameters() or self.dtype == "float32" or self.casts_left_to is not None
-        ops, casts = (None if needless and not counts else counts for counts in (self.ops, self.casts))
+        named = (("ops", self.ops, ""), ("casts", self.casts, "to "))
         return [
-            *([] if ops is None else [f"ops {_listed(ops)}"]),
-            *([] if casts is None else [f"casts {_listed(casts, 'to ')}"]),
+            f"{name} {_listed(counts, before)}"
+            for name, counts, before in named
+            if counts or (counts is not None and not needless)
         ]
 
-    def _without_casts(self) -> list[str]:
-        """Return why there were no casts; empty where there were some, or may have been."""
-        if self.dtype is not None:
-            return []
+    def _why_no_casts(self) -> str:
         why = ""
         if self.opt_level in ("O2", "O3") and self.exit_code == 0:
             why = ": that level casts what a program gives to amp.initialize(), which was not called; use O1"
-        return [f"no casts ({self.opt_level}){why}", *self._memory(), f"{self.seconds:.1f} s"]
+        return f"no casts ({self.opt_level}){why}"
 
     def _casts(self) -> list[str]:
-        """Return who casts, and to what."""
-        who = []
-        if self.children:
-            who.append(f"{self.children} child process{'es' if self.children > 1 else ''} included")
-        if self.ranks is not None and self.ranks > 1:
-            who.append(f"rank {self.rank} of {self.ranks} alone")
-        if self.casts_left_to is None:
-            level = f"{self.opt_level}, set up by the program" if self.by_program else self.opt_level
-            return [f"{self.dtype} on {self.device_type} ({level})", *who]
+        """Return who casts, and to which dtype."""
+        level = f"{self.opt_level}, set up by the program" if self.by_program else self.opt_level
+        who = f"{self.dtype} on {self.device_type} ({level})"
         if self.casts_left_to == AUTOCAST:
             dtypes = " and ".join(self.own_dtypes) or self.dtype
-            return [f"{dtypes} on {self.device_type} by the program's own {AUTOCAST}", *who]
-        return [f"casts left to the program, which has {self.casts_left_to}", *who]
+            who = f"{dtypes} on {self.device_type} by the program's own {AUTOCAST}"
+        elif self.casts_left_to is not None:
+            who = f"casts left to the program, which has {self.casts_left_to}"
+        children = f"{self.children} child process{'es' if self.children > 1 else ''} included"
+        rank = f"rank {self.rank} of {self.ranks} alone"
+        return [who, *([children] if self.children else []), *([rank] if (self.ranks or 1) > 1 else [])]
 
     def _parameters(self) -> list[str]:
         """Return what became of the models' parameters, where some are in half precision."""

@@ -1,21 +1,21 @@
-"""`autoamp run`: its command line, what it tells at the end, and its exit codes."""
+"""`autoamp run`: runs a program in mixed precision, with a summary, a report and exit codes."""
 
 from __future__ import annotations
 
 import argparse
-import atexit
 import dataclasses
+import multiprocessing.util
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from autoamp.cli.children import Children, ReportWriter, parents_folder
+from autoamp.cli.children import ChildReports, make_folder, parents_folder, take_reports, write_child_report
 from autoamp.cli.launch import Program, prepared, take_path
 from autoamp.cli.options import Options
-from autoamp.cli.output import folded, is_read, say, writable
+from autoamp.cli.output import say, writable
 from autoamp.cli.report import Report
 from autoamp.cli.reports import FAILED
 from autoamp.cli.session import Run, set_up
@@ -25,9 +25,7 @@ from autoamp.errors import UsageError
 
 __all__ = ["prepared_run", "set_up_child"]
 
-TERM = signal.SIGTERM
-TORCHRUN = "torch.distributed.run"
-# Seconds for the summary and the report of a process that is told to end.
+# Seconds for the summary and the report after SIGTERM.
 _LAST_WORDS = 10.0
 
 
@@ -35,33 +33,32 @@ def prepared_run(chosen: argparse.Namespace) -> Callable[[], None]:
     """Set this process up, and return a function that runs the program and notes its exit code.
 
     Args:
-        chosen: What the command line was parsed to.
+        chosen: The parsed command line.
 
     Raises:
         UsageError: An option is wrong, or there is no such program.
         ListFileError: A list cannot be used.
     """
+    if chosen.is_module and chosen.program in ("torch.distributed.run", "torch.distributed.launch"):
+        raise UsageError(
+            f"autoamp run -m {chosen.program} would not reach the processes that it starts; "
+            "use torchrun [its options] -m autoamp run [options] script.py"
+        )
     options = Options.of(vars(chosen))
-    if chosen.is_module and chosen.program == TORCHRUN:
-        chosen.args = _for_ranks(chosen.args, chosen.options)
-        # Each rank casts, writes the report and judges; this process starts them.
-        chosen.report = chosen.fail_on = None
-        options = dataclasses.replace(options, opt_level="O0")
-    if chosen.report is not None or chosen.fail_on is not None:
-        # Of several ranks all trace, or none.
+    judged, reports = chosen.fail_on is not None, chosen.report is not None
+    if judged or reports:
+        # On every rank: either all ranks trace, or none.
         options = dataclasses.replace(options, trace_overflow=True)
-    path = None if chosen.report is None else writable("--report", chosen.report)
+    path = writable("--report", chosen.report) if reports else None
     if path is not None and is_page(path):
         check_report_tools()
     program = Program(chosen.program, tuple(chosen.args), chosen.is_module)
     # The program's own path first: it decides what `apex` is, and a package is imported to find its module.
     take_path(program)
     first = os.environ.get("RANK", "0") == "0"
-    judged = chosen.fail_on is not None
-    speaks, parent = first and not chosen.quiet, parents_folder()
-    counts = (first and path is not None) or speaks or parent is not None
-    reports = first and path is not None
-    # What --fail-on asks for needs no close look.
+    reports, speaks, parent = reports and first, not chosen.quiet and first, parents_folder()
+    counts = reports or speaks or parent is not None
+    # --fail-on needs no sampled steps.
     run = set_up(options, count=counts, record=judged or reports, sample=reports)
     run_program = prepared(program, run.options.as_dict())
     if run.real_apex is not None and first:
@@ -69,45 +66,19 @@ def prepared_run(chosen: argparse.Namespace) -> Callable[[], None]:
         what = f"autoamp adds what it lacks: {', '.join(added)}" if "amp" in added else "it takes the imports"
         say(f"a real apex is installed ({run.real_apex}); {what}; --shadow-apex hides it")
     end = _RunEnd(run, chosen, path if first else None, parent, counts=counts, quiet=not speaks)
-    # Python runs this after the traceback and after the program's own exit functions.
-    atexit.register(end.tell)
+    # This runs after the program's own exit functions, and after multiprocessing has joined its children.
+    multiprocessing.util.Finalize(None, end.tell, exitpriority=-100)
     end.tell_if_terminated()
 
     def run_and_note() -> None:
         try:
             run_program()
         except BaseException as error:
-            end.exit_code = _exit_code(error)
-            end.program_ended()
-            if end.exit_code:
-                raise
-            end.judge()
+            end.program_ended(_exit_code(error))
             raise
-        end.program_ended()
-        end.judge()
+        end.program_ended(0)
 
     return run_and_note
-
-
-def _for_ranks(args: Sequence[str], options: Sequence[str]) -> list[str]:
-    """Return torchrun's arguments with ``autoamp run`` before the program of each rank.
-
-    Args:
-        args: Torchrun's own, with its program and the program's arguments.
-        options: The options of this command, which each rank gets.
-    """
-    from torch.distributed.run import get_args_parser
-
-    given = get_args_parser().parse_args(list(args))
-    if given.no_python:
-        return list(args)
-    head = args[: len(args) - len(given.training_script_args) - 1]
-    ours = [option for option in options if option != "-m"]
-    is_module = ["-m"] if given.module else []
-    return [
-        *(arg for arg in head if arg not in ("-m", "--module")),
-        *("-m", "autoamp", "run", *ours, "--quiet", *is_module, given.training_script, *given.training_script_args),
-    ]
 
 
 def set_up_child(options: Mapping[str, Any]) -> None:
@@ -115,24 +86,7 @@ def set_up_child(options: Mapping[str, Any]) -> None:
     folder = parents_folder()
     run = set_up(Options.of(options), count=folder is not None)
     if folder is not None:
-        ReportWriter(folder, lambda: run.report([], 0)).write_at_end()
-        _tell_from_forks(run, folder)
-
-
-def _tell_from_forks(run: Run, folder: Path) -> None:
-    """Let each fork of this process tell of what it did itself."""
-    if not hasattr(os, "register_at_fork"):
-        return
-
-    # Held here: since Python 3.13 multiprocessing clears atexit's functions in its forks.
-    held: list[ReportWriter] = []
-
-    def forked() -> None:
-        run.reset()
-        held[:] = [ReportWriter(folder, lambda: run.report([], 0))]
-        held[0].write_at_end()
-
-    os.register_at_fork(after_in_child=forked)
+        ChildReports(run, folder).write_at_end()
 
 
 class _RunEnd:
@@ -141,53 +95,45 @@ class _RunEnd:
     def __init__(
         self, run: Run, chosen: argparse.Namespace, path: Path | None, parent: Path | None, *, counts: bool, quiet: bool
     ) -> None:
-        self.exit_code = 0
         self._run = run
-        self._program = [chosen.program, *chosen.args]
-        self._fail_on: str | None = chosen.fail_on
-        self._document: dict[str, Any] = {}
+        self._chosen = chosen
         self._path = path
-        self._quiet = quiet
         self._parent = parent
+        self._quiet = quiet
         self._process = os.getpid()
-        self._children = Children() if counts else None
+        self._exit_code = 0
+        self._document: dict[str, Any] = {}
+        self._children = make_folder() if counts else None
         if self._children is not None:
-            _tell_from_forks(run, self._children.folder)
+            ChildReports(run, self._children)
 
-    def program_ended(self) -> None:
-        """Record no more."""
-        if os.getpid() == self._process and (self._path is not None or self._fail_on is not None):
-            self._document = self._run.end_recording()
+    def program_ended(self, exit_code: int) -> None:
+        """Stop recording.
 
-    def judge(self) -> None:
-        """Raise SystemExit where skips are to end the run with another exit code than the program's own."""
-        if os.getpid() != self._process or self._fail_on is None or not self._document:
-            return
-        found = failures(self._document, self._fail_on)
-        if found:
-            self.exit_code = FAILED
-            say("\n  ".join([f"--fail-on {self._fail_on}:", *found]))
-            raise SystemExit(FAILED)
-
-    def tell(self, *, wait: bool = True) -> None:
-        """Write the summary and the report.
-
-        Args:
-            wait: Whether to wait for children that multiprocessing has not joined yet.
+        Raises:
+            SystemExit: The program succeeded, and ``--fail-on`` found skips.
         """
-        # Forks inherit exit functions.
+        self._exit_code = exit_code
         if os.getpid() != self._process:
             return
-        if self._children is not None and wait:
-            self._children.wait()
-        report = self._run.report(self._program, self.exit_code)
+        self._document = self._run.end_recording()
+        fail_on = self._chosen.fail_on
+        if exit_code == 0 and fail_on is not None and self._document:
+            found = failures(self._document, fail_on)
+            if found:
+                self._exit_code = FAILED
+                say("\n  ".join([f"--fail-on {fail_on}:", *found]))
+                raise SystemExit(FAILED)
+
+    def tell(self) -> None:
+        """Write the summary and the report."""
+        report = self._run.report([self._chosen.program, *self._chosen.args], self._exit_code)
         if self._children is not None:
-            report = report.with_children(self._children.reports())
+            report = report.with_children(take_reports(self._children))
         if self._parent is not None:
-            ReportWriter(self._parent, lambda: report).write()
+            write_child_report(self._parent, report)
         if not (self._quiet or report.is_refusal):
-            summary = report.summary()
-            say("\n".join(map(folded, summary.splitlines())) if is_read() else summary)
+            say(report.summary())
         if self._path is not None:
             try:
                 self._write(self._path, report)
@@ -195,51 +141,35 @@ class _RunEnd:
                 say(str(error))
 
     def _write(self, path: Path, report: Report) -> None:
-        if self._document:
+        if self._document or not is_page(path):
             write_report(path, [{**self._document, **report.as_dict()}])
-        elif is_page(path):
-            say("there is no report: the program was not run to its end, or nothing was cast")
         else:
-            write_report(path, [report.as_dict()])
+            say("there is no report: the program was not run to its end, or nothing was cast")
 
     def tell_if_terminated(self) -> None:
-        """Write both also where SIGTERM ends this process, which then dies of that signal as it would have.
+        """Write both also after SIGTERM. The process then dies of that signal, as it would have.
 
-        A program that handles the signal itself replaces this. Forks die of it at once.
+        A program that handles the signal itself replaces this handler.
         """
-        if threading.current_thread() is not threading.main_thread() or signal.getsignal(TERM) is not signal.SIG_DFL:
-            return
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._terminated)
 
-        def terminated(number: int, frame: object) -> None:
-            # Last words by a thread of their own: the main thread may hold a lock that they need.
-            finishing = threading.Thread(target=self._finish, args=(number,), daemon=True)
+    def _terminated(self, number: int, frame: object) -> None:
+        if os.getpid() == self._process:
+            # In a thread of its own: the main thread may hold a lock that this needs.
+            finishing = threading.Thread(target=self._finish, args=(128 + number,), daemon=True)
             finishing.start()
             finishing.join(_LAST_WORDS)
-            _die_of(number)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
-        signal.signal(TERM, terminated)
-        if hasattr(os, "register_at_fork"):
-            # Only where it is ours still.
-            os.register_at_fork(after_in_child=lambda: _restore_default_handler(terminated))
-
-    def _finish(self, number: int) -> None:
-        self.exit_code = 128 + number
-        self.program_ended()
-        self.tell(wait=False)
-
-
-def _die_of(number: int) -> None:
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
-
-
-def _restore_default_handler(handler: Any) -> None:
-    if signal.getsignal(TERM) is handler:
-        signal.signal(TERM, signal.SIG_DFL)
+    def _finish(self, exit_code: int) -> None:
+        self.program_ended(exit_code)
+        self.tell()
 
 
 def _exit_code(error: BaseException) -> int:
-    """Return the exit code that Python makes of what a program raised."""
+    """Return the exit code that Python makes of an exception of the program."""
     if isinstance(error, SystemExit):
         code = error.code
         # Of a number, the system keeps 8 bits.

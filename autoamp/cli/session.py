@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
+import multiprocessing
 import os
 import time
 from collections import Counter
@@ -49,7 +49,6 @@ def set_up(options: Options, *, count: bool = False, record: bool = False, sampl
     dtype = None if options.dtype is None else DTYPES[options.dtype]
     if options.device_type is not None:
         check_device(device_type_of(options.device_type))
-    lists = list(options.lists)
     real = real_apex() if options.apex and not options.shadow_apex else None
     alias = options.apex and (real is None or "amp" in added_to_real_apex())
     if options.opt_level in ("O2", "O3") and not alias:
@@ -67,64 +66,38 @@ def set_up(options: Options, *, count: bool = False, record: bool = False, sampl
         options = replace(options, opt_level="O0")
     if options.opt_level == "O1":
         handle = runtime.init(
-            dtype=dtype or default, device_type=device_type, lists=lists or None, loss_scale=loss_scale,
+            dtype=dtype or default, device_type=device_type, lists=options.lists or None, loss_scale=loss_scale,
             scope="modules", trace_overflow=options.trace_overflow, capsule=options.capsule,
             on_nonfinite=options.on_nonfinite,
         )  # fmt: skip
-    try:
-        if alias:
-            install_as_apex(
-                dtype=dtype, device_type=device_type, lists=lists,
-                opt_level=options.opt_level, loss_scale=loss_scale, shadow=options.shadow_apex,
-                trace_overflow=options.trace_overflow, on_nonfinite=options.on_nonfinite,
-            )  # fmt: skip
-        if options.fastai1:
-            importlib.import_module("autoamp.compat.fastai1").enable()
-    except BaseException:
-        handle.deactivate()
-        raise
+    if alias:
+        install_as_apex(
+            dtype=dtype, device_type=device_type, lists=options.lists,
+            opt_level=options.opt_level, loss_scale=loss_scale, shadow=options.shadow_apex,
+            trace_overflow=options.trace_overflow, on_nonfinite=options.on_nonfinite,
+        )  # fmt: skip
+    if options.fastai1:
+        importlib.import_module("autoamp.compat.fastai1").enable()
     # Also after the import of torch, which frees little of what it allocates.
     memory = keep_freed_memory() if options.keep_memory and device_type == "cpu" else None
     return Run(options, handle, real, count=count, record=record, sample=sample, memory=memory)
 
 
 def _defaults(device_type: str | None) -> tuple[str | None, torch.dtype | None]:
-    """Return the device type that is cast, and the dtype of a program that names none: fp32 where none has units."""
+    """Return the device type that is cast, and the dtype if none is given: fp32 if the device has no half units."""
     if device_type not in (None, "cuda", "cpu"):
-        # What this may be is for `init` to tell.
+        # `init` checks other types.
         return device_type, None
-    device_type, name = _asked_apart(lambda: _names_of_defaults(device_type))
-    return device_type, getattr(torch, name)
-
-
-def _names_of_defaults(device_type: str | None) -> tuple[str, str]:
-    kind = default_device_type() if device_type is None else device_type
-    return kind, dtype_name(half_dtype_with_units(kind) or torch.float32)
-
-
-def _asked_apart(question: Callable[[], tuple[str, str]]) -> tuple[str, str]:
-    """Answer a question on the device in a child of this process, which is to be as a program finds it under Python.
-
-    Whoever asks CUDA what there is fixes which GPUs are visible, and cannot use them in processes that it forks.
-    """
     if not torch.backends.cuda.is_built() or not hasattr(os, "fork") or torch.cuda.is_initialized():
-        return question()
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            os.write(writing, json.dumps(question()).encode())
-        finally:
-            os._exit(0)
-    os.close(writing)
-    with open(reading, "rb") as pipe:
-        answer = pipe.read()
-    os.waitpid(child, 0)
-    if not answer:
-        # It failed there; here its error is seen.
-        return question()
-    kind, name = json.loads(answer)
-    return kind, name
+        return _asked(device_type)
+    # A process that has initialized CUDA has fixed the visible GPUs, and cannot use them in its forks.
+    with multiprocessing.get_context("fork").Pool(1) as apart:
+        return apart.apply(_asked, (device_type,))
+
+
+def _asked(device_type: str | None) -> tuple[str, torch.dtype]:
+    kind = default_device_type() if device_type is None else device_type
+    return kind, half_dtype_with_units(kind) or torch.float32
 
 
 class Run:
@@ -150,27 +123,28 @@ class Run:
         # Steps and skips that are not this process's: those of the parent before it forked.
         self._inherited = (0, 0)
         self._parameters: dict[str, int] | None = None
-        self._ranks = _ranks()
         self._scaling = handle.auto_scale()
         if count:
-            if handle.settings.enabled:
-                self._count(handle)
-            # The program may set amp up itself, with a handle of its own.
-            self._listening.callback(runtime.activated.listen(self._count))
+            self._listening.callback(self.follow(self._count))
         if options.capsule is not None:
             self._listening.callback(runtime.activated.listen(self._check_capsule))
-        self._forget_recording: Callable[[], None] = lambda: None
-        if record:
-            handle.record(sample=sample)
-            self._forget_recording = runtime.activated.listen(lambda made: made.record(sample=sample))
+        self._stop_recording = self.follow(lambda made: made.record(sample=sample)) if record else None
+
+    def follow(self, act: Callable[[BaseHandle], object]) -> Callable[[], None]:
+        """Call a function with the handle, and with each that the program activates later; return what ends that."""
+        if self.handle.settings.enabled:
+            act(self.handle)
+        return runtime.activated.listen(act)
 
     @property
     def _now(self) -> BaseHandle:
         return runtime.current_handle() or self.handle
 
     def end_recording(self) -> dict[str, Any]:
-        """Record no more, and return the values of what was recorded; empty where the handle is disabled."""
-        self._forget_recording()
+        """Stop recording and return the recorded values; none if `set_up` was not asked to record."""
+        if self._stop_recording is None:
+            return {}
+        self._stop_recording()
         recording = runtime_of(self._now).recording
         if recording is not None:
             recording.stop()
@@ -234,8 +208,8 @@ class Run:
             own_dtypes=own,
             parameters=self._parameters,
             masters=now.optimizers.has_masters,
-            rank=self._ranks[0],
-            ranks=self._ranks[1],
+            rank=_rank_variable("RANK"),
+            ranks=_rank_variable("WORLD_SIZE"),
             memory=self._memory,
             peak_rss=peak_rss(),
         )
@@ -265,14 +239,14 @@ class Run:
         }
 
 
-def _ranks() -> tuple[int | None, int | None]:
-    """Return which process of how many this is, as torchrun says it; twice None elsewhere."""
-    rank, ranks = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
-    return (int(rank), int(ranks)) if rank.isdigit() and ranks.isdigit() else (None, None)
+def _rank_variable(name: str) -> int | None:
+    """Return a variable that torchrun sets, None elsewhere."""
+    text = os.environ.get(name, "")
+    return int(text) if text.isdigit() else None
 
 
 def _by_target(casts: Mapping[tuple[str, str], int]) -> dict[str, int]:
-    found: dict[str, int] = {}
+    found: Counter[str] = Counter()
     for (_, after), count in sorted(casts.items()):
-        found[after] = found.get(after, 0) + count
-    return found
+        found[after] += count
+    return dict(found)

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 
 from autoamp.cli.output import say, writable
-from autoamp.cli.program_runs import exit_code_of, handled, program_runs, seconds_of, why_unknown
+from autoamp.cli.program_runs import MetricUnknown, program_runs
 from autoamp.errors import UsageError
-from autoamp.tuning import Search, Survey, list_text, proposals_of, summary_of, write_list
+from autoamp.tuning import Search, Survey, list_text, proposals_of, summary_of
 
 __all__ = ["tune"]
 
-# What of the budget the survey may take, half of it for the program and half for timing ops.
+# The part of the budget that the survey may take, half of it for the program and half for timing ops.
 _SURVEY = 0.4
 
 
 def tune(chosen: argparse.Namespace) -> int:
-    """Tune, write the list and print what was found. Returns the exit code."""
+    """Tune, write the list and print the result. Returns the exit code."""
     output = writable("--output", chosen.output)
     if output.exists():
         raise UsageError(
@@ -28,29 +27,30 @@ def tune(chosen: argparse.Namespace) -> int:
         )
     if chosen.seeds < 1:
         raise UsageError("--seeds must be 1 or more")
-    seeds = [chosen.seed + number for number in range(chosen.seeds)]
+    seeds = range(chosen.seed, chosen.seed + chosen.seeds)
     with program_runs(chosen) as runs:
-        seconds = _SURVEY * seconds_of(chosen.budget)
+        seconds = _SURVEY * runs.budget
         say(f"surveying {chosen.program} in fp32, for {seconds:.0f} s at most")
         survey = runs.survey(seconds / 2)
         proposals = proposals_of(survey, max_error=chosen.max_error)
         say(f"{len(survey.uses)} uses of ops, {len(proposals)} changes to try")
-        search = Search(
-            runs.run, proposals, seeds, tolerance=chosen.tolerance, higher_is_better=chosen.higher_is_better
-        )
-        result = search.search()
-    if result.fp32 is not None and (unknown := why_unknown(result.fp32.outcomes, runs, chosen.metric)) is not None:
-        say(f"{unknown}. Nothing was written", wrong=True)
-        return 1
-    lines = summary_of(survey, result, seeds, chosen.metric)
-    extends = _extends(chosen.lists, survey, output.parent)
-    # A second signal, of a user in a hurry, does not leave half of it.
-    with handled(signal.SIGINT, signal.SIG_IGN), handled(signal.SIGTERM, signal.SIG_IGN):
-        write_list(output, list_text(result.chosen, extends, ["Written by autoamp tune.", *lines, ""]))
+        search = Search(runs.run, proposals, seeds, chosen.tolerance, chosen.higher_is_better)
+        try:
+            search.search()
+        except MetricUnknown as error:
+            say(f"{error}. Nothing was written", wrong=True)
+            return 1
+        lines = summary_of(survey, search, chosen.metric)
+        extends = _extends(chosen.lists, survey, output.parent)
+        text = list_text(search.chosen, extends, ["Written by autoamp tune.", *lines, ""])
+        try:
+            output.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"--output {chosen.output!r} cannot be written ({error}); give another file") from None
     for line in lines:
         say(line)
-    say(f"{chosen.output}: {len(result.chosen)} entries")
-    return exit_code_of(result.stopped)
+    say(f"{chosen.output}: {len(search.chosen)} entries")
+    return 0 if search.stopped is None else search.stopped.exit_code
 
 
 def _extends(lists: Sequence[str], survey: Survey, folder: Path) -> list[str]:

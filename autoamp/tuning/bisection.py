@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from autoamp.diagnostics import spellings
 from autoamp.tuning.costs import Survey, Use
 from autoamp.tuning.model import Proposal
-from autoamp.tuning.search import INTERRUPTED, Outcome, OutOfBudget
+from autoamp.tuning.search import Outcome, ProgramSearch
 
 __all__ = ["Bisection", "Unit", "units_of"]
 
@@ -57,64 +56,49 @@ def _some(calls: Sequence[str]) -> str:
 
 
 @dataclass
-class Bisection:
-    """Searches for the units that must be fp32 by runs of the program. Stopped early, it has the best result so far.
+class Bisection(ProgramSearch):
+    """Searches for the units that must be fp32 by runs of the program.
 
     A binary search finds each culprit: the last unit of the shortest prefix of ``units`` that restores the metric
     together with the culprits found before. Each culprit takes at most ``ceil(log2(n)) + 1`` runs; four runs come on
     top. The result was confirmed by a run, even if culprits depend on each other.
 
     Attributes:
-        run: Runs the program with entries and a seed, in fp32 for None. `OutOfBudget` and KeyboardInterrupt stop it.
         units: From `units_of`.
         seed: The seed of all runs; the second run in fp32 has the next one.
         tolerance: The allowed relative difference from the metric in fp32. The difference between the two runs in fp32
             is always allowed.
-        fp32, half: The runs in fp32, and that with the lists as they are.
+        fp32: The metrics of the runs in fp32.
+        half: The run with the lists as they are.
         restored: The run with the culprits in fp32; before the search ends, the run with the fewest units that restores
             the metric. None if there is no such run.
         culprits: The units of that run.
-        stopped: Why the search stopped early, None if it did not.
     """
 
-    run: Callable[[tuple[Proposal, ...] | None, int], Outcome]
     units: Sequence[Unit]
     seed: int = 0
     tolerance: float = 0.02
-    fp32: tuple[Outcome, ...] = ()
-    half: Outcome | None = None
-    restored: Outcome | None = None
-    culprits: tuple[Unit, ...] = ()
-    stopped: str | None = None
-
-    def search(self) -> None:
-        """Search until the end, or until the budget is spent."""
-        try:
-            self._search()
-        except OutOfBudget:
-            self.stopped = "the budget was spent"
-        except KeyboardInterrupt as error:
-            self.stopped = str(error) or INTERRUPTED
+    fp32: tuple[float, ...] = field(default=(), init=False)
+    half: Outcome | None = field(default=None, init=False)
+    restored: Outcome | None = field(default=None, init=False)
+    culprits: tuple[Unit, ...] = field(default=(), init=False)
 
     @property
     def allowed(self) -> float:
         """The allowed difference from the metric of the first run in fp32."""
-        values = [math.nan if outcome.metric is None else outcome.metric for outcome in self.fp32]
-        return max(self.tolerance * abs(values[0]), *(abs(value - values[0]) for value in values))
+        return max(self.tolerance * abs(self.fp32[0]), *(abs(value - self.fp32[0]) for value in self.fp32))
 
     def is_restored(self, outcome: Outcome) -> bool:
         """Return whether a run did not fail and has the metric of fp32."""
-        fp32 = self.fp32[0].metric
-        if outcome.failed is not None or outcome.metric is None or fp32 is None:
+        if outcome.failed is not None or outcome.metric is None:
             return False
-        return abs(outcome.metric - fp32) <= self.allowed
+        return abs(outcome.metric - self.fp32[0]) <= self.allowed
 
     def _search(self) -> None:
         for seed in (self.seed, self.seed + 1):
-            outcome = self.run(None, seed)
-            self.fp32 = (*self.fp32, outcome)
-            if outcome.failed is not None or outcome.metric is None or not math.isfinite(outcome.metric):
-                return
+            metric = self.run(None, seed).metric
+            assert metric is not None
+            self.fp32 = (*self.fp32, metric)
         self.half = self.run((), self.seed)
         if self.is_restored(self.half) or not self.units or not self._restores(self.units):
             return

@@ -1,27 +1,14 @@
-"""What a survey of a program found: what each listed op costs in each dtype, and what half precision makes of it."""
+"""The result of a survey of a program: the time of each listed op in each dtype, and its range and error."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-__all__ = ["VARIANTS", "Cost", "Survey", "Use"]
+__all__ = ["VARIANTS", "Survey", "Use"]
 
 VARIANTS = ("fp32", "half", "half_cast", "fp32_cast")
 """How an op is timed: in fp32; in half; in half on fp32 arguments, its result cast back; in fp32 on half arguments."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """What one call costs.
-
-    Attributes:
-        seconds: Of the call, with its backward where gradients are recorded and with its casts.
-        bytes: What it keeps for backward and returns, its arguments apart.
-    """
-
-    seconds: float
-    bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -31,38 +18,35 @@ class Use:
     Attributes:
         op: The function's dotted name, or torch's name of an operator that no list casts.
         target: How a list names it.
-        policy: The policy in force, ``"unlisted"`` where none is.
+        policy: The policy in force, ``"unlisted"`` if there is none.
         calls: How often it was called while the survey ran.
-        origin: The list file and line of the rule, None for an op on no list.
         module_class: The dotted name of the innermost module's class, None outside of modules.
         location: ``"file:line"`` of the call.
-        shapes: The shapes of its tensors, for people.
-        costs: By `VARIANTS`; an absent one cannot be run. None where nothing was timed.
+        seconds: The time of a call by `VARIANTS`, with its backward pass if gradients are recorded; a variant is absent
+            if it cannot be run. None if nothing was timed.
         overflow: How many of its arguments and results overflow in the half dtype.
-        largest: The largest binary exponent of these, None where all are 0.
-        error: The largest relative error of its operators in the half dtype; None where that is unknown.
-        module: The path of the innermost module in the outermost one; None where it has modules within, and outside
-            of modules.
+        largest: The largest binary exponent of these, None if all are 0.
+        error: The largest relative error of its operators in the half dtype; None if that is unknown.
+        module: The path of the innermost module in the outermost one; None if it has modules within, and outside of
+            modules.
     """
 
     op: str
     target: str
     policy: str
     calls: int
-    origin: str | None = None
     module_class: str | None = None
     location: str | None = None
-    shapes: str = ""
-    costs: Mapping[str, Cost] | None = None
+    seconds: Mapping[str, float] | None = None
     overflow: int = 0
     largest: int | None = None
     error: float | None = None
     module: str | None = None
 
-    def total(self, variant: str) -> Cost | None:
-        """Return the cost of all its calls; None where this variant was not timed."""
-        cost = None if self.costs is None else self.costs.get(variant)
-        return None if cost is None else Cost(cost.seconds * self.calls, cost.bytes * self.calls)
+    def total(self, variant: str) -> float | None:
+        """Return the seconds of all calls; None if this variant was not timed."""
+        seconds = None if self.seconds is None else self.seconds.get(variant)
+        return None if seconds is None else seconds * self.calls
 
 
 @dataclass(frozen=True)
@@ -70,11 +54,11 @@ class Survey:
     """All uses of a program's ops, as far as it ran.
 
     Attributes:
-        device_type: Where the program computes.
+        device_type: The device that the program computes on.
         dtype: The half dtype, ``"float16"`` or ``"bfloat16"``.
         torch: The version of torch.
-        steps: How many steps optimizers made meanwhile, at least 1, which figures are divided by.
-        uses: What was called.
+        steps: How many steps optimizers made meanwhile, at least 1. Times a step are totals divided by this.
+        uses: The uses.
         untimed: How many of these there was no time left for.
     """
 
@@ -82,5 +66,5 @@ class Survey:
     dtype: str
     torch: str = ""
     steps: int = 1
-    uses: tuple[Use, ...] = field(default_factory=tuple)
+    uses: tuple[Use, ...] = ()
     untimed: int = 0

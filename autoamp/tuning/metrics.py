@@ -11,7 +11,7 @@ from typing import Any
 
 from autoamp.errors import UsageError
 
-__all__ = ["METRICS_VARIABLE", "number_in", "printed_metric", "printed_names", "report_metric", "reported_metric"]
+__all__ = ["METRICS_VARIABLE", "metric_of", "number_in", "printed_names", "report_metric"]
 
 METRICS_VARIABLE = "AUTOAMP_METRICS"
 """The environment variable with the file that `report_metric` appends to."""
@@ -38,22 +38,24 @@ def report_metric(name: str, value: Any) -> None:
             file.write(json.dumps({"name": name, "value": number}) + "\n")
 
 
-def reported_metric(path: Path, name: str) -> float | None:
-    """Return the last value of a name in a file that `report_metric` wrote; None where there is none."""
+def metric_of(name: str, path: Path, text: str) -> float | None:
+    """Return the last value of a name that a program told; None if there is none.
+
+    Args:
+        name: The name.
+        path: The file that `report_metric` wrote. If it has no such value, the output counts.
+        text: The program's output, where a number follows ``name: `` or ``name=``.
+    """
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     values = [found["value"] for found in map(json.loads, lines) if found["name"] == name]
+    if not values:
+        pattern = rf"(?<![\w.]){re.escape(name)}[\"']?\s*[:=]\s*({_NUMBER})(?![\w])"
+        values = re.findall(pattern, text, re.IGNORECASE)
     return float(values[-1]) if values else None
 
 
-def printed_metric(text: str, name: str) -> float | None:
-    """Return the number after the last ``name: `` or ``name=`` in a program's output; None where there is none."""
-    pattern = rf"(?<![\w.]){re.escape(name)}[\"']?\s*[:=]\s*({_NUMBER})(?![\w])"
-    found = re.findall(pattern, text, re.IGNORECASE)
-    return float(found[-1]) if found else None
-
-
 def printed_names(text: str) -> list[str]:
-    """Return the names in a program's output that a number follows, as `printed_metric` takes them, each once."""
+    """Return the names in a program's output that a number follows, as for `metric_of`, each once."""
     return list(dict.fromkeys(re.findall(rf"([^\W\d]\w*)[\"']?\s*[:=]\s*{_NUMBER}(?!\w)", text, re.IGNORECASE)))
 
 

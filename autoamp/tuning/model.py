@@ -1,4 +1,4 @@
-"""The cost model: from a survey to the changes of a list that promise something, each with its reason and figures."""
+"""The cost model: from a survey to the list changes that promise something, each with its reason and figures."""
 
 from __future__ import annotations
 
@@ -7,19 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from autoamp.diagnostics import spellings
-from autoamp.tuning.costs import Cost, Survey, Use
+from autoamp.tuning.costs import VARIANTS, Survey, Use
 
-__all__ = ["Proposal", "proposals_of", "speed_of"]
+__all__ = ["Proposal", "proposals_of"]
 
-# Times that differ by less tell nothing.
+# A smaller difference of two times means nothing.
 NOISE = 0.03
-# Ops below this part of a step's time, and of the bytes it keeps, are left as they are, but for unsafe ones.
+# Ops below this part of a step's time are left as they are, unless they are unsafe.
 SMALL = 0.005
-# An op that keeps less than this part of the bytes it would in fp32 pays by memory,
-MEMORY = 0.75
-# unless it takes this much longer, or this is all that a step spares.
-SLOWER = 1.1
-FEW_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -29,12 +24,11 @@ class Proposal:
     Attributes:
         name: An op as a list names it, or the dotted name of a module's class.
         value: The policy, or the precision of the class.
-        kind: ``"unsafe"``, ``"unprofitable"``, ``"profitable"`` or ``"memory"``.
+        kind: ``"unsafe"``, ``"unprofitable"`` or ``"profitable"``; ``"culprit"`` for `Bisection`.
         reason: Why, with figures.
         gain: Predicted seconds a step.
         of_module: Whether this is an entry under ``[modules]``.
         firm: Whether the model is sure, so that it is tried together with the others.
-        otherwise: What to try where the program fails with ``value``.
     """
 
     name: str
@@ -44,44 +38,26 @@ class Proposal:
     gain: float = 0.0
     of_module: bool = False
     firm: bool = True
-    otherwise: tuple[str, ...] = ()
-
-    def as_value(self, value: str) -> Proposal:
-        """Return this proposal with another policy."""
-        return replace(self, value=value)
-
-
-def speed_of(survey: Survey) -> float | None:
-    """Return how long the ops that run in half precision now take of their time in fp32, casts apart, by the model."""
-    uses = [use for use in survey.uses if use.policy == "fp16"]
-    full, half = _sum(uses, "fp32"), _sum(uses, "half")
-    if full is None or half is None:
-        return None
-    return half.seconds / full.seconds if full.seconds else 1.0
 
 
 def proposals_of(survey: Survey, *, max_error: float = 0.05) -> tuple[Proposal, ...]:
-    """Return what to change: unsafe ops first, then by predicted gain.
+    """Return the changes to try: unsafe ops first, then by predicted gain.
 
     Args:
-        survey: What was found.
-        max_error: An op whose relative error in half is larger than this is unsafe.
+        survey: The survey.
+        max_error: An op with a larger relative error in half precision is unsafe.
     """
     by_target: dict[str, list[Use]] = {}
     for use in survey.uses:
         by_target.setdefault(use.target, []).append(use)
-    all_seconds = sum(_seconds(use) for use in survey.uses)
-    all_bytes = sum(_bytes(use) for use in survey.uses)
+    small = SMALL * sum(use.total("fp32") or 0.0 for use in survey.uses)
     found = []
     for target, uses in by_target.items():
-        bad = [use for use in uses if _unsafe(use, max_error)]
-        if bad:
-            if any(use.policy != "fp32" for use in bad):
-                found += _safe_again(target, uses, bad, survey, max_error)
-            continue
-        small = sum(map(_seconds, uses)) < SMALL * all_seconds and sum(map(_bytes, uses)) <= SMALL * all_bytes
-        if not small and (proposal := _paying(target, uses, survey, all_bytes)) is not None:
-            found.append(proposal)
+        bad = [use for use in uses if _is_unsafe(use, max_error)]
+        if any(use.policy != "fp32" for use in bad):
+            found += _safe_again(target, uses, bad, survey, max_error)
+        elif not bad and sum(use.total("fp32") or 0.0 for use in uses) >= small:
+            found += _faster(target, uses, survey)
     found.sort(key=lambda one: (one.kind != "unsafe", not one.firm, -one.gain, one.name))
     return _one_for_each_name(found)
 
@@ -97,8 +73,8 @@ def _one_for_each_name(proposals: Iterable[Proposal]) -> tuple[Proposal, ...]:
     return tuple(found.values())
 
 
-def _unsafe(use: Use, max_error: float) -> bool:
-    # What no list casts has the error of its arguments anyway.
+def _is_unsafe(use: Use, max_error: float) -> bool:
+    # An op that no list casts has the error of its arguments anyway.
     cast = use.policy in ("fp16", "fp32")
     return use.overflow > 0 or (cast and use.error is not None and not use.error <= max_error)
 
@@ -106,20 +82,20 @@ def _unsafe(use: Use, max_error: float) -> bool:
 def _safe_again(
     target: str, uses: Sequence[Use], bad: Sequence[Use], survey: Survey, max_error: float
 ) -> list[Proposal]:
-    """Return what puts an unsafe op into fp32: by the classes of modules where it alone is unsafe, else everywhere."""
+    """Return what puts an unsafe op into fp32: the module classes in which alone it is unsafe, else the op."""
     reason = _why_unsafe(bad, survey, max_error)
     good = [use for use in uses if use not in bad]
     classes = sorted({use.module_class or "" for use in bad})
-    pays = sum(_saved(use) for use in good) > 0
+    pays = sum(map(_saved, good)) > 0
     of_classes = all(name and not name.startswith("torch.") for name in classes)
     apart = not any(use.module_class in classes for use in good)
     if all(use.policy == "unlisted" for use in uses):
-        # In half it costs nothing elsewhere. The classes are to be of such ops alone, which lose nothing in fp32.
+        # In half precision it costs nothing elsewhere. An op that pays in the same class would lose by fp32.
         pays = not any(_saved(use) > 0 for use in survey.uses if use.module_class in classes)
     if of_classes and apart and good and pays:
-        where = f"{_short(target)} is unsafe in this class, and pays elsewhere: {reason}"
+        where = f"{target.rpartition('.')[2]} is unsafe in this class, and pays elsewhere: {reason}"
         return [Proposal(name, "fp32", "unsafe", where, of_module=True) for name in classes]
-    # Of an op on no list it is not known by which of its names it was called.
+    # The survey does not know by which of its names an unlisted op was called.
     names = spellings(target) if any(use.policy == "unlisted" for use in bad) else ()
     return [Proposal(name, "fp32", "unsafe", reason) for name in names or (target,)]
 
@@ -134,88 +110,41 @@ def _why_unsafe(bad: Sequence[Use], survey: Survey, max_error: float) -> str:
     return f"its relative error in {survey.dtype}{at} is {error}, above {max_error:g}"
 
 
-def _paying(target: str, uses: Sequence[Use], survey: Survey, all_bytes: float) -> Proposal | None:
-    full, half, with_casts, widened = (_sum(uses, variant) for variant in ("fp32", "half", "half_cast", "fp32_cast"))
-    if full is None:
-        return None
+def _faster(target: str, uses: Sequence[Use], survey: Survey) -> list[Proposal]:
+    """Return the change that makes a safe op faster, if there is one."""
+    full, half, half_cast, fp32_cast = (_seconds_a_step(uses, variant, survey) for variant in VARIANTS)
     policies = {use.policy for use in uses}
-    if policies == {"fp16"}:
-        return _unprofitable(target, full, half, with_casts, survey)
-    if policies == {"fp32"} and half is not None and with_casts is not None and widened is not None:
-        if any(use.error is None for use in uses):
-            return None
-        return _profitable(target, (full, half, with_casts, widened), uses, survey, all_bytes)
-    return None
-
-
-def _unprofitable(
-    target: str, full: Cost, half: Cost | None, with_casts: Cost | None, survey: Survey
-) -> Proposal | None:
-    if half is None or with_casts is None:
+    if full is None or policies not in ({"fp16"}, {"fp32"}):
+        return []
+    if half is None or half_cast is None or fp32_cast is None:
         reason = f"it cannot be run in {survey.dtype} on {survey.device_type}"
-        return Proposal(target, "none", "unprofitable", reason, 0.0, otherwise=("fp32",))
-    figures = _times(survey, ("fp32", full), (survey.dtype, half), ("with casts", with_casts))
-    if half.seconds >= full.seconds * (1 - NOISE):
-        reason = f"does not pay on {survey.device_type}: {figures}"
-    elif with_casts.seconds >= full.seconds * (1 + NOISE):
-        reason = f"pays only if its arguments are in half precision: {figures}"
-    else:
-        return None
-    gain = (with_casts.seconds - full.seconds) / survey.steps
-    firm = half.seconds >= full.seconds * (1 - NOISE)
-    return Proposal(target, "none", "unprofitable", reason, gain, firm=firm, otherwise=("fp32",))
+        return [Proposal(target, "none", "unprofitable", reason)] if policies == {"fp16"} else []
+    if policies == {"fp16"}:
+        firm = half >= full * (1 - NOISE)
+        if not firm and half_cast < full * (1 + NOISE):
+            return []
+        why = f"does not pay on {survey.device_type}" if firm else "pays only if its arguments are in half precision"
+        reason = f"{why}: {_figures({'fp32': full, survey.dtype: half, 'with casts': half_cast})}"
+        return [Proposal(target, "none", "unprofitable", reason, half_cast - full, firm=firm)]
+    errors = [use.error for use in uses if use.error is not None]
+    if len(errors) < len(uses) or half >= fp32_cast * (1 - NOISE):
+        return []
+    figures = _figures({"fp32": full, "of half arguments": fp32_cast, survey.dtype: half})
+    reason = f"{figures}; no overflow, relative error {max(errors):.2g}"
+    return [Proposal(target, "fp16", "profitable", reason, fp32_cast - half, firm=half_cast < full * (1 - NOISE))]
 
 
-def _profitable(
-    target: str, costs: tuple[Cost, Cost, Cost, Cost], uses: Sequence[Use], survey: Survey, all_bytes: float
-) -> Proposal | None:
-    full, half, with_casts, widened = costs
-    error = max(use.error or 0.0 for use in uses)
-    safe = f"no overflow, relative error {error:.2g}"
-    figures = _times(survey, ("fp32", full), ("of half arguments", widened), (survey.dtype, half))
-    gain = (widened.seconds - half.seconds) / survey.steps
-    spared = widened.bytes - half.bytes
-    worth = spared > max(SMALL * all_bytes, FEW_BYTES * survey.steps)
-    if worth and half.bytes < MEMORY * widened.bytes and half.seconds < SLOWER * widened.seconds:
-        kept = f"keeps {_kib(half.bytes / survey.steps)} a step instead of {_kib(widened.bytes / survey.steps)}"
-        return Proposal(target, "fp16", "memory", f"{kept} if arguments are in half precision; {safe}; {figures}", gain)
-    if half.seconds >= widened.seconds * (1 - NOISE):
-        return None
-    firm = with_casts.seconds < full.seconds * (1 - NOISE)
-    return Proposal(target, "fp16", "profitable", f"{figures}; {safe}", gain, firm=firm)
-
-
-def _sum(uses: Iterable[Use], variant: str) -> Cost | None:
-    """Return the cost of all uses; None where one of those that were timed has no such variant, or none was timed."""
-    timed = [use.total(variant) for use in uses if use.costs is not None]
-    if not timed or any(cost is None for cost in timed):
-        return None
-    found = [cost for cost in timed if cost is not None]
-    return Cost(sum(cost.seconds for cost in found), sum(cost.bytes for cost in found))
+def _seconds_a_step(uses: Iterable[Use], variant: str, survey: Survey) -> float | None:
+    """Return the time of all timed uses; None if one of them cannot be run as this variant, or none was timed."""
+    totals = [use.total(variant) for use in uses if use.seconds is not None]
+    known = [total for total in totals if total is not None]
+    return sum(known) / survey.steps if known and len(known) == len(totals) else None
 
 
 def _saved(use: Use) -> float:
     full, half = use.total("fp32"), use.total("half")
-    return 0.0 if full is None or half is None else full.seconds - half.seconds
+    return 0.0 if full is None or half is None else full - half
 
 
-def _seconds(use: Use) -> float:
-    cost = use.total("fp32")
-    return 0.0 if cost is None else cost.seconds
-
-
-def _bytes(use: Use) -> float:
-    cost = use.total("fp32")
-    return 0.0 if cost is None else cost.bytes
-
-
-def _times(survey: Survey, *named: tuple[str, Cost]) -> str:
-    return ", ".join(f"{name} {1e6 * cost.seconds / survey.steps:,.0f} us" for name, cost in named) + " a step"
-
-
-def _kib(size: float) -> str:
-    return f"{size / 1024:,.0f} KiB"
-
-
-def _short(target: str) -> str:
-    return target.rpartition(".")[2]
+def _figures(seconds: dict[str, float]) -> str:
+    return ", ".join(f"{name} {1e6 * value:,.0f} us" for name, value in seconds.items()) + " a step"

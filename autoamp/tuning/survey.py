@@ -1,7 +1,7 @@
-"""Surveys a program as it runs in fp32: which listed ops it calls on what, their ranges, and what each costs.
+"""Surveys a program that runs in fp32: the listed ops that it calls, their ranges, and their times.
 
-The arguments of the first call of each op, place and shapes are kept. They are timed when the program has ended, or
-was stopped after some steps, so that nothing that it computes is changed.
+The survey keeps the arguments of the first call of each op, place and shapes. It times these calls after the program
+has ended, or was stopped after some steps.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import statistics
 import time
 import timeit
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,14 +25,14 @@ from autoamp.diagnostics import Call, CallSite, Exponents, Observer, OpRange, Ra
 from autoamp.ops import known_ops
 from autoamp.runtime import BaseHandle
 from autoamp.tensors import HALF_DTYPES, dtype_name, iter_tensors, map_tensors
-from autoamp.tuning.costs import Cost, Survey, Use
+from autoamp.tuning.costs import VARIANTS, Survey, Use
 
 __all__ = ["SurveyEnded", "Surveyor", "time_of"]
 
 # So much of arguments is kept for timing.
 _MOST_BYTES = 2**30
 _REFUSED = (RuntimeError, NotImplementedError, TypeError, ValueError)
-_Key = tuple[str, CallSite, str]
+_Key = tuple[str, CallSite, tuple[torch.Size, ...]]
 
 
 class SurveyEnded(BaseException):
@@ -57,38 +57,30 @@ def _synchronized_clock() -> float:
 
 @dataclass
 class _Sample:
-    """The first call of a use, with copies of its arguments; ``args`` is None where there was no room for them."""
+    """The first call of a use, with copies of its arguments; ``arguments`` is None if there was no room for them."""
 
-    call_name: str
     target: str
     policy: str
-    origin: str
-    site: CallSite
     module_class: str | None
     function: Any
-    args: Any
-    kwargs: Any
+    arguments: tuple[Any, Any] | None
     elements: int
     calls: int = 0
 
 
 class Surveyor(Observer):
-    """Looks on at a program, in fp32, between ``with`` and the end of it; `survey` then times what was seen.
+    """Observes a program in fp32; `survey` then times the calls that it has seen.
 
     Args:
         handle: The active handle; it casts nothing meanwhile.
-        steps: After so many steps of optimizers the program is ended by `SurveyEnded`.
-        seconds: After that time as well.
-        clock: Returns seconds.
+        steps: After so many optimizer steps `SurveyEnded` ends the program.
+        seconds: It ends the program after that time as well.
     """
 
-    def __init__(
-        self, handle: BaseHandle, *, steps: int, seconds: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, handle: BaseHandle, *, steps: int, seconds: float) -> None:
         self._handle = handle
         self._steps = steps
-        self._clock = clock
-        self._end = clock() + seconds
+        self._end = time.monotonic() + seconds
         self._samples: dict[_Key, _Sample] = {}
         # Dotted names of the classes of modules, by their names; None stands for one with modules within.
         self._classes: dict[str, set[str | None]] = {}
@@ -97,23 +89,23 @@ class Surveyor(Observer):
         self._roots: weakref.WeakSet[Module] = weakref.WeakSet()
         # Inner calls, by name and place, are part of the outermost.
         self._outer: dict[tuple[str, CallSite], str] = {}
-        self._overflowing: dict[tuple[str, CallSite], Exponents] = {}
+        # The exponents of arguments, by op and place.
+        self._values: dict[tuple[str, CallSite], Exponents] = {}
         self._kept = 0
         self._stepping = False
         self._ranges: RangeProfile = handle.profile_ranges()
-        self._stack = contextlib.ExitStack()
 
-    def __enter__(self) -> Surveyor:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._ranges)
-            stack.enter_context(self._handle.observe(self))
-            stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-            stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *exc_info: Any) -> None:
-        self._stack.close()
+    @contextlib.contextmanager
+    def observing(self) -> Iterator[None]:
+        """Observe the program inside a ``with`` statement."""
+        with (
+            # First, so that its hook has counted a step before ours looks.
+            self._ranges,
+            self._handle.observe(self),
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ):
+            yield
 
     @property
     def seen(self) -> int:
@@ -123,8 +115,8 @@ class Surveyor(Observer):
     # -- looking on --
 
     def before(self, call: Call) -> None:
-        """Take note of a call, and keep its arguments where it is the first of its kind."""
-        if self._clock() > self._end:
+        """Count a call, and keep its arguments if it is the first of its kind."""
+        if time.monotonic() > self._end:
             raise SurveyEnded
         if self._stepping:
             return
@@ -143,31 +135,22 @@ class Surveyor(Observer):
         tensors = [t for t in iter_tensors((call.args, call.kwargs)) if t.is_floating_point()]
         if not tensors or "out" in call.kwargs:
             return
-        shapes = " ".join("x".join(map(str, tensor.shape)) or "scalar" for tensor in tensors)
-        key = call.op.name, call.site, shapes
-        sample = self._samples.get(key)
-        if sample is None:
-            self._see_arguments(call, tensors)
-            sample = self._samples[key] = self._sample(call, tensors)
-        sample.calls += 1
-
-    def _see_arguments(self, call: Call, tensors: list[Tensor]) -> None:
-        """Count the exponents of what the op would get in half."""
-        found = self._overflowing.setdefault((call.op.name, call.site), Exponents())
-        found.add(*tensors)
+        key = call.op.name, call.site, tuple(tensor.shape for tensor in tensors)
+        if key not in self._samples:
+            self._values.setdefault(key[:2], Exponents()).add(*tensors)
+            self._samples[key] = self._sample(call, tensors)
+        self._samples[key].calls += 1
 
     def _sample(self, call: Call, tensors: list[Tensor]) -> _Sample:
-        rule = call.op.rule
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        fits = self._kept + size <= _MOST_BYTES
-        self._kept += size if fits else 0
         in_place = call.op.name.endswith("_") and not call.op.name.endswith("__")
         function = call.op.functional if in_place else call.op.original
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        fits = function is not None and self._kept + size <= _MOST_BYTES
+        self._kept += size if fits else 0
         return _Sample(
-            call.op.name, rule.target, rule.policy.value, str(rule.origin), call.site,
-            None if not call.modules else _class_of(call.modules[-1]), function,
-            map_tensors(call.args, _copy) if fits and function is not None else None,
-            map_tensors(call.kwargs, _copy) if fits and function is not None else None,
+            call.op.rule.target, call.op.rule.policy.value,
+            _class_of(call.modules[-1]) if call.modules else None, function,
+            map_tensors((call.args, call.kwargs), _copy) if fits else None,
             sum(tensor.numel() for tensor in tensors),
         )  # fmt: skip
 
@@ -182,20 +165,19 @@ class Surveyor(Observer):
     # -- afterwards --
 
     def survey(self, seconds: float, timer: Callable[[Callable[[], Any]], float] = time_of) -> Survey:
-        """Time what was seen, what computes most first, and return all that was found.
+        """Time the uses that were seen, those that compute most first, and return all that was found.
 
         Args:
-            seconds: So long; what is left then is untimed.
+            seconds: How long this takes. Uses that are left then are untimed.
             timer: Returns the seconds of a call.
         """
-        end = self._clock() + seconds
-        order = sorted(self._samples, key=lambda key: -self._samples[key].elements * self._samples[key].calls)
-        costs: dict[_Key, dict[str, Cost] | None] = {}
+        end = time.monotonic() + seconds
+        times: dict[_Key, dict[str, float] | None] = {}
         untimed = 0
-        for key in order:
-            late = self._clock() > end
+        for key, sample in sorted(self._samples.items(), key=lambda item: -item[1].elements * item[1].calls):
+            late = time.monotonic() > end
             untimed += late
-            costs[key] = None if late else self._costs(self._samples[key], timer)
+            times[key] = None if late else self._times(sample, timer)
         rows: dict[tuple[str, CallSite], list[OpRange]] = {}
         unlisted = []
         for row in self._ranges.ops:
@@ -204,135 +186,94 @@ class Surveyor(Observer):
             else:
                 name = self._outer.get((row.within, row.site), row.within)
                 rows.setdefault((name, row.site), []).append(row)
-        uses = [self._use(key, costs[key], rows.get(key[:2], [])) for key in self._samples]
+        uses = [self._use(key, times[key], rows.get(key[:2], [])) for key in self._samples]
         uses += [use for row in unlisted if (use := self._unlisted(row)) is not None]
-        dtype = dtype_name(self._handle.settings.dtype)
+        settings = self._handle.settings
         steps = max(1, self._ranges.steps)
-        return Survey(self._handle.settings.device_type, dtype, str(torch.__version__), steps, tuple(uses), untimed)
+        return Survey(
+            settings.device_type, dtype_name(settings.dtype), str(torch.__version__), steps, tuple(uses), untimed
+        )
 
-    def _use(self, key: _Key, costs: dict[str, Cost] | None, rows: list[OpRange]) -> Use:
+    def _use(self, key: _Key, times: dict[str, float] | None, rows: list[OpRange]) -> Use:
+        op, site, _ = key
         sample, dtype = self._samples[key], dtype_name(self._handle.settings.dtype)
-        arguments = self._overflowing[key[:2]]
-        over = max((row.values.in_format(dtype)["overflow"] for row in rows), default=0)
-        found = [row.values.largest for row in rows] + [arguments.largest]
+        arguments = self._values[op, site]
+        results = max((row.values.in_format(dtype)["overflow"] for row in rows), default=0)
+        largest = (arguments.largest, *(row.values.largest for row in rows))
+        errors = [row.errors[dtype] for row in rows if dtype in row.errors]
         return Use(
-            sample.call_name, sample.target, sample.policy, sample.calls, sample.origin, sample.module_class,
-            sample.site.location, key[2], costs,
-            overflow=over + arguments.in_format(dtype)["overflow"],
-            largest=max((top for top in found if top is not None), default=None),
-            error=_worst([row.errors[dtype] for row in rows if dtype in row.errors]),
-            module=self._leaf(sample.site),
+            op, sample.target, sample.policy, sample.calls, sample.module_class, site.location, times,
+            overflow=results + arguments.in_format(dtype)["overflow"],
+            largest=max((exponent for exponent in largest if exponent is not None), default=None),
+            error=max((math.inf if math.isnan(error) else error for error in errors), default=None),
+            module=site.module if site.module in self._leaves else None,
         )  # fmt: skip
-
-    def _leaf(self, site: CallSite) -> str | None:
-        return site.module if site.module in self._leaves else None
 
     def _unlisted(self, row: OpRange) -> Use | None:
         target = row.op.removeprefix("aten::").rstrip("_").lstrip("_")
         if target not in known_ops():
             return None
         dtype = dtype_name(self._handle.settings.dtype)
-        over, largest = row.values.in_format(dtype)["overflow"], row.values.largest
-        # In fp32 a class takes with it what is called within.
+        # A class in fp32 takes the modules within with it.
         classes = self._classes.get(row.site.module_class or "", {None})
-        # What is finite in half is none of ours: errors of sums near 0 are everywhere.
         return Use(
-            row.op, target, "unlisted", row.calls, module_class=next(iter(classes)) if len(classes) == 1 else None,
-            location=row.site.location, overflow=over, largest=largest, error=row.errors.get(dtype),
-            module=self._leaf(row.site),
+            row.op, target, "unlisted", row.calls, next(iter(classes)) if len(classes) == 1 else None,
+            row.site.location, overflow=row.values.in_format(dtype)["overflow"], largest=row.values.largest,
+            error=row.errors.get(dtype), module=row.site.module if row.site.module in self._leaves else None,
         )  # fmt: skip
 
-    def _costs(self, sample: _Sample, timer: Callable[[Callable[[], Any]], float]) -> dict[str, Cost] | None:
-        if sample.args is None:
+    def _times(self, sample: _Sample, timer: Callable[[Callable[[], Any]], float]) -> dict[str, float] | None:
+        if sample.arguments is None:
             return None
         half = self._handle.settings.dtype
+        variants = ((torch.float32, None), (half, None), (torch.float32, half), (half, torch.float32))
         found = {}
-        for name, dtype, within in (
-            ("fp32", torch.float32, None),
-            ("half", half, None),
-            ("half_cast", torch.float32, half),
-            ("fp32_cast", half, torch.float32),
-        ):
-            run = _Runner(sample, dtype, within)
+        for name, (dtype, within) in zip(VARIANTS, variants, strict=True):
             with contextlib.suppress(*_REFUSED), self._handle.disable_casts(), torch.enable_grad():
-                kept = run.bytes()
-                found[name] = Cost(timer(run), kept)
+                found[name] = timer(_repeatable(sample.function, sample.arguments, dtype, within))
         return found
 
 
-class _Runner:
-    """One variant of a call: forward, and backward where gradients are recorded.
+def _repeatable(
+    function: Callable[..., Any], arguments: tuple[Any, Any], dtype: torch.dtype, within: torch.dtype | None
+) -> Callable[[], None]:
+    """Return a function that makes a call: forward, and backward if gradients are recorded.
 
     Args:
-        sample: The call.
-        dtype: That of its floating arguments.
-        within: What they are cast to within, and the result back from; None for no casts.
+        function: The function that is called.
+        arguments: Its positional and named arguments.
+        dtype: The dtype of its floating-point arguments.
+        within: The dtype that each call casts them to, and its result back from; None for no casts.
     """
+    arguments = map_tensors(arguments, lambda tensor: _copy(tensor, dtype))
+    leaves = [tensor for tensor in iter_tensors(arguments) if tensor.requires_grad]
 
-    def __init__(self, sample: _Sample, dtype: torch.dtype, within: torch.dtype | None) -> None:
-        self._function = sample.function
-        self._dtype, self._within = dtype, within
-        self._args, self._kwargs = (map_tensors(given, _caster(dtype)) for given in (sample.args, sample.kwargs))
-        given = [t for t in iter_tensors((sample.args, sample.kwargs)) if t.requires_grad]
-        made = [t for t in iter_tensors((self._args, self._kwargs)) if t.is_floating_point()]
-        for tensor in made if given else ():
-            tensor.requires_grad_()
-        self._leaves = [tensor for tensor in made if tensor.requires_grad]
-        self._gradients: list[Tensor] = []
+    def forward() -> list[Tensor]:
+        args, kwargs = arguments if within is None else map_tensors(arguments, lambda tensor: _cast(tensor, within))
+        result = function(*args, **kwargs)
+        if within is not None:
+            result = map_tensors(result, lambda tensor: _cast(tensor, dtype))
+        return [tensor for tensor in iter_tensors(result) if tensor.requires_grad]
 
-    def _forward(self) -> list[Tensor]:
-        args, kwargs = self._args, self._kwargs
-        if self._within is not None:
-            args, kwargs = (map_tensors(given, _to(self._within)) for given in (args, kwargs))
-        result = self._function(*args, **kwargs)
-        if self._within is not None:
-            result = map_tensors(result, _to(self._dtype))
-        return [tensor for tensor in iter_tensors(result) if tensor.is_floating_point()]
+    gradients = [torch.ones_like(output) for output in forward()]
 
-    def __call__(self) -> None:
-        outputs = [tensor for tensor in self._forward() if tensor.requires_grad]
-        if outputs and self._leaves:
-            if not self._gradients:
-                self._gradients = [torch.ones_like(output) for output in outputs]
-            torch.autograd.grad(outputs, self._leaves, self._gradients, allow_unused=True)
+    def run() -> None:
+        outputs = forward()
+        if outputs:
+            torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
 
-    def bytes(self) -> int:
-        """Run it once, and return the bytes of what it keeps for backward and returns, its arguments apart."""
-        kept: dict[int, int] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            kept[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            outputs = self._forward()
-        kept |= {output.untyped_storage().data_ptr(): output.untyped_storage().nbytes() for output in outputs}
-        own = {tensor.untyped_storage().data_ptr() for tensor in iter_tensors((self._args, self._kwargs))}
-        return sum(size for place, size in kept.items() if place not in own)
+    return run
 
 
 def _class_of(module: Module) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+def _copy(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a copy without the graph, in a dtype if it is a floating-point tensor that casts act on."""
+    copied = tensor.detach().clone()
+    return (copied if dtype is None else _cast(copied, dtype)).requires_grad_(tensor.requires_grad)
 
 
-def _caster(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    return lambda tensor: tensor.detach().to(dtype, copy=True) if _casts(tensor) else tensor.detach()
-
-
-def _to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    return lambda tensor: tensor.to(dtype) if _casts(tensor) else tensor
-
-
-def _casts(tensor: Tensor) -> bool:
-    return tensor.dtype is torch.float32 or tensor.dtype in HALF_DTYPES
-
-
-def _worst(errors: list[float]) -> float | None:
-    if any(math.isnan(error) for error in errors):
-        return math.inf
-    return max(errors, default=None)
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.dtype is torch.float32 or tensor.dtype in HALF_DTYPES else tensor

@@ -1,23 +1,16 @@
-"""Writes what a search found as a list file, each entry with its reason as a comment."""
+"""A search's result as text: a list file, each entry with its reason as a comment, and a summary."""
 
 from __future__ import annotations
 
 import json
-import os
-import tempfile
+import operator
 from collections.abc import Sequence
-from pathlib import Path
 
-from autoamp.errors import UsageError
-from autoamp.ops import known_ops
-from autoamp.rules import check_bare_names, load_table
 from autoamp.tuning.costs import Survey
-from autoamp.tuning.model import NOISE, Proposal, speed_of
-from autoamp.tuning.search import SearchResult, Trial
+from autoamp.tuning.model import NOISE, Proposal
+from autoamp.tuning.search import Search, Trial
 
-__all__ = ["list_text", "summary_of", "write_list"]
-
-_ORDER = ("fp16", "fp32", "none")
+__all__ = ["list_text", "summary_of"]
 
 
 def list_text(proposals: Sequence[Proposal], extends: Sequence[str] = (), comments: Sequence[str] = ()) -> str:
@@ -32,19 +25,16 @@ def list_text(proposals: Sequence[Proposal], extends: Sequence[str] = (), commen
     lines += ["schema = 1"]
     if extends:
         lines.append(f"extends = [{', '.join(map(_string, extends))}]")
-    for policy in _ORDER:
-        entries = sorted((one for one in proposals if one.value == policy and not one.of_module), key=_name)
+    ordered = sorted(proposals, key=operator.attrgetter("name"))
+    for policy in ("fp16", "fp32", "none"):
+        entries = [one for one in ordered if one.value == policy and not one.of_module]
         if entries:
             lines += ["", f"{policy} = [", *(f"    {_string(one.name)},  {_reason(one)}" for one in entries), "]"]
-    modules = sorted((one for one in proposals if one.of_module), key=_name)
+    modules = [one for one in ordered if one.of_module]
     if modules:
         lines += ["", "[modules]"]
         lines += [f"{_string(one.name)} = {_string(one.value)}  {_reason(one)}" for one in modules]
     return "\n".join(lines) + "\n"
-
-
-def _name(proposal: Proposal) -> str:
-    return proposal.name
 
 
 def _reason(proposal: Proposal) -> str:
@@ -60,48 +50,28 @@ def _string(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def write_list(path: Path, text: str) -> None:
-    """Write a list file, once it has been read and checked as one.
-
-    Raises:
-        ListFileError: The text is no list file; nothing was written.
-        UsageError: The file cannot be written.
-    """
-    try:
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".autoamp.", suffix=".toml")
-        try:
-            with open(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
-            check_bare_names(load_table(name, start=path.parent, environ={}), known_ops())
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
-    except OSError as error:
-        raise UsageError(f"{str(path)!r} cannot be written ({error}); give a file in a directory that exists") from None
-
-
-def summary_of(survey: Survey, result: SearchResult, seeds: Sequence[int], metric: str) -> list[str]:
-    """Return what was found, in lines for people: figures, whether half pays here, what was not tried and not taken."""
+def summary_of(survey: Survey, search: Search, metric: str) -> list[str]:
+    """Return the result in lines: figures, whether half precision pays, and the changes that were not taken."""
     lines = [
-        f"{survey.dtype} on {survey.device_type}, torch {survey.torch}, seeds {', '.join(map(str, seeds))}; "
+        f"{survey.dtype} on {survey.device_type}, torch {survey.torch}, seeds {', '.join(map(str, search.seeds))}; "
         f"surveyed over {survey.steps} steps"
     ]
-    for name, trial in (("fp32", result.fp32), ("the lists as they are", result.listed), ("this list", result.best)):
-        if trial is not None and not (name == "this list" and not result.chosen):
+    best = search.best if search.chosen else None
+    for name, trial in (("fp32", search.fp32), ("the lists as they are", search.listed), ("this list", best)):
+        if trial is not None:
             lines.append(f"{name}: {_figures(trial, metric)}")
-    lines += _verdict(survey, result)
-    if result.chosen and not result.confirmed:
-        lines.append("these entries come from the cost model: no run has confirmed them")
+    lines.append(_verdict(search))
+    if search.chosen and search.best is None:
+        lines.append("these entries come from the survey: no run has confirmed them")
     if survey.untimed:
         lines.append(f"there was no time to measure {survey.untimed} uses of ops; their rules are unchanged")
-    if result.stopped is not None:
-        lines.append(f"stopped early: {result.stopped}")
-    lines += [f"tried and rejected: {one.name} = {one.value}: {why}" for one, why in result.rejected]
+    if search.stopped is not None:
+        lines.append(f"stopped early: {search.stopped}")
+    lines += [f"tried and rejected: {one.name} = {one.value}: {why}" for one, why in search.rejected]
     lines += [
         f"not tried: {one.name} = {one.value}: {one.kind}: {one.reason}"
-        for one in result.untried
-        if one not in result.chosen
+        for one in search.untried
+        if one not in search.chosen
     ]
     return lines
 
@@ -115,27 +85,13 @@ def _figures(trial: Trial, metric: str) -> str:
     return f"{metric} {values}{seconds}{peak}"
 
 
-def _verdict(survey: Survey, result: SearchResult) -> list[str]:
-    """Say whether half precision pays on this device: by runs, or else by the cost model."""
-    fp32, best = result.fp32, result.best
-    if fp32 is None or result.listed is None:
-        return [_predicted(survey)]
-    if best is None:
-        return ["no list that was tried keeps the metric within tolerance", _predicted(survey)]
-    if fp32.seconds is None or best.seconds is None:
-        return [_predicted(survey)]
+def _verdict(search: Search) -> str:
+    """Return whether half precision pays on this device, as far as runs tell."""
+    fp32, best = search.fp32, search.best
+    if fp32 is not None and search.listed is not None and best is None:
+        return "no list that was tried keeps the metric within tolerance"
+    if fp32 is None or best is None or fp32.seconds is None or best.seconds is None:
+        return "whether half precision pays on this device is unknown: there were too few runs or steps"
     ratio = best.seconds / fp32.seconds
-    if ratio > 1 - NOISE:
-        return [f"half precision does not pay on this device: a step takes {ratio:.2f} times as long as in fp32"]
-    return [f"half precision pays on this device: a step takes {ratio:.2f} times as long as in fp32"]
-
-
-def _predicted(survey: Survey) -> str:
-    ratio = speed_of(survey)
-    if ratio is None:
-        return "whether half precision pays on this device is unknown: no op that runs in it was measured"
-    pays = "pays" if ratio < 1 - NOISE else "does not pay"
-    return (
-        f"by the cost model half precision {pays} on this device: what runs in it takes {ratio:.2f} times as long as "
-        "in fp32, casts apart"
-    )
+    pays = "pays" if ratio <= 1 - NOISE else "does not pay"
+    return f"half precision {pays} on this device: a step takes {ratio:.2f} times as long as in fp32"

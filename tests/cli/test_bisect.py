@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import math
-import signal
-import subprocess
-import sys
-import time
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from autoamp.cli import program_runs
-from autoamp.tuning import Outcome, Proposal, Survey
+from autoamp.cli.program_runs import ProgramRuns
+from autoamp.tuning import Outcome, Proposal, Stopped, Survey
 from autoamp_command import main
-from tests.cli.test_tune import runs_of, script  # noqa: F401 - a fixture
 from tests.tuning.planted import survey, use
 
 ON_CPU = ["--metric", "loss", "--dtype", "fp16", "--device-type", "cpu"]
@@ -37,7 +33,7 @@ print("loss:", loss.item())
 """
 
 
-def test_from_end_to_end(script: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+def test_from_end_to_end(script: Path, forked: None, capsys: pytest.CaptureFixture[str]) -> None:
     script.write_text(SCRIPT)
     assert main(["bisect", *ON_CPU, "--survey-steps", "1", "script.py"]) == 0
     found = capsys.readouterr()
@@ -48,9 +44,8 @@ def test_from_end_to_end(script: Path, capsys: pytest.CaptureFixture[str]) -> No
         assert line in found.err
 
 
-def test_entries_of_paths_act_also_where_the_program_does_not_ask_for_them(script: Path, tmp_path: Path) -> None:  # noqa: F811
-    script.write_text(SCRIPT)
-    runs = runs_of(tmp_path / "runs", 300.0, script)
+def test_entries_of_paths_act_without_override(runs_of: Callable[..., ProgramRuns], forked: None) -> None:
+    runs = runs_of(SCRIPT)
     fp32 = runs.run(None, 0).metric
     entries = [(Proposal(name, "fp32", "culprit", "", of_module=True),) for name in ("1", "0")]
     restored, wrong = (runs.run(entry, 0).metric for entry in entries)
@@ -58,42 +53,34 @@ def test_entries_of_paths_act_also_where_the_program_does_not_ask_for_them(scrip
     assert abs(wrong - fp32) > 0.1
 
 
-class _Planted:
-    """Stands for `ProgramRuns`: `of_fp32` and `of_half` are what each run tells."""
+class _Planted(ProgramRuns):
+    """A program of one op."""
 
-    of_fp32: Any = Outcome(1.0)
-    of_half: Any = Outcome(1.0)
-    printed: tuple[str, ...] = ("accuracy",)
+    half: Any = None
 
-    def __init__(self, chosen: argparse.Namespace, folder: Path, deadline: float) -> None:
-        self.made = 0
-
-    def survey(self, seconds: float, *, timed: bool) -> Survey:
+    def survey(self, seconds: float, *, timed: bool = True) -> Survey:
         return survey(use("conv2d", "fp16", 9, 90))
 
     def run(self, candidate: tuple[Proposal, ...] | None, seed: int) -> Outcome:
-        self.made += 1
-        return self.of_fp32 if candidate is None else self.of_half
+        return Outcome(1.0) if candidate is None else self.half
 
 
 @pytest.mark.parametrize(
-    ("fp32", "half", "code", "message"),
+    ("half", "code", "message"),
     [
-        (Outcome(1.0), Outcome(1.01), 0, "no rule has to change"),
-        (Outcome(1.0), Outcome(math.nan), 1, "differs even with every surveyed"),
-        (Outcome(None), Outcome(1.0), 1, "in fp32; name a value that it prints"),
-        (Outcome(math.inf), Outcome(1.0), 1, "is nan or inf in fp32;"),
-        (Outcome(failed="exit code 1: no data"), Outcome(1.0), 1, "fails in fp32"),
+        (Outcome(1.01), 0, "no rule has to change"),
+        (Outcome(math.nan), 1, "differs even with every surveyed"),
+        (Outcome(failed="exit code 1: no data"), 1, "in half precision: the program failed: exit code 1: no data"),
     ],
 )
 def test_where_there_is_nothing_to_find_it_prints_no_list(
-    fp32: Outcome, half: Outcome, code: int, message: str, script: Path, monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+    half: Outcome, code: int, message: str, script: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
+    script.touch()
     monkeypatch.setattr(program_runs, "ProgramRuns", _Planted)
-    monkeypatch.setattr(_Planted, "of_fp32", fp32)
-    monkeypatch.setattr(_Planted, "of_half", half)
-    assert main(["bisect", "--metric", "loss", "--dtype", "fp16", "script.py"]) == code
+    monkeypatch.setattr(_Planted, "half", half)
+    assert main(["bisect", *ON_CPU, "script.py"]) == code
     found = capsys.readouterr()
     assert message in found.err
     assert found.out == ""
@@ -109,25 +96,28 @@ def test_where_there_is_nothing_to_find_it_prints_no_list(
     ],
 )
 def test_what_it_refuses(
-    arguments: list[str], text: str, message: str, script: Path, capsys: pytest.CaptureFixture[str]  # noqa: F811
-) -> None:  # fmt: skip
+    arguments: list[str], text: str, message: str, script: Path, forked: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     script.write_text(text)
     assert main(["bisect", *ON_CPU, *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="SIGTERM ends a process at once there")
-def test_sigterm_ends_the_program_and_tells_what_is_known(script: Path, tmp_path: Path) -> None:  # noqa: F811
-    script.write_text("import pathlib, time\npathlib.Path('waits').touch()\ntime.sleep(600)\n")
-    command = [sys.executable, "-m", "autoamp", "bisect", *ON_CPU, "script.py"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as bisecting:
-        try:
-            end = time.monotonic() + 120
-            while not Path("waits").exists() and bisecting.poll() is None and time.monotonic() < end:
-                time.sleep(0.05)
-            bisecting.terminate()
-            out, errors = bisecting.communicate(timeout=60)
-        finally:
-            bisecting.kill()
-    assert (bisecting.returncode, out) == (128 + signal.SIGTERM, ""), errors
-    assert "interrupted during the survey" in errors
+def test_a_program_without_a_metric_is_told(script: Path, forked: None, capsys: pytest.CaptureFixture[str]) -> None:
+    script.write_text("import torch\ntorch.ones(1)\n")
+    assert main(["bisect", *ON_CPU, "script.py"]) == 1
+    assert "in fp32; name a value that it prints" in capsys.readouterr().err
+
+
+def test_a_signal_during_the_survey_ends_it(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def terminated(*args: Any, **how: Any) -> None:
+        raise Stopped("it was terminated", 143)
+
+    script.touch()
+    monkeypatch.setattr(ProgramRuns, "_child", terminated)
+    with pytest.raises(SystemExit) as ended:
+        main(["bisect", *ON_CPU, "script.py"])
+    assert ended.value.code == 143
+    assert "interrupted during the survey" in capsys.readouterr().err

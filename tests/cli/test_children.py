@@ -1,27 +1,30 @@
-"""What child processes tell of their runs: whole reports, once, of those that did something."""
+"""Reports of child processes."""
 
 from __future__ import annotations
 
-import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from autoamp.cli.children import FOLDER_VARIABLE, Children, ReportWriter, parents_folder
+from autoamp.cli.children import FOLDER_VARIABLE, make_folder, parents_folder, take_reports, write_child_report
 from tests.cli.test_report import REPORT
 
 
-def test_folders_of_parents_within_parents_are_put_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
-    inner = Children()
-    assert os.environ[FOLDER_VARIABLE] == str(inner.folder)
-    (inner.folder / "broken.json").write_text("{", encoding="utf-8")
-    assert inner.reports() == []
-    assert parents_folder() == tmp_path
+def test_only_whole_reports_of_children_that_did_something_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Put back afterwards.
+    monkeypatch.setenv(FOLDER_VARIABLE, "")
+    folder = make_folder()
+    assert parents_folder() == folder
+    (folder / "broken.json").write_text("{", encoding="utf-8")
+    write_child_report(folder, REPORT)
+    write_child_report(folder, replace(REPORT, ops={}, steps=0))
+    assert take_reports(folder) == [REPORT]
+    assert not folder.exists()
 
 
-def test_a_parent_that_is_gone_is_told_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_parent_that_is_gone_gets_no_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "gone"))
     assert parents_folder() is None
-    ReportWriter(tmp_path / "gone", lambda: REPORT).write()
+    write_child_report(tmp_path / "gone", REPORT)
     assert not list(tmp_path.iterdir())

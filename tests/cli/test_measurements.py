@@ -12,13 +12,6 @@ import autoamp
 from autoamp.cli.measurements import Measured, Spread, measure
 
 
-def measured(matmul: float, elementwise: float) -> Measured:
-    """A measurement with these ratios."""
-    one = Spread(1.0, 1.0, 1.0)
-    spreads = (Spread(ratio, ratio, ratio) for ratio in (matmul, elementwise))
-    return Measured("fp16", one, one, *spreads, size=1, elements=1)
-
-
 @pytest.mark.parametrize(
     ("matmul", "elementwise", "said"),
     [
@@ -30,7 +23,8 @@ def measured(matmul: float, elementwise: float) -> Measured:
     ],
 )
 def test_verdict_says_whether_half_precision_pays(matmul: float, elementwise: float, said: str) -> None:
-    assert said in measured(matmul, elementwise).verdict
+    spreads = (Spread(ratio, ratio, ratio) for ratio in (matmul, elementwise))
+    assert said in Measured("fp16", *spreads).verdict
 
 
 @pytest.mark.parametrize(
@@ -46,8 +40,7 @@ def test_verdict_says_whether_half_precision_pays(matmul: float, elementwise: fl
     ],
 )
 def test_verdict_says_where_repeats_differ(matmul: Spread, elementwise: Spread, said: str) -> None:
-    one = Spread(1.0, 1.0, 1.0)
-    assert Measured("fp16", one, one, matmul, elementwise, size=1, elements=1).verdict.startswith(said)
+    assert Measured("fp16", matmul, elementwise).verdict.startswith(said)
 
 
 class Products(TorchDispatchMode):
@@ -68,9 +61,8 @@ def test_measurement_is_of_true_dtypes_under_an_active_handle() -> None:
     with Products() as products:
         found = measure("cpu", seconds=0.0)
     assert products.dtypes == {torch.float32, torch.float16, torch.bfloat16}
-    assert [one.dtype for one in found] == ["fp32", "fp16", "bf16"]
-    assert all(one.flops.median > 0 and one.bytes.median > 0 for one in found)
-    assert found[0].matmul == found[0].elementwise == Spread(1.0, 1.0, 1.0)
+    assert [one.dtype for one in found] == ["fp16", "bf16"]
+    assert all(0 < one.matmul.low <= one.matmul.high and one.elementwise.low > 0 for one in found)
 
 
 def test_spread_is_median_lowest_and_highest() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launches import Ended, launched, plainly, written
+from tests.launches import Ended, launched, written
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="these programs run in forks")
 
@@ -30,6 +30,11 @@ def main():
     model = Net()
     model(torch.ones(2, 8))
     print(model[1].computed, model[2].computed, flush=True)
+def train(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
 """
 
 SCRIPTS = {
@@ -47,23 +52,13 @@ autoamp.init(device_type="cpu", lists=sys.argv[1])
 {NET}
 main()
 """,
-    "trains.py": """
-import net
-model = net.Net()
-optimizer = net.torch.optim.SGD(model.parameters(), lr=0.1)
-model(net.torch.ones(2, 8)).sum().backward()
-optimizer.step()
-""",
+    "trains.py": "import net\nnet.train(net.Net())\n",
     "steps.py": f"""
 import sys, autoamp
 autoamp.init(device_type="cpu", lists=sys.argv[1])
 import net
 {NET}
-model = Net()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(2):
-    model(torch.ones(2, 8)).sum().backward()
-    optimizer.step()
+train(Net())
 """,
     # A module that calls `init` before its own classes are there.
     "early.py": f"import autoamp\nautoamp.init(device_type='cpu', lists='early.toml')\n{NET}\nmain()\n",
@@ -92,6 +87,9 @@ RUNS = {
     "wrong": [*RUN, "--report", "wrong.json", "--lists", "wrong.toml", "trains.py"],
     "wrong in children": [*RUN, "--lists", "wrong.toml", "spawns.py"],
     "local": [*RUN, "--lists", "local.toml", "script.py"],
+    "calls init": ["python", "calls_init.py", "rms.toml"],
+    "imports early": ["python", "imports_early.py"],
+    "typo": ["python", "steps.py", "typo.toml"],
 }
 
 
@@ -112,19 +110,13 @@ def ended(folder: Path) -> dict[str, Ended]:
     return launched(folder, RUNS)
 
 
-@pytest.mark.parametrize("how", ["script", "module", "spawned"])
+@pytest.mark.parametrize("how", ["script", "module", "spawned", "calls init", "imports early"])
 def test_a_class_of_the_script_itself_runs_as_listed(how: str, ended: dict[str, Ended]) -> None:
     assert (ended[how].code, ended[how].out) == (0, "torch.float32 torch.float32\n"), ended[how].err
 
 
 def test_a_class_within_a_function_runs_as_listed(ended: dict[str, Ended]) -> None:
     assert (ended["local"].code, ended["local"].out) == (0, "torch.bfloat16 torch.float32\n"), ended["local"].err
-
-
-@pytest.mark.parametrize("argv", [("calls_init.py", "rms.toml"), ("imports_early.py",)], ids=str)
-def test_a_class_that_comes_after_init_runs_as_listed(argv: tuple[str, ...], folder: Path) -> None:
-    one = plainly(folder, *argv)
-    assert (one.code, one.out) == (0, "torch.float32 torch.float32\n"), one.err
 
 
 def test_what_matched_nothing_is_told_with_the_nearest_name(ended: dict[str, Ended]) -> None:
@@ -152,8 +144,8 @@ def test_what_a_child_matched_is_not_told(ended: dict[str, Ended]) -> None:
     assert "'net.RNS' (wrong.toml:4)" in short(ended["wrong in children"])
 
 
-def test_a_wrong_class_is_told_once_at_the_first_step(folder: Path) -> None:
-    one = plainly(folder, "steps.py", "typo.toml")
+def test_a_wrong_class_is_told_once_at_the_first_step(ended: dict[str, Ended]) -> None:
+    one = ended["typo"]
     assert one.code == 0, one.err
     assert one.err.count("'__main__.RNS' under modules names no class") == 1
     assert "did you mean '__main__.RMS'?" in one.err

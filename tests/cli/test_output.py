@@ -1,4 +1,4 @@
-"""Lines of text: within 80 columns, and in colour where somebody looks."""
+"""Lines of text, in color on a terminal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from autoamp.cli.output import COLUMNS, folded, say, show
+from autoamp.cli.output import say, show
 
 
 class Terminal(io.StringIO):
@@ -60,12 +60,3 @@ def test_a_file_gets_no_colours_unless_forced(
 def test_nothing_is_said_without_a_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stderr", None)
     say("unheard")
-
-
-@pytest.mark.parametrize("length", [3, 79, 120, 300])
-def test_lines_are_no_longer_than_80_columns(length: int) -> None:
-    text = "autoamp: " + " ".join(["word"] * (length // 5 + 1))
-    first, *others = folded(text).splitlines()
-    assert all(len(line) <= COLUMNS for line in (first, *others))
-    assert all(line.startswith("  word") for line in others)
-    assert " ".join(folded(text).split()) == text

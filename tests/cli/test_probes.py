@@ -47,14 +47,6 @@ def test_kernels_are_told_by_device_type() -> None:
     assert all("kernels (" in line for line in lines)
 
 
-def test_a_distribution_without_its_module_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    there = tmp_path / "apex-0.9.dist-info"
-    there.mkdir()
-    (there / "METADATA").write_text("Metadata-Version: 2.1\nName: apex\nVersion: 0.9\n", encoding="utf-8")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert probes.packages()["apex"] == "apex 0.9, installed but not importable"
-
-
 def test_the_alias_is_no_real_apex() -> None:
     autoamp.compat.install_as_apex()
     try:

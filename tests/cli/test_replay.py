@@ -15,7 +15,7 @@ from torch import nn
 
 import autoamp
 from autoamp_command import main
-from tests.launches import launched
+from tests.launches import Ended, launched, written
 
 # Each fault is in the step 3, but for that of the loss.
 SCRIPT = """
@@ -62,67 +62,74 @@ class Divided(torch.autograd.Function):
 def backward(x):
     return Divided.apply(x)
 """
-RUN = ["run", "--quiet", "--device-type", "cpu", "--dtype", "fp16", "--loss-scale", "16", "--capsule", "capsules"]
+OWN = "import autoamp, torch\nautoamp.init(device_type='cpu', dtype=torch.float16, scope='modules', {})\n"
+RUN = ["run", "--quiet", "--device-type", "cpu"]
+FP16 = ["--dtype", "fp16", "--loss-scale", "16", "--capsule"]
+RUNS = {
+    **{fault: [*RUN, *FP16, fault, "script.py", fault] for fault in ("forward", "backward", "data", "loss")},
+    "bf16": [*RUN, "--dtype", "bf16", "--loss-scale", "1", "--capsule", "bf16", "script.py", "backward"],
+    **{name: [*RUN, *FP16, "capsules", f"{name}.py"] for name in ("without", "with", "plain")},
+}
+forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="these programs run in forks")
 
 
-@pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "helper.py").write_text(HELPER)
-    path = tmp_path / "script.py"
-    path.write_text(SCRIPT)
-    return path
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for the programs. Their sources are gone after the runs."""
+    return tmp_path_factory.mktemp("programs")
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="these programs run in forks")
+@pytest.fixture(scope="module")
+def ended(folder: Path) -> dict[str, Ended]:
+    """Every command line of RUNS."""
+    scripts = {
+        "script.py": SCRIPT, "helper.py": HELPER, "plain.py": "import torch\n",
+        "without.py": OWN.format("loss_scale=2.0"), "with.py": OWN.format("capsule='own'"),
+    }  # fmt: skip
+    found = launched(written(folder, scripts), RUNS)
+    for name in scripts:
+        (folder / name).unlink()
+    return found
+
+
+@forks
 @pytest.mark.parametrize(
-    ("fault", "dtype", "scale", "named"),
+    ("name", "named"),
     [
-        ("forward", "fp16", "16", "mul in module Net at helper.py:4 made inf"),
-        ("backward", "fp16", "16", "the backward pass of Divided"),
-        ("data", "fp16", "16", "the input x of Net holds nan at batch index 5"),
-        ("backward", "bf16", "1", "the backward pass of Divided"),
+        ("forward", "mul in module Net at helper.py:4 made inf"),
+        ("backward", "the backward pass of Divided"),
+        ("data", "the input x of Net holds nan at batch index 5"),
+        ("bf16", "the backward pass of Divided"),
     ],
 )
 def test_a_step_is_run_again_with_nothing_but_its_file(
-    fault: str, dtype: str, scale: str, named: str, script: Path
+    name: str, named: str, folder: Path, ended: dict[str, Ended], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = launched(script.parent, {"run": [*RUN, "--dtype", dtype, "--loss-scale", scale, script.name, fault]})["run"]
-    assert run.code == 0, run.err
-    (file,) = (script.parent / "capsules").iterdir()
-    assert f"writing {file}, 0." in run.err
-    assert named in run.err
+    assert ended[name].code == 0, ended[name].err
+    (file,) = (folder / name).iterdir()
+    assert f"writing {file}, 0." in ended[name].err
+    assert named in ended[name].err
     # Of the 100,000 rows of data the 8 of the step.
     assert file.stat().st_size < 400_000
-    elsewhere = script.parent / "elsewhere"
-    elsewhere.mkdir()
-    moved = file.rename(elsewhere / file.name)
-    script.unlink()
-    (script.parent / "helper.py").unlink()
-    again = launched(elsewhere, {"replay": ["replay", moved.name]})["replay"]
-    assert again.code == 0, again.err
-    assert named.replace("helper.py", str(script.parent / "helper.py")) in again.err
+    code = main(["replay", str(file.rename(tmp_path / file.name))])
+    err = capsys.readouterr().err
+    assert code == 0, err
+    assert named.replace("helper.py", str(folder / "helper.py")) in err
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="these programs run in forks")
-def test_a_fault_outside_of_modules_makes_no_capsule(script: Path) -> None:
-    run = launched(script.parent, {"run": [*RUN, script.name, "loss"]})["run"]
-    assert run.code == 0, run.err
-    assert "step 3 overflowed at loss scale" in run.err
-    assert list((script.parent / "capsules").iterdir()) == []
+@forks
+def test_a_fault_outside_of_modules_makes_no_capsule(folder: Path, ended: dict[str, Ended]) -> None:
+    assert ended["loss"].code == 0, ended["loss"].err
+    assert "step 3 overflowed at loss scale" in ended["loss"].err
+    assert list((folder / "loss").iterdir()) == []
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="these programs run in forks")
-def test_a_program_whose_own_handle_has_no_folder_is_warned(tmp_path: Path) -> None:
-    own = "import autoamp, torch\nautoamp.init(device_type='cpu', dtype=torch.float16, scope='modules', {})\n"
-    (tmp_path / "without.py").write_text(own.format("loss_scale=2.0"))
-    (tmp_path / "with.py").write_text(own.format("capsule='own'"))
-    (tmp_path / "plain.py").write_text("import torch\n")
-    runs = launched(tmp_path, {name: [*RUN, f"{name}.py"] for name in ("without", "with", "plain")})
-    assert [run.code for run in runs.values()] == [0, 0, 0]
-    assert "--capsule capsules has no effect from here on: expected init(capsule='capsules')" in runs["without"].err
-    assert "without.py:2" in runs["without"].err
-    assert "has no effect" not in runs["with"].err + runs["plain"].err
+@forks
+def test_a_program_whose_own_handle_has_no_folder_is_warned(ended: dict[str, Ended]) -> None:
+    assert [ended[name].code for name in ("without", "with", "plain")] == [0, 0, 0]
+    assert "--capsule capsules has no effect from here on: expected init(capsule='capsules')" in ended["without"].err
+    assert "without.py:2" in ended["without"].err
+    assert "has no effect" not in ended["with"].err + ended["plain"].err
 
 
 class Overflowing(nn.Linear):
@@ -193,8 +200,8 @@ def test_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     for path, message in ((other, "no capsule"), (text, "no capsule"), (tmp_path / "missing", "cannot read")):
         assert main(["replay", str(path)]) == 2
         assert message in capsys.readouterr().err
-    assert main([*RUN[:-1], str(text), __file__]) == 2
+    assert main([*RUN, *FP16, str(text), __file__]) == 2
     assert "expected a folder" in capsys.readouterr().err
-    assert main([*RUN, "--opt-level", "O2", __file__]) == 2
+    assert main([*RUN, *FP16, "x", "--opt-level", "O2", __file__]) == 2
     assert "expected --opt-level O1" in capsys.readouterr().err
     assert autoamp.runtime.current_handle() is None

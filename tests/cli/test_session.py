@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -19,26 +20,29 @@ from autoamp.compat.alias import options as alias_options
 from autoamp.errors import UsageError
 
 
+@pytest.fixture(autouse=True)
+def alias_removed() -> Iterator[None]:
+    yield
+    uninstall()
+
+
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_the_numbers_of_an_fp16_optimizer_are_those_reported(dtype: str) -> None:
-    try:
-        run = set_up(Options(dtype=dtype, device_type="cpu"))
-        model = torch.nn.Linear(2, 2).half()
-        optimizer = autoamp.FP16_Optimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            dynamic_loss_scale=True,
-            dynamic_loss_args={"init_scale": 2.0**20},
-        )
-        for _ in range(8):
-            optimizer.zero_grad()
-            optimizer.backward(model(torch.ones(1, 2).half()).float().sum())
-            optimizer.step()
-        report = run.report(["x.py"], 0)
-        # 2**20 overflows in fp16, and so do all powers of 2 above 2**15.
-        assert (report.loss_scale, report.steps, report.skipped) == (2.0**15, 8, 5)
-        assert (report.scaling_left_to, report.casts_left_to) == ("FP16_Optimizer", "FP16_Optimizer")
-    finally:
-        uninstall()
+    run = set_up(Options(dtype=dtype, device_type="cpu"))
+    model = torch.nn.Linear(2, 2).half()
+    optimizer = autoamp.FP16_Optimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        dynamic_loss_scale=True,
+        dynamic_loss_args={"init_scale": 2.0**20},
+    )
+    for _ in range(8):
+        optimizer.zero_grad()
+        optimizer.backward(model(torch.ones(1, 2).half()).float().sum())
+        optimizer.step()
+    report = run.report(["x.py"], 0)
+    # 2**20 overflows in fp16, and so do all powers of 2 above 2**15.
+    assert (report.loss_scale, report.steps, report.skipped) == (2.0**15, 8, 5)
+    assert (report.scaling_left_to, report.casts_left_to) == ("FP16_Optimizer", "FP16_Optimizer")
 
 
 @pytest.mark.parametrize(("capability", "dtype"), [((8, 0), torch.bfloat16), ((7, 5), torch.float16), ((6, 1), None)])
@@ -48,14 +52,11 @@ def test_bf16_is_the_default_where_the_gpu_has_units_for_it(
     monkeypatch.delenv("AUTOAMP_HALF_UNITS")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    try:
-        run = set_up(Options(device_type="cuda"))
-        assert (run.handle.settings.dtype if run.handle.settings.enabled else None) is dtype
-        assert run.options.opt_level == ("O0" if dtype is None else "O1")
-        # Apex knew fp16 alone.
-        assert alias_options().dtype is torch.float16
-    finally:
-        uninstall()
+    run = set_up(Options(device_type="cuda"))
+    assert (run.handle.settings.dtype if run.handle.settings.enabled else None) is dtype
+    assert run.options.opt_level == ("O0" if dtype is None else "O1")
+    # Apex knew fp16 alone.
+    assert alias_options().dtype is torch.float16
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the question is asked in a fork")
@@ -70,12 +71,9 @@ def test_the_device_is_asked_in_another_process(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", get_device_capability)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
-    try:
-        run = set_up(Options(device_type="cuda"))
-        assert run.handle.settings.dtype is torch.bfloat16
-        assert not asked_here
-    finally:
-        uninstall()
+    run = set_up(Options(device_type="cuda"))
+    assert run.handle.settings.dtype is torch.bfloat16
+    assert not asked_here
 
 
 def test_fastai_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,11 +81,8 @@ def test_fastai_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = ModuleType("autoamp.compat.fastai1")
     vars(fake)["enable"] = lambda: calls.append(1)
     monkeypatch.setitem(sys.modules, "autoamp.compat.fastai1", fake)
-    try:
-        set_up(Options(opt_level="O0", fastai1=True))
-        set_up(Options(opt_level="O0"))
-    finally:
-        uninstall()
+    set_up(Options(opt_level="O0", fastai1=True))
+    set_up(Options(opt_level="O0"))
     assert calls == [1]
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 
-from autoamp.tuning import Cost, Outcome, Proposal, Survey, Use
-
-MIB = 2**20
+from autoamp.tuning import Outcome, Proposal, Survey, Use
 
 
 def use(
@@ -18,22 +16,16 @@ def use(
     casts: float = 0.0,
     calls: int = 1,
     error: float | None = 0.001,
-    kept: tuple[int, int] = (0, 0),
     overflow: int = 0,
     module_class: str | None = None,
     module: str | None = None,
 ) -> Use:
-    """Return a use whose variants take so many microseconds; ``kept`` are the bytes in fp32 and in half."""
-    costs = {
-        "fp32": Cost(fp32 * 1e-6, kept[0]),
-        "half": Cost(half * 1e-6, kept[1]),
-        "half_cast": Cost((half + casts) * 1e-6, kept[1]),
-        "fp32_cast": Cost((fp32 + casts) * 1e-6, kept[0]),
-    }
+    """Return a use whose variants take so many microseconds."""
+    seconds = {"fp32": fp32, "half": half, "half_cast": half + casts, "fp32_cast": fp32 + casts}
     return Use(
-        f"torch.{target}", target, policy, calls, "lists/default.toml:1", module_class, "net.py:7", "", costs,
-        overflow=overflow, largest=17 if overflow else 0, error=error,
-        module=module,
+        f"torch.{target}", target, policy, calls, module_class, "net.py:7",
+        {name: 1e-6 * value for name, value in seconds.items()},
+        overflow=overflow, largest=17 if overflow else 0, error=error, module=module,
     )  # fmt: skip
 
 
@@ -71,6 +63,5 @@ class Program:
                 policy = entries[one.module_class]
             half = policy in ("fp16", "unlisted")
             loss = math.nan if half and one.overflow else loss
-            cost = one.total("half_cast" if half else "fp32")
-            seconds += 0.0 if cost is None else cost.seconds
+            seconds += one.total("half_cast" if half else "fp32") or 0.0
         return Outcome(loss + (1.0 if pairs & self.harms else 0.0), seconds)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from autoamp.tuning import Bisection, Outcome, OutOfBudget, Proposal, units_of
+from autoamp.tuning import Bisection, Outcome, Proposal, Stopped, units_of
 from tests.tuning.planted import survey, use
 
 LAYERS = [use("linear", "fp16", 9, 3, module=f"layers.{number}", module_class="net.Layer") for number in range(60)]
@@ -29,7 +29,7 @@ class Program:
 
     def __call__(self, candidate: tuple[Proposal, ...] | None, seed: int) -> Outcome:
         if self.runs == self.most:
-            raise OutOfBudget
+            raise Stopped("the budget was spent")
         self.runs += 1
         wrong = set() if candidate is None else self.culprits - {one.name for one in candidate}
         if wrong and self.outcome is not None:
@@ -73,7 +73,7 @@ def test_what_no_layer_restores_is_told_after_one_more_run() -> None:
 def test_stopped_anywhere_what_is_known_restores_the_metric(most: int) -> None:
     program = Program("layers.3", "layers.40", most=most)
     search, found = searched(program)
-    assert search.stopped == "the budget was spent"
+    assert str(search.stopped) == "the budget was spent"
     assert program.culprits <= set(found) if most >= 4 else found == []
 
 

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import autoamp
-from autoamp.tuning import METRICS_VARIABLE, number_in, printed_metric, reported_metric
+from autoamp.tuning import METRICS_VARIABLE, metric_of, number_in
+
+NO_FILE = Path("no such file")
 
 
 @pytest.mark.parametrize(
@@ -27,27 +29,27 @@ from autoamp.tuning import METRICS_VARIABLE, number_in, printed_metric, reported
     ],
 )
 def test_printed(text: str, value: float | None) -> None:
-    assert printed_metric(text, "loss") == value
+    assert metric_of("loss", NO_FILE, text) == value
 
 
 def test_a_printed_nan_and_a_name_with_marks() -> None:
-    assert math.isnan(printed_metric("loss: 1.0\nloss: nan\n", "loss") or 0.0)
-    assert printed_metric("top-1(%): 71.5", "top-1(%)") == 71.5
+    assert math.isnan(metric_of("loss", NO_FILE, "loss: 1.0\nloss: nan\n") or 0.0)
+    assert metric_of("top-1(%)", NO_FILE, "top-1(%): 71.5") == 71.5
 
 
 def test_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "metrics"
     autoamp.report_metric("loss", 3)
-    assert reported_metric(path, "loss") is None
+    assert metric_of("loss", path, "") is None
     monkeypatch.setenv(METRICS_VARIABLE, str(path))
     autoamp.report_metric("loss", 2.0)
     autoamp.report_metric("loss", torch.tensor(0.5))
     autoamp.report_metric("accuracy", np.float32(0.25))
     autoamp.report_metric("worst", math.inf)
-    assert reported_metric(path, "loss") == 0.5
-    assert reported_metric(path, "accuracy") == 0.25
-    assert reported_metric(path, "worst") == math.inf
-    assert reported_metric(path, "other") is None
+    assert metric_of("loss", path, "") == 0.5
+    assert metric_of("accuracy", path, "") == 0.25
+    assert metric_of("worst", path, "") == math.inf
+    assert metric_of("other", path, "") is None
     with pytest.raises(autoamp.UsageError, match="give a number"):
         autoamp.report_metric("loss", "low")
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import pytest
-
-from autoamp.tuning.model import proposals_of, speed_of
-from tests.tuning.planted import MIB, survey, use
+from autoamp.tuning import proposals_of
+from tests.tuning.planted import survey, use
 
 
 def changes(*uses, **how):
@@ -16,7 +14,7 @@ def changes(*uses, **how):
 
 
 def test_an_op_that_overflows_goes_to_fp32_whatever_it_costs() -> None:
-    tiny = replace(use("mul", "unlisted", 0, 0, overflow=3), costs=None)
+    tiny = replace(use("mul", "unlisted", 0, 0, overflow=3), seconds=None)
     found = {one.name: one for one in proposals_of(survey(use("linear", "fp16", 100, 50), tiny))}
     # `y * y` and `torch.mul(y, y)` look alike where no list has the op, and a rule on one does not act on the other.
     assert sorted(found) == ["__mul__", "__rmul__", "mul", "multiply"]
@@ -42,9 +40,7 @@ def test_what_is_in_fp32_already_is_not_proposed() -> None:
 
 def test_an_op_that_does_not_pay_is_left_alone() -> None:
     found = proposals_of(survey(use("conv2d", "fp16", 100, 700), use("linear", "fp16", 1000, 500, casts=10), steps=2))
-    assert [(one.name, one.value, one.kind, one.otherwise) for one in found] == [
-        ("conv2d", "none", "unprofitable", ("fp32",))
-    ]
+    assert [(one.name, one.value, one.kind) for one in found] == [("conv2d", "none", "unprofitable")]
     assert found[0].reason == "does not pay on cpu: fp32 50 us, float16 350 us, with casts 350 us a step"
 
 
@@ -53,9 +49,7 @@ def test_an_op_that_pays_without_its_casts_alone_is_tried_by_itself() -> None:
 
 
 def test_an_op_that_cannot_be_run_in_half_is_left_alone() -> None:
-    broken = use("linear", "fp16", 100, 0)
-    broken = replace(broken, costs={"fp32": broken.costs["fp32"]})
-    (found,) = proposals_of(survey(broken))
+    (found,) = proposals_of(survey(replace(use("linear", "fp16", 0, 0), seconds={"fp32": 1e-4})))
     assert (found.value, found.reason) == ("none", "it cannot be run in float16 on cpu")
 
 
@@ -64,16 +58,6 @@ def test_a_safe_op_that_pays_goes_to_half() -> None:
     assert changes(use("softmax", "fp32", 100, 80, casts=30)) == {"softmax": ("fp16", "profitable", False)}
     assert changes(use("softmax", "fp32", 100, 40, error=None)) == {}
     assert changes(use("softmax", "fp32", 100, 140)) == {}
-
-
-def test_an_fp32_norm_that_doubles_memory_goes_to_half() -> None:
-    norm = use("layer_norm", "fp32", 100, 101, kept=(8 * MIB, 2 * MIB))
-    (found,) = proposals_of(survey(norm))
-    assert (found.name, found.value, found.kind) == ("layer_norm", "fp16", "memory")
-    assert "keeps 2,048 KiB a step instead of 8,192 KiB" in found.reason
-    # It is not worth half as much time again, nor a few bytes.
-    assert changes(use("layer_norm", "fp32", 100, 150, kept=(8 * MIB, 2 * MIB))) == {}
-    assert changes(use("layer_norm", "fp32", 100, 101, kept=(800, 200))) == {}
 
 
 def test_an_op_that_is_unsafe_in_one_class_alone_goes_to_fp32_there() -> None:
@@ -87,6 +71,15 @@ def test_an_op_that_is_unsafe_in_one_class_alone_goes_to_fp32_there() -> None:
     assert changes(bad, use("linear", "fp16", 500, 1000)) == {"linear": ("fp32", "unsafe", True)}
 
 
+def test_two_unsafe_ops_of_one_class_are_one_entry() -> None:
+    ops = [use(op, "fp16", 100, 50, module_class="net.Head", overflow=3) for op in ("bmm", "conv1d")]
+    ops += [use(op, "fp16", 100, 50, module_class="net.Body") for op in ("bmm", "conv1d")]
+    (found,) = proposals_of(survey(*ops))
+    assert (found.name, found.value, found.of_module) == ("net.Head", "fp32", True)
+    assert "bmm is unsafe in this class" in found.reason
+    assert "; conv1d is unsafe in this class" in found.reason
+
+
 def test_an_operator_on_a_list_is_named_as_that_list_has_it() -> None:
     """By op, and by class: the list has ``__matmul__``, so that a rule on ``matmul`` would not act."""
     bad = use("__matmul__", "fp16", 100, 50, overflow=4, module_class="net.Scores")
@@ -97,8 +90,8 @@ def test_an_operator_on_a_list_is_named_as_that_list_has_it() -> None:
 
 
 def test_an_op_on_no_list_that_is_unsafe_in_one_class_alone_goes_to_fp32_there() -> None:
-    bad = replace(use("mul", "unlisted", 0, 0, overflow=4, module_class="net.Gate"), costs=None)
-    good = replace(use("mul", "unlisted", 0, 0, module_class="net.Block"), costs=None)
+    bad = replace(use("mul", "unlisted", 0, 0, overflow=4, module_class="net.Gate"), seconds=None)
+    good = replace(use("mul", "unlisted", 0, 0, module_class="net.Block"), seconds=None)
     (found,) = proposals_of(survey(bad, good))
     assert (found.name, found.value, found.of_module) == ("net.Gate", "fp32", True)
     # A class whose other ops pay in half keeps them there.
@@ -112,7 +105,8 @@ def test_small_ops_are_left_as_they_are() -> None:
     assert changes(use("linear", "fp16", 1000, 500), use("dot", "fp16", 1, 2)) == {}
 
 
-def test_totals_are_of_what_runs_in_half() -> None:
-    found = speed_of(survey(use("linear", "fp16", 100, 50, casts=20, calls=2), use("exp", "fp32", 9, 9), steps=2))
-    assert found == pytest.approx(0.5)
-    assert speed_of(survey()) is None
+def test_a_total_is_of_all_calls() -> None:
+    one = use("linear", "fp16", 3, 2, calls=4)
+    assert one.total("fp32") == 4 * 3e-6
+    assert one.total("unknown") is None
+    assert replace(one, seconds=None).total("fp32") is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ import autoamp
 from autoamp.tuning import Proposal, Survey, SurveyEnded, Surveyor, proposals_of
 from autoamp.tuning.costs import VARIANTS
 
-ROWS, WIDTH = 1024, 512
+ROWS, WIDTH = 64, 32
 
 
 class Square(nn.Module):
@@ -27,17 +27,17 @@ def handle(request: pytest.FixtureRequest) -> Any:
     return autoamp.init(device_type="cpu", dtype=request.param, loss_scale=1.0, lists={"fp32": ["layer_norm"]})
 
 
-def surveyed(handle: Any, model: nn.Module, x: Tensor, steps: int = 2, **how: Any) -> Survey:
+def surveyed(handle: Any, model: nn.Module, x: Tensor, steps: int = 2) -> Survey:
     """Survey a training whose ops all take one microsecond."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    surveyor = Surveyor(handle, steps=steps, seconds=60.0, **how)
+    surveyor = Surveyor(handle, steps=steps, seconds=60.0)
 
     def program() -> None:
         for _ in range(10):
             model(x).sum().backward()
             optimizer.step()
 
-    with surveyor, pytest.raises(SurveyEnded):
+    with surveyor.observing(), pytest.raises(SurveyEnded):
         program()
     return surveyor.survey(60.0, lambda run: (run(), 1e-6)[1])
 
@@ -48,29 +48,14 @@ def test_each_op_is_seen_and_measured_in_each_variant(handle: Any) -> None:
     found = surveyed(handle, model, torch.randn(ROWS, WIDTH))
     assert (found.steps, found.untimed) == (2, 0)
     assert found.dtype == str(handle.settings.dtype).removeprefix("torch.")
-    uses = {use.target: use for use in found.uses if use.costs}
+    uses = {use.target: use for use in found.uses if use.seconds}
     linear, norm = uses["linear"], uses["layer_norm"]
     assert (linear.policy, linear.calls, linear.module_class) == ("fp16", 2, "torch.nn.modules.linear.Linear")
-    assert set(linear.costs or ()) == set(VARIANTS)
-    assert linear.shapes == "1024x512 512x512 512"
+    assert norm.policy == "fp32"
+    assert set(linear.seconds or ()) == set(norm.seconds or ()) == set(VARIANTS)
     assert linear.error is not None
     assert 0 < linear.error < 0.05
     assert linear.overflow == 0
-    size = ROWS * WIDTH
-    costs = norm.costs or {}
-    # Mean and 1 / deviation of each row: in half for half arguments on a CPU that has them so, else in fp32.
-    statistics = costs["half"].bytes - 2 * size
-    assert statistics in (2 * ROWS * 2, 2 * ROWS * 4)
-    # In fp32 on half arguments it keeps copies of input, weight and bias in fp32, and returns what is cast back.
-    assert costs["fp32_cast"].bytes == 4 * size + 2 * size + 2 * ROWS * 4 + 2 * 4 * WIDTH
-    assert costs["fp32"].bytes == 4 * size + 2 * ROWS * 4
-
-
-def test_an_fp32_norm_on_half_arguments_is_found_by_its_memory(handle: Any) -> None:
-    torch.manual_seed(0)
-    found = surveyed(handle, nn.Sequential(nn.LayerNorm(WIDTH)), torch.randn(ROWS, WIDTH))
-    proposals = {one.name: one for one in proposals_of(found)}
-    assert (proposals["layer_norm"].value, proposals["layer_norm"].kind) == ("fp16", "memory")
 
 
 def test_an_overflow_of_an_op_on_no_list_is_found_in_fp16_alone(handle: Any) -> None:
@@ -147,30 +132,30 @@ def test_an_overflow_of_a_listed_operator_names_the_operator() -> None:
     assert model(torch.ones(3, 2)).isfinite().all()
 
 
-def test_it_ends_by_the_clock_and_leaves_what_it_has_no_time_for() -> None:
+def test_it_ends_by_the_clock_and_leaves_what_it_has_no_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
     handle: Any = autoamp.init(device_type="cpu", dtype=torch.bfloat16)
     now = iter(range(1000))
-    clock: Callable[[], float] = lambda: float(next(now))  # noqa: E731
-    surveyor = Surveyor(handle, steps=100, seconds=3.0, clock=clock)
+    monkeypatch.setattr("autoamp.tuning.survey.time", SimpleNamespace(monotonic=lambda: next(now)))
+    surveyor = Surveyor(handle, steps=100, seconds=3.0)
 
     def program() -> None:
         while True:
             torch.mm(torch.ones(2, 2), torch.ones(2, 2))
 
-    with surveyor, pytest.raises(SurveyEnded):
+    with surveyor.observing(), pytest.raises(SurveyEnded):
         program()
     found = surveyor.survey(0.5, lambda run: 1.0)
-    assert (found.untimed, found.uses[0].calls, found.uses[0].costs) == (1, 3, None)
+    assert (found.untimed, found.uses[0].calls, found.uses[0].seconds) == (1, 3, None)
 
 
 def test_in_place_ops_leave_the_programs_tensors_alone() -> None:
     handle: Any = autoamp.init(device_type="cpu", dtype=torch.bfloat16, lists={"fp32": ["sigmoid"]})
     x = torch.zeros(4)
     surveyor = Surveyor(handle, steps=1, seconds=60.0)
-    with surveyor:
+    with surveyor.observing():
         x.sigmoid_()
     found = surveyor.survey(60.0, lambda run: (run(), 1.0)[1])
     assert x.tolist() == [0.5] * 4
-    assert [set(use.costs or ()) for use in found.uses if use.target == "sigmoid" and use.policy == "fp32"] == [
+    assert [set(use.seconds or ()) for use in found.uses if use.target == "sigmoid" and use.policy == "fp32"] == [
         set(VARIANTS)
     ]
