@@ -26,7 +26,7 @@ from autoamp.errors import UsageError
 
 __all__ = ["CHILD_VARIABLE", "Program", "names_of_main", "prepared", "take_path"]
 
-# Holds, for children, what the parent was parent: JSON of the options and of how their ``__main__`` is found.
+# Holds JSON for children: the options, and how to find their ``__main__``.
 CHILD_VARIABLE = "AUTOAMP_RUN"
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -34,7 +34,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 @dataclass(frozen=True)
 class Program:
-    """What is run.
+    """A program to run.
 
     Attributes:
         name: The path of a script, or the dotted name of a module.
@@ -48,15 +48,14 @@ class Program:
 
 
 def prepared(program: Program, options: Mapping[str, Any]) -> Callable[[], None]:
-    """Make this process look as under plain Python, and return what runs the program as ``__main__``.
+    """Make this process look as under plain Python, and return a function that runs the program as ``__main__``.
 
-    `take_path` comes first, as the program's own path is where a module is looked for.
-
-    What the program raises, SystemExit included, comes out of the call.
+    Call `take_path` first: a module is found on the program's own path. Exceptions of the program, SystemExit included,
+    propagate from the returned function.
 
     Args:
-        program: What to run.
-        options: Given to children through the environment; plain values of JSON.
+        program: The program.
+        options: Plain JSON values for children, which get them through the environment.
 
     Raises:
         UsageError: There is no such script or module.
@@ -153,9 +152,9 @@ def _begin_tracebacks_at(names: dict[str, Any]) -> None:
         inner = traceback
         while inner is not None and inner.tb_frame.f_globals is not names:
             inner = inner.tb_next
-        # What cannot be compiled has no frame of the program.
+        # A program that does not compile has no frame.
         shown = None if inner is None and isinstance(error, SyntaxError) else inner or traceback
-        # Python's own hook shows what the exception holds.
+        # Python's own hook shows the traceback that the exception holds.
         show(kind, error.with_traceback(shown), shown)
 
     sys.excepthook = excepthook
@@ -182,10 +181,10 @@ def _tell_children(program: Program, options: Mapping[str, Any]) -> None:
 
 
 def names_of_main(set_up: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:
-    """In a child: set the process up, import the program as ``__mp_main__`` and return its names.
+    """Set a child process up, import the program as ``__mp_main__`` and return its names.
 
     Args:
-        set_up: Called with the options before anything of the program is imported.
+        set_up: Called with the options before the program is imported.
     """
     main = sys.modules["__main__"]
     if main.__name__ == "__mp_main__":

@@ -24,7 +24,7 @@ _NO_OPS = "computes nothing"
 
 
 def lists(chosen: argparse.Namespace) -> int:
-    """Print the rules of this place, or what applies to some ops. Returns the exit code."""
+    """Print the rules of this project, or those for some ops. Returns the exit code."""
     if chosen.check:
         return _check()
     table = probes.default_table(chosen.set, chosen.device_type, None if chosen.dtype is None else DTYPES[chosen.dtype])
@@ -93,7 +93,7 @@ def _print_json(ops: Sequence[str], rules: Iterable[tuple[CastRule, list[str]]],
 
 
 def _is_no_op(rule: CastRule) -> bool:
-    """Tell whether a rule is on what lies in torch's namespaces and computes nothing; there to tell what is new."""
+    """Return whether a rule is for a name of torch that is no op. Such rules let `--check` find new names."""
     return rule.origin.shipped and rule.reason.startswith(_NO_OPS)
 
 

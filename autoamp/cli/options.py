@@ -1,4 +1,4 @@
-"""The options of `autoamp run`, as plain values that its child processes can be told."""
+"""The options of `autoamp run`, as plain values that its child processes get as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES = {"fp16": torch.float16, "float16": torch.float16, "bf16": torch.bfloat1
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line of `autoamp run` says; plain values, since children are told them as JSON.
+    """The options of `autoamp run`: plain values, since children get them as JSON.
 
     Attributes:
         dtype: A key of `DTYPES`. None is bf16 or fp16 where the device has units for it, in this order, else fp32; and
@@ -60,7 +60,7 @@ class Options:
 
 
 def loss_scale_of(text: str | None) -> Literal["dynamic"] | float | None:
-    """Return what `autoamp.init` takes as ``loss_scale``.
+    """Return the ``loss_scale`` for `autoamp.init`.
 
     Raises:
         UsageError: This is neither ``"dynamic"`` nor a number.

@@ -1,4 +1,4 @@
-"""What `autoamp doctor` finds out: the device, the packages, the lists, and names that were taken before `init`.
+"""The findings of `autoamp doctor`: the device, the packages, the lists, and names that were bound before `init`.
 
 Returns plain values; `doctor` prints them.
 """
@@ -112,12 +112,12 @@ def freed_memory(kind: str) -> str:
 
 
 def lists_of(kind: str) -> dict[str, Any]:
-    """Tell what lists `autoamp.init` would take here for a device type.
+    """Return the lists that `autoamp.init` would use here for a device type.
 
     Returns:
-        The ``shipped`` sets; ``environment``, what `AUTOAMP_LISTS` names; ``used``, how many rules of the merged table
-        come from each file; ``lacking``, rules of shipped sets on ops that this torch lacks; ``waiting``, rules on
-        modules that are not imported yet; and ``modules``, rules on modules, as lines.
+        The ``shipped`` sets; ``environment``, the value of `AUTOAMP_LISTS`; ``used``, the number of rules from each
+        file; ``lacking``, rules of shipped sets for ops that this torch lacks; ``waiting``, rules for modules that are
+        not imported yet; and ``modules``, rules on modules, as lines.
 
     Raises:
         ListFileError: A list cannot be used.
@@ -159,7 +159,7 @@ def bound_names() -> dict[str, list[str]]:
 
 
 def _places(value: Any, module: str) -> Iterator[tuple[str, Any]]:
-    """Yield what a global holds one level down, and how it is reached. Runs no code of the program's."""
+    """Yield the objects that a global holds one level down, and how they are reached. Runs no code of the program."""
     if type(value) is dict:
         yield from ((f"[{key!r}]", item) for key, item in list(value.items()))
     elif type(value) in (list, tuple):

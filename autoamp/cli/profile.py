@@ -1,4 +1,4 @@
-"""`autoamp profile`: a program run in fp32, and what fp16 and bf16 would make of its values."""
+"""`autoamp profile`: runs a program in fp32, and counts the values that fp16 and bf16 cannot hold."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def prepared_profile(chosen: argparse.Namespace) -> Callable[[], None]:
     """Set this process up, and return a function that runs the program and prints the profile when it has ended.
 
     Args:
-        chosen: What the command line was parsed to.
+        chosen: The parsed command line.
 
     Raises:
         UsageError: An option is wrong, or there is no such program.
@@ -43,7 +43,7 @@ def prepared_profile(chosen: argparse.Namespace) -> Callable[[], None]:
             with ranges:
                 run_program()
         finally:
-            # A fork of the program that ends here has nothing to tell.
+            # Forks of the program end here too.
             if os.getpid() == process:
                 sys.stdout.write(str(ranges))
                 if path is not None:

@@ -37,7 +37,7 @@ from autoamp.tuning import Survey, SurveyEnded, Surveyor, number_in
 
 __all__ = ["main"]
 
-# Of a run's steps the first ones make what later ones find.
+# The first steps also allocate memory and compile kernels, so they are not timed.
 _WARM_UP = 2
 
 
@@ -61,7 +61,7 @@ def main(spec_text: str, program_args: list[str]) -> None:
             with _paths_applied(frozenset(spec["modules"])):
                 outcome |= _timed(program_runs, run, in_fp32=spec["mode"] == "fp32")
     finally:
-        # A fork of the program that ends here has nothing to tell.
+        # Forks of the program end here too.
         if os.getpid() == process:
             value = vars(sys.modules["__main__"]).get(spec["metric"])
             outcome["variable"] = None if value is None else number_in(value)
@@ -89,7 +89,7 @@ def _paths_applied(patterns: frozenset[str]) -> Iterator[None]:
     known: weakref.WeakSet[Module] = weakref.WeakSet()
 
     def before_call(module: Module, args: object) -> None:
-        # Of what is called within another module the outermost one came first.
+        # The outermost module is called before the modules within.
         if module in known:
             return
         known.update(module.modules())
@@ -116,7 +116,7 @@ def _timed(program_runs: Callable[[], None], run: Run, *, in_fp32: bool) -> dict
         try:
             program_runs()
         except SystemExit as ended:
-            # Programs end so, also where all is well.
+            # Programs end so after success too.
             if ended.code not in (None, 0):
                 raise
         if torch.cuda.is_initialized():

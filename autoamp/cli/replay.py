@@ -14,7 +14,7 @@ _COMPARED = ("kind", "op", "module", "phase")
 
 
 def replay(chosen: argparse.Namespace) -> int:
-    """Run the step of a capsule again and tell what was found. Returns 0 if that is what the run found, else 1."""
+    """Run the step of a capsule again and print the finding. Returns 0 if the run had the same finding, else 1."""
     capsule = load_capsule(chosen.capsule, lambda text: say(f"the run found: {text}"))
     here = capsule_versions()
     for name, before in capsule.versions.items():

@@ -16,7 +16,7 @@ __all__ = ["Report", "versions"]
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what takes part: autoamp, torch and Python."""
+    """Return the versions of autoamp, torch and Python."""
     ours = str(getattr(sys.modules["autoamp"], "__version__", ""))
     return {"autoamp": ours, "torch": torch.__version__, "python": platform.python_version()}
 
@@ -40,12 +40,12 @@ class Report:
         nonfinite: In how many steps that no loss scale guards the gradients held inf or nan.
         scaling_left_to: What the program scales its losses with, so that this was left to it; else None.
         casts_left_to: What the program computes in half precision with, so that casts ended there; else None.
-        unmatched: What of the user's lists has had no effect, by name, each with a message.
+        unmatched: The entries of the user's lists that had no effect, by name, each with a message.
         own_dtypes: The half dtypes that the program itself computed in, of torch.autocast by regions entered.
         parameters: How many elements the parameters have that ``initialize`` was given, by their dtype; else None.
         masters: Whether optimizers step fp32 masters of those in half precision.
         children: How many processes that the program started have a part in these numbers.
-        memory: What `keep_freed_memory` answered; None where it was not called.
+        memory: The result of `keep_freed_memory`; None if it was not called.
         peak_rss: The most bytes of physical memory that the process held; None where that is not Linux.
         rank, ranks: Which of how many processes under torchrun these numbers are of; None elsewhere.
     """
@@ -85,7 +85,7 @@ class Report:
     def with_children(self, children: Sequence[Report]) -> Report:
         """Return a report with the numbers of this process and of those that it started.
 
-        What is no number is this process's, or the first child's where this one only waited for others.
+        Other values are those of this process, or of the first child if this process only waited for children.
         """
         working = [child for child in children if not child.is_idle]
         if not working:
@@ -157,7 +157,7 @@ class Report:
         return [who, *([children] if self.children else []), *([rank] if (self.ranks or 1) > 1 else [])]
 
     def _parameters(self) -> list[str]:
-        """Return what became of the models' parameters, where some are in half precision."""
+        """Return the dtypes of the models' parameters, if some are in half precision."""
         found = self.parameters or {}
         if not any(dtype in ("float16", "bfloat16") for dtype in found):
             return []
@@ -165,7 +165,7 @@ class Report:
         return [f"parameters {_listed(found)}{masters}"]
 
     def _scaling(self) -> list[str]:
-        """Return what became of the losses' scale, and of the steps."""
+        """Return the loss scale and the steps."""
         left = [] if self.scaling_left_to is None else [f"loss scaling left to the program's {self.scaling_left_to}"]
         skips = f"{self.skipped} of {self.steps} steps skipped"
         bad = [f"inf or nan in {self.nonfinite} of {self.steps} steps"] if self.nonfinite else []

@@ -1,4 +1,4 @@
-"""What `autoamp run` sets up before a program, and counts for the report: casts, loss scaling, the tree `apex`."""
+"""Sets a process up for a program under `autoamp run`, and counts its calls, casts and steps for the report."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ __all__ = ["Run", "set_up"]
 
 
 def set_up(options: Options, *, count: bool = False, record: bool = False, sample: bool = True) -> Run:
-    """Prepare this process, or a child of it, for the program: before the program's first import.
+    """Set this process, or a child of it, up for the program, before the program's first import.
 
     Args:
-        options: What the command line says.
+        options: The options of the command line.
         count: Whether calls and casts are counted, which costs some microseconds a call.
         record: Whether the run is recorded for a report.
         sample: Whether some steps are looked at closely for it.
@@ -78,7 +78,7 @@ def set_up(options: Options, *, count: bool = False, record: bool = False, sampl
         )  # fmt: skip
     if options.fastai1:
         importlib.import_module("autoamp.compat.fastai1").enable()
-    # Also after the import of torch, which frees little of what it allocates.
+    # After the import of torch is early enough: it frees little memory.
     memory = keep_freed_memory() if options.keep_memory and device_type == "cpu" else None
     return Run(options, handle, real, count=count, record=record, sample=sample, memory=memory)
 
@@ -104,8 +104,8 @@ class Run:
     """A program's run: the handle that it began with, and the time.
 
     Attributes:
-        handle: What `set_up` made; a disabled one where the opt level patches nothing.
-        real_apex: Where the real `apex` lies that the program will import, None where it is autoamp's or none.
+        handle: The handle from `set_up`; a disabled one if the opt level patches nothing.
+        real_apex: The path of the real `apex` that the program will import; None if it imports autoamp's or none.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Run:
         self._memory = memory
         self._began = time.perf_counter()
         self._counts: list[Counts] = []
-        # What listens to handles until the report.
+        # Listeners that end with the report.
         self._listening = contextlib.ExitStack()
         # Steps and skips that are not this process's: those of the parent before it forked.
         self._inherited = (0, 0)
@@ -131,7 +131,7 @@ class Run:
         self._stop_recording = self.follow(lambda made: made.record(sample=sample)) if record else None
 
     def follow(self, act: Callable[[BaseHandle], object]) -> Callable[[], None]:
-        """Call a function with the handle, and with each that the program activates later; return what ends that."""
+        """Call a function with the handle, and with each later one. Returns a function that stops this."""
         if self.handle.settings.enabled:
             act(self.handle)
         return runtime.activated.listen(act)
@@ -166,7 +166,7 @@ class Run:
             )
 
     def reset(self) -> None:
-        """Forget what was counted: in a fork, whose parent has it."""
+        """Reset the counts in a fork, since its parent has them."""
         for counts in self._counts:
             counts.reset()
         done = runtime_of(self._now).optimizers.counts
@@ -185,7 +185,7 @@ class Run:
             self._parameters = dict(sorted(found.items()))
 
     def report(self, program: list[str], exit_code: int) -> Report:
-        """Return how it went up to now."""
+        """Return the report of the run up to now."""
         now = runtime_of(self._now)
         self._listening.close()
         counts = sum_of(self._counts) if self._counts else None
@@ -226,7 +226,7 @@ class Run:
         return dtype_name(now.settings.dtype)
 
     def _steps(self, now: Runtime) -> dict[str, Any]:
-        """Return what a report says of steps and the loss scale."""
+        """Return the report's values on steps and the loss scale."""
         counts, yielded_to, before = now.optimizers.counts, self._scaling.yielded_to, self._inherited
         by_program = counts.own is not None or counts.own_scale is not None
         ours = yielded_to is None and (counts.guarded > 0 or now.handle is not self.handle)

@@ -1,4 +1,4 @@
-"""Tunes cast lists: a cost model of a program's ops, and runs of the program that confirm what the model promises."""
+"""Tunes cast lists: a cost model of a program's ops proposes changes, and runs of the program confirm them."""
 
 from __future__ import annotations
 

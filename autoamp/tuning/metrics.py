@@ -1,4 +1,4 @@
-"""How a program tells its metric: by `report_metric`, by a line that it prints, or by a variable of ``__main__``."""
+"""How a program reports its metric: by `report_metric`, by a printed line, or by a variable of ``__main__``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def report_metric(name: str, value: Any) -> None:
     """Tell ``autoamp tune`` how well the program does; the last value of a name counts. Otherwise it does nothing.
 
     Args:
-        name: What ``--metric`` is given.
+        name: The name given to ``--metric``.
         value: A number, or a tensor of one element.
 
     Raises:
@@ -39,7 +39,7 @@ def report_metric(name: str, value: Any) -> None:
 
 
 def metric_of(name: str, path: Path, text: str) -> float | None:
-    """Return the last value of a name that a program told; None if there is none.
+    """Return the last value of a name that a program reported or printed; None if there is none.
 
     Args:
         name: The name.

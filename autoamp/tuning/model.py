@@ -82,7 +82,7 @@ def _is_unsafe(use: Use, max_error: float) -> bool:
 def _safe_again(
     target: str, uses: Sequence[Use], bad: Sequence[Use], survey: Survey, max_error: float
 ) -> list[Proposal]:
-    """Return what puts an unsafe op into fp32: the module classes in which alone it is unsafe, else the op."""
+    """Return entries that put an unsafe op into fp32: module classes if it is unsafe in these alone, else the op."""
     reason = _why_unsafe(bad, survey, max_error)
     good = [use for use in uses if use not in bad]
     classes = sorted({use.module_class or "" for use in bad})

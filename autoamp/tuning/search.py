@@ -30,7 +30,7 @@ class Outcome:
     """How one run of the program went.
 
     Attributes:
-        metric: Its metric, None if it told none; in fp32 always finite.
+        metric: Its metric, None if it reported none; in fp32 always finite.
         seconds: The median of a step; of the whole program if it has no optimizer; None if steps were too few.
         peak_bytes: The most memory it held, None if unknown.
         failed: Why it failed; None if it ended well.
@@ -55,12 +55,12 @@ class Trial:
 
     @property
     def metrics(self) -> tuple[float, ...]:
-        """The metric of each run; nan if it told none."""
+        """The metric of each run; nan if it reported none."""
         return tuple(math.nan if outcome.metric is None else outcome.metric for outcome in self.outcomes)
 
     @property
     def metric(self) -> float:
-        """Their mean; nan if one run told none."""
+        """Their mean; nan if one run reported none."""
         return statistics.fmean(self.metrics)
 
     @property

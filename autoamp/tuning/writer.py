@@ -18,7 +18,7 @@ def list_text(proposals: Sequence[Proposal], extends: Sequence[str] = (), commen
 
     Args:
         proposals: The entries, each with its reason.
-        extends: The sets and files that it is laid over; none is what applies anyway.
+        extends: The sets and files that it is based on; none for those that apply anyway.
         comments: Lines for its head.
     """
     lines = [_comment(line) for line in comments]
