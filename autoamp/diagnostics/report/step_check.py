@@ -11,7 +11,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from autoamp.diagnostics.inspector import Origin, nonfinite_value
@@ -102,9 +101,6 @@ class StepCheck:
         origin = next((one for one in half.inspector.origins if _overflows_in_half(one)), None)
         if origin is None or origin.site is None:
             return None
-        if not any(bool(one.any()) for one in given if one is not None):
-            # The overflow may have made all outputs 0, at which a loss may have the gradient 0.
-            given = _probes(given)
         half.backward_by(given)
         if half.nonfinite_leaves():
             # The step will be skipped, and that overflow is explained.
@@ -120,14 +116,6 @@ class StepCheck:
         first = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         sentence = f"{overflow.cause}; the step was taken, and the gradients of {first} are not those of fp32"
         return Fault(step, sentence, replace(overflow, iteration=step, parameter=names[0]))
-
-
-def _probes(gradients: list[Tensor | None]) -> list[Tensor | None]:
-    """Return gradients of the same shapes, with values from -1 to 1."""
-    return [
-        None if one is None else torch.linspace(-1.0, 1.0, one.numel(), device=one.device).view_as(one)
-        for one in gradients
-    ]
 
 
 def _overflows_in_half(origin: Origin) -> bool:
