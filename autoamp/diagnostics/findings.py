@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autoamp.casting import Casts
-from autoamp.diagnostics.inspector import NodeResult, Origin, Site, nonfinite_value
+from autoamp.diagnostics.inspector import Origin, nonfinite_value
 from autoamp.diagnostics.op_names import fp32_entry
 from autoamp.diagnostics.op_watch import OpWatch
 from autoamp.diagnostics.records import Record, RecordedStep
@@ -41,7 +41,7 @@ def first_cause(records: Sequence[Record], step: RecordedStep, casts: Casts, sca
     Raises:
         CannotReplay: A call that gradients came back to cannot run again.
     """
-    found = None if step.ops is None else step.ops.forward_finding() or step.ops.backward_finding()
+    found = None if step.ops is None else step.ops.finding()
     if found is not None and isinstance(found.verdict, ScaleSearch):
         return found
     # Findings that are harmless as a rule, by the number of the call.
@@ -188,29 +188,31 @@ def _backward_finding(call: RecordedCall, loss: int) -> Overflow | None:
 
 
 def _cause_of_gradients(call: RecordedCall, loss: int) -> Overflow:
-    made = call.half.producer()
+    made = call.half.gradient_origin()
     if call.scale > 1.0 and not call.nonfinite_at(1.0, loss):
-        return _of_node(made, ScaleSearch(_highest_finite_scale(call, loss)))
-    source = None if made is None or made[0].source is None or made[0].source.intended else made[0].source
+        return _gradient_overflow(made, ScaleSearch(_highest_finite_scale(call, loss)))
+    source = None if made is None or made.site is None else made.site.source
+    source = None if source is None or source.intended else source
     if source is not None and source.site is None:
         return _given_finding(source, call.half)
     try:
         wide = call.wide
         finite_in_fp32 = not call.nonfinite_at(1.0, loss, wide)
     except (CannotReplay, RuntimeError) as error:
-        return _of_node(made, _unknown_in_fp32(error))
+        return _gradient_overflow(made, _unknown_in_fp32(error))
     if source is not None:
         # The forward pass made it, though the outputs do not show it.
         origins = [] if finite_in_fp32 else [one for one in wide.inspector.origins if not one.intended]
         return _origin_finding(source, origins[0] if origins else None, wide)
     if not finite_in_fp32:
-        made = wide.producer() or made
-    if made is None:
-        return _of_node(None, NotLocated("gradients have inf or nan, and no recorded op made them from finite values"))
-    site, result = made
+        made = wide.gradient_origin() or made
+    if made is None or made.site is None:
+        why = "gradients have inf or nan, and no recorded op made them from finite values"
+        return _gradient_overflow(None, NotLocated(why))
     if not finite_in_fp32:
-        return _of_node(made, NotFiniteInFp32(magnitudes=result.magnitudes))
-    found = _of_node(made, HalfPrecisionOp(result.magnitudes, site.half_name, site.in_cast))
+        return _gradient_overflow(made, NotFiniteInFp32(magnitudes=made.magnitudes))
+    verdict = HalfPrecisionOp(made.magnitudes, made.site.half_name, made.site.in_cast)
+    found = _gradient_overflow(made, verdict)
     return _with_all_names(found, call) if found.fp32_names else found
 
 
@@ -276,11 +278,11 @@ def _batch_index(tensor: Tensor) -> int | None:
     return int(bad.reshape(len(bad), -1).any(1).nonzero()[0])
 
 
-def _of_node(made: tuple[Site, NodeResult] | None, verdict: OverflowVerdict) -> Overflow:
+def _gradient_overflow(made: Origin | None, verdict: OverflowVerdict) -> Overflow:
     """Return the finding for gradients, by the call whose node made inf or nan of finite ones, if it is known."""
-    if made is None:
+    if made is None or made.site is None:
         return Overflow(verdict, phase="backward")
-    return made[0].finding(verdict, "backward", made[1].gave)
+    return made.site.finding(verdict, "backward", made.value)
 
 
 def _with_all_names(found: Overflow, call: RecordedCall) -> Overflow:
@@ -292,9 +294,8 @@ def _with_all_names(found: Overflow, call: RecordedCall) -> Overflow:
     sites = call.half.inspector.sites.values()
     halves = {site.place for site in sites if site.dtype in HALF_DTYPES and not site.in_cast}
     limit = torch.finfo(getattr(torch, found.verdict.dtype)).max
-    watch = call.wide.watch
-    too_large = [node for node, one in watch.results.items() if max(one.magnitudes, default=0.0) > limit]
-    named = [site.names for node in too_large if (site := watch.sites[node]).place in halves]
+    too_large = [node for node, one in call.wide.watch.results.items() if max(one.magnitudes, default=0.0) > limit]
+    named = [site.names for node in too_large if (site := call.wide.inspector.sites[node]).place in halves]
     names = tuple(dict.fromkeys(itertools.chain(found.fp32_names, *named)))
     suggestion = fp32_entry(names)
     casts = [line for node, line in call.wide.inspector.narrowed if node in too_large]

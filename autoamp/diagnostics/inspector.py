@@ -16,7 +16,7 @@ import inspect
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ from autoamp.torch_private import (
     remove_function_mode,
 )
 
-__all__ = ["Backward", "Inspector", "NodeResult", "Origin", "Site", "nonfinite_value", "sum_of"]
+__all__ = ["Backward", "Inspector", "Origin", "Site", "nonfinite_value", "sum_of"]
 
 _AUTOAMP = __name__.partition(".")[0]
 # With these a program writes -inf on purpose, as into the masked scores of an attention.
@@ -122,6 +122,7 @@ class Origin:
         magnitudes: The largest absolute value of each floating tensor that the call got.
         tensor: The tensor in which it was first seen.
         intended: Whether programs write such an inf on purpose.
+        finite_at_one: For gradients, whether the call alone gives finite ones at a loss scale of 1; None if not tried.
         finite_in_fp32: Whether the call alone is finite in fp32; None if that is not known.
     """
 
@@ -130,6 +131,7 @@ class Origin:
     magnitudes: tuple[float, ...] = ()
     tensor: Tensor | None = None
     intended: bool = False
+    finite_at_one: bool | None = None
     finite_in_fp32: bool | None = None
 
 
@@ -454,50 +456,42 @@ class _Innermost(_DISPATCH_MODE):  # type: ignore[misc]
 
 @dataclass(eq=False)
 class NodeResult:
-    """The inf or nan in the gradients that a node of the graph got and gave.
+    """The gradients that a node of the graph got and gave.
 
     Attributes:
         got: ``"inf"``, ``"nan"`` or None.
         gave: ``"inf"``, ``"nan"`` or None.
         magnitudes: The largest absolute value of each gradient that it got.
-        finite_at_one: Whether it gives finite gradients at a loss scale of 1; None if that was not tried.
-        finite_in_fp32: Whether fp32 would give finite gradients; None if that is not known.
+        origin: The node's call, if it made inf or nan of finite gradients.
     """
 
     got: str | None
     gave: str | None
     magnitudes: tuple[float, ...]
-    finite_at_one: bool | None = None
-    finite_in_fp32: bool | None = None
-
-    @property
-    def made_here(self) -> bool:
-        """Whether it made inf or nan of finite gradients."""
-        return self.got is None and self.gave is not None
+    origin: Origin | None = None
 
 
-@dataclass(eq=False)
 class Backward:
     """Looks at a backward pass over nodes whose calls are known, within a ``with`` statement.
 
-    Attributes:
+    Args:
         inspector: Looked at the forward pass.
         scale: The loss scale of a pass that does not run again: a node that makes inf or nan then runs once more, at a
             scale of 1 and by gradients that are small enough for half precision. None if the pass runs again.
-        sites: The call that made each node.
+
+    Attributes:
         results: The gradients of each node, in the order in which the nodes ran.
     """
 
-    inspector: Inspector
-    scale: float | None = None
-    sites: dict[Any, Site] = field(default_factory=dict)
-    results: dict[Any, NodeResult] = field(default_factory=dict)
-    _known: int = 0
-    _handles: list[Any] = field(default_factory=list)
+    def __init__(self, inspector: Inspector, scale: float | None = None) -> None:
+        self.results: dict[Any, NodeResult] = {}
+        self._inspector = inspector
+        self._scale = scale
+        self._known = 0
+        self._handles: list[Any] = []
 
     def __enter__(self) -> Backward:
-        self.sites = dict(self.inspector.sites)
-        for node in self.sites:
+        for node in self._inspector.sites:
             self._handles.append(node.register_hook(functools.partial(self._ran, node)))
             if function_of_node(node) is not None:
                 self._handles.append(node.register_prehook(self._begin_function))
@@ -508,35 +502,35 @@ class Backward:
             self._handles.pop().remove()
 
     def _begin_function(self, got: Any) -> None:
-        self._known = len(self.inspector.origins)
-        self.inspector.begin_function()
+        self._known = len(self._inspector.origins)
+        self._inspector.begin_function()
 
     def _ran(self, node: Any, gave: Any, got: Any) -> None:
         is_function = function_of_node(node) is not None
         if is_function:
-            self.inspector.end_function()
+            self._inspector.end_function()
         given, made = _floating(got), _floating(gave)
         result = self.results[node] = NodeResult(nonfinite_value(*given), nonfinite_value(*made), _largest(given))
-        if not result.made_here:
+        if result.got is not None or result.gave is None:
             return
-        if self.scale is not None:
-            result.finite_at_one = _gives_finite(node, got, 1.0 / self.scale)
+        site = self._inspector.sites[node]
+        origin = result.origin = Origin(site, result.gave, result.magnitudes)
+        if self._scale is not None:
+            origin.finite_at_one = _gives_finite(node, got, 1.0 / self._scale)
             # A derivative that half precision holds makes small gradients of small ones.
             if _gives_finite(node, got, 2.0**-30) and any(one.dtype in HALF_DTYPES for one in (*given, *made)):
-                result.finite_in_fp32 = True
-            elif not self.inspector.has_half_ops(self.sites[node]):
-                result.finite_in_fp32 = False
-        origins = [one for one in self.inspector.origins[self._known :] if not one.intended] if is_function else []
-        if origins and origins[0].site is not None:
-            self.sites[node] = replace(self.sites[node], location=origins[0].site.location)
-            result.magnitudes = origins[0].magnitudes
+                origin.finite_in_fp32 = True
+            elif not self._inspector.has_half_ops(site):
+                origin.finite_in_fp32 = False
+        inside = [one for one in self._inspector.origins[self._known :] if not one.intended] if is_function else []
+        if inside and inside[0].site is not None:
+            origin.site = replace(site, location=inside[0].site.location)
+            origin.magnitudes = inside[0].magnitudes
 
-    def producer(self, leaves: Sequence[Tensor]) -> tuple[Site, NodeResult] | None:
+    def origin(self, leaves: Sequence[Tensor]) -> Origin | None:
         """Return the first node that made inf or nan of finite gradients which came to one of these leaves."""
-        for node, result in self.results.items():
-            if result.made_here and self._reaches(node, set(leaves)):
-                return self.sites[node], result
-        return None
+        made = ((node, result.origin) for node, result in self.results.items() if result.origin is not None)
+        return next((origin for node, origin in made if self._reaches(node, set(leaves))), None)
 
     def _reaches(self, node: Any, leaves: set[Tensor]) -> bool:
         waiting, known = [node], {node}

@@ -6,12 +6,13 @@ not located. The ops of module calls are not watched: these calls are recorded, 
 
 from __future__ import annotations
 
+import itertools
 from typing import SupportsFloat
 
 from torch import Tensor
 
 from autoamp.casting import Casts
-from autoamp.diagnostics.inspector import Backward, Inspector, Origin, Site, nonfinite_value
+from autoamp.diagnostics.inspector import Backward, Inspector, Origin, nonfinite_value
 from autoamp.diagnostics.verdicts import HalfPrecisionOp, NotFiniteInFp32, NotLocated, Overflow, ScaleSearch
 
 __all__ = ["OpWatch"]
@@ -54,39 +55,28 @@ class OpWatch:
     def finding_of(self, tensor: Tensor) -> Overflow | None:
         """Return the finding for a tensor that an op made of finite values; None if no watched op did."""
         origin = self._inspector.origin_in_memory(tensor)
-        return None if origin is None else _forward_finding(origin)
+        return None if origin is None else _finding(origin, "forward")
 
-    def forward_finding(self) -> Overflow | None:
-        """Return the finding for a loss that is inf or nan; None if no watched op made it so."""
-        return next((found for origin in self._losses if (found := _forward_finding(origin)) is not None), None)
+    def finding(self) -> Overflow | None:
+        """Return the finding for a loss or gradients that hold inf or nan; None if no watched op made it."""
+        forward = (_finding(origin, "forward") for origin in self._losses)
+        nodes = (result.origin for one in self._passes for result in one.results.values())
+        backward = (_finding(origin, "backward") for origin in nodes if origin is not None)
+        return next((found for found in itertools.chain(forward, backward) if found is not None), None)
 
-    def backward_finding(self) -> Overflow | None:
-        """Return the finding for the first gradients that are inf or nan; None if no watched op made them so."""
-        for backward in self._passes:
-            for node, result in backward.results.items():
-                if result.made_here:
-                    site, value = backward.sites[node], result.gave
-                    if result.finite_at_one:
-                        return site.finding(ScaleSearch(), "backward", value)
-                    return _finding(site, "backward", value, result.magnitudes, result.finite_in_fp32)
+
+def _finding(made: Origin, phase: str) -> Overflow | None:
+    """Return the finding for an op that made inf or nan; None if no op did."""
+    site = made.site
+    if site is None:
         return None
-
-
-def _forward_finding(origin: Origin) -> Overflow | None:
-    if origin.site is None:
-        return None
-    return _finding(origin.site, "forward", origin.value, origin.magnitudes, origin.finite_in_fp32)
-
-
-def _finding(
-    site: Site, phase: str, value: str | None, sizes: tuple[float, ...], finite_in_fp32: bool | None
-) -> Overflow:
-    """Return the finding for an op that made inf or nan at any loss scale."""
-    if finite_in_fp32 is None:
-        return site.finding(NotLocated("it is not known whether fp32 would be finite"), phase, value)
-    if not finite_in_fp32:
+    if made.finite_at_one:
+        return site.finding(ScaleSearch(), phase, made.value)
+    if made.finite_in_fp32 is None:
+        return site.finding(NotLocated("it is not known whether fp32 would be finite"), phase, made.value)
+    if not made.finite_in_fp32:
         advice = "look at the loss: compute it in a form that stays finite"
-        return site.finding(NotFiniteInFp32(magnitudes=sizes), phase, value, advice)
+        return site.finding(NotFiniteInFp32(magnitudes=made.magnitudes), phase, made.value, advice)
     advice = "make the loss smaller, or let what makes the half tensor run in fp32: its gradient is too large"
-    verdict = HalfPrecisionOp(sizes, site.half_name, site.in_cast or site.op == "to")
-    return site.finding(verdict, phase, value, advice)
+    verdict = HalfPrecisionOp(made.magnitudes, site.half_name, site.in_cast or site.op == "to")
+    return site.finding(verdict, phase, made.value, advice)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from autoamp.casting import Casts
-from autoamp.diagnostics.inspector import Backward, Inspector, NodeResult, Site, nonfinite_value, sum_of
+from autoamp.diagnostics.inspector import Backward, Inspector, Origin, nonfinite_value, sum_of
 from autoamp.diagnostics.records import Record, random_states, set_random_states
 from autoamp.scaling import is_sharded
 from autoamp.stepping import several_processes
@@ -81,9 +81,9 @@ class Trial:
         """Return the leaves whose gradients hold inf or nan."""
         return {name: self.leaves[name] for name, one in self.results.items() if nonfinite_value(one)}
 
-    def producer(self) -> tuple[Site, NodeResult] | None:
-        """Return the call whose node made inf or nan of finite gradients, and its gradients; None if unknown."""
-        return self.watch.producer(list(self.nonfinite_leaves().values()))
+    def gradient_origin(self) -> Origin | None:
+        """Return the call whose node made inf or nan of finite gradients; None if unknown."""
+        return self.watch.origin(list(self.nonfinite_leaves().values()))
 
 
 class KeptState:
