@@ -86,7 +86,7 @@ def _before_data(record: Record, found: Overflow, suspects: Mapping[int, Overflo
     # A gradient goes back to it: as a rule another op computed it, so it is not called data.
     return unlocated(
         f"the input {found.verdict.tensor} of {found.module} holds {found.value} already, and the op that made it "
-        "was not recorded; use explain_overflow()"
+        "was not recorded"
     )
 
 

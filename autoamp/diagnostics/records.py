@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import operator
 import random
 import threading
@@ -140,6 +141,7 @@ class Recorder:
         self.step = RecordedStep()
         self.paused = False
         self._casts = casts
+        self._max_bytes: float = _MAX_BYTES
         self._inside = _Inside()
         self._graphs, self._thread = compiled_graphs(), threading.get_ident()
 
@@ -154,16 +156,17 @@ class Recorder:
     @contextlib.contextmanager
     def one_step(self) -> Iterator[None]:
         """Record what runs in a ``with`` statement, and watch its ops, as a step of its own."""
-        before, self.step = (self.armed, self.watches_ops, self.step), RecordedStep()
-        if before[2].ops is not None:
-            before[2].ops.pause()
+        before, self.step = (self.armed, self.watches_ops, self._max_bytes, self.step), RecordedStep()
+        if before[-1].ops is not None:
+            before[-1].ops.pause()
         self.armed = self.watches_ops = True
+        self._max_bytes = math.inf
         self._watch(())
         try:
             yield
         finally:
             self.take()
-            self.armed, self.watches_ops, self.step = before
+            self.armed, self.watches_ops, self._max_bytes, self.step = before
 
     def note_loss(self, loss: Tensor, scale: SupportsFloat) -> None:
         """Take note of a loss that is scaled, and whose backward pass is yet to begin."""
@@ -261,7 +264,7 @@ class Recorder:
                 has_graph = True
         self._watch(outputs)
         size = sum(tensor.nbytes for tensor, _ in record.versions)
-        if not has_graph and self.step.nbytes + size <= _MAX_BYTES:
+        if not has_graph and self.step.nbytes + size <= self._max_bytes:
             self.step.nbytes += size
             self.step.records.append(record)
 
@@ -283,7 +286,7 @@ class Recorder:
         gradient = gradients[place]
         if gradient is None:
             return
-        if step.nbytes + gradient.nbytes > _MAX_BYTES:
+        if step.nbytes + gradient.nbytes > self._max_bytes:
             record.too_large = True
         else:
             step.nbytes += gradient.nbytes
