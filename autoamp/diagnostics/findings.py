@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -218,11 +217,10 @@ def _cause_of_gradients(call: RecordedCall, loss: int) -> Overflow:
 
 def _highest_finite_scale(call: RecordedCall, loss: int) -> float:
     """Halve the loss scale until gradients are finite. At 1.0 they are."""
-    low, high = 0, max(1, math.ceil(math.log2(call.scale)))
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if call.nonfinite_at(call.scale * 2.0**-middle, loss) else (low, middle)
-    return max(call.scale * 2.0**-high, 1.0)
+    scale = call.scale / 2
+    while scale > 1.0 and call.nonfinite_at(scale, loss):
+        scale /= 2
+    return max(scale, 1.0)
 
 
 def _unknown_in_fp32(why: object) -> NotLocated:

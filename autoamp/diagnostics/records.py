@@ -156,17 +156,18 @@ class Recorder:
     @contextlib.contextmanager
     def one_step(self) -> Iterator[None]:
         """Record what runs in a ``with`` statement, and watch its ops, as a step of its own."""
-        before, self.step = (self.armed, self.watches_ops, self._max_bytes, self.step), RecordedStep()
-        if before[-1].ops is not None:
-            before[-1].ops.pause()
+        before = vars(self).copy()
+        if self.step.ops is not None:
+            self.step.ops.pause()
         self.armed = self.watches_ops = True
-        self._max_bytes = math.inf
+        self.step, self._max_bytes = RecordedStep(), math.inf
+        self._graphs, self._thread = compiled_graphs(), threading.get_ident()
         self._watch(())
         try:
             yield
         finally:
             self.take()
-            self.armed, self.watches_ops, self._max_bytes, self.step = before
+            vars(self).update(before)
 
     def note_loss(self, loss: Tensor, scale: SupportsFloat) -> None:
         """Take note of a loss that is scaled, and whose backward pass is yet to begin."""
