@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,12 +19,12 @@ def casts_to_half(half: torch.dtype) -> None:
     autoamp.init(device_type="cpu", dtype=half, lists=LISTS)
 
 
-@pytest.mark.parametrize("other", [3, None, [1]], ids=str)
-def test_errors_are_torch_s_own(other: Any) -> None:
+def test_errors_are_torch_s_own() -> None:
     with pytest.raises(RuntimeError, match="shape"):
         F.linear(torch.ones(2, 3), Parameter(torch.ones(2, 2)))
-    with pytest.raises(TypeError, match=r"unsupported operand type\(s\) for @"):
-        torch.ones(2, 2) @ other
+    for other in (3, None, [1]):
+        with pytest.raises(TypeError, match=r"unsupported operand type\(s\) for @"):
+            torch.ones(2, 2) @ other  # type: ignore[operator]
 
 
 def test_query_key_and_value_share_a_cast_of_their_input(half: torch.dtype) -> None:

@@ -102,20 +102,6 @@ def test_packed_sequences(half: torch.dtype, layer: Any, enforce_sorted: bool, s
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("layer", LAYERS)
-def test_evaluation(half: torch.dtype, layer: Any, mode: Any) -> None:
-    model = layer(4, 5).eval()
-    x = torch.randn(6, 3, 4)
-    with torch.no_grad():
-        reference = model(x)[0]
-    handle = start(half)
-    with mode():
-        torch.testing.assert_close(model(x)[0].float(), reference, **CLOSE)
-        with handle.inference(model):
-            torch.testing.assert_close(model(x.to(half))[0].float(), reference, **CLOSE)
-
-
 @pytest.mark.parametrize("cell", CELLS)
 def test_cells(half: torch.dtype, device: str, cell: Any) -> None:
     model = cell(4, 5).to(device)
