@@ -144,7 +144,7 @@ class CastTable:
     def on(self, device_type: str) -> CastTable:
         """Return this table without the rules that are limited to other device types."""
         rules = tuple(rule for rule in self.rules if not rule.devices or device_type in rule.devices)
-        return self if len(rules) == len(self.rules) else replace(self, rules=rules)
+        return replace(self, rules=rules)
 
     def policy_of(self, target: str) -> CastRule | None:
         """Return the rule written for exactly this target, or None. A bare name is not matched to a dotted one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections import namedtuple
 from typing import Any
 
 import pytest
@@ -77,14 +78,15 @@ def test_nests_are_never_mutated_and_get_the_right_dtypes(value: Any, half: torc
             assert casts.eligible(old) == (old.dtype in CAST_DTYPES)
 
 
-@pytest.mark.parametrize("kind", [list, tuple])
-def test_a_function_gets_lists_as_lists_and_tuples_as_tuples(kind: Any) -> None:
+@pytest.mark.parametrize("kind", [list, tuple, namedtuple("Pair", "a b")._make], ids=["list", "tuple", "namedtuple"])
+def test_a_function_gets_its_own_kind_of_sequence(kind: Any) -> None:
     module, seen = types.ModuleType("some_program"), list[Any]()
     module.join = seen.append  # type: ignore[attr-defined]
     autoamp.register_half_function(module, "join")
     autoamp.init(dtype=torch.float16, device_type="cpu")
-    module.join(kind([torch.ones(2), Parameter(torch.ones(2))]))
-    assert type(seen[0]) is kind
+    given = kind([torch.ones(2), Parameter(torch.ones(2))])
+    module.join(given)
+    assert type(seen[0]) is type(given)
     assert [item.dtype for item in seen[0]] == [torch.float16] * 2
 
 

@@ -154,6 +154,7 @@ def test_a_byte_order_mark_and_windows_line_ends_do_no_harm(place: Path) -> None
         ("[modules]\n'a' = 'fp8'", 3, ["'a'", "'fp8'", "choose 'fp16', 'fp32', 'none'"]),
         ("[modules]\n'' = 'fp32'", 3, ["''", "not a path or class"]),
         ("[modules]\n'a b' = 'fp32'", 3, ["'a b'", "not a path or class"]),
+        ("[modules]\n' a' = 'fp32'", 3, ["' a'", "not a path or class"]),
         ("fp32 = ['soft max']", 2, ["'soft max'", "not an op name"]),
         ("fp32 = ['softmax', '']", 2, ["'' under fp32"]),
         ("fp32 = [\n'torch..softmax']", 3, ["'torch..softmax'"]),

@@ -17,6 +17,7 @@ def test_keys_below_an_array_of_tables_have_its_name() -> None:
 
 def test_lines_after_values_that_mislead_a_reader() -> None:
     assert TomlLines("x = [{a = 1},\n{b = 2}]\ny = 3").keys == {("x",): 1, ("x", "a"): 1, ("x", "b"): 2, ("y",): 3}
+    assert TomlLines("x = [{a = [['s']]}]").items == {("x", "a"): [1]}
     assert TomlLines("x = {a = {b = 1}}").keys == {("x",): 1, ("x", "a"): 1, ("x", "a", "b"): 1}
     text = 'x = """["""""\ny = \'\'\'[\'\'\'\'\nz = "\\"["\nw = 1'
     assert tomllib.loads(text) == {"x": '[""', "y": "['", "z": '"[', "w": 1}
