@@ -154,11 +154,13 @@ MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference_mode": 
 
 @pytest.mark.parametrize("first", MODES)
 @pytest.mark.parametrize("second", MODES)
-def test_an_activation_in_two_grad_modes(casts: Casts, first: str, second: str) -> None:
-    leaf = torch.ones(2, requires_grad=True)
-    x = leaf * 1
+@pytest.mark.parametrize("of_weight", [True, False], ids=["weight", "activation"])
+def test_a_tensor_in_two_grad_modes(casts: Casts, first: str, second: str, of_weight: bool) -> None:
+    leaf = Parameter(torch.ones(2))
+    x = leaf if of_weight else leaf * 1
     with MODES[first]():
-        shared(casts, x)
+        for _ in range(2):
+            shared(casts, x)
     with MODES[second]():
         cast = shared(casts, x)
     assert cast.requires_grad == (second == "grad")

@@ -22,6 +22,8 @@ def test_shut_and_open_reach_every_thread_once() -> None:
             assert casts.local.on is on
             assert in_thread(lambda: casts.local.on) is on
             assert casts.deviations == deviations
+            with casts.switched(True):
+                assert casts.local.on is on
 
 
 @pytest.mark.parametrize(("on", "may_cast"), [(True, True), (None, True), (False, False)])
