@@ -1,6 +1,6 @@
 """Runs scripts and command lines of autoamp as programs of their own, for the tests of several packages.
 
-Importing torch takes seconds, so one process imports it and forks for each program.
+Importing torch takes seconds, so one process imports it and autoamp, and forks for each program.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ DRIVER = """
 import gc, importlib, json, os, runpy, sys, tempfile
 gc.disable()
 import torch
+import autoamp.cli
 from autoamp_command import main
 
 for name in sys.argv[2:]:
