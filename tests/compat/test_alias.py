@@ -6,6 +6,8 @@ import importlib
 import importlib.metadata
 import importlib.util
 import sys
+import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 import torch
 
 from autoamp.compat import alias, install_as_apex, uninstall
+from autoamp.compat.missing import REMEDIES
 from autoamp.errors import LossScaleError, UsageError
 from autoamp.runtime import current_handle
 
@@ -23,34 +26,91 @@ MODULES = sorted(
 )
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_every_module_imports_with_a_spec_and_an_entry_of_its_own(apex: Any, name: str) -> None:
-    module = importlib.import_module(name)
-    assert sys.modules[name] is module
-    assert module.__name__ == name
-    spec = importlib.util.find_spec(name)
-    assert spec is not None
-    assert spec.name == name
-    # Names are true entries: libraries look into `__dict__`.
-    assert all(hasattr(module, entry) for entry in vars(module))
+# After a change on purpose: python -m tests.compat.test_alias
+NAMES = Path(__file__).with_name("apex_names.txt")
 
 
-def test_modules_have_no_second_copy(apex: Any) -> None:
-    import apex.amp
-    import apex.parallel.distributed
-    from apex import amp
+def described() -> Iterator[str]:
+    """Yield a line for each class and function of the tree: its name there, and where it is defined."""
+    for name in [*MODULES, "amp_C", "apex_C"]:
+        for entry, value in sorted(vars(importlib.import_module(name)).items()):
+            is_ours = isinstance(value, (type, types.FunctionType)) and value.__module__.startswith(("autoamp", "apex"))
+            if is_ours and not entry.startswith("_"):
+                yield f"{name}.{entry} {value.__module__}.{value.__qualname__}"
 
-    assert amp is apex.amp is sys.modules["apex.amp"]
-    assert apex.parallel.DistributedDataParallel is apex.parallel.distributed.DistributedDataParallel
+
+def test_each_name_is_a_class_or_function_of_autoamp(apex: Any) -> None:
+    """So a pickle finds it, and a spawned child does, without the alias."""
+    lines = list(described())
+    assert lines == NAMES.read_text(encoding="utf-8").splitlines()
+    assert all(line.split()[1].startswith("autoamp.") for line in lines)
+    assert apex.parallel.ReduceOp is torch.distributed.ReduceOp
 
 
-def test_probes(apex: Any) -> None:
-    assert importlib.util.find_spec("apex") is not None
+def test_every_module_has_a_spec_and_an_entry_of_its_own(apex: Any) -> None:
+    for name in MODULES:
+        module = importlib.import_module(name)
+        assert sys.modules[name] is module
+        assert module.__name__ == name
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        assert spec.name == name
+        # Names are true entries: libraries look into `__dict__`.
+        assert all(hasattr(module, entry) for entry in vars(module))
+
+
+def test_specs_while_installed_and_not_otherwise(apex: Any) -> None:
+    names = ["apex", "apex.amp", "apex.normalization", "apex.amp._amp_state", "amp_C", "apex_C"]
+    assert all(importlib.util.find_spec(name) is not None for name in names)
     assert importlib.util.find_spec("apex.nope") is None
-    assert importlib.metadata.version("apex") == apex.__version__
-    assert hasattr(apex, "amp")
-    assert not hasattr(apex, "nope")
-    assert "state_dict" in apex.amp.__dict__
+    assert importlib.metadata.version("apex") == importlib.metadata.version("Apex") == apex.__version__
+    assert {"apex", "amp_C", "apex_C"} <= set(importlib.metadata.packages_distributions())
+    uninstall()
+    assert importlib.util.find_spec("apex") is None
+    assert importlib.util.find_spec("amp_C") is None
+    with pytest.raises(ModuleNotFoundError):
+        importlib.util.find_spec("apex.amp")
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("apex")
+    uninstall()
+    assert not alias.is_installed()
+
+
+@pytest.mark.parametrize(
+    ("statement", "remedy"),
+    [
+        ("from apex.optimizers import FusedNope", "torch.optim"), ("import apex.transformer", "Megatron"),
+        ("from apex.contrib.sparsity import permutation_lib", "semi_structured"),
+        ("import apex.pyprof.prof", "torch.profiler"), ("from apex.contrib.fmha import FMHA", "scaled_dot_product"),
+        ("from apex.amp.wrap import err_if_any_half", "register_half_function"), ("from amp_C import nope", "_foreach"),
+        ("import apex.contrib.cudnn_gbn", "SyncBatchNorm"), ("from apex.RNN.RNNBackend import RNNCell", "LSTM"),
+        ("from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam", "ZeroRedundancyOptimizer"),
+        ("from apex.contrib.optimizers import DistributedFusedLAMB", "ZeroRedundancyOptimizer"),
+        ("from apex.parallel import nope", "DistributedDataParallel"), ("import apex.contrib.bottleneck", "Bottleneck"),
+        ("from apex.amp import nope", "docs/migration.md"),
+    ],
+)  # fmt: skip
+def test_missing_names_are_import_errors_with_the_remedy(apex: Any, statement: str, remedy: str) -> None:
+    with pytest.raises(ImportError, match=r"does not provide|is not provided") as caught:
+        exec(statement)
+    assert remedy in str(caught.value)
+    assert "docs/migration.md" in str(caught.value)
+
+
+def test_no_remedy_is_for_a_name_that_is_there(apex: Any) -> None:
+    """Those of a package are for the names below it that are missing."""
+    for name in REMEDIES:
+        parent, _, last = name.rpartition(".")
+        if last.startswith("Fused"):
+            with pytest.raises(ImportError):
+                exec(f"from {parent} import {last}")
+
+
+def test_missing_attributes_are_attribute_errors(apex: Any) -> None:
+    for module in (apex, apex.amp, apex.optimizers, apex.parallel, apex.amp.handle):
+        assert getattr(module, "no_such_name", 3) == 3
+    with pytest.raises(AttributeError, match=r"Megatron.*migration"):
+        _ = apex.transformer
 
 
 def test_a_program_may_add_a_folder_to_the_package(apex: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,29 +119,6 @@ def test_a_program_may_add_a_folder_to_the_package(apex: Any, tmp_path: Path, mo
     assert importlib.import_module("apex.added_by_hand").VALUE == 3
     # It is the program's, and so would stay there.
     del sys.modules["apex.added_by_hand"]
-
-
-def test_nothing_is_found_without_it() -> None:
-    assert importlib.util.find_spec("apex") is None
-    with pytest.raises(importlib.metadata.PackageNotFoundError):
-        importlib.metadata.version("apex")
-    uninstall()
-    assert not alias.is_installed()
-
-
-@pytest.mark.parametrize(
-    "statement",
-    ["import apex.contrib.bottleneck", "from apex.optimizers import FusedNope", "from apex.amp.scaler import Nope"],
-)
-def test_missing_names_are_import_errors_with_a_remedy(apex: Any, statement: str) -> None:
-    with pytest.raises(ImportError, match=r"does not provide|is not provided") as caught:
-        exec(statement)
-    assert "docs/migration.md" in str(caught.value)
-
-
-def test_missing_attribute_is_an_attribute_error(apex: Any) -> None:
-    with pytest.raises(AttributeError, match=r"Megatron.*migration"):
-        _ = apex.transformer
 
 
 def test_none_in_sys_modules_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,50 +132,9 @@ def test_none_in_sys_modules_is_respected(monkeypatch: pytest.MonkeyPatch) -> No
     assert sys.modules["apex"] is None
 
 
-@pytest.fixture
-def real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A real package of the name `apex`, from the time when it had `amp`."""
+def test_a_mere_directory_is_no_apex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "apex").mkdir()
-    (tmp_path / "apex" / "amp.py").touch()
-    file = tmp_path / "apex" / "__init__.py"
-    file.write_text("real = True\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    return file
-
-
-def test_real_apex_is_not_hidden_unasked(real: Path) -> None:
-    with pytest.raises(UsageError, match="shadow=True"):
-        install_as_apex()
-    assert not alias.is_installed()
-    install_as_apex(shadow=True)
-    try:
-        import apex
-
-        assert not hasattr(apex, "real")
-    finally:
-        uninstall()
-    import apex
-
-    assert apex.real
-    del sys.modules["apex"]
-
-
-def test_imported_real_apex_comes_back(real: Path) -> None:
-    import apex
-
-    before = apex
-    try:
-        install_as_apex(shadow=True)
-        assert importlib.import_module("apex") is not before
-        uninstall()
-        assert sys.modules["apex"] is before
-    finally:
-        del sys.modules["apex"]
-
-
-def test_a_mere_directory_is_no_apex(real: Path) -> None:
-    for file in real.parent.iterdir():
-        file.unlink()
     install_as_apex()
     try:
         assert importlib.import_module("apex").amp
@@ -181,3 +177,8 @@ def test_wrong_options_change_nothing(wrong: dict[str, Any], error: type[Excepti
     with pytest.raises(error):
         install_as_apex(**wrong)
     assert not alias.is_installed()
+
+
+if __name__ == "__main__":
+    install_as_apex(device_type="cpu")
+    NAMES.write_text("".join(f"{line}\n" for line in described()), encoding="utf-8")

@@ -131,3 +131,5 @@ def test_an_apex_that_has_amp_is_not_hidden_unasked(importable: Path) -> None:
     with pytest.raises(UsageError, match="shadow=True"):
         install_as_apex()
     assert sys.meta_path == finders
+    install_as_apex(device_type="cpu", shadow=True)
+    assert callable(importlib.import_module("apex.amp").initialize)

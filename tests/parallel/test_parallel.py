@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +15,12 @@ import torch.distributed as dist
 from torch import nn
 
 import autoamp
-from autoamp import compat, parallel
+from autoamp import parallel
 from autoamp.compat.layers.vision import BatchNorm2d_NHWC
 from autoamp.errors import UsageError
 from autoamp.parallel import multiproc
 from tests.integration.collectives import counted
+from tests.integration.spawned import on_ranks
 
 WORLD = 2
 
@@ -32,11 +32,6 @@ def model_of(seed: int) -> nn.Module:
 
 def batch() -> torch.Tensor:
     return torch.randn(8, 4, generator=torch.Generator().manual_seed(7))
-
-
-def join(rank: int, store: str, world: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
 
 
 def ddp_of(rank: int, seed: int = 0, **options: Any) -> tuple[nn.Module, parallel.DistributedDataParallel]:
@@ -143,51 +138,67 @@ def reduced(rank: int) -> dict[str, Any]:
     return found
 
 
-NORMS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "mean of batches": {"momentum": None},
-    "channel last": {"channel_last": True},
-    "without statistics": {"track_running_stats": False, "affine": False},
+# The shape of the whole batch and the options.
+NORMS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "plain": ((8, 4, 3), {}),
+    "rows": ((8, 70), {}),
+    "mean of batches": ((8, 4, 3, 2), {"momentum": None}),
+    "channel last": ((8, 3, 4), {"channel_last": True}),
+    "without statistics": ((8, 4, 1), {"track_running_stats": False, "affine": False}),
 }
+# Squares of values this far from zero leave no digits for their variance.
+FAR = 1e6
 
 
 def normed(rank: int) -> dict[str, Any]:
-    """Normalise twice, in uneven parts, in fp32 and in half precision."""
+    """Normalize twice, in uneven parts, in fp32 and in half precision."""
     found: dict[str, Any] = {}
-    for name, options in NORMS.items():
+    for name, (_, options) in NORMS.items():
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
-            norm = parallel.SyncBatchNorm(4, **options)
+            norm = parallel.SyncBatchNorm(70 if name == "rows" else 4, **options)
             for step in range(2):
-                part = given_to(name, step).split([3, 5])[rank].to(dtype).requires_grad_()
+                part = part_of(given_to(name, step), rank).to(dtype).requires_grad_()
                 output = norm(part)
                 (output.float() * weights_of(output, rank)).sum().backward()
             state = {key: value.clone() for key, value in norm.state_dict().items()}
             found[f"{name} {dtype}"] = output.detach(), part.grad, grads_of(norm), state
+    part = part_of(given_to("plain", 0).double(), rank).requires_grad_()
+    found["twice"] = grad_of_grad(parallel.SyncBatchNorm(4).double(), part)
+    found["far"] = parallel.SyncBatchNorm(70).double()(part_of(given_to("rows", 0).double() + FAR, rank)).detach()
+    # All values are on one rank.
+    found["empty"] = parallel.SyncBatchNorm(4)(given_to("plain", 0)[: 8 * rank]).detach()
     net = parallel.convert_syncbn_model(model_of(0))
-    net(batch().split([3, 5])[rank]).square().sum().backward()
+    net(part_of(batch(), rank)).square().sum().backward()
     found["converted"] = grads_of(net)
     group = parallel.create_syncbn_process_group(1)
-    alone, output = parallel.SyncBatchNorm(4, process_group=group), given_to("plain", 0).split([3, 5])[rank]
-    found["alone"] = alone(output).detach()
+    found["alone"] = parallel.SyncBatchNorm(4, process_group=group)(part_of(given_to("plain", 0), rank)).detach()
     # torch's wrapper refuses torch's own SyncBatchNorm on a CPU.
     ddp = nn.parallel.DistributedDataParallel(parallel.convert_syncbn_model(model_of(0)))
-    ddp(batch().split([3, 5])[rank]).square().sum().backward()
+    ddp(part_of(batch(), rank)).square().sum().backward()
     found["in torch's DDP"] = [grad * WORLD for grad in grads_of(ddp)]
-    nhwc = given_to("plain", 0)[..., None].permute(0, 2, 3, 1).split([3, 5])[rank]
+    nhwc = part_of(given_to("plain", 0)[..., None].permute(0, 2, 3, 1), rank)
     for size in (1, WORLD):
         found[f"NHWC in groups of {size}"] = BatchNorm2d_NHWC(4, bn_group=size)(nhwc).detach()
     return found
 
 
+def part_of(whole: torch.Tensor, rank: int) -> torch.Tensor:
+    return whole.split([3, 5])[rank].clone()
+
+
 def given_to(name: str, step: int) -> torch.Tensor:
-    given = torch.randn(8, 4, 3, generator=torch.Generator().manual_seed(step)) + 1.0
-    return given.transpose(1, 2).contiguous() if "last" in name else given
+    return torch.randn(NORMS[name][0], generator=torch.Generator().manual_seed(step)) + 1.0
 
 
 def weights_of(output: torch.Tensor, rank: int | None) -> torch.Tensor:
     """Return factors of a loss for the whole batch, or for this rank's part."""
     whole = torch.randn(8, *output.shape[1:], generator=torch.Generator().manual_seed(9))
-    return whole if rank is None else whole.split([3, 5])[rank]
+    return whole if rank is None else part_of(whole, rank)
+
+
+def grad_of_grad(norm: nn.Module, given: torch.Tensor) -> torch.Tensor:
+    (grad,) = torch.autograd.grad(norm(given).cos().sum(), given, create_graph=True)
+    return torch.autograd.grad(grad.square().sum(), given)[0]
 
 
 def trained(rank: int | None) -> dict[str, Any]:
@@ -215,20 +226,16 @@ def trained(rank: int | None) -> dict[str, Any]:
     return found
 
 
-def work(rank: int, store: str, out: str) -> None:
-    """Run everything that wants two processes: each child costs seconds."""
-    join(rank, store, WORLD)
+def work() -> dict[str, Any]:
+    """Run everything that needs two processes: each process costs seconds."""
     parts = (averages, sums, unused, reduced, normed, trained)
-    torch.save({part.__name__: part(rank) for part in parts}, f"{out}/{rank}.pt")
-    dist.destroy_process_group()
+    return {part.__name__: part(dist.get_rank()) for part in parts}
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What each of two processes found."""
-    path = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(work, (str(path / "store"), str(path)), nprocs=WORLD)
-    return [torch.load(path / f"{rank}.pt") for rank in range(WORLD)]
+    return on_ranks(tmp_path_factory, WORLD, work)
 
 
 @pytest.fixture
@@ -286,7 +293,10 @@ def test_reducer_and_flat_calls(ranks: list[Any]) -> None:
 @pytest.mark.parametrize("name", NORMS)
 def test_sync_batch_norm_is_that_of_the_whole_batch(ranks: list[Any], name: str, dtype: torch.dtype) -> None:
     found = [part["normed"][f"{name} {dtype}"] for part in ranks]
-    plain = nn.BatchNorm1d(4, **{key: value for key, value in NORMS[name].items() if key != "channel_last"})
+    shape, options = NORMS[name]
+    kind = nn.BatchNorm2d if len(shape) == 4 else nn.BatchNorm1d
+    channels = 70 if name == "rows" else 4
+    plain = kind(channels, **{key: value for key, value in options.items() if key != "channel_last"})
     for step in range(2):
         # Rounded as the ranks' input is, and then in fp32: what half precision costs is the output's rounding.
         given = given_to(name, step).to(dtype).float().requires_grad_()
@@ -302,6 +312,22 @@ def test_sync_batch_norm_is_that_of_the_whole_batch(ranks: list[Any], name: str,
         torch.testing.assert_close(part[3], dict(plain.state_dict()), rtol=1e-4, atol=1e-4)
 
 
+def test_second_derivatives_are_those_of_the_whole_batch(ranks: list[Any]) -> None:
+    expected = grad_of_grad(nn.BatchNorm1d(4).double(), given_to("plain", 0).double().requires_grad_())
+    torch.testing.assert_close(torch.cat([found["normed"]["twice"] for found in ranks]), expected, rtol=1e-6, atol=1e-8)
+
+
+def test_a_rank_without_values_takes_part(ranks: list[Any]) -> None:
+    expected = nn.BatchNorm1d(4)(given_to("plain", 0)).detach()
+    assert ranks[0]["normed"]["empty"].shape == (0, 4, 3)
+    torch.testing.assert_close(ranks[1]["normed"]["empty"], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_parts_far_from_zero_are_put_together_without_losing_digits(ranks: list[Any]) -> None:
+    expected = nn.BatchNorm1d(70).double()(given_to("rows", 0).double() + FAR).detach()
+    torch.testing.assert_close(torch.cat([found["normed"]["far"] for found in ranks]), expected, rtol=1e-7, atol=1e-7)
+
+
 def test_converted_batch_norm_is_that_of_the_whole_batch(ranks: list[Any]) -> None:
     net = model_of(0)
     net(batch()).square().sum().backward()
@@ -315,7 +341,7 @@ def test_converted_batch_norm_is_that_of_the_whole_batch(ranks: list[Any]) -> No
 
 def test_groups_of_one_normalise_alone(ranks: list[Any]) -> None:
     for rank, found in enumerate(ranks):
-        expected = nn.BatchNorm1d(4)(given_to("plain", 0).split([3, 5])[rank])
+        expected = nn.BatchNorm1d(4)(part_of(given_to("plain", 0), rank))
         torch.testing.assert_close(found["normed"]["alone"], expected.detach())
         alone = found["normed"]["NHWC in groups of 1"].squeeze(2).transpose(1, 2)
         torch.testing.assert_close(alone, expected.detach())
@@ -336,16 +362,14 @@ def test_levels_train_over_processes_as_on_one(ranks: list[Any], level: str) -> 
 
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("first", ["initialize", "parallel"])
-def test_trains_with_levels(level: str, first: str) -> None:
+def test_levels_take_a_wrapped_model(level: str) -> None:
     net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
-    optimizer = torch.optim.SGD(net.parameters(), 0.05)
+    model: Any = parallel.DistributedDataParallel(net)
+    optimizer: Any = torch.optim.SGD(net.parameters(), 0.05)
     options = {"opt_level": level, "dtype": torch.bfloat16, "device_type": "cpu", "verbosity": 0}
-    model: Any = parallel.DistributedDataParallel(net) if first == "parallel" else net
     model, optimizer = autoamp.initialize(model, optimizer, **options)
-    model = model if first == "parallel" else parallel.DistributedDataParallel(model)
     losses = []
-    for _ in range(6):
+    for _ in range(4):
         optimizer.zero_grad()
         loss = model(batch()).float().square().mean()
         with autoamp.scale_loss(loss, optimizer) as scaled:
@@ -464,15 +488,11 @@ def test_process_groups(request: pytest.FixtureRequest, grouped: bool) -> None:
             parallel.create_syncbn_process_group(size)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("training", [True, False])
-def test_half_input_beside_fp32_weights(dtype: torch.dtype, training: bool) -> None:
-    given = torch.randn(6, 4, 3).to(dtype)
-    norm = parallel.SyncBatchNorm(4).train(training)
-    plain = nn.BatchNorm1d(4).train(training)
-    output = norm(given)
-    assert output.dtype is dtype
-    torch.testing.assert_close(output.float(), plain(given.float()), rtol=2e-2, atol=2e-2)
+def test_half_input_beside_fp32_weights_in_evaluation(half: torch.dtype) -> None:
+    given = torch.randn(6, 4, 3).to(half)
+    output = parallel.SyncBatchNorm(4).eval()(given)
+    assert output.dtype is half
+    torch.testing.assert_close(output.float(), given.float(), rtol=2e-2, atol=2e-2)
 
 
 # -- LARC --
@@ -593,21 +613,6 @@ def test_larc_trains_with_levels(level: str) -> None:
         larc.step()
         losses.append(loss.item())
     assert losses[-1] < 0.8 * losses[0]
-
-
-@pytest.mark.parametrize("path", [
-    "DistributedDataParallel", "Reducer", "SyncBatchNorm", "convert_syncbn_model", "create_syncbn_process_group",
-    "LARC", "LARC.LARC", "distributed.DistributedDataParallel", "distributed.Reducer", "distributed.flat_dist_call",
-    "optimized_sync_batchnorm.SyncBatchNorm", "sync_batchnorm.SyncBatchNorm",
-])  # fmt: skip
-def test_names_of_apex(path: str) -> None:
-    compat.install_as_apex(device_type="cpu")
-    try:
-        module, _, name = f"apex.parallel.{path}".rpartition(".")
-        assert getattr(importlib.import_module(module), name) is getattr(parallel, name)
-        assert importlib.import_module("apex.parallel").ReduceOp is dist.ReduceOp
-    finally:
-        compat.uninstall()
 
 
 def test_multiproc(tmp_path: Path) -> None:

@@ -1,58 +1,46 @@
-"""The parts of contrib against plain formulas in fp64."""
+"""Cross entropy and clipping of contrib against torch's, in fp64."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.compat.layers.contrib import FastLayerNorm, SoftmaxCrossEntropyLoss, clip_grad_norm_
+from autoamp.compat.layers.contrib import SoftmaxCrossEntropyLoss, clip_grad_norm_
 from autoamp.errors import UsageError
 
 LABELS = torch.tensor([1, 0, 4, 2])
 
 
-def smoothed(logits: Tensor, labels: Tensor, smoothing: float, padding: int) -> Tensor:
-    """Return the cross entropy against the smoothed one-hot target, by its formula."""
-    target = torch.full_like(logits, smoothing / logits.shape[1])
-    for row, label in enumerate(labels.tolist()):
-        if label != padding:
-            target[row, label] += 1.0 - smoothing
-    losses = -(target * (logits - logits.logsumexp(1, keepdim=True))).sum(1)
-    return torch.where(labels == padding, 0.0, losses)
+def by_torch(logits: Tensor, labels: Tensor, smoothing: float, padding: int) -> Tensor:
+    return F.cross_entropy(logits, labels, ignore_index=padding, reduction="none", label_smoothing=smoothing)
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
-@pytest.mark.parametrize("padding", [0, 2, -100])
+@pytest.mark.parametrize(("smoothing", "padding"), [(0.0, 0), (0.1, -100), (1.0, 2)])
 @pytest.mark.parametrize("active", [False, True])
 def test_cross_entropy(smoothing: float, padding: int, active: bool, half: torch.dtype) -> None:
     logits = torch.randn(4, 5).to(half)
     mine, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    labels = torch.where(LABELS == 0, padding, LABELS)
+    expected = by_torch(exact, labels, smoothing, padding)
     if active:
         autoamp.init(dtype=half, device_type="cpu")
-    labels = torch.where(LABELS == 0, padding, LABELS) if padding < 0 else LABELS
     losses = SoftmaxCrossEntropyLoss.apply(mine, labels, smoothing, padding, True)
-    expected = smoothed(exact, labels, smoothing, padding)
     assert losses.dtype is torch.float32
     torch.testing.assert_close(losses, expected.float())
     losses.sum().backward()
     expected.sum().backward()
-    assert mine.grad is not None
-    assert mine.grad.dtype is half
-    torch.testing.assert_close(mine.grad, exact.grad.to(half))  # type: ignore[union-attr]
+    torch.testing.assert_close(mine.grad, exact.grad.to(half))
     rounded = SoftmaxCrossEntropyLoss.apply(logits, labels, smoothing, padding)
-    assert rounded.dtype is half
     torch.testing.assert_close(rounded, expected.to(half))
 
 
-def test_cross_entropy_gradcheck_and_defaults() -> None:
-    logits = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda given: SoftmaxCrossEntropyLoss.apply(given, LABELS, 0.2, 2), logits)
+def test_cross_entropy_of_fp64_and_its_defaults() -> None:
+    logits = torch.randn(4, 5, dtype=torch.float64)
     losses = SoftmaxCrossEntropyLoss.apply(logits, LABELS.int())
-    torch.testing.assert_close(losses, smoothed(logits, LABELS, 0.0, 0))
+    torch.testing.assert_close(losses, by_torch(logits, LABELS, 0.0, 0))
     assert losses[1] == 0
 
 
@@ -69,7 +57,7 @@ def with_grads(*grads: Tensor) -> list[nn.Parameter]:
     return [*parameters, nn.Parameter(torch.zeros(2))]
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 @pytest.mark.parametrize("active", [False, True])
 def test_clipping(norm_type: float, active: bool, half: torch.dtype) -> None:
     grads = [torch.randn(3).to(half), torch.randn(2, 2), torch.randn(4, dtype=torch.float64)]
@@ -107,32 +95,3 @@ def test_clipping_what_is_not_finite() -> None:
     assert parameters[1].grad.tolist() == [1.0, 1.0]  # type: ignore[union-attr]
     assert clip_grad_norm_(parameters, 1.0).item() == float("inf")
     assert parameters[1].grad.tolist() == [0.0, 0.0]  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("active", [False, True])
-def test_fast_layer_norm(active: bool, half: torch.dtype) -> None:
-    norm, plain = FastLayerNorm(6, eps=1e-3), nn.LayerNorm(6, eps=1e-3, dtype=torch.float64)
-    with torch.no_grad():
-        norm.weight.copy_(torch.randn(6))
-        norm.bias.copy_(torch.randn(6))
-    plain.load_state_dict(norm.state_dict())
-    input = torch.randn(3, 6)
-    if active:
-        autoamp.init(dtype=half, device_type="cpu")
-    torch.testing.assert_close(norm(input), plain(input.double()).float())
-    torch.testing.assert_close(norm(input.to(half)), plain(input.to(half).double()).to(half))
-    assert norm.epsilon == 1e-3
-
-
-def test_by_the_names_of_apex(apex: Any) -> None:
-    import apex.contrib.clip_grad
-    import apex.contrib.layer_norm
-    from apex.contrib.xentropy import SoftmaxCrossEntropyLoss as theirs  # noqa: N813
-
-    logits = torch.randn(4, 5)
-    torch.testing.assert_close(theirs.apply(logits, LABELS, 0.1, 0, True), smoothed(logits, LABELS, 0.1, 0))
-    assert apex.contrib.clip_grad.clip_grad_norm_ is clip_grad_norm_
-    assert apex.contrib.layer_norm.FastLayerNorm is FastLayerNorm
-    for name in ("bottleneck", "conv_bias_relu", "fmha", "index_mul_2d", "peer_memory"):
-        with pytest.raises(ImportError, match="does not provide it"):
-            __import__(f"apex.contrib.{name}")

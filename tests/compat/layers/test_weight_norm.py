@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -211,12 +210,3 @@ def test_computes_in_fp32_for_half_weights(dim: int | None) -> None:
     weight = WeightNorm("weight", dim, layer).compute_weight(layer, "weight")
     assert weight.dtype is torch.float16
     torch.testing.assert_close(weight.detach(), (layer.weight_g.detach() / 8).expand(1, 64))
-
-
-def test_by_the_names_of_apex(apex: Any) -> None:
-    from apex.reparameterization import WeightNorm as theirs  # noqa: N813
-    from apex.reparameterization import apply_weight_norm as apply
-
-    assert theirs is WeightNorm
-    assert set(apply(nn.Linear(3, 2)).state_dict()) == {"weight_g", "weight_v", "bias"}
-    assert apex.reparameterization.weight_norm.WeightNorm is WeightNorm

@@ -1,14 +1,16 @@
-"""The optimizer steps against torch's own optimizers, or against their papers' formulas, in fp64."""
+"""The optimizer steps against torch's own optimizers and those of `autoamp.optimizers`, in fp64."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from autoamp import optimizers as fused
 from autoamp.compat.multi_tensor import optimizers as mo
 from autoamp.errors import UsageError
 
@@ -21,293 +23,235 @@ DTYPES = [
     (torch.float16, torch.float32),
     (torch.bfloat16, torch.bfloat16),
 ]
-dtypes = pytest.mark.parametrize(("grad_dtype", "dtype"), DTYPES)
+BETAS = (0.9, 0.99)
+ADAM = (*BETAS, 1e-8)
+LAMB = (*BETAS, 1e-6)
 
 
 def flag(value: int = 0) -> Tensor:
     return torch.tensor([value], dtype=torch.int32)
 
 
-def params_of(dtype: torch.dtype) -> list[Tensor]:
-    torch.manual_seed(0)
-    return [torch.randn(shape, dtype=torch.float64).to(dtype) for shape in SHAPES]
+def one(value: float) -> Tensor:
+    return torch.tensor([value])
 
 
-def grads_of(dtype: torch.dtype, step: int) -> list[Tensor]:
-    torch.manual_seed(step)
-    return [torch.randn(shape, dtype=torch.float64).to(dtype) for shape in SHAPES]
+def tensors(dtype: torch.dtype, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for shape in SHAPES]
 
 
-def state_of(dtype: torch.dtype) -> list[Tensor]:
-    return [torch.zeros(shape, dtype=torch.promote_types(dtype, torch.float32)) for shape in SHAPES]
+def norm_of(grads: list[Tensor]) -> Tensor:
+    return torch.nn.utils.get_total_norm([grad.double() for grad in grads]).float().reshape(1)
 
 
-def assert_near(found: list[Tensor], expected: list[Tensor]) -> None:
-    # A parameter in bf16 is rounded at each step.
-    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one.double(), other, rtol=tolerance[one.dtype], atol=tolerance[one.dtype])
+@dataclass
+class Case:
+    """A function of `amp_C`, called with (noop_flag, grads, params, states, step), and an optimizer that steps alike.
+
+    ``is_exact`` is False where a number that is fp32 by its definition enters an fp64 step.
+    """
+
+    call: Callable[..., None]
+    reference: Callable[[Any], torch.optim.Optimizer]
+    states: int = 2
+    is_exact: bool = True
 
 
-def by_torch(
-    make: Callable[[list[Tensor]], torch.optim.Optimizer], grad_dtype: torch.dtype, dtype: torch.dtype
-) -> list[Tensor]:
-    """Step one of torch's optimizers in fp64, from the same parameters and gradients."""
-    params = [torch.nn.Parameter(param.double()) for param in params_of(dtype)]
-    optimizer = make(params)
-    for step in range(STEPS):
-        for param, grad in zip(params, grads_of(grad_dtype, step), strict=True):
+def sgd(momentum: float, dampening: float = 0.0, nesterov: bool = False, after: bool = False) -> Case:
+    def call(noop: Tensor, grads: Any, params: Any, states: Any, step: int) -> None:
+        lists = [grads, params, *states]
+        mo.multi_tensor_sgd(1, noop, lists, 0.1, momentum, dampening, 0.05, nesterov, step == 1, after, 1.0)
+
+    options: dict[str, Any] = {"momentum": momentum, "dampening": dampening, "weight_decay": 0.1, "nesterov": nesterov}
+    if after:
+        return Case(call, lambda those: fused.FusedSGD(those, 0.05, wd_after_momentum=True, **options), 1)
+    return Case(call, lambda those: torch.optim.SGD(those, 0.05, **options), 1)
+
+
+def adam(kind: Any, mode: int) -> Case:
+    def call(noop: Tensor, grads: Any, params: Any, states: Any, step: int) -> None:
+        mo.multi_tensor_adam(1, noop, [grads, params, *states], 0.02, *ADAM, step, mode, 1, 0.1)
+
+    return Case(call, lambda those: kind(those, lr=0.02, betas=BETAS, weight_decay=0.1))
+
+
+def uncorrected(noop: Tensor, grads: Any, params: Any, states: Any, step: int) -> None:
+    mo.multi_tensor_adam(1, noop, [grads, params, *states], 0.02, *ADAM, step, 1, 0, 0.0)
+
+
+def capturable(kind: Any, mode: int, masters: bool = False) -> Case:
+    def call(noop: Tensor, grads: Any, params: Any, states: Any, step: int) -> None:
+        numbers = (torch.tensor(0.02), *ADAM, torch.tensor([step], dtype=torch.int32), mode, 1, 0.1, one(1.0))
+        if masters:
+            models, *averages = states
+            mo.multi_tensor_adam_capturable_master(1, noop, [grads, models, *averages, params], *numbers)
+        else:
+            mo.multi_tensor_adam_capturable(1, noop, [grads, params, *states], *numbers)
+
+    return Case(call, adam(kind, mode).reference, 2 + masters, is_exact=False)
+
+
+def adagrad(mode: int, make: Any) -> Case:
+    def call(noop: Tensor, grads: Any, params: Any, states: Any, step: int) -> None:
+        mo.multi_tensor_adagrad(1, noop, [grads, params, *states], 0.1, 1e-8, mode, 0.1)
+
+    return Case(call, make, 1)
+
+
+def novograd(mode: int, norm_type: int, averaging: bool) -> Case:
+    def call(noop: Tensor, grads: Any, params: Any, states: Any, step: int) -> None:
+        firsts, averages = states
+        # One fp32 norm for each gradient, kept in the first elements of the second state.
+        norms = torch.stack([average.flatten()[0].float() for average in averages])
+        lists = [grads, params, firsts]
+        mo.multi_tensor_novograd(1, noop, lists, norms, 0.02, 0.9, 0.8, 1e-8, step, 1, 0.1, averaging, mode, norm_type)
+        for average, norm in zip(averages, norms, strict=True):
+            average.flatten()[0] = norm
+
+    options: dict[str, Any] = {"reg_inside_moment": mode == 0, "norm_type": norm_type, "grad_averaging": averaging}
+    options |= {"betas": (0.9, 0.8), "weight_decay": 0.1, "init_zero": True}
+    return Case(call, lambda those: fused.FusedNovoGrad(those, 0.02, **options), is_exact=False)
+
+
+def fused_lamb(decay: float, nvlamb: bool, limit: float, mode: int) -> Callable[[Any], torch.optim.Optimizer]:
+    options: dict[str, Any] = {"weight_decay": decay, "use_nvlamb": nvlamb, "max_grad_norm": limit}
+    return lambda those: fused.FusedLAMB(those, 0.02, betas=BETAS, adam_w_mode=mode == 1, **options)
+
+
+def lamb(decay: float, nvlamb: bool, limit: float, mode: int = 1) -> Case:
+    def call(noop: Tensor, grads: Any, params: Any, states: Any, step: int) -> None:
+        numbers = (0.02, *LAMB, step, 1, decay, 1, mode, norm_of(grads), limit, nvlamb)
+        mo.multi_tensor_lamb(1, noop, [grads, params, *states], *numbers)
+
+    return Case(call, fused_lamb(decay, nvlamb, limit, mode), is_exact=False)
+
+
+def mixed_lamb(copies: bool, by_found_inf: bool = False) -> Case:
+    def call(noop: Tensor, grads: Any, params: Any, states: Any, step: int) -> None:
+        lists = [[grad * 8 for grad in grads], params, *states]
+        noop, found = (flag(), noop.float()) if by_found_inf else (noop, one(0.0))
+        numbers = (one(0.02), *LAMB, torch.tensor([step]), 1, 0.1, 1, 1, norm_of(grads), one(0.5), False, found)
+        mo.multi_tensor_lamb_mp(1, noop, lists, *numbers, one(0.125))
+
+    return Case(call, fused_lamb(0.1, False, 0.5, 1), 2 + copies, is_exact=False)
+
+
+def staged_lamb(noop: Tensor, grads: Any, params: Any, states: Any, step: int) -> None:
+    decays, updates = torch.tensor([0.1, 0.1]), [torch.zeros_like(state) for state in states[0]]
+    mo.multi_tensor_lamb_stage1(
+        1, noop, [grads, params, *states, updates], decays, step - 1, *LAMB, norm_of(grads), 0.5
+    )
+    norms = [torch.stack([tensor.norm().float() for tensor in those]) for those in (params, updates)]
+    mo.multi_tensor_lamb_stage2(1, noop, [params, updates], *norms, 0.02, 0.1)
+
+
+CASES = {
+    "sgd": sgd(0.0),
+    "sgd with dampening": sgd(0.9, 0.3),
+    "sgd of Nesterov": sgd(0.9, nesterov=True),
+    "sgd with decay after momentum": sgd(0.9, after=True),
+    "adam": adam(torch.optim.Adam, 0),
+    "adamw": adam(torch.optim.AdamW, 1),
+    "adam uncorrected": Case(uncorrected, lambda those: fused.FusedAdam(those, 0.02, False, BETAS)),
+    "capturable adam": capturable(torch.optim.Adam, 0),
+    "capturable adamw": capturable(torch.optim.AdamW, 1),
+    "capturable adamw with masters": capturable(torch.optim.AdamW, 1, masters=True),
+    "adagrad": adagrad(0, lambda those: torch.optim.Adagrad(those, 0.1, weight_decay=0.1, eps=1e-8)),
+    "adagrad decoupled": adagrad(1, lambda those: fused.FusedAdagrad(those, 0.1, 1e-8, 0.1, adagrad_w_mode=True)),
+    "novograd": novograd(0, 2, True),
+    "novograd outside": novograd(1, 2, False),
+    "novograd of inf norms": novograd(1, 0, True),
+    "lamb": lamb(0.1, False, 0.5),
+    "lamb with decay of gradients": lamb(0.1, False, 100.0, mode=0),
+    "lamb without decay": lamb(0.0, False, 0.0),
+    "lamb of nv": lamb(0.0, True, 0.5),
+    "mixed lamb": mixed_lamb(False),
+    "mixed lamb with copies": mixed_lamb(True),
+    "mixed lamb by found_inf": mixed_lamb(False, by_found_inf=True),
+    "lamb in two stages": Case(staged_lamb, fused_lamb(0.1, False, 0.5, 1), is_exact=False),
+}
+cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+def zeros(dtype: torch.dtype, count: int) -> list[list[Tensor]]:
+    return [[torch.zeros(shape, dtype=dtype) for shape in SHAPES] for _ in range(count)]
+
+
+@cases
+@pytest.mark.parametrize(("grad_dtype", "dtype"), DTYPES)
+def test_steps_are_those_of_the_optimizer(case: Case, grad_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    params, states = tensors(dtype, 0), zeros(torch.promote_types(dtype, torch.float32), case.states)
+    exact = [torch.nn.Parameter(param.double()) for param in params]
+    optimizer = case.reference(exact)
+    for step in range(1, STEPS + 1):
+        case.call(flag(), tensors(grad_dtype, step), params, states, step)
+        for param, grad in zip(exact, tensors(grad_dtype, step), strict=True):
             param.grad = grad.double()
         optimizer.step()
-    return [param.detach() for param in params]
+    # A parameter in bf16 is rounded at each step.
+    tolerance = {torch.float64: 1e-12 if case.is_exact else 1e-5, torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
+    for param, other in zip(params, exact, strict=True):
+        torch.testing.assert_close(param.double(), other.detach(), rtol=tolerance, atol=tolerance)
 
 
-@dtypes
-@pytest.mark.parametrize(
-    ("momentum", "dampening", "nesterov"), [(0.0, 0.0, False), (0.9, 0.3, False), (0.9, 0.0, True)]
-)
-def test_sgd(grad_dtype: torch.dtype, dtype: torch.dtype, momentum: float, dampening: float, nesterov: bool) -> None:
-    params, momentums, copies = params_of(dtype), state_of(dtype), params_of(torch.float16)
-    for step in range(STEPS):
-        halved = [grad / 2 for grad in grads_of(grad_dtype, step)]
-        lists = [halved, params, momentums, copies]
-        mo.multi_tensor_sgd(1, flag(), lists, 0.1, momentum, dampening, 0.05, nesterov, step == 0, False, 2.0)
-    options = {"lr": 0.05, "momentum": momentum, "dampening": dampening, "weight_decay": 0.1, "nesterov": nesterov}
-    expected = by_torch(lambda those: torch.optim.SGD(those, **options), grad_dtype, dtype)
-    assert_near(params, expected)
-    for copy, param in zip(copies, expected, strict=True):
-        torch.testing.assert_close(copy, param.half(), rtol=3e-2, atol=3e-2)
+@cases
+def test_state_in_half_is_written(case: Case) -> None:
+    ends = []
+    for dtype in (torch.float16, torch.float32):
+        params, states = [tensor.half().to(dtype) for tensor in tensors(torch.float64, 0)], zeros(dtype, case.states)
+        case.call(flag(), tensors(torch.float16, 1), params, states, 1)
+        ends.append([params, *states])
+    for halves, wide in zip(*ends, strict=True):
+        torch.testing.assert_close(halves, [tensor.half() for tensor in wide])
 
 
-def test_sgd_with_decay_after_momentum() -> None:
-    params, momentums = params_of(torch.float64), state_of(torch.float64)
-    expected, buffers = params_of(torch.float64), state_of(torch.float64)
-    for step in range(STEPS):
-        grads = grads_of(torch.float64, step)
-        mo.multi_tensor_sgd(1, flag(), [grads, params, momentums], 0.1, 0.9, 0.0, 0.05, False, step == 0, True, 1.0)
-        buffers = [0.9 * buffer + grad for buffer, grad in zip(buffers, grads, strict=True)]
-        expected = [w - 0.05 * (buffer + 0.1 * w) for w, buffer in zip(expected, buffers, strict=True)]
-    assert_near(params, expected)
-    assert_near(momentums, buffers)
+@cases
+def test_a_set_flag_leaves_all_tensors_as_they_are(case: Case) -> None:
+    grads, params, states = tensors(torch.float32, 1), tensors(torch.float32, 0), zeros(torch.float32, case.states)
+    lists = [grads, params, *states]
+    before = [[tensor.clone() for tensor in those] for those in lists]
+    case.call(flag(1), grads, params, states, 1)
+    torch.testing.assert_close(lists, before, rtol=0, atol=0)
+    case.call(flag(0), grads, params, states, 1)
+    torch.testing.assert_close(grads, before[0], rtol=0, atol=0)
+    assert not any(map(torch.equal, params, before[1]))
 
 
-@dtypes
-@pytest.mark.parametrize(("mode", "kind"), [(0, torch.optim.Adam), (1, torch.optim.AdamW)])
-def test_adam(grad_dtype: torch.dtype, dtype: torch.dtype, mode: int, kind: Any) -> None:
-    params, firsts, seconds = params_of(dtype), state_of(dtype), state_of(dtype)
-    for step in range(STEPS):
-        lists = [grads_of(grad_dtype, step), params, firsts, seconds]
-        mo.multi_tensor_adam(1, flag(), lists, 0.02, 0.9, 0.99, 1e-8, step + 1, mode, 1, 0.1)
-    options = {"lr": 0.02, "betas": (0.9, 0.99), "weight_decay": 0.1}
-    assert_near(params, by_torch(lambda those: kind(those, **options), grad_dtype, dtype))
+@cases
+def test_lists_that_do_not_fit_change_nothing(case: Case) -> None:
+    grads, params, states = tensors(torch.float32, 1), tensors(torch.float32, 0), zeros(torch.float32, case.states)
+    before = [tensor.clone() for tensor in params]
+    with pytest.raises(UsageError, match="of one length"):
+        case.call(flag(0), grads[:1], params, states, 1)
+    torch.testing.assert_close(params, before, rtol=0, atol=0)
 
 
-@dtypes
-@pytest.mark.parametrize(("mode", "kind"), [(0, torch.optim.Adam), (1, torch.optim.AdamW)])
-@pytest.mark.parametrize("masters", [False, True])
-def test_capturable_adam(
-    grad_dtype: torch.dtype, dtype: torch.dtype, mode: int, kind: Any, masters: bool, half: torch.dtype
-) -> None:
-    params, firsts, seconds = params_of(dtype), state_of(dtype), state_of(dtype)
-    models, call = [param.to(half) for param in params], mo.multi_tensor_adam_capturable
-    lr, scale = torch.tensor(0.02), torch.tensor([0.25])
-    for step in range(STEPS):
-        grads = [grad * 4 for grad in grads_of(grad_dtype, step)]
-        lists = [grads, models if masters else params, firsts, seconds, *([params] if masters else [])]
-        if masters:
-            call = mo.multi_tensor_adam_capturable_master
-        number = torch.tensor([step + 1], dtype=torch.int32)
-        call(1, flag(), lists, lr, 0.9, 0.99, 1e-8, number, mode, 1, 0.1, scale)
-        for grad, true in zip(grads, grads_of(grad_dtype, step), strict=True):
-            assert torch.equal(grad, true)
-        kept = [[tensor.clone() for tensor in tensors] for tensors in lists]
-        lists[0][0].fill_(float("inf"))
-        kept[0][0].fill_(float("inf"))
-        call(1, flag(1), lists, lr, 0.9, 0.99, 1e-8, number, mode, 1, 0.1, scale)
-        torch.testing.assert_close(lists, kept, rtol=0, atol=0)
-    options = {"lr": 0.02, "betas": (0.9, 0.99), "weight_decay": 0.1}
-    expected = by_torch(lambda those: kind(those, **options), grad_dtype, dtype)
-    tolerance = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
-    for param, other in zip(params, expected, strict=True):
-        torch.testing.assert_close(param.double(), other, rtol=tolerance, atol=tolerance)
-    if masters and dtype is not torch.bfloat16:
-        # A master that is rounded itself, and its parameter, are roundings of one value.
-        assert all(torch.equal(model, param.to(half)) for model, param in zip(models, params, strict=True))
+def test_sgd_scales_gradients_and_writes_copies() -> None:
+    grads, params, copies = tensors(torch.float32, 1), tensors(torch.float32, 0), zeros(torch.float16, 1)[0]
+    expected = [param - 0.5 * 4.0 * grad for param, grad in zip(params, grads, strict=True)]
+    lists = [grads, params, *zeros(torch.float32, 1), copies]
+    mo.multi_tensor_sgd(1, flag(), lists, 0.0, 0.0, 0.0, 0.5, False, True, False, 4.0)
+    torch.testing.assert_close(params, expected)
+    assert all(torch.equal(copy, param.half()) for copy, param in zip(copies, params, strict=True))
 
 
-@pytest.mark.parametrize("copies", [False, True])
-def test_mixed_lamb_is_lamb_by_unscaled_gradients(copies: bool, half: torch.dtype) -> None:
-    runs: list[list[list[Tensor]]] = []
-    models = params_of(half)
-    for mixed in (False, True):
-        params, firsts, seconds = params_of(torch.float32), state_of(torch.float32), state_of(torch.float32)
-        for step in range(1, STEPS + 1):
-            grads = grads_of(half, step)
-            norm = torch.cat([grad.float().flatten() for grad in grads]).norm().reshape(1)
-            head = (0.9, 0.99, 1e-6)
-            if not mixed:
-                args = (0.02, *head, step, 1, 0.1, 1, 1, norm, 0.5, True)
-                mo.multi_tensor_lamb(1, flag(), [grads, params, firsts, seconds], *args)
-                continue
-            lists = [[grad * 8 for grad in grads], params, firsts, seconds, *([models] if copies else [])]
-            one, count = torch.tensor([0.02]), torch.tensor([step], dtype=torch.int32)
-            limit, inverse = torch.tensor([0.5]), torch.tensor([0.125])
-            for found in (1.0, 0.0):
-                args = (one, *head, count, 1, 0.1, 1, 1, norm, limit, True, torch.tensor([found]), inverse)
-                mo.multi_tensor_lamb_mp(1, flag(), lists, *args)
-                mo.multi_tensor_lamb_mp(1, flag(1), lists, *args)
-        runs.append([params, firsts, seconds])
-    torch.testing.assert_close(runs[0], runs[1])
-    if copies:
-        assert all(torch.equal(model, param.to(half)) for model, param in zip(models, runs[1][0], strict=True))
+def test_capturable_adam_unscales_gradients_and_copies_masters(half: torch.dtype) -> None:
+    true, masters, plain = tensors(half, 1), tensors(torch.float32, 0), tensors(torch.float32, 0)
+    grads, (models,) = [grad * 4 for grad in true], zeros(half, 1)
+    number = torch.tensor([1], dtype=torch.int32)
+    lists = [grads, models, *zeros(torch.float32, 2), masters]
+    mo.multi_tensor_adam_capturable_master(1, flag(), lists, one(0.02), *ADAM, number, 1, 1, 0.1, one(0.25))
+    mo.multi_tensor_adam(1, flag(), [true, plain, *zeros(torch.float32, 2)], 0.02, *ADAM, 1, 1, 1, 0.1)
+    assert all(map(torch.equal, grads, true))
+    torch.testing.assert_close(masters, plain)
+    assert all(torch.equal(model, master.to(half)) for model, master in zip(models, masters, strict=True))
 
 
-def test_adam_without_bias_correction() -> None:
-    params, firsts, seconds = params_of(torch.float64), state_of(torch.float64), state_of(torch.float64)
-    before, grads = params_of(torch.float64), grads_of(torch.float64, 0)
-    mo.multi_tensor_adam(1, flag(), [grads, params, firsts, seconds], 0.02, 0.9, 0.99, 1e-8, 1, 1, 0, 0.0)
-    expected = [w - 0.02 * 0.1 * grad / ((0.01 * grad**2).sqrt() + 1e-8) for w, grad in zip(before, grads, strict=True)]
-    assert_near(params, expected)
-
-
-@dtypes
-def test_adagrad(grad_dtype: torch.dtype, dtype: torch.dtype) -> None:
-    params, sums = params_of(dtype), state_of(dtype)
-    for step in range(STEPS):
-        mo.multi_tensor_adagrad(1, flag(), [grads_of(grad_dtype, step), params, sums], 0.1, 1e-8, 0, 0.1)
-    options = {"lr": 0.1, "eps": 1e-8, "weight_decay": 0.1}
-    assert_near(params, by_torch(lambda those: torch.optim.Adagrad(those, **options), grad_dtype, dtype))
-
-
-def test_adagrad_with_decoupled_decay() -> None:
-    params, sums, before, grads = (
-        *(params_of(torch.float64), state_of(torch.float64)),
-        params_of(torch.float64),
-        grads_of(torch.float64, 0),
-    )
-    mo.multi_tensor_adagrad(1, flag(), [grads, params, sums], 0.1, 1e-8, 1, 0.2)
-    expected = [w - 0.1 * (grad / (grad.abs() + 1e-8) + 0.2 * w) for w, grad in zip(before, grads, strict=True)]
-    assert_near(params, expected)
-
-
-@pytest.mark.parametrize("mode", [0, 1])
-@pytest.mark.parametrize("norm_type", [2, 0])
-@pytest.mark.parametrize("averaging", [1, 0])
-def test_novograd(mode: int, norm_type: int, averaging: int) -> None:
-    params, firsts, norms = params_of(torch.float64), state_of(torch.float64), torch.tensor([0.5, 1.5])
-    expected, moments, blended = params_of(torch.float64), state_of(torch.float64), [0.5, 1.5]
-    for step in range(STEPS):
-        grads = grads_of(torch.float64, step)
-        mo.multi_tensor_novograd(
-            1,
-            flag(),
-            [grads, params, firsts],
-            norms,
-            0.02,
-            0.9,
-            0.8,
-            1e-8,
-            step + 1,
-            1,
-            0.1,
-            averaging,
-            mode,
-            norm_type,
-        )
-        for place, grad in enumerate(grads):
-            if norm_type == 2:
-                blended[place] = (0.8 * blended[place] ** 2 + 0.2 * float(grad.norm()) ** 2) ** 0.5
-            else:
-                blended[place] = 0.8 * blended[place] + 0.2 * float(grad.abs().max())
-            scale = blended[place] / (1 - 0.8 ** (step + 1)) ** 0.5 + 1e-8
-            entering = grad / scale + 0.1 * expected[place] if mode == 0 else grad
-            moments[place] = 0.9 * moments[place] + (0.1 if averaging else 1.0) * entering
-            update = moments[place] / (1 - 0.9 ** (step + 1))
-            if mode == 1:
-                update = update / scale + 0.1 * expected[place]
-            expected[place] = expected[place] - 0.02 * update
-    torch.testing.assert_close(norms, torch.tensor(blended))
-    # The norms are kept in fp32.
-    for one, other in zip(params, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-
-
-def lamb(
-    params: list[Tensor],
-    grads: list[Tensor],
-    moments: list[list[Tensor]],
-    step: int,
-    clip: float,
-    decay: float,
-    mode: int,
-    trust: bool,
-) -> list[Tensor]:
-    """Take LAMB's step by its formula, in fp64; the moments are changed."""
-    result = []
-    for place, (w, raw) in enumerate(zip(params, grads, strict=True)):
-        grad = raw / clip + (decay * w if mode == 0 else 0.0)
-        moments[0][place] = 0.9 * moments[0][place] + 0.1 * grad
-        moments[1][place] = 0.99 * moments[1][place] + 0.01 * grad**2
-        update = moments[0][place] / (1 - 0.9**step) / ((moments[1][place] / (1 - 0.99**step)).sqrt() + 1e-6)
-        update = update + (decay * w if mode == 1 else 0.0)
-        result.append(w - 0.02 * (w.norm() / update.norm() if trust else 1.0) * update)
-    return result
-
-
-@dtypes
-@pytest.mark.parametrize("mode", [0, 1])
-@pytest.mark.parametrize(("decay", "nvlamb"), [(0.1, False), (0.0, False), (0.0, True)])
-@pytest.mark.parametrize("limit", [0.5, 100.0, 0.0])
-def test_lamb(grad_dtype: torch.dtype, dtype: torch.dtype, mode: int, decay: float, nvlamb: bool, limit: float) -> None:
-    params, firsts, seconds = params_of(dtype), state_of(dtype), state_of(dtype)
-    expected = [param.double().clone() for param in params]
-    moments = [state_of(torch.float64), state_of(torch.float64)]
-    for step in range(1, STEPS + 1):
-        grads = grads_of(grad_dtype, step)
-        lists = [grads, params, firsts, seconds]
-        norm = torch.cat([grad.double().flatten() for grad in grads]).norm().reshape(1)
-        args = (0.02, 0.9, 0.99, 1e-6, step, 1, decay, 1, mode, norm.float(), limit, nvlamb)
-        mo.multi_tensor_lamb(1, flag(), lists, *args)
-        clip = max(float(norm) / limit, 1.0) if limit else 1.0
-        expected = lamb(
-            expected, [grad.double() for grad in grads], moments, step, clip, decay, mode, bool(decay or nvlamb)
-        )
-    for one, other in zip(params, expected, strict=True):
-        tolerance = 1e-5 if one.dtype is not torch.bfloat16 else 3e-2
-        torch.testing.assert_close(one.double(), other, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("copy_dtype", [torch.float32, torch.float16])
-def test_lamb_in_two_stages(copy_dtype: torch.dtype) -> None:
-    params, firsts, seconds = (params_of(torch.float32), state_of(torch.float32), state_of(torch.float32))
-    moments = [state_of(torch.float64), state_of(torch.float64)]
-    expected = [param.double().clone() for param in params]
-    for step in range(STEPS):
-        grads = grads_of(torch.float32, step)
-        updates = [torch.zeros_like(param) for param in params]
-        stage1 = [grads, params, firsts, seconds, updates]
-        mo.multi_tensor_lamb_stage1(
-            1, flag(), stage1, torch.tensor([0.1, 0.1]), step, 0.9, 0.99, 1e-6, torch.tensor([6.0]), 2.0
-        )
-        norms = [torch.stack([tensor.norm() for tensor in tensors]) for tensors in (params, updates)]
-        mo.multi_tensor_lamb_stage2(1, flag(), [params, updates], *norms, 0.02, 0.1)
-        expected = lamb(expected, [grad.double() for grad in grads], moments, step + 1, 3.0, 0.1, 1, True)
-    assert_near(params, expected)
-
-
-@pytest.mark.parametrize("name", ["sgd", "adam", "adagrad", "novograd", "lamb", "stage1"])
-def test_state_in_half_is_written(name: str) -> None:
-    halves, wide = ([grads_of(torch.float16, place) for place in range(6)] for _ in range(2))
-    for lists in (halves, wide):
-        lists[3] = [tensor.abs() for tensor in lists[3]]
-        lists[2] = [tensor.abs() for tensor in lists[2]]
-        lists[4] = [torch.ones(2)]
-    wide[:4] = [[tensor.float() for tensor in tensors] for tensors in wide[:4]]
-    CALLS[name](flag(), halves)
-    CALLS[name](flag(), wide)
-    for place in (1, 2, 3, 5):
-        for one, other in zip(halves[place], wide[place], strict=True):
-            torch.testing.assert_close(one, other.half())
+def test_mixed_lamb_writes_copies(half: torch.dtype) -> None:
+    params, averages, (copies,) = tensors(torch.float32, 0), zeros(torch.float32, 2), zeros(half, 1)
+    CASES["mixed lamb with copies"].call(flag(), tensors(half, 1), params, [*averages, copies], 1)
+    assert all(torch.equal(copy, param.to(half)) for copy, param in zip(copies, params, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -322,62 +266,11 @@ def test_lamb_ratio(args: tuple[Any, ...], ratio: float) -> None:
     assert params[1].tolist() == [0.5] * 2
 
 
-CALLS: dict[str, Callable[[Tensor, list[list[Tensor]]], None]] = {
-    "sgd": lambda noop, t: mo.multi_tensor_sgd(1, noop, t[:3], 0.1, 0.9, 0.0, 0.1, False, True, False, 1.0),
-    "adam": lambda noop, t: mo.multi_tensor_adam(1, noop, t[:4], 0.1, 0.9, 0.9, 1e-8, 1, 1, 1, 0.1),
-    "adagrad": lambda noop, t: mo.multi_tensor_adagrad(1, noop, t[:3], 0.1, 1e-8, 0, 0.1),
-    "novograd": lambda noop, t: mo.multi_tensor_novograd(
-        1, noop, t[:3], t[4][0], 0.1, 0.9, 0.9, 1e-8, 1, 1, 0.1, 1, 1, 2
-    ),
-    "lamb": lambda noop, t: mo.multi_tensor_lamb(1, noop, t[:4], 0.1, 0.9, 0.9, 1e-8, 1, 1, 0.1, 1, 1, 3.0, 1.0),
-    "stage1": lambda noop, t: mo.multi_tensor_lamb_stage1(
-        1, noop, [*t[:4], t[5]], t[4][0], 1, 0.9, 0.9, 1e-8, 3.0, 1.0
-    ),
-    "stage2": lambda noop, t: mo.multi_tensor_lamb_stage2(1, noop, t[1:3], t[4][0], t[4][0], 0.1, 0.1),
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_flag_holds_everything_back(name: str, dtype: torch.dtype) -> None:
-    lists = [grads_of(dtype, place) for place in range(6)]
-    lists[4] = [torch.ones(2)]
-    lists[3] = [tensor.abs() for tensor in lists[3]]
-    before = [[tensor.clone() for tensor in tensors] for tensors in lists]
-    CALLS[name](flag(1), lists)
-    torch.testing.assert_close(lists, before, rtol=0, atol=0)
-    CALLS[name](flag(0), lists)
-    changed = [
-        place
-        for place in range(6)
-        if any(not torch.equal(*pair) for pair in zip(lists[place], before[place], strict=True))
-    ]
-    assert changed
-    assert 0 not in changed, "gradients stay as they are"
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_lists_that_do_not_fit_change_nothing(name: str) -> None:
-    lists = [grads_of(torch.float32, place) for place in range(6)]
-    lists[2] = lists[2][:1]
-    before = [[tensor.clone() for tensor in tensors] for tensors in lists]
-    with pytest.raises(UsageError, match="of one length"):
-        CALLS[name](flag(0), lists)
-    torch.testing.assert_close(lists, before, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("mode", [-1, 2])
 def test_unknown_modes(mode: int) -> None:
-    lists = [grads_of(torch.float32, place) for place in range(4)]
-    for call in (
-        lambda: mo.multi_tensor_adam(1, flag(), lists, 0.1, 0.9, 0.9, 1e-8, 1, mode, 1, 0.1),
-        lambda: mo.multi_tensor_adagrad(1, flag(), lists[:3], 0.1, 1e-8, mode, 0.1),
-        lambda: mo.multi_tensor_lamb(1, flag(), lists, 0.1, 0.9, 0.9, 1e-8, 1, 1, 0.1, 1, mode, 3.0, 1.0),
-        lambda: mo.multi_tensor_novograd(
-            1, flag(), lists[:3], torch.ones(2), 0.1, 0.9, 0.9, 1e-8, 1, 1, 0.1, 1, mode, 2
-        ),
-    ):
+    lists = [tensors(torch.float32, place) for place in range(4)]
+    for case in (adam(None, mode), adagrad(mode, None), lamb(0.1, False, 1.0, mode), novograd(mode, 2, True)):
         with pytest.raises(UsageError, match=f"mode={mode}"):
-            call()
+            case.call(flag(), *lists[:2], lists[2 : 2 + case.states], 1)
     with pytest.raises(UsageError, match="norm_type=1"):
-        mo.multi_tensor_novograd(1, flag(), lists[:3], torch.ones(2), 0.1, 0.9, 0.9, 1e-8, 1, 1, 0.1, 1, 0, 1)
+        novograd(0, 1, True).call(flag(), *lists[:2], lists[2:], 1)

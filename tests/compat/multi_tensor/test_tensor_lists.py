@@ -262,11 +262,3 @@ def test_by_the_names_of_apex(apex: Any) -> None:
     assert amp_C.update_scale_hysteresis is mt.update_scale_hysteresis
     with pytest.raises(AttributeError, match="not provided"):
         _ = amp_C.multi_tensor_nope
-
-
-def test_modules_of_apex_leave_with_it() -> None:
-    import importlib.util
-    import sys
-
-    assert importlib.util.find_spec("amp_C") is None
-    assert "apex_C" not in sys.modules
