@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from autoamp.compat import added_to_real_apex, install_as_apex, uninstall
 from autoamp.errors import UsageError
+from tests.launches import ROOT, launched
 
 # The packages of NVIDIA's apex since amp was removed, as far as a program sees them without a GPU.
 REAL = {
@@ -68,19 +68,20 @@ def importable(site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[name]
 
 
+def test_what_a_real_apex_lacks_is_added(importable: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    install_as_apex(device_type="cpu")
+    exec(PROGRAM, {})
+    assert "Megatron" in capsys.readouterr().out
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize("start", ["run", "code"])
-def test_what_a_real_apex_lacks_is_added(start: str, site: Path) -> None:
-    program = site.parent / "program.py"
-    head = "" if start == "run" else "import autoamp.compat\nautoamp.compat.install_as_apex(device_type='cpu')\n"
-    program.write_text(f"import sys\nsys.path.insert(0, {str(site)!r})\n{head}{PROGRAM}", encoding="utf-8")
-    command = [sys.executable, *(("-m", "autoamp", "run", "--device-type", "cpu") if start == "run" else ()), program]
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), str(Path(__file__).parents[2])])}
-    ended = subprocess.run(command, env=environ, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    assert "Megatron" in ended.stdout
-    if start == "run":
-        assert "autoamp adds what it lacks: RNN, amp, fp16_utils" in ended.stderr.replace("\n  ", " ")
+def test_the_command_adds_what_a_real_apex_lacks(site: Path) -> None:
+    (site / "program.py").write_text(PROGRAM, encoding="utf-8")
+    runs = {"run": ["run", "--device-type", "cpu", "program.py"]}
+    ended = launched(site, runs, PYTHONPATH=os.pathsep.join([str(site), str(ROOT)]))["run"]
+    assert ended.code == 0, ended.err
+    assert "Megatron" in ended.out
+    assert "autoamp adds what it lacks: RNN, amp, fp16_utils" in ended.err.replace("\n  ", " ")
 
 
 @pytest.mark.parametrize("is_imported", [False, True])

@@ -102,24 +102,19 @@ def test_text_can_be_imported_without_spacy(modules: None, monkeypatch: pytest.M
         transform.SpacyTokenizer("en")
 
 
-def test_tokenizer_is_made_as_spacy_3_wants_it(modules: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("version", ["2.3.9", "3.8.1"])
+def test_tokenizer_is_made_as_each_spacy_wants_it(modules: None, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     spacy, symbols = types.ModuleType("spacy"), types.ModuleType("spacy.symbols")
-    vars(spacy).update(__version__="3.8.1", blank=lambda lang: f"blank {lang}")
+    old, new = (lambda lang, disable: (lang, disable)), (lambda lang: f"blank {lang}")
+    vars(spacy).update(__version__=version, blank=new if version[0] == "3" else old)
     vars(symbols)["ORTH"] = 65
     monkeypatch.setitem(sys.modules, "spacy", spacy)
     monkeypatch.setitem(sys.modules, "spacy.symbols", symbols)
     transform = importlib.import_module("fastai.text.transform")
+    if version[0] == "2":
+        assert transform.SpacyTokenizer("en").tok == ("en", ["parser", "tagger", "ner"])
+        return
     assert transform.SpacyTokenizer("en").tok == "blank en"
     shims.disable()
     with pytest.raises(TypeError, match="disable"):
         transform.SpacyTokenizer("en")
-
-
-def test_tokenizer_stays_as_it_is_beside_spacy_2(modules: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    spacy, symbols = types.ModuleType("spacy"), types.ModuleType("spacy.symbols")
-    vars(spacy).update(__version__="2.3.9", blank=lambda lang, disable: (lang, disable))
-    vars(symbols)["ORTH"] = 65
-    monkeypatch.setitem(sys.modules, "spacy", spacy)
-    monkeypatch.setitem(sys.modules, "spacy.symbols", symbols)
-    transform = importlib.import_module("fastai.text.transform")
-    assert transform.SpacyTokenizer("en").tok == ("en", ["parser", "tagger", "ner"])

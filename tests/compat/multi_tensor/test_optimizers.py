@@ -248,9 +248,13 @@ def test_capturable_adam_unscales_gradients_and_copies_masters(half: torch.dtype
     assert all(torch.equal(model, master.to(half)) for model, master in zip(models, masters, strict=True))
 
 
-def test_mixed_lamb_writes_copies(half: torch.dtype) -> None:
+def test_mixed_lamb_unscales_gradients_and_writes_copies(half: torch.dtype) -> None:
+    """Compared by the averages: LAMB's step hardly depends on the size of the gradients."""
     params, averages, (copies,) = tensors(torch.float32, 0), zeros(torch.float32, 2), zeros(half, 1)
+    plain, expected = tensors(torch.float32, 0), zeros(torch.float32, 2)
     CASES["mixed lamb with copies"].call(flag(), tensors(half, 1), params, [*averages, copies], 1)
+    CASES["lamb"].call(flag(), tensors(half, 1), plain, expected, 1)
+    torch.testing.assert_close([params, *averages], [plain, *expected])
     assert all(torch.equal(copy, param.to(half)) for copy, param in zip(copies, params, strict=True))
 
 
@@ -261,7 +265,10 @@ def test_mixed_lamb_writes_copies(half: torch.dtype) -> None:
 def test_lamb_ratio(args: tuple[Any, ...], ratio: float) -> None:
     params, updates = [torch.ones(2), torch.ones(2)], [torch.ones(2), torch.ones(2)]
     # The second parameter's norm is 0, so its ratio is 1.
-    mo.multi_tensor_lamb_stage2(1, flag(), [params, updates], torch.tensor([6.0, 0.0]), torch.tensor([2.0, 2.0]), *args)
+    norms = torch.tensor([6.0, 0.0]), torch.tensor([2.0, 2.0])
+    mo.multi_tensor_lamb_stage2(1, flag(1), [params, updates], *norms, *args)
+    assert params[0].tolist() == [1.0] * 2
+    mo.multi_tensor_lamb_stage2(1, flag(), [params, updates], *norms, *args)
     assert params[0].tolist() == [1.0 - 0.5 * ratio] * 2
     assert params[1].tolist() == [0.5] * 2
 
