@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -33,7 +35,9 @@ def test_program_runs_unmodified(
     install_as_apex(dtype=dtype, device_type="cpu")
     monkeypatch.setattr(sys, "argv", [str(program)])
     try:
-        runpy.run_path(str(program), run_name="__main__")
+        # Programs of several processes write their rank to the environment.
+        with mock.patch.dict(os.environ):
+            runpy.run_path(str(program), run_name="__main__")
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

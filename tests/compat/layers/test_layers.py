@@ -180,18 +180,18 @@ def check(case: Case, dtype: torch.dtype, weight_dtype: torch.dtype, tolerance: 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_layer_is_torchs(case: Case, dtype: torch.dtype) -> None:
+def test_layer_matches_torch(case: Case, dtype: torch.dtype) -> None:
     assert check(case, dtype, dtype, TOLERANCE[dtype]).dtype is dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", NORMS.values(), ids=NORMS)
-def test_norm_with_fp32_weights_is_torchs(case: Case, dtype: torch.dtype) -> None:
+def test_norm_with_fp32_weights_matches_torch(case: Case, dtype: torch.dtype) -> None:
     assert check(case, dtype, torch.float32, TOLERANCE[dtype]).dtype is dtype
 
 
 @pytest.mark.parametrize("name", [*CASES, "layer norm"])
-def test_layer_under_casts_is_torchs(name: str, half: torch.dtype) -> None:
+def test_layer_under_casts_matches_torch(name: str, half: torch.dtype) -> None:
     autoamp.init(dtype=half, device_type="cpu")
     found = check({**NORMS, **CASES}[name], torch.float32, torch.float32, TOLERANCE[half])
     if name.startswith(("mlp", "dense")):

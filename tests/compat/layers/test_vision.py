@@ -37,7 +37,7 @@ def test_group_norm_keeps_channels_last(act: str, half: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("fuse", [False, True])
-def test_batch_norm_has_the_statistics_of_torchs(fuse: bool) -> None:
+def test_batch_norm_matches_the_statistics_of_torch(fuse: bool) -> None:
     norm, plain, value = vision.BatchNorm2d_NHWC(5, fuse_relu=fuse), nn.BatchNorm2d(5), torch.randn(4, 3, 2, 5) + 1
     for _ in range(2):
         norm(value)

@@ -180,7 +180,7 @@ def zeros(dtype: torch.dtype, count: int) -> list[list[Tensor]]:
 
 @cases
 @pytest.mark.parametrize(("grad_dtype", "dtype"), DTYPES)
-def test_steps_are_those_of_the_optimizer(case: Case, grad_dtype: torch.dtype, dtype: torch.dtype) -> None:
+def test_steps_match_the_optimizer(case: Case, grad_dtype: torch.dtype, dtype: torch.dtype) -> None:
     params, states = tensors(dtype, 0), zeros(torch.promote_types(dtype, torch.float32), case.states)
     exact = [torch.nn.Parameter(param.double()) for param in params]
     optimizer = case.reference(exact)

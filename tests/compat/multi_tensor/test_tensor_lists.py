@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,15 +17,11 @@ MIXED = [torch.float16, torch.bfloat16, torch.float32]
 SHAPES = [(3,), (2, 5), (), (0,)]
 
 
-@pytest.fixture(params=["plain", "active"], autouse=True)
-def casts(request: pytest.FixtureRequest, half: torch.dtype) -> Iterator[str]:
-    """Run everything with and without active casts."""
-    if request.param == "plain":
-        yield request.param
-        return
-    handle = autoamp.init(dtype=half, device_type="cpu")
-    yield request.param
-    handle.deactivate()
+@pytest.fixture(params=[None, torch.float16, torch.bfloat16], ids=str, autouse=True)
+def casts(request: pytest.FixtureRequest) -> None:
+    """Run everything without casts, and with casts to each half dtype."""
+    if request.param is not None:
+        autoamp.init(dtype=request.param, device_type="cpu")
 
 
 def flag() -> Tensor:
