@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -33,3 +34,20 @@ def on_ranks(
     folder = folders.mktemp("ranks")
     torch.multiprocessing.spawn(_rank, (world, str(folder), found_by, timeout), nprocs=world)
     return [torch.load(folder / f"{index}.pt", weights_only=False) for index in range(world)]
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Callable[[], int]]:
+    """Count the calls of `torch.distributed.all_reduce`, which costs less than to look at every operator."""
+    calls, original = 0, dist.all_reduce
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return original(*args, **kwargs)
+
+    dist.all_reduce = count
+    try:
+        yield lambda: calls
+    finally:
+        dist.all_reduce = original

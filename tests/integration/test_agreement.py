@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import autoamp
 from autoamp.fp16_utils import FP16_Optimizer
-from tests.integration.spawned import on_ranks
+from tests.integration.spawned import counted, on_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -52,23 +52,6 @@ IDLE_CASES = [
     for clips in (False, True)
     if clips == ((turn + place) % 2 == 0) and (way == "scale_loss" or kind != "process_group")
 ]
-
-
-@contextlib.contextmanager
-def counted() -> Iterator[Callable[[], int]]:
-    """Count the calls of `torch.distributed.all_reduce`, which costs less than to look at every operator."""
-    calls, original = 0, dist.all_reduce
-
-    def count(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return original(*args, **kwargs)
-
-    dist.all_reduce = count
-    try:
-        yield lambda: calls
-    finally:
-        dist.all_reduce = original
 
 
 class Layouts:

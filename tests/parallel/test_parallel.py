@@ -19,8 +19,7 @@ from autoamp import parallel
 from autoamp.compat.layers.vision import BatchNorm2d_NHWC
 from autoamp.errors import UsageError
 from autoamp.parallel import multiproc
-from tests.integration.collectives import counted
-from tests.integration.spawned import on_ranks
+from tests.integration.spawned import counted, on_ranks
 
 WORLD = 2
 
