@@ -35,7 +35,7 @@ TESTS = {
     "rules": ["tests/rules"],
     "patching": ["tests/patching"],
     "casting": ["tests/casting", "tests/property/test_casts.py", "tests/inference"],
-    "ops": ["tests/ops", "tests/property/test_casts.py"],
+    "ops": ["tests/ops", "tests/property/test_casts.py", "tests/inference"],
     "scaling": [
         "tests/scaling",
         "tests/stepping/test_loss_scalers.py",

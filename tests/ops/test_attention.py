@@ -35,24 +35,31 @@ def pretend_units(units: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("half", "tokens", "trained", "units", "computed"),
+    ("half", "tokens", "keys", "trained", "units", "computed"),
     [
-        ("bf16", 16, True, None, "fp32"),
-        ("bf16", 16, False, None, "bf16"),
-        ("bf16", 160, True, None, "bf16"),
-        ("bf16", 16, True, "amx_bf16", "bf16"),
-        ("fp16", 160, True, None, "fp32"),
-        ("fp16", 160, False, None, "fp32"),
-        ("fp16", 16, True, "avx512_fp16", "fp16"),
+        ("bf16", 16, 16, True, None, "fp32"),
+        ("bf16", 16, 16, False, None, "bf16"),
+        ("bf16", 160, 16, True, None, "bf16"),
+        ("bf16", 16, 160, True, None, "bf16"),
+        ("bf16", 16, 16, True, "amx_bf16", "bf16"),
+        ("fp16", 160, 160, True, None, "fp32"),
+        ("fp16", 160, 160, False, None, "fp32"),
+        ("fp16", 16, 16, True, "avx512_fp16", "fp16"),
     ],
 )
 def test_fp32_where_it_is_faster_and_a_half_result(
-    half: str, tokens: int, trained: bool, units: str | None, computed: str, monkeypatch: pytest.MonkeyPatch
+    half: str,
+    tokens: int,
+    keys: int,
+    trained: bool,
+    units: str | None,
+    computed: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pretend_units(units, monkeypatch)
     torch.manual_seed(0)
-    query, key, value = (torch.randn(2, 2, tokens, 8, requires_grad=trained) for _ in range(3))
-    mask = torch.ones(tokens, tokens).tril().log()
+    query, key, value = (torch.randn(2, 2, count, 8, requires_grad=trained) for count in (tokens, keys, keys))
+    mask = torch.ones(tokens, keys).tril().log()
     expected = F.scaled_dot_product_attention(query, key, value, mask)
     autoamp.init(dtype=HALVES[half], device_type="cpu")
     with Attentions() as seen:

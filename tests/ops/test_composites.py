@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 from autoamp.casting.casts import Casts
 from autoamp.ops.composites import COMPOSITES, build_composite
@@ -41,8 +42,9 @@ def test_composites_run_under_autocast_where_an_argument_is_half(half: torch.dty
     torch.set_autocast_dtype("cpu", torch.bfloat16)
     for args in ((x, labels, x, None, 0, x), (x.to_sparse(), labels), (object(),)):
         assert run(args, {"out": x} if len(args) > 2 else {}) is NotImplemented
-    with torch.autocast("cpu", half):
-        assert run((x, labels), {}) is NotImplemented
+    for around in (torch.autocast("cpu", half), TorchFunctionMode()):
+        with around:
+            assert run((x, labels), {}) is NotImplemented
 
 
 def test_cuda_has_composites_of_its_own() -> None:
