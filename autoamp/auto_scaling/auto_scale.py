@@ -137,12 +137,15 @@ class AutoScale:
         self._optimizers.on_unguarded = self._guard_new
 
     def _look_around(self) -> None:
-        if _living(torch.amp.GradScaler):
+        scalers, optimizers = _living(torch.amp.GradScaler, Optimizer)
+        if scalers:
             # One that nobody can reach any more, in a reference cycle, scales no loss.
+            scalers, optimizers = [], []
             gc.collect()
-        for scaler in _living(torch.amp.GradScaler):
+            scalers, optimizers = _living(torch.amp.GradScaler, Optimizer)
+        for scaler in scalers:
             self._notice_scaler(scaler)
-        for optimizer in _living(Optimizer):
+        for optimizer in optimizers:
             self._guard_new(optimizer)
 
     def stop(self) -> None:
@@ -339,10 +342,12 @@ class AutoScale:
         return kind(hook, self._passes, lambda: self._optimizers.casts.switched(False), tensor)
 
 
-def _living(kind: type[Any]) -> list[Any]:
-    """Return the objects of a class that the garbage collector knows, garbage among them."""
-    # Not isinstance, which asks the object itself: a proxy may answer with another class.
-    return [found for found in gc.get_objects() if issubclass(type(found), kind)]
+def _living(*kinds: type[Any]) -> list[list[Any]]:
+    """Return the objects of each class that the garbage collector knows, garbage among them."""
+    # Not isinstance, which asks the object itself: a proxy may answer with another class. In one go, as a program has
+    # a million objects.
+    living = [found for found in gc.get_objects() if issubclass(type(found), kinds)]
+    return [[found for found in living if issubclass(type(found), kind)] for kind in kinds]
 
 
 def _is_torchs(module_name: str) -> bool:

@@ -277,7 +277,6 @@ class _InnerGradient:
         self._registered.remove()
         self._finish()
 
-    @torch.no_grad()
     def _finish(self) -> None:
         tensor, before = self._tensor, self._before
         if tensor.grad is None:

@@ -177,9 +177,10 @@ class PostAccumulateHook(Hook):
     def within(self, running: ScaledPass, *args: Any) -> Any:
         """Call the hook. It may not hide an overflow from other ranks."""
         result = self._autoamp_hook(*args)
-        gradient = args[0].grad
-        if gradient is not None and running.knows(args[0]):
-            now = running.still_overflowed(args[0], gradient)
+        (tensor,) = args
+        gradient = tensor.grad
+        if gradient is not None and running.knows(tensor):
+            now = running.still_overflowed(tensor, gradient)
             if now is not gradient:
                 with torch.no_grad():
                     gradient.copy_(now)

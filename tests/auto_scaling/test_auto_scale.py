@@ -240,6 +240,7 @@ def has_hooks_of_modules() -> Any:
     model[0].register_full_backward_hook(lambda _, into, out: seen.extend(out))
     model[0].register_full_backward_pre_hook(lambda _, out: (out[0] * 3,))
     model[1].register_full_backward_hook(lambda _, into, out: (into[0] * 2,))
+    model[1].register_full_backward_hook(lambda _, into, out: (into[0].mul_(2), None)[1])
     model[2].register_backward_hook(lambda _, into, out: seen.extend([into[0], *out]))
     every = [
         modules.register_module_full_backward_hook(lambda _, into, out: seen.extend(out)),
@@ -347,7 +348,10 @@ def runs_a_pass_within_a_function() -> Any:
         def backward(ctx: Any, gradient: Tensor) -> Tensor:
             with torch.enable_grad():
                 (model[0].bias.sum() * 3).backward()
-                torch.autograd.backward([model[0].weight.sum(), model[2].bias], [None, gradient[0, :2]])
+                sums = [model[0].weight.sum(), model[0].bias.sum()]
+                torch.autograd.backward([*sums, model[2].bias], [None, gradient[0, 0], gradient[0, :2]])
+                with pytest.raises(RuntimeError, match="got 2 tensors and 1 gradients"):
+                    torch.autograd.backward(sums, [gradient[0, 0]])
             return gradient
 
     model[2](Function.apply(model[0](x))).square().mean().backward()

@@ -444,7 +444,7 @@ def test_gradients_and_losses_are_those_of_one_process(
 def test_a_model_that_is_cast_is_initialized_before_it_is_distributed(ranks: list[Any]) -> None:
     for found in ranks:
         for name in ORDERS:
-            assert "call initialize(model) first, then fully_shard or parallelize_module" in found[name, "O2"]
+            assert "call initialize(model) first, then shard the model" in found[name, "O2"]
 
 
 def test_flat_parameters_are_refused_with_the_remedy(ranks: list[Any]) -> None:

@@ -51,15 +51,26 @@ TESTS = {
         "tests/fp16_utils",
         "tests/runtime",
     ],
-    "rank_consistency": ["-m processes", "tests/stepping/test_rank_consistency.py"],
+    "ranks": [
+        '-m "processes or not processes"',
+        "tests/stepping/test_replicas.py",
+        "tests/integration/test_wrappers.py",
+        "tests/stepping/test_rank_consistency.py",
+    ],
     "auto_scaling": ["tests/auto_scaling", "tests/stepping/test_closures.py"],
 }
-# Modules apart from their package: their tests start processes, which takes long.
-APART = {"rank_consistency": "autoamp/stepping/rank_consistency.py"}
+# Modules apart from their package: they are about several ranks, and tests with these take long.
+APART = {"ranks": ["autoamp/stepping/rank_consistency.py", "autoamp/stepping/replicas.py"]}
 # What runs on CUDA alone, where `python -m tests.null_cuda` looks at it.
 ON_CUDA_ALONE = ["autoamp/casting/flat_weights.py"]
-# What these do to numbers and strings that are compared depends on which objects Python shares.
-POINTLESS = ("core/ReplaceComparisonOperator_Eq_Is", "core/ReplaceComparisonOperator_NotEq_Is")
+# What these do to numbers and strings that are compared depends on which objects Python shares. And what is compared by
+# identity (None, classes, functions, dtypes, layouts) is equal to itself alone.
+POINTLESS = (
+    "core/ReplaceComparisonOperator_Eq_Is",
+    "core/ReplaceComparisonOperator_NotEq_Is",
+    "core/ReplaceComparisonOperator_Is_Eq",
+    "core/ReplaceComparisonOperator_IsNot_NotEq",
+)
 
 
 def copied_tree(folder: Path) -> None:
@@ -75,13 +86,16 @@ def copied_tree(folder: Path) -> None:
 def pointless_places(source: str) -> set[tuple[int, int]]:
     """Return the places in a source text, each by line and column, at which a mutant changes nothing on a CPU.
 
-    Nobody evaluates annotations. Lengths that `zip` compares are equal, and copies on a CPU block.
+    Nobody evaluates annotations, nor the classes of `typing.Protocol`. Lengths that `zip` compares are equal, and
+    copies on a CPU block.
     """
     found = set()
     for node in ast.walk(ast.parse(source)):
         notes = [getattr(node, "annotation", None), getattr(node, "returns", None)]
         if isinstance(node, ast.keyword) and node.arg in ("strict", "non_blocking"):
             notes.append(node.value)
+        if isinstance(node, ast.ClassDef) and any(getattr(base, "id", "") == "Protocol" for base in node.bases):
+            notes += [part for part in ast.walk(node) if isinstance(part, (ast.expr, ast.stmt))]
         for note in notes:
             if note is None:
                 continue
@@ -130,10 +144,10 @@ def results(package: str, size: int, seed: int) -> Iterator[tuple[str, str, str,
         folder = Path(name)
         copied_tree(folder)
         tests = " ".join(TESTS[package])
-        excluded = [*ON_CUDA_ALONE, *(path for name, path in APART.items() if name != package)]
-        path = APART.get(package, f"autoamp/{package}")
+        excluded = [*ON_CUDA_ALONE, *(path for name, paths in APART.items() if name != package for path in paths)]
+        modules = APART.get(package, [f"autoamp/{package}"])
         (folder / "mutation.toml").write_text(
-            f"[cosmic-ray]\nmodule-path = '{path}'\ntimeout = 300.0\nexcluded-modules = {excluded}\n"
+            f"[cosmic-ray]\nmodule-path = {modules}\ntimeout = 300.0\nexcluded-modules = {excluded}\n"
             f"test-command = '{sys.executable} -m pytest -x -q -n 0 -p no:cacheprovider {tests}'\n"
             "[cosmic-ray.distributor]\nname = 'local'\n",
             encoding="utf-8",

@@ -121,6 +121,7 @@ def test_a_gradient_of_two_parameters_is_unscaled_once() -> None:
         lambda: torch.ones(1).expand(5),
         lambda: torch.arange(3.0).view(3, 1).expand(3, 4),
         lambda: torch.arange(4.0).as_strided((3, 2), (1, 1)),
+        lambda: torch.arange(9.0).as_strided((2, 3), (4, 2)),
         lambda: torch.zeros(0),
         lambda: torch.tensor(3.0),
         lambda: torch.arange(3.0).mul(1 + 2j),

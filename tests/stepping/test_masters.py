@@ -244,7 +244,7 @@ def test_passes_outside_of_blocks_add_up_in_fp32() -> None:
     assert any(torch.count_nonzero(grad - grad.bfloat16()) for grad in found[2])
 
 
-@pytest.mark.parametrize("side", ["model", "masters"])
+@pytest.mark.parametrize("side", ["model", "masters", "both"])
 def test_gradients_given_by_hand(side: str) -> None:
     model = network()
     optimizer = sgd(model.parameters(), momentum=0)
@@ -252,8 +252,10 @@ def test_gradients_given_by_hand(side: str) -> None:
     for _ in range(2):
         optimizer.zero_grad()
         before = [m.detach().clone() for m in masters(optimizer)]
-        for p in model.parameters() if side == "model" else masters(optimizer):
-            p.grad = torch.ones_like(p)
+        for p, m in zip(model.parameters(), masters(optimizer), strict=True):
+            grad = torch.ones_like(p if side == "model" else m)
+            p.grad = grad if side != "masters" else p.grad
+            m.grad = grad if side != "model" else m.grad
         optimizer.step()
         for m, old in zip(masters(optimizer), before, strict=True):
             torch.testing.assert_close(m.detach(), old - 0.1)
@@ -391,8 +393,8 @@ def test_moments_that_were_there_go_on() -> None:
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
 @pytest.mark.parametrize("make", [torch.optim.Adam, sgd], ids=["adam", "sgd"])
-def test_state_follows_to_every_level_and_back(level: str, make: Any, half: torch.dtype) -> None:
-    model = network()
+def test_state_follows_to_every_level_and_back(level: str, make: Any) -> None:
+    model, half = network(), torch.bfloat16
     optimizer = make(model.parameters())
     for opt_level in ("O0", level, "O0", level):
         with warnings.catch_warnings():
