@@ -131,7 +131,7 @@ class AutoScale:
             backward = torch.autograd.backward
             # Torch's own one, and that which takes note of losses.
             taken = (original_of(backward), before)
-            self._patches.rebind({id(one): (one, backward) for one in taken}, _is_torchs)
+            self._patches.rebind({id(one): (one, backward) for one in taken}, lambda _: False)
 
         # Those that `_look_around` does not find: nobody tells of objects that `gc.freeze()` has frozen.
         self._optimizers.on_unguarded = self._guard_new
@@ -348,7 +348,3 @@ def _living(*kinds: type[Any]) -> list[list[Any]]:
     # a million objects.
     living = [found for found in gc.get_objects() if issubclass(type(found), kinds)]
     return [[found for found in living if issubclass(type(found), kind)] for kind in kinds]
-
-
-def _is_torchs(module_name: str) -> bool:
-    return module_name == "torch" or module_name.startswith("torch.")
