@@ -541,7 +541,8 @@ def test_no_hook_hides_an_overflow(where: str, ranks: int, fake_ranks: Callable[
     fake_ranks(ranks)
     handle = autoamp.init(**NO_CASTS)
     handle.auto_scale()
-    param, other = (torch.ones(2, requires_grad=True) for _ in range(2))
+    param, other, cleared = (torch.ones(2, requires_grad=True) for _ in range(3))
+    cleared.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     optimizer = torch.optim.SGD([param, other], lr=0.5)
 
     def hides(gradient: Tensor) -> Tensor:
@@ -551,7 +552,7 @@ def test_no_hook_hides_an_overflow(where: str, ranks: int, fake_ranks: Callable[
         param.register_post_accumulate_grad_hook(lambda p: (p.grad.copy_(hides(p.grad)), None)[1])
     else:
         param.register_hook(hides if where == "tensor" else lambda g: (g.copy_(hides(g)), None)[1])
-    (param.sum() * EDGE + other.sum()).backward()
+    (param.sum() * EDGE + other.sum() + cleared.sum()).backward()
     assert param.grad is not None
     assert other.grad is not None
     # Other ranks learn of the overflow by the reduction of the gradients.
