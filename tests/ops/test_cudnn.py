@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import BaseTorchFunctionMode
 
 import autoamp
 from autoamp.casting.casts import Casts
@@ -127,13 +128,17 @@ def test_weights_are_cast_one_by_one_where_there_is_nothing_to_lay_out(monkeypat
     x = torch.randn(4, 3, 5)
     model = MODELS["LSTM"]()
     spy = Spy(model, casts := started(torch.bfloat16), monkeypatch)
+    # A mode has to see the op itself.
+    with BaseTorchFunctionMode():
+        model(x)
+    assert len(spy.general) == 1
     with torch.autocast("cpu", torch.bfloat16, enabled=True):
         assert casts.autocast_rules()
         model.to(torch.bfloat16)(x.bfloat16())
-    assert len(spy.general) == 1
+    assert len(spy.general) == 2
     # Weights that are half already: there is nothing to lay out.
     model(x.bfloat16())
-    assert len(spy.general) == 2
+    assert len(spy.general) == 3
     assert not LAYOUTS
 
 

@@ -82,6 +82,10 @@ def test_in_place_forms_and_what_they_compute_with() -> None:
     assert found.keys() >= {"torch.Tensor.exp_", "torch.exp_"}
     assert "torch.exp" not in found
     assert found["torch.Tensor.exp_"].functional is torch.Tensor.exp
+    # `Tensor.real` is no method.
+    found = by_name(rule("real"))
+    assert "torch.real" in found
+    assert "torch.Tensor.real" not in found
     # Outside of torch the underscore says nothing.
     module = types.ModuleType("underscored")
     module.scale, module.scale_ = len, sorted  # type: ignore[attr-defined]
