@@ -39,7 +39,7 @@ def build_caster(
         device_type: The type of the devices whose tensors are cast.
         cache: Keeps casts of parameters, and of the last activation; None to keep none.
     """
-    sources, strided, plain = CASTABLE_DTYPES - {target}, torch.strided, PLAIN_TYPES
+    castable, strided, plain = CASTABLE_DTYPES, torch.strided, PLAIN_TYPES
     # Reading these attributes takes a third of the time of ``tensor.device.type``.
     on_cpu, on_cuda = device_type == "cpu", device_type == "cuda"
     compiling, any_autocast, autocast_rules = (
@@ -60,7 +60,7 @@ def build_caster(
             kind = type(arg)
             if kind is Tensor or kind is Parameter or (kind not in plain and isinstance(arg, Tensor)):
                 dtype = arg.dtype
-                if dtype is target or dtype not in sources:
+                if dtype is target or dtype not in castable:
                     continue
                 if not (arg.is_cpu if on_cpu else arg.is_cuda if on_cuda else arg.device.type == device_type):
                     continue

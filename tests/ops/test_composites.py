@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+import autoamp
 from autoamp.casting.casts import Casts
 from autoamp.ops.composites import COMPOSITES, build_composite
 
@@ -47,5 +48,7 @@ def test_composites_run_under_autocast_where_an_argument_is_half(half: torch.dty
             assert run((x, labels), {}) is NotImplemented
 
 
-def test_cuda_has_composites_of_its_own() -> None:
+def test_cuda_alone_has_composites(half: torch.dtype) -> None:
     assert {F.cross_entropy, torch.trapezoid, torch.Tensor.trace} <= COMPOSITES
+    autoamp.init(device_type="cpu", dtype=half, lists="default")
+    assert torch.ones(4, 4).to(half).sum_to_size(4).dtype is torch.float32

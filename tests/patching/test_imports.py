@@ -149,6 +149,7 @@ def test_resolve_finds_functions_methods_and_modules(shelf: types.ModuleType, pa
         ("F.softmax", "torch.nn.functional.softmax"),
         ("functional.relu", "torch.nn.functional.relu"),
         ("nn.NoSuchLayer", None),
+        ("A.softmax", None),
         ("Linear", None),
         # Of modules that are there, whatever torch has by that name.
         ("random.seed", None),
