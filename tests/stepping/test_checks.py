@@ -100,14 +100,18 @@ def test_each_group_and_dtype_is_checked() -> None:
 
 
 @pytest.mark.parametrize("cast", [nn.Module.half, nn.Module.bfloat16])
-def test_a_half_model_at_o1(cast: Any) -> None:
+@pytest.mark.parametrize(
+    ("level", "then"),
+    [("O1", "steps it in half precision"), ("O2", "makes its fp32 master of the rounded values")],
+)
+def test_a_model_that_is_half_before_initialize(level: str, then: str, cast: Any) -> None:
     model = cast(nn.Sequential(nn.Linear(2, 2)))
-    found = messages(lambda: initialize(model, opt_level="O1"))
+    dtype = model[0].weight.dtype
+    found = messages(lambda: initialize(model, opt_level=level))
     assert len(found) == 1
-    assert f"parameter '0.weight' of Sequential is in {model[0].weight.dtype} already" in found[0]
-    assert "opt_level='O1'" in found[0]
-    assert "without .half()" in found[0]
-    assert messages(lambda: check_half_model([nn.Linear(1, 1)], "O1")) == []
+    assert f"parameter '0.weight' of Sequential is in {dtype} already" in found[0]
+    assert f"opt_level={level!r} {then}. Give initialize() the model in fp32, without .half()" in found[0]
+    assert messages(lambda: check_half_model([nn.Linear(1, 1)], level)) == []
 
 
 def test_a_batch_norm_in_half_at_o3() -> None:
