@@ -542,7 +542,6 @@ class StepGuard:
         self._prepare_step(makes_gradients=callable(closure))
         try:
             if callable(closure):
-                self.skips.last = False
                 result = _step_with_closure(self, closure, original, args, kwargs)
             else:
                 result = self._step_by_checks(original, args, kwargs)

@@ -54,7 +54,7 @@ class MasterWeights:
         weakref.finalize(self, _remove_all, self._hooks).atexit = False
         self._stashed = _StashedGrads()
         self._replicated: list[_Replicated] = []
-        self._asked = (-1, -1)
+        self._asked: tuple[int, int] | None = None
         # Weakly, since what stands at the optimizer's methods refers to this object.
         self._attached: list[weakref.ref[AttachedMethod]] = []
         self.adopt()

@@ -99,9 +99,19 @@ def test_an_overflow_after_a_move_is_evaluated_again(handle: autoamp.Handle) -> 
     assert (handle.skipped_steps, handle.loss_scale) == (0, 2.0**15)
 
 
-def test_a_later_evaluation_that_overflows_is_repeated(handle: autoamp.Handle) -> None:
+class Twice(torch.optim.SGD):
+    """Asks twice before it moves."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        assert closure is not None
+        closure()
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("make", [lambda params: torch.optim.LBFGS(params, lr=1.0, max_iter=2), Twice])
+def test_a_later_evaluation_that_overflows_is_repeated(handle: autoamp.Handle, make: Any) -> None:
     program = Program(1.0, EDGE, EDGE, 1.0)
-    optimizer = torch.optim.LBFGS([program.param], lr=1.0, max_iter=2)
+    optimizer = make([program.param])
     optimizer.step(program.closure)
     # The optimizer asked twice.
     assert program.calls == 3
