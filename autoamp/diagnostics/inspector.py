@@ -38,7 +38,7 @@ from autoamp.torch_private import (
     remove_function_mode,
 )
 
-__all__ = ["Backward", "Inspector", "Origin", "Site", "nonfinite_value", "sum_of"]
+__all__ = ["Backward", "Inspector", "Origin", "Site", "fp32_sum", "nonfinite_value"]
 
 _AUTOAMP = __name__.partition(".")[0]
 # With these a program writes -inf on purpose, as into the masked scores of an attention.
@@ -143,7 +143,7 @@ def nonfinite_value(*tensors: Tensor | None) -> str | None:
             continue
         value = tensor.detach()
         # A finite sum has finite terms. A sum of finite terms may overflow.
-        if math.isfinite(sum_of(value).item()):
+        if math.isfinite(fp32_sum(value).item()):
             continue
         if bool(torch.isnan(value).any()):
             return "nan"
@@ -152,7 +152,7 @@ def nonfinite_value(*tensors: Tensor | None) -> str | None:
     return found
 
 
-def sum_of(tensor: Tensor) -> Tensor:
+def fp32_sum(tensor: Tensor) -> Tensor:
     """Return the fp32 sum of a tensor, without casts."""
     result: Tensor = _SUM(tensor, dtype=torch.float32)
     return result

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from autoamp.casting import Casts
-from autoamp.diagnostics.inspector import sum_of
+from autoamp.diagnostics.inspector import fp32_sum
 from autoamp.diagnostics.op_watch import OpWatch
 from autoamp.patching import imitate
 from autoamp.tensors import iter_tensors, map_tensors, version_of
@@ -258,7 +258,7 @@ class Recorder:
             if not output.is_floating_point() or output.layout is not torch.strided:
                 record.outputs.append(None)
                 continue
-            record.outputs.append(sum_of(output.detach()))
+            record.outputs.append(fp32_sum(output.detach()))
             if output.grad_fn is not None:
                 # From here on the graph holds the record.
                 output.grad_fn.register_prehook(functools.partial(self._arrived, record, number, output.output_nr))

@@ -16,6 +16,7 @@ from torch import Tensor
 from autoamp.auto_scaling import reached_by
 from autoamp.diagnostics.inspector import nonfinite_value
 from autoamp.diagnostics.records import Recorder
+from autoamp.diagnostics.replay import why_it_failed
 from autoamp.patching import PatchSet
 from autoamp.scaling import scaled_loss
 
@@ -101,8 +102,7 @@ class Rehearsal:
         try:
             found = torch.autograd.grad(wanted, leaves, gradients, retain_graph=True, allow_unused=True)
         except RuntimeError as error:
-            first = str(error).partition("\n")[0]
-            self.failure = f"running the step again raised {type(error).__name__}: {first}"
+            self.failure = why_it_failed(error)
             raise _StepReached from None
         if self.overflowed or nonfinite_value(*found):
             self.overflowed = True

@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.nn import Module
 
 from autoamp.casting import Casts
-from autoamp.diagnostics.inspector import Backward, Inspector, Origin, nonfinite_value, sum_of
+from autoamp.diagnostics.inspector import Backward, Inspector, Origin, fp32_sum, nonfinite_value
 from autoamp.diagnostics.records import Record, random_states, set_random_states
 from autoamp.scaling import is_sharded
 from autoamp.stepping import several_processes
 from autoamp.tensors import iter_tensors, map_tensors
 
-__all__ = ["CannotReplay", "KeptState", "RecordedCall", "Trial", "replay", "unfit", "unwrapped"]
+__all__ = ["CannotReplay", "KeptState", "RecordedCall", "Trial", "replay", "unfit", "unwrapped", "why_it_failed"]
 
 # As parts of a model these talk to other ranks. A DistributedDataParallel that is the whole model is taken off.
 _COLLECTIVE = frozenset(
@@ -33,6 +33,12 @@ _CONTAINERS = (dict, collections.OrderedDict, collections.defaultdict, set, list
 
 class CannotReplay(Exception):
     """A step cannot run again. The message says why."""
+
+
+def why_it_failed(error: RuntimeError) -> str:
+    """Return why a backward pass cannot run again, by the first line of the error that it raised."""
+    first = str(error).partition("\n")[0]
+    return f"running the step again raised {type(error).__name__}: {first}"
 
 
 @dataclass(eq=False)
@@ -72,8 +78,7 @@ class Trial:
                 with self.watch:
                     found = torch.autograd.grad(roots, leaves, given, retain_graph=True, allow_unused=True)
             except RuntimeError as error:
-                first = str(error).partition("\n")[0]
-                raise CannotReplay(f"running the step again raised {type(error).__name__}: {first}") from None
+                raise CannotReplay(why_it_failed(error)) from None
             self.results = {name: one for name, one in zip(self.leaves, found, strict=True) if one is not None}
         return self.watch
 
@@ -220,7 +225,7 @@ def _is_same(before: Tensor | None, output: Tensor | None) -> bool:
         return before is output
     value = output.detach()
     rough = 1e-2 * float(value.float().abs().sum().nan_to_num(0.0, posinf=0.0))
-    return torch.allclose(sum_of(value), before, rtol=0.0, atol=rough, equal_nan=True)
+    return torch.allclose(fp32_sum(value), before, rtol=0.0, atol=rough, equal_nan=True)
 
 
 class RecordedCall:

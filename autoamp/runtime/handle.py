@@ -54,7 +54,7 @@ class BaseHandle:
         self._runtime = Runtime(settings, self, on=on, scalers=scalers)
 
     @property
-    def _active(self) -> Runtime:
+    def _active_runtime(self) -> Runtime:
         self._runtime.check_active()
         return self._runtime
 
@@ -148,7 +148,7 @@ class BaseHandle:
         Raises:
             UsageError: The handle is not active.
         """
-        run = self._active
+        run = self._active_runtime
         if run.counts is None or not run.counts.active:
             run.counts = Counts(run.casts, run.observe_no_more)
             self.observe(run.counts)
@@ -164,7 +164,7 @@ class BaseHandle:
         Raises:
             UsageError: The handle is not active.
         """
-        run = self._active
+        run = self._active_runtime
         return CastTrace(run.casts, run.observation, self.observe)
 
     def profile_ranges(self, *, every: int = 1) -> RangeProfile:
@@ -179,7 +179,7 @@ class BaseHandle:
         Raises:
             UsageError: The handle is not active, or ``every`` is below 1.
         """
-        run = self._active
+        run = self._active_runtime
         return RangeProfile(run.casts, run.observation, self.observe, lambda: self.loss_scale, every=every)
 
     def record(self, *, sample: bool = True) -> Recording:
@@ -197,7 +197,7 @@ class BaseHandle:
         Raises:
             UsageError: The handle is not active.
         """
-        run = self._active
+        run = self._active_runtime
         if run.recording is None or not run.recording.active:
             run.recording = Recording(run, sample=sample)
             (run.recording.start if self.settings.enabled else run.recording.stop)()
@@ -402,7 +402,7 @@ class BaseHandle:
         Raises:
             UsageError: The handle is not active, or this is called inside ``step_fn``.
         """
-        run = self._active
+        run = self._active_runtime
         if not self.settings.enabled:
             return None
         if run.optimizers.rehearsal is not None:
@@ -446,7 +446,7 @@ class BaseHandle:
         Raises:
             UsageError: The handle is not active, or ``wrap_optimizer`` was used.
         """
-        guarded = self._active.optimizers
+        guarded = self._active_runtime.optimizers
         scalers = guarded.loss_scalers
         if not self.settings.enabled:
             return contextlib.nullcontext(loss)
@@ -473,7 +473,7 @@ class BaseHandle:
         Raises:
             UsageError: The handle is not active, a block is open, or ``norm_type`` is not above 0.
         """
-        guarded = self._active.optimizers
+        guarded = self._active_runtime.optimizers
         if not self.settings.enabled:
             params = [param for optimizer in listed(optimizers) for param in stepped_params(optimizer)]
             return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
@@ -515,7 +515,7 @@ class BaseHandle:
         Raises:
             UsageError: The handle is not active, ``num_loss`` is below 1, or ``optimizer`` is not an optimizer.
         """
-        guarded = self._active.optimizers
+        guarded = self._active_runtime.optimizers
         if not self.settings.enabled:
             optimizer.scale_loss = _unscaled
             return optimizer
@@ -537,7 +537,7 @@ class BaseHandle:
         Raises:
             UsageError: The handle is not active, or its optimizers step master weights.
         """
-        run = self._active
+        run = self._active_runtime
         if run.auto_scaling is None or not run.auto_scaling.active:
             # A program that scales its losses by torch's own means casts by them too.
             auto_scaling = AutoScale(run.optimizers, run.optimizers.loss_scalers.choose(0), on_aside=run.yield_to)

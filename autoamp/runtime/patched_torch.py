@@ -257,6 +257,6 @@ class PatchedTorch:
 
     def unmatched_rules(self) -> dict[str, str]:
         """Return what of the user's lists has had no effect so far, by name, each with a message for the user."""
-        ops = [rule for rule in self._waiting if not rule.origin.shipped]
-        unmet = {rule.target: f"{rule.target!r} ({rule.origin}) names nothing that was imported" for rule in ops}
+        rules = [rule for rule in self._waiting if not rule.origin.shipped]
+        unmet = {rule.target: f"{rule.target!r} ({rule.origin}) names nothing that was imported" for rule in rules}
         return {**unmet, **self._runtime.precisions.unmatched()}
