@@ -1,10 +1,10 @@
-"""The rows of a trace, one for each op at each line, and its hints."""
+"""The rows of a trace, one for each op at each line."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from autoamp.diagnostics.call_sites import CallSite
 from autoamp.tensors import dtype_name
 
-__all__ = ["COLUMNS", "Hint", "Row"]
+__all__ = ["Row"]
 
 
 @dataclass(slots=True)
@@ -57,43 +57,6 @@ class Row:
         self.bytes_cast += size
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values by the names in `COLUMNS`."""
-        return {name: getattr(self.site if name in _OF_SITE else self, name) for name in COLUMNS}
-
-    @property
-    def label(self) -> str:
-        """The op's last name and its place, for a sentence."""
-        op = self.op.rpartition(".")[2]
-        inside = f" in {self.site.where}" if self.site.module is not None else ""
-        return f"{op}{inside} ({self.site.location or 'no Python frame'})"
-
-
-_OF_SITE = ("module", "module_class", "root", "location")
-COLUMNS = tuple(name for one in fields(Row) for name in (_OF_SITE if one.name == "site" else (one.name,)))
-"""The keys of a row in `CastTrace.to_dict`, and the columns of `CastTrace.to_csv`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Hint:
-    """Something that a trace suggests.
-
-    Attributes:
-        kind: ``"fp32 island"`` or ``"mixed dtypes on no list"``.
-        where: The op and its place.
-        figure: What was found, with numbers.
-        remedy: What to change.
-        bytes: The size of the copies in question.
-    """
-
-    kind: str
-    where: str
-    figure: str
-    remedy: str
-    bytes: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values by the attributes' names."""
-        return asdict(self)
-
-    def __str__(self) -> str:
-        return f"{self.kind}: {self.where}: {self.figure}; {self.remedy}"
+        """Return plain values by the attributes' names; those of the site are on the same level."""
+        of_site = {name: getattr(self.site, name) for name in ("module", "module_class", "root", "location")}
+        return {**of_site, **{one.name: getattr(self, one.name) for one in fields(self) if one.name != "site"}}

@@ -1,14 +1,12 @@
-"""Rows as a table that people read, and as CSV."""
+"""Rows as a table that people read."""
 
 from __future__ import annotations
 
-import csv
 import io
 import shutil
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-__all__ = ["as_csv", "as_table", "counted"]
+__all__ = ["as_table", "counted"]
 
 # In columns. Texts are folded where the terminal is narrower than the table.
 _WIDTH = 140
@@ -46,22 +44,3 @@ def as_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]],
 def counted(number: int, what: str) -> str:
     """Return a number and a noun, such as ``"1 skip"`` or ``"2 skips"``."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
-def as_csv(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
-    """Return rows as CSV with a line of headings.
-
-    Args:
-        rows: Mappings by column; one in a cell becomes ``key=value`` with spaces between.
-        columns: Which columns, in this order.
-    """
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(columns), extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        writer.writerow({name: _cell(value) for name, value in row.items()})
-    return text.getvalue()
-
-
-def _cell(value: Any) -> Any:
-    return " ".join(f"{key}={item}" for key, item in value.items()) if isinstance(value, Mapping) else value

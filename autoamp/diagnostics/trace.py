@@ -1,4 +1,4 @@
-"""The cast trace: the casts of each op at each line, those that were spared, and hints.
+"""The cast trace: the casts of each op at each line, and those that were spared.
 
 An observer reports the calls of listed functions. A `TorchDispatchMode` below torch's autocast sees the copies that
 casts make, so casts are counted where they are made. The mode also sees ops on no list.
@@ -13,15 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from autoamp.casting import Casts
 from autoamp.diagnostics.call_sites import CallSite
 from autoamp.diagnostics.counts import floating_tensors, target_of
-from autoamp.diagnostics.hints import Islands, hints_of
 from autoamp.diagnostics.observer import Call, Observation, Observer, OperatorObserver, Watch
-from autoamp.diagnostics.rows import COLUMNS, Hint, Row
-from autoamp.diagnostics.tables import as_csv, as_table
+from autoamp.diagnostics.rows import Row
+from autoamp.diagnostics.tables import as_table
 from autoamp.rules import CastRule
 from autoamp.tensors import dtype_name, iter_tensors
 from autoamp.torch_private import current_graph_task, dispatch_modes
@@ -29,6 +27,7 @@ from autoamp.torch_private import current_graph_task, dispatch_modes
 __all__ = ["CastTrace"]
 
 _CASTS = frozenset({"aten::_to_copy", "aten::to"})
+_COPIES = _CASTS | {"aten::copy_"}
 
 
 @dataclass(slots=True)
@@ -68,7 +67,6 @@ class CastTrace(OperatorObserver):
         super().__init__(observation, start)
         self._casts = casts
         self._rows: dict[tuple[str, CallSite], Row] = {}
-        self._islands = Islands()
         self._lock = threading.Lock()
         self._thread = _Thread()
 
@@ -81,11 +79,6 @@ class CastTrace(OperatorObserver):
     def unlisted(self) -> tuple[Row, ...]:
         """The ops on no list that got floating tensors of several dtypes, which torch itself promotes."""
         return tuple(row for row in self._rows.values() if row.rule is None)
-
-    @property
-    def hints(self) -> tuple[Hint, ...]:
-        """What the numbers suggest, by the size of the copies in question, largest first."""
-        return hints_of(self.unlisted, self._islands)
 
     # -- listed ops --
 
@@ -107,12 +100,10 @@ class CastTrace(OperatorObserver):
         if state is None:
             return
         self._thread.call = state.outer
-        row, inputs = state.row, floating_tensors(call)
         outputs = [t for t in iter_tensors(result) if t.is_floating_point() or t.is_complex()]
         with self._lock:
-            row.add_call(inputs, outputs)
-            row.spared += max(0, len(state.to_cast) - state.casts)
-            self._islands.add_call(row, inputs, outputs)
+            state.row.add_call(floating_tensors(call), outputs)
+            state.row.spared += max(0, len(state.to_cast) - state.casts)
 
     def failed(self, call: Call, state: _RunningCall | None, error: BaseException) -> None:
         """Forget a call that raised an exception."""
@@ -139,10 +130,11 @@ class CastTrace(OperatorObserver):
             # In a backward pass only the calls that a checkpoint recomputes are traced.
             return
         name = func.name().partition(".")[0]
-        if name in _CASTS:
+        if call is None:
+            if name not in _COPIES:
+                self._saw_unlisted(name, args, kwargs, result)
+        elif name in _CASTS:
             self._saw_cast(call, args[0], result)
-        elif call is None:
-            self._saw_unlisted(name, args, kwargs, result)
         elif name == "aten::copy_":
             into, source = args[0], args[1]
             if id(into) in call.to_cast and into.dtype is not source.dtype and into.is_floating_point():
@@ -150,28 +142,23 @@ class CastTrace(OperatorObserver):
                 with self._lock:
                     call.row.add_cast(into.nbytes)
 
-    def _saw_cast(self, call: _RunningCall | None, source: Any, result: Any) -> None:
-        if not (isinstance(source, Tensor) and source.is_floating_point() and result.is_floating_point()):
-            return
-        if source.dtype is result.dtype or (call is not None and id(source) not in call.to_cast):
+    def _saw_cast(self, call: _RunningCall, source: Any, result: Any) -> None:
+        # The arguments in `to_cast` are floating tensors.
+        if id(source) not in call.to_cast or source.dtype is result.dtype or not result.is_floating_point():
             return
         with self._lock:
-            if call is not None:
-                call.casts += 1
-                call.row.add_cast(result.nbytes)
-            self._islands.add_cast(source, result, None if call is None else call.row)
+            call.casts += 1
+            call.row.add_cast(result.nbytes)
 
     def _saw_unlisted(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         tensors = [t for t in iter_tensors((args, kwargs)) if t.is_floating_point()]
-        outputs = [t for t in iter_tensors(result) if t.is_floating_point()]
         # torch's promotion ignores tensors without dimensions.
         promoted = [tensor for tensor in tensors if tensor.dim()]
-        mixed = len({tensor.dtype for tensor in promoted}) > 1 and name != "aten::copy_"
-        site = self._observation.site_here() if mixed else None
+        if len({tensor.dtype for tensor in promoted}) < 2:
+            return
+        outputs = [t for t in iter_tensors(result) if t.is_floating_point()]
+        site = self._observation.site_here()
         with self._lock:
-            self._islands.add_call(None, tensors, outputs)
-            if site is None:
-                return
             row = self._row(name, site, None)
             row.add_call(tensors, outputs)
             widest = max((output.element_size() for output in outputs), default=0)
@@ -182,8 +169,11 @@ class CastTrace(OperatorObserver):
     # -- for people and files --
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values: ``schema``, ``kind``, ``dtype``, ``device_type``, ``torch``, ``rows``, ``unlisted``
-        (both by `COLUMNS`) and ``hints`` (by the attributes of `Hint`)."""
+        """Return plain values: ``schema``, ``kind``, ``dtype``, ``device_type``, ``torch``, ``rows`` and ``unlisted``.
+
+        A row has the attributes of `Row`, and those of its site as ``module``, ``module_class``, ``root`` and
+        ``location``.
+        """
         return {
             "schema": 2,
             "kind": "autoamp.trace",
@@ -192,16 +182,11 @@ class CastTrace(OperatorObserver):
             "torch": torch.__version__,
             "rows": [row.to_dict() for row in self.rows],
             "unlisted": [row.to_dict() for row in self.unlisted],
-            "hints": [hint.to_dict() for hint in self.hints],
         }
 
     def to_json(self) -> str:
         """Return `to_dict` as JSON."""
         return json.dumps(self.to_dict(), indent=1)
-
-    def to_csv(self) -> str:
-        """Return all rows as CSV, those of ops on no list last, with a line of headings."""
-        return as_csv([row.to_dict() for row in (*self.rows, *self.unlisted)], COLUMNS)
 
     def __str__(self) -> str:
         headings = ("op", "policy", "rule at", "module", "called at", "dtypes", "calls", "casts", "spared", "KiB cast")
@@ -213,7 +198,7 @@ class CastTrace(OperatorObserver):
             )
             for row in (*self.rows, *self.unlisted)
         ]  # fmt: skip
-        return as_table("Casts", headings, lines, 4) + "".join(f"{hint}\n" for hint in self.hints)
+        return as_table("Casts", headings, lines, 4)
 
 
 def _listed(dtypes: dict[str, int]) -> str:

@@ -159,7 +159,7 @@ class BaseHandle:
 
         Results are bitwise the same as without a trace, but for code that takes another kernel while a
         `TorchDispatchMode` is active: packed weights in `inference`, and cuDNN's recurrent layers. ``print(trace)``
-        shows a table with hints. The trace also has ``to_dict``, ``to_json`` and ``to_csv``.
+        shows a table. The trace also has ``to_dict`` and ``to_json``.
 
         Raises:
             UsageError: The handle is not active.

@@ -6,7 +6,7 @@ import math
 import platform
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 from autoamp.diagnostics.exponents import FORMATS
 from autoamp.diagnostics.report.recording import Recording
-from autoamp.diagnostics.report.remedies import contradicts, remedies
+from autoamp.diagnostics.report.remedies import remedies
 from autoamp.diagnostics.report.step_check import Fault
 from autoamp.diagnostics.tables import counted
 from autoamp.errors import UsageError
@@ -51,7 +51,6 @@ def report_of(handle: Any) -> dict[str, Any]:
         raise UsageError("report() needs a recording; call handle.record() before training")
     samples, check, settings = recording.samples, recording.check, handle.settings
     skips, faults = _skips(recording), [_fault(fault) for fault in check.faults]
-    overflows = [*faults, *skips["groups"]]
     trace = samples.trace.to_dict()
     document = {
         "schema": SCHEMA,
@@ -63,17 +62,14 @@ def report_of(handle: Any) -> dict[str, Any]:
         "nonfinite_steps": {
             "total": handle.nonfinite.total, "sentences": [str(step) for step in handle.nonfinite.found],
         },
-        "remedies": remedies(overflows, settings.table),
+        "remedies": remedies([*faults, *skips["groups"]], settings.table),
         "timeline": {"steps": recording.steps, "scales": recording.scales},
         "skips": skips,
-        "samples": {"steps": [sample._asdict() for sample in samples.steps], "compared": check.compared},
-        "trace": {
-            "rows": trace["rows"] + trace["unlisted"],
-            "hints": [hint for hint in trace["hints"] if not contradicts(hint, overflows)],
-        },
+        "samples": {"steps": samples.steps, "compared": check.compared},
+        "trace": {"rows": trace["rows"] + trace["unlisted"]},
         "values": {"loss_scale": handle.loss_scale, "formats": FORMATS, **samples.values.tables()},
         "lists": settings.table.sources,
-        "coverage": [{"what": what, "count": count, "detail": detail} for what, count, detail in _coverage(recording)],
+        "coverage": _coverage(recording),
         "versions": {
             "autoamp": sys.modules["autoamp"].__version__,
             "torch": torch.__version__,
@@ -196,15 +192,17 @@ def _unchecked(handle: Any, compared: int) -> str | None:
     return None
 
 
-def _coverage(recording: Recording) -> Iterator[tuple[str, int, str]]:
-    """Yield what the report does not show: what it is, how often it occurred, and details."""
-    if recording.check.unchecked is not None:
-        detail = f"{recording.check.unchecked}: an op that overflows without a skipped step is not found there"
-        yield "steps not compared with fp32", 1, detail
+def _coverage(recording: Recording) -> list[str]:
+    """Return what the report does not show, a sentence for each."""
+    check, found = recording.check, []
+    if check.unchecked is not None:
+        found.append(
+            f"some steps were not compared with fp32 ({check.unchecked}): an op that overflows there without a skipped "
+            "step is not found"
+        )
     if recording.graphs:
-        yield "compiled graphs", recording.graphs, (
-            "casts in code that torch.compile made are not shown, and overflows in it are not located; run once "
-            "without torch.compile"
-        )  # fmt: skip
-    for (why, op, place), count in recording.samples.uncast.most_common(200):
-        yield f"calls {why}", count, f"{op} at {place}: nothing is cast there, because the program asks for that"
+        found.append(
+            f"torch.compile made {counted(recording.graphs, 'graph')}: casts in compiled code are not shown, and "
+            "overflows in it are not located; run once without torch.compile"
+        )
+    return found

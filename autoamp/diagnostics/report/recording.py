@@ -66,7 +66,7 @@ class Recording(Watch):
         return self
 
     def _end(self) -> None:
-        self.samples.end(whole=True)
+        self.samples.end()
         if self.scales:
             self._note_scale()
             self._note_skips()
@@ -81,7 +81,7 @@ class Recording(Watch):
         self._note_skips()
         self.steps += 1
         self._note_scale()
-        self.samples.end(whole=True)
+        self.samples.end()
         if self._sample:
             self.samples.await_step(self.steps)
 

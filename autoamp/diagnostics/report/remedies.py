@@ -8,7 +8,7 @@ from typing import Any
 
 from autoamp.diagnostics.tables import counted
 
-__all__ = ["as_toml", "contradicts", "remedies"]
+__all__ = ["as_toml", "remedies"]
 
 
 def remedies(overflows: Iterable[Mapping[str, Any]], table: Any) -> list[dict[str, Any]]:
@@ -22,25 +22,11 @@ def remedies(overflows: Iterable[Mapping[str, Any]], table: Any) -> list[dict[st
     for one in overflows:
         times = f"{counted(one['count'], 'skip')}; first: " if "count" in one else ""
         evidence = " ".join(f"{times}{one['sentence']}".split())
-        for op in _names(one):
+        for op in () if one["overflow"] is None else one["overflow"]["fp32_names"]:
             rule = table.policy_of(op)
             now = "on no list" if rule is None else f"{rule.policy.value} by {rule.origin}"
             found.setdefault(op, {"policy": "fp32", "op": op, "evidence": evidence, "now": now})
     return list(found.values())
-
-
-def contradicts(hint: Mapping[str, Any], overflows: Iterable[Mapping[str, Any]]) -> bool:
-    """Tell whether a hint of a trace is about an op, or a line, that is to run in fp32 because of an overflow."""
-    for one in overflows:
-        names = _names(one)
-        place = f"({one['overflow']['location']})" if names else None
-        if (place is not None and place in hint["where"]) or any(f"'{name}'" in hint["remedy"] for name in names):
-            return True
-    return False
-
-
-def _names(one: Mapping[str, Any]) -> list[str]:
-    return [] if one["overflow"] is None else list(one["overflow"]["fp32_names"])
 
 
 def as_toml(entries: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -91,18 +91,26 @@ def test_skips_that_were_not_explained_are_a_group() -> None:
     assert "all not located" not in found["verdict"]["sentence"]
 
 
-def test_a_report_needs_a_recording_and_its_coverage_tells_of_autocast_regions() -> None:
+def test_a_report_needs_a_recording() -> None:
     handle: Any = autoamp.init(device_type="cpu", dtype=torch.bfloat16)
     with pytest.raises(UsageError, match=r"call handle.record\(\) before training"):
         handle.report()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_the_coverage_tells_of_compiled_code_and_of_steps_that_were_not_compared() -> None:
+    handle: Any = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=64.0, trace_overflow=True)
     handle.record()
     model = nn.Linear(4, 4)
-    model(torch.ones(2, 4))
-    with torch.autocast("cpu", enabled=False):
-        model(torch.ones(2, 4))
-    (line,) = handle.report()["coverage"]
-    assert (line["what"], line["count"]) == ("calls with casts off", 1)
-    assert "linear at " in line["detail"]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    compiled = torch.compile(model, backend="eager")
+    with handle.scale_loss(compiled(torch.ones(2, 4)).float().sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    uncompared, graphs = handle.report()["coverage"]
+    assert uncompared.startswith("some steps were not compared with fp32 (")
+    assert graphs.startswith("torch.compile made 1 graph: ")
+    torch._dynamo.reset()
 
 
 def test_inf_and_nan_are_texts() -> None:

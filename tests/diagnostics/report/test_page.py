@@ -40,7 +40,7 @@ def test_names_cannot_inject(document: dict[str, Any]) -> None:
 def test_two_runs_stand_side_by_side(document: dict[str, Any]) -> None:
     page = report_page([document, document], ["a.json", "b.json"])
     assert 'id="comparison"' in page
-    assert len(re.findall(r'class="pane" data-run="1"', page)) == 7
+    assert len(re.findall(r'class="pane" data-run="1"', page)) == 6
     one = report_page([document])
     assert 'id="comparison"' not in one
     assert len(one) < 1_000_000

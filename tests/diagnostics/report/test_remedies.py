@@ -6,9 +6,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from autoamp.diagnostics.report.remedies import as_toml, contradicts, remedies
+from autoamp.diagnostics.report.remedies import as_toml, remedies
 from autoamp.rules import load_table
 from tests.diagnostics.report.runs import EVIL
 
@@ -34,19 +32,6 @@ def test_each_name_that_was_called_has_an_entry_in_a_list_file(tmp_path: Path) -
     assert rule is not None
     assert rule.policy.value == "fp32"
     assert as_toml([]) == []
-
-
-@pytest.mark.parametrize(
-    ("where", "remedy", "is_one"),
-    [
-        ("add in 1 (net.py:7)", "list 'add' as fp16 or promote", True),
-        ("mul in 2 (net.py:9)", "list 'mul' as fp16 or promote", True),
-        ("mean in 2 (net.py:8)", "list it as fp16 or none", False),
-        ("add in 2 (net.py:9)", "list 'add' as fp16 or promote", False),
-    ],
-)
-def test_no_hint_contradicts_an_entry(where: str, remedy: str, is_one: bool) -> None:
-    assert contradicts({"where": where, "remedy": remedy}, overflows("mul")) is is_one
 
 
 def test_names_cannot_leave_their_line() -> None:

@@ -356,14 +356,6 @@
     { name: "cast", value: (row) => row.bytes_cast, text: (row) => bytes(row.bytes_cast), number: true },
   ], run.trace.rows, { label: "call sites", sort: { column: 8, down: true }, empty: "No step was sampled." });
 
-  const hints = (place, run) => table(place, [
-    { name: "what", value: (row) => row.kind },
-    { name: "where", value: (row) => row.where, code: true },
-    { name: "figure", value: (row) => row.figure },
-    { name: "remedy", value: (row) => row.remedy },
-    { name: "cast", value: (row) => row.bytes, text: (row) => bytes(row.bytes), number: true },
-  ], run.trace.hints, { label: "hints", sort: { column: 4, down: true }, empty: "No hint." });
-
   const copy = (pane) => {
     const button = pane.querySelector(".copy");
     button?.addEventListener("click", async () => {
@@ -385,7 +377,6 @@
   panes("changes", copy);
   panes("timeline", (pane, run) => timeline(pane.querySelector(".chart"), run));
   panes("ranges", exponents);
-  panes("islands", (pane, run) => hints(pane.querySelector("[data-table]"), run));
   panes("casts", (pane, run) => casts(pane.querySelector("[data-table]"), run));
 
   const again = () => redraws.forEach((redraw) => redraw());
