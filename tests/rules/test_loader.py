@@ -46,14 +46,14 @@ def test_sets_are_found_in_a_checkout_and_when_installed(tmp_path: Path, lists_a
     assert printed(code, tmp_path, str(tmp_path)) == "('default', 'mine') lists/default.toml:2 1\n"
 
 
-def test_a_rule_of_a_shipped_set_is_located_where_its_line_is(tmp_path: Path) -> None:
+def test_a_rule_of_a_shipped_set_is_located_where_its_line_is(place: Path) -> None:
     softmax = load({}).policy_of("softmax")
     assert softmax is not None
     path, _, line = located(softmax.origin).rpartition(":")
     assert '"softmax",' in Path(path).read_text(encoding="utf-8").splitlines()[int(line) - 1]
-    mine = load(str(write(tmp_path / "mine.toml", 'fp16 = ["softmax"]'))).policy_of("softmax")
+    mine = load(str(write(place / "mine.toml", 'fp16 = ["softmax"]'))).policy_of("softmax")
     assert mine is not None
-    assert located(mine.origin) == f"{tmp_path}/mine.toml:2"
+    assert located(mine.origin) == f"{place}/mine.toml:2"
 
 
 def without_torch(folder: Path) -> str:

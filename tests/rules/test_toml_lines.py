@@ -19,6 +19,7 @@ def test_lines_after_values_that_mislead_a_reader() -> None:
     assert TomlLines("x = [{a = 1},\n{b = 2}]\ny = 3").keys == {("x",): 1, ("x", "a"): 1, ("x", "b"): 2, ("y",): 3}
     assert TomlLines("x = [{a = [['s']]}]").items == {("x", "a"): [1]}
     assert TomlLines("x = {a = {b = 1}}").keys == {("x",): 1, ("x", "a"): 1, ("x", "a", "b"): 1}
+    assert TomlLines("x = 1.5\ny = 2001-02-03 04:05:06.7\nz = 3").keys == {("x",): 1, ("y",): 2, ("z",): 3}
     text = 'x = """["""""\ny = \'\'\'[\'\'\'\'\nz = "\\"["\nw = 1'
     assert tomllib.loads(text) == {"x": '[""', "y": "['", "z": '"[', "w": 1}
     assert TomlLines(text).keys == {("x",): 1, ("y",): 2, ("z",): 3, ("w",): 4}
