@@ -54,8 +54,10 @@ def test_pinned_casts_count_once_they_are_made(casts: Casts) -> None:
         assert len(casts.cache) == 0
         assert casts.to_half(kept) is casts.to_half(kept)
         assert len(casts.cache) == 1
-        for _ in range(2):
-            casts.to_half(other)
+        assert casts.to_half(other) is not casts.to_half(other)
+        assert len(casts.cache) == 2
+        with casts.cache.pin([kept]):
+            pass
         assert len(casts.cache) == 2
     assert len(casts.cache) == 1
 
@@ -73,7 +75,7 @@ def test_no_wrapper_of_a_transform_outlives_it(casts: Casts) -> None:
     parameter, x = Parameter(torch.ones(2)), torch.ones(2)
 
     def transformed() -> None:
-        torch.func.grad(lambda y: (y * casts.to_half(parameter) * casts.args_to_half([x])[0]).sum())(torch.ones(2))
+        torch.func.grad(lambda y: (casts.to_half(parameter) * casts.args_to_half([x, y])[1]).sum())(torch.ones(2))
 
     transformed()
     for cast in (casts.to_half(parameter), casts.args_to_half([x])[0]):
@@ -120,9 +122,12 @@ def shared(casts: Casts, tensor: Tensor) -> Tensor:
 def test_the_last_activation_is_cast_once(casts: Casts) -> None:
     x, other = torch.ones(2, requires_grad=True) * 1, torch.ones(2, requires_grad=True)
     first = shared(casts, x)
-    # One in a container is not kept.
-    casts.args_to_half([{"other": other}])
+    # States of a recurrent layer come in a tuple. One in another container is not kept, nor one that is cast by itself.
+    assert casts.args_to_half([(x,)])[0][0] is first
+    casts.args_to_half([{"other": other}, [1, other]])
+    casts.to_half(other)
     assert shared(casts, x) is first
+    assert casts.local.entries == {}
     shared(casts, other)
     assert shared(casts, x) is not first
     casts.local.entries = None

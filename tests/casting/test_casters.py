@@ -25,6 +25,13 @@ def test_zero_dimensional_tensors_are_cast_and_scalars_are_not() -> None:
         assert casts.to_half(scalar) is scalar
 
 
+def test_an_argument_that_stays_ends_no_walk_over_the_others() -> None:
+    stay = 1, torch.ones(2).half(), torch.ones(2, dtype=torch.int32), torch.ones(2, device="meta"), object()
+    *same, first, last = make().args_to_half((*stay, [2, torch.ones(2)], torch.ones(2)))
+    assert all(one is before for one, before in zip(same, stay, strict=True))
+    assert first[1].dtype is last.dtype is torch.float16
+
+
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr])
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
 def test_a_sparse_matrix_is_cast_in_one_layout_only(layout: torch.layout) -> None:
@@ -97,6 +104,7 @@ def test_of_several_sparse_arguments_and_of_odd_ones_nothing_is_cast_to_half() -
         ([matrix], torch.float16),
         ([matrix, matrix], torch.float32),
         ([batch], torch.float32),
+        ([torch.ones(2).to_sparse()], torch.float32),
         ([compressed], torch.float32),
         ([matrix.clone().requires_grad_()], torch.float32),
     ):

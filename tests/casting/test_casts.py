@@ -26,6 +26,14 @@ def test_shut_and_open_reach_every_thread_once() -> None:
                 assert casts.local.on is on
 
 
+@pytest.mark.parametrize("on", [None, False])
+def test_where_threads_do_not_cast_by_default_each_looks_at_its_switches(on: bool | None) -> None:
+    casts = make(on=on)
+    for change in (casts.shut, casts.open):
+        change()
+        assert casts.deviations == [None]
+
+
 @pytest.mark.parametrize(("on", "may_cast"), [(True, True), (None, True), (False, False)])
 def test_what_threads_do_by_default(on: bool | None, may_cast: bool) -> None:
     casts = make(on=on)
@@ -38,15 +46,23 @@ def test_what_threads_do_by_default(on: bool | None, may_cast: bool) -> None:
         assert not casts.begin_call(torch.nn.Linear(1, 1))
 
 
-def test_tensors_that_stay_as_they_are() -> None:
-    of_meta, x = make(device="meta"), torch.ones(2)
-    assert of_meta.to_half(x) is x
-    assert of_meta.to_half(x.to("meta")).dtype is torch.float16
-    casts, sparse = make(), torch.eye(2).to_sparse()
-    # Beside a sparse argument.
-    others = torch.ones(2, dtype=torch.int32), x.double(), torch.ones(2, device="meta")
-    _, *rest = casts.args_to_half((sparse, *others))
-    assert all(one is other for one, other in zip(rest, others, strict=True))
+@pytest.mark.parametrize(("device", "other"), [("meta", "cpu"), ("cpu", "meta"), ("hpu", "meta"), ("xpu", "cpu")])
+def test_tensors_of_another_device_type_stay_as_they_are(device: str, other: str) -> None:
+    casts, x = make(device=device), torch.ones(2, device=other)
+    assert not casts.eligible(x)
+    assert casts.to_half(x) is x
+    assert casts.promote_args((x, halves := x.half()))[1] is halves
+
+
+@pytest.mark.parametrize(("device", "other"), [("meta", "cpu"), ("cpu", "meta")])
+def test_beside_a_sparse_argument_the_same_tensors_are_cast(device: str, other: str) -> None:
+    casts, x = make(device=device), torch.ones(2, device=device)
+    sparse = torch.sparse_coo_tensor(size=(2, 2), device=device, check_invariants=False)
+    stay = torch.ones(2, dtype=torch.int32, device=device), x.double(), torch.ones(2, device=other)
+    assert casts.eligible(x)
+    first, *same, last = casts.args_to_half((sparse, *stay, x))
+    assert first.dtype is last.dtype is torch.float16
+    assert all(one is before for one, before in zip(same, stay, strict=True))
 
 
 def test_two_handles_have_switches_of_their_own() -> None:
