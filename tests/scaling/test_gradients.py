@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -122,6 +124,7 @@ def test_a_gradient_of_two_parameters_is_unscaled_once() -> None:
         lambda: torch.arange(3.0).view(3, 1).expand(3, 4),
         lambda: torch.arange(4.0).as_strided((3, 2), (1, 1)),
         lambda: torch.arange(9.0).as_strided((2, 3), (4, 2)),
+        lambda: torch.arange(5.0).as_strided((3, 2), (1, 2)),
         lambda: torch.zeros(0),
         lambda: torch.tensor(3.0),
         lambda: torch.arange(3.0).mul(1 + 2j),
@@ -132,6 +135,7 @@ def test_a_gradient_of_two_parameters_is_unscaled_once() -> None:
         lambda: torch.arange(4.0).view(2, 2).to_sparse(),
         lambda: sparse(torch.tensor([4.0, 8.0]), [0, 0], 2),
         lambda: torch.arange(3.0).half(),
+        lambda: torch.arange(6.0).half().view(2, 3).t(),
         lambda: torch.arange(3.0).double(),
         inference_tensor,
     ],
@@ -153,6 +157,20 @@ def test_a_view_into_a_flat_buffer_stays_one() -> None:
     buffer = torch.arange(12.0)
     unscale_([with_grad(buffer.view(3, 4)[:, 1:3])], 2.0)
     assert buffer.tolist() == [0, 0.5, 1, 3, 4, 2.5, 3, 7, 8, 4.5, 5, 11]
+
+
+@pytest.mark.parametrize(
+    ("size", "strides"), [((3, 2), (1, 3)), ((2, 3), (4, 1)), ((2, 3), (3, 1)), ((1, 2, 3), (0, 1, 2)), ((2,), (3,))]
+)
+def test_a_gradient_whose_elements_share_no_memory_is_written_in_place(
+    size: tuple[int, ...], strides: tuple[int, ...]
+) -> None:
+    grad = torch.arange(8.0).as_strided(size, strides)
+    param = with_grad(grad)
+    scale_([param], 2.0)
+    unscale_([param], 0.5)
+    assert grad_of(param) is grad
+    assert torch.equal(grad, torch.arange(8.0).as_strided(size, strides) * 4.0)
 
 
 def test_an_expanded_gradient_leaves_its_source_alone_and_is_unscaled_once_for_each() -> None:
@@ -179,6 +197,11 @@ def test_a_gradient_with_a_graph_is_unscaled() -> None:
     unscale_([param], 8.0)
     assert grad_of(param).tolist() == [2.0, 2.0]
     param.grad = None
+    for dtype in REAL:
+        leaf = with_grad(torch.ones(2, dtype=dtype, requires_grad=True))
+        scale_([leaf], 8.0)
+        unscale_([leaf], 2.0)
+        assert grad_of(leaf).tolist() == [4.0, 4.0]
 
 
 def test_an_overflow_of_a_sum_or_of_unscaling_is_found() -> None:
@@ -257,6 +280,7 @@ def test_flags_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     reads = counted_reads(monkeypatch)
     assert found_any([torch.tensor([value]) for value in (0.0, 1.0, 0.0, 2.0)]) == [False, True, False, True]
     assert reads == [4]
+    assert found_any([torch.zeros(1), torch.ones(1)]) == [False, True]
 
 
 def test_non_finite_names_the_first() -> None:
@@ -265,6 +289,10 @@ def test_non_finite_names_the_first() -> None:
     assert non_finite(named) == ["b", "c", "e"]
     assert non_finite(named, limit=1) == ["b"]
     assert non_finite(named[:1]) == []
+    # What comes after the last name is not looked at.
+    left = iter(named)
+    assert non_finite(left, limit=1) == ["b"]
+    assert [name for name, _ in left] == ["d", "e", "f"]
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.5, math.inf])
@@ -285,6 +313,8 @@ def test_the_norm_of_halves_does_not_overflow(half: torch.dtype) -> None:
 def test_the_norm_of_sparse_and_complex_tensors() -> None:
     assert total_norm([sparse(torch.tensor([[3.0], [1.0], [3.0]]), [1, 1, 2])]).item() == 5.0
     assert total_norm([torch.tensor([3 + 4j])], math.inf).item() == 5.0
+    # Beyond the range of fp32.
+    assert total_norm([torch.tensor([3e200 + 4e200j], dtype=torch.complex128)]).item() == pytest.approx(5e200)
     assert total_norm([torch.tensor([3.0], dtype=torch.float64), torch.tensor([4.0])]).dtype is torch.float64
     assert total_norm([]).item() == total_norm([torch.zeros(0)], math.inf).item() == 0.0
     assert total_norm([torch.tensor([math.nan, 1.0])]).isnan()
@@ -360,3 +390,39 @@ def test_a_true_gradient_of_sparse_halves_is_checked_after_coalescing() -> None:
 def test_a_true_gradient_of_an_unknown_dtype_is_an_error() -> None:
     with pytest.raises(UsageError, match="float8_e4m3fn cannot be scaled"):
         true_of(torch.zeros(2).to(torch.float8_e4m3fn))
+
+
+# -- parts of DTensors, and wider copies --
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("dtype", REAL, ids=str)
+@pytest.mark.parametrize("bad", [None, math.inf])
+def test_of_a_dtensor_the_part_of_this_rank_is_taken(dtype: torch.dtype, bad: float | None) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+
+    def sharded(value: float) -> DTensor:
+        local = torch.tensor([3.0, 4.0 if bad is None else bad], dtype=dtype) * value
+        return DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+
+    expected = [3.0, 4.0 if bad is None else bad]
+    param = Parameter(sharded(1.0))
+    param.grad = sharded(8.0)
+    assert found_any(unscale_([param], 8.0)) == [bad is not None]
+    assert grad_of(param).to_local().tolist() == expected  # type: ignore[attr-defined]
+    scale_([param], 2.0)
+    true, found = true_of(grad_of(param), 0.5)
+    assert (true.to_local().tolist(), found) == (expected, bad is not None)  # type: ignore[attr-defined]
+    assert non_finite([("weight", true)]) == (["weight"] if bad else [])
+    (wide,) = widened([true])
+    assert wide.to_local().dtype is (dtype if dtype in REAL[2:] else torch.float32)  # type: ignore[attr-defined]
+    assert wide.to_local().tolist() == expected  # type: ignore[attr-defined]
+
+
+def test_halves_are_widened_and_others_stay() -> None:
+    given = [torch.ones(2), torch.ones(2).half(), sparse(torch.ones(1, 1).half(), [1]), torch.ones(1).double()]
+    wide = widened(iter(given))
+    assert [tensor.dtype for tensor in wide] == [torch.float32, torch.float32, torch.float32, torch.float64]
+    assert (wide[0] is given[0], wide[3] is given[3]) == (True, True)
+    assert [tensor.to_dense().flatten().tolist() for tensor in wide[1:3]] == [[1.0, 1.0], [0.0, 1.0, 0.0, 0.0]]
+    assert widened([]) == []

@@ -257,10 +257,17 @@ class Own(DynamicLossScaler):
         super().update(found_inf)
 
 
+class OfTheProgram(LossScaler):
+    checks = True
+
+    def update(self, found_inf: bool) -> None:
+        """Keep the scale."""
+
+
 @pytest.mark.parametrize(
     ("scaler", "serves"),
     [
-        (DynamicLossScaler(), True), (StaticLossScaler(2.0), True), (Own(), False),
+        (DynamicLossScaler(), True), (StaticLossScaler(2.0), True), (Own(), False), (OfTheProgram(8.0), False),
         # A limit that fp32 does not hold, and a product that it does not hold.
         (DynamicLossScaler(min_loss_scale=0.1), False),
         (DynamicLossScaler(max_loss_scale=2.0**126, growth_factor=10.0), False),

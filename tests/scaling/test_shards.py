@@ -38,6 +38,7 @@ def test_a_distributed_tensor_is_worked_on_by_its_part() -> None:
     value = torch.ones(2)
     whole = shard(Replicate(), value)
     assert is_sharded(whole)
+    assert type(local_of(whole)) is torch.Tensor
     local_of(whole).mul_(2.0)
     assert torch.equal(value, torch.full((2,), 2.0))
     assert meshes_of([value, whole, whole]) == [whole.device_mesh]
@@ -48,7 +49,7 @@ def test_a_distributed_tensor_is_worked_on_by_its_part() -> None:
 def test_addends_become_a_sum(dtype: torch.dtype) -> None:
     parameter = nn.Parameter(shard(Replicate(), torch.ones(2, dtype=dtype)))
     parameter.grad = shard(Partial(), torch.ones(2, dtype=dtype))
-    reduce_partial([parameter, nn.Parameter(torch.ones(1))], halves_alone=True)
+    reduce_partial([nn.Parameter(torch.ones(1)), parameter], halves_alone=True)
     gradient: Any = parameter.grad
     assert gradient.placements[0].is_partial() is (dtype is torch.float32)
     reduce_partial([parameter], halves_alone=False)

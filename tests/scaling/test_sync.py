@@ -36,6 +36,7 @@ def test_each_scaler_gets_what_its_own_checks_found(norm: float, count: int) -> 
     silent = FoundInfReduction.of(group, [[]] * count, [torch.zeros(1)], has_checks=False, loss_is_nonfinite=True)
     assert (bool(silent.now), silent.has_checks(), silent.loss_is_nonfinite()) == (False, False, True)
     assert not any(bool(silent.of_scaler(place)) for place in range(count))
+    assert float(silent.norm) == 0.0
 
 
 def tensors_on(mesh: Any, dims: Sequence[str]) -> list[nn.Parameter]:
@@ -90,6 +91,19 @@ def test_the_ranks_that_agree_on_a_step(
     assert again is not None
     assert again.group is group.group
     assert groups.among(params, asked) is group
+
+
+def test_groups_that_were_made_are_kept_as_long_as_the_default_group(fake_ranks: Callable[[int], None]) -> None:
+    fake_ranks(8)
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+    made: list[Any] = [SyncGroups().among(tensors_on(mesh, [dims]), None) for dims in ("ab", "bc", "ab", "bc")]
+    assert [one.group for one in made[2:]] == [one.group for one in made[:2]]
+    assert made[0].group is not made[1].group
+    dist.destroy_process_group()
+    fake_ranks(8)
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+    again: Any = SyncGroups().among(tensors_on(mesh, ["ab"]), None)
+    assert again.group is not made[0].group
 
 
 @pytest.mark.parametrize("replicas", [0, -1, True, 1.0, 3])

@@ -75,7 +75,9 @@ def test_a_callback_may_catch_up() -> None:
     assert told == expected("x-x")
 
 
-def test_blank_flags_share_no_element() -> None:
+@pytest.mark.parametrize("compiling", [False, True])
+def test_blank_flags_share_no_element(monkeypatch: pytest.MonkeyPatch, compiling: bool) -> None:
+    monkeypatch.setattr(torch.compiler, "is_dynamo_compiling", lambda: compiling)
     unread = UnreadFlags()
     blanks = [unread.blank(torch.device("cpu")) for _ in range(40)]
     assert {(blank.dtype, blank.item(), tuple(blank.shape)) for blank in blanks} == {(torch.float32, 0.0, (1,))}
@@ -117,7 +119,7 @@ def test_scales_on_the_device_are_compared_by_identity() -> None:
     assert not is_same_scale(scale, 8.0)
 
 
-@pytest.mark.parametrize("scale", [1.0, 2.0**16, 1000.1])
+@pytest.mark.parametrize("scale", [0.5, 1.0, 2.0**16, 1000.1])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_a_scale_on_the_device_multiplies_as_the_float(scale: float, dtype: torch.dtype) -> None:
     loss = torch.tensor([1.37, -2.0], dtype=dtype, requires_grad=True)
