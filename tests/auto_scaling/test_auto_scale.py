@@ -780,12 +780,31 @@ def test_hooks_of_leaves_from_before_auto_scale_see_true_gradients(handle: autoa
     assert [gradient.tolist() for gradient in seen] == [[5.0, 5.0]] * 2
 
 
-def root_gradient(root: Tensor, gradient: Tensor | None = None) -> float:
+def root_gradient(root: Tensor, gradient: Tensor | None = None, run: Callable[..., Any] = Tensor.backward) -> float:
     """Run a backward pass, and return the first element of the gradient with which it began."""
     seen: list[float] = []
     root.grad_fn.register_prehook(lambda gradients: seen.append(gradients[0].flatten()[0].item()))  # type: ignore[union-attr]
-    root.backward(gradient)
+    run(root, gradient)
     return seen[0]
+
+
+@pytest.mark.filterwarnings("ignore:`grad_variables` argument is deprecated")
+@pytest.mark.parametrize(
+    ("run", "factor"),
+    [
+        (lambda root, gradient: torch.autograd.backward(root, gradient), 2.0**16),
+        (lambda root, gradient: torch.autograd.backward((root,), (gradient,)), 2.0**16),
+        (lambda root, gradient: torch.autograd.backward([root], grad_variables=[gradient]), 2.0**16),
+        (lambda root, gradient: torch.autograd.backward(root, gradient, create_graph=True), 1.0),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_all_spellings_of_a_pass_are_scaled(scaling: AutoScale, run: Callable[..., Any], factor: float) -> None:
+    model, optimizer, x = make()
+    assert root_gradient(model(x), torch.full((5, 2), 3.0), run) == 3.0 * factor
+    assert model[2].bias.grad.tolist() == [15.0, 15.0]
+    assert not model[2].bias.grad.requires_grad or factor == 1.0
+    optimizer.zero_grad()
 
 
 def test_passes_that_need_no_scale_are_left_alone(handle: autoamp.Handle, scaling: AutoScale) -> None:

@@ -83,6 +83,27 @@ def test_a_state_goes_round() -> None:
     assert scalers.state_dict(0) == before
 
 
+def test_a_state_has_the_scalers_of_the_last_call_and_those_used_since_then() -> None:
+    first, second, scalers = Optimizer(), Optimizer(), LossScalers([])
+    earlier, later = DynamicLossScaler(64.0), StaticLossScaler(8.0)
+    scalers.use([earlier], [first])
+    scalers.choose(0, first)
+    scalers.use([later], [second])
+    # Nobody can refer weakly to a number, which no call has named.
+    assert scalers.choose(0, 3) is scalers.choose(0) is later
+    assert scalers.state_dict(1) == {"loss_scaler0": later.state_dict(), "skipped_steps": 1}
+    scalers.choose(0, first)
+    state = scalers.state_dict(2)
+    assert state == {"loss_scaler0": earlier.state_dict(), "loss_scaler1": later.state_dict(), "skipped_steps": 2}
+    # As many entries as the last call has scalers are those of the last call.
+    assert scalers.load_state_dict({"loss_scaler0": {"loss_scale": 2.0, "unskipped": 1}}) == 0
+    assert (earlier.loss_scale, later.loss_scale) == (64.0, 2.0)
+    scalers.load_state_dict(state)
+    assert (earlier.loss_scale, later.loss_scale, scalers.has_dynamic) == (64.0, 8.0, True)
+    scalers.forget_but([later])
+    assert (scalers.all, scalers.has_dynamic) == ([later], False)
+
+
 def edited(**changes: Any) -> dict[str, Any]:
     """A good state with some keys changed; None takes a key away."""
     return {key: value for key, value in {**GOOD, **changes}.items() if value is not None}

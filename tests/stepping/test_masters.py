@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
 from autoamp.fp16_utils import FP16_Optimizer
@@ -51,6 +52,39 @@ def test_the_largest_gradients_are_cast_in_parts() -> None:
         assert master.grad is half.grad
         assert master.grad.dtype is torch.float32
         torch.testing.assert_close(master.grad, plain.grad, rtol=0.05, atol=0.05)
+
+
+class Copies(TorchDispatchMode):
+    """Notes how many elements each multi-tensor copy writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ == "_foreach_copy_":
+            self.elements.append(sum(tensor.numel() for tensor in args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parts"),
+    [
+        # Few elements are one part. Of many each part is half of what is left, the largest first.
+        ([2**15, 2**16], [3 * 2**15]), ([2**18], [2**18]), ([2**16] * 4, [2**17, 2**17]),
+        ([90000, 300, 90000, 90000], [90000, 90000, 90300]),
+    ],
+)  # fmt: skip
+def test_half_gradients_are_cast_in_parts_so_that_few_are_there_twice(sizes: list[int], parts: list[int]) -> None:
+    params = [nn.Parameter(torch.zeros(size, dtype=torch.float16)) for size in sizes]
+    optimizer = torch.optim.SGD(params, lr=0.5)
+    masters = MasterWeights(optimizer)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    with Copies() as copies:
+        masters.collect()
+    assert copies.elements == parts
+    assert all(param.grad is not None and param.grad.dtype is torch.float32 for param in params)
 
 
 # -- gradients. Most ways to read, write and clear them: tests/property --

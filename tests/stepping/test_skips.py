@@ -42,6 +42,15 @@ def test_steps_of_all_kinds_are_counted_together() -> None:
     assert (counts.all, counts.skipped) == (5, 5)
 
 
+def test_of_optimizers_that_scale_themselves_the_last_gives_the_scale() -> None:
+    first, second, last = (Skips(name, Owner()) for name in ("SGD", "Adam", "LBFGS"))
+    shared, other = StaticLossScaler(4.0), StaticLossScaler(8.0)
+    own = OwnSteps({first: shared, second: shared, last: other})
+    first.steps = last.steps = 2
+    second.count(True, shared, 4.0)
+    assert (own.loss_scale, own.losses, own.steps, own.skipped) == (8.0, [shared, other], 4, 1)
+
+
 def test_skips_are_logged_at_powers_of_two(caplog: pytest.LogCaptureFixture) -> None:
     setup = Setup()
     with caplog.at_level(logging.WARNING, "autoamp.stepping"):
