@@ -100,10 +100,10 @@ class ModulePaths:
     """
 
     def __init__(self) -> None:
-        # By outermost module and module: the path, and the classes of the module and of the home.
-        self._found: weakref.WeakKeyDictionary[Module, weakref.WeakKeyDictionary[Module, tuple[str, str, str]]]
-        self._found = weakref.WeakKeyDictionary()
-        # By module: the outermost module that it was seen in.
+        # By outermost module: the paths of the modules within it.
+        self._paths: weakref.WeakKeyDictionary[Module, weakref.WeakKeyDictionary[Module, str]]
+        self._paths = weakref.WeakKeyDictionary()
+        # By module: the outermost module that it was last seen in.
         self._homes: weakref.WeakKeyDictionary[Module, weakref.ref[Module]] = weakref.WeakKeyDictionary()
 
     def find(self, modules: tuple[Module, ...]) -> tuple[str, str, str] | tuple[None, None, None]:
@@ -115,28 +115,15 @@ class ModulePaths:
         if not modules:
             return None, None, None
         root, module = modules[0], modules[-1]
-        known = self._found.get(root)
-        if known is not None and module in known:
-            return known[module]
-        home = self._home_of(root)
-        names = {inner: name for name, inner in home.named_modules()}
-        path = names.get(module)
+        if root not in self._homes:
+            self._homes.update((inner, weakref.ref(root)) for inner in root.modules())
+        home = self._homes[root]() or root
+        paths = self._paths.setdefault(home, weakref.WeakKeyDictionary())
+        if module not in paths:
+            paths.update((inner, name) for name, inner in home.named_modules())
+        path = paths.get(module)
         if path is None:
             # It is called, and registered in none of those around it.
-            around = next((names[outer] for outer in reversed(modules) if outer in names), "")
+            around = next((paths[outer] for outer in reversed(modules) if outer in paths), "")
             path = f"{around}.<{type(module).__name__}>".removeprefix(".")
-        found = path, type(module).__name__, type(home).__name__
-        self._found.setdefault(root, weakref.WeakKeyDictionary())[module] = found
-        return found
-
-    def _home_of(self, root: Module) -> Module:
-        """Return the module within which an outermost one was seen before, or itself."""
-        reference = self._homes.get(root)
-        home = None if reference is None else reference()
-        # It may have been taken out since.
-        if home is not None and any(inner is root for inner in home.modules()):
-            return home
-        # A module that was called by itself before has its place in this one from now on.
-        self._found.clear()
-        self._homes.update((inner, weakref.ref(root)) for inner in root.modules())
-        return root
+        return path, type(module).__name__, type(home).__name__

@@ -39,7 +39,7 @@ __all__ = ["Capsule", "CapsuleWriter", "capsule_versions", "load_capsule"]
 
 log = logging.getLogger(__name__)
 
-_FORMAT = 2
+_FORMAT = 3
 # Packages that are not put into the file, wherever they lie.
 _INSTALLED = frozenset(("autoamp", "autoamp_command", "autoamp_kernels", "autoamp_startup", "cloudpickle", "torch"))
 _UNPICKLABLE = (pickle.PicklingError, TypeError, AttributeError, RuntimeError, ValueError)
@@ -94,27 +94,27 @@ class CapsuleWriter:
         except OSError as error:
             raise UsageError(f"capsule={str(folder)!r}: expected a folder that can be written, got {error}") from None
 
-    def wants(self, found: Overflow) -> bool:
-        """Return whether a finding is located, and is the first of its place."""
-        return isinstance(found.verdict, (HalfPrecisionOp, NotFiniteInFp32)) and found.place not in self._places
-
-    def write(self, found: Overflow, again: Overflow | None, records: Sequence[Record], scale: float) -> None:
-        """Write a capsule if the module calls alone lead to the finding, else log why not.
+    def write(self, found: Overflow, records: Sequence[Record], scale: float) -> None:
+        """Write a capsule if a finding is located and the first of its place, or log why not.
 
         Args:
             found: What was found in the step.
-            again: What is found by the module calls alone.
             records: The module calls of the step.
             scale: Its loss scale.
         """
+        if not isinstance(found.verdict, (HalfPrecisionOp, NotFiniteInFp32)) or found.place in self._places:
+            return
         self._places.add(found.place)
+        if found.module is None:
+            why = "the inf or nan is not made within the calls of modules, which a capsule holds"
+            log.warning("no capsule of step %s: %s", found.iteration, why)
+            return
+        path = self._free_path(f"step-{found.iteration}-{found.op or found.kind}")
         try:
-            if again is None or again.place != found.place:
-                raise UsageError("the inf or nan is not made within the calls of modules, which a capsule holds")
-            path = self._free_path(f"step-{found.iteration}-{found.op or found.kind}")
             self._write(path, found, records, scale)
-        except (UsageError, OSError, *_UNPICKLABLE) as error:
-            # The program goes on without it.
+        except (OSError, *_UNPICKLABLE) as error:
+            # The program goes on without it. On a full disk a part of the file is there.
+            path.unlink(missing_ok=True)
             log.warning("no capsule of step %s: %s", found.iteration, error)
         else:
             log.warning("run the step again with: autoamp replay %s", path)
@@ -136,15 +136,10 @@ class CapsuleWriter:
         weights = {tensor for module in modules for tensor in (*module.parameters(False), *module.buffers(False))}
         size = sum(tensor.nbytes for tensor in (*weights, *iter_tensors([one["inputs"] for one in parts])))
         log.warning("writing %s, %.1f MiB: it holds the weights and inputs of the step", path, size / 2**20)
-        try:
-            with zipfile.ZipFile(path, "w") as archive, _own_code_by_value() as cloudpickle:
-                archive.writestr("finding.json", json.dumps(finding))
-                with archive.open("step.pt", "w", force_zip64=True) as file:
-                    torch.save(step, file, pickle_module=cloudpickle, pickle_protocol=pickle.HIGHEST_PROTOCOL)
-        except BaseException:
-            # On a full disk a part of the file is there.
-            path.unlink(missing_ok=True)
-            raise
+        with zipfile.ZipFile(path, "w") as archive, _own_code_by_value() as cloudpickle:
+            archive.writestr("finding.json", json.dumps(finding))
+            with archive.open("step.pt", "w", force_zip64=True) as file:
+                torch.save(step, file, pickle_module=cloudpickle, pickle_protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def load_capsule(path: str | Path, tell: Callable[[str], None]) -> Capsule:
@@ -175,12 +170,11 @@ def load_capsule(path: str | Path, tell: Callable[[str], None]) -> Capsule:
         )
     try:
         loaded = torch.load(step, weights_only=False)
-    except RuntimeError as error:
-        # As of a capsule of CUDA tensors on a machine without.
-        raise UsageError(f"cannot load {str(path)!r}: {str(error).splitlines()[0]}") from None
-    except (ImportError, AttributeError, TypeError) as error:
+    except (RuntimeError, ImportError, AttributeError, TypeError) as error:
+        # As of a capsule of CUDA tensors on a machine without, or of a package that is not installed here.
         versions = ", ".join(f"{name} {version}" for name, version in finding["versions"].items())
-        raise UsageError(f"{str(path)!r} needs code that is not here: {error}; it was written by {versions}") from None
+        first = str(error).partition("\n")[0]
+        raise UsageError(f"cannot load {str(path)!r}: {first}; it was written by {versions}") from None
     records = [_record_of(parts) for parts in loaded["records"]]
     modules = [parts["module"] for parts in loaded["records"]]
     return Capsule(
@@ -200,7 +194,7 @@ def _parts_of(record: Record) -> dict[str, Any]:
     parts = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
     module = record.module()
     assert module is not None
-    changed = {name: map_tensors(parts[name], _compact) for name in ("inputs", "passes")}
+    changed = {name: map_tensors(parts[name], _compact) for name in ("inputs", "gradients")}
     return {**parts, **changed, "module": unwrapped(module), "versions": []}
 
 

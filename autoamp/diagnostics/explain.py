@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import json
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from autoamp.errors import UsageError
 from autoamp.ops import Target, expand, known_ops
@@ -33,24 +31,6 @@ class Explanation:
 
     name: str
     rules: tuple[tuple[CastRule, tuple[str, ...]], ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values: ``{"name": ..., "rules": [{"target", "policy", "file", "line", ...}]}``."""
-        return {
-            "name": self.name,
-            "rules": [
-                {
-                    "target": rule.target, "policy": rule.policy.value,
-                    "file": located(replace(rule.origin, line=None)), "line": rule.origin.line,
-                    "reason": rule.reason, "remedy": rule.remedy, "patched": list(names),
-                }
-                for rule, names in self.rules
-            ],
-        }  # fmt: skip
-
-    def to_json(self) -> str:
-        """Return `to_dict` as JSON."""
-        return json.dumps(self.to_dict(), indent=2)
 
     def __str__(self) -> str:
         if not self.rules:

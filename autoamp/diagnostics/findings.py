@@ -10,19 +10,11 @@ import torch
 from torch import Tensor
 
 from autoamp.casting import Casts
-from autoamp.diagnostics.inspector import Origin, nonfinite_value
+from autoamp.diagnostics.inspector import OpWatch, Origin, have_same_memory, nonfinite_value
 from autoamp.diagnostics.op_names import fp32_entry
-from autoamp.diagnostics.op_watch import OpWatch
 from autoamp.diagnostics.records import Record, RecordedStep
-from autoamp.diagnostics.replay import CannotReplay, RecordedCall, Trial
-from autoamp.diagnostics.verdicts import (
-    HalfPrecisionOp,
-    NotFiniteInFp32,
-    NotLocated,
-    Overflow,
-    OverflowVerdict,
-    ScaleSearch,
-)
+from autoamp.diagnostics.replay import CannotReplay, Replay
+from autoamp.diagnostics.verdicts import HalfPrecisionOp, NotFiniteInFp32, NotLocated, Overflow, ScaleSearch
 from autoamp.tensors import HALF_DTYPES
 
 __all__ = ["first_cause", "unlocated"]
@@ -48,14 +40,14 @@ def first_cause(records: Sequence[Record], step: RecordedStep, casts: Casts, sca
     in_backward = None
     for record in records:
         try:
-            call = RecordedCall(record, casts, scale)
+            call = Replay(record, casts, scale)
         except (CannotReplay, RuntimeError):
-            if record.passes:
+            if record.is_reached:
                 raise
             continue
-        if (in_forward := _forward_finding(call)) is not None:
+        if (in_forward := _output_finding(call)) is not None and not _is_finite_at_one(call):
             return _before_data(record, in_forward, suspects, step.ops)
-        if (suspect := _suspect_finding(call)) is not None:
+        if (suspect := _output_finding(call, harmless=True)) is not None:
             suspects[record.number] = _before_data(record, suspect, suspects, step.ops)
         if (gradient := _gradient_finding(call)) is not None:
             # The backward pass of the last call ran first.
@@ -89,183 +81,77 @@ def _before_data(record: Record, found: Overflow, suspects: Mapping[int, Overflo
     )
 
 
-def _forward_finding(call: RecordedCall) -> Overflow | None:
-    """Return the finding for an output that holds inf or nan and spoils the gradients; None if none does."""
-    outputs = [number for number in _nonfinite_outputs(call) if call.record.has_gradient(number)]
-    return None if not outputs or _is_finite_at_one(call) else _first_finding(call, outputs, intended=False)
+# -- the forward pass of a call --
 
 
-def _suspect_finding(call: RecordedCall) -> Overflow | None:
-    """Return the finding for an output that is harmless as a rule: without gradients, or -inf maybe on purpose."""
-    outputs = [
-        number
-        for number in _nonfinite_outputs(call)
-        if call.record.has_gradient(number) or not getattr(call.half.outputs[number], "requires_grad", True)
-    ]
-    return _first_finding(call, outputs, intended=True)
-
-
-def _gradient_finding(call: RecordedCall) -> Overflow | None:
-    """Return the finding for gradients that hold inf or nan; None if all are finite."""
-    if call.record.too_large:
-        return unlocated("the gradients at the outputs are too large to keep; use explain_overflow()")
-    for loss in call.record.passes:
-        arrived = call.record.gradients_of(loss)
-        value = nonfinite_value(*arrived)
-        try:
-            found = _backward_finding(call, loss) if value is None else _loss_finding(call, arrived, value)
-        except CannotReplay as error:
-            found = unlocated(str(error))
-        if found is not None:
-            return found
-    return None
-
-
-def _loss_finding(call: RecordedCall, arrived: Sequence[Tensor | None], value: str) -> Overflow:
-    """Return the finding for gradients that hold inf or nan as they come from the loss to a call."""
-    wide = [one for one in arrived if one is not None and one.dtype not in HALF_DTYPES]
-    if call.scale > 1.0 and value == "inf" and not nonfinite_value(*wide):
-        # No half tensor can hold it. If a lower scale does not help, the next step tells.
-        return Overflow(ScaleSearch(), phase="backward")
-    return unlocated(
-        f"the gradients hold {value} where they come to {type(call.record.module()).__name__}, and the ops between its "
-        "call and the loss were not watched in this step"
-    )
-
-
-def _nonfinite_outputs(call: RecordedCall) -> list[int]:
-    return [number for number, one in enumerate(call.half.outputs) if nonfinite_value(one)]
-
-
-def _is_finite_at_one(call: RecordedCall) -> bool:
-    """Tell whether all gradients are finite at a loss scale of 1: no inf of the forward pass is to blame then."""
-    return call.scale > 1.0 and not any(
-        nonfinite_value(*call.record.gradients_of(loss)) or call.nonfinite_at(1.0, loss) for loss in call.record.passes
-    )
-
-
-def _first_finding(call: RecordedCall, outputs: list[int], *, intended: bool) -> Overflow | None:
-    """Return the first finding for outputs that hold inf or nan.
+def _output_finding(call: Replay, *, harmless: bool = False) -> Overflow | None:
+    """Return the finding for the first output that holds inf or nan; None if none does.
 
     Args:
         call: The call.
-        outputs: The numbers of the outputs.
-        intended: Whether to blame a -inf too that may have been written on purpose.
+        harmless: Whether to blame what is harmless as a rule: an output without a gradient, and a -inf that may have
+            been written on purpose.
     """
-    for number in outputs:
-        origin = _origin_of(call.half, number, intended)
+    for number, output in enumerate(call.outputs):
+        is_reached = number in call.record.gradients
+        if output is None or not (is_reached or (harmless and not output.requires_grad)):
+            continue
+        origin = _origin_of(call, number, harmless)
         if origin is None:
             continue
         if origin.site is None:
-            return _given_finding(origin, call.half)
+            return _given_finding(origin, call)
         try:
-            wide = call.wide
+            return _forward_cause(origin, _origin_of(call.in_fp32, number, harmless), call.in_fp32)
         except (CannotReplay, RuntimeError) as error:
-            return origin.site.finding(_unknown_in_fp32(error), "forward", origin.value)
-        return _origin_finding(origin, _origin_of(wide, number, intended), wide)
+            return origin.in_unknown_precision("forward", error)
     return None
 
 
-def _origin_of(trial: Trial, number: int, intended: bool) -> Origin | None:
-    output = trial.outputs[number] if number < len(trial.outputs) else None
+def _origin_of(call: Replay, number: int, intended: bool) -> Origin | None:
+    """Return where the inf or nan of an output came from; None if it holds none, or one that may be intended."""
+    output = call.outputs[number]
     if output is None or not nonfinite_value(output):
         return None
-    origin = trial.inspector.origin_of(output)
+    origin = call.inspector.origin_of(output)
     return None if origin.intended and not intended else origin
 
 
-def _backward_finding(call: RecordedCall, loss: int) -> Overflow | None:
-    """Return the finding for gradients of a loss that hold inf or nan, though those at the outputs do not.
-
-    Lower loss scales are tried, and fp32.
-    """
-    leaves = call.nonfinite_at(call.scale, loss)
-    if not leaves:
-        return None
-    parameter = next((name for name in leaves if not name.startswith("input ")), next(iter(leaves)))
-    return replace(_cause_of_gradients(call, loss), parameter=parameter)
+def _is_finite_at_one(call: Replay) -> bool:
+    """Tell whether all gradients are finite at a loss scale of 1: no inf of the forward pass is to blame then."""
+    return call.scale > 1.0 and not nonfinite_value(*call.record.gradients.values()) and not call.backward(1.0)
 
 
-def _cause_of_gradients(call: RecordedCall, loss: int) -> Overflow:
-    made = call.half.gradient_origin()
-    if call.scale > 1.0 and not call.nonfinite_at(1.0, loss):
-        return _gradient_overflow(made, ScaleSearch(_highest_finite_scale(call, loss)))
-    source = None if made is None or made.site is None else made.site.source
-    source = None if source is None or source.intended else source
-    if source is not None and source.site is None:
-        return _given_finding(source, call.half)
-    try:
-        wide = call.wide
-        finite_in_fp32 = not call.nonfinite_at(1.0, loss, wide)
-    except (CannotReplay, RuntimeError) as error:
-        return _gradient_overflow(made, _unknown_in_fp32(error))
-    if source is not None:
-        # The forward pass made it, though the outputs do not show it.
-        origins = [] if finite_in_fp32 else [one for one in wide.inspector.origins if not one.intended]
-        return _origin_finding(source, origins[0] if origins else None, wide)
-    if not finite_in_fp32:
-        made = wide.gradient_origin() or made
-    if made is None or made.site is None:
-        why = "gradients have inf or nan, and no recorded op made them from finite values"
-        return _gradient_overflow(None, NotLocated(why))
-    if not finite_in_fp32:
-        return _gradient_overflow(made, NotFiniteInFp32(magnitudes=made.magnitudes))
-    verdict = HalfPrecisionOp(made.magnitudes, made.site.half_name, made.site.in_cast)
-    found = _gradient_overflow(made, verdict)
-    return _with_all_names(found, call) if found.fp32_names else found
-
-
-def _highest_finite_scale(call: RecordedCall, loss: int) -> float:
-    """Halve the loss scale until gradients are finite. At 1.0 they are."""
-    scale = call.scale / 2
-    while scale > 1.0 and call.nonfinite_at(scale, loss):
-        scale /= 2
-    return max(scale, 1.0)
-
-
-def _unknown_in_fp32(why: object) -> NotLocated:
-    return NotLocated(f"it is not known whether fp32 would be finite: {why}")
-
-
-def _origin_finding(origin: Origin, in_fp32: Origin | None, wide: Trial) -> Overflow:
+def _forward_cause(origin: Origin, in_fp32: Origin | None, wide: Replay) -> Overflow:
     """Return the finding for an inf or nan of the forward pass, by its origin in half precision and in fp32."""
     assert origin.site is not None
     if in_fp32 is not None and in_fp32.site is not None and in_fp32.site.dtype in HALF_DTYPES:
         if in_fp32.site.place == origin.site.place:
-            why = _unknown_in_fp32("it writes to a half tensor in place")
-            return origin.site.finding(why, "forward", origin.value)
+            return origin.in_unknown_precision("forward", "it writes to a half tensor in place")
         # In fp32 it was finite until it was written to a tensor that the program made half.
         in_fp32 = None
     if in_fp32 is None:
-        verdict = HalfPrecisionOp(origin.magnitudes, origin.site.half_name, origin.site.in_cast)
-        return origin.site.finding(verdict, "forward", origin.value)
-    if in_fp32.site is None:
-        return _given_finding(in_fp32, wide)
-    return in_fp32.site.finding(NotFiniteInFp32(magnitudes=in_fp32.magnitudes), "forward", in_fp32.value)
+        return origin.in_half_precision("forward")
+    return _given_finding(in_fp32, wide) if in_fp32.site is None else in_fp32.in_fp32("forward")
 
 
-def _given_finding(origin: Origin, trial: Trial) -> Overflow:
+def _given_finding(origin: Origin, call: Replay) -> Overflow:
     """Return the finding for an inf or nan that no op made: an input, a parameter or a buffer holds it."""
-    given, root = origin.tensor, trial.inspector.root
+    given, root = origin.tensor, call.inspector.root
     assert given is not None
     assert root is not None
-    model = type(root).__name__
-    held = Overflow(NotLocated(), module=model, phase="forward", value=origin.value)
-    for name, tensor in trial.inspector.inputs:
-        if _is(tensor, given):
+    held = Overflow(NotLocated(), module=type(root).__name__, phase="forward", value=origin.value)
+    for name, tensor in call.inspector.inputs:
+        if have_same_memory(tensor, given):
             data = NotFiniteInFp32(cause="data", tensor=name, batch_index=_batch_index(tensor))
             return replace(held, verdict=data, suggestion="look at the data of this batch")
     for name, tensor in (*root.named_parameters(), *root.named_buffers()):
-        if _is(tensor, given):
+        if have_same_memory(tensor, given):
             advice = "load an earlier checkpoint, or initialize it again"
-            weight = NotFiniteInFp32(cause="weights", tensor=name)
-            return replace(held, verdict=weight, module=name.rpartition(".")[0] or model, suggestion=advice)
+            weight, module = NotFiniteInFp32(cause="weights", tensor=name), name.rpartition(".")[0] or held.module
+            return replace(held, verdict=weight, module=module, suggestion=advice)
     why = "it comes from code that is not recorded, such as TorchScript, torch.func, numpy or another library"
     return replace(held, verdict=NotLocated(why), module=None)
-
-
-def _is(one: Tensor, other: Tensor) -> bool:
-    return one is other or (one.data_ptr() == other.data_ptr() and one.shape == other.shape)
 
 
 def _batch_index(tensor: Tensor) -> int | None:
@@ -276,27 +162,89 @@ def _batch_index(tensor: Tensor) -> int | None:
     return int(bad.reshape(len(bad), -1).any(1).nonzero()[0])
 
 
-def _gradient_overflow(made: Origin | None, verdict: OverflowVerdict) -> Overflow:
-    """Return the finding for gradients, by the call whose node made inf or nan of finite ones, if it is known."""
-    if made is None or made.site is None:
-        return Overflow(verdict, phase="backward")
-    return made.site.finding(verdict, "backward", made.value)
+# -- the backward pass of a call --
 
 
-def _with_all_names(found: Overflow, call: RecordedCall) -> Overflow:
+def _gradient_finding(call: Replay) -> Overflow | None:
+    """Return the finding for gradients that hold inf or nan; None if all are finite."""
+    if call.record.too_large:
+        return unlocated("the gradients at the outputs are too large to keep; use explain_overflow()")
+    value = nonfinite_value(*call.record.gradients.values())
+    if value is not None:
+        return _loss_finding(call, value)
+    try:
+        leaves = call.backward(call.scale)
+        if not leaves:
+            return None
+        parameter = next((name for name in leaves if not name.startswith("input ")), next(iter(leaves)))
+        return replace(_gradient_cause(call), parameter=parameter)
+    except CannotReplay as error:
+        return unlocated(str(error))
+
+
+def _loss_finding(call: Replay, value: str) -> Overflow:
+    """Return the finding for gradients that hold inf or nan as they come from the loss to a call."""
+    wide = [one for one in call.record.gradients.values() if one.dtype not in HALF_DTYPES]
+    if call.scale > 1.0 and value == "inf" and not nonfinite_value(*wide):
+        # No half tensor can hold it. If a lower scale does not help, the next step tells.
+        return Overflow(ScaleSearch(), phase="backward")
+    return unlocated(
+        f"the gradients hold {value} where they come to {type(call.record.module()).__name__}, and the ops between its "
+        "call and the loss were not watched in this step"
+    )
+
+
+def _gradient_cause(call: Replay) -> Overflow:
+    """Return the finding for gradients that hold inf or nan, though those at the outputs do not."""
+    made = call.gradient_origin()
+    if call.scale > 1.0 and not call.backward(1.0):
+        search = ScaleSearch(_highest_finite_scale(call))
+        return Overflow(search, phase="backward") if made is None else made.finding(search, "backward")
+    source = None if made is None or made.site is None else made.site.source
+    source = None if source is None or source.intended else source
+    if source is not None and source.site is None:
+        return _given_finding(source, call)
+    unknown = unlocated("gradients have inf or nan, and no recorded op made them from finite values")
+    try:
+        wide = call.in_fp32
+        is_finite = not wide.backward(1.0)
+    except (CannotReplay, RuntimeError) as error:
+        return unknown if made is None else made.in_unknown_precision("backward", error)
+    if source is not None:
+        # The forward pass made it, though the outputs do not show it.
+        origins = [] if is_finite else [one for one in wide.inspector.origins if not one.intended]
+        return _forward_cause(source, origins[0] if origins else None, wide)
+    if not is_finite:
+        made = wide.gradient_origin() or made
+    if made is None:
+        return replace(unknown, phase="backward")
+    return _with_all_names(made.in_half_precision("backward"), call) if is_finite else made.in_fp32("backward")
+
+
+def _highest_finite_scale(call: Replay) -> float:
+    """Halve the loss scale until gradients are finite. At 1.0 they are."""
+    scale = call.scale / 2
+    while scale > 1.0 and call.backward(scale):
+        scale /= 2
+    return max(scale, 1.0)
+
+
+def _with_all_names(found: Overflow, call: Replay) -> Overflow:
     """Return a finding of the backward pass whose entry names all ops that must be in fp32 to avoid it.
 
     The gradient that overflows may be too large for the results of earlier ops as well: it has their dtype.
     """
     assert isinstance(found.verdict, HalfPrecisionOp)
-    sites = call.half.inspector.sites.values()
-    halves = {site.place for site in sites if site.dtype in HALF_DTYPES and not site.in_cast}
+    if not found.fp32_names:
+        return found
+    wide = call.in_fp32
+    halves = {one.place for one in call.inspector.sites.values() if one.dtype in HALF_DTYPES and not one.in_cast}
     limit = torch.finfo(getattr(torch, found.verdict.dtype)).max
-    too_large = [node for node, one in call.wide.watch.results.items() if max(one.magnitudes, default=0.0) > limit]
-    named = [site.names for node in too_large if (site := call.wide.inspector.sites[node]).place in halves]
+    too_large = [node for node, one in wide.watch.results.items() if max(one.magnitudes, default=0.0) > limit]
+    named = [site.names for node in too_large if (site := wide.inspector.sites[node]).place in halves]
     names = tuple(dict.fromkeys(itertools.chain(found.fp32_names, *named)))
     suggestion = fp32_entry(names)
-    casts = [line for node, line in call.wide.inspector.narrowed if node in too_large]
+    casts = [line for node, line in wide.inspector.narrowed if node in too_large]
     if casts:
         suggestion = f"{suggestion}, and make no half tensor at {casts[0]}, whose gradient is as large"
     return replace(found, suggestion=suggestion, fp32_names=names)

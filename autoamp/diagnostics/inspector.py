@@ -4,8 +4,9 @@ Forward, a function mode sees each call of torch's functions, with the module an
 is followed from the op that made it (its *origin*) through the ops that pass it on, until an op gives a finite result,
 as a softmax does of a mask. Backward, hooks see each node of the graph. A node belongs to the call that made it.
 
-The same class looks at a step that runs again (see `autoamp.diagnostics.findings`) and at ops outside of module calls
-while they run for the first time (see `autoamp.diagnostics.op_watch`).
+`Inspector` looks at a module call that runs again (see `autoamp.diagnostics.findings`). `OpWatch` looks at ops outside
+of module calls, as those of a loss, while they run, since they cannot run again. That is slow, so it looks at a few
+steps: the first one of a traced run, and those after an overflow that was not located.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -26,19 +27,20 @@ from torch.overrides import TorchFunctionMode
 
 from autoamp.casting import Casts
 from autoamp.diagnostics.call_sites import program_line, shown_file, user_frame
-from autoamp.diagnostics.op_names import CASTS, bare_name, fp32_entry, spelled_at, spellings
-from autoamp.diagnostics.verdicts import HalfPrecisionOp, Overflow, OverflowVerdict
+from autoamp.diagnostics.op_names import CASTS, bare_name, fp32_entry, spelled_at
+from autoamp.diagnostics.verdicts import (
+    HalfPrecisionOp,
+    NotFiniteInFp32,
+    NotLocated,
+    Overflow,
+    OverflowVerdict,
+    ScaleSearch,
+)
 from autoamp.patching import original_of
 from autoamp.tensors import HALF_DTYPES, dtype_name, iter_tensors, map_tensors
-from autoamp.torch_private import (
-    DispatchMode,
-    function_of_node,
-    insert_function_mode,
-    is_transformed,
-    remove_function_mode,
-)
+from autoamp.torch_private import function_of_node, insert_function_mode, is_transformed, remove_function_mode
 
-__all__ = ["Backward", "Inspector", "Origin", "Site", "fp32_sum", "nonfinite_value"]
+__all__ = ["Backward", "Inspector", "OpWatch", "Origin", "fp32_sum", "have_same_memory", "nonfinite_value"]
 
 _AUTOAMP = __name__.partition(".")[0]
 # With these a program writes -inf on purpose, as into the masked scores of an attention.
@@ -54,10 +56,6 @@ _OVERWRITES = frozenset(
 _NORMS = frozenset(("batch_norm", "instance_norm"))
 # Torch's own, also if this file is imported while lists are in force.
 _SUM: Any = original_of(Tensor.sum)
-# Each of these functions calls several ops, which no function mode sees.
-_COMPOSITES = frozenset(("multi_head_attention_forward",))
-# Where torch has no dispatch mode, a context that sees no operators.
-_DISPATCH_MODE: Any = DispatchMode or contextlib.nullcontext
 
 
 @dataclass(eq=False)
@@ -85,31 +83,9 @@ class Site:
     in_place: bool = False
 
     @property
-    def half_name(self) -> str:
-        """The name of its half dtype, float16 if the result is none."""
-        return dtype_name(self.dtype if self.dtype in HALF_DTYPES else torch.float16)
-
-    @property
     def place(self) -> tuple[Any, ...]:
         """The op, the module and the line."""
         return self.op, self.module, self.location
-
-    def finding(
-        self, verdict: OverflowVerdict, phase: str, value: str | None, otherwise: str | None = None
-    ) -> Overflow:
-        """Return the finding for what the op made.
-
-        Args:
-            verdict: The verdict.
-            phase: ``"forward"`` or ``"backward"``.
-            value: What it made, ``"inf"`` or ``"nan"``.
-            otherwise: The remedy if no entry of a list file avoids it.
-        """
-        names = self.names if isinstance(verdict, HalfPrecisionOp) else ()
-        return Overflow(
-            verdict, op=self.op, module=self.module, location=self.location, phase=phase,
-            suggestion=fp32_entry(names, self.in_place) or otherwise, value=value, fp32_names=names,
-        )  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -122,8 +98,6 @@ class Origin:
         magnitudes: The largest absolute value of each floating tensor that the call got.
         tensor: The tensor in which it was first seen.
         intended: Whether programs write such an inf on purpose.
-        finite_at_one: For gradients, whether the call alone gives finite ones at a loss scale of 1; None if not tried.
-        finite_in_fp32: Whether the call alone is finite in fp32; None if that is not known.
     """
 
     site: Site | None
@@ -131,8 +105,35 @@ class Origin:
     magnitudes: tuple[float, ...] = ()
     tensor: Tensor | None = None
     intended: bool = False
-    finite_at_one: bool | None = None
-    finite_in_fp32: bool | None = None
+
+    def in_half_precision(self, phase: str, otherwise: str | None = None) -> Overflow:
+        """Return the finding for a call that is finite in fp32.
+
+        Args:
+            phase: ``"forward"`` or ``"backward"``.
+            otherwise: The remedy if no entry of a list file avoids it.
+        """
+        assert self.site is not None
+        dtype = self.site.dtype if self.site.dtype in HALF_DTYPES else torch.float16
+        in_cast = self.site.in_cast or self.site.op in CASTS
+        found = self.finding(HalfPrecisionOp(self.magnitudes, dtype_name(dtype), in_cast), phase)
+        entry = fp32_entry(self.site.names, self.site.in_place)
+        return replace(found, suggestion=entry or otherwise, fp32_names=self.site.names)
+
+    def in_fp32(self, phase: str) -> Overflow:
+        """Return the finding for a call that makes inf or nan in fp32 too."""
+        return self.finding(NotFiniteInFp32(magnitudes=self.magnitudes), phase)
+
+    def in_unknown_precision(self, phase: str, why: object = None) -> Overflow:
+        """Return the finding for a call of which is not known whether fp32 would be finite."""
+        unknown = "it is not known whether fp32 would be finite"
+        return self.finding(NotLocated(unknown if why is None else f"{unknown}: {why}"), phase)
+
+    def finding(self, verdict: OverflowVerdict, phase: str) -> Overflow:
+        """Return the finding for the call, with a verdict."""
+        assert self.site is not None
+        op, module, location = self.site.place
+        return Overflow(verdict, op=op, module=module, location=location, phase=phase, value=self.value)
 
 
 def nonfinite_value(*tensors: Tensor | None) -> str | None:
@@ -163,14 +164,17 @@ def _largest(tensors: Sequence[Tensor]) -> tuple[float, ...]:
     return tuple(float(tensor.detach().abs().max()) for tensor in tensors if tensor.numel())
 
 
+def have_same_memory(one: Tensor, other: Tensor) -> bool:
+    """Tell whether two tensors have the same values, as a tensor has without its graph."""
+    return one is other or (one.data_ptr() == other.data_ptr() and one.shape == other.shape)
+
+
 class Inspector(TorchFunctionMode):
     """Looks at all that a ``with`` statement computes.
 
     Args:
         root: The model; None if only ops outside of modules are looked at.
         wide: Whether to compute in fp32 all that the program computes in half precision.
-        casts: How threads cast. Give it if the ops do not run again: each op that makes inf or nan then runs once
-            more in fp32, alone.
 
     Attributes:
         root: As given.
@@ -180,7 +184,7 @@ class Inspector(TorchFunctionMode):
         narrowed: Casts to half that the program makes and ``wide`` left out: the node of the argument, and the line.
     """
 
-    def __init__(self, root: Module | None = None, *, wide: bool = False, casts: Casts | None = None) -> None:
+    def __init__(self, root: Module | None = None, *, wide: bool = False) -> None:
         super().__init__()
         self.root = root
         self.sites: dict[Any, Site] = {}
@@ -188,7 +192,6 @@ class Inspector(TorchFunctionMode):
         self.inputs: list[tuple[str, Tensor]] = []
         self.narrowed: list[tuple[Any, str | None]] = []
         self._wide = wide
-        self._casts = casts
         self._paths = {} if root is None else {module: name for name, module in root.named_modules()}
         self._stack: list[Module] = []
         self._hooks: list[Any] = []
@@ -197,6 +200,16 @@ class Inspector(TorchFunctionMode):
         self._cast_sites: dict[Tensor, Site] = {}
         # Nodes of ops that the mode did not see.
         self._unseen: set[Any] = set()
+
+    def looks_at(self, values: Any) -> bool:
+        """Tell whether to look at a call with these arguments. A subclass overrides this."""
+        return True
+
+    def made_by_call(self, origin: Origin, func: Any, args: Any, kwargs: Any) -> None:
+        """A call made inf or nan of finite values. A subclass overrides this."""
+
+    def made_by_node(self, origin: Origin, node: Any, got: Sequence[Any], gave: Sequence[Any]) -> None:
+        """A node of the graph made inf or nan of finite gradients. A subclass overrides this."""
 
     # -- modules --
 
@@ -213,34 +226,13 @@ class Inspector(TorchFunctionMode):
             hook.remove()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
-    def begin_between(self, outputs: Any) -> None:
-        """Look outside of module calls, in this thread, until `end_between`.
-
-        Args:
-            outputs: The outputs of the module call that has just ended, whose own ops were not looked at.
-        """
-        self._unseen.update(tensor.grad_fn for tensor in iter_tensors(outputs))
-        insert_function_mode(self)
-
-    def end_between(self) -> None:
-        """End what `begin_between` began."""
-        remove_function_mode(self)
-
-    def begin_function(self) -> None:
-        """Look at the backward pass of a function of the program, for which torch's engine turns modes off."""
-        super().__enter__()  # type: ignore[no-untyped-call]
-
-    def end_function(self) -> None:
-        """End what `begin_function` began."""
-        super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
     def _enter_module(self, module: Module, inputs: Any) -> None:
-        self.take_functions(inputs)
+        self.take_nodes(inputs)
         self._stack.append(module)
 
     def _leave_module(self, module: Module, inputs: Any, outputs: Any) -> None:
         if self._stack and self._stack[-1] is module:
-            self.take_functions(outputs)
+            self.take_nodes(outputs)
             self._stack.pop()
 
     def path_of_module(self) -> str | None:
@@ -253,7 +245,7 @@ class Inspector(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._casts is not None and (torch.compiler.is_compiling() or not _are_plain((args, kwargs))):
+        if not self.looks_at((args, kwargs)):
             return func(*args, **kwargs)
         # Torch looks the function up by its name, where a replacement may stand that the program did not call: `y * y`
         # is Tensor.mul here. A replacement that it called has done its part before.
@@ -262,17 +254,16 @@ class Inspector(TorchFunctionMode):
         name = bare_name(func)
         inputs = _read_by(func, name, args, kwargs)
         flawed = [tensor for tensor in inputs if nonfinite_value(tensor)]
-        self.take_functions(inputs)
+        self.take_nodes(inputs)
         if self._wide:
             args, kwargs = _widened(func, args, kwargs)
-            if name in CASTS and inputs and inputs[0] is args[0] and _narrows(func, args, kwargs):
-                self.narrowed.append((args[0].grad_fn, program_line(caller)))
-                return args[0]
         sizes = _largest([tensor for tensor in inputs if all(tensor is not one for one in flawed)])
-        inner = _Innermost() if name in _COMPOSITES else contextlib.nullcontext()
-        with inner:
-            result = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         outputs = _floating(result) or ([args[0]] if name == "setitem" and isinstance(args[0], Tensor) else [])
+        narrows = name in CASTS and bool(outputs) and outputs[0].dtype in HALF_DTYPES
+        if self._wide and narrows and inputs and inputs[0] is args[0]:
+            self.narrowed.append((args[0].grad_fn, program_line(caller)))
+            return args[0]
         # torch.empty and the like return memory as it is.
         if not outputs or "empty" in name:
             return result
@@ -280,8 +271,6 @@ class Inspector(TorchFunctionMode):
             name, self.path_of_module(), program_line(caller), outputs[0].dtype,
             names=spelled_at(name, func, user_frame(caller)), in_place=_writes_in_place(func),
         )  # fmt: skip
-        if (innermost := getattr(inner, "name", None)) is not None:
-            site.op, site.names = innermost, spellings(innermost)
         if name in CASTS and str(caller.f_globals.get("__name__", "")).partition(".")[0] == _AUTOAMP:
             site.in_cast = True
             self._cast_sites.update(dict.fromkeys(outputs, site))
@@ -290,10 +279,9 @@ class Inspector(TorchFunctionMode):
             for tensor in inputs:
                 if (cast := self._cast_sites.pop(tensor, None)) is not None:
                     cast.op, cast.names, cast.in_place = name, site.names, site.in_place
-        self._own(outputs, site)
-        made = self._follow(site, name, flawed, sizes, outputs)
-        for origin in made if self._casts is not None else ():
-            origin.finite_in_fp32 = self._is_finite_in_fp32(func, args, kwargs, site)
+        self.take_nodes(outputs, site)
+        for origin in self._follow(site, name, flawed, sizes, outputs):
+            self.made_by_call(origin, func, args, kwargs)
         return result
 
     def _follow(
@@ -324,28 +312,6 @@ class Inspector(TorchFunctionMode):
             site.source = site.source or origin
         return made
 
-    def _is_finite_in_fp32(self, func: Any, args: Any, kwargs: Any, site: Site) -> bool | None:
-        """Run an op that made inf or nan of finite values again, in fp32; None if that does not tell."""
-        if site.op in CASTS:
-            return True
-        if "out" in kwargs or site.in_place or str(getattr(func, "__name__", "")).startswith("__i"):
-            return None
-        assert self._casts is not None
-        devices = [one.device for one in iter_tensors((args, kwargs)) if one.is_cuda][:1]
-        try:
-            with torch.no_grad(), self._casts.switched(False, forced_off=True), torch.random.fork_rng(devices):
-                wide = func(*map_tensors(args, _to_fp32), **map_tensors(kwargs, _to_fp32))
-        except Exception:
-            return None
-        if nonfinite_value(*_floating(wide)) is None:
-            return True
-        # A value that is 0 in half precision may be other than 0 in fp32.
-        return None if self.has_half_ops(site) else False
-
-    def has_half_ops(self, but: Site) -> bool:
-        """Tell whether a call other than this one gave a half tensor that has a gradient."""
-        return any(site.dtype in HALF_DTYPES for site in self.sites.values() if site is not but)
-
     def origin_of(self, tensor: Tensor) -> Origin:
         """Return where the inf or nan of a tensor came from. No op made it if none was seen to."""
         origin = self._origin_of.get(tensor)
@@ -357,22 +323,14 @@ class Inspector(TorchFunctionMode):
             self.origins.append(origin)
         return origin
 
-    def origin_in_memory(self, tensor: Tensor) -> Origin | None:
-        """Return where the inf or nan of a tensor came from that has the memory of one that was seen."""
-        for seen, origin in self._origin_of.items():
-            if seen.data_ptr() == tensor.data_ptr() and seen.shape == tensor.shape:
-                return origin
-        return None
-
     # -- nodes of the graph --
 
-    def take_functions(self, values: Any) -> None:
-        """Take note of functions of the program that made tensors: no mode sees these calls."""
-        self._own(list(iter_tensors(values)), None)
+    def take_nodes(self, values: Any, site: Site | None = None) -> None:
+        """Give the new nodes of tensors to a call.
 
-    def _own(self, tensors: Sequence[Tensor], site: Site | None) -> None:
-        """Give the new nodes of tensors to a call; without one, to the functions of the program that made them."""
-        waiting: list[Any] = [tensor.grad_fn for tensor in tensors]
+        Without one, give them to the functions of the program that made them: no mode sees these calls.
+        """
+        waiting: list[Any] = [tensor.grad_fn for tensor in iter_tensors(values)]
         while waiting:
             node = waiting.pop()
             is_leaf = node is None or getattr(node, "variable", None) is not None
@@ -414,16 +372,12 @@ def _widened(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def _to_fp32(tensor: Tensor) -> Tensor:
+    """Return a half tensor in fp32, another one as it is."""
     return tensor.float() if tensor.dtype in HALF_DTYPES else tensor
 
 
-def _narrows(func: Any, args: Any, kwargs: Any) -> bool:
-    """Tell whether a cast goes to a half dtype."""
-    wanted = [getattr(one, "dtype", one) for one in (*args[1:], *kwargs.values())]
-    return bare_name(func) in ("half", "bfloat16") or any(one in HALF_DTYPES for one in wanted)
-
-
 def _floating(value: Any) -> list[Tensor]:
+    """Return the floating tensors in nested arguments whose values can be looked at."""
     return [
         tensor
         for tensor in iter_tensors(value)
@@ -432,26 +386,6 @@ def _floating(value: Any) -> list[Tensor]:
         and not tensor.is_meta
         and not is_transformed(tensor)
     ]
-
-
-def _are_plain(value: Any) -> bool:
-    """Tell whether all tensors are torch's own: not those of a compiler, of a transform or of a library."""
-    return all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in iter_tensors(value))
-
-
-class _Innermost(_DISPATCH_MODE):  # type: ignore[misc]
-    """Finds the op within a composite function that first makes inf or nan of finite values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.name: str | None = None
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        finite = self.name is None and nonfinite_value(*_floating((args, kwargs))) is None
-        result = func(*args, **(kwargs or {}))
-        if finite and nonfinite_value(*_floating(result)):
-            self.name = str(func.overloadpacket.__name__).strip("_")
-        return result
 
 
 @dataclass(eq=False)
@@ -476,17 +410,14 @@ class Backward:
 
     Args:
         inspector: Looked at the forward pass.
-        scale: The loss scale of a pass that does not run again: a node that makes inf or nan then runs once more, at a
-            scale of 1 and by gradients that are small enough for half precision. None if the pass runs again.
 
     Attributes:
         results: The gradients of each node, in the order in which the nodes ran.
     """
 
-    def __init__(self, inspector: Inspector, scale: float | None = None) -> None:
+    def __init__(self, inspector: Inspector) -> None:
         self.results: dict[Any, NodeResult] = {}
         self._inspector = inspector
-        self._scale = scale
         self._known = 0
         self._handles: list[Any] = []
 
@@ -502,30 +433,26 @@ class Backward:
             self._handles.pop().remove()
 
     def _begin_function(self, got: Any) -> None:
+        # Torch's engine turns modes off for the backward pass of a function of the program.
         self._known = len(self._inspector.origins)
-        self._inspector.begin_function()
+        TorchFunctionMode.__enter__(self._inspector)
 
     def _ran(self, node: Any, gave: Any, got: Any) -> None:
         is_function = function_of_node(node) is not None
         if is_function:
-            self._inspector.end_function()
-        given, made = _floating(got), _floating(gave)
-        result = self.results[node] = NodeResult(nonfinite_value(*given), nonfinite_value(*made), _largest(given))
+            TorchFunctionMode.__exit__(self._inspector, None, None, None)
+        given = _floating(got)
+        result = NodeResult(nonfinite_value(*given), nonfinite_value(*_floating(gave)), _largest(given))
+        self.results[node] = result
         if result.got is not None or result.gave is None:
             return
         site = self._inspector.sites[node]
         origin = result.origin = Origin(site, result.gave, result.magnitudes)
-        if self._scale is not None:
-            origin.finite_at_one = _gives_finite(node, got, 1.0 / self._scale)
-            # A derivative that half precision holds makes small gradients of small ones.
-            if _gives_finite(node, got, 2.0**-30) and any(one.dtype in HALF_DTYPES for one in (*given, *made)):
-                origin.finite_in_fp32 = True
-            elif not self._inspector.has_half_ops(site):
-                origin.finite_in_fp32 = False
         inside = [one for one in self._inspector.origins[self._known :] if not one.intended] if is_function else []
         if inside and inside[0].site is not None:
             origin.site = replace(site, location=inside[0].site.location)
             origin.magnitudes = inside[0].magnitudes
+        self._inspector.made_by_node(origin, node, got, gave)
 
     def origin(self, leaves: Sequence[Tensor]) -> Origin | None:
         """Return the first node that made inf or nan of finite gradients which came to one of these leaves."""
@@ -546,11 +473,124 @@ class Backward:
         return False
 
 
-def _gives_finite(node: Any, got: Sequence[Any], factor: float) -> bool | None:
+class OpWatch(Inspector):
+    """Looks at the ops of one step outside of module calls, in one thread.
+
+    An op or a node of the graph that makes inf or nan runs once more by itself: in fp32, or by smaller gradients.
+
+    Args:
+        casts: How threads cast.
+    """
+
+    def __init__(self, casts: Casts) -> None:
+        super().__init__()
+        self._casts = casts
+        self._losses: list[Origin] = []
+        self._nodes: list[Origin] = []
+        self._backward: Backward | None = None
+        self._scale = 1.0
+        # Whether the call of an origin is finite in fp32; no entry if that is not known.
+        self._finite_in_fp32: dict[Origin, bool] = {}
+        # Nodes that give finite gradients at a loss scale of 1.
+        self._finite_at_one: set[Origin] = set()
+
+    def resume(self, outputs: object) -> None:
+        """Watch from now on: a module call has ended, with these outputs. Its own ops were not looked at."""
+        self._unseen.update(tensor.grad_fn for tensor in iter_tensors(outputs))
+        insert_function_mode(self)
+
+    def pause(self) -> None:
+        """Watch no more: a module call or a backward pass begins."""
+        remove_function_mode(self)
+
+    def begin_backward(self, loss: Tensor, scale: SupportsFloat) -> None:
+        """Look at a loss, and at its backward pass, which is about to run."""
+        self.end()
+        self.take_nodes(loss)
+        if nonfinite_value(loss):
+            self._losses.append(self.origin_of(loss))
+        self._scale = float(scale)
+        self._backward = Backward(self).__enter__()
+
+    def end(self) -> None:
+        """Watch no more: the step has ended."""
+        self.pause()
+        if self._backward is not None:
+            self._backward.__exit__()
+
+    # -- an op or a node runs once more --
+
+    def looks_at(self, values: Any) -> bool:
+        """Tell whether all tensors are torch's own: not those of a compiler, of a transform or of a library."""
+        plain = (Tensor, torch.nn.Parameter)
+        return not torch.compiler.is_compiling() and all(type(one) in plain for one in iter_tensors(values))
+
+    def made_by_call(self, origin: Origin, func: Any, args: Any, kwargs: Any) -> None:
+        """Run an op that made inf or nan once more, in fp32."""
+        assert origin.site is not None
+        if origin.site.op in CASTS:
+            self._finite_in_fp32[origin] = True
+            return
+        if "out" in kwargs or origin.site.in_place or str(getattr(func, "__name__", "")).startswith("__i"):
+            return
+        devices = [one.device for one in iter_tensors((args, kwargs)) if one.is_cuda][:1]
+        with (
+            contextlib.suppress(Exception),
+            torch.no_grad(),
+            self._casts.switched(False, forced_off=True),
+            torch.random.fork_rng(devices),
+        ):
+            wide = func(*map_tensors(args, _to_fp32), **map_tensors(kwargs, _to_fp32))
+            self._note_fp32(origin, nonfinite_value(*_floating(wide)) is None)
+
+    def made_by_node(self, origin: Origin, node: Any, got: Sequence[Any], gave: Sequence[Any]) -> None:
+        """Run a node that made inf or nan once more, at a scale of 1 and by gradients that any half dtype holds."""
+        self._nodes.append(origin)
+        if _gives_finite(node, got, 1.0 / self._scale):
+            self._finite_at_one.add(origin)
+        has_half = any(one.dtype in HALF_DTYPES for one in _floating((got, gave)))
+        # A derivative that half precision holds makes small gradients of small ones.
+        self._note_fp32(origin, has_half and _gives_finite(node, got, 2.0**-30))
+
+    def _note_fp32(self, origin: Origin, finite: bool) -> None:
+        # A value that is 0 in half precision may be other than 0 in fp32.
+        if finite or not any(site.dtype in HALF_DTYPES for site in self.sites.values() if site is not origin.site):
+            self._finite_in_fp32[origin] = finite
+
+    # -- what is found --
+
+    def finding_of(self, tensor: Tensor) -> Overflow | None:
+        """Return the finding for a tensor that an op made of finite values; None if no watched op did."""
+        origins = (origin for seen, origin in self._origin_of.items() if have_same_memory(seen, tensor))
+        origin = next(origins, None)
+        return None if origin is None else self._finding(origin, "forward")
+
+    def finding(self) -> Overflow | None:
+        """Return the finding for a loss or gradients that hold inf or nan; None if no watched op made it."""
+        forward = [self._finding(origin, "forward") for origin in self._losses]
+        backward = [self._finding(origin, "backward") for origin in self._nodes]
+        return next(filter(None, forward + backward), None)
+
+    def _finding(self, made: Origin, phase: str) -> Overflow | None:
+        """Return the finding for an op that made inf or nan; None if no op did."""
+        if made.site is None:
+            return None
+        if made in self._finite_at_one:
+            return made.finding(ScaleSearch(), phase)
+        finite_in_fp32 = self._finite_in_fp32.get(made)
+        if finite_in_fp32 is None:
+            return made.in_unknown_precision(phase)
+        if finite_in_fp32:
+            advice = "make the loss smaller, or let what makes the half tensor run in fp32: its gradient is too large"
+            return made.in_half_precision(phase, advice)
+        return replace(made.in_fp32(phase), suggestion="look at the loss: compute it in a form that stays finite")
+
+
+def _gives_finite(node: Any, got: Sequence[Any], factor: float) -> bool:
     """Tell whether a node, whose saved values are still there, gives finite gradients for smaller ones."""
     # The node of a function that is written in Python cannot be called itself.
     run = getattr(node, "apply", node)
     with torch.no_grad(), contextlib.suppress(Exception):
         gave = run(*(one if one is None else one * factor for one in got))
         return nonfinite_value(*iter_tensors(gave)) is None
-    return None
+    return False

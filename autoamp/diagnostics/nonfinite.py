@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from autoamp.diagnostics.overflow import OverflowTrace
 from autoamp.diagnostics.own_scaler import OwnScaler
 from autoamp.diagnostics.verdicts import Overflow
 from autoamp.errors import NonFiniteGradientsError, UsageError, warn_user
@@ -63,9 +64,11 @@ class NonFiniteSteps:
 
     Args:
         optimizers: Those of the handle, with their guards.
+        overflows: Explains such steps.
         action: What to do with such a step: ``"warn"``, ``"raise"`` or ``"skip"``.
 
     Attributes:
+        overflows: As given.
         action: As given.
         last_skipped: Whether the last step was left out.
         own_scaler: Counts the skips of the program's own `GradScaler`.
@@ -73,9 +76,10 @@ class NonFiniteSteps:
 
     keeps = 1000
 
-    def __init__(self, optimizers: GuardedOptimizers, action: str) -> None:
+    def __init__(self, optimizers: GuardedOptimizers, overflows: OverflowTrace, action: str) -> None:
         self._total = 0
         self.last_skipped = False
+        self.overflows = overflows
         self.action = action
         self.own_scaler = OwnScaler(optimizers)
         self._optimizers = optimizers
@@ -83,21 +87,16 @@ class NonFiniteSteps:
         self._in_a_row = 0
         self._told: set[Any] = set()
         self._unread = UnreadFlags()
-        self._hooks: list[Any] = []
-        # The gradients that an optimizer is not to see in its step.
-        self._hidden: list[tuple[Tensor, Tensor]] = []
+        self._hook: Any = None
 
     def start(self) -> None:
         """Look on from now on."""
-        self._hooks = [
-            register_optimizer_step_pre_hook(self._before),
-            register_optimizer_step_post_hook(self._after),
-        ]
+        self._hook = register_optimizer_step_pre_hook(self._before)
 
     def stop(self) -> None:
         """Look on no more."""
-        while self._hooks:
-            self._hooks.pop().remove()
+        if self._hook is not None:
+            self._hook.remove()
         self._unread.catch_up()
         self.own_scaler.catch_up()
 
@@ -128,19 +127,10 @@ class NonFiniteSteps:
 
         def looking() -> Any:
             loss = closure()
-            self._show_hidden()
             self._look(optimizer)
             return loss
 
         return ((args[0], looking, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": looking})
-
-    def _after(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._show_hidden()
-
-    def _show_hidden(self) -> None:
-        hidden, self._hidden = self._hidden, []
-        for param, grad in hidden:
-            param.grad = grad
 
     # -- a step --
 
@@ -148,17 +138,16 @@ class NonFiniteSteps:
         """Look at the gradients or losses that an optimizer is about to step by."""
         if _is_capturing():
             return
-        own = self.own_scaler
-        if own.stepping and getattr(optimizer, "found_inf", None) is None:
+        step = self.overflows.recorder.step
+        if self.own_scaler.stepping and getattr(optimizer, "found_inf", None) is None:
             # The program's own scaler has found the gradients to be finite.
-            self._check(optimizer, (), own.losses, waits=False)
+            self._check(optimizer, (), step.losses, waits=False)
         if self._is_checked(optimizer):
             return
         params = stepped_params(optimizer)
-        watch = self._optimizers.watch
-        waits = self.action != "warn" or (watch is not None and watch.wants_flags)
+        waits = self.action != "warn" or self.overflows.wants_flags
         # A loss is of one rank. Unless that rank only warns, all ranks are to do the same.
-        losses = [] if watch is None or (self.action != "warn" and several_processes()) else watch.unscaled
+        losses = [] if self.action != "warn" and several_processes() else step.unscaled
         if self.action == "skip" and several_processes() and any(is_sharded(p) or is_flat(p) for p in params):
             raise UsageError(
                 "on_nonfinite='skip' looks at the shards of this rank alone, and others would take the step; "
@@ -206,19 +195,17 @@ class NonFiniteSteps:
         self._in_a_row += 1
         # In a row of steps that are taken the weights are not finite any more.
         if self._in_a_row == 1 or found.skipped:
-            watch = self._optimizers.watch
-            found = replace(found, overflow=None if watch is None else watch.step_not_finite())
+            found = replace(found, overflow=self.overflows.step_not_finite())
         self._note(found)
         if self.action == "raise":
             raise NonFiniteGradientsError(f"{found}; {self._remedy(found)}", found.overflow)
         if found.skipped:
-            self._hidden = [(param, param.grad) for param in stepped_params(optimizer) if param.grad is not None]
-            for param, _ in self._hidden:
+            # Without gradients the optimizer changes nothing.
+            for param in stepped_params(optimizer):
                 param.grad = None
             self.last_skipped = True
             self._optimizers.counts.add_skip()
             if self._in_a_row >= self._optimizers.max_consecutive_skips:
-                self._show_hidden()
                 raise NonFiniteGradientsError(
                     f"{self._in_a_row} steps in a row were left out for inf or nan in the gradients, as "
                     f"max_consecutive_skips says: {found}; {self._remedy(found)}",
@@ -232,8 +219,7 @@ class NonFiniteSteps:
             return
         # Looked for in the weights, as the gradients are those of a later step; once, as that waits for the device.
         names = () if self._found else tuple(non_finite(named_params(optimizer)))
-        watch = self._optimizers.watch
-        overflow = None if watch is None or self._found else watch.step_not_finite(late=True)
+        overflow = None if self._found else self.overflows.step_not_finite(late=True)
         self._note(NonFiniteStep(number, type(optimizer).__name__, names, False, overflow))
 
     def _note(self, found: NonFiniteStep) -> None:
@@ -271,15 +257,8 @@ def _holds_non_finite(grads: Sequence[Tensor], losses: Sequence[Tensor]) -> Tens
 
     On a CPU it may be set for finite values above 1e19 too: there a largest value takes 30 times as long as a 2-norm.
     """
-    local, losses = [local_of(grad) for grad in grads], [local_of(loss) for loss in losses]
-    if losses and not local:
-        # Not 0 for inf and nan: fewer kernels than a norm has.
-        return functools.reduce(torch.add, ((loss - loss).to(losses[0].device) for loss in losses))
-    local += losses
+    local = [local_of(tensor) for tensor in (*grads, *losses)]
     if not local:
         return None
-    on_cpu = all(tensor.is_cpu for tensor in local)
-    if on_cpu and all(tensor.dim() < 2 and tensor.layout is torch.strided for tensor in local):
-        total = torch.cat([tensor.reshape(-1) for tensor in local]).sum()
-        return total - total
-    return total_norm(local, 2.0 if on_cpu else torch.inf).isfinite().logical_not()
+    norm_type = 2.0 if all(tensor.is_cpu for tensor in local) else torch.inf
+    return total_norm(local, norm_type).isfinite().logical_not()

@@ -28,7 +28,7 @@ from autoamp.torch_private import DispatchMode
 __all__ = ["Call", "Observation", "Observer", "OperatorObserver", "Watch"]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Call:
     """One call of a patched function. Use it only while the call runs.
 
@@ -50,14 +50,11 @@ class Call:
     modules: tuple[Module, ...]
     frame: types.FrameType
     _observation: Observation
-    _site: CallSite | None = None
 
-    @property
+    @functools.cached_property
     def site(self) -> CallSite:
         """The module, file and line of the call. Takes some microseconds; read it while the call runs."""
-        if self._site is None:
-            self._site = self._observation.site_of(self.frame, self.modules)
-        return self._site
+        return self._observation.site_of(self.frame, self.modules)
 
 
 class Observer:
@@ -187,13 +184,8 @@ class Observation:
     @contextlib.contextmanager
     def quietly(self) -> Iterator[None]:
         """Within a ``with`` statement, cast nothing in this thread, and report no call of it."""
-        local = self._casts.local
-        token = local.set(False)
-        try:
-            with self.unobserved():
-                yield
-        finally:
-            local.reset(token)
+        with self._casts.switched(False), self.unobserved():
+            yield
 
     def watched(self, replacement: Any, op: Target) -> Any:
         """Return a replacement of the same kind that reports each call to the observers.

@@ -9,22 +9,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import SupportsFloat
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from autoamp.casting import Casts
 from autoamp.diagnostics.capsule import CapsuleWriter
 from autoamp.diagnostics.findings import first_cause, unlocated
+from autoamp.diagnostics.observer import Observation
 from autoamp.diagnostics.records import Record, RecordedStep, Recorder
-from autoamp.diagnostics.rehearsal import Rehearsal
-from autoamp.diagnostics.replay import CannotReplay, KeptState, unwrapped
+from autoamp.diagnostics.replay import CannotReplay, KeptState, Rehearsal, unwrapped
 from autoamp.diagnostics.verdicts import Communication, NotLocated, Overflow, ScaleSearch
 from autoamp.stepping import Skips, several_processes
 from autoamp.torch_private import compiler_callback
@@ -45,7 +44,7 @@ class OverflowTrace:
 
     Args:
         casts: How threads cast.
-        unobserved: Keeps observers from seeing what runs within a ``with`` statement.
+        observation: Its observers see nothing of what runs again.
         always: Whether all steps are recorded. Else some are, after a skip that is no search for the loss scale.
 
     Attributes:
@@ -54,31 +53,19 @@ class OverflowTrace:
         recorder: Keeps what a step that failed is run again from.
         listeners: Called with each skip that was explained.
         capsules: Writes capsules of located overflows; None if nobody asked for them.
-        unscaled: The losses of the step at hand at a scale of 1.
     """
 
     keeps = 1000
 
-    def __init__(
-        self,
-        casts: Casts,
-        unobserved: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
-        *,
-        always: bool = True,
-    ) -> None:
+    def __init__(self, casts: Casts, observation: Observation, *, always: bool) -> None:
         self.always = always
         self._casts = casts
-        self._unobserved = unobserved
+        self._observation = observation
         self.all: list[Overflow] = []
-        self.recorder = Recorder(casts, armed=always)
+        self.recorder = Recorder(casts, always=always)
         self.listeners: list[Callable[[Overflow], object]] = []
         self.capsules: CapsuleWriter | None = None
-        self.unscaled: list[Tensor] = []
         self._steps = 0
-        self._watched = 0
-        self._judged = self._earlier = RecordedStep()
-        # Of optimizers whose steps were heard of.
-        self._several: weakref.WeakSet[Skips] = weakref.WeakSet()
 
     @property
     def last(self) -> Overflow | None:
@@ -88,12 +75,11 @@ class OverflowTrace:
     @property
     def wants_flags(self) -> bool:
         """Whether verdicts are to be read at each step, since an overflow was not located in time."""
-        return self._watched > 0
+        return self.recorder.watched_steps > 0
 
     def close(self) -> None:
         """Drop what was recorded: the handle is no longer active."""
-        self.recorder.take()
-        self._judged = self._earlier = RecordedStep()
+        self.recorder.drop()
 
     # -- what steps tell; see `autoamp.stepping.StepWatch` --
 
@@ -104,28 +90,20 @@ class OverflowTrace:
     def step_begins(self) -> None:
         """Hear that an optimizer is called: what was recorded is of its step."""
         self._steps += 1
-        self.unscaled = self.recorder.step.unscaled
-        # With several optimizers a part of what this one steps by may have been computed before the last step.
-        self._earlier = self._judged if len(self._several) > 1 else RecordedStep()
-        self._judged = self.recorder.take()
-        if self.recorder.watches_ops:
-            self._watch(max(0, self._watched - 1))
+        self.recorder.end_step()
 
     def step_known(
         self, skips: Skips, skipped: bool, scale: float | None, next_scale: float | None, late: bool
     ) -> Overflow | None:
         """Hear what became of a step, and explain it if it was a skip; see `autoamp.stepping.StepWatch`."""
-        self._several.add(skips)
         if not skipped or scale is None:
-            if not late and len(self._several) < 2:
-                self._judged = RecordedStep()
             return None
         is_fixed = next_scale is not None and next_scale >= scale
         if not self.recorder.armed:
             searched = skips.in_a_row > _SEARCHES and (scale <= _LOW_SCALE or skips.has_held)
             # Within torch.compile what records and explains would be compiled, again and again.
             if (is_fixed or searched) and not torch.compiler.is_dynamo_compiling() and not compiler_callback():
-                self._watch(WATCHED_STEPS)
+                self.recorder.watched_steps = WATCHED_STEPS
             return None
         found = self._explain(scale, late)
         if is_fixed and isinstance(found.verdict, ScaleSearch):
@@ -137,17 +115,15 @@ class OverflowTrace:
         return self._noted(found, late, level, self.listeners)
 
     def step_not_finite(self, late: bool = False) -> Overflow | None:
-        """Explain a step that no loss scale guards; see `autoamp.stepping.StepWatch`."""
+        """Explain a step that no loss scale guards, before it is taken.
+
+        Args:
+            late: Whether it was taken earlier, and others may have been since.
+        """
         if not self.recorder.armed:
-            self._watch(WATCHED_STEPS)
+            self.recorder.watched_steps = WATCHED_STEPS
             return None
         return self._noted(self._explain(1.0, late), late, logging.DEBUG, ())
-
-    def _watch(self, steps: int) -> None:
-        """Watch so many steps; 0 goes back to what is recorded always."""
-        self._watched = steps
-        self.recorder.watches_ops = steps > 0
-        self.recorder.armed = self.always or steps > 0
 
     def _noted(
         self, found: Overflow, late: bool, level: int, listeners: Sequence[Callable[[Overflow], object]]
@@ -157,43 +133,32 @@ class OverflowTrace:
         found = replace(found, iteration=None if late else self._steps - 1)
         goes_on = not self.always and not isinstance(found.verdict, ScaleSearch)
         if isinstance(found.verdict, NotLocated) or found.module is None or goes_on:
-            self._watch(WATCHED_STEPS)
+            self.recorder.watched_steps = WATCHED_STEPS
         self.all.append(found)
         del self.all[: -self.keeps]
-        try:
-            log.log(level, "%s", found)
-            for listener in list(listeners):
-                listener(found)
-            # The records of a step whose overflow is known late are gone by then.
-            if self.capsules is not None and not late and self.capsules.wants(found):
-                records, scale = self._records_of_skip(), found.loss_scale or 1.0
-                self.capsules.write(found, self.explain_records(records, scale), records, scale)
-        finally:
-            if not late:
-                self._judged = RecordedStep()
+        log.log(level, "%s", found)
+        for listener in list(listeners):
+            listener(found)
+        # The records of a step whose overflow is known late are gone by then.
+        if self.capsules is not None and not late:
+            self.capsules.write(found, self.recorder.step.records, found.loss_scale or 1.0)
         return found
-
-    def records_of_step(self) -> Sequence[Record]:
-        """Return what was recorded of the step at hand: one that is about to be taken, or was skipped just now."""
-        return self.recorder.step.records or self._judged.records
 
     # -- finding it --
 
     def _explain(self, scale: float, late: bool) -> Overflow:
         if late:
             return unlocated("the device reported the overflow after later steps had begun")
-        records = self._records_of_skip()
-        found = self.explain_records(records, scale, self._judged)
+        records = self.recorder.step.records
+        found = self.explain_records(records, scale, self.recorder.step)
         if found is not None:
             return found
-        if several_processes() and any(unwrapped(module) is not module for module in _modules_of(records)):
+        modules = [module for record in records if (module := record.module()) is not None]
+        if several_processes() and any(unwrapped(module) is not module for module in modules):
             return Overflow(Communication())
         return unlocated(
             "run again, the step gave finite gradients" if records else "no call of a module was recorded in this step"
         )
-
-    def _records_of_skip(self) -> list[Record]:
-        return [*self._earlier.records, *self._judged.records]
 
     def explain_records(self, records: list[Record], scale: float, step: RecordedStep | None = None) -> Overflow | None:
         """Return what made inf or nan; None if all gradients of this rank are finite.
@@ -204,8 +169,9 @@ class OverflowTrace:
             step: The losses, and the ops outside of the calls if they were watched.
         """
         try:
-            with self.apart(records):
-                return first_cause(records, step or RecordedStep(), self._casts, scale)
+            with self.apart():
+                in_order = sorted(records, key=operator.attrgetter("number"))
+                return first_cause(in_order, step or RecordedStep(), self._casts, scale)
         except CannotReplay as error:
             return unlocated(str(error))
         except Exception as error:
@@ -223,50 +189,38 @@ class OverflowTrace:
             use: Lets ``scale_loss`` and optimizers use a rehearsal; None ends that.
         """
         rehearsal, found = Rehearsal(self.recorder, scale), None
-        with (
-            self._unnoticed() as state,
-            self.recorder.one_step(),
-            register_module_forward_pre_hook(lambda module, inputs: state.keep(module)),
-        ):
+        with self.apart() as state, self.recorder.one_step() as recorded:
             use(rehearsal)
             try:
                 rehearsal.run(step)
+            except CannotReplay as error:
+                return replace(unlocated(str(error)), loss_scale=scale)
             finally:
                 use(None)
-            recorded = self.recorder.take()
             # The calls run again from the state in which the step began.
             state.restore()
-            if rehearsal.failure is not None or not recorded.losses:
-                found = unlocated(rehearsal.failure or "the step neither returned a loss nor ran a backward pass")
+            if not recorded.losses:
+                found = unlocated("the step neither returned a loss nor ran a backward pass")
             elif rehearsal.overflowed:
                 found = self.explain_records(recorded.records, scale, recorded)
                 found = found or unlocated("run again, the step gave finite gradients")
         return None if found is None else replace(found, loss_scale=scale)
 
     @contextlib.contextmanager
-    def apart(self, records: Iterable[Record]) -> Iterator[None]:
-        """Run modules again within a ``with`` statement: nothing of it is recorded, observed, or left behind."""
-        paused, self.recorder.paused = self.recorder.paused, True
-        try:
-            with self._unnoticed() as state:
-                for module in _modules_of(records):
-                    for each in module.modules():
-                        state.keep(each)
-                yield
-        finally:
-            self.recorder.paused = paused
-
-    @contextlib.contextmanager
-    def _unnoticed(self) -> Iterator[KeptState]:
-        """Keep observers from what runs within a ``with`` statement, and put back what it changes."""
-        state = KeptState()
+    def apart(self) -> Iterator[KeptState]:
+        """Run modules within a ``with`` statement: nothing of it is recorded, observed, or left behind."""
+        state, paused = KeptState(), self.recorder.paused
+        self.recorder.paused = True
         self._casts.cache.clear()
+        keeps = register_module_forward_pre_hook(lambda module, inputs: state.keep(module))
         try:
-            with self._unobserved(), torch.enable_grad():
+            with self._observation.unobserved(), torch.enable_grad():
                 yield state
         finally:
+            keeps.remove()
             state.restore()
             self._casts.cache.clear()
+            self.recorder.paused = paused
 
 
 def _at_fixed_scale(found: Overflow, verdict: ScaleSearch, scale: float) -> Overflow:
@@ -275,7 +229,3 @@ def _at_fixed_scale(found: Overflow, verdict: ScaleSearch, scale: float) -> Over
         return unlocated("gradients of the loss overflow in half precision; its ops were not watched")
     below = f"lower than {scale:g}" if verdict.finite_at is None else f"at most {verdict.finite_at:g}"
     return replace(found, suggestion=f'use loss_scale="dynamic", or a static scale of {below}')
-
-
-def _modules_of(records: Iterable[Record]) -> list[Module]:
-    return [module for record in records if (module := record.module()) is not None]

@@ -18,7 +18,6 @@ __all__ = ["OwnScaler"]
 
 # A scale that was backed off to 0 is told as this.
 _LOWEST = 2.0**-126
-_KEEPS = 16
 
 
 class OwnScaler:
@@ -29,12 +28,10 @@ class OwnScaler:
 
     Attributes:
         stepping: Whether such a scaler steps an optimizer now: it has checked the gradients.
-        losses: Those that were scaled since the last step, the last `_KEEPS`, without their graph.
     """
 
     def __init__(self, optimizers: GuardedOptimizers) -> None:
         self.stepping = False
-        self.losses: list[Tensor] = []
         self._optimizers = optimizers
         self._skips: weakref.WeakKeyDictionary[Any, Skips] = weakref.WeakKeyDictionary()
         self._unread = UnreadFlags()
@@ -62,7 +59,6 @@ class OwnScaler:
             watch = self._optimizers.watch
             if watch is not None and isinstance(outputs, Tensor) and self_.is_enabled() and not _is_compiling():
                 watch.loss_scaled(outputs, _LazyScale(self_))
-                self.losses = [*self.losses[1 - _KEEPS :], outputs.detach()]
             return scaled
 
         return imitate(scale, original)
@@ -78,7 +74,7 @@ class OwnScaler:
             try:
                 result = original(self_, optimizer, *args, **kwargs)
             finally:
-                self.stepping, self.losses = False, []
+                self.stepping = False
             self._count(self_, optimizer)
             return result
 

@@ -3,7 +3,7 @@
 A record is of an outermost module call in which gradients are recorded: its arguments, without their graph, and the
 random states before it. Of its outputs the sums are kept, to compare with those of the repeated call, and the gradients
 that came back to them. A record lives as long as the graph, or until the step once gradients came back. The ops between
-the outputs and the loss do not run again; they are watched in some steps (see `autoamp.diagnostics.op_watch`).
+the outputs and the loss do not run again; they are watched in some steps (see `OpWatch`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import operator
 import random
 import threading
 import weakref
@@ -25,8 +24,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from autoamp.casting import Casts
-from autoamp.diagnostics.inspector import fp32_sum
-from autoamp.diagnostics.op_watch import OpWatch
+from autoamp.diagnostics.inspector import OpWatch, fp32_sum
 from autoamp.patching import imitate
 from autoamp.tensors import iter_tensors, map_tensors, version_of
 from autoamp.torch_private import compiled_graphs, current_graph_task
@@ -67,7 +65,7 @@ class Record:
         autocast: The dtype of the `torch.autocast` region that it was in, if any.
         number: The number of the call in its step, from 1.
         outputs: The fp32 sum of each floating output; None for another output.
-        passes: The gradients that came back, by the number of the loss in the step and by the number of the output.
+        gradients: The gradients that came back, by the number of the output: the sum over all losses of the step.
         too_large: Whether gradients came back that are too large to keep.
     """
 
@@ -79,16 +77,13 @@ class Record:
     autocast: torch.dtype | None
     number: int
     outputs: list[Tensor | None] = field(default_factory=list)
-    passes: dict[int, dict[int, Tensor]] = field(default_factory=dict)
+    gradients: dict[int, Tensor] = field(default_factory=dict)
     too_large: bool = False
 
-    def gradients_of(self, loss: int) -> list[Tensor | None]:
-        """Return the gradients that came back to the outputs from a loss; None for an output without."""
-        return [self.passes[loss].get(number) for number in range(len(self.outputs))]
-
-    def has_gradient(self, output: int) -> bool:
-        """Tell whether a gradient came back to an output from any loss."""
-        return any(output in given for given in self.passes.values())
+    @property
+    def is_reached(self) -> bool:
+        """Whether a gradient came back to an output."""
+        return self.too_large or bool(self.gradients)
 
     def written_to(self) -> bool:
         """Tell whether an input was written to since."""
@@ -101,12 +96,13 @@ class RecordedStep:
 
     Attributes:
         records: The module calls.
-        losses: The losses, without their graph.
-        unscaled: The losses that have one element and no loss scale, also if steps are not recorded.
+        losses: The losses, without their graph. If steps are not recorded, those of one element.
+        unscaled: The losses that have one element and no loss scale.
         ops: The ops outside of module calls, if they are watched.
         calls: The number of module calls.
-        nbytes: The size of what is kept, in bytes.
+        free: How many more bytes may be kept.
         scaled: The number of losses that were scaled and whose backward pass has not begun.
+        ended: Whether an optimizer was called.
     """
 
     records: list[Record] = field(default_factory=list)
@@ -114,8 +110,22 @@ class RecordedStep:
     unscaled: list[Tensor] = field(default_factory=list)
     ops: OpWatch | None = None
     calls: int = 0
-    nbytes: int = 0
+    free: float = _MAX_BYTES
     scaled: int = 0
+    ended: bool = False
+
+    def end(self) -> None:
+        """Watch no more ops, as an optimizer is called."""
+        self.ended = True
+        if self.ops is not None:
+            self.ops.end()
+
+    def has_room_for(self, size: int) -> bool:
+        """Tell whether so many bytes may be kept, and count them."""
+        if size > self.free:
+            return False
+        self.free -= size
+        return True
 
 
 class _Inside(threading.local):
@@ -127,61 +137,73 @@ class Recorder:
 
     Args:
         casts: How threads cast.
-        armed: Whether steps are recorded from the beginning.
+        always: Whether all steps are recorded. Else only those that are watched are.
 
     Attributes:
-        armed: Whether steps are recorded.
-        watches_ops: Whether ops outside of module calls are watched, in the steps that begin now.
-        step: What was recorded since the last step.
+        step: What was recorded of the step at hand. That of the last step stays until the next call or loss.
+        watched_steps: In so many steps from here on ops outside of module calls are watched.
         paused: Whether nothing is kept, as in a step that runs again.
     """
 
-    def __init__(self, casts: Casts, *, armed: bool) -> None:
-        self.armed = self.watches_ops = armed
+    def __init__(self, casts: Casts, *, always: bool) -> None:
         self.step = RecordedStep()
+        self.watched_steps = 0
         self.paused = False
+        self._always = self._is_first = always
         self._casts = casts
-        self._max_bytes: float = _MAX_BYTES
         self._inside = _Inside()
-        self._graphs, self._thread = compiled_graphs(), threading.get_ident()
+        self._graphs = compiled_graphs()
 
-    def take(self) -> RecordedStep:
-        """Return what was recorded of the step, and begin the next."""
-        step, self.step, self._thread = self.step, RecordedStep(), threading.get_ident()
-        if step.ops is not None:
-            step.ops.end()
-        step.records.sort(key=operator.attrgetter("number"))
-        return step
+    @property
+    def armed(self) -> bool:
+        """Whether steps are recorded."""
+        return self._always or self.watched_steps > 0
+
+    def end_step(self) -> None:
+        """An optimizer is called: what was recorded is of its step."""
+        self.step.end()
+        self._is_first, self.watched_steps = False, max(0, self.watched_steps - 1)
+
+    def drop(self) -> None:
+        """Drop what was recorded."""
+        self.step.end()
+        self.step = RecordedStep()
 
     @contextlib.contextmanager
-    def one_step(self) -> Iterator[None]:
+    def one_step(self) -> Iterator[RecordedStep]:
         """Record what runs in a ``with`` statement, and watch its ops, as a step of its own."""
-        before = vars(self).copy()
         if self.step.ops is not None:
             self.step.ops.pause()
-        self.armed = self.watches_ops = True
-        self.step, self._max_bytes = RecordedStep(), math.inf
-        self._graphs, self._thread = compiled_graphs(), threading.get_ident()
+        before = self.step, self.watched_steps, self.paused, self._graphs
+        self.step, self.watched_steps, self.paused = RecordedStep(free=math.inf), 1, False
+        self._graphs = compiled_graphs()
         self._watch(())
         try:
-            yield
+            yield self.step
         finally:
-            self.take()
-            vars(self).update(before)
+            self.step.end()
+            self.step, self.watched_steps, self.paused, self._graphs = before
+
+    def _open_step(self) -> RecordedStep:
+        """Return the step at hand: a new one after the last has ended."""
+        if self.step.ended:
+            self.step = RecordedStep()
+        return self.step
 
     def note_loss(self, loss: Tensor, scale: SupportsFloat) -> None:
         """Take note of a loss that is scaled, and whose backward pass is yet to begin."""
-        self.step.scaled += 1
-        self._note(loss, scale, type(scale) is float and scale == 1.0)
+        self._open_step().scaled += 1
+        self._note(loss, scale)
 
-    def _note(self, loss: Tensor, scale: SupportsFloat, is_unscaled: bool) -> None:
+    def _note(self, loss: Tensor, scale: SupportsFloat) -> None:
         if self.paused:
             return
-        step = self.step
-        if self.armed:
-            step.losses.append(loss.detach())
-        if is_unscaled and loss.numel() == 1 and len(step.unscaled) < _MAX_RECORDS:
-            step.unscaled.append(loss.detach())
+        step, value = self._open_step(), loss.detach()
+        is_single = loss.numel() == 1
+        if (self.armed or is_single) and len(step.losses) < _MAX_RECORDS:
+            step.losses.append(value)
+            if is_single and type(scale) is float and scale == 1.0:
+                step.unscaled.append(value)
         if step.ops is not None:
             step.ops.begin_backward(loss, scale)
 
@@ -199,9 +221,9 @@ class Recorder:
             if self.step.scaled:
                 self.step.scaled -= 1
             elif not self.paused:
-                for root in (tensors,) if isinstance(tensors, Tensor) else tensors:
-                    if isinstance(root, Tensor) and root.grad_fn is not None and root.is_floating_point():
-                        self._note(root, 1.0, is_unscaled=True)
+                for root in iter_tensors(tensors):
+                    if root.grad_fn is not None and root.is_floating_point():
+                        self._note(root, 1.0)
             return original(tensors, *args, **kwargs)
 
         return imitate(backward, original, "torch.autograd", "backward")
@@ -217,25 +239,13 @@ class Recorder:
 
     def begin(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record | None:
         """Begin the record of a module call."""
-        if self.step.ops is not None:
-            self.step.ops.pause()
-        record = self._begin(module, args, kwargs)
-        self._inside.call = True
-        return record
-
-    def end(self, record: Record | None, outputs: Any) -> None:
-        """End the record of a module call."""
-        try:
-            if record is not None and outputs is not None:
-                self._end(record, outputs)
-        finally:
-            self._inside.call = False
-
-    def _begin(self, module: Module, args: Any, kwargs: Any) -> Record | None:
+        step, self._inside.call = self._open_step(), True
+        if step.ops is not None:
+            step.ops.pause()
         on_gpu = torch.cuda.is_initialized()
-        if self.step.calls >= _MAX_RECORDS or (on_gpu and torch.cuda.is_current_stream_capturing()):
+        if step.calls >= _MAX_RECORDS or (on_gpu and torch.cuda.is_current_stream_capturing()):
             return None
-        self.step.calls += 1
+        step.calls += 1
         versions: list[tuple[Tensor, int | None]] = []
 
         def keep(tensor: Tensor) -> Tensor:
@@ -249,10 +259,14 @@ class Recorder:
         kind = self._casts.device_type
         return Record(
             weakref.ref(module), inputs, versions, random_states(), self._casts.switches(),
-            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None, self.step.calls,
+            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None, step.calls,
         )  # fmt: skip
 
-    def _end(self, record: Record, outputs: Any) -> None:
+    def end(self, record: Record | None, outputs: Any) -> None:
+        """End the record of a module call."""
+        self._inside.call = False
+        if record is None or outputs is None:
+            return
         has_graph = False
         for number, output in enumerate(iter_tensors(outputs)):
             if not output.is_floating_point() or output.layout is not torch.strided:
@@ -264,32 +278,33 @@ class Recorder:
                 output.grad_fn.register_prehook(functools.partial(self._arrived, record, number, output.output_nr))
                 has_graph = True
         self._watch(outputs)
-        size = sum(tensor.nbytes for tensor, _ in record.versions)
-        if not has_graph and self.step.nbytes + size <= self._max_bytes:
-            self.step.nbytes += size
+        if not has_graph and self.step.has_room_for(sum(tensor.nbytes for tensor, _ in record.versions)):
             self.step.records.append(record)
 
     def _watch(self, outputs: Any) -> None:
-        """Watch ops from now on, in the thread that steps, unless torch.compile has made code."""
-        if self.watches_ops and threading.get_ident() == self._thread and compiled_graphs() == self._graphs:
+        """Watch ops from now on, in the main thread, unless torch.compile has made code."""
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        watches = self._is_first or self.watched_steps > 0
+        if watches and in_main_thread and compiled_graphs() == self._graphs:
             self.step.ops = self.step.ops or OpWatch(self._casts)
             self.step.ops.resume(outputs)
 
     def _arrived(self, record: Record, output: int, place: int, gradients: Sequence[Any]) -> None:
         """Keep the gradient that came back to an output, in its place among those of its node."""
+        step, gradient = self.step, gradients[place]
         # A pass before any loss is scaled, as for a penalty on gradients, is a part of the forward pass.
-        step = self.step
-        if not step.losses or self.paused:
+        if self.paused or step.ended or not step.losses:
             return
-        if not record.passes:
+        if record not in step.records:
+            # What came back in an earlier step is not of this one.
+            record.gradients, record.too_large = {}, False
             step.records.append(record)
-        given = record.passes.setdefault(len(step.losses) - 1, {})
-        gradient = gradients[place]
         if gradient is None:
             return
-        if step.nbytes + gradient.nbytes > self._max_bytes:
+        if not step.has_room_for(gradient.nbytes):
             record.too_large = True
-        else:
-            step.nbytes += gradient.nbytes
-            # Under create_graph=True it has a graph of its own.
-            given[output] = gradient.detach() if gradient.requires_grad else gradient
+            return
+        # Under create_graph=True it has a graph of its own.
+        gradient = gradient.detach() if gradient.requires_grad else gradient
+        earlier = record.gradients.get(output)
+        record.gradients[output] = gradient if earlier is None else earlier.float() + gradient.float()

@@ -1,4 +1,8 @@
-"""Runs recorded module calls again."""
+"""Runs recorded module calls again, and on demand a step of the program.
+
+The step is a function of the program. While it runs, its losses are scaled by a given scale, its backward passes leave
+no gradients, and it ends where an optimizer is called.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +11,25 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
+from autoamp.auto_scaling import reached_by
 from autoamp.casting import Casts
 from autoamp.diagnostics.inspector import Backward, Inspector, Origin, fp32_sum, nonfinite_value
-from autoamp.diagnostics.records import Record, random_states, set_random_states
-from autoamp.scaling import is_sharded
+from autoamp.diagnostics.records import Record, Recorder, random_states, set_random_states
+from autoamp.patching import PatchSet
+from autoamp.scaling import is_sharded, scaled_loss
 from autoamp.stepping import several_processes
 from autoamp.tensors import iter_tensors, map_tensors
 
-__all__ = ["CannotReplay", "KeptState", "RecordedCall", "Trial", "replay", "unfit", "unwrapped", "why_it_failed"]
+__all__ = ["CannotReplay", "KeptState", "Rehearsal", "Replay", "unwrapped"]
 
+# A model of these classes is compiled, or gathered from several devices.
+_WHOLE = frozenset(("OptimizedModule", "ScriptModule", "FullyShardedDataParallel", "DataParallel"))
 # As parts of a model these talk to other ranks. A DistributedDataParallel that is the whole model is taken off.
 _COLLECTIVE = frozenset(
     ("SyncBatchNorm", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "PipelineStage")
@@ -35,60 +42,19 @@ class CannotReplay(Exception):
     """A step cannot run again. The message says why."""
 
 
-def why_it_failed(error: RuntimeError) -> str:
-    """Return why a backward pass cannot run again, by the first line of the error that it raised."""
-    first = str(error).partition("\n")[0]
-    return f"running the step again raised {type(error).__name__}: {first}"
+def _gradients_of(
+    leaves: Sequence[Tensor], roots: Sequence[Tensor], given: Sequence[Tensor | None] | None
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of leaves by those of roots, and keep the graph.
 
-
-@dataclass(eq=False)
-class Trial:
-    """A recorded call that ran again.
-
-    Attributes:
-        inspector: Looked at the forward pass.
-        outputs: The results; None for one without a floating dtype.
-        leaves: The tensors that gradients are taken of, by name. The name of an input begins with ``"input "``.
-        results: The gradients of the last backward pass.
-        watch: Looked at that pass.
+    Raises:
+        CannotReplay: The backward pass raised, as that of some checkpoints does.
     """
-
-    inspector: Inspector
-    outputs: list[Tensor | None]
-    leaves: dict[str, Tensor]
-    results: dict[str, Tensor] = field(default_factory=dict)
-    watch: Backward = field(init=False)
-
-    def backward_by(self, gradients: Sequence[Tensor | None]) -> Backward:
-        """Take the gradients of all leaves by those at the outputs, and keep them in ``results``.
-
-        Raises:
-            CannotReplay: The backward pass raised, as that of some checkpoints does.
-        """
-        self.results, self.watch = {}, Backward(self.inspector)
-        pairs = [
-            (output, gradient.to(output.dtype))
-            for output, gradient in zip(self.outputs, gradients, strict=True)
-            if output is not None and gradient is not None and output.requires_grad
-        ]
-        if pairs and self.leaves:
-            roots, given = zip(*pairs, strict=True)
-            leaves = list(self.leaves.values())
-            try:
-                with self.watch:
-                    found = torch.autograd.grad(roots, leaves, given, retain_graph=True, allow_unused=True)
-            except RuntimeError as error:
-                raise CannotReplay(why_it_failed(error)) from None
-            self.results = {name: one for name, one in zip(self.leaves, found, strict=True) if one is not None}
-        return self.watch
-
-    def nonfinite_leaves(self) -> dict[str, Tensor]:
-        """Return the leaves whose gradients hold inf or nan."""
-        return {name: self.leaves[name] for name, one in self.results.items() if nonfinite_value(one)}
-
-    def gradient_origin(self) -> Origin | None:
-        """Return the call whose node made inf or nan of finite gradients; None if unknown."""
-        return self.watch.origin(list(self.nonfinite_leaves().values()))
+    try:
+        return torch.autograd.grad(roots, leaves, given, retain_graph=True, allow_unused=True)
+    except RuntimeError as error:
+        first = str(error).partition("\n")[0]
+        raise CannotReplay(f"running the step again raised {type(error).__name__}: {first}") from None
 
 
 class KeptState:
@@ -100,42 +66,33 @@ class KeptState:
 
     def __init__(self) -> None:
         self._random = random_states()
-        self._modules: dict[Module, list[Callable[[], object]]] = {}
+        self._modules: set[Module] = set()
+        self._containers: list[tuple[Any, Any]] = []
+        self._generators: list[tuple[torch.Generator, Tensor]] = []
+        self._buffers: list[tuple[Tensor, Tensor]] = []
 
     def keep(self, module: Module) -> None:
-        """Keep the attributes of a module."""
-        if module not in self._modules:
-            self._modules[module] = list(_ways_back(module))
+        """Keep the attributes of a module and of those within it."""
+        for each in set(module.modules()) - self._modules:
+            own = vars(each)
+            values = [own, *own.values()]
+            self._containers += [(value, value.copy()) for value in values if type(value) in _CONTAINERS]
+            self._generators += [(value, value.get_state()) for value in values if isinstance(value, torch.Generator)]
+            self._buffers += [(buffer, buffer.detach().clone()) for buffer in each.buffers(recurse=False)]
+            self._modules.add(each)
 
     def restore(self) -> None:
         """Put all back."""
         set_random_states(self._random)
-        for ways_back in self._modules.values():
-            for put_back in ways_back:
-                put_back()
-
-
-def _ways_back(module: Module) -> Iterator[Callable[[], object]]:
-    own = vars(module)
-    for value in (own, *own.values()):
-        if type(value) in _CONTAINERS:
-            add = getattr(value, "extend", None) or value.update
-            yield functools.partial(_refill, value, add, value.copy())
-        elif isinstance(value, torch.Generator):
-            yield functools.partial(value.set_state, value.get_state())
-    for buffer in own["_buffers"].values():
-        if buffer is not None:
-            yield functools.partial(_write, buffer, buffer.detach().clone())
-
-
-def _refill(container: Any, add: Callable[[Any], object], contents: Any) -> None:
-    container.clear()
-    add(contents)
-
-
-def _write(buffer: Tensor, value: Tensor) -> None:
-    # Not counted as a write: a graph that is kept for another backward pass stays valid.
-    buffer.data.copy_(value)
+        for container, contents in self._containers:
+            container.clear()
+            add = getattr(container, "extend", None) or container.update
+            add(contents)
+        for generator, state in self._generators:
+            generator.set_state(state)
+        for buffer, value in self._buffers:
+            # Not counted as a write: a graph that is kept for another backward pass stays valid.
+            buffer.data.copy_(value)
 
 
 def unwrapped(module: Module) -> Module:
@@ -145,20 +102,15 @@ def unwrapped(module: Module) -> Module:
     return inner if wraps and isinstance(inner, Module) else module
 
 
-def unfit(module: Module) -> str | None:
+def _why_unfit(module: Module) -> str | None:
     """Return why calls of a module cannot run again, as far as the module itself tells; None if they can."""
-    if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
-        return "the model is a compiled region"
-    if isinstance(module, torch.jit.ScriptModule):
-        return "the model is a TorchScript module"
-    if type(module).__name__ in ("FullyShardedDataParallel", "DataParallel"):
-        return f"{type(module).__name__} gathers the model from several devices"
+    kinds = {kind.__name__ for kind in type(module).__mro__}
+    if kinds & _WHOLE or getattr(module, "_compiled_call_impl", None) is not None:
+        return f"the model is compiled, or parts of it are elsewhere ({type(module).__name__})"
     root = unwrapped(module)
-    talks = [each for each in root.modules() if {kind.__name__ for kind in type(each).__mro__} & _COLLECTIVE]
-    if talks and several_processes():
-        return f"the model has collectives of its own, those of {type(talks[0]).__name__}"
-    if any(is_sharded(param) for param in root.parameters()):
-        return "the model has collectives of its own, those of DTensors"
+    parts = {kind.__name__ for each in root.modules() for kind in type(each).__mro__} & _COLLECTIVE
+    if (parts and several_processes()) or any(is_sharded(param) for param in root.parameters()):
+        return f"the model has collectives of its own, those of {next(iter(parts), 'DTensors')}"
     return None
 
 
@@ -176,47 +128,103 @@ def _named_inputs(root: Module, args: Any, kwargs: Any) -> list[tuple[str, Tenso
     ]
 
 
-def replay(record: Record, casts: Casts, *, wide: bool = False) -> Trial:
-    """Run a recorded call again, and compare its outputs with those of the step unless ``wide``.
+class Replay:
+    """A recorded call that runs again. Unless ``wide`` its outputs are compared with those of the step.
 
     Args:
         record: The call.
         casts: How threads cast.
+        scale: The loss scale of the gradients that came back to the outputs.
         wide: Whether to compute in fp32.
+
+    Attributes:
+        record: As given.
+        scale: As given.
+        inspector: Looked at the forward pass.
+        outputs: The results; None for one without a floating dtype.
+        leaves: The tensors that gradients are taken of, by name. The name of an input begins with ``"input "``.
+        results: The gradients of the last backward pass, by the names of the leaves.
+        watch: Looked at that pass.
 
     Raises:
         CannotReplay: The model, or an input, is not as it was.
     """
+
+    def __init__(self, record: Record, casts: Casts, scale: float = 1.0, *, wide: bool = False) -> None:
+        self.record = record
+        self.scale = scale
+        self._casts = casts
+        root = _root_of(record)
+        args, kwargs = map_tensors(record.inputs, lambda kept: kept.detach().requires_grad_(kept.requires_grad))
+        self.inspector = Inspector(root, wide=wide)
+        self.inspector.inputs = _named_inputs(root, args, kwargs)
+        outputs = list(iter_tensors(self._run(root, args, kwargs, wide)))
+        self.outputs = [o if o.is_floating_point() and o.layout is torch.strided else None for o in outputs]
+        self.leaves: dict[str, Tensor] = {name: p for name, p in root.named_parameters() if p.requires_grad}
+        self.leaves |= {f"input {name}": tensor for name, tensor in self.inspector.inputs if tensor.requires_grad}
+        self.results: dict[str, Tensor] = {}
+        self.watch = Backward(self.inspector)
+        sums = record.outputs
+        if not wide and (len(outputs) != len(sums) or not all(map(_is_same, sums, self.outputs))):
+            raise CannotReplay(
+                "run again, the model gave other outputs: it draws from a generator of its own, or its weights or "
+                "buffers have changed"
+            )
+
+    def _run(self, root: Module, args: Any, kwargs: Any, wide: bool) -> Any:
+        record = self.record
+        set_random_states(record.random)
+        region: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if record.autocast is not None:
+            region = torch.autocast(self._casts.device_type, record.autocast, enabled=not wide)
+        switches = (False, True) if wide else record.switches
+        with self._casts.switched(*switches), region, self.inspector:
+            return root(*args, **kwargs)
+
+    @functools.cached_property
+    def in_fp32(self) -> Replay:
+        """The same call in fp32."""
+        return Replay(self.record, self._casts, self.scale, wide=True)
+
+    def backward(self, scale: float) -> dict[str, Tensor]:
+        """Run the backward pass at a loss scale, and return the leaves whose gradients hold inf or nan.
+
+        Raises:
+            CannotReplay: The backward pass raised.
+        """
+        self.results, self.watch = {}, Backward(self.inspector)
+        pairs = [
+            # In half precision a small factor would be 0.
+            (output, (gradient.float() * (scale / self.scale)).to(output.dtype))
+            for number, gradient in self.record.gradients.items()
+            if (output := self.outputs[number]) is not None and output.requires_grad
+        ]
+        if pairs and self.leaves:
+            roots, given = zip(*pairs, strict=True)
+            with self.watch:
+                found = _gradients_of(list(self.leaves.values()), roots, given)
+            self.results = {name: one for name, one in zip(self.leaves, found, strict=True) if one is not None}
+        return self.nonfinite_leaves()
+
+    def nonfinite_leaves(self) -> dict[str, Tensor]:
+        """Return the leaves whose gradients hold inf or nan in the last backward pass."""
+        return {name: self.leaves[name] for name, one in self.results.items() if nonfinite_value(one)}
+
+    def gradient_origin(self) -> Origin | None:
+        """Return the call whose node made inf or nan of finite gradients; None if unknown."""
+        return self.watch.origin(list(self.nonfinite_leaves().values()))
+
+
+def _root_of(record: Record) -> Module:
+    """Return the model of a recorded call, without its wrapper."""
     module = record.module()
     if module is None:
         raise CannotReplay("the model is gone")
-    if (why := unfit(module)) is not None:
+    if (why := _why_unfit(module)) is not None:
         raise CannotReplay(why)
     if record.written_to():
         raise CannotReplay("inputs of the model were written to")
-    root = unwrapped(module)
-    args, kwargs = map_tensors(record.inputs, lambda kept: kept.detach().requires_grad_(kept.requires_grad))
-    set_random_states(record.random)
-    inspector = Inspector(root, wide=wide)
-    inspector.inputs = _named_inputs(root, args, kwargs)
-    region: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if record.autocast is not None:
-        region = torch.autocast(casts.device_type, record.autocast, enabled=not wide)
-    token = casts.local.set(*((False, True) if wide else record.switches))
-    try:
-        with region, inspector:
-            outputs = root(*args, **kwargs)
-    finally:
-        casts.local.reset(token)
-    found = [o if o.is_floating_point() and o.layout is torch.strided else None for o in iter_tensors(outputs)]
-    leaves: dict[str, Tensor] = {name: param for name, param in root.named_parameters() if param.requires_grad}
-    leaves.update({f"input {name}": tensor for name, tensor in inspector.inputs if tensor.requires_grad})
-    if not wide and (len(found) != len(record.outputs) or not all(map(_is_same, record.outputs, found))):
-        raise CannotReplay(
-            "run again, the model gave other outputs: it draws from a generator of its own, or its weights or buffers "
-            "have changed"
-        )
-    return Trial(inspector, found, leaves)
+    return unwrapped(module)
 
 
 def _is_same(before: Tensor | None, output: Tensor | None) -> bool:
@@ -228,38 +236,75 @@ def _is_same(before: Tensor | None, output: Tensor | None) -> bool:
     return torch.allclose(fp32_sum(value), before, rtol=0.0, atol=rough, equal_nan=True)
 
 
-class RecordedCall:
-    """A recorded call that runs again in half precision, and in fp32 if that is asked for.
+class _StepReached(BaseException):
+    """Leaves a step at its ``optimizer.step()``, or after a backward pass with inf or nan."""
+
+
+class Rehearsal:
+    """One run of a step; see `autoamp.stepping.Rehearsing`.
 
     Args:
-        record: The call.
-        casts: How threads cast.
-        scale: The loss scale of the gradients that came back to the outputs.
+        recorder: Records the step.
+        scale: The loss scale.
 
     Attributes:
-        record: As given.
-        scale: As given.
-        half: The run in half precision.
-
-    Raises:
-        CannotReplay: See `replay`.
+        passes: The number of backward passes.
+        overflowed: Whether a loss or a gradient holds inf or nan.
     """
 
-    def __init__(self, record: Record, casts: Casts, scale: float) -> None:
-        self.record = record
-        self.scale = scale
-        self.half = replay(record, casts)
-        self._casts = casts
+    def __init__(self, recorder: Recorder, scale: float) -> None:
+        self.passes = 0
+        self.overflowed = False
+        self._recorder = recorder
+        self._scale = scale
+        self._scaled: set[Tensor] = set()
 
-    @functools.cached_property
-    def wide(self) -> Trial:
-        """The run in fp32."""
-        return replay(self.record, self._casts, wide=True)
+    def run(self, step: Callable[[], Any]) -> None:
+        """Run a step, and the backward pass of the loss that it returns if it ran none.
 
-    def nonfinite_at(self, scale: float, loss: int, trial: Trial | None = None) -> dict[str, Tensor]:
-        """Run the backward pass of a loss at a scale, in half precision as a rule; see `Trial.nonfinite_leaves`."""
-        trial = trial or self.half
-        given = self.record.gradients_of(loss)
-        # In half precision a small factor would be 0.
-        trial.backward_by([None if one is None else one.float() * (scale / self.scale) for one in given])
-        return trial.nonfinite_leaves()
+        Raises:
+            CannotReplay: A backward pass raised.
+        """
+        patches = PatchSet()
+        patches.replace(torch.autograd, "backward", self._backward)
+        try:
+            result = step()
+            if not self.passes and isinstance(result, Tensor) and result.requires_grad:
+                self.backward(result)
+        except _StepReached:
+            pass
+        finally:
+            patches.restore()
+
+    @contextlib.contextmanager
+    def scaled(self, loss: Tensor) -> Iterator[Tensor]:
+        """Yield a loss multiplied by the scale, as ``scale_loss`` does."""
+        yield self._scaled_loss(loss)
+
+    def backward(self, loss: Tensor) -> None:
+        """Scale a loss and run its backward pass."""
+        self._backward(self._scaled_loss(loss))
+
+    def step_reached(self) -> BaseException:
+        """Return what leaves the step where an optimizer is called."""
+        return _StepReached()
+
+    def _scaled_loss(self, loss: Tensor) -> Tensor:
+        self.overflowed = self.overflowed or nonfinite_value(loss) is not None
+        self._recorder.note_loss(loss, self._scale)
+        scaled = scaled_loss(loss, self._scale)
+        self._scaled.add(scaled)
+        return scaled
+
+    def _backward(self, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Run a backward pass that leaves no gradients: what `torch.autograd.backward` does in a rehearsal."""
+        roots = [root if root in self._scaled else self._scaled_loss(root) for root in iter_tensors(tensors)]
+        given = [grad_tensors] if isinstance(grad_tensors, Tensor) else grad_tensors
+        leaves = reached_by(roots)[0]
+        if not leaves:
+            return
+        self.passes += 1
+        found = _gradients_of(leaves, roots, given)
+        if self.overflowed or nonfinite_value(*found):
+            self.overflowed = True
+            raise _StepReached

@@ -6,6 +6,7 @@ casts make, so casts are counted where they are made. The mode also sees ops on 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from autoamp.diagnostics.rows import Row
 from autoamp.diagnostics.tables import as_table
 from autoamp.rules import CastRule
 from autoamp.tensors import dtype_name, iter_tensors
-from autoamp.torch_private import current_graph_task, dispatch_modes
+from autoamp.torch_private import current_graph_task
 
 __all__ = ["CastTrace"]
 
@@ -47,10 +48,6 @@ class _RunningCall:
     casts: int = 0
 
 
-class _Thread(threading.local):
-    call: _RunningCall | None = None
-
-
 class CastTrace(OperatorObserver):
     """The trace of a ``with handle.trace()`` statement. Its numbers stay after it; ``print`` gives a table.
 
@@ -67,8 +64,13 @@ class CastTrace(OperatorObserver):
         super().__init__(observation, start)
         self._casts = casts
         self._rows: dict[tuple[str, CallSite], Row] = {}
-        self._lock = threading.Lock()
-        self._thread = _Thread()
+        self._thread: int | None = None
+        # The innermost call of a listed function that runs.
+        self._running: _RunningCall | None = None
+
+    def _enter(self, stack: contextlib.ExitStack) -> None:
+        self._thread = threading.get_ident()
+        super()._enter(stack)
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -85,47 +87,42 @@ class CastTrace(OperatorObserver):
     def before(self, call: Call) -> _RunningCall | None:
         """Begin to count the casts of a call."""
         tensors = floating_tensors(call) if call.casting else []
-        # Without the mode this is another thread.
-        if not tensors or not dispatch_modes():
+        if not tensors or threading.get_ident() != self._thread:
             return None
         target = target_of(tensors, call.op.rule.policy, self._casts)
         to_cast = [t for t in tensors if target is not None and self._casts.eligible(t) and t.dtype is not target]
-        with self._lock:
-            row = self._row(call.op.name, call.site, call.op.rule)
-        running = self._thread.call = _RunningCall(row, frozenset(map(id, to_cast)), self._thread.call)
-        return running
+        row = self._row(call.op.name, call.site, call.op.rule)
+        self._running = _RunningCall(row, frozenset(map(id, to_cast)), self._running)
+        return self._running
 
     def after(self, call: Call, state: _RunningCall | None, result: Any) -> None:
         """Count a call."""
         if state is None:
             return
-        self._thread.call = state.outer
+        self._running = state.outer
         outputs = [t for t in iter_tensors(result) if t.is_floating_point() or t.is_complex()]
-        with self._lock:
-            state.row.add_call(floating_tensors(call), outputs)
-            state.row.spared += max(0, len(state.to_cast) - state.casts)
+        state.row.add_call(floating_tensors(call), outputs)
+        state.row.spared += max(0, len(state.to_cast) - state.casts)
 
     def failed(self, call: Call, state: _RunningCall | None, error: BaseException) -> None:
         """Forget a call that raised an exception."""
         if state is not None:
-            self._thread.call = state.outer
+            self._running = state.outer
 
     def _row(self, op: str, site: CallSite, rule: CastRule | None) -> Row:
         """Return the row of an op at a line, a new one the first time."""
         row = self._rows.get((op, site))
         if row is None:
-            if rule is None:
-                row = Row(op, "unlisted", None, None, site)
-            else:
-                row = Row(op, rule.policy.value, rule.target, str(rule.origin), site)
-            self._rows[op, site] = row
+            policy = "unlisted" if rule is None else rule.policy.value
+            target, origin = (None, None) if rule is None else (rule.target, str(rule.origin))
+            row = self._rows[op, site] = Row(op, policy, target, origin, site)
         return row
 
     # -- operators --
 
     def saw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Note an operator."""
-        call = self._thread.call
+        call = self._running
         if call is None and current_graph_task() != -1:
             # In a backward pass only the calls that a checkpoint recomputes are traced.
             return
@@ -139,16 +136,14 @@ class CastTrace(OperatorObserver):
             into, source = args[0], args[1]
             if id(into) in call.to_cast and into.dtype is not source.dtype and into.is_floating_point():
                 # An in-place form writes its result back to its argument.
-                with self._lock:
-                    call.row.add_cast(into.nbytes)
+                call.row.add_cast(into.nbytes)
 
     def _saw_cast(self, call: _RunningCall, source: Any, result: Any) -> None:
         # The arguments in `to_cast` are floating tensors.
         if id(source) not in call.to_cast or source.dtype is result.dtype or not result.is_floating_point():
             return
-        with self._lock:
-            call.casts += 1
-            call.row.add_cast(result.nbytes)
+        call.casts += 1
+        call.row.add_cast(result.nbytes)
 
     def _saw_unlisted(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         tensors = [t for t in iter_tensors((args, kwargs)) if t.is_floating_point()]
@@ -157,14 +152,12 @@ class CastTrace(OperatorObserver):
         if len({tensor.dtype for tensor in promoted}) < 2:
             return
         outputs = [t for t in iter_tensors(result) if t.is_floating_point()]
-        site = self._observation.site_here()
-        with self._lock:
-            row = self._row(name, site, None)
-            row.add_call(tensors, outputs)
-            widest = max((output.element_size() for output in outputs), default=0)
-            for tensor in promoted:
-                if tensor.element_size() < widest:
-                    row.add_cast(tensor.numel() * widest)
+        row = self._row(name, self._observation.site_here(), None)
+        row.add_call(tensors, outputs)
+        widest = max((output.element_size() for output in outputs), default=0)
+        for tensor in promoted:
+            if tensor.element_size() < widest:
+                row.add_cast(tensor.numel() * widest)
 
     # -- for people and files --
 

@@ -26,13 +26,11 @@ __all__ = ["CallRecorder", "build_module_call"]
 
 
 class CallRecorder(Protocol):
-    """Records outermost module calls.
+    """Records outermost module calls."""
 
-    Attributes:
-        armed: Whether steps are recorded.
-    """
-
-    armed: bool
+    @property
+    def armed(self) -> bool:
+        """Whether steps are recorded."""
 
     def wants_call(self) -> bool:
         """Tell whether a call that begins now is recorded. Calls within one that is recorded are not."""

@@ -65,8 +65,8 @@ class Runtime:
             self._casts_for(settings, on), scalers or [make_scaler(settings.loss_scale, settings.dtype)]
         )
         self.optimizers.runtime = self
-        self.nonfinite = NonFiniteSteps(self.optimizers, settings.on_nonfinite)
         self._apply(settings)
+        self.nonfinite = NonFiniteSteps(self.optimizers, self.overflows, settings.on_nonfinite)
         self.followers = Followers()
         self.patched = PatchedTorch(self)
         self.auto_scaling: AutoScale | None = None
@@ -86,12 +86,11 @@ class Runtime:
         self.settings = settings
         self.precisions = ModulePrecisions(settings.table.modules)
         self.observation = Observation(self.casts)
-        self.overflows = OverflowTrace(self.casts, self.observation.unobserved, always=settings.trace_overflow)
+        self.overflows = OverflowTrace(self.casts, self.observation, always=settings.trace_overflow)
         if settings.capsule is not None:
             kept = replace(settings, capsule=None, loss_scale=None)
             self.overflows.capsules = CapsuleWriter(settings.capsule, kept, self.precisions.of)
         self.optimizers.watch = self.overflows
-        self.nonfinite.action = settings.on_nonfinite
 
     @property
     def casts(self) -> Casts:
@@ -158,6 +157,7 @@ class Runtime:
         precisions = self.precisions
         self.optimizers.casts = self._casts_for(settings, on)
         self._apply(settings)
+        self.nonfinite.overflows, self.nonfinite.action = self.overflows, settings.on_nonfinite
         self.precisions.join(precisions)
         self.optimizers.masters_for = None
 

@@ -24,9 +24,6 @@ logger = logging.getLogger(__name__)
 class StepWatch(Protocol):
     """What looks on as losses are scaled and optimizers step. It raises nothing and changes nothing."""
 
-    unscaled: list[Tensor]
-    """The losses of the step at hand that nobody scaled, each of one element."""
-
     @property
     def wants_flags(self) -> bool:
         """Whether it wants to hear of skips at once, though the device alone knows of them as yet."""
@@ -45,13 +42,6 @@ class StepWatch(Protocol):
             skipped: Whether the step was a skip.
             scale: The loss scale of a skip; nan where it is not known.
             next_scale: The one after it.
-            late: Whether it was taken earlier, and others may have been since.
-        """
-
-    def step_not_finite(self, late: bool = False) -> Any:
-        """Return what explains a step without a loss scale whose gradients hold inf or nan, before it is taken.
-
-        Args:
             late: Whether it was taken earlier, and others may have been since.
         """
 

@@ -11,14 +11,12 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
-
 from autoamp.diagnostics.inspector import Origin, nonfinite_value
 from autoamp.diagnostics.ranges import relative_error
 from autoamp.diagnostics.records import Record
-from autoamp.diagnostics.replay import CannotReplay, Trial, replay
-from autoamp.diagnostics.verdicts import HalfPrecisionOp, Overflow
-from autoamp.tensors import HALF_DTYPES, dtype_name
+from autoamp.diagnostics.replay import CannotReplay, Replay
+from autoamp.diagnostics.verdicts import Overflow
+from autoamp.tensors import HALF_DTYPES
 
 __all__ = ["Fault", "StepCheck"]
 
@@ -82,37 +80,31 @@ class StepCheck:
     def _fault_of_step(self, step: int) -> Fault | None:
         overflows = self._handle.overflows
         # In the program's own autocast region the program chose the dtypes.
-        records = [record for record in overflows.records_of_step() if record.passes and record.autocast is None]
+        recorded = overflows.recorder.step.records
+        records = [one for one in recorded if one.is_reached and one.autocast is None]
         if not records:
             raise CannotReplay("no call of a module was recorded outside of torch.autocast")
-        with overflows.apart(records):
+        with overflows.apart():
             for record in records:
-                for loss in () if record.too_large else record.passes:
-                    fault = self._fault_of_call(step, record, record.gradients_of(loss))
-                    if fault is not None:
-                        return fault
+                fault = None if record.too_large else self._fault_of_call(step, record)
+                if fault is not None:
+                    return fault
         return None
 
-    def _fault_of_call(self, step: int, record: Record, given: list[Tensor | None]) -> Fault | None:
+    def _fault_of_call(self, step: int, record: Record) -> Fault | None:
         """Return the first op of a call that overflows in half precision, if that changes gradients."""
-        if nonfinite_value(*given):
+        if nonfinite_value(*record.gradients.values()):
             return None
-        half = replay(record, self._handle.casts)
+        half = Replay(record, self._handle.casts)
         origin = next((one for one in half.inspector.origins if _overflows_in_half(one)), None)
-        if origin is None or origin.site is None:
+        if origin is None or half.backward(half.scale):
+            # If gradients are not finite the step will be skipped, and that overflow is explained.
             return None
-        half.backward_by(given)
-        if half.nonfinite_leaves():
-            # The step will be skipped, and that overflow is explained.
-            return None
-        wide = replay(record, self._handle.casts, wide=True)
-        wide.backward_by(given)
-        names = _wrong_gradients(half, wide)
+        half.in_fp32.backward(half.scale)
+        names = _wrong_gradients(half, half.in_fp32)
         if not names:
             return None
-        site = origin.site
-        verdict = HalfPrecisionOp(origin.magnitudes, dtype_name(site.dtype), site.in_cast)
-        overflow = site.finding(verdict, "forward", origin.value)
+        overflow = origin.in_half_precision("forward")
         first = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         sentence = f"{overflow.cause}; the step was taken, and the gradients of {first} are not those of fp32"
         return Fault(step, sentence, replace(overflow, iteration=step, parameter=names[0]))
@@ -122,7 +114,7 @@ def _overflows_in_half(origin: Origin) -> bool:
     return origin.site is not None and origin.site.dtype in HALF_DTYPES and not origin.intended
 
 
-def _wrong_gradients(half: Trial, wide: Trial) -> list[str]:
+def _wrong_gradients(half: Replay, wide: Replay) -> list[str]:
     """Return the parameters whose gradients are wrong in half precision."""
     in_fp32 = {n: one.float() for n, one in wide.results.items() if one.numel() and not n.startswith("input ")}
     sizes = {name: float(one.double().square().mean().sqrt()) for name, one in in_fp32.items()}
