@@ -1,10 +1,11 @@
 """Runs scripts and command lines of autoamp as programs of their own, for the tests of several packages.
 
-Importing torch takes seconds, so one process imports it and autoamp, and forks for each program.
+Importing torch takes seconds, so one process imports it and autoamp, and forks for each program of all test files.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -15,7 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Forks for each line of arguments, and tells how the fork ended. What a child raises unwinds to the top of the
+# Answers requests: each is a folder, modules to import, and lines of arguments. A fork imports the modules, and forks
+# again for each line in turn; the answer tells how those ended. What a program raises unwinds to the top of the
 # interpreter, as it would have. A line is `autoamp`'s arguments, or "python" and a script, which runs in its folder.
 # Items NAME=value before it are environment variables.
 DRIVER = """
@@ -25,18 +27,17 @@ import torch
 import autoamp.cli
 from autoamp_command import main
 
-for name in sys.argv[2:]:
-    importlib.import_module(name)
-
 # The first optimizer of a process imports torch's compiler, which takes as long as torch.
 torch.optim.SGD([torch.ones(1)], lr=1.0)
 
-# A fork that looked through what is there by now would copy all of it.
-gc.freeze()
+def fork():
+    # A fork that looked through what is there by now would copy all of it.
+    gc.freeze()
+    return os.fork()
 
 def run(argv):
     out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
-    pid = os.fork()
+    pid = fork()
     if pid == 0:
         gc.enable()
         os.dup2(out.fileno(), 1), os.dup2(err.fileno(), 2)
@@ -51,21 +52,41 @@ def run(argv):
         texts.append(file.read().decode())
     return [status, *texts]
 
-ended = []
-for argv in json.loads(sys.argv[1]):
-    result = run(argv)
-    if result is None:
-        ended = None
-        break
-    ended.append(result)
-if ended is not None:
-    print(json.dumps(ended))
-elif argv[0] == "python":
-    sys.argv = argv[1:]
-    sys.path[0], script = os.path.split(os.path.abspath(argv[1]))
+requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+# Programs have nothing to read.
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+program = None
+for line in requests:
+    folder, imports, programs = json.loads(line)
+    answer = tempfile.TemporaryFile("w+")
+    pid = fork()
+    if pid:
+        if os.waitpid(pid, 0)[1]:
+            sys.exit("the imports before the programs failed")
+        answer.seek(0)
+        print(answer.read(), file=answers, flush=True)
+        continue
+    os.chdir(folder)
+    for name in imports:
+        importlib.import_module(name)
+    ended = []
+    for argv in programs:
+        result = run(argv)
+        if result is None:
+            program = argv
+            break
+        ended.append(result)
+    else:
+        json.dump(ended, answer)
+        answer.flush()
+        os._exit(0)
+    break
+if program and program[0] == "python":
+    sys.argv = program[1:]
+    sys.path[0], script = os.path.split(os.path.abspath(program[1]))
     os.chdir(sys.path[0])
     runpy.run_path(script, run_name="__main__")
-else:
+elif program:
     sys.exit(main())
 """
 
@@ -81,7 +102,7 @@ class Ended:
 
 def environment() -> dict[str, str]:
     """The tree is on the path, and no setting of this process reaches the programs: all machines have all units."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("AUTOAMP", "PYTHON"))}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("AUTOAMP", "PYTHON", "PYTEST"))}
     return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "AUTOAMP_HALF_UNITS": "bf16,fp16"}
 
 
@@ -102,18 +123,28 @@ def written(folder: Path, texts: Mapping[str, str]) -> Path:
     return folder
 
 
+@functools.cache
+def driver(variables: frozenset[tuple[str, str]]) -> subprocess.Popen[str]:
+    """Start what forks for programs that have these environment variables. It ends when its standard input does."""
+    command = [sys.executable, "-c", DRIVER]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=dict(variables), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
 def launched(
     folder: Path, runs: Mapping[str, Sequence[str]], imports: Sequence[str] = (), **variables: str | None
 ) -> dict[str, Ended]:
     """Run each script or command line of autoamp in ``folder``, and return how each ended.
 
     What all of them import is best imported once, before the forks: ``imports``. A variable that is None is unset.
+    Variables that are given here take a process of their own, which imports torch again.
     """
-    variables = {**environment(), **variables}
-    done = subprocess.run(
-        [sys.executable, "-c", DRIVER, json.dumps(list(runs.values())), *imports],
-        cwd=folder, env={name: value for name, value in variables.items() if value is not None},
-        capture_output=True, text=True, timeout=800,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return {name: Ended(*result) for name, result in zip(runs, json.loads(done.stdout), strict=True)}
+    wanted = {**environment(), **variables}
+    process = driver(frozenset((name, value) for name, value in wanted.items() if value is not None))
+    assert process.stdin is not None
+    assert process.stdout is not None
+    print(json.dumps([str(folder), list(imports), list(runs.values())]), file=process.stdin, flush=True)
+    answer = process.stdout.readline()
+    assert answer, "the process that forks for programs ended; its standard error tells why"
+    return {name: Ended(*result) for name, result in zip(runs, json.loads(answer), strict=True)}

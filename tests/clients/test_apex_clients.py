@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+from tests.launches import launched
+
 PROGRAM = Path(__file__).with_name("apex_programs.py")
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="these programs run in forks")
 
 
 def train(library: str, *levels: str) -> dict[str, dict[str, Any]]:
     """Train in a program of its own, since these libraries keep the apex that they met first."""
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), library, *levels],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    ended: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    done = launched(PROGRAM.parent, {library: ["python", str(PROGRAM), library, *levels]})[library]
+    assert done.code == 0, done.out[-2000:] + done.err[-4000:]
+    ended: dict[str, dict[str, Any]] = json.loads(done.out.splitlines()[-1])
     assert list(ended) == list(levels)
     return ended
 

@@ -6,42 +6,32 @@ import functools
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-PROGRAMS = Path(__file__).parent / "programs"
-ROOT = Path(__file__).resolve().parent.parent.parent
+from tests.launches import ROOT, Ended, launched
 
-pytestmark = pytest.mark.client("fastai", "pandas", "matplotlib", "fastprogress", "bs4")
+PROGRAMS = Path(__file__).parent / "programs"
+
+pytestmark = [
+    pytest.mark.client("fastai", "pandas", "matplotlib", "fastprogress", "bs4"),
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="these programs run in forks"),
+]
 
 
 @functools.cache
-def output_of(program: str, *arguments: str) -> str:
-    """Run a program of its own, since fastai cannot be imported anew."""
-    return ran(str(ROOT / program), *arguments).stdout
-
-
-def ran(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run Python; what it printed is there where it succeeded, and shown where it did not."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+def ran(*argv: str) -> Ended:
+    """Run a program or a command line of autoamp as a process of its own, since fastai cannot be imported anew."""
+    done = launched(ROOT, {"program": ["MPLBACKEND=Agg", *argv]})["program"]
+    assert done.code == 0, done.out[-2000:] + done.err[-4000:]
     return done
 
 
 def results_of(program: str, *arguments: str) -> dict[str, Any]:
     """Return what a program says in its last line."""
-    found: dict[str, Any] = json.loads(output_of(str(PROGRAMS / program), *arguments).splitlines()[-1])
+    found: dict[str, Any] = json.loads(ran("python", str(PROGRAMS / program), *arguments).out.splitlines()[-1])
     return found
 
 
@@ -109,20 +99,20 @@ TEXTS = {"fp16": ("--texts", "240", "--epochs", "2"), "bf16": ("--texts", "600",
 @pytest.mark.client("fastai", "pandas", "matplotlib", "fastprogress", "bs4", "sklearn")
 @pytest.mark.parametrize("dtype", [pytest.param("fp16", marks=pytest.mark.variants), "bf16"])
 def test_texts_under_the_command(dtype: str) -> None:
-    command = ("-m", "autoamp", "run", "--fastai1", "--device-type", "cpu", "--dtype", dtype)
+    command = ("run", "--fastai1", "--device-type", "cpu", "--dtype", dtype)
     done = ran(*command, str(ROOT / "examples" / "fastai_v1_text.py"), *TEXTS[dtype])
-    ((before, after),) = re.findall(r"loss ([\d.]+) before, ([\d.]+) after", done.stdout)
+    ((before, after),) = re.findall(r"loss ([\d.]+) before, ([\d.]+) after", done.out)
     assert float(after) < float(before) - 1.0
-    (accuracy,) = re.findall(r"classifier: accuracy ([\d.]+) %", done.stdout)
+    (accuracy,) = re.findall(r"classifier: accuracy ([\d.]+) %", done.out)
     assert float(accuracy) > 80 or dtype == "fp16"
-    summary = re.search(r"autoamp: (\w+) on cpu", done.stderr)
+    summary = re.search(r"autoamp: (\w+) on cpu", done.err)
     assert summary is not None
     assert summary[1] == {"fp16": "float16", "bf16": "bfloat16"}[dtype]
 
 
 @pytest.mark.client("fastai", "pandas", "matplotlib", "fastprogress", "bs4", "sklearn")
 def test_the_example_is_as_accurate_in_mixed_precision() -> None:
-    output = output_of("examples/fastai_v1.py")
+    output = ran("python", str(ROOT / "examples" / "fastai_v1.py")).out
     exact, mixed = (float(value) for value in re.findall(r"accuracy ([\d.]+) %", output))
     assert exact > 93
     assert mixed == pytest.approx(exact, abs=2.0)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ from torch import nn
 import autoamp
 from autoamp.diagnostics import OpRange, RangeProfile
 from autoamp_command import main
-
-ROOT = Path(__file__).parents[2]
+from tests.launches import launched
 
 
 def op(ranges: RangeProfile, name: str) -> OpRange:
@@ -141,20 +139,19 @@ def test_the_table_has_the_worst_places_first_and_says_what_its_figures_are(hand
     assert len(ranges.to_dict()["ops"]) == len(ranges.ops)
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the program runs in a fork")
 def test_the_command(tmp_path: Path) -> None:
     script, out = tmp_path / "script.py", tmp_path / "ranges.json"
     script.write_text("import sys, torch\nx = torch.ones(2, 2)\ntorch.mm(x, x)\nsys.exit(len(sys.argv) + 1)\n")
     listed = tmp_path / "own.toml"
     listed.write_text('schema = 1\nfp16 = ["mm", "exp"]\n')
-    command = [sys.executable, "-m", "autoamp", "profile", "--device-type", "cpu", "--lists", str(listed), "--json"]
-    ran = subprocess.run(
-        [*command, str(out), str(script), "--x"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert ran.returncode == 3, ran.stderr
+    command = ["profile", "--device-type", "cpu", "--lists", str(listed), "--json", str(out), str(script), "--x"]
+    ran = launched(tmp_path, {"profile": command})["profile"]
+    assert ran.code == 3, ran.err
     found = json.loads(out.read_text())
     assert [row["op"] for row in found["ops"]] == ["aten::mm"]
     assert found["ops"][0]["location"].endswith("script.py:3")
-    assert "float16: of 4 results 0 overflow" in ran.stdout
+    assert "float16: of 4 results 0 overflow" in ran.out
 
 
 def test_the_command_refuses_what_it_cannot_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,7 +55,8 @@ def ended(folder: Path) -> dict[str, Ended]:
         "mixed": (*run, "bf16", "plain_digits.py"),
         "overflow": (*run, "fp16", "--report", str(folder / "one.json"), "overflow.py", "--steps", "40"),
     }  # fmt: skip
-    return launched(EXAMPLES, runs, ["sklearn.datasets"], COLUMNS="120")
+    wide = {name: ("COLUMNS=120", *argv) for name, argv in runs.items()}
+    return launched(EXAMPLES, wide, ["sklearn.datasets"])
 
 
 def printed(ended: Ended) -> str:
