@@ -31,8 +31,8 @@ torch.set_num_threads(1)
 # What its first compilation of a module would replace.
 torch._dynamo.mutation_guard.install_generation_tagging_init()
 
-# Half a million objects of torch and of the tests are there by the end of the collection, and stay. To look through
-# them takes 0.3 s each time; `pytest_collection_finish` sees to it that nobody does.
+# Half a million objects of torch and of the tests are there by the end of the collection, and stay; tests leave more.
+# To look through them takes 0.3 s each time; `frozen_heap` sees to it that nobody does.
 gc.disable()
 
 # The same examples in each run; `--hypothesis-profile=thousands` draws many more, others each time.
@@ -101,9 +101,9 @@ def assert_pristine() -> None:
     assert not changed, f"torch is not what it was: {changed}"
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_finish() -> None:
-    """Collect garbage from now on, and leave out what is there already."""
+@pytest.fixture(autouse=True, scope="module")
+def frozen_heap() -> None:
+    """Collect garbage from now on, and leave out what is there before the first test of a file."""
     gc.collect()
     gc.freeze()
     gc.enable()
