@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
+from autoamp.casting.casts import Casts
+from autoamp.ops.attention import build_attention
 
 
 class Attentions(TorchDispatchMode):
@@ -37,10 +39,10 @@ def pretend_units(units: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("half", "tokens", "keys", "trained", "units", "computed"),
     [
-        ("bf16", 16, 16, True, None, "fp32"),
+        ("bf16", 128, 128, True, None, "fp32"),
         ("bf16", 16, 16, False, None, "bf16"),
-        ("bf16", 160, 16, True, None, "bf16"),
-        ("bf16", 16, 160, True, None, "bf16"),
+        ("bf16", 129, 16, True, None, "bf16"),
+        ("bf16", 16, 129, True, None, "bf16"),
         ("bf16", 16, 16, True, "amx_bf16", "bf16"),
         ("fp16", 160, 160, True, None, "fp32"),
         ("fp16", 160, 160, False, None, "fp32"),
@@ -77,6 +79,37 @@ def test_fp32_where_it_is_faster_and_a_half_result(
         torch.testing.assert_close(found, query.grad, atol=6e-2, rtol=6e-2)
 
 
+@pytest.mark.parametrize("trained", range(3))
+def test_one_argument_that_is_trained_is_enough(trained: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_units(None, monkeypatch)
+    given = [torch.randn(2, 2, 4, 8, requires_grad=number == trained) for number in range(3)]
+    mask = torch.zeros(4, 4)
+    autoamp.init(dtype=torch.bfloat16, device_type="cpu")
+    with Attentions() as seen:
+        F.scaled_dot_product_attention(*given, mask)
+        with torch.no_grad():
+            F.scaled_dot_product_attention(*given, mask)
+    assert seen.dtypes == [torch.float32, torch.bfloat16]
+
+
+def test_arguments_that_are_not_cast_and_errors_are_torch_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_units(None, monkeypatch)
+    x = torch.randn(2, 2, 4, 8, requires_grad=True)
+    autoamp.init(dtype=torch.float16, device_type="cpu")
+    assert F.scaled_dot_product_attention(*[x.double()] * 3).dtype is torch.float64
+    for given in ({}, {"query": x}, {"query": x, "key": x}, {"query": x, "value": x}, {"key": x, "value": x}):
+        with pytest.raises(TypeError, match="missing"):
+            F.scaled_dot_product_attention(**given)
+
+
+@pytest.mark.parametrize(("device_type", "architecture"), [("cuda", "x86_64"), ("cpu", "aarch64")])
+def test_other_processors_compute_it_in_half(
+    device_type: str, architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": architecture})
+    assert build_attention(F.scaled_dot_product_attention, Casts(torch.float16, device_type)) is None
+
+
 @pytest.mark.parametrize("level", ["O2", "O3"])
 @pytest.mark.parametrize("units", [None, "amx_bf16"])
 def test_half_models_compute_it_in_fp32_too(level: str, units: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,6 +125,8 @@ def test_half_models_compute_it_in_fp32_too(level: str, units: str | None, monke
     with Attentions() as seen:
         result = model(x, x, x, need_weights=False)[0]
     assert seen.dtypes == [torch.bfloat16 if units else torch.float32]
+    # Of a part that stays in fp32.
+    assert F.scaled_dot_product_attention(x, x, x).dtype is torch.float32
     torch.testing.assert_close(result.float(), expected, atol=2e-2, rtol=2e-2)
     result.float().sum().backward()
     assert all(param.grad.isfinite().all() for param in model.parameters())

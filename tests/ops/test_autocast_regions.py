@@ -49,6 +49,22 @@ def test_a_disabled_region_casts_nothing_and_ends(handle: autoamp.Handle, x: Ten
     assert F.linear(x, x).dtype is HALF
 
 
+class Full(torch.nn.Module):
+    """A layer of a program, which torch calls, with a region of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with off():
+            return F.linear(x, x)
+
+
+@pytest.mark.parametrize("name", ["a_program", "torchvision.ops", "zoo"])
+def test_regions_are_the_program_s_whatever_its_name_and_caller(handle: autoamp.Handle, x: Tensor, name: str) -> None:
+    assert Full()(x).dtype is torch.float32
+    seen: dict[str, Any] = {"__name__": name, "off": off, "F": F, "x": x}
+    exec("with off():\n    dtype = F.linear(x, x).dtype", seen)
+    assert seen["dtype"] is torch.float32
+
+
 def test_regions_of_other_devices_and_threads_are_not_ours(handle: autoamp.Handle, x: Tensor) -> None:
     with torch.autocast("cuda", enabled=False):
         assert F.linear(x, x).dtype is HALF

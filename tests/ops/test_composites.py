@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -46,6 +47,10 @@ def test_composites_run_under_autocast_where_an_argument_is_half(half: torch.dty
     for around in (torch.autocast("cpu", half), TorchFunctionMode()):
         with around:
             assert run((x, labels), {}) is NotImplemented
+    found = []
+    with warnings.catch_warnings(action="ignore"):
+        torch.jit.trace(lambda x: (x * 1, found.append(run((x, labels), {})))[0], x)
+    assert found[0] is NotImplemented
 
 
 def test_cuda_alone_has_composites(half: torch.dtype) -> None:

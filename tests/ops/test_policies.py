@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import sys
 import warnings
 from typing import Any
@@ -133,6 +134,26 @@ def test_ops_that_take_dtype_compute_in_fp32_and_keep_the_half(half: torch.dtype
     torch.testing.assert_close(x.grad.float(), wide.grad, rtol=4 * torch.finfo(half).eps, atol=1e-3)
 
 
+NORMS: dict[str, Any] = {
+    "linalg.matrix_norm": (lambda x, order: torch.linalg.matrix_norm(x, order), ["fro", 1, -1, math.inf, -math.inf]),
+    "linalg.norm": (lambda x, order: torch.linalg.norm(x, order), [None, "fro", 1, -1, math.inf, -math.inf]),
+    "linalg.norm of a row": (lambda x, order: torch.linalg.norm(x[0], order), [None, 0, 1, 2, math.inf, -math.inf]),
+    "linalg.norm by name": (lambda x, order: torch.linalg.norm(x, ord=order, dim=1), [0, 2]),
+    "linalg.vector_norm": (lambda x, order: torch.linalg.vector_norm(x, order), [0, 1, 2, math.inf, -math.inf]),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_whose_gradients_are_no_powers_keep_the_half(half: torch.dtype, name: str) -> None:
+    autoamp.init(device_type="cpu", dtype=half, lists="default")
+    call, orders = NORMS[name]
+    x = (torch.rand(4, 8) + 0.5).to(half).requires_grad_()
+    for order in orders:
+        result, saved = saved_of(lambda x: call(x, order), x)  # noqa: B023
+        assert result.dtype == FP32
+        assert saved[0] == half, order
+
+
 @pytest.mark.parametrize("order", [3, -1, 0.5, "nuc"])
 def test_norms_whose_gradients_are_powers_keep_fp32(order: Any) -> None:
     autoamp.init(device_type="cpu", dtype=HALF, lists="default")
@@ -166,6 +187,8 @@ def test_a_dtype_that_is_asked_for_is_heeded(half: torch.dtype) -> None:
         ):
             assert result.dtype == dtype
     assert x.sum(dtype=torch.int64).dtype == torch.int64
+    # Arguments by name are cast as any.
+    assert torch.sum(input=x).dtype == F.softmax(input=x, dim=1).dtype == FP32
 
 
 def test_sparse_in_place_and_promotion_go_through_as_they_came(handle: autoamp.Handle) -> None:
@@ -460,8 +483,9 @@ def test_autograd_through_in_place(handle: autoamp.Handle, in_place: Any, functi
 
 
 def test_in_place_errors_are_torch_s_own(handle: autoamp.Handle) -> None:
-    with pytest.raises(RuntimeError, match="doesn't match the broadcast shape"):
-        torch.ones(1, 3, dtype=HALF).pow_(torch.ones(2, 3, dtype=HALF))
+    for shape in ((1, 3), (3,)):
+        with pytest.raises(RuntimeError, match="doesn't match the broadcast shape"):
+            torch.ones(shape, dtype=HALF).pow_(torch.ones(2, 3, dtype=HALF))
     with pytest.raises(RuntimeError, match="can't be cast"):
         torch.ones(2, dtype=torch.int64).pow_(torch.ones(2, dtype=HALF))
     with pytest.raises(TypeError):

@@ -77,6 +77,10 @@ def test_in_place_forms_and_what_they_compute_with() -> None:
     assert found["torch.Tensor.__ipow__"].functional is torch.Tensor.__pow__
     assert found["torch.exp"].functional is None
     assert found["torch.Tensor.__pow__"].functional is None
+    # A method is not in the module that defines it.
+    assert by_name(rule("norm")).keys() == {
+        "torch.norm", "torch.functional.norm", "torch.linalg.norm", "torch.Tensor.norm"
+    }  # fmt: skip
     # One may be named itself.
     found = by_name(rule("exp_"))
     assert found.keys() >= {"torch.Tensor.exp_", "torch.exp_"}
@@ -102,7 +106,8 @@ def test_a_rule_to_half_promotes_in_place() -> None:
 
 def test_a_shipped_name_that_this_torch_lacks_is_skipped_and_reported() -> None:
     lacking, dotted = rule("no_such_op", shipped=True), rule("torch.no_such_op", shipped=True)
-    expansion = expand(table(lacking, rule("linear"), dotted))
+    left_alone = rule("no_such_op_either", CastPolicy.NONE, shipped=True), rule("exp", CastPolicy.NONE)
+    expansion = expand(table(lacking, *left_alone, dotted, rule("linear")))
     assert expansion.skipped == (lacking, dotted)
     assert names(expansion.targets) == {"torch.nn.functional.linear"}
 
@@ -232,7 +237,10 @@ def test_a_dotted_name_of_a_module_that_is_not_imported_waits_and_imports_nothin
 
 def test_torch_keeps_its_own_names_but_for_layers_and_distributions() -> None:
     own = "torch torch.functional torch.nn.functional torch._refs torch._dynamo.utils autoamp autoamp.casting"
-    others = "torch.nn.modules.activation torch.distributions.bernoulli torchvision.ops autoamped __main__"
+    others = (
+        "torch.nn.attention torch.nn.modules.activation torch.distributions.bernoulli torchvision.ops autoamped apex "
+        "zoo __main__"
+    )
     assert all(map(owns_its_names, own.split()))
     assert not any(map(owns_its_names, others.split()))
 

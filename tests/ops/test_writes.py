@@ -72,6 +72,7 @@ def test_statistics_of_any_dtype_are_updated(listed: Any, policy: str, name: str
         assert output.dtype == result_dtype(policy, dtype)
         torch.testing.assert_close(mean.float(), 0.1 * x.float().mean((0, 2)), rtol=2e-3, atol=2e-3)
         assert var.dtype == dtype
+        assert getattr(F, name)(x, None, None, **train).dtype == result_dtype(policy, dtype)
 
 
 def test_embedding_renormalises_the_weight(listed: Any, policy: str) -> None:
