@@ -15,13 +15,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
 from autoamp.auto_scaling import AutoScale
 from autoamp.patching import original_of
 from autoamp.runtime import runtime_of
-from autoamp.scaling import UnreadFlags
+from autoamp.scaling import UnreadFlags, local_of
 from tests.waits import counted_reads
 
 # No op is cast, so gradients must be bitwise those of plain torch.
@@ -180,7 +182,10 @@ def limits_the_inputs() -> Any:
     model(x).sum().backward(inputs=[x, model[0].weight])
     assert model[2].weight.grad is None
     assert x.grad is not None
-    return x.grad, gradients(model)
+    # A tensor within the graph gets a gradient where it is named.
+    hidden = model[0](x)
+    model[2](hidden.tanh()).square().sum().backward(inputs=[hidden, model[2].bias])
+    return x.grad, hidden.grad, gradients(model)
 
 
 def shares_parameters() -> Any:
@@ -529,6 +534,9 @@ def test_the_scale_of_a_half_loss_is_in_its_range(scaling: AutoScale) -> None:
     _optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     seen: list[Tensor] = []
     layer.bias.register_hook(seen.append)
+    assert root_gradient(layer(torch.ones(1, 2).half()).sum()) == 2.0**15
+    layer.zero_grad()
+    seen.clear()
     for count in (1, 2):
         (layer(torch.ones(1, 2).half()) * 2.0**-5).sum().backward()
         assert torch.equal(layer.bias.grad, torch.full((2,), count * 2.0**-5).half())
@@ -737,6 +745,20 @@ def test_flat_parameters_of_several_ranks_are_refused(ranks: int, fake_ranks: Ca
     assert bool(gradients(model)) is (ranks == 1)
 
 
+@pytest.mark.usefixtures("one_process")
+def test_shards_of_parameters_are_checked(handle: autoamp.Handle, scaling: AutoScale) -> None:
+    """The pass reaches whole parameters, from which torch reduces gradients onto shards."""
+    model = nn.Linear(4, 2)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    before = local_of(model.weight).clone()
+    for factor, skipped in ((float("inf"), 1), (1.0, 1)):
+        train_step(optimizer, model(torch.ones(1, 4)).sum() * factor)
+        assert handle.skipped_steps == skipped
+        assert torch.equal(local_of(model.weight), before - (0.5 if factor == 1.0 else 0.0))
+    assert handle.loss_scale == 2.0**15
+
+
 def test_optimizers_of_before_and_after_and_copies(handle: autoamp.Handle) -> None:
     model, early, x = make()
     handle.auto_scale()
@@ -830,8 +852,14 @@ def test_torch_s_own_errors(scaling: AutoScale) -> None:
         (lambda: model(x).sum().mul(1j).backward(), "only for real scalar outputs"),
         (lambda: x.sum().backward(), "does not require grad"),
         (lambda: model(x).backward(torch.ones(3)), "Mismatch in shape"),
+        (lambda: model(x)[:0].backward(), "grad can be implicitly created only for scalar outputs"),
+        (
+            lambda: torch.autograd.backward([model(x).sum()], [1.0]),
+            "gradients can be either Tensors or None, but got float",
+        ),
+        (lambda: torch.autograd.backward([model(x).sum()] * 2, [torch.ones(())]), "got 2 tensors and 1 gradients"),
     ):
-        with pytest.raises((RuntimeError, ValueError), match=message):
+        with pytest.raises((RuntimeError, ValueError, TypeError), match=message):
             wrong()
         assert not gradients(model)
 
@@ -929,6 +957,9 @@ def test_it_ends(handle: autoamp.Handle) -> None:
     # The step still reads the check from before.
     optimizer.step()
     assert handle.skipped_steps == 1
+    # It goes on after a pause, and not after its end.
+    scaling.resume()
+    assert torch.autograd.backward is original
     assert handle.auto_scale() is not scaling
     handle.deactivate()
     assert torch.autograd.backward is original_of(original)
@@ -936,6 +967,19 @@ def test_it_ends(handle: autoamp.Handle) -> None:
         handle.auto_scale()
     with autoamp.init(enabled=False).auto_scale() as disabled:
         assert not disabled.active
+
+
+def test_it_begins_with_start(handle: autoamp.Handle) -> None:
+    optimizers, original = runtime_of(handle).optimizers, torch.autograd.backward
+    scaling = AutoScale(optimizers, optimizers.scalers[0])
+    scaling.resume()
+    assert (scaling.active, torch.autograd.backward is original) == (False, True)
+    with scaling.start():
+        patched = torch.autograd.backward
+        scaling.resume()
+        assert torch.autograd.backward is patched
+        assert patched is not original
+    assert torch.autograd.backward is original
 
 
 def test_it_rests_while_another_region_is_active(handle: autoamp.Handle, scaling: AutoScale) -> None:

@@ -117,12 +117,23 @@ def test_a_first_evaluation_that_cannot_be_saved_is_a_skip(scaler: LossScaler) -
     assert (curve.guard.skips.total, curve.guard.skips.last) == (1, True)
 
 
-def test_a_nan_loss_is_not_tried_again() -> None:
-    curve = Curve(torch.optim.LBFGS, DynamicLossScaler(64.0))
+@pytest.mark.parametrize(
+    ("returned", "evaluations"),
+    [
+        (lambda loss: loss, 1),
+        (lambda loss: loss.expand(2), 1),
+        (lambda loss: loss.detach().item(), 1),
+        (lambda loss: None, 33),
+        (lambda loss: 1, 33),
+    ],
+)
+def test_a_nan_loss_is_not_tried_again(returned: Callable[[Tensor], Any], evaluations: int) -> None:
+    curve = Curve(torch.optim.SGD, DynamicLossScaler(64.0), lr=0.1)
     curve.inputs[0, 0] = math.nan
-    assert curve.optimizer.step(curve.closure).isnan()
-    assert curve.evaluations == [64.0]
-    assert curve.scaler.loss_scale == 32.0
+    curve.optimizer.step(lambda: returned(curve.closure()))
+    assert curve.evaluations == [64.0 * 0.5**count for count in range(evaluations)]
+    assert curve.scaler.loss_scale == 64.0 * 0.5**evaluations
+    assert curve.param.tolist() == [0.0] * 4
     assert curve.guard.skips.total == 1
 
 
@@ -130,7 +141,7 @@ def test_evaluations_are_bounded() -> None:
     curve = Curve(torch.optim.SGD, DynamicLossScaler(2.0**24), lr=0.1)
     curve.limit = 0.0
     curve.optimizer.step(curve.closure)
-    assert len(curve.evaluations) < 40
+    assert len(curve.evaluations) == 33
     assert curve.guard.skips.total == 1
 
 
@@ -139,7 +150,7 @@ def test_other_optimizers_evaluate_a_closure_once_a_step(make: Callable[..., Any
     curve = Curve(make, DynamicLossScaler(2.0**8), lr=0.05)
     plain = Curve(make, StaticLossScaler(1.0), lr=0.05)
     for step in range(1, 6):
-        loss = curve.optimizer.step(curve.closure)
+        loss = curve.optimizer.step(closure=curve.closure)
         assert loss.item() == plain.optimizer.step(plain.closure).item()
         assert len(curve.evaluations) == step
     assert torch.equal(curve.param, plain.param)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -321,6 +322,78 @@ def test_ranks_agree_on_a_skip(agreeing: GuardedOptimizers, overflow: str, clips
     moved = 0.5 * (0.5**0.5 if clips else 3.0)
     assert parameter.tolist() == pytest.approx([1.0 - moved] * 2, abs=1e-5)
     assert (agreeing.scalers[0].loss_scale, agreeing.scalers[0].unskipped) == (512.0, 1)
+
+
+def other_rank(monkeypatch: pytest.MonkeyPatch, *vectors: list[float]) -> list[str]:
+    """Let another rank give these vectors to the collectives, the last one to all that follow. Returns their ops.
+
+    A vector is the power of the norm, whether there are checks, whether the loss is inf or nan, what gradients have
+    now, and what the checks of the scaler found.
+    """
+    ops: list[str] = []
+
+    def all_reduce(vector: Tensor, op: Any, group: Any = None) -> None:
+        other = torch.tensor(vectors[min(len(ops), len(vectors) - 1)], dtype=vector.dtype)
+        ops.append("max" if op == dist.ReduceOp.MAX else "sum")
+        vector.copy_(torch.maximum(vector, other) if ops[-1] == "max" else vector + other)
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    return ops
+
+
+@pytest.mark.parametrize(
+    ("theirs", "skipped", "scale", "unskipped"),
+    [
+        ([0.0, 0.0, 0.0, 0.0, 0.0], False, 1024.0, 0), ([0.0, 1.0, 0.0, 0.0, 0.0], False, 1024.0, 1),
+        ([0.0, 1.0, 0.0, 1.0, 1.0], True, 512.0, 0), ([0.0, 1.0, 0.0, 1.0, 0.0], True, 512.0, 0),
+    ],
+)  # fmt: skip
+def test_a_rank_that_scaled_no_loss_goes_by_what_another_found(
+    agreeing: GuardedOptimizers, monkeypatch: pytest.MonkeyPatch, theirs: list[float], skipped: bool, scale: float,
+    unskipped: int,
+) -> None:  # fmt: skip
+    other_rank(monkeypatch, theirs)
+    parameter, optimizer = sgd()
+    agreeing.guard(optimizer)
+    parameter.sum().backward()
+    optimizer.step()
+    assert agreeing.counts.last_skipped is skipped
+    assert parameter.tolist() == ([1.0, 1.0] if skipped else [0.5, 0.5])
+    assert (agreeing.scalers[0].loss_scale, agreeing.scalers[0].unskipped) == (scale, unskipped)
+
+
+@pytest.mark.parametrize(("norm_type", "theirs", "norm"), [(2.0, 16.0, 5.0), (1.0, 4.0, 7.0), (math.inf, 4.0, 4.0)])
+def test_ranks_clip_by_the_norm_of_all(
+    agreeing: GuardedOptimizers, monkeypatch: pytest.MonkeyPatch, norm_type: float, theirs: float, norm: float
+) -> None:
+    ops = other_rank(monkeypatch, [theirs, 0.0, 0.0, 0.0, 0.0])
+    parameter, optimizer = sgd(1.0)
+    backward(agreeing, parameter, optimizer, 3.0)
+    assert float(clip_grad_norm_(agreeing, optimizer, 1.0, norm_type)) == pytest.approx(norm)
+    optimizer.step()
+    assert parameter.item() == pytest.approx(1.0 - 0.5 * 3.0 / norm, rel=1e-5)
+    # The step needs no other collective.
+    assert ops == ["max" if norm_type == math.inf else "sum"]
+
+
+@pytest.mark.parametrize(("their_loss", "evaluations"), [(1.0, 1), (0.0, 33)])
+def test_a_closure_is_not_repeated_where_the_loss_of_another_rank_is_inf(
+    agreeing: GuardedOptimizers, monkeypatch: pytest.MonkeyPatch, their_loss: float, evaluations: int
+) -> None:
+    other_rank(monkeypatch, [0.0] * 5, [0.0, 1.0, their_loss, 1.0, 1.0])
+    parameter, optimizer = sgd()
+    scales: list[float] = []
+
+    def closure() -> Tensor:
+        scales.append(agreeing.scalers[0].loss_scale)
+        backward(agreeing, parameter, optimizer)
+        return parameter.sum()
+
+    agreeing.guard(optimizer)
+    optimizer.step(closure)
+    assert scales == [1024.0 * 0.5**count for count in range(evaluations)]
+    assert agreeing.counts.last_skipped
+    assert parameter.tolist() == [1.0, 1.0]
 
 
 def test_a_rank_that_takes_no_first_step_is_named(fake_ranks: Callable[[int], None]) -> None:
