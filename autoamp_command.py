@@ -171,7 +171,6 @@ def _add_profile(commands: Any) -> None:
     profile.add_argument("--json", metavar="FILE", help="write all results to this file, as JSON")
     profile.add_argument("--lists", action="append", default=[], metavar="LIST",
                          help="a list set or file, over the project's own; repeatable")  # fmt: skip
-    profile.add_argument("--every", type=int, default=1, metavar="N", help="profile every N-th step; default 1")
     profile.add_argument("--device-type", help="whose tensors: cuda, cpu, ...; default: the accelerator")
     _add_program(profile)
 

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from autoamp.cli import probes
 from autoamp.cli.options import DTYPES
 from autoamp.cli.output import aligned
@@ -48,12 +50,11 @@ def lists(chosen: argparse.Namespace) -> int:
 
 
 def _check() -> int:
-    drift = check_lists()
-    sys.stdout.write("".join(f"{line}\n" for line in drift.lines))
-    if not drift.lines:
-        header = "its autocast header" if drift.header else "no autocast header, as it was installed without"
-        sys.stdout.write(f"the shipped lists agree with torch {drift.torch}: its public names, {header}\n")
-    return int(bool(drift.lines))
+    differences = check_lists()
+    sys.stdout.write("".join(f"{line}\n" for line in differences))
+    if not differences:
+        sys.stdout.write(f"the shipped lists agree with the public names of torch {torch.__version__}\n")
+    return int(bool(differences))
 
 
 def _lines(table: CastTable, rules: list[CastRule]) -> list[str]:

@@ -34,7 +34,7 @@ def prepared_profile(chosen: argparse.Namespace) -> Callable[[], None]:
     check_device(settings.device_type)
     handle: Any = Handle(settings)
     put_handle(handle)
-    ranges = handle.profile_ranges(every=chosen.every)
+    ranges = handle.profile_ranges()
     run_program = prepared(program, Options(opt_level="O0", device_type=chosen.device_type).as_dict())
     process = os.getpid()
 

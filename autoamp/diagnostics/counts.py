@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -25,9 +25,9 @@ __all__ = ["Counts", "floating_tensors", "sum_of", "target_of"]
 class Counts(Observer, Watch):
     """The calls since ``handle.count()``; also a context manager, which stops at its end.
 
-    Not counted are functions under no rule, code that torch.compile compiles, and calls with casts off: in
-    ``optimizer.step()``, in a composite function that runs in fp32, in `disable_casts`. In a torch.autocast region of
-    the program calls are counted by the dtype of their result, without torch's casts. The numbers stay after `stop`.
+    Not counted are functions under no rule, code that torch.compile compiles, calls in a torch.autocast region of the
+    program, and calls with casts off: in ``optimizer.step()``, in a composite function that runs in fp32, in
+    `disable_casts`. The numbers stay after `stop`.
 
     Args:
         casts: The state that replacements read; None for a sum of counts.
@@ -81,35 +81,18 @@ class Counts(Observer, Watch):
         self._ops.clear()
         self._casts.clear()
 
-    def before(self, call: Call) -> bool:
-        """Count a call. Return True if it is to be counted by its result."""
-        casts = self._casts_of_handle
-        if casts is None or not self.active:
-            return False
-        if casts.autocast_rules():
-            return call.outer is None
-        if call.casting:
-            tensors = floating_tensors(call)
-            target = target_of(tensors, call.op.rule.policy, casts)
-            after = [t.dtype if target is None or not casts.eligible(t) else target for t in tensors]
-            self._add(call, [t.dtype for t in tensors], after)
-        return False
-
-    def after(self, call: Call, state: bool, result: Any) -> None:
-        """Count a call in an autocast region."""
-        if state:
-            found = [tensor.dtype for tensor in iter_tensors(result) if tensor.is_floating_point()][:1]
-            self._add(call, found, found)
-
-    def _add(self, call: Call, before: Sequence[torch.dtype], after: Sequence[torch.dtype]) -> None:
-        """Count a call by the dtypes of its floating arguments before and after the casts."""
-        if not after:
+    def before(self, call: Call) -> None:
+        """Count a call by the dtypes of its floating arguments after the casts."""
+        casts, tensors = self._casts_of_handle, floating_tensors(call) if call.casting else []
+        if casts is None or not self.active or not tensors or casts.autocast_rules():
             return
-        widest = dtype_name(functools.reduce(torch.promote_types, after))
-        casts = [(dtype_name(old), dtype_name(new)) for old, new in zip(before, after, strict=True) if old is not new]
+        target = target_of(tensors, call.op.rule.policy, casts)
+        dtypes = [(t.dtype, t.dtype if target is None or not casts.eligible(t) else target) for t in tensors]
+        widest = functools.reduce(torch.promote_types, [after for _, after in dtypes])
+        changed = [(dtype_name(before), dtype_name(after)) for before, after in dtypes if before is not after]
         with self._lock:
-            self._ops[call.op.name, widest] += 1
-            self._casts.update(casts)
+            self._ops[call.op.name, dtype_name(widest)] += 1
+            self._casts.update(changed)
 
 
 def sum_of(several: Iterable[Counts]) -> Counts:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch.nn import Module
@@ -15,26 +13,21 @@ from autoamp.errors import UsageError
 __all__ = ["Followers", "write_scalars"]
 
 
-@dataclass(frozen=True, eq=False)
-class _Entry:
-    call: Callable[[], object]
-    after_skips: bool
-
-
 class Followers:
     """Functions that are called after each step of an optimizer, when the weights have been updated."""
 
     def __init__(self) -> None:
-        self._entries: list[_Entry] = []
+        # Functions that were added together, with whether they are called after skipped steps too.
+        self._entries: list[tuple[Sequence[Callable[[], object]], bool]] = []
 
-    def add(self, call: Callable[[], object], *, after_skips: bool) -> Callable[[], None]:
-        """Call a function after each step from now on; return a function that ends it.
+    def add(self, *calls: Callable[[], object], after_skips: bool) -> Callable[[], None]:
+        """Call functions after each step from now on; return a function that ends it.
 
         Args:
-            call: The function.
-            after_skips: Whether it is called after skipped steps too.
+            calls: The functions, in this order.
+            after_skips: Whether they are called after skipped steps too.
         """
-        entry = _Entry(call, after_skips)
+        entry = calls, after_skips
         self._entries.append(entry)
 
         def end() -> None:
@@ -48,10 +41,7 @@ class Followers:
         Raises:
             UsageError: One of them cannot be called without arguments, nor has such a ``step()`` or ``update()``.
         """
-        added = contextlib.ExitStack()
-        for call in list(map(_stepping, followers)):
-            added.callback(self.add(call, after_skips=False))
-        return added.close
+        return self.add(*map(_stepping, followers), after_skips=False)
 
     def stepped(self, skipped: Callable[[], bool]) -> None:
         """Call the functions: an optimizer's step has ended.
@@ -59,9 +49,10 @@ class Followers:
         Args:
             skipped: Tells whether the step was skipped. It may wait for the device.
         """
-        for entry in self._entries:
-            if entry.after_skips or not skipped():
-                entry.call()
+        for calls, after_skips in self._entries:
+            if after_skips or not skipped():
+                for call in calls:
+                    call()
 
 
 def _stepping(follower: Any) -> Callable[[], object]:

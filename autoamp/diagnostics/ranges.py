@@ -25,7 +25,6 @@ from autoamp.diagnostics.call_sites import CallSite, in_scaling
 from autoamp.diagnostics.exponents import FORMATS, Exponents
 from autoamp.diagnostics.observer import Call, Observation, Observer, OperatorObserver, Watch
 from autoamp.diagnostics.tables import as_table
-from autoamp.errors import UsageError
 from autoamp.tensors import HALF_DTYPES, dtype_name, iter_tensors, map_tensors
 from autoamp.torch_private import current_graph_task
 
@@ -86,7 +85,8 @@ class OpRange:
 class ValueProfile(OperatorObserver):
     """The exponents of values as a program computes them, within a ``with`` statement.
 
-    Values that half precision has made 0 or inf are counted as such. Call `step_begins` at each step.
+    Values that half precision has made 0 or inf are counted as such. Gradients are
+    counted when an optimizer steps.
 
     Args:
         observation: Knows where calls are made.
@@ -102,6 +102,10 @@ class ValueProfile(OperatorObserver):
         self._ops: dict[tuple[str, CallSite], OpRange] = {}
         self._roots: weakref.WeakSet[Module] = weakref.WeakSet()
         self._stepping = False
+
+    def _enter(self, stack: contextlib.ExitStack) -> None:
+        stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        super()._enter(stack)
 
     def before(self, call: Call) -> None:
         """Remember the outermost module, for the names of parameters."""
@@ -135,7 +139,7 @@ class ValueProfile(OperatorObserver):
             row.values.add(*outputs)
         return row
 
-    def step_begins(self, optimizer: Any) -> None:
+    def _before_step(self, optimizer: Any, *_: Any) -> None:
         """Count the gradients that an optimizer is about to use, and no operator until its step has ended."""
         self._stepping = True
         self._read_gradients([param for group in optimizer.param_groups for param in group["params"]])
@@ -171,15 +175,11 @@ class RangeProfile(ValueProfile):
         observation: Knows where calls are made.
         start: Starts an observer.
         scale_of: Returns the present loss scale.
-        every: Steps 0, ``every``, 2 * ``every``, ... of all optimizers are profiled.
 
     Attributes:
         gradients: The exponents of each parameter's gradient, by its name.
         loss_scale: The loss scale at the end of the statement.
         steps: How many steps optimizers made.
-
-    Raises:
-        UsageError: ``every`` is below 1.
     """
 
     def __init__(
@@ -188,21 +188,15 @@ class RangeProfile(ValueProfile):
         observation: Observation,
         start: Callable[[Observer], Watch],
         scale_of: Callable[[], float],
-        *,
-        every: int = 1,
     ) -> None:
-        if every < 1:
-            raise UsageError(f"every={every!r}: expected 1 for every step, or n for every n-th")
         super().__init__(observation, start)
         self.loss_scale = 1.0
         self.steps = 0
         self._casts = casts
         self._scale_of = scale_of
-        self._every = every
 
     def _enter(self, stack: contextlib.ExitStack) -> None:
         stack.enter_context(self._casts.switched(False, forced_off=True))
-        stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
         super()._enter(stack)
 
@@ -214,13 +208,9 @@ class RangeProfile(ValueProfile):
 
     # -- profiling --
 
-    @property
-    def _profiles_step(self) -> bool:
-        return self.steps % self._every == 0
-
     def saw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> OpRange | None:
         """Count the results of an operator, and run it again in half precision."""
-        row = super().saw(func, args, kwargs, result) if self._profiles_step else None
+        row = super().saw(func, args, kwargs, result)
         if row is not None:
             with self._observation.quietly():
                 self._run_again(row, func, args, kwargs, _floating(result))
@@ -237,10 +227,6 @@ class RangeProfile(ValueProfile):
                 again = func(*map_tensors(args, _narrower(dtype)), **map_tensors(kwargs, _narrower(dtype)))
                 worst = max(map(relative_error, _floating(again), outputs), default=0.0)
                 row.errors[dtype_name(dtype)] = max(worst, row.errors.get(dtype_name(dtype), 0.0))
-
-    def _before_step(self, optimizer: Any, *_: Any) -> None:
-        if self._profiles_step:
-            self.step_begins(optimizer)
 
     def _after_step(self, *_: Any) -> None:
         self._stepping = False
@@ -293,7 +279,6 @@ class RangeProfile(ValueProfile):
             "schema": 2,
             "kind": "autoamp.ranges",
             "torch": torch.__version__,
-            "every": self._every,
             "steps": self.steps,
             "loss_scale": self.loss_scale,
             "loss_scales": list(self.loss_scales()),

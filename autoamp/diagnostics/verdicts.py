@@ -138,16 +138,8 @@ class Overflow:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values under the names of the attributes; ``verdict`` is a mapping with its details."""
-        details = {
-            name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self.verdict).items()
-        }
-        fields = ("op", "module", "location", "phase", "parameter", "iteration", "loss_scale", "suggestion", "value")
-        return {
-            "kind": self.kind,
-            "verdict": {"type": type(self.verdict).__name__, **details},
-            **{name: getattr(self, name) for name in fields},
-            "fp32_names": list(self.fp32_names),
-        }
+        found = {"kind": self.kind, **asdict(self)}
+        return {**found, "verdict": {"type": type(self.verdict).__name__, **found["verdict"]}}
 
     def __str__(self) -> str:
         when = "the step" if self.iteration is None else f"step {self.iteration}"

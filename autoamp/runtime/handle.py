@@ -167,20 +167,17 @@ class BaseHandle:
         run = self._active_runtime
         return CastTrace(run.casts, run.observation, self.observe)
 
-    def profile_ranges(self, *, every: int = 1) -> RangeProfile:
+    def profile_ranges(self) -> RangeProfile:
         """Profile the ranges of values inside a ``with`` statement. Casts are off in this thread meanwhile.
 
         Results are bitwise those of fp32. ``print(ranges)`` shows a table and a verdict on fp16 and bf16. The profile
         also has ``to_dict`` and ``to_json``.
 
-        Args:
-            every: Profile one of so many optimizer steps. The others take some microseconds more for each operator.
-
         Raises:
-            UsageError: The handle is not active, or ``every`` is below 1.
+            UsageError: The handle is not active.
         """
         run = self._active_runtime
-        return RangeProfile(run.casts, run.observation, self.observe, lambda: self.loss_scale, every=every)
+        return RangeProfile(run.casts, run.observation, self.observe, lambda: self.loss_scale)
 
     def record(self, *, sample: bool = True) -> Recording:
         """Record for `report`: the loss scale and the skips of all steps, casts and values of sampled steps.

@@ -78,21 +78,19 @@ def test_what_writes_or_draws_is_not_run_again(handle: Any) -> None:
         assert (row.calls, row.compared, row.errors) == (1, 0, {})
 
 
-def test_the_first_calls_at_a_place_are_compared_and_every_nth_step_is_looked_at(handle: Any) -> None:
+def test_every_step_is_counted_and_the_first_calls_at_a_place_are_compared(handle: Any) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with handle.profile_ranges(every=2) as ranges:
-        for step in range(7):
-            model(torch.full((1, 2), 3e5 if step == 1 else 1.0)).sum().backward()
+    with handle.profile_ranges() as ranges:
+        for step in range(4):
+            model(torch.full((1, 2), 3e5 if step == 3 else 1.0)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
     row = op(ranges, "addmm")
-    assert (ranges.steps, row.calls, row.compared, row.values.elements) == (7, 4, 2, 8)
-    assert row.values.in_format("float16")["overflow"] == 0
+    assert (ranges.steps, row.calls, row.compared, row.values.elements) == (4, 4, 2, 8)
+    assert row.values.in_format("float16")["overflow"] == 2
+    assert max(row.errors.values()) < 0.1
     assert ranges.gradients["bias"].elements == 8
-    assert ranges.to_dict()["every"] == 2
-    with pytest.raises(autoamp.UsageError, match="every=0"):
-        handle.profile_ranges(every=0)
 
 
 def test_without_a_step_gradients_are_read_at_the_end(handle: Any) -> None:

@@ -116,8 +116,7 @@ def test_an_op_on_no_list_has_a_row_where_it_gets_several_dtypes(handle: Any) ->
     assert row.dtypes_in == {"float16": 1, "float32": 1}
 
 
-def test_dict_json_and_print(handle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "250")
+def test_dict_json_and_print(handle: Any) -> None:
     with handle.trace() as trace:
         Model()(torch.randn(2, 4))
     found = json.loads(trace.to_json())

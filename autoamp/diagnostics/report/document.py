@@ -19,6 +19,7 @@ from autoamp.diagnostics.report.step_check import Fault
 from autoamp.diagnostics.tables import counted
 from autoamp.errors import UsageError
 from autoamp.tensors import dtype_name
+from autoamp.torch_private import compiled_graphs
 
 __all__ = ["KIND", "SCHEMA", "failures", "plain", "report_of"]
 
@@ -200,9 +201,9 @@ def _coverage(recording: Recording) -> list[str]:
             f"some steps were not compared with fp32 ({check.unchecked}): an op that overflows there without a skipped "
             "step is not found"
         )
-    if recording.graphs:
+    if graphs := compiled_graphs():
         found.append(
-            f"torch.compile made {counted(recording.graphs, 'graph')}: casts in compiled code are not shown, and "
+            f"torch.compile has made {counted(graphs, 'graph')} in this process: casts in that code are not shown, and "
             "overflows in it are not located; run once without torch.compile"
         )
     return found

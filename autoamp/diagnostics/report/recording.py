@@ -14,7 +14,6 @@ from autoamp.diagnostics.observer import Watch
 from autoamp.diagnostics.report.sampling import Samples
 from autoamp.diagnostics.report.step_check import StepCheck
 from autoamp.diagnostics.verdicts import Overflow
-from autoamp.torch_private import compiled_graphs
 
 __all__ = ["Recording"]
 
@@ -43,20 +42,14 @@ class Recording(Watch):
         self.check = StepCheck(handle)
         self._handle = handle
         self._sample = sample
-        self._graphs_before = compiled_graphs()
         self._skips_noted = handle.optimizers.counts.all_skipped
         self._stack = contextlib.ExitStack()
-
-    @property
-    def graphs(self) -> int:
-        """The number of graphs that torch.compile has made since the beginning."""
-        return compiled_graphs() - self._graphs_before
 
     def start(self) -> Recording:
         """Begin with the coming step."""
         stack, overflows = self._stack, self._handle.overflows
         stack.callback(self._handle.on_step(self._stepped))
-        stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        stack.callback(register_optimizer_step_pre_hook(lambda *_: self.check.compare(self.steps)).remove)
         overflows.listeners.append(self._overflowed)
         stack.callback(overflows.listeners.remove, self._overflowed)
         if self._sample:
@@ -71,10 +64,6 @@ class Recording(Watch):
             self._note_scale()
             self._note_skips()
         self._stack.close()
-
-    def _before_step(self, optimizer: Any, *_: Any) -> None:
-        self.check.compare(self.steps)
-        self.samples.step_begins(optimizer)
 
     def _stepped(self) -> None:
         """Count a step."""
@@ -94,8 +83,7 @@ class Recording(Watch):
             self.scales.append((self.steps, scale))
 
     def _scale(self) -> float:
-        optimizers = self._handle.optimizers
-        return float(optimizers.counts.loss_scale(optimizers.scalers[0].loss_scale))
+        return float(self._handle.optimizers.counts.loss_scale(self._handle.loss_scale))
 
     def _note_skips(self) -> None:
         """Note the skips that were not explained."""

@@ -75,11 +75,6 @@ class Samples(Observer):
         self.steps.append(step)
         self._thread, self._calls = threading.get_ident(), 0
 
-    def step_begins(self, optimizer: Any) -> None:
-        """Count the gradients that an optimizer is about to use, in a sample."""
-        if self._running is not None:
-            self.values.step_begins(optimizer)
-
     def end(self) -> None:
         """End the running sample, if there is one."""
         # A mode ends in the thread in which it began, and after the modes that began later.

@@ -109,7 +109,7 @@ def test_the_coverage_tells_of_compiled_code_and_of_steps_that_were_not_compared
     optimizer.step()
     uncompared, graphs = handle.report()["coverage"]
     assert uncompared.startswith("some steps were not compared with fp32 (")
-    assert graphs.startswith("torch.compile made 1 graph: ")
+    assert graphs.startswith("torch.compile has made ")
     torch._dynamo.reset()
 
 
