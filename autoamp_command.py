@@ -262,13 +262,13 @@ def _add_report(commands: Any) -> None:
     """Add the command ``report`` to a parser's commands."""
     report = commands.add_parser(
         "report",
-        help="make an HTML page of one run, or of two runs side by side",
-        description="Makes an HTML page of one or two files that autoamp run --report FILE.json wrote.",
+        help="make an HTML page of a run",
+        description="Makes an HTML page of a file that autoamp run --report FILE.json wrote.",
     )
-    report.add_argument("runs", nargs="+", metavar="RUN.json", help="one file, or two")
+    report.add_argument("run", metavar="RUN.json", help="the file")
     report.add_argument("-o", "--output", default="report.html", metavar="FILE.html", help="default: report.html")
     report.add_argument(
         "--fail-on",
         choices=["overflow", "skip"],
-        help="end with exit code 3 if a run has such skips; see autoamp run",
+        help="end with exit code 3 if the run has such skips; see autoamp run",
     )

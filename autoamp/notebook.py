@@ -66,5 +66,5 @@ def _shown_report() -> Any:
 
     from IPython.display import HTML
 
-    page = html.escape(report_page([handle.report()]), quote=True)
+    page = html.escape(report_page(handle.report()), quote=True)
     return HTML(f'<div><iframe srcdoc="{page}" style="width: 100%; height: 40em; border: 0"></iframe></div>')

@@ -1,9 +1,8 @@
-"""`autoamp report`: the page of a run, or of two side by side, from the JSON that `autoamp run --report` wrote."""
+"""`autoamp report`: the page of a run, from the JSON that `autoamp run --report` wrote."""
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from autoamp.cli.output import say
 from autoamp.diagnostics import failures, is_page, load_report, write_report
@@ -17,17 +16,12 @@ FAILED = 3
 
 def report(chosen: argparse.Namespace) -> int:
     """Write the page. Returns the exit code."""
-    if len(chosen.runs) > 2:
-        raise UsageError(f"autoamp report takes one run or two, and got {len(chosen.runs)}; give two files at most")
     if not is_page(chosen.output):
         raise UsageError(f"--output {chosen.output!r} must end in .html")
-    runs = [load_report(path) for path in chosen.runs]
-    names = [Path(path).name for path in chosen.runs] if len(runs) > 1 else []
-    write_report(chosen.output, runs, names)
+    document = load_report(chosen.run)
+    write_report(chosen.output, document)
     say(f"wrote {chosen.output}")
-    failed = False
-    for path, run in zip(chosen.runs, runs, strict=True):
-        for line in failures(run, chosen.fail_on) if chosen.fail_on else ():
-            failed = True
-            say(f"{path}: {line}")
-    return FAILED if failed else 0
+    found = failures(document, chosen.fail_on) if chosen.fail_on else []
+    for line in found:
+        say(f"{chosen.run}: {line}")
+    return FAILED if found else 0

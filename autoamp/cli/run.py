@@ -142,7 +142,7 @@ class _RunEnd:
 
     def _write(self, path: Path, report: Report) -> None:
         if self._document or not is_page(path):
-            write_report(path, [{**self._document, **report.as_dict()}])
+            write_report(path, {**self._document, **report.as_dict()})
         else:
             say("there is no report: the program was not run to its end, or nothing was cast")
 

@@ -215,7 +215,7 @@ class BaseHandle:
             return {}
         found = report_of(self._runtime)
         if path is not None:
-            write_report(path, [found])
+            write_report(path, found)
         return found
 
     def explain(self, name: str) -> Explanation:

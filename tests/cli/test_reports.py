@@ -53,9 +53,9 @@ RUNS = {
     "good": [*RUN, "--report", "good.json", "--fail-on", "skip", "faulty.py"],
     "own code": [*RUN, "--fail-on", "overflow", "faulty.py", "fault", "fails"],
     "apex": [*RUN, "--report", "apex.json", "--fail-on", "overflow", "faulty.py", "fault", "apex"],
-    "two": ["report", "good.json", "bad.json", "-o", "two.html", "--fail-on", "overflow"],
+    "page of json": ["report", "bad.json", "-o", "bad.html", "--fail-on", "overflow"],
     "no page": ["report", "good.json", "-o", "two.json"],
-    "three": ["report", "good.json", "good.json", "good.json"],
+    "two": ["report", "good.json", "good.json"],
     "missing": ["report", "none.json"],
 }
 
@@ -104,15 +104,19 @@ def test_the_programs_own_code_stays(ended: dict[str, Ended]) -> None:
     assert ended["own code"].code == 5
 
 
-def test_two_runs(folder: Path, ended: dict[str, Ended]) -> None:
-    assert ended["two"].code == 3
-    assert "bad.json: 1 of kind half-precision op" in ended["two"].err
-    assert 'id="comparison"' in (folder / "two.html").read_text(encoding="utf-8")
+def test_a_page_of_json(folder: Path, ended: dict[str, Ended]) -> None:
+    assert ended["page of json"].code == 3
+    assert "bad.json: 1 of kind half-precision op" in ended["page of json"].err
+    assert "1 of 4 steps skipped" in (folder / "bad.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("no page", "must end in .html"), ("three", "two files at most"), ("missing", "cannot be read as a report")],
+    [
+        ("no page", "must end in .html"),
+        ("two", "unrecognized arguments: good.json"),
+        ("missing", "cannot be read as a report"),
+    ],
 )
 def test_what_cannot_be_is_told(name: str, message: str, ended: dict[str, Ended]) -> None:
     assert ended[name].code == 2

@@ -88,8 +88,7 @@ def lines_of(page: Path) -> str:
 def document_of(page: Path) -> dict[str, Any]:
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text("utf-8"), re.DOTALL)
     assert found is not None
-    (document,) = json.loads(found[1])
-    return dict(document)
+    return dict(json.loads(found[1]))
 
 
 @pytest.mark.parametrize("name", FORMULAS)

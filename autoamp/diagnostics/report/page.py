@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,11 @@ def check_report_tools() -> None:
         )
 
 
-def report_page(documents: Sequence[Mapping[str, Any]], names: Sequence[str] = ()) -> str:
-    """Return a self-contained page of HTML for one run, or for two side by side.
+def report_page(document: Mapping[str, Any]) -> str:
+    """Return a self-contained page of HTML for a run.
 
     Args:
-        documents: The results of `report_of`, of one or two runs.
-        names: The names of the runs.
+        document: The result of `report_of`.
 
     Raises:
         UsageError: Jinja2 is not installed.
@@ -53,31 +52,26 @@ def report_page(documents: Sequence[Mapping[str, Any]], names: Sequence[str] = (
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
-    names = names or [" ".join(map(str, one.get("program", ()))) or "run" for one in documents]
     return environment.get_template("page.html").render(
-        runs=[
-            {"name": name, "document": one, "toml": as_toml(one["remedies"])}
-            for name, one in zip(names, documents, strict=True)
-        ],
+        name=" ".join(map(str, document.get("program", ()))) or "run",
+        document=document,
+        toml=as_toml(document["remedies"]),
         style=(_FOLDER / "page.css").read_text(encoding="utf-8"),
         script=(_FOLDER / "page.js").read_text(encoding="utf-8"),
     )
 
 
-def write_report(
-    path: str | os.PathLike[str], documents: Sequence[Mapping[str, Any]], names: Sequence[str] = ()
-) -> None:
-    """Write a page where the file's name ends in .html or .htm, else the JSON of the one run.
+def write_report(path: str | os.PathLike[str], document: Mapping[str, Any]) -> None:
+    """Write a page where the file's name ends in .html or .htm, else JSON.
 
     Args:
         path: The file; its folder must exist.
-        documents: Reports of runs, one or two, as `report_of` and `load_report` return them.
-        names: The names of the runs on the page, if there are two.
+        document: The report of a run, as `report_of` and `load_report` return it.
 
     Raises:
         UsageError: Jinja2 is not installed, or the file cannot be written.
     """
-    text = report_page(documents, names) if is_page(path) else json.dumps(plain(documents[0]), indent=1) + "\n"
+    text = report_page(document) if is_page(path) else json.dumps(plain(document), indent=1) + "\n"
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:

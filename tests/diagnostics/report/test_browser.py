@@ -25,7 +25,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     document = handle.report()
     handle.deactivate()
     path = tmp_path_factory.mktemp("pages") / "report.html"
-    write_report(path, [many(document)])
+    write_report(path, many(document))
     return path
 
 

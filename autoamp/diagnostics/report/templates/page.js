@@ -1,11 +1,7 @@
 "use strict";
 (() => {
-  const RUNS = JSON.parse(document.getElementById("data").textContent);
+  const RUN = JSON.parse(document.getElementById("data").textContent);
   const PAGE = window.matchMedia("(max-width: 60rem)").matches ? 10 : 25;
-  const KINDS = {
-    scale_search: "scale search", half_precision_op: "half-precision op", not_finite_in_fp32: "not finite in fp32",
-    communication: "communication", not_located: "not located", unexplained: "unexplained",
-  };
   const FORMATS = [["float16", "fp16"], ["bfloat16", "bf16"]];
   const number = new Intl.NumberFormat("en");
   const narrow = window.matchMedia("(max-width: 60rem)");
@@ -198,9 +194,10 @@
     const levels_shown = [];
     for (let at = low; at <= high; at += apart) levels_shown.push(at);
     drawn(() => {
-      const kinds = Object.entries(KINDS).map(([kind, name]) => [
-        kind, `skip: ${name}`, run.skips.events.filter((event) => event.kind === kind && event.step !== null),
-      ]).filter(([, , events]) => events.length);
+      const names = Object.fromEntries(run.skips.groups.map((group) => [group.kind, group.name]));
+      const kinds = Object.entries(names).map(([kind, name]) => [
+        kind, `skip: ${name}`, run.skips.events.filter((event) => event.kind === kind),
+      ]);
       const end = Math.max(run.timeline.steps, 1);
       const { atX, atY, group } = axes(place,
         { low: 0, high: end, ticks: numbered(ticks(0, end).filter(Number.isInteger)), title: "step" },
@@ -371,13 +368,11 @@
     });
   };
 
-  const panes = (section, act) => {
-    for (const pane of document.querySelectorAll(`#${section} .pane`)) act(pane, RUNS[Number(pane.dataset.run)]);
-  };
-  panes("changes", copy);
-  panes("timeline", (pane, run) => timeline(pane.querySelector(".chart"), run));
-  panes("ranges", exponents);
-  panes("casts", (pane, run) => casts(pane.querySelector("[data-table]"), run));
+  const find = (selector) => document.querySelector(selector);
+  copy(find("#changes"));
+  timeline(find("#timeline .chart"), RUN);
+  exponents(find("#ranges"), RUN);
+  casts(find("[data-table=casts]"), RUN);
 
   const again = () => redraws.forEach((redraw) => redraw());
   window.addEventListener("resize", again);
