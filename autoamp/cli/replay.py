@@ -31,9 +31,6 @@ def replay(chosen: argparse.Namespace) -> int:
         found = trace.explain_records(capsule.records, capsule.scale)
     finally:
         handle.deactivate()
-    if found is None:
-        say("run again, the step gave finite gradients", wrong=True)
-        return 1
     say(f"run again: {found}")
     now = found.to_dict()
     different = [name for name in _COMPARED if now[name] != capsule.overflow[name]]

@@ -117,7 +117,9 @@ class ModulePaths:
         root, module = modules[0], modules[-1]
         if root not in self._homes:
             self._homes.update((inner, weakref.ref(root)) for inner in root.modules())
-        home = self._homes[root]() or root
+        home = self._homes[root]()
+        # A module without a home any more is outermost. It may be empty, and then it is false.
+        home = root if home is None else home
         paths = self._paths.setdefault(home, weakref.WeakKeyDictionary())
         if module not in paths:
             paths.update((inner, name) for name, inner in home.named_modules())

@@ -138,19 +138,12 @@ class Origin:
 
 def nonfinite_value(*tensors: Tensor | None) -> str | None:
     """Return ``"nan"`` if any tensor holds nan, else ``"inf"`` if any holds inf, else None."""
-    found = None
-    for tensor in tensors:
-        if tensor is None or not tensor.is_floating_point() or tensor.numel() == 0 or tensor.is_sparse:
-            continue
-        value = tensor.detach()
-        # A finite sum has finite terms. A sum of finite terms may overflow.
-        if math.isfinite(fp32_sum(value).item()):
-            continue
-        if bool(torch.isnan(value).any()):
-            return "nan"
-        if bool(torch.isinf(value).any()):
-            found = "inf"
-    return found
+    values = [one.detach() for one in tensors if one is not None and one.is_floating_point() and not one.is_sparse]
+    # A finite sum has finite terms. A sum of finite terms may overflow.
+    values = [value for value in values if not math.isfinite(fp32_sum(value).item())]
+    if any(bool(torch.isnan(value).any()) for value in values):
+        return "nan"
+    return "inf" if any(bool(torch.isinf(value).any()) for value in values) else None
 
 
 def fp32_sum(tensor: Tensor) -> Tensor:
@@ -201,10 +194,6 @@ class Inspector(TorchFunctionMode):
         # Nodes of ops that the mode did not see.
         self._unseen: set[Any] = set()
 
-    def looks_at(self, values: Any) -> bool:
-        """Tell whether to look at a call with these arguments. A subclass overrides this."""
-        return True
-
     def made_by_call(self, origin: Origin, func: Any, args: Any, kwargs: Any) -> None:
         """A call made inf or nan of finite values. A subclass overrides this."""
 
@@ -245,7 +234,7 @@ class Inspector(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.looks_at((args, kwargs)):
+        if torch.compiler.is_compiling() or not _are_plain((args, kwargs)):
             return func(*args, **kwargs)
         # Torch looks the function up by its name, where a replacement may stand that the program did not call: `y * y`
         # is Tensor.mul here. A replacement that it called has done its part before.
@@ -378,14 +367,13 @@ def _to_fp32(tensor: Tensor) -> Tensor:
 
 def _floating(value: Any) -> list[Tensor]:
     """Return the floating tensors in nested arguments whose values can be looked at."""
-    return [
-        tensor
-        for tensor in iter_tensors(value)
-        if tensor.is_floating_point()
-        and tensor.layout is torch.strided
-        and not tensor.is_meta
-        and not is_transformed(tensor)
-    ]
+    found = (one for one in iter_tensors(value) if one.is_floating_point() and one.layout is torch.strided)
+    return [one for one in found if not one.is_meta and not is_transformed(one)]
+
+
+def _are_plain(value: Any) -> bool:
+    """Tell whether all tensors are torch's own: not those of a compiler, of a transform or of a library."""
+    return all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in iter_tensors(value))
 
 
 @dataclass(eq=False)
@@ -489,10 +477,8 @@ class OpWatch(Inspector):
         self._nodes: list[Origin] = []
         self._backward: Backward | None = None
         self._scale = 1.0
-        # Whether the call of an origin is finite in fp32; no entry if that is not known.
-        self._finite_in_fp32: dict[Origin, bool] = {}
-        # Nodes that give finite gradients at a loss scale of 1.
-        self._finite_at_one: set[Origin] = set()
+        # What an origin is the cause of; no entry if it is not known whether fp32 would be finite.
+        self._verdicts: dict[Origin, type[OverflowVerdict]] = {}
 
     def resume(self, outputs: object) -> None:
         """Watch from now on: a module call has ended, with these outputs. Its own ops were not looked at."""
@@ -520,16 +506,11 @@ class OpWatch(Inspector):
 
     # -- an op or a node runs once more --
 
-    def looks_at(self, values: Any) -> bool:
-        """Tell whether all tensors are torch's own: not those of a compiler, of a transform or of a library."""
-        plain = (Tensor, torch.nn.Parameter)
-        return not torch.compiler.is_compiling() and all(type(one) in plain for one in iter_tensors(values))
-
     def made_by_call(self, origin: Origin, func: Any, args: Any, kwargs: Any) -> None:
         """Run an op that made inf or nan once more, in fp32."""
         assert origin.site is not None
         if origin.site.op in CASTS:
-            self._finite_in_fp32[origin] = True
+            self._verdicts[origin] = HalfPrecisionOp
             return
         if "out" in kwargs or origin.site.in_place or str(getattr(func, "__name__", "")).startswith("__i"):
             return
@@ -547,7 +528,8 @@ class OpWatch(Inspector):
         """Run a node that made inf or nan once more, at a scale of 1 and by gradients that any half dtype holds."""
         self._nodes.append(origin)
         if _gives_finite(node, got, 1.0 / self._scale):
-            self._finite_at_one.add(origin)
+            self._verdicts[origin] = ScaleSearch
+            return
         has_half = any(one.dtype in HALF_DTYPES for one in _floating((got, gave)))
         # A derivative that half precision holds makes small gradients of small ones.
         self._note_fp32(origin, has_half and _gives_finite(node, got, 2.0**-30))
@@ -555,7 +537,7 @@ class OpWatch(Inspector):
     def _note_fp32(self, origin: Origin, finite: bool) -> None:
         # A value that is 0 in half precision may be other than 0 in fp32.
         if finite or not any(site.dtype in HALF_DTYPES for site in self.sites.values() if site is not origin.site):
-            self._finite_in_fp32[origin] = finite
+            self._verdicts[origin] = HalfPrecisionOp if finite else NotFiniteInFp32
 
     # -- what is found --
 
@@ -575,12 +557,12 @@ class OpWatch(Inspector):
         """Return the finding for an op that made inf or nan; None if no op did."""
         if made.site is None:
             return None
-        if made in self._finite_at_one:
-            return made.finding(ScaleSearch(), phase)
-        finite_in_fp32 = self._finite_in_fp32.get(made)
-        if finite_in_fp32 is None:
+        verdict = self._verdicts.get(made)
+        if verdict is None:
             return made.in_unknown_precision(phase)
-        if finite_in_fp32:
+        if verdict is ScaleSearch:
+            return made.finding(ScaleSearch(), phase)
+        if verdict is HalfPrecisionOp:
             advice = "make the loss smaller, or let what makes the half tensor run in fp32: its gradient is too large"
             return made.in_half_precision(phase, advice)
         return replace(made.in_fp32(phase), suggestion="look at the loss: compute it in a form that stays finite")

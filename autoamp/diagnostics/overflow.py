@@ -131,8 +131,7 @@ class OverflowTrace:
         if isinstance(found.verdict, NotLocated):
             found = replace(found, verdict=replace(found.verdict, watched=WATCHED_STEPS))
         found = replace(found, iteration=None if late else self._steps - 1)
-        goes_on = not self.always and not isinstance(found.verdict, ScaleSearch)
-        if isinstance(found.verdict, NotLocated) or found.module is None or goes_on:
+        if found.module is None or not isinstance(found.verdict, ScaleSearch):
             self.recorder.watched_steps = WATCHED_STEPS
         self.all.append(found)
         del self.all[: -self.keeps]
@@ -149,19 +148,10 @@ class OverflowTrace:
     def _explain(self, scale: float, late: bool) -> Overflow:
         if late:
             return unlocated("the device reported the overflow after later steps had begun")
-        records = self.recorder.step.records
-        found = self.explain_records(records, scale, self.recorder.step)
-        if found is not None:
-            return found
-        modules = [module for record in records if (module := record.module()) is not None]
-        if several_processes() and any(unwrapped(module) is not module for module in modules):
-            return Overflow(Communication())
-        return unlocated(
-            "run again, the step gave finite gradients" if records else "no call of a module was recorded in this step"
-        )
+        return self.explain_records(self.recorder.step.records, scale, self.recorder.step)
 
-    def explain_records(self, records: list[Record], scale: float, step: RecordedStep | None = None) -> Overflow | None:
-        """Return what made inf or nan; None if all gradients of this rank are finite.
+    def explain_records(self, records: list[Record], scale: float, step: RecordedStep | None = None) -> Overflow:
+        """Return what made inf or nan.
 
         Args:
             records: The calls to run again.
@@ -171,12 +161,20 @@ class OverflowTrace:
         try:
             with self.apart():
                 in_order = sorted(records, key=operator.attrgetter("number"))
-                return first_cause(in_order, step or RecordedStep(), self._casts, scale)
+                found = first_cause(in_order, step or RecordedStep(), self._casts, scale)
         except CannotReplay as error:
             return unlocated(str(error))
         except Exception as error:
             log.debug("the step could not be run again", exc_info=True)
             return unlocated(f"running the step again raised {type(error).__name__}: {error}")
+        if found is not None:
+            return found
+        modules = [module for record in records if (module := record.module()) is not None]
+        if several_processes() and any(unwrapped(module) is not module for module in modules):
+            return Overflow(Communication())
+        return unlocated(
+            "run again, the step gave finite gradients" if records else "no call of a module was recorded in this step"
+        )
 
     def explain_step(
         self, step: Callable[[], object], scale: float, use: Callable[[Rehearsal | None], None]
@@ -194,16 +192,13 @@ class OverflowTrace:
             try:
                 rehearsal.run(step)
             except CannotReplay as error:
-                return replace(unlocated(str(error)), loss_scale=scale)
+                found = unlocated(str(error))
             finally:
                 use(None)
             # The calls run again from the state in which the step began.
             state.restore()
-            if not recorded.losses:
-                found = unlocated("the step neither returned a loss nor ran a backward pass")
-            elif rehearsal.overflowed:
+            if rehearsal.overflowed:
                 found = self.explain_records(recorded.records, scale, recorded)
-                found = found or unlocated("run again, the step gave finite gradients")
         return None if found is None else replace(found, loss_scale=scale)
 
     @contextlib.contextmanager

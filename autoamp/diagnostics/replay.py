@@ -10,7 +10,7 @@ import collections
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -116,11 +116,7 @@ def _why_unfit(module: Module) -> str | None:
 
 def _named_inputs(root: Module, args: Any, kwargs: Any) -> list[tuple[str, Tensor]]:
     """Return the tensors that a module is called with, by the names of the arguments of its ``forward``."""
-    try:
-        given = inspect.signature(root.forward).bind(*args, **kwargs).arguments
-    except (TypeError, ValueError):
-        # A forward that is not a Python function has no signature.
-        given = {f"args[{place}]": value for place, value in enumerate(args)} | kwargs
+    given = inspect.signature(root.forward).bind(*args, **kwargs).arguments
     return [
         (name if isinstance(value, Tensor) else f"{name}[{number}]", tensor)
         for name, value in given.items()
@@ -144,6 +140,7 @@ class Replay:
         outputs: The results; None for one without a floating dtype.
         leaves: The tensors that gradients are taken of, by name. The name of an input begins with ``"input "``.
         results: The gradients of the last backward pass, by the names of the leaves.
+        flawed: The leaves whose gradients held inf or nan in that pass.
         watch: Looked at that pass.
 
     Raises:
@@ -163,6 +160,7 @@ class Replay:
         self.leaves: dict[str, Tensor] = {name: p for name, p in root.named_parameters() if p.requires_grad}
         self.leaves |= {f"input {name}": tensor for name, tensor in self.inspector.inputs if tensor.requires_grad}
         self.results: dict[str, Tensor] = {}
+        self.flawed: dict[str, Tensor] = {}
         self.watch = Backward(self.inspector)
         sums = record.outputs
         if not wide and (len(outputs) != len(sums) or not all(map(_is_same, sums, self.outputs))):
@@ -204,15 +202,12 @@ class Replay:
             with self.watch:
                 found = _gradients_of(list(self.leaves.values()), roots, given)
             self.results = {name: one for name, one in zip(self.leaves, found, strict=True) if one is not None}
-        return self.nonfinite_leaves()
-
-    def nonfinite_leaves(self) -> dict[str, Tensor]:
-        """Return the leaves whose gradients hold inf or nan in the last backward pass."""
-        return {name: self.leaves[name] for name, one in self.results.items() if nonfinite_value(one)}
+        self.flawed = {name: self.leaves[name] for name, one in self.results.items() if nonfinite_value(one)}
+        return self.flawed
 
     def gradient_origin(self) -> Origin | None:
         """Return the call whose node made inf or nan of finite gradients; None if unknown."""
-        return self.watch.origin(list(self.nonfinite_leaves().values()))
+        return self.watch.origin(list(self.flawed.values()))
 
 
 def _root_of(record: Record) -> Module:
@@ -263,7 +258,7 @@ class Rehearsal:
         """Run a step, and the backward pass of the loss that it returns if it ran none.
 
         Raises:
-            CannotReplay: A backward pass raised.
+            CannotReplay: A backward pass raised, or there was none.
         """
         patches = PatchSet()
         patches.replace(torch.autograd, "backward", self._backward)
@@ -275,11 +270,12 @@ class Rehearsal:
             pass
         finally:
             patches.restore()
+        if not self.passes:
+            raise CannotReplay("the step neither returned a loss nor ran a backward pass")
 
-    @contextlib.contextmanager
-    def scaled(self, loss: Tensor) -> Iterator[Tensor]:
-        """Yield a loss multiplied by the scale, as ``scale_loss`` does."""
-        yield self._scaled_loss(loss)
+    def scaled(self, loss: Tensor) -> contextlib.AbstractContextManager[Tensor]:
+        """Give a loss multiplied by the scale, as ``scale_loss`` does."""
+        return contextlib.nullcontext(self._scaled_loss(loss))
 
     def backward(self, loss: Tensor) -> None:
         """Scale a loss and run its backward pass."""

@@ -6,9 +6,7 @@ casts make, so casts are counted where they are made. The mode also sees ops on 
 
 from __future__ import annotations
 
-import contextlib
 import json
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +21,7 @@ from autoamp.diagnostics.rows import Row
 from autoamp.diagnostics.tables import as_table
 from autoamp.rules import CastRule
 from autoamp.tensors import dtype_name, iter_tensors
-from autoamp.torch_private import current_graph_task
+from autoamp.torch_private import current_graph_task, dispatch_modes
 
 __all__ = ["CastTrace"]
 
@@ -64,13 +62,8 @@ class CastTrace(OperatorObserver):
         super().__init__(observation, start)
         self._casts = casts
         self._rows: dict[tuple[str, CallSite], Row] = {}
-        self._thread: int | None = None
         # The innermost call of a listed function that runs.
         self._running: _RunningCall | None = None
-
-    def _enter(self, stack: contextlib.ExitStack) -> None:
-        self._thread = threading.get_ident()
-        super()._enter(stack)
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -87,7 +80,8 @@ class CastTrace(OperatorObserver):
     def before(self, call: Call) -> _RunningCall | None:
         """Begin to count the casts of a call."""
         tensors = floating_tensors(call) if call.casting else []
-        if not tensors or threading.get_ident() != self._thread:
+        # Without the mode this is another thread, or the trace has just ended.
+        if not tensors or not dispatch_modes():
             return None
         target = target_of(tensors, call.op.rule.policy, self._casts)
         to_cast = [t for t in tensors if target is not None and self._casts.eligible(t) and t.dtype is not target]

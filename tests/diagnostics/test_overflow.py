@@ -1017,6 +1017,16 @@ def test_flags_that_stay_on_the_device() -> None:
     assert handle.stats["found_inf"] == [2]
 
 
+def test_two_optimizers_that_step_by_one_loss() -> None:
+    handle, net = started(), Net(squared)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (net.first, net.last)]
+    with handle.scale_loss(mean_square(net(torch.randn(5, 4))), optimizers) as scaled:
+        scaled.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert [one.location for one in handle.overflows] == [BIG_TIMES_BIG] * 2
+
+
 def test_o2() -> None:
     net = Net(squared)
     net, optimizer = autoamp.initialize(
